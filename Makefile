@@ -1,0 +1,49 @@
+# Everything a newcomer needs. `make demo` and `make test` set up what they use, on a fresh machine, again and again.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+# PyPI's torch for Linux brings gigabytes of CUDA packages; the CPU build has an index of its own.
+TORCH_CPU = https://download.pytorch.org/whl/cpu
+RUN     = $(VENV)/bin/python
+STAMP   = $(VENV)/.rlkernel-ready
+
+.PHONY: help setup demo test check conform bench docs build clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## a virtual environment with torch's CPU build and everything the tests need
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet "$(TORCH)+cpu" || $(RUN) -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
+	$(RUN) -m pip install --quiet -e '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## watch a small model learn arithmetic by GRPO on this machine, in two minutes
+	$(VENV)/bin/rlkernel demo
+
+test: $(STAMP) ## all tests
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto
+
+check: $(STAMP) ## ruff and mypy
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+conform: $(STAMP) ## hold the reference backend against the clauses of every operator
+	$(VENV)/bin/rlkernel conformance run reference --report conformance/reports/reference
+
+bench: $(STAMP) ## what dispatch and importing cost
+	$(RUN) benchmarks/overhead/overhead.py
+
+docs: $(STAMP) ## run every code block and command of README and docs
+	$(RUN) -m pytest -q tests/test_docs.py
+
+build: $(STAMP) ## sdist and wheel in dist/
+	$(RUN) -m build --no-isolation
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

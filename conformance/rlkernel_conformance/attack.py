@@ -1,0 +1,67 @@
+"""How a clause is attacked: a property of a subject over drawn cases.
+
+    @attack("LP-08", cases)
+    def temperature_is_applied_once(subject, case):
+        ...raise Violation(...) or return
+
+`cases(subject)` is a hypothesis strategy of frozen dataclasses of plain values (sizes, a seed, names of distributions),
+never of tensors: they shrink well, print as source, and rebuild the same tensors anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hypothesis.strategies import SearchStrategy
+
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import Clause
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One property that tries to refute one clause."""
+
+    op: str
+    clause: Clause
+    cases: Callable[[Subject], SearchStrategy[Any]]
+    prop: Callable[[Subject, Any], None]
+    examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
+    scale: float = 1.0  # examples of a profile times this
+
+    @property
+    def name(self) -> str:
+        """Name of the property."""
+        return self.prop.__name__
+
+
+ATTACKS: Final[dict[str, Attack]] = {}
+
+
+def attack(
+    clause: str,
+    cases: Callable[[Subject], SearchStrategy[Any]],
+    *,
+    examples: tuple[Any, ...] = (),
+    scale: float = 1.0,
+) -> Callable[[Callable[[Subject, Any], None]], Callable[[Subject, Any], None]]:
+    """Register a property as the attack on a clause of a spec.
+
+    Raises:
+        ValueError: no spec has this clause, or it has an attack already.
+    """
+    found = [(op, c) for op, spec in OPERATORS.items() for c in spec.clauses if c.id == clause]
+    if len(found) != 1 or clause in ATTACKS:
+        raise ValueError(
+            f"{clause} is a clause of {[op for op, _ in found]}; an attack needs one, and a clause one attack"
+        )
+    op, spec_clause = found[0]
+
+    def register(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, Any], None]:
+        ATTACKS[clause] = Attack(op, spec_clause, cases, prop, examples, scale)
+        return prop
+
+    return register

@@ -1,0 +1,43 @@
+"""The attacks on the clauses of every operator: one module an operator, found by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from rlkernel_conformance.attack import ATTACKS, Attack
+from rlkernel_core.errors import UnknownNameError
+from rlkernel_core.spec import OPERATORS
+
+# operator -> module of its attacks; an operator that is not here has none yet, and a report says so.
+MODULES: Final = {
+    "advantage": "advantage",
+    "affine_suffix_scan": "affine_suffix_scan",
+    "group_filter": "group_filter",
+    "shape_rewards": "shape_rewards",
+    "whiten": "whiten",
+    "logprob": "logprob",
+    "linear_logprob": "linear_logprob",
+    "sample": "sample",
+    "lm_head_sample": "lm_head_sample",
+    "verify": "verify",
+    "policy_loss": "policy_loss",
+    "linear_policy_loss": "linear_policy_loss",
+    "quantize": "quantize",
+    "dequantize": "dequantize",
+    "prepack": "prepack",
+    "qmatmul": "qmatmul",
+}
+
+
+def attacks_on(op: str) -> tuple[Attack, ...]:
+    """The attacks on an operator, in the order of its clauses.
+
+    Raises:
+        UnknownNameError: no such operator, or one without attacks.
+    """
+    if op not in MODULES:
+        raise UnknownNameError("operator with attacks" if op in OPERATORS else "operator", op, MODULES)
+    import_module(f"rlkernel_conformance.clauses.{MODULES[op]}")
+    order = [c.id for c in OPERATORS[op].clauses]
+    return tuple(sorted((a for a in ATTACKS.values() if a.op == op), key=lambda a: order.index(a.clause.id)))

@@ -1,0 +1,165 @@
+"""Attacks on dequantize@1: bits, against readers of each format that share no code with the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import rlkernel
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.compare import plain, require
+from rlkernel_conformance.conduct import refused, untouched
+from rlkernel_conformance.oracles import quant
+from rlkernel_conformance.quantised import (
+    SPECS,
+    STORED,
+    Weight,
+    claims,
+    is_nan_or_equal,
+    kinds,
+    of_other_layout,
+    packed,
+    refuses_layout,
+    weights,
+)
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.quant import QuantTensor
+
+DTYPES: Final = ("float32", "bfloat16", "float16")  # of results
+_BYTES: Final = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+# 0, subnormals, the smallest normal, large, the largest of bfloat16 and fp32; and what is not finite
+EXTREMES: Final = (0.0, 1e-45, 3e-39, 1.1754944e-38, 6e-8, 1 / 3, 771.5, 6.5e4, 3e38, 3.4e38, torch.inf, torch.nan)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [N, K] of stored bytes: every byte, or random ones; scales by name."""
+
+    kind: str  # of quantised.SPECS
+    N: int
+    K: int
+    seed: int
+    scales: str = "usual"
+    dtype: str = "float32"  # of the result
+
+    def weight(self, subject: Subject) -> QuantTensor:
+        """The stored weight: shaped by the definition, then filled with codes and scales."""
+        w = Weight(self.kind, self.N, self.K, self.seed).stored(replace(subject, device="cpu"))
+        w = replace(w, dtype=getattr(torch, self.dtype))
+        g = torch.Generator().manual_seed(self.seed)
+        for name, part in w.parts.items():
+            raw = part.view(torch.uint8).view(-1)
+            if name == "codes" and raw.numel() >= 256:
+                raw.copy_(_BYTES[torch.arange(raw.numel()).remainder(256)])
+            elif name == "codes" or part.dtype == torch.uint8:
+                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantisers
+                raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
+            elif "table" not in name:
+                part.copy_(SCALES[self.scales](part, g))
+        return w.to(subject.device)
+
+
+SCALES: Final[dict[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
+    "usual": lambda x, g: torch.rand(x.shape, generator=g) * 0.1,
+    "graded": lambda x, g: torch.exp2(torch.arange(x.numel()).remainder(13) - 9.0).view(x.shape),
+    "extreme": lambda x, g: torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), x.shape, generator=g)],
+}
+
+
+def cases(subject: Subject) -> st.SearchStrategy[Codes]:
+    """Every claimed format."""
+    return st.builds(
+        Codes,
+        kind=kinds(subject, STORED),
+        N=st.integers(1, 140),
+        K=st.integers(1, 300),
+        seed=st.integers(0, 2**20),
+        scales=st.sampled_from(("usual", "graded")),
+    )
+
+
+def check(subject: Subject, case: Codes, **given: Any) -> None:
+    """The subject's bits against the format's reader, rounded once."""
+    w = case.weight(subject)
+    expected = quant.decode(w).to(given.get("dtype", w.dtype))
+    found = subject(w, **given)
+    plain(found, "weight")
+    if not is_nan_or_equal(found.cpu(), expected):
+        require(found.dtype == expected.dtype, f"dtype {found.dtype} instead of {expected.dtype}")
+        require(found.shape == expected.shape, f"shape {list(found.shape)} instead of {list(expected.shape)}")
+        at = tuple(((found.cpu() != expected) & ~(found.cpu().isnan() & expected.isnan())).nonzero()[0].tolist())
+        require(False, f"weight{list(at)} is {found[at].item()!r}, expected {expected[at].item()!r}")
+
+
+# Codes of every byte in every format, tried first.
+EVERY: Final = tuple(Codes(kind, 6, 512, 3) for kind in SPECS)
+
+
+@attack("DQ-01", lambda s: cases(s).map(lambda c: replace(c, N=6, K=512)), examples=EVERY)
+def every_code_gives_the_bits_of_the_format(subject: Subject, case: Codes) -> None:
+    """All 256 bytes in whole groups, exact in fp32."""
+    if claims(subject, SPECS[case.kind], STORED):
+        check(subject, case)
+
+
+@attack("DQ-02", lambda s: cases(s).map(lambda c: replace(c, N=min(c.N, 20))))
+def other_dtypes_are_rounded_once(subject: Subject, case: Codes) -> None:
+    """bf16 and fp16 of the fp32 value, asked for and by default."""
+    for dtype in DTYPES[1:]:
+        check(subject, case, dtype=getattr(torch, dtype))
+        check(subject, replace(case, dtype=dtype))
+
+
+@attack("DQ-03", lambda s: cases(s).map(lambda c: replace(c, scales="extreme", N=min(c.N, 20))))
+def extreme_scales_multiply_as_ieee_says(subject: Subject, case: Codes) -> None:
+    """0, subnormal, largest, inf and NaN."""
+    check(subject, case)
+
+
+@attack("DQ-04", lambda s: cases(s).map(lambda c: replace(c, N=1 + c.N % 5, K=1 + 2 * (c.K % 40))))
+def codes_stand_where_the_format_says(subject: Subject, case: Codes) -> None:
+    """Odd rows and odd counts, so that a row of flat storage starts inside a byte."""
+    check(subject, case)
+
+
+@attack("DQ-05", lambda s: weights(s, STORED, rows=40))
+def a_prepacked_weight_has_the_bits_of_the_canonical_one(subject: Subject, case: Weight) -> None:
+    """In the layout of the backend's own prepack."""
+    w = case.stored(subject)
+    for other in packed(subject, w):
+        for dtype in (torch.float32, torch.bfloat16):
+            same = is_nan_or_equal(subject(other, dtype=dtype), subject(w, dtype=dtype))
+            require(same, f"a weight in layout {other.layout} is another than the canonical one")
+
+
+@attack("DQ-06", lambda s: weights(s, STORED), scale=0.2)
+def a_layout_of_another_backend_is_refused(subject: Subject, case: Weight) -> None:
+    """A layout id of nobody."""
+    refuses_layout(subject, of_other_layout(case.stored(subject)))
+
+
+@attack("DQ-07", lambda s: weights(s, STORED))
+def the_weight_and_global_state_stay_as_they_were(subject: Subject, case: Weight) -> None:
+    """Codes, scales, RNG and defaults; the result is nobody else's memory."""
+    w = case.stored(subject)
+    untouched(subject, {"w": w})
+    first, second = subject(w), subject(w)
+    require(first.data_ptr() != second.data_ptr(), "two results are one tensor")
+    parts = {p.untyped_storage().data_ptr() for p in w.parts.values()}
+    require(first.untyped_storage().data_ptr() not in parts, "the result is memory of the weight")
+
+
+@attack("DQ-08", lambda s: weights(s, STORED), scale=0.2)
+def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
+    """No QuantTensor; a dtype that is none of the three."""
+    w = case.stored(subject)
+    subject(w)
+    refused(subject, "w", {"w": rlkernel.dequantize})
+    refused(subject, "w", {"w": w.parts["codes"]})
+    for dtype in (torch.float64, torch.int8, "bfloat16?"):
+        refused(subject, "dtype", {"w": w, "dtype": dtype})

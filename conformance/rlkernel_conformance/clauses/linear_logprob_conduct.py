@@ -1,0 +1,301 @@
+"""Attacks on linear_logprob@1: memory, ranks, batches, layouts, and what every operator owes its caller."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkernel_conformance import draw, graphs
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.linear_logprob_heads import (
+    OPERANDS,
+    Head,
+    check_gradients,
+    definition,
+    gradients,
+    heads,
+    small,
+    with_leaves,
+)
+from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
+from rlkernel_conformance.conduct import refused, repeatable, same_results, untouched
+from rlkernel_conformance.memory import peak
+from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ArgumentError
+
+WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
+
+
+def extra(subject: Subject, case: Head, **more: Any) -> int:
+    """Bytes at the peak of a call beyond its results, and of its backward pass beyond the gradients too."""
+    given = case.given(subject)
+    call, leaves = with_leaves(given) if "grad" in subject.claims else (given, {})
+
+    def run() -> Any:
+        out = subject(**call, **more)
+        if leaves:
+            out.logprob.sum().backward()
+        return out
+
+    subject(**call, **more)  # what a first call loads and keeps is not its workspace
+    most, out = peak(subject, run)
+    results = sum(x.nbytes for x in vars(out).values() if isinstance(x, torch.Tensor))
+    return most - results - sum(x.grad.nbytes for x in leaves.values() if x.grad is not None)
+
+
+def a_case(subject: Subject, case: Head, rows: int) -> Head:
+    """The case with a wide vocabulary and that many rows."""
+    return replace(case, N=rows, D=8, V=WIDE, dtype=subject.dtypes[0])
+
+
+@attack("LL-05", lambda s: heads(s, plainly=True), scale=0.05)
+def memory_does_not_grow_with_rows(subject: Subject, case: Head) -> None:
+    """Three times the rows: a few numbers more per row, a tenth of a row of logits at most."""
+    few, many = (extra(subject, a_case(subject, case, n), backward="recompute") for n in (128, 384))
+    per_row = (many - few) / 256
+    require(per_row < WIDE * 4 / 10, f"extra memory grows by {per_row:.0f} bytes a row")
+
+
+@attack("LL-07", lambda s: heads(s, plainly=True), scale=0.05)
+def the_limit_is_kept_and_the_minimum_named(subject: Subject, case: Head) -> None:
+    """A limit of one byte is refused with the least that is accepted; within that the call stays."""
+    case = a_case(subject, case, 128)
+    given = case.given(subject)
+    try:
+        subject(**given, max_workspace_bytes=1)
+    except ArgumentError as error:
+        require(error.argument == "max_workspace_bytes", f"a limit of one byte is blamed on {error.argument}")
+        named = sorted({int(n) for n in re.findall(r"\d+", str(error)) if int(n) > 1})
+    else:
+        raise Violation("max_workspace_bytes=1 is accepted")
+    want = subject(**given)
+    for limit in named:
+        try:
+            out = subject(**given, max_workspace_bytes=limit)
+        except ArgumentError:
+            continue
+        close(subject, "logprob", out.logprob, plain(want.logprob, "logprob"), case.dtype)
+        used = extra(subject, case, max_workspace_bytes=limit)
+        require(used <= limit, f"{used} bytes are used within a limit of {limit}")
+        return
+    raise Violation(f"no number that the refusal names is accepted: {named}")
+
+
+def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:
+    """Result and gradients on every rank, the vocabulary cut at `cuts`."""
+    given = case.given(subject)
+
+    def on_rank(rank: int, group: Any) -> Any:
+        part = slice(cuts[rank], cuts[rank + 1])
+        call, leaves = with_leaves({k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()})
+        if "grad" not in subject.claims:
+            return subject(**{**given, "weight": given["weight"][part]}, group=group), {}
+        out = subject(**call, group=group, entropy="entropy" in subject.claims)
+        return out, gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+
+    return on_ranks(subject, len(cuts) - 1, on_rank)
+
+
+@attack("LL-20", lambda s: heads(s, plainly=True, N=4), scale=0.2)
+def shards_equal_the_whole(subject: Subject, case: Head) -> None:
+    """Two ranks with shards of different sizes; ids lie on either."""
+    case = replace(case, V=max(case.V, 7), bias="bias" in subject.claims)
+    given = case.given(subject)
+    ranks = sharded(subject, case, [0, case.V // 3, case.V])
+    want = definition(given)
+    for out, _ in ranks:
+        close(subject, "logprob", out.logprob, want.logprob, case.dtype, scale=2.0)
+        close(subject, "lse", out.lse, want.lse, case.dtype, scale=2.0)
+    if not ranks[0][1]:
+        return
+    call, leaves = with_leaves(given)
+    out = subject(**call)
+    whole = gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+    joined = {n: torch.cat([grads[n] for _, grads in ranks]) for n in whole if n != "hidden"}
+    size = float(whole["weight"].double().norm())
+    for found in ({"hidden": ranks[0][1]["hidden"]}, {"hidden": ranks[1][1]["hidden"]}, joined):
+        check_gradients(subject, found, {n: plain(whole[n], n) for n in found}, case.dtype, size)
+
+
+@attack("LL-21", lambda s: heads(s, plainly=True), scale=0.3)
+def a_group_of_one_gives_the_bits_of_none(subject: Subject, case: Head) -> None:
+    """Results with a group of one rank."""
+    given = case.given(subject)
+    [found] = on_ranks(subject, 1, lambda _, group: subject(**given, group=group))
+    same_results(found, subject(**given), "in a group of one")
+
+
+@attack("LL-22", lambda s: heads(s, plainly=True, N=4), scale=0.3)
+def ranks_agree_bit_by_bit(subject: Subject, case: Head) -> None:
+    """Results and dX of three ranks."""
+    case = replace(case, V=max(case.V, 7))
+    (first, grads), *others = sharded(subject, case, [0, 2, case.V // 2 + 1, case.V])
+    for out, more in others:
+        same_results(out, first, "on another rank")
+        if more:
+            same_bits("dX", more["hidden"], grads["hidden"], "on another rank")
+
+
+@attack("LL-23", lambda s: heads(s, plainly=True).map(small), scale=0.5)
+def an_id_out_of_range_is_flagged_and_never_zero(subject: Subject, case: Head) -> None:
+    """Below, above and far above; its gradient is 0, and other rows keep their bits."""
+    given = case.given(subject)
+    want = subject(**(with_leaves(given)[0] if "grad" in subject.claims else given))
+    for bad in (-1, case.V, 2**40):
+        wrong = given["ids"].clone()
+        wrong[0] = bad
+        call, leaves = with_leaves({**given, "ids": wrong}) if "grad" in subject.claims else (given, {})
+        out = subject(**{**call, "ids": wrong})
+        require(bool(out.logprob[0].isnan()), f"id {bad} gives {out.logprob[0].item()!r}, not NaN")
+        flags = None if out.invalid is None else out.invalid.tolist()
+        require(flags == [True] + [False] * (case.N - 1), f"id {bad} is flagged as {flags}")
+        same_bits("logprob", out.logprob[1:], want.logprob[1:], "beside a row with a bad id")
+        if leaves:
+            found = gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+            require(bool((found["hidden"][0] == 0).all()), f"id {bad} has a gradient")
+            require(bool(found["weight"].isfinite().all()), f"id {bad} spoils the gradient of the head")
+
+
+@attack("LL-24", heads, scale=0.5)
+def layout_changes_no_bit(subject: Subject, case: Head) -> None:
+    """Padded rows and transposed storage of hidden and weight; rows in two dimensions."""
+    given = case.given(subject)
+    want = subject(**given)
+    for name in ("hidden", "weight"):
+        for view in (draw.strided(given[name]), given[name].t().contiguous().t()):
+            same_results(subject(**{**given, name: view}), want, f"with a strided {name}")
+    shaped = subject(**{**given, "hidden": given["hidden"][None], "ids": given["ids"][None]})
+    same_bits("logprob", shaped.logprob[0], want.logprob, "in two dimensions")
+
+
+@attack("LL-25", lambda s: heads(s, plainly=True).map(small), scale=0.3)
+def no_rows_give_empty_results_and_zero_gradients(subject: Subject, case: Head) -> None:
+    """N = 0, and all rows masked."""
+    given = case.given(subject)
+    calls = [{**given, "hidden": given["hidden"][:0], "ids": given["ids"][:0]}]
+    if "mask" in subject.claims:
+        calls.append({**given, "mask": torch.zeros(case.N, dtype=torch.bool, device=subject.device)})
+    for call in calls:
+        rows = call["hidden"].shape[0]
+        one, leaves = with_leaves(call) if "grad" in subject.claims else (call, {})
+        out = subject(**one)
+        require(out.logprob.tolist() == [0.0] * rows, f"no rows give {out.logprob.tolist()}")
+        if leaves:
+            found = gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+            for name, x in found.items():
+                require(x.shape == call[name].shape, f"no rows have d_{name} of {list(x.shape)}")
+                require(bool((x == 0).all()), f"no rows have d_{name} {x.tolist()}")
+
+
+@attack("LL-26", heads, scale=0.5)
+def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Head) -> None:
+    """All tensors, RNG, default dtype, gradient mode."""
+    untouched(subject, case.given(subject))
+
+
+@attack("LL-27", heads, scale=0.5)
+def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
+    """Alone, reversed, at the end of a large batch: neither values nor dX move."""
+    given = case.given(subject)
+
+    def part(index: Any) -> Any:
+        call, leaves = with_leaves({**given, "hidden": given["hidden"][index], "ids": given["ids"][index]}, ("weight",))
+        out = subject(**call)
+        if "grad" not in subject.claims:
+            return out.logprob.detach(), out.logprob.detach()
+        found = gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+        return out.logprob.detach(), found["hidden"]
+
+    every = torch.arange(case.N, device=subject.device)
+    values, slopes = part(every)
+    alone = [part(every[i : i + 1]) for i in range(case.N)]
+    others = {
+        "in a reversed batch": [x.flip(0) for x in part(every.flip(0))],
+        "one row at a time": [torch.cat(x) for x in zip(*alone, strict=True)],
+        "at the end of a large batch": [x[-case.N :] for x in part(every.repeat(40))],
+    }
+    for when, (value, slope) in others.items():
+        same_bits("logprob", value, values, when)
+        same_bits("dX", slope, slopes, when)
+
+
+@attack("LL-28", heads, scale=0.5)
+def the_same_call_gives_the_same_bits(subject: Subject, case: Head) -> None:
+    """Twice, on fresh storage, gradients included."""
+    repeatable(subject, lambda: case.given(subject))
+    if "grad" not in subject.claims:
+        return
+    found = []
+    for _ in range(2):
+        call, leaves = with_leaves(case.given(subject))
+        out = subject(**call)
+        found.append(gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves))
+    for name, x in found[0].items():
+        same_bits(f"d_{name}", found[1][name], x, "when called again")
+
+
+@attack("LL-29", lambda s: heads(s).map(small), scale=0.2)
+def the_call_replays_in_a_graph(subject: Subject, case: Head) -> None:
+    """Recorded on one batch, replayed on another of the same shape."""
+    first, second = (replace(case, seed=case.seed + i).given(subject) for i in range(2))
+    if "mask" in subject.claims:
+        first["mask"], second["mask"] = (torch.arange(case.N, device=subject.device) % 2 == i for i in range(2))
+    names = [n for n in (*OPERANDS, "ids", "mask") if n in first]
+    rest = {k: v for k, v in first.items() if k not in names}
+    if "entropy" in subject.claims:
+        rest["entropy"] = True
+    both = ({n: x[n] for n in names} for x in (first, second))
+    graphs.replays(subject, *both, lambda **given: subject(**rest, **given))
+
+
+@attack("LL-30", lambda s: heads(s, plainly=True).map(small), scale=0.2)
+def bad_arguments_are_named(subject: Subject, case: Head) -> None:
+    """Wrong rank, sizes, dtype, temperature and mode."""
+    good = case.given(subject)
+    wrong: dict[str, Any] = {
+        "hidden": good["hidden"].long(),
+        "weight": good["weight"][:, :0],
+        "ids": good["ids"].repeat(2),
+        "temperature": -1.0,
+        "logit_scale": 0.0,
+        "backward": "saved",
+        "entropy": "yes",
+    }
+    if "bias" in subject.claims:
+        refused(
+            subject,
+            "bias",
+            {**good, "bias": good["weight"].new_zeros(case.V + 1)},
+            {**good, "bias": good["weight"].new_zeros(case.V)},
+        )
+    for name, value in wrong.items():
+        refused(subject, name, {**good, name: value}, good)
+
+
+@attack("LL-31", lambda s: heads(s, plainly=True).map(small), scale=0.5)
+def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
+    """NaN and inf in a row of hidden; values and dX of the others keep their bits."""
+    case = replace(case, N=case.N + 1)
+    given = case.given(subject)
+
+    def outcome(hidden: Any) -> Any:
+        call, leaves = with_leaves({**given, "hidden": hidden}, ("weight",))
+        out = subject(**call)
+        if "grad" not in subject.claims:
+            return out.logprob.detach(), out.logprob.detach()
+        g = {"logprob": torch.ones_like(out.logprob)}
+        return out.logprob.detach(), gradients({"logprob": out.logprob}, g, leaves)["hidden"]
+
+    values, slopes = outcome(given["hidden"])
+    for poison in (np.nan, np.inf):
+        hidden = given["hidden"].clone()
+        hidden[0] = poison
+        value, slope = outcome(hidden)
+        require(bool(value[0].isnan()), f"a row of {poison} gives {value[0].item()!r}, not NaN")
+        same_bits("logprob", value[1:], values[1:], f"beside a row of {poison}")
+        same_bits("dX", slope[1:], slopes[1:], f"beside a row of {poison}")

@@ -1,0 +1,141 @@
+"""Small heads for the attacks on linear_logprob@1 and linear_policy_loss@1, and their float64 definition.
+
+Legend: N rows · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance import draw
+from rlkernel_conformance.compare import plain, require
+from rlkernel_conformance.oracles import logprob as oracle
+from rlkernel_conformance.subject import Subject
+
+TEMPERATURES: Final = (1.0, 0.5, 0.7, 1.7)
+SIZES: Final = (1, 2, 3, 7, 33, 127, 1000, 1031)
+OPERANDS: Final = ("hidden", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hidden states [N, D] and a head [V, D] whose logits have a standard deviation of about 3."""
+
+    N: int
+    D: int
+    V: int
+    seed: int
+    dtype: str = "float32"
+    temperature: float = 1.0
+    bias: bool = False
+    softcap: float = 0.0  # 0: none
+    logit_scale: float = 1.0
+
+    def given(self, subject: Subject, **change: Any) -> dict[str, Any]:
+        """Arguments of the operator."""
+        hidden = draw.normal((self.N, self.D), self.seed, subject.device, self.dtype)
+        weight = 3 / self.D**0.5 * draw.normal((self.V, self.D), self.seed + 7, subject.device)
+        out: dict[str, Any] = {
+            "hidden": hidden,
+            "weight": weight.to(hidden.dtype),
+            "ids": draw.integers((self.N,), self.V, self.seed, subject.device),
+            "temperature": self.temperature,
+            "logit_scale": self.logit_scale,
+        }
+        if self.bias:
+            out["bias"] = draw.normal((self.V,), self.seed + 8, subject.device, self.dtype)
+        if self.softcap:
+            out["softcap"] = self.softcap
+        return {**out, **change}
+
+
+def logits(given: Mapping[str, Any]) -> Any:
+    """(hidden @ weight.T + bias) * logit_scale in float64, [N, V]."""
+    x = plain(given["hidden"], "hidden") @ plain(given["weight"], "weight").T
+    if given.get("bias") is not None:
+        x = x + plain(given["bias"], "bias")
+    return x * given["logit_scale"]
+
+
+def definition(given: Mapping[str, Any], g: Mapping[str, Any] | None = None, kept: Any = None) -> oracle.Row:
+    """What the definition gives for a call."""
+    T = given["temperature"]
+    T = plain(T, "temperature") if isinstance(T, Tensor) else T
+    ids = plain(given["ids"], "ids")
+    return oracle.logprob(logits(given), ids, temperature=T, softcap=given.get("softcap"), kept=kept, g=g)
+
+
+def operand_gradients(given: Mapping[str, Any], dz: Any) -> dict[str, Any]:
+    """Gradients of the operands from that of the scaled logits, [N, V]."""
+    dz = dz * given["logit_scale"]
+    out = {"hidden": dz @ plain(given["weight"], "weight"), "weight": dz.T @ plain(given["hidden"], "hidden")}
+    return {**out, "bias": dz.sum(0)} if given.get("bias") is not None else out
+
+
+def with_leaves(given: Mapping[str, Any], frozen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The call with operands that require gradients, and these operands."""
+    leaves = {n: given[n].clone().requires_grad_() for n in OPERANDS if given.get(n) is not None and n not in frozen}
+    return {**given, **leaves}, leaves
+
+
+def check_gradients(
+    subject: Subject, found: Mapping[str, Any], want: Mapping[str, Any], dtype: str, size: float
+) -> None:
+    """Relative Frobenius errors within the tolerance; `size` is a norm below which a gradient is rounding."""
+    for name, expected in want.items():
+        if name not in found:
+            continue
+        row = "grad_hidden" if name == "hidden" else "grad_weight"
+        atol, rtol = subject.tolerance("grad" if subject.op == "linear_logprob" else row, dtype)
+        have = plain(found[name], f"d_{name}").astype(np.float64)
+        require(have.shape == expected.shape, f"d_{name} has shape {have.shape}, not {expected.shape}")
+        error = float(np.linalg.norm(have - expected))
+        # The tolerance is that of many roundings together; a few of them may err more.
+        few = 1 + 3 / max(expected.size, 1) ** 0.5
+        bound = atol + rtol * few * max(float(np.linalg.norm(expected)), size)
+        ratio = error / bound if bound else float(error > 0)
+        subject.measures[f"d_{name}"] = max(ratio, subject.measures.get(f"d_{name}", 0.0))
+        require(ratio <= 1, f"d_{name} is off by {error:.3g}, {ratio:.3g} times the tolerance")
+
+
+def heads(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.SearchStrategy[Head]:
+    """Heads with every option that is claimed; plainly: with temperature alone, in the first claimed dtype."""
+
+    def some(feature: str, values: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+        return st.sampled_from(values if feature in subject.claims and not plainly else values[:1])
+
+    fields: dict[str, Any] = {
+        "N": st.integers(1, 5),
+        "D": st.integers(1, 16),
+        "V": st.sampled_from(SIZES),
+        "seed": st.integers(0, 2**20),
+        "dtype": st.just(subject.dtypes[0]) if plainly else st.sampled_from(subject.dtypes),
+        "temperature": st.sampled_from(TEMPERATURES),
+        "bias": some("bias", (False, True)),
+        "softcap": some("softcap", (0.0, 5.0)),
+        "logit_scale": some("logit_scale", (1.0, 0.5, 2.0)),
+    }
+    return st.builds(Head, **{**fields, **{k: st.just(v) for k, v in fixed.items()}})
+
+
+def small(case: Head, most: int = 127) -> Head:
+    """The same with a vocabulary that is cheap."""
+    return replace(case, V=min(case.V, most))
+
+
+def gradients(out: Mapping[str, Tensor], g: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of the leaves for upstream gradients by name of the result."""
+    names = [n for n in g if n in out]
+    found = torch.autograd.grad(
+        [out[n] for n in names], list(leaves.values()), [g[n].to(out[n].dtype) for n in names], allow_unused=True
+    )
+    for name, x in zip(leaves, found, strict=True):
+        require(x is not None, f"{name} has no gradient")
+    return dict(zip(leaves, found, strict=True))  # type: ignore[arg-type]

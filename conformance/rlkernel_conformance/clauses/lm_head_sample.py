@@ -1,0 +1,293 @@
+"""Attacks on lm_head_sample@1: the draws of sample@1 from logits that are made on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
+from rlkernel_conformance.compare import close, plain, require, same_bits
+from rlkernel_conformance.conduct import leaves, refused, same_results, untouched
+from rlkernel_conformance.goodness import follows
+from rlkernel_conformance.sampling_batches import Batch, to
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.sampling import SampleResult, Status
+
+
+@attack("LH-01", heads, scale=SCALE)
+def draws_are_those_of_sample(subject: Subject, case: Heads) -> None:
+    """Token and kept set of sample on the logits, wherever the rounding of a matmul leaves no doubt."""
+    as_defined(subject, case.operands(subject))
+
+
+@attack("LH-02", heads, scale=SCALE)
+def log_probabilities_match_float64(subject: Subject, case: Heads) -> None:
+    """Of the drawn token, whichever it is; under the raw law too."""
+    made = case.operands(subject)
+    raw = {"raw_logprob": True} if "raw_logprob" in subject.claims else {}
+    out: SampleResult = subject(**made.arguments(subject, **raw))
+    token = plain(out.token, "token")
+    dtype = "float64" if case.dtype == "float64" else "float32"
+    for i, law in made.definitions():
+        off = float(made.error[i].max()) / (made.batch.rows[i].temperature or 1.0)
+        scale = 1 + 2 * off / subject.tolerance("logprob", dtype)[0]
+        close(subject, "logprob", out.logprob[i : i + 1], [law.log_p[token[i]]], dtype, scale=scale)
+        close(subject, "log_kept_mass", out.log_kept_mass[i : i + 1], [law.log_kept_mass], dtype, scale=scale)
+        if raw:
+            want = [law.log_raw[token[i]]]
+            close(subject, "raw_logprob", out.raw_logprob[i : i + 1], want, dtype, scale=scale * 2)  # type: ignore[index]
+
+
+@attack("LH-03", lambda s: st.builds(Heads, seed=st.integers(0, 15), V=st.just(8192), N=st.just(64)), scale=SCALE / 2)
+def without_filters_no_logits_are_stored(subject: Subject, case: Heads) -> None:
+    """The largest tensor on a CPU, the peak of memory on a CUDA device, against N x V."""
+    on_gpu = subject.device.startswith("cuda")
+    # Tiles have a price of their own, some dozen times their size; on a CUDA device N x V dwarfs that.
+    N, V = (256, 2**18) if on_gpu else (case.N, case.V)
+    g = torch.Generator().manual_seed(case.seed)
+    hidden = torch.randn(N, case.D, generator=g).to(subject.device)
+    weight = torch.randn(V, case.D, generator=g).to(subject.device)
+    given = {"seed": torch.arange(N, device=subject.device), "step": case.seed}
+    subject(hidden, weight, **given)
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        subject(hidden, weight, **given)
+        torch.cuda.synchronize()
+        most = (torch.cuda.max_memory_allocated() - before) / 4
+    else:
+        with Largest() as seen:
+            subject(hidden, weight, **given)
+        most = seen.elements
+    require(most < N * V / 4, f"memory of {most:.0f} elements for logits of {N * V}")
+
+
+# 2048 draws over 16 tokens: limit(16) = 58 nats, so KL = 0.05 shows: a tile counted twice or lost, a wrong temperature.
+@attack("LH-04", lambda s: st.builds(Heads, seed=st.integers(0, 63), V=st.just(16), N=st.just(2048)), scale=SCALE)
+def tokens_follow_the_law(subject: Subject, case: Heads) -> None:
+    """One hidden state over 2048 steps; with the last tile of a long head far below the rest."""
+    rng = np.random.default_rng(case.seed)
+    hidden = torch.from_numpy(rng.normal(size=(1, 4)).astype(np.float32))
+    for V in (16, 1040):
+        weight = torch.from_numpy(rng.normal(size=(V, 4)).astype(np.float32))
+        bias = torch.zeros(V)
+        live = [*range(8), *range(V - 8, V)]  # on both sides of an edge between tiles
+        if V > 16:
+            if "bias" not in subject.claims:
+                return
+            bias[8 : V - 8] = -40.0
+        x = (hidden.double() @ weight.double().T)[0] + bias.double()
+        p = torch.softmax(x / 0.7, 0).numpy()
+        n = case.N if V == 16 else 256
+        step = torch.arange(n, device=subject.device)
+        head = {"bias": bias.to(subject.device)} if V > 16 else {}
+        given = to(subject.device, {"hidden": hidden.expand(n, 4), "weight": weight})
+        token = plain(subject(**given, **head, temperature=0.7, seed=case.seed, step=step).token, "token")
+        place = {t: k for k, t in enumerate(live)}
+        require(set(token.tolist()) <= place.keys(), "tokens 40 nats down are drawn")
+        follows(f"draws of a head of {V}", [place[t] for t in token.tolist()], p[live] / p[live].sum())
+
+
+@attack("LH-05", lambda s: heads(s, N=8, V=2100, filters=False), scale=SCALE)
+def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
+    """NaN and infinities of single logits in any tile, through one-hot hidden states; other rows keep their bits."""
+    made = case.operands(subject)
+    work = made.batch.logits.dtype
+    kind = made.weight.dtype
+    eye = torch.eye(8, dtype=kind)
+    weight = torch.round(made.weight * 4) / 4
+    places = [case.seed % 2100, 1023, 1024, 2099]
+    x = weight.clone().double()
+    clean = subject(**made.arguments(subject) | to(subject.device, {"hidden": eye, "weight": weight}))
+    # A NaN or infinity in the head reaches every row (0 * inf), so the poison is in hidden states, by the row.
+    hidden = eye.clone()
+    hidden[1], hidden[2] = torch.nan, torch.inf
+    hidden[5] = 0.0
+    given = made.arguments(subject, invalid_token=-5) | to(subject.device, {"hidden": hidden, "weight": weight})
+    out = subject(**given)
+    status = plain(out.status, "status")
+    require(bool(status[1] & Status.NAN and status[1] & Status.EMPTY), f"a row of NaN has status {status[1]}")
+    require(int(out.token[1]) == -5, f"a row of NaN draws {int(out.token[1])}")
+    require(float(out.logprob[1]) == -math.inf, f"a row of NaN has log p {float(out.logprob[1])}")
+    infinite = (hidden[2].double() * x).sum(1)
+    drawn, plus = int(out.token[2]), torch.isposinf(infinite).sum()
+    if plus:
+        require(bool(status[2] & Status.POSINF), f"a row with +inf has status {status[2]}")
+        require(bool(torch.isposinf(infinite)[drawn]), f"a row with +inf draws {drawn}, which is not")
+    for name, value in leaves(out).items():
+        for i in (0, 3, 4, 6, 7):
+            same_bits(name, value[i], leaves(clean)[name][i], "beside degenerate rows")
+    if {"logit_bias", "bias"} <= subject.claims:
+        # Single tokens: a bias of the head forbids all but a few, at the edges of tiles.
+        few = torch.full((2100,), -torch.inf, dtype=work)
+        few[places] = 0.0
+        only = subject(**given | to(subject.device, {"bias": few, "hidden": eye}))
+        require(bool(torch.isin(only.token.cpu(), torch.tensor(places)).all()), f"forbidden: {only.token.tolist()}")
+        none = subject(**given | to(subject.device, {"bias": torch.full_like(few, -torch.inf), "hidden": eye}))
+        require(bool((none.token == -5).all()), f"an empty law draws {none.token.tolist()}")
+        require(bool((none.status == Status.EMPTY).all()), f"an empty law has status {none.status.tolist()}")
+
+
+@attack("LH-06", lambda s: heads(s, edits=True), scale=SCALE)
+def edits_act_on_tiles_as_on_rows(subject: Subject, case: Heads) -> None:
+    """Masks and penalties at every tile."""
+    as_defined(subject, case.operands(subject))
+
+
+@attack("LH-07", heads, scale=SCALE)
+def the_bias_of_the_head_comes_first(subject: Subject, case: Heads) -> None:
+    """Before scale and cap, where those are claimed; -inf forbids an id."""
+    bias = torch.randn(case.V, generator=torch.Generator().manual_seed(case.seed + 9)).to(getattr(torch, case.dtype))
+    if case.V > 1:
+        bias[case.seed % case.V] = -torch.inf
+    as_defined(subject, case.operands(subject, bias=bias))
+    more = {n: v for n, v in {"logit_scale": 0.5, "softcap": 3.0}.items() if n in subject.claims}
+    as_defined(subject, case.operands(subject, bias=bias, **more))
+
+
+@attack("LH-08", heads, scale=SCALE)
+def the_bias_of_a_row_comes_after_the_cap(subject: Subject, case: Heads) -> None:
+    """Values and bans on some tokens of each row."""
+    rng = np.random.default_rng(case.seed)
+    made = case.operands(subject, **({"softcap": 2.0} if "softcap" in subject.claims else {}))
+    for row in made.batch.rows:
+        values = (-3.0, 2.5, 6.0, -math.inf)
+        row.bias = {int(t): float(rng.choice(values)) for t in rng.choice(case.V, min(case.V, 40), replace=False)}
+    as_defined(subject, made)
+
+
+@attack("LH-09", heads, scale=SCALE)
+def the_scale_multiplies_the_logits(subject: Subject, case: Heads) -> None:
+    """Against the definition; a power of two is exactly that of the hidden states."""
+    as_defined(subject, case.operands(subject, logit_scale=0.3))
+    made = case.operands(subject, logit_scale=0.5)
+    given = made.arguments(subject)
+    half = given | {"hidden": given["hidden"] * 0.5, "logit_scale": 1.0}
+    same_bits("token", subject(**given).token, subject(**half).token, "with hidden * 0.5 for logit_scale 0.5")
+
+
+@attack("LH-10", heads, scale=SCALE)
+def the_cap_bends_the_logits_first(subject: Subject, case: Heads) -> None:
+    """Before temperature; part of the raw law."""
+    made = case.operands(subject, softcap=2.0)
+    raw = {"raw_logprob": True} if "raw_logprob" in subject.claims else {}
+    out = as_defined(subject, made, **raw)
+    for i, law in made.definitions() if raw else ():
+        scale = 4 + 4 * float(made.error[i].max()) / subject.tolerance("raw_logprob", "float32")[0]
+        found = out.raw_logprob[i : i + 1]  # type: ignore[index]
+        close(subject, "raw_logprob", found, [law.raw_logprob], "float32", scale=scale)
+
+
+@attack("LH-11", heads, scale=SCALE)
+def rows_of_the_head_beyond_the_vocabulary_change_nothing(subject: Subject, case: Heads) -> None:
+    """NaN, infinities and large values there."""
+    made = case.operands(subject)
+    given = made.arguments(subject)
+    results = []
+    for poison in (0.0, math.nan, math.inf, 1e4):
+        rest = torch.full((60, case.D), poison, dtype=made.weight.dtype, device=subject.device)
+        padded = given | {"weight": torch.cat((given["weight"], rest)), "vocab_size": case.V}
+        results.append(subject(**padded))
+        same_results(results[-1], results[0], f"with {poison} beyond the vocabulary")
+    made.head["vocab_size"] = case.V
+    as_defined(subject, made)
+
+
+@attack("LH-12", lambda s: heads(s, dtype="bfloat16"), scale=SCALE)
+def operands_of_two_dtypes_are_exact(subject: Subject, case: Heads) -> None:
+    """Fp32 hidden states that bf16 holds, on a bf16 head, give what bf16 ones give; and others against float64."""
+    if "mixed_dtypes" not in subject.claims or "float32" not in subject.dtypes:
+        return
+    made = case.operands(subject)
+    made.hidden = made.hidden.float()
+    as_defined(subject, made)
+    fine = replace(case, dtype="float32").operands(subject)
+    x = fine.hidden.double() @ made.weight.double().T
+    size = fine.hidden.double().abs() @ made.weight.double().abs().T
+    batch = Batch(x.float(), fine.batch.rows)
+    atol, _ = subject.tolerance("logits", "float32")
+    as_defined(subject, Operands(fine.hidden, made.weight, batch, (size * atol).numpy(), {}))
+
+
+@attack("LH-13", lambda s: heads(s, N=5, D=16), scale=SCALE)
+def a_request_draws_the_same_token_in_any_batch(subject: Subject, case: Heads) -> None:
+    """Alone, reversed, among 150 rows, in strided memory; the very bits where batch invariance is claimed."""
+    made = case.operands(subject)
+    given = made.arguments(subject)
+    want = subject(**given)
+    exact = "batch_invariant" in subject.claims
+    sure = {i for i, _ in made.definitions()}
+
+    def same(rows: list[int], when: str) -> None:
+        some = Batch(made.batch.logits[rows], [made.batch.rows[i] for i in rows])
+        part = replace(made, hidden=made.hidden[rows], batch=some, error=made.error[rows])
+        out = subject(**part.arguments(subject))
+        for k, i in enumerate(rows):
+            if exact or i in sure:
+                require(int(out.token[k]) == int(want.token[i]), f"row {i} draws another token {when}")
+            if exact:
+                same_bits("logprob", out.logprob[k], want.logprob[i], when)
+
+    if "per_row_parameters" in subject.claims:
+        same([4, 3, 2, 1, 0], "in a reversed batch")
+        same([4, 3, 2, 1, 0] * 30, "among 150 rows")
+        same([2], "alone")
+    wide = torch.full((10, 32), math.nan, dtype=made.hidden.dtype, device=subject.device)
+    wide[::2, 8:24] = given["hidden"]
+    out = subject(**given | {"hidden": wide[::2, 8:24]})
+    for i in sorted(sure):
+        require(int(out.token[i]) == int(want.token[i]), f"row {i} draws another token in strided memory")
+
+
+@attack("LH-14", lambda s: heads(s, edits=True), scale=SCALE)
+def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Heads) -> None:
+    """Hidden states, head, parameters, masks, generators, defaults."""
+    bias = {"bias": torch.zeros(case.V, dtype=getattr(torch, case.dtype))} if "bias" in subject.claims else {}
+    untouched(subject, case.operands(subject, **bias).arguments(subject))
+
+
+@attack("LH-15", heads, scale=SCALE)
+def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
+    """N = 0, with and without filters."""
+    given = case.operands(subject).arguments(subject)
+    none = {n: v[:0] if isinstance(v, Tensor) and n != "weight" else v for n, v in given.items()}
+    for name, x in leaves(subject(**none)).items():
+        require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
+
+
+@attack("LH-16", lambda s: st.builds(Heads, seed=st.integers(0, 15), V=st.just(33), N=st.just(2)), scale=SCALE)
+def bad_arguments_are_named(subject: Subject, case: Heads) -> None:
+    """Sizes of the head that do not match, numbers without meaning, shared noise."""
+    given = case.operands(subject).arguments(subject)
+    h, w = given["hidden"], given["weight"]
+    wrong: list[tuple[str, Any, Any]] = [
+        ("hidden", h[None], h),
+        ("hidden", h.clone().requires_grad_(), h),
+        ("weight", w[:, :-1], w),
+        ("weight", w[:0], w),
+        ("weight", w.clone().requires_grad_(), w),
+        ("temperature", -1.0, 0.5),
+        ("tie", "random", "lowest_id"),
+    ]
+    if "bias" in subject.claims:
+        wrong.append(("bias", w.new_zeros(case.V + 1), w.new_zeros(case.V)))
+    if "logit_scale" in subject.claims:
+        wrong += [("logit_scale", 0.0, 0.5), ("logit_scale", -1.0, 0.5)]
+    if "softcap" in subject.claims:
+        wrong += [("softcap", -1.0, 5.0), ("softcap", 0.0, 5.0)]
+    if "vocab_size" in subject.claims:
+        wrong.append(("vocab_size", case.V + 1, case.V))
+    for name, bad, good in wrong:
+        subject(**given | {name: good})
+        refused(subject, name, given | {name: bad})
+    shared = {"hidden": h, "weight": w, "seed": 1, "step": 0}
+    subject(**shared | {"hidden": h[:1]})
+    refused(subject, "seed", shared)

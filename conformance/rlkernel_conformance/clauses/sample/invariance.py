@@ -1,0 +1,197 @@
+"""Attacks on what must not matter to sample@1: where a row stands, how it is stored, that it was drawn before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance import draw
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.sample.cases import SCALE, Draws, call, draws, everything, plain_draws
+from rlkernel_conformance.compare import close, plain, require, same_bits
+from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
+from rlkernel_conformance.graphs import replays
+from rlkernel_conformance.sampling_batches import Batch
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.sampling import SampleResult, Status
+
+
+def part(batch: Batch, rows: list[int]) -> Batch:
+    """Some rows of a batch."""
+    return Batch(batch.logits[rows], [batch.rows[i] for i in rows])
+
+
+def same_tokens(found: SampleResult, want: Tensor, when: str) -> None:
+    """The tokens are the same."""
+    require(torch.equal(found.token, want), f"draws {found.token.tolist()} {when}, else {want.tolist()}")
+
+
+@attack("SA-21", plain_draws, scale=SCALE)
+def padding_columns_change_nothing(subject: Subject, case: Draws) -> None:
+    """NaN, +inf and large values beyond the vocabulary."""
+    batch = case.batch(subject)
+    asked = everything(subject, case.V) | {"vocab_size": case.V}
+    given = batch.arguments(subject.claims, subject.device)
+    wide = torch.zeros(case.N, case.V + 9, dtype=batch.logits.dtype)
+    wide[:, : case.V] = batch.logits
+    clean = subject(wide.to(subject.device), **given, **asked)
+    same_tokens(clean, call(subject, batch).token, "with padding columns")
+    for poison in (math.nan, math.inf, 100.0):
+        wide[:, case.V :] = poison
+        same_results(subject(wide.to(subject.device), **given, **asked), clean, f"with {poison} in padding columns")
+
+
+@attack("SA-22", lambda s: plain_draws(s, N=5), scale=SCALE)
+def slots_gather_parameters(subject: Subject, case: Draws) -> None:
+    """Against the call with parameters gathered; padding rows hold 0; a slot out of range is flagged."""
+    batch = case.batch(subject)
+    slot = [4, 0, -1, 4, 2]
+    given = batch.arguments(subject.claims, subject.device)
+    asked = everything(subject, case.V) | {"invalid_token": -5}
+    x = batch.logits[[4, 0, 1, 4, 2]].to(subject.device)
+    x[2] = math.nan
+    where = torch.tensor(slot, device=subject.device)
+    out = leaves(subject(x, **given, slot=where, **asked))
+    want = leaves(call(subject, part(batch, [4, 0, 2]), **asked))
+    for name, value in want.items():
+        for i, j in ((0, 0), (3, 0), (1, 1), (4, 2)):
+            if value.is_floating_point():
+                expected = plain(value[j], name)
+                close(subject, "entropy", out[name][i], expected, "float32")
+            else:
+                same_bits(name, out[name][i], value[j], f"in row {i} of a call with slots {slot}")
+    stated = {"token": -5, "kept_ids": -1, "top_ids": -1, "rank": -1, "threshold_id": -1, "top_logprobs": -math.inf}
+    for name, value in out.items():
+        found = value[2].double()
+        require(bool((found == stated.get(name, 0)).all()), f"a padding row has {name} = {found.tolist()}")
+    wrong = subject(x[:2], **given, slot=torch.tensor([2, 5], device=subject.device))
+    require(bool(int(wrong.status[1]) & Status.PARAM), "slot 5 of 5 is not flagged")
+    require(not int(wrong.status[0]) & Status.PARAM, "slot 2 of 5 is flagged")
+
+
+@attack("SA-31", lambda s: plain_draws(s, N=5), scale=SCALE)
+def a_request_draws_the_same_wherever_it_stands(subject: Subject, case: Draws) -> None:
+    """Alone, reversed, among 300 rows, in strided rows, in a wider dtype."""
+    batch = case.batch(subject)
+    want = call(subject, batch).token
+    given = batch.arguments(subject.claims, subject.device)
+    x = batch.logits.to(subject.device)
+    back = list(range(case.N))[::-1]
+    if "per_row_parameters" in subject.claims:
+        same_tokens(call(subject, part(batch, back)), want[back], "in a reversed batch")
+        same_tokens(call(subject, part(batch, back * 60)), want[back].repeat(60), "among 300 rows")
+    for i in range(case.N):
+        one = {n: v[i : i + 1] if isinstance(v, Tensor) else v for n, v in given.items()}
+        same_tokens(subject(x[i : i + 1], **one), want[i : i + 1], "alone")
+    for view in (draw.strided(x), x.t().contiguous().t()):
+        same_tokens(subject(view, **given), want, "on a strided view")
+    if case.dtype in {"bfloat16", "float16"} and "float32" in subject.dtypes:
+        same_tokens(subject(x.float(), **given), want, f"in float32, not {case.dtype}")
+
+
+@attack("SA-32", lambda s: draws(s, N=5, edits=False), scale=SCALE)
+def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Draws) -> None:
+    """Alone, reversed, among 300 rows."""
+    batch = case.batch(subject)
+    asked = everything(subject, case.V)
+    want = leaves(call(subject, batch, **asked))
+    back = list(range(case.N))[::-1]
+    batches = [[i] for i in range(case.N)] if "per_row_parameters" in subject.claims else [[0]]
+    for rows in [*batches, back, back * 60] if len(batches) > 1 else batches:
+        for name, value in leaves(call(subject, part(batch, rows), **asked)).items():
+            same_bits(name, value, want[name][rows], f"in a batch of {len(rows)}")
+
+
+@attack("SA-33", draws, scale=SCALE)
+def the_same_call_gives_the_same_bits(subject: Subject, case: Draws) -> None:
+    """Twice, on storage made anew."""
+
+    def make() -> dict[str, Any]:
+        batch = case.batch(subject)
+        given = batch.arguments(subject.claims, subject.device) | everything(subject, case.V)
+        return {"logits": batch.logits.to(subject.device)} | given
+
+    repeatable(subject, make)
+
+
+@attack("SA-34", lambda s: plain_draws(s, N=3, V=33), scale=SCALE)
+def a_graph_replays_new_logits_parameters_and_steps(subject: Subject, case: Draws) -> None:
+    """Everything that is a tensor changes between replays."""
+
+    def tensors(i: int) -> dict[str, Tensor]:
+        batch = Draws(case.seed + i, case.V, 3, case.dtype).batch(subject)
+        given = batch.arguments(subject.claims, subject.device)
+        return {"logits": batch.logits.to(subject.device)} | {n: x for n, x in given.items() if isinstance(x, Tensor)}
+
+    fixed = {} if "per_row_parameters" in subject.claims else {"temperature": 0.7}
+    replays(subject, tensors(0), tensors(1), lambda **given: subject(given.pop("logits"), **given, **fixed))
+
+
+@attack("SA-36", lambda s: draws(s, edits=True), scale=SCALE)
+def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Draws) -> None:
+    """Logits, parameters, masks, histories, generators, defaults; results are no memory of inputs."""
+    batch = case.batch(subject)
+    given = {"logits": batch.logits.to(subject.device)} | batch.arguments(subject.claims, subject.device)
+    untouched(subject, given)
+    theirs = {x.untyped_storage().data_ptr() for x in leaves(given).values() if x.numel()}
+    for name, x in leaves(subject(**given)).items():
+        require(x.untyped_storage().data_ptr() not in theirs, f"{name} is memory of an argument")
+
+
+@attack("SA-37", plain_draws, scale=SCALE)
+def no_rows_give_empty_results(subject: Subject, case: Draws) -> None:
+    """N = 0 with every result asked for."""
+    batch = case.batch(subject)
+    given = batch.arguments(subject.claims, subject.device)
+    none = {n: v[:0] if isinstance(v, Tensor) else v for n, v in given.items()}
+    out = subject(batch.logits[:0].to(subject.device), **none, **everything(subject, case.V))
+    for name, x in leaves(out).items():
+        require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
+
+
+@attack(
+    "SA-38", lambda s: st.builds(Draws, seed=st.integers(0, 15), N=st.just(2), V=st.sampled_from((2, 33))), scale=SCALE
+)
+def bad_arguments_are_named(subject: Subject, case: Draws) -> None:
+    """Wrong ranks, sizes, dtypes and numbers, and noise that rows would share."""
+    batch = case.batch(subject, temperature=0.7)
+    x = batch.logits.to(subject.device)
+    given = {"logits": x} | batch.arguments(subject.claims, subject.device)
+    device = subject.device
+    words = torch.full((2, -(-case.V // 32)), -1, dtype=torch.int32, device=device)
+    ones = torch.ones(2, device=device)
+    # name, what is wrong, and what is right and looks the same to a dispatcher: types and signs, not sizes or values.
+    wrong: list[tuple[str, Any, Any]] = [
+        ("logits", x[0], x),
+        ("logits", x[:, :0], x),
+        ("logits", x.long(), x),
+        ("logits", x.clone().requires_grad_(), x),
+        ("temperature", -1.0, 0.5),
+        ("temperature", math.nan, 0.5),
+        ("seed", ones, given["seed"]),
+        ("step", -1, 1),
+        ("filter_order", "topk", "topk_topp"),
+        ("tie", "random", "lowest_id"),
+        ("kept_capacity", -1, 0),
+        ("top_n", case.V + 1, case.V if "top_n:raw" in subject.claims else 0),
+    ]
+    if "per_row_parameters" in subject.claims:
+        wrong.append(("temperature", torch.ones(3, device=device), ones))
+    if "top_k" in subject.claims:
+        wrong.append(("top_k", 2.0, 2))
+    if "top_p" in subject.claims:
+        wrong.append(("top_p", "0.9", 0.9))
+    if "vocab_size" in subject.claims:
+        wrong += [("vocab_size", 0, case.V), ("vocab_size", case.V + 1, case.V)]
+    if "allowed" in subject.claims:
+        wrong += [("allowed", bad, words) for bad in (words.long(), words[:1], words[:, :0])]
+    for name, bad, good in wrong:
+        subject(**given | {name: good})
+        refused(subject, name, given | {name: bad})
+    shared = {"logits": x, "temperature": 0.7, "seed": 1, "step": 0}  # all rows would draw the same noise
+    subject(**shared | {"logits": x[:1]})
+    refused(subject, "seed", shared)

@@ -1,0 +1,77 @@
+"""Judgments on results: what a violation is, and how close is close."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_conformance.subject import Subject
+
+
+class Violation(AssertionError):
+    """A clause does not hold; the message says what was found and what should have been."""
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise a Violation unless it holds."""
+    if not holds:
+        raise Violation(message)
+
+
+def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: str, *, scale: Any = 1.0) -> None:
+    """`found` is within the spec's tolerance of the float64 `expected`; NaN must meet NaN, infinities themselves.
+
+    Args:
+        subject: whose spec holds the tolerances.
+        output: name of the tolerance rows.
+        found: a result of the subject.
+        expected: array of the same shape.
+        dtype: dtype of the inputs.
+        scale: multiplies the absolute tolerance: what the error is relative to, where that is not 1.
+    """
+    atol, rtol = subject.tolerance(output, dtype)
+    want = np.asarray(expected, np.float64)
+    within(subject, output, found, want, atol * np.asarray(scale, np.float64) + rtol * np.abs(want))
+
+
+def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: Any) -> None:
+    """`found` is no further from the float64 `expected` than `allowed`; NaN must meet NaN, infinities themselves."""
+    have = plain(found, output).astype(np.float64)
+    want, allowed = np.asarray(expected, np.float64), np.asarray(allowed, np.float64)
+    require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
+    same = (have == want) | (np.isnan(have) & np.isnan(want))
+    finite = np.isfinite(have) & np.isfinite(want)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where(finite, np.abs(have - want), np.inf)
+        ratio = np.where(same, 0.0, error / allowed)
+    worst = float(ratio.max(initial=0.0))
+    subject.measures[output] = max(worst, subject.measures.get(output, 0.0))
+    if worst > 1:
+        at = np.unravel_index(int(ratio.argmax()), ratio.shape)
+        place = tuple(int(i) for i in at)
+        raise Violation(
+            f"{output}{list(place)} is {have[at]!r}, expected {want[at]!r}: {worst:.3g} times the tolerance"
+        )
+
+
+def same_bits(output: str, found: Tensor, expected: Tensor, when: str) -> None:
+    """Two results are equal bit by bit."""
+    require(
+        found.shape == expected.shape, f"{output} has shape {list(found.shape)}, not {list(expected.shape)}, {when}"
+    )
+    # A view as bytes needs strides in order, also where a size of 1 leaves them free.
+    kept = (x.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for x in (found, expected))
+    a, b = (x.view(torch.uint8) if x.numel() else x for x in kept)
+    require(torch.equal(a, b), f"{output} differs {when}: {found.tolist()} is not {expected.tolist()}")
+
+
+def plain(x: Any, name: str) -> np.ndarray[Any, Any]:
+    """The values of a result; anything but a plain, strided tensor is a violation (lazy results hide work)."""
+    require(type(x) in {Tensor, torch.nn.Parameter}, f"{name} is a {type(x).__name__}, not a torch.Tensor")
+    require(x.layout is torch.strided, f"{name} has layout {x.layout}")
+    x = x.detach().cpu()
+    values: np.ndarray[Any, Any] = (x.double() if x.is_floating_point() else x).numpy()
+    return values

@@ -1,0 +1,69 @@
+"""What went wrong, under one of a closed list of names, from an exception or from how a process ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Final
+
+FAULTS: Final[Mapping[str, str]] = {
+    "wrong_result": "a clause does not hold",
+    "nan": "a result is NaN where the contract has a number",
+    "nondeterminism": "the same case held and failed",
+    "import_error": "a module could not be imported",
+    "syntax_error": "source could not be parsed",
+    "unsupported_arch": "there is no code for this architecture",
+    "compile_error": "a kernel did not compile",
+    "jit_error": "a kernel could not be loaded or launched",
+    "shared_memory_exceeded": "a kernel wants more shared memory than there is",
+    "out_of_memory": "memory ran out, or its limit was reached",
+    "illegal_access": "a kernel touched memory that is not its own",
+    "illegal_instruction": "the processor met an instruction it does not have",
+    "segfault": "the process touched memory that is not its own",
+    "abort": "the process ended itself by abort",
+    "timeout": "no answer within the limit",
+    "protocol_error": "the process ended, or spoke, other than a worker does",
+    "killed": "the process was ended from outside",
+    "unknown": "an exception that has no better name",
+}
+
+# Words of an exception's type or message -> fault; the first that matches names it.
+_WORDS: Final = (
+    ("no kernel image", "unsupported_arch"),
+    ("shared memory", "shared_memory_exceeded"),
+    ("OutOfResources", "shared_memory_exceeded"),
+    ("OutOfMemory", "out_of_memory"),
+    ("out of memory", "out_of_memory"),
+    ("MemoryError", "out_of_memory"),
+    ("can't allocate memory", "out_of_memory"),
+    ("illegal memory access", "illegal_access"),
+    ("illegal instruction", "illegal_instruction"),
+    ("CompilationError", "compile_error"),
+    ("nvcc", "compile_error"),
+    ("PTXASError", "compile_error"),
+    ("SyntaxError", "syntax_error"),
+    ("IndentationError", "syntax_error"),
+    ("ImportError", "import_error"),
+    ("ModuleNotFoundError", "import_error"),
+    ("Flaky", "nondeterminism"),
+    ("CUDA error", "jit_error"),
+    ("HIP error", "jit_error"),
+)
+_SIGNALS: Final = {
+    signal.SIGSEGV: "segfault",
+    signal.SIGBUS: "segfault",
+    signal.SIGABRT: "abort",
+    signal.SIGILL: "illegal_instruction",
+    signal.SIGKILL: "killed",
+}
+
+
+def of_error(error: BaseException) -> str:
+    """The fault that an exception stands for."""
+    text = f"{type(error).__name__}: {error}"
+    return next((fault for word, fault in _WORDS if word in text), "unknown")
+
+
+def of_exit(status: int) -> str:
+    """The fault of a worker that ended without a last word; `status` as subprocess gives it."""
+    return _SIGNALS.get(signal.Signals(-status), "killed") if status < 0 else "protocol_error"

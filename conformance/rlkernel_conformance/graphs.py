@@ -1,0 +1,80 @@
+"""Attacking "may run in a graph": record a call once, replay it on other values, compare with plain calls.
+
+On a CUDA device the graph is a real one. Elsewhere the engine of the reference stands in: it runs the call under an
+audit that refuses host synchronisation and shapes that depend on values, and replays it from static buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_conformance.compare import Violation, require
+from rlkernel_conformance.conduct import leaves
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import CaptureError
+from rlkernel_core.reference.capture import capture
+
+
+def replays(
+    subject: Subject,
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    call: Callable[..., Any] | None = None,
+) -> None:
+    """A graph of the call on `first` gives, replayed on `second`, what plain calls give.
+
+    Args:
+        subject: what is called.
+        first: tensors by argument name.
+        second: other values of the same shapes.
+        call: takes the tensors by name; the subject itself where not given.
+    """
+    fn = call or subject
+    plain = [{k: x.clone() for k, x in leaves(fn(**given)).items()} for given in (first, second, first)]
+    try:
+        found = _cuda(fn, first, second) if subject.device.startswith("cuda") else _audited(fn, first, second)
+    except (CaptureError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, CaptureError) and "captur" not in str(error):
+            raise
+        raise Violation(f"cannot be captured: {error}") from error
+    for expected, have in zip(plain, found, strict=True):
+        require(expected.keys() == have.keys(), f"a replay has {sorted(have)}, a plain call {sorted(expected)}")
+        for name, want in expected.items():
+            _agree(subject, name, have[name], want)
+
+
+def _agree(subject: Subject, name: str, found: Tensor, want: Tensor) -> None:
+    """Bit by bit where the subject claims determinism, else closely."""
+    tolerance = 0.0 if "deterministic" in subject.claims else 1e-5
+    same = found.shape == want.shape and torch.allclose(found, want, tolerance, tolerance, equal_nan=True)
+    require(same, f"{name} of a replay is {found.tolist()}, of a plain call {want.tolist()}")
+
+
+def _audited(fn: Callable[..., Any], first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Any]:
+    with torch.no_grad():
+        graph = capture(fn, dict(first), verify="always", warmup=1)
+        return [leaves(graph(**given)) for given in (first, second, first)]
+
+
+def _cuda(fn: Callable[..., Any], first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Any]:
+    buffers = {k: x.clone() for k, x in first.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(2):
+            fn(**buffers)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph), torch.no_grad():
+        out = leaves(fn(**buffers))
+    for given in (first, second, first):
+        for k, x in given.items():
+            buffers[k].copy_(x)
+        graph.replay()
+        found.append({k: x.clone() for k, x in out.items()})
+    torch.cuda.synchronize()
+    return found

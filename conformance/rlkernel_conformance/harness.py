@@ -1,0 +1,123 @@
+"""Attack clauses in this process: hypothesis draws and shrinks cases; an outcome tells how to see it again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+
+from rlkernel.discover import brief, guarded
+from rlkernel_conformance import faults
+from rlkernel_conformance.attack import ATTACKS, Attack
+from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one clause fared."""
+
+    op: str
+    clause: str  # "LP-08"
+    title: str
+    status: str  # held | violated | fault | not_claimed | not_attacked
+    fault: str | None = None  # a name of faults.FAULTS, where violated or fault
+    message: str = ""
+    reproduce: str = ""  # a script that shows the failure alone
+    executed: int = 0  # cases
+    measures: dict[str, float] = field(default_factory=dict)  # worst error over tolerance, by output
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """The clause was refuted, or its attack could not be carried out."""
+        return self.status in {"violated", "fault"}
+
+
+def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
+    """The attacks that apply to a subject, and the outcomes of the clauses that need none here."""
+    attacks = {a.clause.id: a for a in attacks_on(subject.op)}
+    due, rest = [], []
+    for clause in subject.spec.clauses:
+        if clause.feature is not None and clause.feature not in subject.claims:
+            text = f"{subject.backend} does not claim {clause.feature}"
+            rest.append(Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text))
+        elif clause.id not in attacks:
+            rest.append(
+                Outcome(subject.op, clause.id, clause.title, "not_attacked", message="no attack is written yet")
+            )
+        else:
+            due.append(attacks[clause.id])
+    return due, rest
+
+
+def carry_out(subject: Subject, attack: Attack, profile: Profile) -> Outcome:
+    """Try to refute one clause."""
+    seen: list[Any] = []
+    worst: dict[str, float] = {}
+
+    def body(case: Any) -> None:
+        seen.append(case)
+        subject.measures.clear()
+        attack.prop(subject, case)
+        for output, error in subject.measures.items():
+            worst[output] = max(error, worst.get(output, 0.0))
+        if subject.measures:  # hypothesis climbs towards the worst case
+            hypothesis.target(max(subject.measures.values()), label="error over tolerance")
+
+    search = hypothesis.settings(
+        max_examples=max(1, round(profile.examples * attack.scale)),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=(Phase.explicit, Phase.generate, Phase.target, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    test: Any = hypothesis.given(attack.cases(subject))(body)
+    for case in attack.examples:
+        test = hypothesis.example(case)(test)
+    began = time.perf_counter()
+    _, error = guarded(search(test))
+    told: dict[str, Any] = {"executed": len(seen), "measures": worst}
+    told["seconds"] = time.perf_counter() - began
+    clause = attack.clause
+    if error is None:
+        return Outcome(subject.op, clause.id, clause.title, "held", **told)
+    told["reproduce"] = script(subject, attack, seen[-1]) if seen else ""
+    if isinstance(error, Violation):
+        fault = "nan" if " is nan," in str(error) else "wrong_result"
+        return Outcome(subject.op, clause.id, clause.title, "violated", fault, str(error), **told)
+    return Outcome(subject.op, clause.id, clause.title, "fault", faults.of_error(error), brief(error), **told)
+
+
+def script(subject: Subject, attack: Attack, case: Any) -> str:
+    """Source of a program that carries out one attack on one case."""
+    kind = type(case)
+    return (
+        "from rlkernel_conformance.harness import reproduce\n"
+        f"from {kind.__module__} import {kind.__qualname__}\n\n"
+        f"reproduce({subject.backend!r}, {attack.clause.id!r}, {case!r}, device={subject.device!r})\n"
+    )
+
+
+def reproduce(backend: str, clause: str, case: Any, *, device: str = "cpu") -> None:
+    """Carry out one attack on one case; raises what it raises, returns if the clause holds.
+
+    Raises:
+        UnknownNameError: there is no attack on this clause.
+    """
+    __import__(type(case).__module__)
+    if clause not in ATTACKS:
+        raise UnknownNameError("clause with an attack", clause, ATTACKS)
+    attack = ATTACKS[clause]
+    subject = Subject(backend, attack.op, device)
+    with subject.chosen():
+        attack.prop(subject, case)

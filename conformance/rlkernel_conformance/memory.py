@@ -1,0 +1,32 @@
+"""Most memory that a call holds at a time beyond what was there before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+from rlkernel_conformance.subject import Subject
+
+
+def peak(subject: Subject, run: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes at the peak of `run` on the subject's device, and what it returns; what it returns counts."""
+    gc.collect()
+    if subject.device.startswith("cuda"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, out
+    with profile(profile_memory=True) as profiled:
+        out = run()
+    live = most = 0
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most, out

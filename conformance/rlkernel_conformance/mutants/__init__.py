@@ -1,0 +1,101 @@
+"""The zoo: backends with one planted bug each, which prove the suite. A clause that kills none of them proves nothing.
+
+    @mutant("LP-08", origin="temperature applied twice")
+    def temperature_twice(reference, logits, ids, **rest): ...
+
+Every mutant must die on the clause it was planted for, the first one it names, and on no other than those it names,
+while the reference passes everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+from rlkernel_core.errors import UnknownNameError
+from rlkernel_core.manifest import API_VERSION, Backend, Impl
+from rlkernel_core.reference import backend as reference
+from rlkernel_core.spec import OPERATORS
+
+# operator -> module of its mutants
+MODULES: Final = {
+    "advantage": "advantage",
+    "affine_suffix_scan": "affine_suffix_scan",
+    "group_filter": "group_filter",
+    "shape_rewards": "shape_rewards",
+    "whiten": "whiten",
+    "logprob": "logprob",
+    "linear_logprob": "linear_logprob",
+    "policy_loss": "policy_loss",
+    "linear_policy_loss": "linear_policy_loss",
+    "sample": "sample",
+    "lm_head_sample": "lm_head_sample",
+    "verify": "verify",
+    "quantize": "quantize",
+    "dequantize": "dequantize",
+    "prepack": "prepack",
+    "qmatmul": "qmatmul",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A known-bad backend."""
+
+    name: str
+    op: str
+    planted: str  # the clause it was planted for, which must refute it
+    kills: frozenset[str]  # that one, and every other that may
+    origin: str  # where the bug was seen
+    manifest: Backend
+    where: str  # the manifest as "module:attribute", for a worker
+
+
+ZOO: Final[dict[str, Mutant]] = {}
+
+
+def mutant(*kills: str, origin: str, claims: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
+    """Register a planted bug: a function of the reference's implementation and the operator's arguments.
+
+    Args:
+        *kills: ids of the clauses that must refute it, the one it was planted for first.
+        origin: where the bug was seen, or why it is thinkable.
+        claims: features it claims though the reference does not.
+    """
+    op = next(name for name, spec in OPERATORS.items() if any(c.id == kills[0] for c in spec.clauses))
+    (impl,) = (i for i in reference.impls if i.op == OPERATORS[op].id)
+    module, _, function = impl.target.partition(":")
+
+    def register(bug: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(OPERATORS[op].signature)  # the signature of the operator, as every implementation has
+        def planted(*args: Any, **kwargs: Any) -> Any:
+            return bug(getattr(import_module(module), function), *args, **kwargs)
+
+        name = bug.__name__
+        space = import_module(bug.__module__).__dict__
+        target = f"{bug.__module__}:{name}_impl"
+        claimed = Impl(op=impl.op, target=target, requires=impl.requires, supports=impl.supports | claims)
+        impls = tuple(claimed if i is impl else i for i in reference.impls)  # right in everything else
+        manifest = Backend(name=f"mutant-{name.replace('_', '-')}", api=API_VERSION, impls=impls)
+        space[f"{name}_impl"], space[f"{name}_manifest"] = planted, manifest
+        ZOO[f"{op}.{name}"] = Mutant(
+            name, op, kills[0], frozenset(kills), origin, manifest, f"{bug.__module__}:{name}_manifest"
+        )
+        return bug
+
+    return register
+
+
+def mutants_of(op: str) -> tuple[Mutant, ...]:
+    """The mutants of an operator.
+
+    Raises:
+        UnknownNameError: no such operator, or one without mutants.
+    """
+    if op not in MODULES:
+        raise UnknownNameError("operator with mutants" if op in OPERATORS else "operator", op, MODULES)
+    import_module(f"rlkernel_conformance.mutants.{MODULES[op]}")
+    return tuple(m for m in ZOO.values() if m.op == op)

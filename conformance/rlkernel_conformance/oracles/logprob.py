@@ -1,0 +1,71 @@
+"""logprob@1 from its definition, row by row in extended precision: obvious, slow, right. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+X = np.longdouble
+
+
+@dataclass
+class Row:
+    logprob: np.ndarray
+    lse: np.ndarray
+    entropy: np.ndarray
+    log_kept_mass: np.ndarray | None
+    grad: np.ndarray  # [N, V] of sum(g . results) with respect to the logits
+
+
+def logsumexp(z):
+    z = z[z > -np.inf]
+    return z.max() + np.log(np.exp(z - z.max()).sum()) if z.size else X(-np.inf)
+
+
+def minus_softplus(x):
+    """-log(1 + e^x)."""
+    return -np.log1p(np.exp(x)) if x < 0 else -x - np.log1p(np.exp(-x))
+
+
+def logprob(logits, ids, *, temperature=1.0, softcap=None, kept=None, g=None):
+    """Values and gradient. `kept`: list of id lists; `g`: upstream by name of the result, [N] each."""
+    logits = np.asarray(logits, np.float64).astype(X)
+    N, V = logits.shape
+    T = np.broadcast_to(np.asarray(temperature, np.float64).astype(X), (N,))
+    values, lses, entropies, masses, grad = [], [], [], [], np.zeros((N, V), X)
+    for i in range(N):
+        x, t = logits[i], int(ids[i])
+        y = x.copy()
+        if softcap is not None:
+            y = np.where(x == -np.inf, x, softcap * np.tanh(x / X(softcap)))
+        z = y / T[i]
+        shifted = z - z.max()
+        p = np.exp(shifted) / np.exp(shifted).sum()
+        lse = logsumexp(z)
+        finite = z > -np.inf
+        H = -(p[finite] * (z[finite] - lse)).sum()
+        keep = np.ones(V, bool)
+        if kept is not None:
+            keep[:] = False
+            keep[list(kept[i])] = True
+            keep[t] = True
+        others = keep.copy()
+        others[t] = False
+        values.append(minus_softplus(logsumexp(z[others]) - z[t]))
+        lses.append(lse)
+        entropies.append(H)
+        masses.append(minus_softplus(logsumexp(z[~keep]) - logsumexp(z[keep])))
+        if g is None:
+            continue
+        up = {name: X(g[name][i]) if name in g else X(0) for name in ("logprob", "lse", "entropy", "log_kept_mass")}
+        q = np.where(keep, np.exp(z - logsumexp(z[keep])), 0)
+        log_p = np.where(finite, z - lse, 0)
+        towards = -q
+        towards[t] = q[others].sum()  # 1 - q_t without cancelling
+        dz = up["logprob"] * towards + up["log_kept_mass"] * (q - p) + up["lse"] * p - up["entropy"] * p * (log_p + H)
+        dy = dz / T[i]
+        grad[i] = dy if softcap is None else dy * (1 - np.tanh(x / X(softcap)) ** 2)
+    mass = None if kept is None else np.array(masses, np.float64)
+    as64 = [np.array(v, np.float64) for v in (values, lses, entropies)]
+    return Row(*as64, mass, grad.astype(np.float64))

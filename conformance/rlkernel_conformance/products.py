@@ -1,0 +1,147 @@
+"""Calls of qmatmul for attacks: cases, tensors, and judging a result against float64.
+
+Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance import draw
+from rlkernel_conformance.compare import require, within
+from rlkernel_conformance.oracles import qmatmul as oracle
+from rlkernel_conformance.quantised import MULTIPLIED, SPECS, WEIGHTS, Weight, claims, kinds
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.quant import QuantSpec, QuantTensor
+from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
+
+INPUTS: Final = ("normal", "positive", "spread", "sparse")
+
+
+@dataclass(frozen=True)
+class Product:
+    """x [M, K] and a quantised weight [N, K]; LoRA, bias and residual as the attack wants them."""
+
+    kind: str  # of quantised.SPECS
+    M: int
+    N: int
+    K: int
+    seed: int
+    x: str = "normal"
+    weight: str = "normal"
+    dtype: str = "float32"
+
+    @property
+    def spec(self) -> QuantSpec:
+        """The format."""
+        return SPECS[self.kind]
+
+    def full(self, subject: Subject) -> Tensor:
+        """The weight before it is quantised."""
+        return Weight(self.kind, self.N, self.K, self.seed, self.weight).full(subject)
+
+    def w(self, subject: Subject) -> QuantTensor:
+        """The quantised weight."""
+        return Weight(self.kind, self.N, self.K, self.seed, self.weight).stored(subject)
+
+    def input(self, subject: Subject) -> Tensor:
+        """X."""
+        x = draw.normal((self.M, self.K), self.seed, subject.device)
+        if self.x == "positive":
+            x = x.abs() + 0.1
+        elif self.x == "spread":
+            x = x * torch.exp2(torch.arange(self.K, device=x.device).remainder(9) - 4.0)
+        elif self.x == "sparse":
+            x = torch.where(x.abs() < 1, 0, x)
+        return x.to(getattr(torch, self.dtype))
+
+    def normal(self, subject: Subject, *shape: int, salt: int) -> Tensor:
+        """Another argument of the dtype of x."""
+        return draw.normal(shape, self.seed + 7 * salt, subject.device, self.dtype)
+
+    def lora(self, subject: Subject, r: int = 4, scale: float = 0.5) -> LoRA:
+        """A LoRA of some rank."""
+        a, b = self.normal(subject, r, self.K, salt=1), self.normal(subject, self.N, r, salt=2)
+        return LoRA(a, b, scale)
+
+    def bias(self, subject: Subject) -> Tensor:
+        """A bias."""
+        return 3 * self.normal(subject, self.N, salt=3)
+
+    def residual(self, subject: Subject, activation: str | None = None) -> Tensor:
+        """A residual for an activation."""
+        return 3 * self.normal(subject, self.M, self.N // (2 if activation in PAIRS else 1), salt=4)
+
+
+def cases(
+    subject: Subject, *, rows: int = 6, outputs: int = 40, inputs: int = 300, x_as_it_is: bool = False
+) -> st.SearchStrategy[Product]:
+    """Products of every claimed format and dtype.
+
+    Args:
+        subject: whose claims shape the cases.
+        rows: most tokens.
+        outputs: most outputs; even.
+        inputs: most inputs.
+        x_as_it_is: only formats that do not quantise x.
+    """
+    return st.builds(
+        Product,
+        kind=kinds(subject, MULTIPLIED, lambda s: not x_as_it_is or s.act == "none"),
+        M=st.integers(1, rows),
+        N=st.integers(1, outputs // 2).map(lambda n: 2 * n),
+        K=st.integers(1, inputs),
+        seed=st.integers(0, 2**20),
+        x=st.sampled_from(INPUTS),
+        weight=st.sampled_from([name for name in WEIGHTS if name != "small"]),
+        dtype=st.sampled_from(subject.dtypes),
+    )
+
+
+def small(subject: Subject, **limits: Any) -> st.SearchStrategy[Product]:
+    """Products of plain values: for laws and epilogues."""
+    limits = {"rows": 4, "outputs": 20, "inputs": 100, **limits}
+    return cases(subject, **limits).map(lambda c: replace(c, x="normal", weight="graded"))
+
+
+# One of every format, for the accuracy clauses to try before they draw.
+EVERY: Final = tuple(Product(kind, 3, 20, 300, 5, weight="graded") for kind in SPECS)
+
+FEW: Final = tuple(c for c in EVERY if c.kind in {"int4_g32", "int4_g128_asym", "nf4", "fp8_channel[element=e4m3fnuz]"})
+
+
+def applies(subject: Subject, case: Product) -> bool:
+    """The subject claims what a case given as an example needs."""
+    return claims(subject, case.spec, MULTIPLIED) and case.dtype in subject.dtypes
+
+
+def pinned(subject: Subject) -> dict[str, str]:
+    """The tightest bound that a call of the subject can be held to."""
+    return {"weight_rounding": "none"} if "weight_rounding:none" in subject.claims else {}
+
+
+def expected(case: Product, x: Tensor, w: QuantTensor, **given: Any) -> oracle.Exact:
+    """The call in float64."""
+    lora, rounding = given.pop("lora", None), given.pop("weight_rounding", "any")
+    matrices = None if lora is None else (lora.A.detach().cpu(), lora.B.detach().cpu(), lora.scale)
+    tensors = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in given.items()}
+    return oracle.exact(x.detach().cpu(), w, rounding=rounding, lora=matrices, **tensors)
+
+
+def judged(subject: Subject, case: Product, x: Tensor, w: QuantTensor, **given: Any) -> Tensor:
+    """The subject's answer, held to the first level of tolerance."""
+    want = expected(case, x, w, **given)
+    y: Tensor = subject(x, w, **given)
+    require(y.dtype == x.dtype, f"y is {y.dtype}, x is {x.dtype}")
+    within(subject, "y", y, want.y.numpy(), want.bound().numpy())
+    return y
+
+
+def activations(subject: Subject, *, pairs: bool) -> list[str]:
+    """Claimed activations."""
+    return [name for name in ACTIVATIONS if (name in PAIRS) == pairs and f"activation:{name}" in subject.claims]

@@ -1,0 +1,29 @@
+"""How hard to try: examples and seconds per clause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rlkernel_core.errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Effort of a run. Draws are derandomised: the same profile draws the same cases everywhere."""
+
+    name: str
+    examples: int  # drawn cases per clause
+    limit_s: float  # for one clause, after which its process is ended
+
+
+PROFILES: Final = {
+    p.name: p for p in (Profile("quick", 20, 60), Profile("standard", 150, 300), Profile("deep", 2000, 3600))
+}
+
+
+def profile(name: str) -> Profile:
+    """A profile by name."""
+    if name not in PROFILES:
+        raise UnknownNameError("profile", name, PROFILES)
+    return PROFILES[name]

@@ -1,0 +1,189 @@
+"""Weights, formats and layouts for attacks on the operators of quantised weights.
+
+Legend: N rows (outputs) · K columns (inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+
+import rlkernel
+from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import LayoutError
+from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, quantize
+
+_named = QuantSpec.named
+_FP8: Final = ("e5m2", "e4m3fnuz", "e5m2fnuz")
+# kind -> spec; one family of meanings after the other, so that a draw takes a family first.
+FAMILIES: Final[Mapping[str, tuple[QuantSpec, ...]]] = {
+    "integers": (
+        *(_named(f) for f in FORMATS if f.startswith("int4") and not f.endswith("asym")),
+        _named("int4_g64", scale_rule="absmax/7"),
+        _named("int4_g32", scale_dtype="float16"),
+    ),
+    "asymmetric": (
+        *(_named(f) for f in FORMATS if f.endswith("asym")),
+        _named("int4_g32_asym", scale_dtype="float32"),
+    ),
+    "nf4": (_named("nf4"), _named("nf4", double_quant=True)),
+    "int8": (_named("int8_channel"), _named("int8_w8a8"), _named("int8_channel", scale_dtype="float16")),
+    "fp8": (
+        *(_named(f) for f in FORMATS if f.startswith("fp8")),
+        _named("fp8_block128", scale_rule="absmax/max_pow2"),
+        *(_named("fp8_channel", element=e) for e in _FP8),
+    ),
+    "fp8 with fp8 x": (
+        _named("fp8_channel", act="token_fp8"),
+        _named("fp8_tensor", act="token_fp8", element="e4m3fnuz"),
+        _named("fp8_block128", act="block128_fp8"),
+    ),
+}
+SPECS: Final[Mapping[str, QuantSpec]] = {s.kind: s for family in FAMILIES.values() for s in family}
+
+# Of these an operator other than quantize takes note; see rlkernel_core.spec.quantize and .qmatmul.
+SCALE_RULES: Final = ("element", "scale_dtype", "double_quant", "scale_rule")
+STORED: Final = ("element", "scale_dtype", "double_quant")
+MULTIPLIED: Final = (*STORED, "act")
+
+
+def kinds(
+    subject: Subject, options: tuple[str, ...], where: Callable[[QuantSpec], bool] = lambda _: True
+) -> st.SearchStrategy[str]:
+    """Kinds of the formats that the subject claims, drawn by family; nothing where it claims none of them."""
+    families = ([s.kind for s in family if where(s) and claims(subject, s, options)] for family in FAMILIES.values())
+    return st.one_of([st.sampled_from(family) for family in families if family])
+
+
+def claims(subject: Subject, spec: QuantSpec, options: tuple[str, ...]) -> bool:
+    """Some implementation of the subject takes this format; how x is quantised matters where `options` say so."""
+    other = "act" not in options and spec.act.endswith("fp8")  # then it is the same as without
+    return not other and any(spec.features(*options) <= i.supports for i in subject.impls)
+
+
+def _noise(n: int, k: int, g: Generator) -> Tensor:
+    return torch.randn(n, k, generator=g, dtype=torch.float64)
+
+
+def _outliers(n: int, k: int, g: Generator) -> Tensor:
+    x = _noise(n, k, g)
+    x[torch.arange(n), torch.randint(k, (n,), generator=g)] *= 100
+    return x
+
+
+def _ties(n: int, k: int, g: Generator) -> Tensor:
+    """Multiples of 1/2 in groups of 32 that reach 7.5: half of them are as near to one code as to another."""
+    x = torch.randint(-15, 16, (n, k), generator=g).double() / 2
+    x[:, ::32] = 7.5
+    return x
+
+
+def _graded(n: int, k: int, g: Generator) -> Tensor:
+    return _noise(n, k, g) * torch.exp2(torch.arange(n).remainder(9) - 4.0).unsqueeze(1)
+
+
+def _sparse(n: int, k: int, g: Generator) -> Tensor:
+    return torch.where(torch.rand(n, k, generator=g) < 0.9, 0.0, _noise(n, k, g))
+
+
+WEIGHTS: Final[Mapping[str, Callable[[int, int, Generator], Tensor]]] = {
+    "normal": _noise,
+    "graded": _graded,  # a row with the scale of another shows
+    "offset": lambda n, k, g: _noise(n, k, g) + 3,
+    "outliers": _outliers,
+    "ties": _ties,
+    "one_sided": lambda n, k, g: _noise(n, k, g).abs(),
+    "equal": lambda n, k, g: _noise(n, 1, g).expand(n, k),
+    "sparse": _sparse,
+    "small": lambda n, k, g: _noise(n, k, g) * 2.0**-40,
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight [N, K] of a named distribution, in a format."""
+
+    kind: str  # of SPECS
+    N: int
+    K: int
+    seed: int
+    values: str = "normal"
+    dtype: str = "float32"
+
+    @property
+    def spec(self) -> QuantSpec:
+        """The format."""
+        return SPECS[self.kind]
+
+    def full(self, subject: Subject) -> Tensor:
+        """The weight itself."""
+        g = torch.Generator().manual_seed(self.seed)
+        return WEIGHTS[self.values](self.N, self.K, g).to(getattr(torch, self.dtype)).to(subject.device)
+
+    def stored(self, subject: Subject) -> QuantTensor:
+        """The weight in its format, quantised by the definition."""
+        return quantize(self.full(subject), self.spec)
+
+
+# One weight of every format, for the accuracy clauses to try before they draw.
+EVERY: Final = tuple(Weight(kind, 4, 256, 7, "graded") for kind in SPECS)
+
+
+def weights(
+    subject: Subject,
+    options: tuple[str, ...],
+    *,
+    rows: int = 20,
+    columns: int = 300,
+    where: Callable[[QuantSpec], bool] = lambda _: True,
+    dtypes: tuple[str, ...] = ("float32",),
+) -> st.SearchStrategy[Weight]:
+    """Weights of every claimed format and every distribution."""
+    return st.builds(
+        Weight,
+        kind=kinds(subject, options, where),
+        N=st.integers(1, rows),
+        K=st.integers(1, columns),
+        seed=st.integers(0, 2**20),
+        values=st.sampled_from(list(WEIGHTS)),
+        dtype=st.sampled_from(dtypes),
+    )
+
+
+def of_other_layout(w: QuantTensor) -> QuantTensor:
+    """The same weight under a layout id that belongs to nobody."""
+    return replace(w, layout="somebody_else_s_tiles", parts={name: x.clone() for name, x in w.parts.items()})
+
+
+def refuses_layout(subject: Subject, *args: Any, **kwargs: Any) -> None:
+    """The call raises LayoutError."""
+    try:
+        subject(*args, **kwargs)
+    except LayoutError:
+        return
+    raise Violation("a layout of another backend is read")
+
+
+def packed(subject: Subject, w: QuantTensor) -> Iterator[QuantTensor]:
+    """The weight as the subject's own prepack arranges it; nothing where it has none, or none for this shape."""
+    backend = Subject(subject.backend, "prepack", subject.device)
+    if any(w.spec.features(*STORED) <= i.supports for i in backend.impls):
+        try:
+            yield rlkernel.prepack(w)
+        except rlkernel.ArgumentError:
+            return
+
+
+def is_nan_or_equal(found: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit; any NaN equals any other, since its payload is no part of a value."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    nan = expected.isnan()
+    a, b = (x.masked_fill(nan, 0).contiguous().view(torch.uint8) for x in (found, expected))
+    return torch.equal(nan, found.isnan()) and torch.equal(a, b)

@@ -1,0 +1,75 @@
+"""The backend under attack, for one operator on one device: what it claims, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import rlkernel
+from rlkernel import policy
+from rlkernel_core.errors import ResolutionError
+from rlkernel_core.manifest import Impl
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import OpSpec
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One backend, one operator, one device. Calls go through the front door with every fallback an error."""
+
+    backend: str
+    op: str
+    device: str = "cpu"
+    measures: dict[str, float] = field(default_factory=dict, compare=False)  # worst error over tolerance, by output
+
+    @property
+    def spec(self) -> OpSpec[Any, Any]:
+        """The operator's spec."""
+        return OPERATORS[self.op]
+
+    @property
+    def impls(self) -> tuple[Impl, ...]:
+        """The backend's implementations of the operator that claim the device."""
+        manifest = policy.installed()[self.backend].manifest
+        found = manifest.of(self.spec.id) if manifest else ()
+        kind = self.device.partition(":")[0]
+        return tuple(i for i in found if i.requires.device == "*" or kind in i.requires.device)
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """Features that some implementation claims."""
+        return frozenset[str]().union(*(i.supports for i in self.impls))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Floating dtypes of the primary tensor that are claimed, simplest first."""
+        if any(not i.requires.dtypes for i in self.impls):
+            return FLOATS
+        claimed = {d for i in self.impls for d in i.requires.dtypes}
+        return tuple(d for d in FLOATS if d in claimed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator."""
+        return getattr(rlkernel, self.op)(*args, **kwargs)
+
+    def tolerance(self, output: str, dtype: str) -> tuple[float, float]:
+        """(atol, rtol) of an output for inputs of a dtype; the row of float32 where the spec has none for it."""
+        rows = {t.dtype: t for t in self.spec.tolerances if t.output == output}
+        row = rows.get(dtype) or rows["float32"]
+        return row.atol, row.rtol
+
+    @contextmanager
+    def chosen(self) -> Iterator[None]:
+        """The scope in which calls reach the subject and nothing else.
+
+        Raises:
+            ResolutionError: the backend has no implementation for this device.
+        """
+        if not self.impls:
+            raise ResolutionError(f"{self.backend} implements no {self.spec.id} for {self.device}")
+        with rlkernel.use(self.backend, fallback="error"):
+            yield

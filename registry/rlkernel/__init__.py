@@ -1,0 +1,203 @@
+"""The operator layer of RL post-training: call an operator, know which kernel ran.
+
+    import rlkernel as rlk
+
+    out = rlk.logprob(logits, ids, temperature=0.7)
+    print(rlk.explain("logprob", logits, ids, temperature=0.7))
+    with rlk.use("reference"): ...
+
+Importing this package loads no torch, starts no device and reads no configuration; the first call of an operator does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel_core import __version__ as __version__
+
+if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a test holds the two together
+    from rlkernel.dispatch import typed
+    from rlkernel.explanation import Explanation as Explanation
+    from rlkernel.explanation import explain as explain
+    from rlkernel.policy import configure as configure
+    from rlkernel.policy import refresh as refresh
+    from rlkernel.policy import registered as registered
+    from rlkernel.policy import use as use
+    from rlkernel.provenance import Ran as Ran
+    from rlkernel.provenance import decisions_hash as decisions_hash
+    from rlkernel.provenance import last_decision as last_decision
+    from rlkernel.provenance import status as status
+    from rlkernel_core.decision import Decision as Decision
+    from rlkernel_core.errors import AmbiguousBackendError as AmbiguousBackendError
+    from rlkernel_core.errors import ApiMismatchError as ApiMismatchError
+    from rlkernel_core.errors import ArgumentError as ArgumentError
+    from rlkernel_core.errors import ArgumentTypeError as ArgumentTypeError
+    from rlkernel_core.errors import BufferFullError as BufferFullError
+    from rlkernel_core.errors import CaptureError as CaptureError
+    from rlkernel_core.errors import ConfigError as ConfigError
+    from rlkernel_core.errors import FallbackError as FallbackError
+    from rlkernel_core.errors import FallbackWarning as FallbackWarning
+    from rlkernel_core.errors import LayoutError as LayoutError
+    from rlkernel_core.errors import LockError as LockError
+    from rlkernel_core.errors import PluginWarning as PluginWarning
+    from rlkernel_core.errors import ResolutionError as ResolutionError
+    from rlkernel_core.errors import RLKernelError as RLKernelError
+    from rlkernel_core.errors import RLKernelWarning as RLKernelWarning
+    from rlkernel_core.errors import SpecError as SpecError
+    from rlkernel_core.errors import StaleBatchError as StaleBatchError
+    from rlkernel_core.errors import UnknownNameError as UnknownNameError
+    from rlkernel_core.quant.spec import QuantSpec as QuantSpec
+    from rlkernel_core.quant.tensor import QuantTensor as QuantTensor
+    from rlkernel_core.spec import advantage as _advantage
+    from rlkernel_core.spec import affine_suffix_scan as _affine_suffix_scan
+    from rlkernel_core.spec import capture as _capture
+    from rlkernel_core.spec import group_filter as _group_filter
+    from rlkernel_core.spec import linear_logprob as _linear_logprob
+    from rlkernel_core.spec import linear_policy_loss as _linear_policy_loss
+    from rlkernel_core.spec import lm_head_sample as _lm_head_sample
+    from rlkernel_core.spec import logprob as _logprob
+    from rlkernel_core.spec import policy_loss as _policy_loss
+    from rlkernel_core.spec import qmatmul as _qmatmul
+    from rlkernel_core.spec import quantize as _quantize
+    from rlkernel_core.spec import rollout_buffer as _rollout_buffer
+    from rlkernel_core.spec import sample as _sample
+    from rlkernel_core.spec import shape_rewards as _shape_rewards
+    from rlkernel_core.spec import verify as _verify
+    from rlkernel_core.spec import whiten as _whiten
+    from rlkernel_core.spec.advantage import AdvantageResult as AdvantageResult
+    from rlkernel_core.spec.advantage import AdvantageStats as AdvantageStats
+    from rlkernel_core.spec.advantage_presets import advantage_preset as advantage_preset
+    from rlkernel_core.spec.affine_suffix_scan import ScanResult as ScanResult
+    from rlkernel_core.spec.graphed import Bucket as Bucket
+    from rlkernel_core.spec.graphed import CaptureGroup as CaptureGroup
+    from rlkernel_core.spec.graphed import CaptureStats as CaptureStats
+    from rlkernel_core.spec.graphed import GraphedCallable as GraphedCallable
+    from rlkernel_core.spec.graphed import WeightUpdate as WeightUpdate
+    from rlkernel_core.spec.graphed import bucket_sizes as bucket_sizes
+    from rlkernel_core.spec.group_filter import GroupFilterResult as GroupFilterResult
+    from rlkernel_core.spec.logprob import LogprobResult as LogprobResult
+    from rlkernel_core.spec.logprob import Support as Support
+    from rlkernel_core.spec.policy_kinds import Correction as Correction
+    from rlkernel_core.spec.policy_kinds import GammaGate as GammaGate
+    from rlkernel_core.spec.policy_kinds import Rejection as Rejection
+    from rlkernel_core.spec.policy_loss import LossResult as LossResult
+    from rlkernel_core.spec.policy_loss import LossStats as LossStats
+    from rlkernel_core.spec.policy_presets import policy_loss_preset as policy_loss_preset
+    from rlkernel_core.spec.qmatmul import LoRA as LoRA
+    from rlkernel_core.spec.rollouts import BufferStats as BufferStats
+    from rlkernel_core.spec.rollouts import Field as Field
+    from rlkernel_core.spec.rollouts import GroupRules as GroupRules
+    from rlkernel_core.spec.rollouts import GroupState as GroupState
+    from rlkernel_core.spec.rollouts import RolloutBatch as RolloutBatch
+    from rlkernel_core.spec.rollouts import RolloutBuffer as RolloutBuffer
+    from rlkernel_core.spec.rollouts import Slots as Slots
+    from rlkernel_core.spec.sampling import LogitBias as LogitBias
+    from rlkernel_core.spec.sampling import Penalties as Penalties
+    from rlkernel_core.spec.sampling import SampleResult as SampleResult
+    from rlkernel_core.spec.sampling import Status as Status
+    from rlkernel_core.spec.sampling import TokenLists as TokenLists
+    from rlkernel_core.spec.shape_rewards import RunningMoments as RunningMoments
+    from rlkernel_core.spec.shape_rewards import ShapedRewards as ShapedRewards
+    from rlkernel_core.spec.verify import VerifyResult as VerifyResult
+    from rlkernel_core.spec.whiten import WhitenResult as WhitenResult
+
+    advantage = typed(_advantage.advantage)
+    affine_suffix_scan = typed(_affine_suffix_scan.affine_suffix_scan)
+    capture = typed(_capture.capture)
+    dequantize = typed(_quantize.dequantize)
+    group_filter = typed(_group_filter.group_filter)
+    linear_logprob = typed(_linear_logprob.linear_logprob)
+    linear_policy_loss = typed(_linear_policy_loss.linear_policy_loss)
+    lm_head_sample = typed(_lm_head_sample.lm_head_sample)
+    logprob = typed(_logprob.logprob)
+    policy_loss = typed(_policy_loss.policy_loss)
+    prepack = typed(_quantize.prepack)
+    qmatmul = typed(_qmatmul.qmatmul)
+    quantize = typed(_quantize.quantize)
+    rollout_buffer = typed(_rollout_buffer.rollout_buffer)
+    sample = typed(_sample.sample)
+    shape_rewards = typed(_shape_rewards.shape_rewards)
+    verify = typed(_verify.verify)
+    whiten = typed(_whiten.whiten)
+
+# Module -> what the front door takes from it; operators are generated by rlkernel.dispatch.
+_HOMES: Final = {
+    "rlkernel.explanation": ("Explanation", "explain"),
+    "rlkernel.policy": ("configure", "refresh", "registered", "use"),
+    "rlkernel.provenance": ("Ran", "decisions_hash", "last_decision", "status"),
+    "rlkernel_core.decision": ("Decision",),
+    "rlkernel_core.errors": (
+        "AmbiguousBackendError",
+        "ApiMismatchError",
+        "ArgumentError",
+        "ArgumentTypeError",
+        "BufferFullError",
+        "CaptureError",
+        "ConfigError",
+        "FallbackError",
+        "FallbackWarning",
+        "LayoutError",
+        "LockError",
+        "PluginWarning",
+        "RLKernelError",
+        "RLKernelWarning",
+        "ResolutionError",
+        "SpecError",
+        "StaleBatchError",
+        "UnknownNameError",
+    ),
+    "rlkernel_core.quant.spec": ("QuantSpec",),
+    "rlkernel_core.quant.tensor": ("QuantTensor",),
+    "rlkernel_core.spec.advantage": ("AdvantageResult", "AdvantageStats"),
+    "rlkernel_core.spec.advantage_presets": ("advantage_preset",),
+    "rlkernel_core.spec.affine_suffix_scan": ("ScanResult",),
+    "rlkernel_core.spec.graphed": (
+        "Bucket",
+        "CaptureGroup",
+        "CaptureStats",
+        "GraphedCallable",
+        "WeightUpdate",
+        "bucket_sizes",
+    ),
+    "rlkernel_core.spec.group_filter": ("GroupFilterResult",),
+    "rlkernel_core.spec.logprob": ("LogprobResult", "Support"),
+    "rlkernel_core.spec.policy_kinds": ("Correction", "GammaGate", "Rejection"),
+    "rlkernel_core.spec.policy_loss": ("LossResult", "LossStats"),
+    "rlkernel_core.spec.policy_presets": ("policy_loss_preset",),
+    "rlkernel_core.spec.qmatmul": ("LoRA",),
+    "rlkernel_core.spec.rollouts": (
+        "BufferStats",
+        "Field",
+        "GroupRules",
+        "GroupState",
+        "RolloutBatch",
+        "RolloutBuffer",
+        "Slots",
+    ),
+    "rlkernel_core.spec.sampling": ("LogitBias", "Penalties", "SampleResult", "Status", "TokenLists"),
+    "rlkernel_core.spec.shape_rewards": ("RunningMoments", "ShapedRewards"),
+    "rlkernel_core.spec.verify": ("VerifyResult",),
+    "rlkernel_core.spec.whiten": ("WhitenResult",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    from rlkernel_core.spec import OPERATORS
+
+    if name in OPERATORS:
+        from rlkernel.dispatch import operator
+
+        found: Any = operator(name)
+    else:
+        home = next((module for module, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
+        found = getattr(import_module(home), name)
+    return globals().setdefault(name, found)  # another thread may have been first
+
+
+def __dir__() -> list[str]:
+    from rlkernel_core.spec import OPERATORS
+
+    return sorted({*OPERATORS, *(n for names in _HOMES.values() for n in names), "__version__"})

@@ -1,0 +1,216 @@
+"""Where a policy's values come from: use() > configure() > environment > rlkernel.toml > default.
+
+Each layer is validated once, here; `merge` then takes every value from the highest layer that sets it and remembers
+which one that was. Within a layer an operator's own value beats the general one; a general value in a higher layer
+beats an operator's value in a lower one.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rlkernel_core.decision import AUTO, OpPolicy, Policy
+from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
+from rlkernel_core.spec import OPERATORS
+
+FILE: Final = "rlkernel.toml"
+LOCK_FILE: Final = "rlkernel.lock"
+_HERE: Final = Path()
+# The three variables there are. An unknown RLKERNEL_* is an error: a dead variable is a wrong experiment.
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "RLKERNEL_CONFIG": "path of the configuration file (default: rlkernel.toml here or in a parent folder)",
+    "RLKERNEL_ORDER": "backends in order of preference, comma-separated, e.g. 'acme,auto'",
+    "RLKERNEL_FALLBACK": "'warn' or 'error'",
+}
+
+
+class OpSettings(BaseModel):
+    """What can be said about one operator: `[rlkernel.ops.NAME]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    order: tuple[str, ...] | None = Field(
+        default=None, description="backends that may run, best first; 'auto' is our own"
+    )
+    fallback: Literal["warn", "error"] | None = Field(default=None, description="how loud a fallback is")
+    need: tuple[str, ...] | None = Field(default=None, description="features an implementation must claim")
+
+    @field_validator("order", "need", mode="before")
+    @classmethod
+    def _one_name(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("order")
+    @classmethod
+    def _some_name(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and not value:
+            raise ValueError('an empty order permits nothing; write order = ["auto"]')
+        return value
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _in_order(cls, value: object) -> object:
+        if isinstance(value, set | frozenset):
+            raise ValueError("a set has none; write a list")  # noqa: TRY004  pydantic wants ValueError
+        return value
+
+
+class Settings(OpSettings):
+    """One layer of configuration: the `[rlkernel]` table of rlkernel.toml."""
+
+    probe: Literal["subprocess", "inprocess", "off"] | None = Field(
+        default=None, description="where a backend's self-test runs before its first use"
+    )
+    lock: str | None = Field(default=None, description="path of the lock file; relative to the configuration file")
+    ops: dict[str, OpSettings] = Field(default_factory=dict, description="the same keys for one operator")
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", title=FILE)
+
+    rlkernel: Settings = Settings()
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of rlkernel.toml."""
+    return _File.model_json_schema()
+
+
+def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], folder: Path = _HERE) -> Settings:
+    """A layer from plain values; anything unknown or malformed is a ConfigError that names it.
+
+    Args:
+        values: keys as in the `[rlkernel]` table.
+        where: what to call the layer in messages: "use()", "RLKERNEL_ORDER", a path.
+        backends: names that an order may mention besides "auto".
+        folder: what a lock file's path is relative to.
+    """
+    try:
+        settings = Settings.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_problem(error)}") from error
+    known = {AUTO, *backends}
+    for name, op in {"": settings, **settings.ops}.items():
+        at = f"{where}: ops.{name}." if name else f"{where}: "
+        if name and name not in OPERATORS:
+            raise ConfigError(f"{where}: ops: {UnknownNameError('operator', name, OPERATORS)}")
+        for backend in op.order or ():
+            if backend not in known:
+                raise ConfigError(f"{at}order: {UnknownNameError('backend', backend, known)}")
+        offered = _features(name)
+        for feature in op.need or ():
+            if feature not in offered:
+                raise ConfigError(f"{at}need: {UnknownNameError('feature', feature, offered)}")
+    if settings.lock is None:
+        return settings
+    return settings.model_copy(update={"lock": str((folder / settings.lock).absolute())})
+
+
+def _features(op: str) -> frozenset[str]:
+    """Features of an operator; of all operators where none is named."""
+    return OPERATORS[op].feature_names if op else frozenset().union(*(s.feature_names for s in OPERATORS.values()))
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    path = ".".join(str(p) for p in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = OpSettings.model_fields if path.startswith("ops.") else Settings.model_fields
+        return f"unknown key {path!r}{did_you_mean(str(problem['loc'][-1]), known)}"
+    return f"{path}: {problem['msg']}; got {problem['input']!r}"
+
+
+def find_file(environ: Mapping[str, str], start: Path) -> Path | None:
+    """RLKERNEL_CONFIG, else the nearest rlkernel.toml from `start` upwards."""
+    if named := environ.get("RLKERNEL_CONFIG"):
+        path = Path(named)
+        if not _is_file(path):
+            raise ConfigError(f"RLKERNEL_CONFIG: {named} is no file; unset it or correct the path")
+        return path
+    return next((f for d in (start, *start.parents) if _is_file(f := d / FILE)), None)
+
+
+def _is_file(path: Path) -> bool:
+    """A file that can be seen: folders above may be closed to this user."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
+
+
+def read_file(path: Path, backends: Iterable[str]) -> Settings:
+    """The layer in a rlkernel.toml."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    odd = set(values) - set(_File.model_fields)
+    if odd:
+        raise ConfigError(f"{path}: unknown table {min(odd)!r}{did_you_mean(min(odd), _File.model_fields)}")
+    table = values.get("rlkernel", {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: rlkernel must be a table: write [rlkernel]")
+    return validated(table, str(path), backends, path.parent)
+
+
+def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dict[str, Settings]:
+    """Variable -> the layer it stands for."""
+    for name in environ:
+        if name.startswith("RLKERNEL_") and name not in ENVIRONMENT:
+            raise ConfigError(f"{name}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
+    layers = {}
+    if order := environ.get("RLKERNEL_ORDER"):
+        names = [n.strip() for n in order.split(",") if n.strip()]
+        layers["RLKERNEL_ORDER"] = validated({"order": names}, "RLKERNEL_ORDER", backends)
+    if fallback := environ.get("RLKERNEL_FALLBACK"):
+        layers["RLKERNEL_FALLBACK"] = validated({"fallback": fallback}, "RLKERNEL_FALLBACK", backends)
+    return layers
+
+
+def ambient(backends: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, Settings]]:
+    """The layers below use() and configure(), highest first: environment, then file, each with its name."""
+    environ = os.environ if environ is None else environ
+    backends = tuple(backends)
+    layers = list(read_environment(environ, backends).items())
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        here = _HERE  # the working folder has been deleted, and what was in it
+    path = find_file(environ, here)
+    if path is not None:
+        layers.append((str(path), read_file(path, backends)))
+    lock = here / LOCK_FILE
+    if _is_file(lock):
+        layers.append((str(lock), Settings(lock=str(lock))))
+    return layers
+
+
+def merge(layers: Iterable[tuple[str, Settings]]) -> Policy:
+    """One policy from layers, highest first; every value keeps the name of the layer it came from."""
+    stack = list(layers)
+    source: dict[str, str] = {}
+
+    def pick(key: str, default: Any, op: str = "") -> Any:
+        for name, layer in stack:
+            own = getattr(layer.ops[op], key) if op in layer.ops else None
+            value = own if own is not None else getattr(layer, key)
+            if value is not None:
+                source[f"ops.{op}.{key}" if op else key] = name
+                return value
+        source[f"ops.{op}.{key}" if op else key] = "default"
+        return default
+
+    def op_policy(op: str = "") -> OpPolicy:
+        need = frozenset(pick("need", (), op))
+        return OpPolicy(pick("order", (AUTO,), op), pick("fallback", "warn", op), need and need & _features(op))
+
+    ops = {op: op_policy(op) for op in dict.fromkeys(op for _, layer in stack for op in layer.ops)}
+    return Policy(op_policy(), ops, pick("probe", "subprocess"), pick("lock", None), source)

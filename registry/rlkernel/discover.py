@@ -1,0 +1,291 @@
+"""Which backends are installed: entry points listed without importing them, manifests loaded one by one.
+
+A plugin that raises, exits, lies about its name or was built for another API becomes a Reason; its neighbours are
+not disturbed. This module is the only one that catches foreign exceptions, in `guarded`.
+Imports no torch and no backend.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec import OPERATORS
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from rlkernel_core.manifest import Backend
+
+GROUP: Final = "rlkernel.backends"
+IN_PROCESS: Final = "in-process"
+
+# Integrated GPUs of Jetson modules: Xavier, Orin, Thor (sm101 up to CUDA 12, sm110 from CUDA 13 on).
+JETSON_ARCHS: Final = ("sm72", "sm87", "sm101", "sm110")
+
+
+class Ours(NamedTuple):
+    """A backend of our own, known whether it is installed or not."""
+
+    dist: str
+    tier: int  # position within `auto`, lowest first
+    install: str  # the line that installs it
+    devices: tuple[str, ...]  # torch device types it is made for
+    archs: tuple[str, ...] = ("*",)  # globs over architectures it is made for
+    not_archs: tuple[str, ...] = ()
+
+    def made_for(self, device: str, arch: str | None) -> bool:
+        """Whether one would install it for this hardware; an unknown architecture counts as any."""
+        return device in self.devices and (
+            arch is None or (any(fnmatchcase(arch, a) for a in self.archs) and arch not in self.not_archs)
+        )
+
+
+# `auto` considers these alone, lowest tier first.
+FIRST_PARTY: Final[Mapping[str, Ours]] = {
+    "cuda": Ours("rlkernel-cuda", 0, "pip install 'rlkernel[cuda]'", ("cuda",), ("sm*",), JETSON_ARCHS),
+    "rocm": Ours("rlkernel-rocm", 0, "pip install 'rlkernel[rocm]'", ("cuda",), ("gfx*",)),  # torch calls HIP "cuda"
+    "jetson": Ours("rlkernel-jetson", 0, "pip install 'rlkernel[jetson]'", ("cuda",), JETSON_ARCHS),
+    "triton": Ours("rlkernel-triton", 1, "pip install 'rlkernel[triton]'", ("cuda",)),
+    "reference": Ours("rlkernel", 2, "pip install rlkernel", ()),
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An installed backend: where it comes from, and its manifest or the reason why there is none."""
+
+    name: str
+    dist: str
+    version: str
+    manifest: Backend | None = None
+    reason: Reason | None = None
+
+    @property
+    def tier(self) -> int | None:
+        """Position within `auto`; None for third parties."""
+        known = FIRST_PARTY.get(self.name)
+        return known.tier if known and known.dist == canonicalize_name(self.dist) else None
+
+    @property
+    def provider(self) -> str:
+        """Distribution and version: `rlkernel-cuda 0.1.0`."""
+        return f"{self.dist} {self.version}"
+
+
+class Installed(Mapping[str, Candidate]):
+    """Backend name -> candidate. Listing imports nothing; looking a name up loads that manifest once."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[EntryPoint]] = {}
+        self._loaded: dict[str, Candidate] = {}
+        found, unread = entries(GROUP)
+        for problem in unread:
+            warnings.warn(problem, PluginWarning, stacklevel=2)
+        for entry in found:
+            rivals = self._entries.setdefault(entry.name, [])
+            if all(_dist(r) != _dist(entry) for r in rivals):  # an editable install may be listed twice
+                rivals.append(entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._entries, *self._loaded]))
+
+    def __len__(self) -> int:
+        return len({*self._entries, *self._loaded})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded or name in self._entries
+
+    def __getitem__(self, name: str) -> Candidate:
+        if name not in self._loaded:
+            if name not in self._entries:
+                raise UnknownNameError("backend", name, {*self, *FIRST_PARTY})
+            self._loaded[name] = _load(self._entries[name])
+        return self._loaded[name]
+
+    def listed(self, name: str) -> Candidate:
+        """Name, distribution and version without importing the plugin."""
+        return self._loaded.get(name) or _unloaded(_first(self._entries[name]))
+
+    def add(self, manifest: Backend) -> Candidate:
+        """Register a backend of this process; it counts as a third party."""
+        self._loaded[manifest.name] = added = _judged(Candidate(manifest.name, IN_PROCESS, "0"), manifest)
+        return added
+
+    def remove(self, name: str) -> None:
+        """Undo `add`."""
+        self._loaded.pop(name, None)
+
+
+def entries(group: str) -> tuple[list[EntryPoint], list[str]]:
+    """Entry points of a group, and the distributions whose own cannot be read: they hide no other."""
+    found, error = guarded(lambda: list(entry_points(group=group)))
+    if error is None and found is not None:
+        return found, []
+    one_by_one: list[EntryPoint] = []
+    unread: list[str] = []
+    for dist in distributions():
+        mine, error = guarded(lambda d=dist: [e for e in d.entry_points if e.group == group])  # type: ignore[misc]
+        one_by_one += mine or ()
+        if error is not None:
+            name, _ = guarded(lambda d=dist: str(d.name))  # type: ignore[misc]
+            unread.append(f"the entry points of {name} cannot be read: {brief(error)}; reinstall or uninstall it")
+    return one_by_one, unread
+
+
+def known_names(installed: Mapping[str, Candidate]) -> frozenset[str]:
+    """Names a policy may mention: installed ones and our own, installed or not."""
+    return frozenset({*installed, *FIRST_PARTY})
+
+
+def guarded(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Run foreign code; return its result, or what it raised. SystemExit is a failure like any other."""
+    try:
+        return run(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 foreign code may raise anything; the caller makes it a Reason
+        return None, error
+
+
+def load_target(target: str) -> Callable[..., Any] | Reason:
+    """Import `package.module:function`; a target that cannot be imported is a Reason."""
+
+    def find() -> Callable[..., Any]:
+        module, _, name = target.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
+
+    found, error = guarded(find)
+    if error is None and callable(found):
+        return found
+    why = f"cannot be imported: {brief(error)}" if error is not None else "is no function"
+    return Reason("load", "target-missing", f"{target} {why}", "reinstall or update the plugin")
+
+
+def brief(error: BaseException) -> str:
+    """`ValueError: first line of the message`."""
+    text, _ = guarded(lambda: str(error))
+    lines = (text or "").strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _dist(entry: EntryPoint) -> tuple[str, str]:
+    known, _ = guarded(lambda: (entry.dist.name, entry.dist.version) if entry.dist else None)
+    name, number = known or (None, None)
+    return name or "unknown", number or "0"
+
+
+def _first(entries: list[EntryPoint]) -> EntryPoint:
+    """Our own distribution where it is among the rivals, else the first."""
+    return next((e for e in entries if _unloaded(e).tier is not None), entries[0])
+
+
+def _unloaded(entry: EntryPoint) -> Candidate:
+    return Candidate(entry.name, *_dist(entry))
+
+
+def _load(entries: list[EntryPoint]) -> Candidate:
+    from pydantic import ValidationError
+
+    entry = _first(entries)
+    found = _unloaded(entry)
+    if len(entries) > 1 and found.tier is None:
+        dists = " and ".join(sorted(_dist(e)[0] for e in entries))
+        reason = Reason("load", "duplicate-name", f"{dists} both provide {entry.name!r}", "uninstall one of them")
+        return replace(found, reason=reason)
+    manifest, error = guarded(entry.load)
+    if error is None:
+        return _judged(found, manifest)
+    if isinstance(error, ApiMismatchError):
+        newer = error.theirs > error.ours
+        fix = "pip install -U rlkernel" if newer else f"pip install -U {found.dist}"
+        return replace(found, reason=Reason("api", "too-new" if newer else "too-old", str(error), fix))
+    if isinstance(error, ValidationError):
+        return replace(found, reason=_invalid(found, _brief_validation(error)))
+    reason = Reason(
+        "load", "import-error", f"{entry.value} raised {brief(error)}", f"pip install -U {found.dist}, or uninstall it"
+    )
+    return replace(found, reason=reason)
+
+
+def _judged(found: Candidate, manifest: object) -> Candidate:
+    """Hold a loaded manifest against its entry point and the catalogue of operators."""
+    from rlkernel_core.manifest import Backend
+
+    if type(manifest) is not Backend:  # a subclass could answer otherwise than its fields say
+        text = f"the entry point gives a {type(manifest).__name__}, not a rlkernel_core.Backend"
+        reason = Reason("load", "not-a-manifest", text, f"report it to the author of {found.dist}")
+        return replace(found, reason=reason)
+    problem = _contradiction(found.name, manifest)
+    return replace(found, manifest=manifest) if problem is None else replace(found, reason=_invalid(found, problem))
+
+
+def _contradiction(name: str, manifest: Backend) -> str | None:
+    """What a manifest claims that cannot be meant."""
+    from pydantic import ValidationError
+
+    try:
+        type(manifest).model_validate(manifest.model_dump(warnings=False))  # `model_construct` does not
+    except ValidationError as error:
+        return _brief_validation(error)
+    if manifest.name != name:
+        return f"it calls itself {manifest.name!r}"
+    for impl in manifest.impls:
+        op, _, number = impl.op.partition("@")
+        if op not in OPERATORS:
+            return str(UnknownNameError("operator", op, OPERATORS))
+        if int(number) == OPERATORS[op].version and (odd := impl.supports - OPERATORS[op].feature_names):
+            return str(UnknownNameError(f"feature of {impl.op}", min(odd), OPERATORS[op].feature_names))
+        for text in impl.requires.packages:
+            if problem := _no_requirement(text):
+                return f"packages: {text!r}: {problem}"
+    return None
+
+
+def _no_requirement(text: str) -> str | None:
+    """Why a text is no requirement that can be held against installed versions."""
+    try:
+        requirement = Requirement(text)
+    except InvalidRequirement as error:
+        return brief(error)
+    if requirement.marker or requirement.url:
+        return f"a {'marker' if requirement.marker else 'URL'} cannot be held against what is installed"
+    return None
+
+
+def _invalid(found: Candidate, problem: str) -> Reason:
+    return Reason(
+        "load", "invalid-manifest", f"manifest of {found.name!r}: {problem}", f"report it to the author of {found.dist}"
+    )
+
+
+def _brief_validation(error: ValidationError) -> str:
+    """The errors of pydantic in one line: `impls.0.op: Value error, …; …`."""
+    return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+
+
+class PackageVersions(Mapping[str, str]):
+    """Distribution name -> installed version, read when asked."""
+
+    def __getitem__(self, name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

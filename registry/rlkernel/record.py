@@ -1,0 +1,73 @@
+"""decisions.json: what served each operator in a run, written beside its results and read by `rlkernel status`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel.provenance import Ran, decisions_hash, status
+from rlkernel_core import __version__
+from rlkernel_core.decision import Call, Decision, OpPolicy, Rejected
+from rlkernel_core.errors import ConfigError
+from rlkernel_core.reasons import Reason
+
+FILE: Final = "decisions.json"
+VERSION: Final = 1
+
+
+def content() -> dict[str, Any]:
+    """What has run in this process so far, JSON-ready."""
+    decisions = [r.as_dict() for r in status()]
+    return {"version": VERSION, "rlkernel": __version__, "hash": decisions_hash(), "decisions": decisions}
+
+
+def write(folder: str | Path) -> Path:
+    """Write decisions.json into the folder of a run; returns its path."""
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content(), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def read(run: str | Path) -> tuple[str, list[Ran]]:
+    """The hash of all decisions of a run, and every kind of call with its count.
+
+    Args:
+        run: a decisions.json, or the folder it lies in.
+
+    Raises:
+        ConfigError: there is none, or it is not one of this version.
+    """
+    path = Path(run)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; a run writes it with rlkernel.record.write(folder)")
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        version = found["version"]
+        digest, ran = (str(found["hash"]), [_ran(r) for r in found["decisions"]]) if version == VERSION else ("", [])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a record of decisions: {error!r}") from error
+    if version != VERSION:
+        raise ConfigError(f"{path} has version {version}, this rlkernel reads {VERSION}")
+    return digest, ran
+
+
+def _ran(found: Mapping[str, Any]) -> Ran:
+    """The inverse of `Ran.as_dict`."""
+    call, rules = found["call"], found["policy"]
+    rejected = (Rejected(r["backend"], Reason(**r["reason"]), r["target"]) for r in found["rejected"])
+    decision = Decision(
+        Call(**{**call, "features": frozenset(call["features"])}),
+        OpPolicy(tuple(rules["order"]), rules["fallback"], frozenset(rules["need"])),
+        found["backend"],
+        found["target"],
+        found["version"],
+        tuple(rejected),
+        found["fell_back_from"],
+        tuple(found["ambiguous"]),
+        found["source"],
+    )
+    return Ran(decision, int(found["calls"]))

@@ -1,0 +1,197 @@
+"""The nodes of an operator: one that runs an implementation, and one that runs it again for its gradients.
+
+Backward recomputes: the implementation runs once more, under autograd, so that every implementation that has gradients
+in eager mode has the same ones here. A third node ties the two together where a gradient is wanted; calls without
+gradients never meet autograd.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import rlkernel
+from rlkernel.decide import ByShape, Hit
+from rlkernel.torchlib.leaves import autocast, outline, reader, same
+from rlkernel.torchlib.modes import leaf, recording_gradients
+from rlkernel.torchlib.shapes import Results, infer
+from rlkernel_core.errors import ResolutionError, RLKernelError
+
+NAMESPACE: Final = "rlkernel"
+_LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_LEAVES: Final = "Tensor[] tensors, SymInt[] integers, float[] floats, str implementation, str call"
+# Integers that no result's size depends on: they may stay symbols, so that a decoding loop traces once.
+_SIZELESS: Final = frozenset({"seed", "step", "stream"})
+GRAD: Final = "grad(t["  # in the text of a call: a gradient is wanted
+_MARKED: Final = re.compile(r"grad\(t\[(\d+)\]\)")
+_INTEGER: Final = re.compile(r"(\w+)=i\[(\d+)\]")
+
+Key = tuple[str, str, tuple[Any, ...]]  # operator, text of the call, dtype and rank of every tensor
+
+
+_DEFINED: Final[set[str]] = set()
+CHOSEN: Final[dict[str, Hit]] = {}  # implementation, as nodes name it -> what runs
+REFUSED: Final[dict[str, Exception]] = {}  # the same for calls that nothing may take
+RESULTS: Final[dict[Key, Results]] = {}
+
+
+def define(op: str) -> None:
+    """Define an operator's nodes, once."""
+    if op in _DEFINED:
+        return
+    _DEFINED.add(op)
+    library: Any = _LIBRARY
+    tags = (torch.Tag.pt2_compliant_tag,)
+    forward, shapes = partial(_forward, op), partial(_forward_shapes, op)
+    for name, grads, run, fake in (
+        (op, "", forward, shapes),
+        (f"{op}_backward", "Tensor?[] grads, ", partial(_backward, op), _backward_shapes),
+        (f"{op}_autograd", "", forward, shapes),
+    ):
+        library.define(f"{name}({grads}{_LEAVES}) -> Tensor[]", tags=tags)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    library.impl(f"{op}_autograd", partial(_differentiable, op), "Autograd")
+
+
+def _forward(
+    op: str, tensors: list[Tensor], integers: list[int], floats: list[float], implementation: str, call: str
+) -> list[Tensor]:
+    """The node at work: the raw implementation."""
+    read = reader(call)
+    hit = _hit(op, implementation, call, lambda: read(tensors, integers, floats, leaf))
+    hit.calls += 1
+    getattr(rlkernel, op).last = CHOSEN[implementation]
+    with autocast(call):
+        found, results = outline(hit.run(**read(tensors, integers, floats, same)))
+    expected = RESULTS.get(_key(op, call, tensors))
+    if expected is not None and expected.outline != found:
+        raise RLKernelError(f"{op}: {implementation} returned {found}, the contract says {expected.outline}")
+    return _own(results, tensors)
+
+
+def _hit(op: str, name: str, call: str, arguments: Callable[[], dict[str, Any]]) -> Hit:
+    """What a node's implementation stands for; asks for the arguments where it is chosen by size."""
+    if name in REFUSED:
+        raise copy(REFUSED[name])
+    if name not in CHOSEN:
+        text = f"{op}: this graph was traced in another process, where {name!r} was chosen; trace it here"
+        raise ResolutionError(text)
+    hit = CHOSEN[name]
+    if isinstance(hit.run, ByShape):
+        with torch.set_grad_enabled(GRAD in call):
+            hit.run.last = chosen = hit.run.choose((), arguments())
+        return chosen
+    return hit
+
+
+def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Results as a node must return them: contiguous, sharing storage with no argument and with no other result."""
+    taken = {_storage(t) for t in inputs}
+    own = []
+    for result in results:
+        mine = result.contiguous()
+        if _storage(mine) in taken:
+            mine = mine.clone(memory_format=torch.contiguous_format)
+        taken.add(_storage(mine))
+        own.append(mine)
+    return own
+
+
+def _storage(tensor: Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 equal for views of one storage, empty ones included
+    return identity
+
+
+def _forward_shapes(
+    op: str, tensors: list[Tensor], integers: list[Any], floats: list[Any], implementation: str, call: str
+) -> list[Tensor]:
+    del implementation  # all implementations of an operator agree on them
+    sizeless = {int(at) for name, at in _INTEGER.findall(call) if name in _SIZELESS}
+    known = [0 if at in sizeless else int(n) for at, n in enumerate(integers)]
+    results, made = infer(op, tensors, known, [float(x) for x in floats], call)
+    RESULTS[_key(op, call, tensors)] = results
+    return made
+
+
+def _key(op: str, call: str, tensors: Sequence[Tensor]) -> Key:
+    return op, call, tuple((t.dtype, t.dim()) for t in tensors)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The plain node forward, the backward node backward: a traced graph holds these two alone."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, constants: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.op, ctx.constants = op, constants
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        results = tuple(getattr(torch.ops.rlkernel, op)(list(tensors), *constants))
+        known = RESULTS[_key(op, constants[-1], tensors)].tensors
+        ctx.mark_non_differentiable(*(t for t, k in zip(results, known, strict=True) if not k.differentiable))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        node = getattr(torch.ops.rlkernel, f"{ctx.op}_backward")
+        found = dict(zip(_marked(ctx.constants[-1]), node(grads, tensors, *ctx.constants), strict=True))
+        return None, None, *(found.get(at) for at in range(len(tensors)))
+
+
+def _differentiable(op: str, tensors: list[Tensor], *constants: Any) -> list[Tensor]:
+    results: tuple[Tensor, ...] = _Differentiable.apply(op, constants, *tensors)  # type: ignore[no-untyped-call]
+    return list(results)
+
+
+def _marked(call: str) -> list[int]:
+    """Positions of the tensors that a gradient is wanted for."""
+    return [int(at) for at in _MARKED.findall(call)]
+
+
+def _backward(
+    op: str,
+    grads: list[Tensor | None],
+    tensors: list[Tensor],
+    integers: list[int],
+    floats: list[float],
+    implementation: str,
+    call: str,
+) -> list[Tensor]:
+    """The gradients of the marked tensors: the implementation once more, under autograd."""
+    read = reader(call)
+    hit = _hit(op, implementation, call, lambda: read(tensors, integers, floats, leaf))
+    leaves: list[Tensor] = []
+
+    def wanted(tensor: Tensor) -> Tensor:
+        leaves.append(leaf(tensor))
+        return leaves[-1]
+
+    with recording_gradients():
+        with autocast(call):
+            _, results = outline(hit.run(**read(tensors, integers, floats, wanted)))
+        pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if pairs:
+            outputs, upstream = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return _own(filled, [*tensors, *(g for g in grads if g is not None)])
+
+
+def _backward_shapes(
+    grads: list[Tensor | None],
+    tensors: list[Tensor],
+    integers: list[Any],
+    floats: list[Any],
+    implementation: str,
+    call: str,
+) -> list[Tensor]:
+    del grads, integers, floats, implementation
+    return [torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=tensors[at].device) for at in _marked(call)]

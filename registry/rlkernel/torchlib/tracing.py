@@ -1,0 +1,131 @@
+"""What Dynamo reads of an operator's call, and the decision that it finds there as a constant.
+
+Functions marked as traced use only what Dynamo can follow; those marked as constant run as they are, while it traces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rlkernel import policy
+from rlkernel.decide import ByShape, Hit, call_of, decide, place
+from rlkernel.resolve import claims
+from rlkernel.torchlib import nodes
+from rlkernel.torchlib.leaves import Leaves, Outline, constant, reader, rebuild, same, surroundings, write
+from rlkernel.torchlib.shapes import reference
+from rlkernel_core.decision import AUTO, Decision
+from rlkernel_core.errors import ArgumentError, RLKernelError, RLKernelWarning
+from rlkernel_core.spec import OPERATORS
+
+Facts = tuple[tuple[Any, ...], ...]  # per tensor: dtype, device, rank, whether it requires a gradient
+_WRITTEN: Final = "out"  # the one argument that an operator may write to
+
+
+def compiled(op: str, arguments: dict[str, Any]) -> Any:
+    """An operator's call as one node; traced."""
+    leaves, grad = Leaves(), torch.is_grad_enabled()
+    call = ", ".join([f"{name}={write(value, leaves, grad=grad)}" for name, value in arguments.items()])
+    call = surroundings(leaves.tensors[0].device.type) + call
+    facts = tuple([(t.dtype, t.device, t.dim(), t.requires_grad) for t in leaves.tensors])
+    integers = tuple([1 if n > 0 else 0 for n in leaves.integers])  # no decision looks at more
+    floats = tuple([_alike(x) for x in leaves.floats])
+    _define(op)
+    implementation = _choose(op, call, facts, integers, floats, grad, _rules(op))
+    node = getattr(torch.ops.rlkernel, f"{op}_autograd" if nodes.GRAD in call else op)
+    tensors = node(leaves.tensors, leaves.integers, leaves.floats, implementation, call)
+    return rebuild(_outline_of(op, call, facts), tensors)
+
+
+def _alike(number: float) -> float:
+    """A number that stands where `number` does against 0 and 1, which is all that a decision may look at; traced."""
+    if number > 1:
+        return 2.0
+    if number == 1:
+        return 1.0
+    if number > 0:
+        return 0.5
+    return 0.0 if number == 0 else -1.0
+
+
+def _rules(op: str) -> str:
+    """The policy for an operator; Dynamo guards on what is read here; traced."""
+    scope = policy.IN_FORCE.scope
+    rules = policy.IN_FORCE.rules if scope is policy.IN_FORCE else scope.rules
+    return f"{rules[op]} {policy.IN_FORCE.generation}"
+
+
+@constant
+def _define(op: str) -> None:
+    """Make the operator's nodes known to torch, its reference to this process, and the policy to `_rules`."""
+    policy.base()
+    nodes.define(op)
+    with _disable_current_modes():  # tensors that a module makes while it is imported are to be real ones
+        reference(op)
+
+
+@constant
+def _choose(
+    op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], grad: bool, rules: str
+) -> str:
+    """Decide as the eager lane does and name the outcome; a refusal is named too, and raised when the graph runs."""
+    with _disable_current_modes(), torch.set_grad_enabled(grad):
+        try:
+            name, hit = _chosen(op, call, facts, integers, floats, rules)
+        except (RLKernelError, RLKernelWarning) as error:
+            name = f"refused {type(error).__name__} {_digest(error)}"
+            nodes.REFUSED[name] = error
+        else:
+            nodes.CHOSEN[name] = hit
+    return name
+
+
+def _chosen(
+    op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], rules: str
+) -> tuple[str, Hit]:
+    # Stand-ins have the rank of the arguments and no size: the reference checks sizes when it gives the node's shapes.
+    spec, key = replace(OPERATORS[op], check=None), ("compiled", call, facts, integers, floats)
+    with FakeTensorMode():  # left before anything is decided: choosing imports plugins and may run their self-tests
+        tensors = [torch.empty([1] * rank, dtype=t, device=d, requires_grad=g) for t, d, rank, g in facts]
+    arguments = reader(call)(tensors, integers, floats, same)
+    if arguments.get(_WRITTEN) is not None:
+        raise ArgumentError(
+            _WRITTEN, "a value", "cannot be written to from a compiled graph", "Call it outside torch.compile."
+        )
+    if _looks_at_sizes(op, str(place(spec, arguments)[0])):
+        own, source = policy.policy_for(policy.current(), spec)
+        undecided = Decision(call_of(spec, arguments), own, None, None, None, (), source=source)
+        hit = Hit(ByShape(OPERATORS[op]), undecided)
+        policy.current().tables[op][key] = hit
+        return f"{spec.id} by shape {_digest(*key, rules)}", hit
+    hit = decide(spec, key, arguments)
+    chosen = hit.decision
+    return f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash}", hit
+
+
+def _digest(*what: object) -> str:
+    return sha256(" ".join(str(x) for x in what).encode()).hexdigest()[:12]
+
+
+def _looks_at_sizes(op: str, device: str) -> bool:
+    """Whether an implementation that the policy permits on this device has a check of its own."""
+    spec, kind = OPERATORS[op], device.partition(":")[0]
+    order, installed = policy.policy_for(policy.current(), spec)[0].order, policy.installed()
+    for name in installed:
+        if name in order or (AUTO in order and installed.listed(name).tier is not None):
+            manifest = installed[name].manifest
+            impls = manifest.of(spec.id) if manifest else ()
+            if any(impl.check and claims(impl.requires.device, kind) for impl in impls):
+                return True
+    return False
+
+
+@constant
+def _outline_of(op: str, call: str, facts: Facts) -> Outline:
+    """What the operator's node returns; its shape function has just run."""
+    return nodes.RESULTS[op, call, tuple((t, rank) for t, _, rank, _ in facts)].outline

@@ -1,0 +1,105 @@
+"""A call to be decided, the policy it is decided under, and the decision: frozen values without behaviour.
+
+Imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlkernel_core.reasons import Reason
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known about a call before a backend is chosen."""
+
+    op: str  # "logprob@1"
+    device: str  # torch device type: "cpu", "cuda"
+    dtype: str | None = None  # of the primary tensor: "bfloat16"
+    grad: bool = False
+    features: frozenset[str] = frozenset()  # what the arguments need
+    arch: str | None = None  # "sm90", "gfx942", "x86_64"
+
+    def __str__(self) -> str:
+        words = [self.op, f"device={self.device}"]
+        words += [self.arch] if self.arch else []
+        words += [f"dtype={self.dtype}"] if self.dtype else []
+        words += ["grad=True"] if self.grad else []
+        words += ["needs=" + ",".join(sorted(self.features))] if self.features else []
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class OpPolicy:
+    """The policy for one operator."""
+
+    order: tuple[str, ...] = (AUTO,)
+    fallback: str = "warn"  # "warn" | "error"; there is no silence
+    need: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The permission list: nothing outside `order` ever runs.
+
+    `source` says where each value came from, keyed "order", "ops.logprob.order", …; it is not part of equality.
+    """
+
+    default: OpPolicy = OpPolicy()
+    ops: Mapping[str, OpPolicy] = field(default_factory=dict)  # by operator name
+    probe: str = "subprocess"  # "subprocess" | "inprocess" | "off"
+    lock: str | None = None  # path of the lock file that must hold
+    source: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.default, frozenset(self.ops.items()), self.probe, self.lock))
+
+    def of(self, op: str) -> OpPolicy:
+        """The policy of an operator, by name or by id."""
+        return self.ops.get(op.partition("@")[0], self.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A candidate that was not chosen."""
+
+    backend: str
+    reason: Reason
+    target: str | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which implementation takes a call, and why each other candidate does not."""
+
+    call: Call
+    policy: OpPolicy
+    backend: str | None  # None: nothing in order can take it
+    target: str | None
+    version: str | None  # distribution and version that provides it: "rlkernel 0.1.0"
+    rejected: tuple[Rejected, ...]  # in the order in which they were considered
+    fell_back_from: str | None = None  # the first backend that claims the device, where it was not chosen
+    ambiguous: tuple[str, ...] = ()  # backends of one tier that all qualify: an error
+    source: str = "default"  # where the order came from
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits over what runs (operator, device, implementation, version): equal on ranks that agree."""
+        what: list[object] = [self.call.op, self.call.device, self.call.arch, self.call.dtype, self.call.grad]
+        what += [sorted(self.call.features), self.backend, self.target, self.version]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        out = asdict(self)
+        out["call"]["features"] = sorted(self.call.features)
+        out["policy"]["need"] = sorted(self.policy.need)
+        out["hash"] = self.hash
+        return out

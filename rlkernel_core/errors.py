@@ -1,0 +1,149 @@
+"""Every error rlkernel raises, in one tree.
+
+    RLKernelError
+    ├── ArgumentError (ValueError)         an operator argument is wrong: names argument, value, remedy
+    │   └── ArgumentTypeError (TypeError)  … because of its type or dtype
+    ├── UnknownNameError (KeyError)        no such operator, keyword, backend, feature, kind or format
+    ├── ConfigError (ValueError)           rlkernel.toml, RLKERNEL_* or a policy argument is malformed
+    ├── ResolutionError (RuntimeError)     no backend in `order` can take the call; carries the Decision
+    │   ├── AmbiguousBackendError          two backends of one tier qualify
+    │   ├── FallbackError                  a later backend could, but `fallback = "error"`
+    │   └── LockError                      rlkernel.lock pins something else
+    ├── ApiMismatchError (RuntimeError)    a plugin was built for another plugin API
+    ├── LayoutError (ValueError)           a packed QuantTensor met a layout it was not packed for
+    ├── CaptureError (RuntimeError)        a graph could not be captured, or a replay would be wrong
+    ├── BufferFullError (RuntimeError)     a rollout buffer has no room; nothing was written
+    ├── StaleBatchError (RuntimeError)     a released rollout batch was used
+    └── SpecError (RuntimeError)           a spec function was called instead of an operator
+
+    RLKernelWarning (UserWarning)
+    ├── FallbackWarning                    another backend than the first that claims the device ran
+    └── PluginWarning                      an installed plugin could not be loaded
+
+`except RLKernelError` catches all of ours and nothing else.
+Imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlkernel_core.decision import Decision
+
+
+class RLKernelError(Exception):
+    """Base of every error that rlkernel raises on purpose."""
+
+
+class ArgumentError(RLKernelError, ValueError):
+    """An operator argument is wrong.
+
+    `argument`, `got` and `remedy` are kept as attributes, so that a caller can act on them.
+    """
+
+    def __init__(self, argument: str, got: object, problem: str, remedy: str) -> None:
+        self.argument, self.got, self.problem, self.remedy = argument, got, problem, remedy
+        super().__init__(f"{argument}: {problem}; got {got}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.argument, str(self.got), self.problem, self.remedy)
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An operator argument has the wrong type or dtype."""
+
+
+class UnknownNameError(RLKernelError, KeyError):
+    """A name that nothing answers to; the message suggests the nearest known ones."""
+
+    def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
+        self.what, self.name, self.known = what, name, tuple(sorted(known))
+        super().__init__(f"unknown {what} {name!r}{did_you_mean(str(name), self.known)}")
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.name, self.known)
+
+
+class ConfigError(RLKernelError, ValueError):
+    """Configuration is malformed; the message names the file or variable, the key and the remedy."""
+
+
+class ResolutionError(RLKernelError, RuntimeError):
+    """No backend can take the call. `decision` holds a Reason for every candidate."""
+
+    def __init__(self, message: str, decision: Decision | None = None) -> None:
+        super().__init__(message)
+        self.decision = decision
+
+
+class AmbiguousBackendError(ResolutionError):
+    """Two backends of one tier qualify; the message holds the line that settles it."""
+
+
+class FallbackError(ResolutionError):
+    """The first backend that claims the device cannot take the call and the policy forbids another."""
+
+
+class LockError(ResolutionError):
+    """rlkernel.lock pins an implementation that is not the one that would run."""
+
+
+class ApiMismatchError(RLKernelError, RuntimeError):
+    """A plugin was built for a plugin API outside the window that this version serves."""
+
+    def __init__(self, theirs: tuple[int, int], ours: tuple[int, int]) -> None:
+        self.theirs, self.ours = theirs, ours
+        super().__init__(
+            f"the plugin is for rlkernel plugin API {theirs[0]}.{theirs[1]}, this is {ours[0]}.{ours[1]} "
+            f"(served: {ours[0]}.0 to {ours[0]}.{ours[1]})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.theirs, self.ours)
+
+
+class LayoutError(RLKernelError, ValueError):
+    """A packed weight was handed to code that does not know its layout."""
+
+
+class CaptureError(RLKernelError, RuntimeError):
+    """A graph could not be captured, or replaying it would give a wrong answer."""
+
+
+class BufferFullError(RLKernelError, RuntimeError):
+    """A rollout buffer has no room for what was asked; nothing was written."""
+
+
+class StaleBatchError(RLKernelError, RuntimeError):
+    """A rollout batch was used after its release; its storage belongs to newer rollouts."""
+
+
+class SpecError(RLKernelError, RuntimeError):
+    """A spec function is the contract, not an implementation: call the operator of that name in `rlkernel`."""
+
+
+class RLKernelWarning(UserWarning):
+    """Base of every warning that rlkernel issues."""
+
+
+class FallbackWarning(RLKernelWarning):
+    """Another backend ran than the first one that claims the device. Make it an error with `fallback = "error"`."""
+
+
+class PluginWarning(RLKernelWarning):
+    """An installed plugin could not be loaded. `rlkernel doctor` prints why."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"`, or the list of choices when nothing is near."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(name, choices, n=2, cutoff=0.6)
+    if near:
+        return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
+    return "; choose from " + ", ".join(choices) if choices else "; none is known"

@@ -1,0 +1,107 @@
+"""What a plugin claims: one frozen `Backend` whose implementations are strings.
+
+Nothing a manifest names is imported until it is chosen; a manifest prints as JSON, and the conformance suite reads
+the same object to know what to attack. This is the only module of the core that uses pydantic.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from rlkernel_core.errors import ApiMismatchError
+
+# (major, minor) of this plugin API. A plugin works when its major is ours and its minor is not above ours.
+API_VERSION: Final[tuple[int, int]] = (1, 0)
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NAME = re.compile(r"(?!auto$)[a-z][a-z0-9_-]*")  # "auto" is a word of `order`
+_OP = re.compile(r"[a-z][a-z0-9_]*@[1-9][0-9]*")
+_DEVICE = re.compile(r"\*|[a-z][a-z0-9_]*")
+_DTYPE = re.compile(r"[a-z][a-z0-9_]*")
+_ARCH = re.compile(r"[a-z]+[0-9]+\+|[a-z*?][a-z0-9_*?]*")
+
+
+def _match(pattern: re.Pattern[str], example: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"{value!r} should look like {example!r}")
+        return value
+
+    return AfterValidator(check)
+
+
+Target = Annotated[str, _match(_TARGET, "package.module:function")]
+Name = Annotated[str, _match(_NAME, "acme")]
+OpId = Annotated[str, _match(_OP, "logprob@1")]
+Device = Annotated[str, _match(_DEVICE, "cuda")]
+Dtype = Annotated[str, _match(_DTYPE, "bfloat16")]
+Arch = Annotated[str, _match(_ARCH, "sm90', 'sm80+' or 'gfx9*")]
+
+
+class _Claim(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Requires(_Claim):
+    """What must be true of the machine and the call before an implementation may be chosen."""
+
+    device: Annotated[tuple[Device, ...], Field(min_length=1)] | Device = Field(
+        description="torch device types it runs on, e.g. 'cuda'; '*' for any"
+    )
+    dtypes: tuple[Dtype, ...] = Field(
+        default=(), description="dtypes of the primary tensor, e.g. 'bfloat16'; empty for any"
+    )
+    arch: tuple[Arch, ...] = Field(
+        default=(), description="architectures, e.g. 'sm90', 'gfx942', 'sm80+'; empty for any"
+    )
+    arch_excluded: tuple[Arch, ...] = Field(
+        default=(), description="architectures it must not run on although `arch` admits them"
+    )
+    packages: tuple[str, ...] = Field(
+        default=(), description="requirements such as 'flashinfer-python>=0.7': a name and versions, no marker or URL"
+    )
+
+
+class Impl(_Claim):
+    """One implementation of one operator."""
+
+    op: OpId = Field(description="operator and version of its meaning, e.g. 'logprob@1'")
+    target: Target = Field(description="'package.module:function' with the operator's signature; imported when chosen")
+    requires: Requires
+    supports: frozenset[str] = Field(default=frozenset(), description="feature names from the operator's spec")
+    check: Target | None = Field(
+        default=None,
+        description="'package.module:function' with the operator's signature, asked at every call; "
+        "returns None or a Reason of stage 'shape'",
+    )
+
+
+class Backend(_Claim):
+    """A plugin's manifest: who it is and what it claims."""
+
+    name: Name = Field(description="the entry point's name, used in `order`")
+    api: tuple[int, int] = Field(description="the plugin API it was written for: rlkernel_core.API_VERSION")
+    impls: tuple[Impl, ...]
+    self_test: Target | None = Field(
+        default=None,
+        description="'package.module:function' taking a device string; runs one small kernel and raises if it is wrong",
+    )
+    url: str = Field(default="", description="where users report problems")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _api_window(cls, claims: Any) -> Any:
+        # Before anything else: a manifest for another API may hold fields that this version cannot judge.
+        api = claims.get("api") if isinstance(claims, dict) else None
+        if isinstance(api, tuple | list) and len(api) == 2 and all(isinstance(n, int) for n in api):
+            major, minor = api
+            if major != API_VERSION[0] or minor > API_VERSION[1]:
+                raise ApiMismatchError((major, minor), API_VERSION)
+        return claims
+
+    def of(self, op: str) -> tuple[Impl, ...]:
+        """Implementations of an operator id, in the manifest's order of preference."""
+        return tuple(i for i in self.impls if i.op == op)

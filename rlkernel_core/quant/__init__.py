@@ -1,0 +1,54 @@
+"""Quantised formats: for each one the exact codec (quantise, pack, unpack, dequantise) in plain torch.
+
+    from rlkernel_core.quant import QuantSpec, dequantize, quantize
+
+    w = quantize(weight, QuantSpec.named("nf4", double_quant=True))
+    dequantize(w)
+
+These functions are the meaning of the operators `quantize` and `dequantize`; `rlkernel.quantize` is the same with a
+choice of backends. Importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel_core.quant.spec import FORMATS, QuantSpec
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+
+if TYPE_CHECKING:
+    from rlkernel_core.quant.activations import quantize_activation
+    from rlkernel_core.quant.codec import dequantize, error_bound, quantize, update_
+    from rlkernel_core.quant.layouts import pack, unpack
+
+__all__ = [
+    "CANONICAL",
+    "FORMATS",
+    "QuantSpec",
+    "QuantTensor",
+    "dequantize",
+    "error_bound",
+    "pack",
+    "quantize",
+    "quantize_activation",
+    "unpack",
+    "update_",
+]
+
+# name -> module; these load torch.
+_LAZY: Final = {
+    "dequantize": "codec",
+    "error_bound": "codec",
+    "pack": "layouts",
+    "quantize": "codec",
+    "quantize_activation": "activations",
+    "unpack": "layouts",
+    "update_": "codec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"rlkernel_core.quant.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'rlkernel_core.quant' has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""Why a candidate was not chosen, as data: stage, code, text, fix.
+
+The list of codes is closed: `Reason` refuses a code that is not in `CODES`, each code is created in one place of
+the source, has a line in docs/explain.md and a test that provokes it. Machines match on `stage/code`; `text` is
+for people and may be reworded; `fix` is a line to run or write.
+Imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+# Stages in the order in which they are checked, each with its codes and what the code means.
+STAGES: Final[dict[str, dict[str, str]]] = {
+    "policy": {
+        "not-in-order": "the policy's order does not name this backend",
+        "third-party": "`auto` considers first-party backends only; a third party runs when it is named",
+        "outranked": "an earlier backend in the order takes the call",
+        "locked": "rlkernel.lock pins another implementation or version for this operator",
+    },
+    "load": {
+        "import-error": "importing the plugin's manifest raised",
+        "not-a-manifest": "the entry point does not lead to a rlkernel_core.Backend",
+        "invalid-manifest": "the manifest contradicts itself or the catalogue of operators and features",
+        "duplicate-name": "two installed distributions claim this backend name",
+        "not-installed": "the policy names it, and no installed distribution provides it",
+        "target-missing": "the manifest names a function that cannot be imported",
+        "target-signature": "the function does not take the operator's arguments, or has other defaults",
+    },
+    "api": {
+        "too-new": "the plugin was built for a newer plugin API",
+        "too-old": "the plugin was built for a plugin API that is no longer supported",
+    },
+    "operator": {
+        "absent": "the backend does not implement this operator",
+        "other-version": "the backend implements another version of this operator's meaning",
+    },
+    "device": {"not-claimed": "the implementation does not claim this device"},
+    "environment": {
+        "missing-package": "a package the implementation needs is not installed",
+        "package-version": "a package the implementation needs has the wrong version",
+    },
+    "arch": {
+        "unsupported": "the implementation does not claim this architecture",
+        "excluded": "the implementation excludes this architecture by name",
+    },
+    "dtype": {"unsupported": "the implementation does not claim this dtype"},
+    "features": {"missing": "the call or the policy needs a feature the implementation does not claim"},
+    "grad": {"unsupported": "the call needs gradients and the implementation claims none"},
+    "shape": {
+        "unsupported": "the implementation's own check refused these sizes or arguments",
+        "check-failed": "the implementation's check raised, or returned neither None nor a Reason of this stage",
+    },
+    "probe": {
+        "failed": "the backend's self-test ran here and gave an error",
+        "crashed": "the backend's self-test killed its process",
+        "timeout": "the backend's self-test did not finish in time",
+    },
+}
+
+CODES: Final[frozenset[str]] = frozenset(f"{stage}/{code}" for stage, codes in STAGES.items() for code in codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One refusal: at which stage, under which code, in which words, and what would change it."""
+
+    stage: str
+    code: str
+    text: str
+    fix: str = ""
+
+    def __post_init__(self) -> None:
+        if f"{self.stage}/{self.code}" not in CODES:
+            raise ValueError(f"reason code {self.stage}/{self.code} is not in rlkernel_core.reasons.STAGES")
+
+    @property
+    def slug(self) -> str:
+        """`stage/code`, the stable, machine-readable name."""
+        return f"{self.stage}/{self.code}"
+
+    def __str__(self) -> str:
+        return f"{self.slug}: {self.text}" + (f"\n  fix: {self.fix}" if self.fix else "")

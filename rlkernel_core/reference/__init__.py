@@ -1,0 +1,51 @@
+"""The meaning of every operator in plain torch: the backend named `reference`.
+
+It comes through the same door as every other backend (entry point, manifest, conformance) and takes no shortcut.
+This module holds claims only; importing it loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.spec import OPERATORS
+
+_ANY = Requires(device="*")
+_FLOATS = Requires(device="*", dtypes=("bfloat16", "float16", "float32", "float64"))
+
+# operator -> (target, requires, features of the spec it does not claim)
+_TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
+    "linear_logprob": ("rlkernel_core.reference.linear_logprob:linear_logprob", _FLOATS, frozenset()),
+    "linear_policy_loss": (
+        "rlkernel_core.reference.linear_policy_loss:linear_policy_loss",
+        _FLOATS,
+        frozenset(),
+    ),
+    "capture": ("rlkernel_core.reference.capture:capture", _ANY, frozenset()),
+    "logprob": ("rlkernel_core.reference.logprob:logprob", _FLOATS, frozenset()),
+    "dequantize": ("rlkernel_core.reference.quantize:dequantize", _ANY, frozenset()),
+    "policy_loss": ("rlkernel_core.reference.policy_loss:policy_loss", _FLOATS, frozenset()),
+    "prepack": ("rlkernel_core.reference.quantize:prepack", _ANY, frozenset()),
+    # The order of summation inside a BLAS product depends on the number of rows.
+    "qmatmul": ("rlkernel_core.reference.qmatmul:qmatmul", _FLOATS, frozenset({"batch_invariant"})),
+    "quantize": ("rlkernel_core.reference.quantize:quantize", _FLOATS, frozenset()),
+    "rollout_buffer": ("rlkernel_core.reference.rollout_buffer:rollout_buffer", _ANY, frozenset()),
+    "sample": ("rlkernel_core.reference.sample:sample", _FLOATS, frozenset()),
+    "lm_head_sample": ("rlkernel_core.reference.lm_head_sample:lm_head_sample", _FLOATS, frozenset()),
+    "verify": ("rlkernel_core.reference.verify:verify", _FLOATS, frozenset()),
+    "advantage": ("rlkernel_core.reference.advantage.estimate:advantage", _ANY, frozenset()),
+    "affine_suffix_scan": ("rlkernel_core.reference.advantage.scan:affine_suffix_scan", _ANY, frozenset()),
+    "whiten": ("rlkernel_core.reference.advantage.whitening:whiten", _ANY, frozenset()),
+    "group_filter": ("rlkernel_core.reference.advantage.filtering:group_filter", _ANY, frozenset()),
+    "shape_rewards": ("rlkernel_core.reference.advantage.shaping:shape_rewards", _ANY, frozenset()),
+}
+
+
+def _impl(op: str) -> Impl:
+    spec: Any = OPERATORS[op]
+    target, requires, without = _TARGETS[op]
+    return Impl(op=spec.id, target=target, requires=requires, supports=spec.feature_names - without)
+
+
+backend = Backend(name="reference", api=API_VERSION, impls=tuple(_impl(op) for op in _TARGETS))

@@ -1,0 +1,1 @@
+"""advantage@1 and its companions in plain torch: scans over tokens, statistics over groups, whitening, shaping."""

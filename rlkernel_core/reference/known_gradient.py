@@ -1,0 +1,42 @@
+"""A scalar whose gradients were made together with it, attached to the autograd graph.
+
+Backward only scales them, in their own precision, and rounds once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def attach(value: Tensor, *gradients: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    """`value` with the given gradients: pairs of (d value / d tensor, tensor), either of them None where there is none.
+
+    Differentiable once.
+    """
+    known, of = zip(*gradients, strict=True)
+    attached: Tensor = _Attach.apply(value, *known, *of)  # type: ignore[no-untyped-call]
+    return attached
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *tensors: Tensor | None) -> Tensor:
+        pairs = len(tensors) // 2
+        ctx.save_for_backward(*tensors[:pairs])
+        ctx.dtypes = tuple(None if x is None else x.dtype for x in tensors[pairs:])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        known = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1 + len(known) :]
+        scaled = (
+            (upstream * gradient).to(dtype) if want and gradient is not None else None
+            for gradient, dtype, want in zip(known, ctx.dtypes, wanted, strict=True)
+        )
+        return (None, *(None for _ in known), *scaled)

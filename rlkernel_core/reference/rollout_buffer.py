@@ -1,0 +1,300 @@
+"""Reference of rollout_buffer@1 in plain torch, on any device.
+
+The host keeps a ledger (who holds which slot and pages), the device keeps the tokens; `append` touches the device only.
+Host methods are serialised by a lock. `append` takes none: it does not read what they change on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError, BufferFullError, UnknownNameError
+from rlkernel_core.reference.rollout.batch import Batch, Staging
+from rlkernel_core.reference.rollout.choose import choose, rows_of
+from rlkernel_core.reference.rollout.files import read, write
+from rlkernel_core.reference.rollout.ledger import Ledger, Rollout
+from rlkernel_core.reference.rollout.pages import COUNTERS, Pages
+from rlkernel_core.spec import rollout_buffer as spec
+from rlkernel_core.spec.rollouts import (
+    DEFAULT_FIELDS,
+    STATUS,
+    VALID_STATUS,
+    BufferStats,
+    Field,
+    GroupRules,
+    GroupState,
+    RolloutBuffer,
+    Slots,
+)
+
+
+def rollout_buffer(
+    max_tokens: int,
+    max_seqs: int,
+    *,
+    fields: Mapping[str, Field] | None = None,
+    rewards: int = 1,
+    group_size: int | None = None,
+    max_groups: int | None = None,
+    max_seq_tokens: int | None = None,
+    max_batch_tokens: int | None = None,
+    page_tokens: int = 256,
+    on_full: str = "raise",
+    device: Any = None,
+) -> RolloutBuffer:
+    """See `rlkernel_core.spec.rollout_buffer.rollout_buffer`."""
+    shape: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "max_seqs": max_seqs,
+        "fields": DEFAULT_FIELDS if fields is None else fields,
+        "rewards": rewards,
+        "group_size": group_size,
+        "max_groups": max_groups,
+        "max_seq_tokens": max_seq_tokens,
+        "max_batch_tokens": max_batch_tokens,
+        "page_tokens": page_tokens,
+    }
+    spec.check(**shape, on_full=on_full, device=device)
+    place = torch.default_generator.device if device is None else torch.device(device)
+    return PagedRolloutBuffer(shape, on_full, place)
+
+
+class PagedRolloutBuffer:
+    """See `rlkernel_core.spec.rollouts.RolloutBuffer`."""
+
+    def __init__(self, shape: Mapping[str, Any], on_full: str, device: torch.device) -> None:
+        self._shape, self._on_full, self._device = shape, on_full, device
+        self._rewards, page = shape["rewards"], shape["page_tokens"]
+        slots, pages, fields = shape["max_seqs"], shape["max_tokens"] // page, shape["fields"]
+        self._max_seq_tokens = min(shape["max_seq_tokens"] or shape["max_tokens"], shape["max_tokens"])
+        self._ledger = Ledger(slots, pages, shape["max_groups"] or slots, page, shape["group_size"])
+        self._pages = Pages(fields, pages, page, slots, -(-self._max_seq_tokens // page), device)
+        batch_tokens = min(shape["max_batch_tokens"] or shape["max_tokens"], shape["max_tokens"])
+        self._staging = Staging(fields, batch_tokens, 2 * slots, self._rewards, device)
+        self._lock = threading.RLock()
+
+    def reserve(self, limits: int | Sequence[int], groups: Sequence[int], *, version: int = 0) -> Slots:
+        """Room for one sequence per entry of groups."""
+        wanted = [limits] * len(groups) if isinstance(limits, int) else list(limits)
+        if len(wanted) != len(groups) or not wanted:
+            raise ArgumentError(
+                "limits", wanted, f"must give one limit for each of {len(groups)} groups", "Match them."
+            )
+        for limit in wanted:
+            checks.integer("limits", limit, at_least=1, at_most=self._max_seq_tokens)
+        for group in groups:
+            checks.integer("groups", group, at_least=0)
+        with self._lock:
+            victims = self._ledger.victims(wanted, groups, drop_oldest=self._on_full == "drop_oldest")
+            self._drop(victims, "oldest")
+            made = self._ledger.reserve(wanted, groups, version)
+            slots, stamps = [m.slot for m in made], [m.stamp for m in made]
+            return self._pages.open(slots, stamps, wanted, [m.pages for m in made])
+
+    def append(
+        self,
+        slots: Slots,
+        values: Mapping[str, Tensor],
+        *,
+        cu_seqlens: Tensor | None = None,
+        alive: Tensor | None = None,
+    ) -> None:
+        """Append tokens, on device only."""
+        rows = len(slots.ids)
+        self._check_values(values, rows if cu_seqlens is None else None)
+        if cu_seqlens is not None:
+            checks.tensor("cu_seqlens", cu_seqlens, ndim=1, kind="integer")
+            checks.shape("cu_seqlens", cu_seqlens, (rows + 1,), "slots + 1")
+        if alive is not None:
+            checks.tensor("alive", alive, kind="bool")
+            checks.shape("alive", alive, (rows,), "slots")
+        with torch.no_grad():
+            self._pages.append(slots, values, cu_seqlens, alive)
+
+    def finish(self, slots: Slots, reward: Any = None, *, status: str | Sequence[str] = "stop") -> None:
+        """End sequences."""
+        with self._lock:
+            ending = self._ledger.open_ones(slots.ids.tolist(), slots.stamps.tolist())
+            each = [status] * len(ending) if isinstance(status, str) else list(status)
+            if len(each) != len(ending):
+                raise ArgumentError("status", each, f"must be one name or {len(ending)}", "Match slots.")
+            for name in each:
+                checks.choice("status", name, [s for s in STATUS if s != "filler"])
+            rewards = self._rewards_of(reward, len(ending))
+            lengths = self._pages.lengths([r.slot for r in ending])
+            self._pages.close([r.slot for r in ending])
+            for rollout, length, name, given in zip(ending, lengths, each, rewards, strict=True):
+                rollout.open, rollout.length, rollout.status, rollout.rewards = False, length, name, given
+                finite = reward is None or all(map(math.isfinite, given))
+                rollout.valid = name in VALID_STATUS and finite
+                self._ledger.trim(rollout)
+
+    def groups(self, rules: GroupRules | None = None, *, version: int | None = None) -> tuple[GroupState, ...]:
+        """Every group, oldest first."""
+        with self._lock:
+            newest = self._ledger.newest_version if version is None else version
+            return tuple(self._ledger.state(g, rules or GroupRules(), newest) for g in self._ledger.groups)
+
+    def pop(
+        self,
+        *,
+        groups: int | None = None,
+        tokens: int | None = None,
+        rules: GroupRules | None = None,
+        version: int | None = None,
+        order: str = "fifo",
+        weighting: str = "one",
+        rows_multiple_of: int = 1,
+    ) -> Batch | None:
+        """A full batch of ready groups, or None."""
+        if (groups is None) == (tokens is None):
+            raise ArgumentError("groups, tokens", (groups, tokens), "exactly one says what is full", "Pass groups=8.")
+        name = "groups" if tokens is None else "tokens"
+        checks.integer(name, groups if tokens is None else tokens, at_least=1)
+        checks.choice("order", order, ("fifo", "longest_first"))
+        checks.choice("weighting", weighting, ("one", "group"))
+        checks.integer("rows_multiple_of", rows_multiple_of, at_least=1, at_most=self._shape["max_seqs"])
+        with self._lock:
+            if self._staging.out:
+                raise BufferFullError("The previous batch was not released. Call batch.release() first.")
+            states = [g for g in self.groups(rules, version=version) if g.ready]
+            chosen = choose(states, groups, tokens, order)
+            if chosen is None:
+                return None
+            total = sum(g.tokens for g in chosen)
+            if total > self._staging.capacity:
+                room = f"max_batch_tokens={self._staging.capacity}"
+                raise BufferFullError(f"A batch of {total} tokens does not fit {room}. Pop fewer groups.")
+            members = [[m for m in self._ledger.members(g.id) if not m.open] for g in chosen]
+            batch = self._staging.fill(self._pages, rows_of(members, weighting, rows_multiple_of, self._rewards))
+            newest = self._ledger.newest_version if version is None else version
+            self._popped([m for group in members for m in group], newest, total)
+            return batch
+
+    def discard(self, groups: Iterable[int], reason: str = "discarded") -> None:
+        """Drop groups, open members included."""
+        with self._lock:
+            wanted = list(dict.fromkeys(groups))
+            for group in wanted:
+                if group not in self._ledger.groups:
+                    raise UnknownNameError("group", str(group), map(str, self._ledger.groups))
+            self._drop(wanted, reason)
+
+    def prune(self, rules: GroupRules | None = None, *, version: int | None = None) -> Mapping[str, int]:
+        """Drop groups that the rules reject for good."""
+        with self._lock:
+            gone: dict[str, int] = {}
+            for state in self.groups(rules, version=version):
+                if state.rejected:
+                    self._drop([state.id], state.reason)
+                    gone[state.reason] = gone.get(state.reason, 0) + 1
+            return gone
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What append reads and writes."""
+        return self._pages.tensors()
+
+    @contextmanager
+    def assert_zero_growth(self) -> Iterator[None]:
+        """AssertionError if storage moved or the device's allocated memory grew."""
+        before, allocated = self._addresses(), self._allocated()
+        yield
+        moved = [n for n, at in self._addresses().items() if before.get(n) != at]
+        if moved:
+            raise AssertionError(f"storage moved: {', '.join(moved)}")
+        grown = self._allocated() - allocated
+        if grown > 0:
+            raise AssertionError(f"the device holds {grown} bytes more than before the block")
+
+    def save(self, path: str) -> None:
+        """Write everything stored to a file."""
+        with self._lock:
+            write(path, self._shape, self._ledger, self._pages)
+
+    def load(self, path: str) -> None:
+        """Take over what a buffer of the same shape saved, in place; a batch that is out becomes stale."""
+        with self._lock:
+            read(path, self._shape, self._ledger, self._pages)
+            self._staging.generation += 1
+            self._staging.out = False
+
+    @property
+    def stats(self) -> BufferStats:
+        """Counters so far; synchronises."""
+        with self._lock:
+            counts, ledger = dict(zip(COUNTERS, self._pages.counts.tolist(), strict=True)), self._ledger
+            lost = {n: c for n, c in counts.items() if c and n != "appended"}
+            return BufferStats(
+                capacity=ledger.capacity,
+                used=ledger.used,
+                high_water=dict(ledger.high_water),
+                appended=counts["appended"],
+                popped=ledger.popped,
+                stored=int(self._pages.length.sum()),
+                dropped={**ledger.dropped, **lost},
+                reserved_seqs=ledger.reserved_seqs,
+                popped_seqs=ledger.popped_seqs,
+                stored_seqs=len(ledger.sequences),
+                dropped_seqs=dict(ledger.dropped_seqs),
+                staleness=dict(ledger.staleness),
+                nbytes=sum(x.nbytes for x in self._storage().values()),
+            )
+
+    def _check_values(self, values: Mapping[str, Tensor], rows: int | None) -> None:
+        fields = self._shape["fields"]
+        for name in values:
+            if name not in fields:
+                raise UnknownNameError("field", name, fields)
+        for name, f in fields.items():
+            if name not in values:
+                if f.default is None or (rows is None and not values):
+                    raise ArgumentError("values", list(values), f"must give field {name!r}", "Or give it a default.")
+                continue
+            x = checks.tensor(f"values[{name!r}]", values[name], ndim=1 + len(f.shape))
+            rows = x.shape[0] if rows is None else rows
+            checks.shape(f"values[{name!r}]", x, (rows, *f.shape), "the tokens of this call")
+
+    def _rewards_of(self, reward: Any, count: int) -> list[tuple[float, ...]]:
+        if reward is None:
+            return [(math.nan,) * self._rewards] * count
+        given = torch.as_tensor(reward, dtype=torch.float32)
+        want = (count,) if self._rewards == 1 and given.dim() == 1 else (count, self._rewards)
+        checks.shape("reward", given, want, "slots (and rewards)")
+        return [tuple(row) for row in given.reshape(count, self._rewards).tolist()]
+
+    def _popped(self, rollouts: Sequence[Rollout], newest: int, tokens: int) -> None:
+        ledger = self._ledger
+        ledger.popped += tokens
+        ledger.popped_seqs += len(rollouts)
+        ledger.staleness.update(newest - r.version for r in rollouts)
+        self._pages.clear([r.slot for r in rollouts])
+        ledger.free(rollouts)
+
+    def _drop(self, groups: Sequence[int], reason: str) -> None:
+        rollouts = [r for g in groups for r in self._ledger.members(g)]
+        if not rollouts:
+            return
+        tokens = sum(self._pages.lengths([r.slot for r in rollouts]))
+        self._ledger.dropped[reason] += tokens
+        self._ledger.dropped_seqs[reason] += len(rollouts)
+        self._pages.clear([r.slot for r in rollouts])
+        self._ledger.free(rollouts)
+
+    def _storage(self) -> dict[str, Tensor]:
+        return {**self._pages.tensors(), **{f"batch.{n}": x for n, x in self._staging.tensors().items()}}
+
+    def _addresses(self) -> dict[str, tuple[int, int]]:
+        return {n: (x.data_ptr(), x.nbytes) for n, x in self._storage().items()}
+
+    def _allocated(self) -> int:
+        """Bytes allocated on the device, where it counts them."""
+        count = getattr(torch.get_device_module(self._device), "memory_allocated", None)
+        return int(count(self._device)) if count else 0

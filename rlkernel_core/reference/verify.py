@@ -1,0 +1,155 @@
+"""verify@1 in plain torch: every row draws or tests at once; a minimum per request finds the first rejection.
+
+Legend: B requests · K drafts · M = K + B rows · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.reference.draws import of_law
+from rlkernel_core.reference.philox import range_words, token_words, uniform
+from rlkernel_core.reference.requests import Requests, decode, edit
+from rlkernel_core.reference.sample import best_noised, draw, raw_law
+from rlkernel_core.reference.truncation import truncate
+from rlkernel_core.spec.sampling import STREAMS, LogitBias, Penalties, TokenLists
+from rlkernel_core.spec.verify import VerifyResult, check
+
+
+def verify(
+    target_logits: Tensor,
+    draft_ids: Tensor,
+    *,
+    cu_draft: Tensor,
+    draft_probs: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: int | Tensor,
+    step: int | Tensor,
+    penalties: Penalties | None = None,
+    bias: LogitBias | None = None,
+    allowed: Tensor | None = None,
+    banned: TokenLists | None = None,
+    filter_order: str = "topk_topp",
+    tie: str = "lowest_id",
+    vocab_size: int | None = None,
+    raw_logprob: bool = False,
+    invalid_token: int = -1,
+) -> VerifyResult:
+    """Accept drafts and draw replacements: rlkernel_core.spec.verify.verify is the contract."""
+    check(**locals())
+    V = vocab_size or target_logits.shape[1]
+    given = target_logits[:, :V]
+    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    rows = _layout(cu_draft, draft_ids)
+    requests = decode(
+        given.shape[0],
+        given.device,
+        given.dtype,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        step=step,
+        penalties=penalties,
+        slot=rows.request,
+    )
+    requests = requests._replace(step=requests.step + rows.place, padding=None)
+    requests = _with_drafts(requests, rows, draft_ids)
+    edited = edit(given, 0, requests, bias=bias, allowed=allowed, banned=banned)
+    law = truncate(edited.x, requests, filter_order=filter_order, tie=tie)
+
+    inside = (rows.draft >= 0) & (rows.draft < V) & ~rows.bonus
+    drafted = rows.draft.clamp(0, V - 1)
+    token = draw(law, requests, STREAMS["target"])
+    if draft_probs is None and draft_logits is None:
+        accept = inside & (token == drafted)
+    else:
+        q = _draft_law(draft_probs, draft_logits, V)[rows.source]
+        p = law.probabilities()
+        u = uniform(token_words(requests.seed, requests.step, drafted, STREAMS["accept"]))
+        at = drafted[:, None]
+        accept = inside & (u * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])
+        words = range_words(requests.seed, requests.step, 0, V, STREAMS["residual"])
+        residual = (p - q).clamp(min=0)
+        residual = torch.where((residual > 0).any(1, keepdim=True), residual, p)
+        replacement = best_noised(residual.log(), residual > 0, words)
+        token = torch.where(rows.bonus, token, replacement)
+    token = torch.where(accept, drafted, token)
+    drawn = of_law(law, edited, requests, token)
+    B = cu_draft.shape[0] - 1
+    stop = torch.where(accept & ~drawn.none, given.shape[0], rows.place)
+    accepted = stop.new_full((B,), given.shape[0]).scatter_reduce(0, rows.request, stop, "amin")
+    drawn = replace(drawn, padding=rows.place > accepted[rows.request])
+    result = drawn.result(invalid_token)
+    return VerifyResult(
+        accepted=accepted.to(torch.int32),
+        token=result.token,
+        logprob=result.logprob,
+        log_kept_mass=result.log_kept_mass,
+        kept_count=result.kept_count,
+        status=result.status,
+        raw_logprob=drawn.rows(raw_law(given).logprob(token), torch.nan) if raw_logprob else None,
+    )
+
+
+class _Rows(NamedTuple):
+    """What the rows of the target's logits stand for; every tensor is [M]."""
+
+    request: Tensor
+    place: Tensor  # drafts of the request before this row
+    bonus: Tensor  # bool, the row behind the last draft
+    source: Tensor  # place of the row's draft among all drafts; K on bonus rows
+    draft: Tensor  # id of the row's draft; 0 on bonus rows
+
+
+def _layout(cu_draft: Tensor, draft_ids: Tensor) -> _Rows:
+    K, B = draft_ids.shape[0], cu_draft.shape[0] - 1
+    first = cu_draft.long() + torch.arange(B + 1, device=cu_draft.device)
+    row = torch.arange(K + B, device=cu_draft.device)
+    request = (torch.searchsorted(first, row, right=True) - 1).clamp(0, max(B - 1, 0))
+    bonus = row == first[request + 1] - 1
+    source = torch.where(bonus, K, row - request)
+    drafts = torch.cat((draft_ids.long(), first.new_zeros(1)))
+    return _Rows(request, row - first[request], bonus, source, drafts[source])
+
+
+def _draft_law(probs: Tensor | None, logits: Tensor | None, V: int) -> Tensor:
+    """[K + 1, V] float64 laws of the drafts, zeros last; what is no probability counts as 0."""
+    if logits is not None:
+        q = torch.softmax(logits[:, :V].double(), 1)
+    else:
+        q = probs[:, :V].double() if probs is not None else torch.zeros(0, V)
+    q = torch.where(q > 0, q, 0.0)
+    return torch.cat((q, q.new_zeros(1, V)))
+
+
+def _with_drafts(requests: Requests, rows: _Rows, draft_ids: Tensor) -> Requests:
+    """The history of each row with the drafts before it."""
+    if requests.history is None:
+        return requests
+    history = requests.history
+    M, K = rows.request.shape[0], draft_ids.shape[0]
+    position = torch.arange(K, device=draft_ids.device)
+    # Drafts of the same request are the `place` ones right before the row's own.
+    end = torch.arange(M, device=draft_ids.device) - rows.request
+    before = (position < end[:, None]) & (position >= (end - rows.place)[:, None])
+    ids = draft_ids.long().expand(M, K)
+    if history.output_ids is None:
+        return requests._replace(history=Penalties(None, None, None, history.prompt_bits, ids, before.long()))
+    counts = torch.ones_like(history.output_ids) if history.output_counts is None else history.output_counts
+    return requests._replace(
+        history=Penalties(
+            prompt_bits=history.prompt_bits,
+            output_ids=torch.cat((history.output_ids.long(), ids), 1),
+            output_counts=torch.cat((counts.long(), before.long()), 1),
+        )
+    )

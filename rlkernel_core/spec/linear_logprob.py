@@ -1,0 +1,357 @@
+"""linear_logprob@1: log-probabilities straight from hidden states and the output head; the logits are never stored.
+
+    x = (hidden @ weight.T + bias) * logit_scale
+    z = cap(x) / T,  cap(x) = c * tanh(x / c) where softcap c is given
+    log p, lse, H and the law over a support from z, exactly as logprob@1 defines them
+
+Logits keep their fp32 accumulators on the way to the logsumexp: rounding them to bf16 costs 3e-2 in log p, to fp16
+2e-3, against 3e-6. dX and dW accumulate in fp32 over all tiles and are rounded once.
+
+    dz_j = g (1[j = id] - q_j) + g_mass (q_j - p_j) + g_lse p_j - g_H p_j (z_j - sum_k p_k z_k)
+    dx_j = dz_j / T * (1 - tanh(x_j / c)^2) * logit_scale
+    dX = dx @ weight,  dW = dx.T @ X,  dbias = the sum of dx over rows
+
+Legend: N tokens (any leading shape) · D hidden · V vocabulary.
+Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    GRAD,
+    Clause,
+    Feature,
+    OpSpec,
+    Tolerance,
+    spec_only,
+)
+from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+BACKWARD: Final = ("auto", "recompute", "save")
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    support: Support | None = None,
+    backward: str = "auto",
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LogprobResult:
+    """Log-probability of `ids` under the law of `hidden @ weight.T`, without a tensor of [N, V].
+
+    Args:
+        hidden: [..., D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
+        weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
+        ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`.
+        bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
+        temperature: float > 0, or a tensor broadcastable to [...] that requires no gradient.
+        softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
+        logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
+        mask: [...] bool, True where the row counts; rows that do not give 0 and gradient 0 whatever they hold, and
+            their matmuls are skipped where that takes neither a host synchronisation nor a shape that depends on data.
+        entropy: also return the entropy of softmax(z), differentiable.
+        support: kept ids per row, as in logprob.
+        backward: "recompute" computes logits again in the backward pass: extra memory that depends neither on N nor on
+            gradients. "save" keeps them: fewer matmuls, N x V numbers. "auto" saves where that fits in
+            max_workspace_bytes and recomputes otherwise, and without a budget. All give the same log p.
+        max_workspace_bytes: most extra memory: whatever the call allocates in forward and backward beyond its
+            results and gradients. Each implementation states its need.
+        group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`
+            and `bias` are this rank's shard; hidden, ids, mask and upstream gradients are the same on all ranks, and
+            so are the results and dX. ids and support count in the whole vocabulary. On all ranks the same operands
+            require gradients.
+
+    Returns:
+        LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
+        hidden, weight and bias, each with its own upstream gradient per token; no work is done for a frozen operand.
+
+    Raises:
+        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient,
+            or a workspace below the minimum, which the message names.
+    """
+    spec_only("linear_logprob")
+
+
+def check(
+    hidden: Any,
+    weight: Any,
+    ids: Any,
+    *,
+    bias: Any = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Any = None,
+    entropy: bool = False,
+    support: Support | None = None,
+    backward: str = "auto",
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Metadata checks shared by all implementations of linear_logprob@1; reads no value off the device."""
+    checks.tensor("hidden", hidden, kind="floating")
+    if hidden.dim() < 1 or hidden.shape[-1] < 1:
+        raise ArgumentError("hidden", checks.describe(hidden), "needs a last dimension D >= 1", "Pass [..., D].")
+    rows, D = hidden.shape[:-1], hidden.shape[-1]
+    checks.tensor("weight", weight, ndim=2, kind="floating")
+    if weight.shape[1] != D or weight.shape[0] < 1:
+        raise ArgumentError(
+            "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
+        )
+    checks.same_device("weight", weight, hidden, "hidden")
+    checks.tensor("ids", ids, kind="integer")
+    checks.shape("ids", ids, rows, "hidden without its last dimension")
+    checks.same_device("ids", ids, hidden, "hidden")
+    if bias is not None:
+        checks.tensor("bias", bias, kind="floating")
+        checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
+        checks.same_device("bias", bias, hidden, "hidden")
+    check_temperature(temperature, rows, hidden)
+    if softcap is not None:
+        checks.number("softcap", softcap, above=0.0)
+    checks.number("logit_scale", logit_scale, above=0.0)
+    if mask is not None:
+        checks.tensor("mask", mask, kind="bool")
+        checks.shape("mask", mask, rows, "ids")
+        checks.same_device("mask", mask, hidden, "hidden")
+    if support is not None:
+        check_support(support, rows, hidden)
+    checks.flags(entropy=entropy)
+    checks.choice("backward", backward, BACKWARD)
+    if max_workspace_bytes is not None:
+        checks.integer("max_workspace_bytes", max_workspace_bytes, at_least=1)
+    checks.process_group("group", group)
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    given = {
+        "per_row_temperature": checks.is_tensor(args["temperature"]),
+        "mixed_dtypes": getattr(args["weight"], "dtype", None) != getattr(args["hidden"], "dtype", None),
+        "bias": args["bias"] is not None,
+        "softcap": args["softcap"] is not None,
+        "logit_scale": args["logit_scale"] != 1.0,
+        "mask": args["mask"] is not None,
+        "entropy": bool(args["entropy"]),
+        "support": args["support"] is not None,
+        "max_workspace_bytes": args["max_workspace_bytes"] is not None,
+        "group": args["group"] is not None,
+        "backward:save": args["backward"] == "save",
+        "backward:recompute": args["backward"] == "recompute",
+    }
+    return frozenset(name for name, needed in given.items() if needed)
+
+
+SPEC = OpSpec(
+    signature=linear_logprob,
+    summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
+    primary="hidden",
+    differentiable=("hidden", "weight", "bias"),
+    check=check,
+    needs=_needs,
+    keys={"weight": ("weight.dtype",), "logit_scale": ("logit_scale != 1.0",)},
+    features=(
+        GRAD,
+        DETERMINISTIC,
+        BATCH_INVARIANT,
+        CAPTURABLE,
+        Feature("per_row_temperature", "temperature as a tensor, one per row"),
+        Feature("mixed_dtypes", "weight of another dtype than hidden"),
+        Feature("bias", "a bias per vocabulary entry, with its gradient"),
+        Feature("softcap", "logit soft-capping"),
+        Feature("logit_scale", "a factor on the logits"),
+        Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
+        Feature("entropy", "entropy of the tempered law, with its gradient"),
+        Feature("support", "log-probability under the truncated law, with the kept mass"),
+        Feature("backward:save", "logits kept for the backward pass: fewer matmuls, N x V numbers"),
+        Feature("backward:recompute", "logits computed again in the backward pass: extra memory constant in N"),
+        Feature(
+            "max_workspace_bytes", "extra memory stays below the caller's limit, or a typed error names the minimum"
+        ),
+        Feature("group", "the vocabulary is split over a process group"),
+    ),
+    clauses=(
+        Clause("LL-01", "matches float64", "log p, lse are within tolerance of the float64 definition", "accuracy"),
+        Clause(
+            "LL-02",
+            "logits are not rounded",
+            "with 16-bit operands log p is as accurate as fp32 logits make it, far below one rounding to 16 bits",
+            "accuracy",
+        ),
+        Clause(
+            "LL-03",
+            "confident rows keep precision",
+            "where p_id is near 1, log p has relative error <= 1e-4 given the fp32 logits, and is never positive",
+            "accuracy",
+        ),
+        Clause("LL-04", "any vocabulary size", "V is no multiple of anything: every column counts once", "accuracy"),
+        Clause(
+            "LL-05",
+            "memory constant in N",
+            "peak memory beyond inputs, results and gradients does not grow with N, but for a few numbers per row",
+            "side_effect",
+            "backward:recompute",
+        ),
+        Clause(
+            "LL-06",
+            "the modes agree",
+            "save, recompute and auto give the same log p and gradients within tolerance",
+            "law",
+            "backward:save",
+        ),
+        Clause(
+            "LL-07",
+            "the limit is kept",
+            "peak extra memory stays below max_workspace_bytes; below the minimum an ArgumentError names it",
+            "refusal",
+            "max_workspace_bytes",
+        ),
+        Clause(
+            "LL-08",
+            "equals logprob",
+            "linear_logprob(h, w, ids) equals logprob(h @ w.T, ids) for the same options",
+            "law",
+        ),
+        Clause(
+            "LL-09", "bias, scale, cap, temperature", "z = cap((h @ w.T + bias) * logit_scale) / T", "law", "softcap"
+        ),
+        Clause("LL-10", "bias", "a bias shifts logits; -inf forbids an id, with a softcap too", "law", "bias"),
+        Clause("LL-11", "scale", "logit_scale s equals hidden * s", "law", "logit_scale"),
+        Clause(
+            "LL-12",
+            "temperature per row",
+            "a tensor of temperatures equals one call per row",
+            "law",
+            "per_row_temperature",
+        ),
+        Clause(
+            "LL-13",
+            "mask selects",
+            "a masked row gives 0 and gradient 0 though hidden holds NaN and ids are out of range; dW gets nothing",
+            "law",
+            "mask",
+        ),
+        Clause("LL-14", "entropy", "entropy matches float64, lies in [0, log V]", "accuracy", "entropy"),
+        Clause(
+            "LL-15",
+            "support",
+            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "law",
+            "support",
+        ),
+        Clause("LL-16", "gradient", "dX, dW and dbias match float64, each with its own upstream", "gradient", "grad"),
+        Clause(
+            "LL-17",
+            "gradients accumulate in fp32",
+            "the error of dX and dW does not grow with the number of tiles",
+            "gradient",
+            "grad",
+        ),
+        Clause(
+            "LL-18",
+            "frozen operands",
+            "an operand that requires no gradient gets none, and the others' gradients do not change",
+            "gradient",
+            "grad",
+        ),
+        Clause(
+            "LL-19",
+            "gradients on and off agree",
+            "log p with a gradient wanted and without one are the same bits: an on-policy ratio is exactly 1",
+            "invariance",
+            "grad",
+        ),
+        Clause(
+            "LL-20",
+            "shards equal the whole",
+            "a vocabulary split over ranks gives the results of one rank within tolerance, whatever the sizes of the "
+            "shards, an id that lies on another rank included",
+            "law",
+            "group",
+        ),
+        Clause("LL-21", "one rank is the plain call", "a group of one gives the same bits as no group", "law", "group"),
+        Clause(
+            "LL-22",
+            "ranks agree",
+            "all ranks of a group get the same bits for results and dX",
+            "determinism",
+            "group",
+        ),
+        Clause(
+            "LL-23",
+            "out-of-range ids",
+            "an unmasked id or kept id out of range gives NaN, gradient 0 and a flag, and disturbs no other row",
+            "refusal",
+        ),
+        Clause("LL-24", "any layout", "strided hidden and weight give the bits of contiguous input", "invariance"),
+        Clause(
+            "LL-25", "no rows", "N = 0, or all rows masked, gives empty or zero results and zero gradients", "accuracy"
+        ),
+        Clause(
+            "LL-26",
+            "inputs untouched",
+            "no argument is written to; global RNG, default dtype and device stay",
+            "side_effect",
+        ),
+        Clause("LL-27", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
+        Clause("LL-28", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause(
+            "LL-29",
+            "capture",
+            "the call can be captured in a graph and replays with new inputs",
+            "capture",
+            "capturable",
+        ),
+        Clause(
+            "LL-30",
+            "bad arguments",
+            "wrong rank, sizes, dtype, temperature <= 0 or an unknown mode raise ArgumentError naming the argument",
+            "refusal",
+        ),
+        Clause(
+            "LL-31",
+            "one bad row spoils one row",
+            "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
+            "law",
+        ),
+    ),
+    tolerances=(
+        Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),
+        Tolerance(
+            "logprob", "bfloat16", 2e-4, 1e-5, "tensor cores with fp32 accumulators: 1.1e-4 measured at D = 4096"
+        ),
+        Tolerance("logprob", "float16", 2e-4, 1e-5, "as bfloat16"),
+        Tolerance("logprob", "float64", 1e-10, 1e-10, "float64 throughout, D <= 4096"),
+        Tolerance("lse", "float32", 1e-4, 1e-5, "as logprob"),
+        Tolerance("lse", "bfloat16", 2e-4, 1e-5, "as logprob"),
+        Tolerance("entropy", "float32", 2e-4, 1e-5, "one more weighted sum than logprob"),
+        Tolerance("entropy", "bfloat16", 2e-4, 1e-5, "1.2e-4 measured at D = 4096"),
+        Tolerance("entropy", "float64", 1e-10, 1e-10, "float64 throughout, D <= 4096"),
+        Tolerance("grad", "float32", 0.0, 1e-5, "relative Frobenius norm of dX and of dW; fp32 throughout"),
+        Tolerance(
+            "grad", "bfloat16", 0.0, 2.5e-3, "relative Frobenius norm; bf16 dz and one rounding: 2.2e-3 measured"
+        ),
+        Tolerance("grad", "float16", 0.0, 2.5e-3, "as bfloat16"),
+        Tolerance("grad", "float64", 0.0, 1e-10, "relative Frobenius norm; float64 throughout"),
+    ),
+)

@@ -1,0 +1,300 @@
+"""linear_policy_loss@1: a policy loss straight from hidden states and the output head.
+
+It is policy_loss@1 on the log-probability and entropy of linear_logprob@1. Where a token's gradient depends on that
+token's log-probability alone, it is made together with the loss: logits of a block of rows, their gradient, dX and dW,
+three matmuls in all. Sequence-level ratios need every log-probability of a sequence first, hence a second pass over
+the logits: one more matmul (two where dX and dW are swept apart), or none where the logits are kept.
+
+Legend: N tokens ([N] packed or [B, T] padded) · D hidden · V vocabulary.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlkernel_core.spec import linear_logprob as head
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.policy_checks import check_tensors, configure
+from rlkernel_core.spec.policy_kinds import Correction, GammaGate, LossConfig, Rejection
+from rlkernel_core.spec.policy_loss import LossResult, loss_needs
+from rlkernel_core.spec.policy_loss import features as loss_features
+from rlkernel_core.spec.policy_loss import keys as loss_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    support: Support | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kind: str = "grpo",
+    level: str | None = None,
+    clip: tuple[float, float] | None = None,
+    dual_clip: float | None = None,
+    log_ratio_limit: float | None = None,
+    tau: tuple[float, float] | None = None,
+    gamma: GammaGate | None = None,
+    ratio_cap: float | None = None,
+    dro_beta: float | None = None,
+    aggregate: str | None = None,
+    denominator: float | Tensor | None = None,
+    horizon: float | None = None,
+    count_empty: bool = False,
+    ref_logprob: Tensor | None = None,
+    kl: str | None = None,
+    kl_coef: float | Tensor = 0.0,
+    kl_clamp: tuple[float, float] | None = None,
+    kl_importance: bool = False,
+    entropy: bool = False,
+    entropy_coef: float | Tensor = 0.0,
+    entropy_aggregate: str | None = None,
+    entropy_denominator: float | Tensor | None = None,
+    rollout_logprob: Tensor | None = None,
+    correction: Correction | None = None,
+    rejection: Rejection | None = None,
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LossResult:
+    """Policy loss of one batch, differentiable in `hidden`, `weight` and `bias`; no tensor of [N, V] by default.
+
+    Args:
+        hidden: [N, D] packed or [B, T, D] padded, as in linear_logprob.
+        weight: [V, D], the output head.
+        ids: [N] or [B, T] integer, the tokens that were chosen: hidden[t] predicts ids[t].
+        old_logprob: as ids, as in policy_loss: under the same temperature, softcap, scale and support.
+        advantages: as in policy_loss.
+        bias: as in linear_logprob.
+        temperature: as in linear_logprob.
+        softcap: as in linear_logprob.
+        logit_scale: as in linear_logprob.
+        support: as in linear_logprob: the loss is then that of the law over the kept ids.
+        mask: as in policy_loss; hidden and ids may hold anything where it is False.
+        cu_seqlens: as in policy_loss.
+        kind: as in policy_loss, with all options that follow.
+        level: as in policy_loss.
+        clip: as in policy_loss.
+        dual_clip: as in policy_loss.
+        log_ratio_limit: as in policy_loss.
+        tau: as in policy_loss.
+        gamma: as in policy_loss.
+        ratio_cap: as in policy_loss.
+        dro_beta: as in policy_loss.
+        aggregate: as in policy_loss.
+        denominator: as in policy_loss.
+        horizon: as in policy_loss.
+        count_empty: as in policy_loss.
+        ref_logprob: as in policy_loss.
+        kl: as in policy_loss.
+        kl_coef: as in policy_loss.
+        kl_clamp: as in policy_loss.
+        kl_importance: as in policy_loss.
+        entropy: compute the entropy: for the bonus, the statistics and the result.
+        entropy_coef: as in policy_loss; needs entropy=True.
+        entropy_aggregate: as in policy_loss.
+        entropy_denominator: as in policy_loss.
+        rollout_logprob: as in policy_loss.
+        correction: as in policy_loss.
+        rejection: as in policy_loss.
+        max_workspace_bytes: most extra memory beyond result and gradients. It decides which of the ways to the same
+            numbers is taken; below the minimum of all of them it is refused.
+        group: the vocabulary is split over this process group, as in linear_logprob.
+
+    Returns:
+        LossResult with loss and stats as policy_loss gives them, and `logprob` (and `entropy`) per token, detached:
+        old_logprob of the next pass over the same batch. An id out of range in an unmasked token makes the loss NaN.
+
+    Raises:
+        ArgumentError: as policy_loss and linear_logprob.
+    """
+    spec_only("linear_policy_loss")
+
+
+def check(
+    hidden: Any,
+    weight: Any,
+    ids: Any,
+    old_logprob: Any,
+    advantages: Any,
+    *,
+    bias: Any = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    support: Support | None = None,
+    mask: Any = None,
+    cu_seqlens: Any = None,
+    ref_logprob: Any = None,
+    entropy: bool = False,
+    rollout_logprob: Any = None,
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> LossConfig:
+    """Checks shared by all implementations; returns the options with the kind's defaults filled in. Reads no value."""
+    head.check(
+        hidden,
+        weight,
+        ids,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        mask=mask,
+        entropy=entropy,
+        support=support,
+        max_workspace_bytes=max_workspace_bytes,
+        group=group,
+    )
+    config = configure(
+        given={"ref_logprob": ref_logprob, "entropy": entropy, "rollout_logprob": rollout_logprob}, **options
+    )
+    others = {"old_logprob": old_logprob, "ref_logprob": ref_logprob, "rollout_logprob": rollout_logprob}
+    check_tensors(ids, others, advantages, mask, cu_seqlens, config, options, name="ids")
+    return config
+
+
+# What the head brings along; the rest of linear_logprob's features belong to its own gradient.
+_HEAD = (
+    "per_row_temperature",
+    "mixed_dtypes",
+    "bias",
+    "softcap",
+    "logit_scale",
+    "support",
+    "max_workspace_bytes",
+    "group",
+)
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    return loss_needs(args) | (head.SPEC.needs({**args, "backward": "auto"}) & frozenset(_HEAD))
+
+
+CLAUSES = (
+    Clause(
+        "LPL-01",
+        "equals the plain operators",
+        "loss, statistics and gradients are those of policy_loss on linear_logprob's results, within tolerance",
+        "law",
+    ),
+    Clause("LPL-02", "gradient", "dX, dW and dbias match float64, scaled by any upstream gradient", "gradient", "grad"),
+    Clause(
+        "LPL-03",
+        "memory constant in N",
+        "for token-level losses peak memory beyond inputs, results and gradients grows by a few numbers per row only",
+        "side_effect",
+    ),
+    Clause(
+        "LPL-04",
+        "the limit is kept",
+        "peak extra memory stays below max_workspace_bytes, which changes no result beyond tolerance; below the "
+        "minimum an ArgumentError names it",
+        "refusal",
+        "max_workspace_bytes",
+    ),
+    Clause(
+        "LPL-05",
+        "gradients accumulate in fp32",
+        "the error of dX and dW does not grow with the number of row blocks or tiles",
+        "gradient",
+        "grad",
+    ),
+    Clause(
+        "LPL-06",
+        "frozen operands",
+        "an operand that requires no gradient gets none, and the others' gradients do not change",
+        "gradient",
+        "grad",
+    ),
+    Clause(
+        "LPL-07",
+        "mask selects",
+        "masked tokens may hold NaN in hidden and any ids: they add nothing to loss, dX or dW",
+        "law",
+        "mask",
+    ),
+    Clause(
+        "LPL-08",
+        "rows that weigh nothing",
+        "a token with advantage 0, no KL and no entropy bonus adds exactly nothing to dW and has dX = 0",
+        "law",
+        "grad",
+    ),
+    Clause(
+        "LPL-09",
+        "on-policy by itself",
+        "the returned log-probabilities, passed as old_logprob of a second call on the same weights, give a ratio of "
+        "exactly 1",
+        "invariance",
+    ),
+    Clause("LPL-10", "sequence level", "sequence-level ratios see every token of a sequence", "law", "level:sequence"),
+    Clause(
+        "LPL-11",
+        "the head's options",
+        "bias, temperature, softcap, logit_scale and support mean what they mean in linear_logprob",
+        "law",
+        "softcap",
+    ),
+    Clause(
+        "LPL-12",
+        "shards equal the whole",
+        "a vocabulary split over ranks gives the loss and gradients of one rank within tolerance",
+        "law",
+        "group",
+    ),
+    Clause("LPL-13", "out-of-range ids", "an unmasked id out of range makes the loss NaN, never a number", "refusal"),
+    Clause("LPL-14", "no tokens", "N = 0 or all masked gives loss 0 and zero gradients", "gradient"),
+    Clause(
+        "LPL-15",
+        "inputs untouched",
+        "no argument is written to; global RNG, default dtype and device stay",
+        "side_effect",
+    ),
+    Clause("LPL-16", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+    Clause("LPL-17", "capture", CAPTURABLE.text, "capture", "capturable"),
+    Clause("LPL-18", "bad arguments", "those of policy_loss and linear_logprob are refused by name", "refusal"),
+)
+
+SPEC = OpSpec(
+    signature=linear_policy_loss,
+    summary="policy loss from hidden states and the output head, its gradient made with it",
+    primary="hidden",
+    differentiable=("hidden", "weight", "bias"),
+    check=check,
+    needs=_needs,
+    keys={**head.SPEC.keys, **loss_keys},
+    features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
+    clauses=CLAUSES,
+    tolerances=(
+        Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),
+        Tolerance("loss", "bfloat16", 1e-4, 1e-4, "log p within 1e-4 from fp32-accumulated logits"),
+        Tolerance("loss", "float64", 1e-12, 1e-10, "float64 throughout"),
+        Tolerance("logprob", "float32", 1e-4, 1e-5, "as linear_logprob"),
+        Tolerance("logprob", "bfloat16", 2e-4, 1e-5, "as linear_logprob"),
+        Tolerance("logprob", "float64", 1e-10, 1e-10, "as linear_logprob"),
+        Tolerance("stats", "float32", 1e-4, 2e-4, "log p within 1e-4, and e^d with it"),
+        Tolerance("stats", "bfloat16", 2e-4, 4e-4, "log p within 2e-4, and e^d with it"),
+        Tolerance("stats", "float64", 1e-10, 1e-10, "float64 throughout"),
+        Tolerance("grad_hidden", "float32", 1e-6, 1.5e-3, "relative Frobenius error of fp32 matmuls, TF32 excluded"),
+        Tolerance("grad_hidden", "bfloat16", 1e-6, 2.5e-3, "relative Frobenius: bf16 dz 1.1e-3 and one rounding"),
+        Tolerance("grad_hidden", "float64", 1e-12, 1e-10, "float64 throughout"),
+        Tolerance("grad_weight", "float32", 1e-6, 1.5e-3, "as grad_hidden"),
+        Tolerance("grad_weight", "bfloat16", 1e-6, 2.5e-3, "as grad_hidden, fp32 accumulation over blocks"),
+        Tolerance("grad_weight", "float64", 1e-12, 1e-10, "float64 throughout"),
+    ),
+)

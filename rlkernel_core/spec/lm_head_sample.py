@@ -1,0 +1,179 @@
+"""lm_head_sample@1: draw tokens straight from hidden states and the output head; calls without filters store no logits.
+
+    logits = cap((hidden @ weight.T + bias) * logit_scale),  cap(x) = c * tanh(x / c) where softcap c is given
+    and then sample@1 on these fp32 logits: edits, order, filters, noise, results
+
+Without a filter the draw is one argmax of noised logits and one running sum of exponentials, so the vocabulary can pass
+in tiles. Noise belongs to token ids, so the token is that of sample on the stored logits, unless two scores are closer
+than the rounding of the matmul.
+
+Legend: N rows · D hidden · V vocabulary · W rows of the head, W >= V.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.form import Clause, Feature, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.sample import check_request, request_needs
+from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
+from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists, check_no_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def lm_head_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
+    seed: int | Tensor,
+    step: int | Tensor,
+    penalties: Penalties | None = None,
+    logit_bias: LogitBias | None = None,
+    allowed: Tensor | None = None,
+    banned: TokenLists | None = None,
+    filter_order: str = "topk_topp",
+    tie: str = "lowest_id",
+    vocab_size: int | None = None,
+    slot: Tensor | None = None,
+    raw_logprob: bool = False,
+    top_n: int = 0,
+    top_n_from: str = "raw",
+    rank: bool = False,
+    entropy: bool = False,
+    kept_capacity: int = 0,
+    invalid_token: int = 0,
+    stream: int = 0,
+) -> SampleResult:
+    """Draw one token per row of `hidden`.
+
+    Where top_k, top_p and min_p are None and neither top_n, rank, entropy nor kept_capacity asks for the whole row, no
+    tensor of [N, V] exists. Otherwise the logits are stored.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
+        weight: [W, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
+        bias: [W], added before everything else.
+        logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
+        softcap: c > 0 for c * tanh(x / c), after the scale; part of the raw law.
+        temperature: as in sample, and so are all arguments below.
+        top_k: keep the k best.
+        top_p: keep a nucleus.
+        min_p: keep tokens near the best.
+        seed: unsigned 64-bit key of the request's noise.
+        step: unsigned 64-bit count of the tokens the request has drawn.
+        penalties: on tokens of the prompt and of the output so far.
+        logit_bias: what sample calls `bias`: values added to some logits, per row.
+        allowed: bitmask of the tokens that may be drawn.
+        banned: ids per row that may not be drawn.
+        filter_order: how top-k and top-p combine.
+        tie: what happens to ties.
+        vocab_size: V where the head is padded, W > V.
+        slot: row -> state slot.
+        raw_logprob: also return the log-probability under the raw law.
+        top_n: also return the n best ids.
+        top_n_from: the law of the n best ids and of the rank.
+        rank: also return the token's place.
+        entropy: also return the entropy of the processed law.
+        kept_capacity: also return up to this many kept ids per row.
+        invalid_token: what `token` holds where none could be drawn.
+        stream: number of the noise stream.
+
+    Returns:
+        SampleResult; fp32, or float64 for float64 hidden.
+
+    Raises:
+        ArgumentError: as sample, and for sizes of the head that do not match.
+    """
+    spec_only("lm_head_sample")
+
+
+def check(
+    hidden: Any, weight: Any, *, bias: Any = None, logit_scale: Any = 1.0, softcap: Any = None, **args: Any
+) -> None:
+    """Metadata checks shared by all implementations of lm_head_sample@1; reads no value off the device."""
+    checks.tensor("hidden", hidden, ndim=2, kind="floating")
+    checks.tensor("weight", weight, ndim=2, kind="floating")
+    if weight.shape[1] != hidden.shape[1] or weight.shape[0] < 1:
+        raise ArgumentError(
+            "weight", checks.describe(weight), f"must be [V, {hidden.shape[1]}], V >= 1", "Pass lm_head.weight."
+        )
+    checks.same_device("weight", weight, hidden, "hidden")
+    if bias is not None:
+        checks.tensor("bias", bias, kind="floating")
+        checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
+        checks.same_device("bias", bias, hidden, "hidden")
+    checks.number("logit_scale", logit_scale, above=0.0)
+    if softcap is not None:
+        checks.number("softcap", softcap, above=0.0)
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None:
+            check_no_gradient(name, x)
+    check_request(hidden, weight.shape[0], bias_name="logit_bias", **args)
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    given = {
+        "mixed_dtypes": getattr(args["weight"], "dtype", None) != getattr(args["hidden"], "dtype", None),
+        "bias": args["bias"] is not None,
+        "logit_bias": args["logit_bias"] is not None,
+        "logit_scale": args["logit_scale"] != 1.0,
+        "softcap": args["softcap"] is not None,
+    }
+    return request_needs(args) | frozenset(name for name, needed in given.items() if needed)
+
+
+SPEC = OpSpec(
+    signature=lm_head_sample,
+    summary="draw tokens from hidden states and the output head; no stored logits without filters",
+    primary="hidden",
+    check=check,
+    needs=_needs,
+    keys={"weight": ("weight.dtype",), "logit_scale": ("logit_scale != 1.0",)},
+    features=(
+        *FEATURES,
+        Feature("mixed_dtypes", "weight of another dtype than hidden"),
+        Feature("bias", "a bias per vocabulary entry"),
+        Feature("logit_bias", "values added to some logits of a row"),
+        Feature("logit_scale", "a factor on the logits"),
+        Feature("softcap", "logit soft-capping"),
+    ),
+    clauses=(
+        Clause("LH-01", "equals sample", "token and kept set are those of sample(logits) with fp32 logits", "law"),
+        Clause("LH-02", "log-probability", "logprob, log_kept_mass and raw_logprob match float64", "accuracy"),
+        Clause("LH-03", "no stored logits", "peak memory of a call without filters is far below N x V", "side_effect"),
+        Clause("LH-04", "law", "over steps, tokens follow the processed law", "law"),
+        Clause("LH-05", "degenerate rows", "NaN, +inf and empty rows as in sample, whatever tile they fall in", "law"),
+        Clause("LH-06", "edits", "penalties, masks and bans act on tiles as on rows", "law", "allowed"),
+        Clause("LH-07", "head bias", "added before scale and cap; -inf forbids an id", "law", "bias"),
+        Clause("LH-08", "logit bias", "added to the capped logits, as in sample", "law", "logit_bias"),
+        Clause("LH-09", "scale", "logit_scale s equals hidden * s", "law", "logit_scale"),
+        Clause("LH-10", "softcap", "cap before edits and temperature; part of the raw law", "law", "softcap"),
+        Clause(
+            "LH-11", "padded head", "rows of the head from vocab_size on change nothing", "invariance", "vocab_size"
+        ),
+        Clause("LH-12", "mixed dtypes", "operands are exact in fp32; the products are summed there", "accuracy"),
+        Clause("LH-13", "place independence", "a request draws the same token in any batch", "invariance"),
+        Clause("LH-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
+        Clause("LH-15", "no rows", "N = 0 gives empty results", "accuracy"),
+        Clause("LH-16", "bad arguments", "wrong sizes, dtypes and numbers: ArgumentError naming it", "refusal"),
+    ),
+    tolerances=(
+        *TOLERANCES,
+        Tolerance("logits", "bfloat16", 2e-5, 0.0, "relative to sum |h w|: fp32 sum of D products"),
+        Tolerance("logits", "float16", 2e-5, 0.0, "relative to sum |h w|: fp32 sum of D products"),
+        Tolerance("logits", "float32", 2e-5, 0.0, "relative to sum |h w|: fp32 sum of D products"),
+    ),
+)

@@ -1,0 +1,353 @@
+"""logprob@1: the log-probability of chosen tokens under softmax(cap(logits) / temperature).
+
+    z = cap(logits) / T,  cap(x) = c * tanh(x / c) where softcap c is given
+    log p = z_id - logsumexp(z)
+    H = logsumexp(z) - sum_j p_j z_j           (entropy, nats; -inf logits contribute 0)
+
+Stable form: with m and s the largest z_j and the sum of exp(z_j - m) over j != id, x = (m - z_id) + log s and
+log p = -softplus(x): `z_id - lse` would round to exactly 0 on confident rows.
+
+Three laws, never confused:
+    raw        softmax(cap(logits)), temperature 1: what vLLM returns by default
+    tempered   softmax(cap(logits) / T): what a trainer computes without knowing the filters
+    processed  the tempered law renormalised over the kept ids of `support`: what a filtered sampler drew from;
+               log p_processed + log_kept_mass = log p_tempered
+
+Rows that have no law: NaN logits, +inf logits (lse is +inf), all logits -inf (lse is -inf) and a temperature that is
+not positive and finite give NaN, with NaN gradients, in that row and in no other.
+A -inf logit is a forbidden id: it stays -inf under the softcap.
+
+Legend: N tokens (any leading shape) · V vocabulary.
+Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError, ArgumentTypeError
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    GRAD,
+    Clause,
+    Feature,
+    OpSpec,
+    Tolerance,
+    spec_only,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Support:
+    """The kept token ids of each row, ragged, as the sampler returns them: row i keeps ids[offsets[i]:offsets[i+1]]."""
+
+    ids: Tensor  # [nnz] int64 (int32 accepted)
+    offsets: Tensor  # [N + 1] int64, offsets[0] == 0, non-decreasing
+
+
+@dataclass(frozen=True)
+class LogprobResult:
+    """What logprob and linear_logprob return; every tensor is fp32 (float64 for float64 inputs)."""
+
+    logprob: Tensor  # [...] log p of the chosen id; masked rows 0
+    lse: Tensor  # [...] logsumexp of z over the whole vocabulary, support or not; masked rows 0
+    entropy: Tensor | None = None  # [...] nats, of softmax(z); masked rows 0
+    top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
+    top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
+    log_kept_mass: Tensor | None = None  # [...] with `support`: log of the mass of the kept ids under softmax(z)
+    invalid: Tensor | None = None  # [...] bool: id or kept id out of range in an unmasked row, see `ids`
+
+
+def logprob(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    top_logprobs: int = 0,
+    support: Support | None = None,
+    validate: bool = False,
+) -> LogprobResult:
+    """Log-probability of `ids` under softmax(cap(logits) / temperature), and what comes with it in the same read.
+
+    Args:
+        logits: [..., V] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
+        ids: [...] integer; in a masked row it may hold anything. One out of range in a row that counts gives NaN
+            with gradient 0 for log-probability and kept mass, and sets `invalid`; lse, entropy and top of that row
+            do not depend on the id and stay as they are.
+        temperature: float > 0, or a tensor broadcastable to [...]; applied once, to log-probability and entropy alike.
+            It has no gradient: a tensor that requires one is refused.
+        softcap: c > 0 for c * tanh(logits / c) before the temperature.
+        mask: [...] bool, True where the row counts; False rows give 0 and gradient 0 whatever they hold.
+        entropy: also return the entropy of softmax(z), differentiable.
+        top_logprobs: also return the n most likely ids and their log-probabilities, for reporting: they have no
+            gradient.
+        support: kept ids per row (the processed law): log p is then renormalised over the kept ids and
+            `log_kept_mass` is returned; `logprob + log_kept_mass` is the tempered log-probability. The chosen id
+            counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
+            top stay those of softmax(z).
+        validate: check ids, temperatures and support on the host (synchronises) and raise.
+
+    Returns:
+        logprob, lse, entropy and log_kept_mass are differentiable with respect to logits, once.
+
+    Raises:
+        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, or (validate=True) ids out of range.
+    """
+    spec_only("logprob")
+
+
+def check(
+    logits: Any,
+    ids: Any,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    mask: Any = None,
+    entropy: bool = False,
+    top_logprobs: int = 0,
+    support: Support | None = None,
+    validate: bool = False,
+) -> None:
+    """Metadata checks shared by all implementations of logprob@1; reads no value off the device."""
+    checks.tensor("logits", logits, kind="floating")
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [..., V].")
+    rows = logits.shape[:-1]
+    checks.tensor("ids", ids, kind="integer")
+    checks.shape("ids", ids, rows, "logits without its last dimension")
+    checks.same_device("ids", ids, logits, "logits")
+    check_temperature(temperature, rows, logits)
+    if softcap is not None:
+        checks.number("softcap", softcap, above=0.0)
+    if mask is not None:
+        checks.tensor("mask", mask, kind="bool")
+        checks.shape("mask", mask, rows, "ids")
+        checks.same_device("mask", mask, logits, "logits")
+    checks.integer("top_logprobs", top_logprobs, at_least=0, at_most=logits.shape[-1])
+    checks.flags(entropy=entropy, validate=validate)
+    if support is not None:
+        check_support(support, rows, logits)
+
+
+def check_support(support: Any, rows: Any, beside: Tensor) -> None:
+    """A support is a `Support` with one more offset than rows, on the device of the tensor beside it."""
+    if not isinstance(support, Support):
+        raise ArgumentTypeError("support", checks.describe(support), "must be a Support", "Pass Support(ids, offsets).")
+    for name, x in (("support.ids", support.ids), ("support.offsets", support.offsets)):
+        checks.tensor(name, x, ndim=1, kind="integer")
+        checks.same_device(name, x, beside, "the rows")
+    checks.shape("support.offsets", support.offsets, (rows.numel() + 1,), "the rows, plus one")
+
+
+def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) -> None:
+    """A temperature is a positive number, or a tensor without gradient that broadcasts to the rows."""
+    if not checks.is_tensor(temperature):
+        checks.number(
+            "temperature",
+            temperature,
+            above=0.0,
+            remedy="Greedy decoding has log-probability 0 by definition; pass T > 0.",
+        )
+        return
+    T = checks.tensor("temperature", temperature, kind="floating")
+    checks.same_device("temperature", T, beside, "the rows")
+    if T.requires_grad:
+        raise ArgumentError(
+            "temperature", checks.describe(T), "has no gradient, but requires one", "Pass temperature.detach()."
+        )
+    shape = tuple(T.shape)
+    if len(shape) > len(rows) or any(t not in (1, n) for t, n in zip(reversed(shape), reversed(rows), strict=False)):
+        raise ArgumentError(
+            "temperature", checks.describe(T), f"must broadcast to the rows {list(rows)}", "Pass one per row."
+        )
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(
+        name
+        for name, needed in {
+            "per_row_temperature": checks.is_tensor(args["temperature"]),
+            "softcap": args["softcap"] is not None,
+            "mask": args["mask"] is not None,
+            "entropy": args["entropy"],
+            "top_logprobs": args["top_logprobs"] > 0,
+            "support": args["support"] is not None,
+            "validate": args["validate"],
+        }.items()
+        if needed
+    )
+
+
+SPEC = OpSpec(
+    signature=logprob,
+    summary="log-probability of chosen tokens from logits, with entropy, lse and top-n",
+    primary="logits",
+    differentiable=("logits",),
+    needs=_needs,
+    check=check,
+    features=(
+        GRAD,
+        DETERMINISTIC,
+        BATCH_INVARIANT,
+        CAPTURABLE,
+        Feature("per_row_temperature", "temperature as a tensor, one per row"),
+        Feature("softcap", "logit soft-capping"),
+        Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
+        Feature("entropy", "entropy of the tempered law, with its gradient"),
+        Feature("top_logprobs", "the n most likely ids, ties to the lowest id"),
+        Feature("support", "log-probability under the truncated law, with the kept mass"),
+        Feature("validate", "ids checked on the host"),
+    ),
+    clauses=(
+        Clause("LP-01", "matches float64", "log p, lse are within tolerance of the float64 definition", "accuracy"),
+        Clause(
+            "LP-02",
+            "confident rows keep precision",
+            "where p_id is near 1, log p has relative error <= 1e-4 and is never positive",
+            "accuracy",
+        ),
+        Clause("LP-03", "any vocabulary size", "V is no multiple of anything: every column counts once", "accuracy"),
+        Clause(
+            "LP-04",
+            "shift invariance",
+            "adding a constant to a row changes log p and entropy within tolerance only, "
+            "for rows far below and far above 0",
+            "invariance",
+        ),
+        Clause("LP-05", "probabilities sum to one", "exp(log p) over all ids of a row sums to 1", "accuracy"),
+        Clause(
+            "LP-06", "vocabulary permutation", "permuting the vocabulary permutes ids and nothing else", "invariance"
+        ),
+        Clause(
+            "LP-07",
+            "minus infinity",
+            "-inf logits have probability 0, with a softcap too, and add 0 to the entropy and its gradient",
+            "accuracy",
+        ),
+        Clause(
+            "LP-08",
+            "temperature once",
+            "temperature t on logits equals temperature 1 on logits / t, for log p and entropy alike",
+            "law",
+        ),
+        Clause(
+            "LP-09",
+            "temperature per row",
+            "a tensor of temperatures equals one call per row",
+            "law",
+            "per_row_temperature",
+        ),
+        Clause("LP-10", "softcap before temperature", "z = c tanh(logits / c) / T", "law", "softcap"),
+        Clause(
+            "LP-11",
+            "mask selects",
+            "a masked row gives 0 and gradient 0 though it holds NaN, inf or ids out of range",
+            "law",
+            "mask",
+        ),
+        Clause("LP-12", "entropy", "entropy matches float64, lies in [0, log V]", "accuracy", "entropy"),
+        Clause("LP-13", "gradient", "the gradient of log p, lse and entropy matches float64", "gradient", "grad"),
+        Clause(
+            "LP-14",
+            "gradient of a row sums to zero",
+            "d log p / d logits sums to 0 over the vocabulary",
+            "gradient",
+            "grad",
+        ),
+        Clause(
+            "LP-15",
+            "top-n",
+            "the n best ids by (logit descending, id ascending), with their log p",
+            "accuracy",
+            "top_logprobs",
+        ),
+        Clause(
+            "LP-16",
+            "support",
+            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "law",
+            "support",
+        ),
+        Clause(
+            "LP-17",
+            "out-of-range ids",
+            "an unmasked id or kept id out of range gives NaN, gradient 0 and a flag, never 0, and disturbs no "
+            "other row; validate=True raises ArgumentError",
+            "refusal",
+        ),
+        Clause("LP-18", "any layout", "strided views and padded rows give the bits of contiguous input", "invariance"),
+        Clause("LP-19", "no rows", "N = 0 gives empty results and a zero gradient", "accuracy"),
+        Clause(
+            "LP-20",
+            "inputs untouched",
+            "no argument is written to; global RNG, default dtype and device stay",
+            "side_effect",
+        ),
+        Clause("LP-21", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
+        Clause("LP-22", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause(
+            "LP-23",
+            "capture",
+            "the call can be captured in a graph and replays with new inputs",
+            "capture",
+            "capturable",
+        ),
+        Clause(
+            "LP-24",
+            "bad arguments",
+            "wrong rank, sizes, dtype or temperature <= 0 raise ArgumentError naming the argument; "
+            "so does a temperature that requires a gradient",
+            "refusal",
+        ),
+        Clause(
+            "LP-25",
+            "rows without a law",
+            "NaN, +inf or all -inf logits, or a temperature that is not positive and finite, give NaN in their own row "
+            "and change no bit of another",
+            "law",
+        ),
+        Clause(
+            "LP-26",
+            "gradients on and off agree",
+            "log p with a gradient wanted and without one are the same bits: an on-policy ratio is exactly 1",
+            "invariance",
+            "grad",
+        ),
+        Clause(
+            "LP-27",
+            "masked and invalid rows ignore the upstream gradient",
+            "their gradient is 0 though the upstream gradient is NaN",
+            "gradient",
+            "grad",
+        ),
+    ),
+    tolerances=(
+        Tolerance("logprob", "float32", 1e-5, 1e-6, "fp32 ulp of an lse near 32 is 3.8e-6; two roundings and a sum"),
+        Tolerance("logprob", "bfloat16", 1e-5, 1e-6, "inputs are exact in fp32; the arithmetic is the fp32 one"),
+        Tolerance("logprob", "float16", 1e-5, 1e-6, "inputs are exact in fp32; the arithmetic is the fp32 one"),
+        Tolerance("logprob", "float64", 1e-12, 1e-12, "float64 throughout"),
+        Tolerance("lse", "float32", 1e-5, 1e-6, "as logprob"),
+        Tolerance("lse", "bfloat16", 1e-5, 1e-6, "as logprob"),
+        Tolerance("lse", "float16", 1e-5, 1e-6, "as logprob"),
+        Tolerance("lse", "float64", 1e-12, 1e-12, "as logprob"),
+        Tolerance("entropy", "float32", 2e-5, 1e-6, "one more weighted sum than logprob"),
+        Tolerance("entropy", "bfloat16", 2e-5, 1e-6, "one more weighted sum than logprob"),
+        Tolerance("entropy", "float16", 2e-5, 1e-6, "one more weighted sum than logprob"),
+        Tolerance("entropy", "float64", 1e-12, 1e-12, "float64 throughout"),
+        Tolerance("grad_logits", "float32", 1e-6, 1e-5, "relative to the largest upstream gradient of the row"),
+        Tolerance("grad_logits", "bfloat16", 1e-6, 2**-8, "one rounding to a 7-bit mantissa"),
+        Tolerance("grad_logits", "float16", 1e-6, 2**-11, "one rounding to a 10-bit mantissa"),
+        Tolerance("grad_logits", "float64", 1e-12, 1e-12, "float64 throughout"),
+    ),
+)

@@ -1,0 +1,304 @@
+"""qmatmul@1: x times a quantised weight, with what follows it in a model, rounded once.
+
+    h = x w'^T + s (x A^T) B^T + bias
+    y = act(h) + residual
+
+w' is the fp32 value that `dequantize(w, dtype=torch.float32)` gives. Everything up to y is accumulated in fp32 or
+better (float64 for float64 x) and y is rounded to the dtype of x once; a pair activation takes the first half of the
+rows of w as the gate and the second as the value, so `y = silu(h_gate) * h_value + residual` for swiglu.
+
+Whether a kernel may round w' to the dtype of x first is `weight_rounding`. "any", the default, leaves it to the
+implementation: tensor cores want a rounded weight where M is large, and a scale applied after the sum where M is
+small. "none" and "dtype" pin it, for a trainer and a rollout engine that have to agree: "dtype" is the product with
+`dequantize(w, dtype=x.dtype)`.
+
+A format with `act` quantises x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
+so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
+
+Legend: M tokens (any leading shape) · K inputs · Nout outputs · R = Nout, or Nout / 2 for a pair · r LoRA rank.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError, ArgumentTypeError
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    GRAD,
+    Clause,
+    Feature,
+    OpSpec,
+    Tolerance,
+    spec_only,
+)
+from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# name -> what it computes; pairs take two halves of h.
+ACTIVATIONS: Final[Mapping[str, str]] = {
+    "relu": "max(h, 0)",
+    "silu": "h * sigmoid(h)",
+    "gelu": "h * Phi(h), Phi by erf",
+    "gelu_tanh": "h * Phi(h), Phi by tanh (arXiv 1606.08415)",
+    "swiglu": "silu(h_gate) * h_value (arXiv 2002.05202)",
+    "geglu_tanh": "gelu_tanh(h_gate) * h_value (arXiv 2002.05202)",
+}
+PAIRS: Final = frozenset({"swiglu", "geglu_tanh"})
+WEIGHT_ROUNDINGS: Final = ("any", "none", "dtype")
+_MATMUL: Final = (*STORED, "act")
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """A low-rank addition s (x A^T) B^T, in the shapes that torch.nn.Linear and PEFT keep.
+
+    A and B may be written to between calls, inside a captured graph included: they are read at every call.
+    """
+
+    A: Tensor  # [r, K]
+    B: Tensor  # [Nout, r]
+    scale: float = 1.0  # alpha / r, or alpha / sqrt(r)
+
+    @property
+    def requires_grad(self) -> bool:
+        """A gradient is asked for A or B."""
+        return bool(self.A.requires_grad or self.B.requires_grad)
+
+
+def qmatmul(
+    x: Tensor,
+    w: QuantTensor,
+    *,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    weight_rounding: str = "any",
+) -> Tensor:
+    """`act(x w'^T + lora + bias) + residual`, rounded once to the dtype of x.
+
+    Args:
+        x: [..., K] bf16, fp16, fp32 (float64 on backends that claim it); any strides; never written to.
+        w: quantised weight [Nout, K], canonical or in a layout of the implementation that runs.
+        bias: [Nout] floating.
+        lora: low-rank addition; its A, B and scale.
+        activation: a name of `ACTIVATIONS`; pairs halve the width: R = Nout / 2, gate rows first.
+        residual: [..., R] floating, added after the activation.
+        weight_rounding: "any", "none" (fp32 w'), "dtype" (w' rounded to the dtype of x).
+
+    Returns:
+        [..., R] of the dtype of x. Values beyond fp16's range are inf. A NaN or inf in a row of x, a group of w or a
+        row of B reaches the outputs that depend on it and no other.
+
+    Gradients reach x, bias, residual, lora.A and lora.B, never w. They use w' as the forward pass does; where x was
+    quantised, the gradient passes through the rounding as if it were not there.
+
+    Raises:
+        ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout with a pair activation.
+        LayoutError: `w` is packed for another implementation.
+    """
+    spec_only("qmatmul")
+
+
+def check(
+    x: Any,
+    w: object,
+    *,
+    bias: Any = None,
+    lora: object = None,
+    activation: str | None = None,
+    residual: Any = None,
+    weight_rounding: str = "any",
+) -> None:
+    """Metadata checks shared by all implementations of qmatmul@1; layouts are each implementation's own."""
+    weight = quant_tensor("w", w)
+    outputs, inputs = weight.shape
+    checks.tensor("x", x, kind="floating")
+    if x.dim() < 1 or x.shape[-1] != inputs:
+        raise ArgumentError("x", checks.describe(x), f"needs a last dimension K = {inputs}, as w", "Pass [..., K].")
+    _on_device("w", weight.device, x)
+    _check_names(activation, weight_rounding)
+    if activation in PAIRS and outputs % 2:
+        raise ArgumentError(
+            "activation", activation, f"halves the rows of w, which are {outputs}", "Stack gate and value rows."
+        )
+    if bias is not None:
+        checks.tensor("bias", bias, ndim=1, kind="floating")
+        checks.shape("bias", bias, (outputs,), "the rows of w")
+        _on_device("bias", bias.device, x)
+    if residual is not None:
+        checks.tensor("residual", residual, kind="floating")
+        width = outputs // 2 if activation in PAIRS else outputs
+        checks.shape("residual", residual, (*x.shape[:-1], width), "the result")
+        _on_device("residual", residual.device, x)
+    if lora is not None:
+        _check_lora(lora, weight, x)
+
+
+def _check_names(activation: object, weight_rounding: object) -> None:
+    checks.choice("weight_rounding", weight_rounding, WEIGHT_ROUNDINGS)
+    if activation is not None:
+        checks.choice("activation", activation, ACTIVATIONS)
+
+
+def _check_lora(lora: object, w: QuantTensor, x: Tensor) -> None:
+    if not isinstance(lora, LoRA):
+        raise ArgumentTypeError("lora", checks.describe(lora), "must be a LoRA", "Pass LoRA(A, B, scale).")
+    checks.tensor("lora.A", lora.A, ndim=2, kind="floating")
+    checks.tensor("lora.B", lora.B, ndim=2, kind="floating")
+    checks.number("lora.scale", lora.scale)
+    outputs, inputs = w.shape
+    rank = lora.A.shape[0]
+    checks.shape("lora.A", lora.A, (rank, inputs), "[r, K] of w")
+    checks.shape("lora.B", lora.B, (outputs, rank), "[Nout, r] of w and lora.A")
+    _on_device("lora.A", lora.A.device, x)
+    _on_device("lora.B", lora.B.device, x)
+
+
+def _on_device(name: str, device: Any, x: Tensor) -> None:
+    if device != x.device:
+        raise ArgumentError(name, device, f"must be on the device of x, {x.device}", "Move one of them.")
+
+
+def accumulation_bound(
+    y: Any, reach: Any, *, unit: float, inner: int, weight_rounding: str = "any", lora_reach: Any = 0.0
+) -> Any:
+    """How far a result may be from the exact one: the first level of tolerance; works on numbers and tensors.
+
+    |y - y_exact| <= u |y_exact| + (c u + e (1 + K / 512)) (reach + lora_reach) + u lora_reach + t
+
+    per element before an activation, with e = 2^-19 (2^-48 for float64), t = 2^-126 (2^-25 for fp16, whose subnormal
+    numbers are that far from one another's middle), and y_exact computed in float64 from w'
+    ("any", "none") or from w' rounded to the dtype of x ("dtype"), and from x as the format quantises it. The second
+    level, against the full-precision weight, adds sum_k |x_k| error_bound(w)[n, k].
+
+    Args:
+        y: the exact result.
+        reach: sum_k |x_k| |w'_nk| + |bias| + |residual|.
+        unit: u, the unit roundoff of the dtype of x: see `UNITS`.
+        inner: K.
+        weight_rounding: "any" makes c = 1, for a weight that may have been rounded to the dtype of x; else c = 0.
+        lora_reach: |s| sum_r (sum_k |x_k| |A_rk|) |B_nr|; x A^T may always be rounded to the dtype of x.
+    """
+    rounded = unit if weight_rounding == "any" else 0.0
+    summed = SUMMATION["float64" if unit <= UNITS["float64"] else "float32"] * (1.0 + inner / 512.0)
+    return unit * abs(y) + (rounded + summed) * (reach + lora_reach) + unit * lora_reach + smallest_error(unit)
+
+
+def smallest_error(unit: float) -> float:
+    """What rounding to a dtype of this unit roundoff may change near 0; t above."""
+    return 2.0**-25 if unit == UNITS["float16"] else 2.0**-126
+
+
+# e above, by the dtype of accumulation: 32 units. A sum of one sign in sequence wanders by 0.23 sqrt(K) units, and six
+# times that stays below 16 (1 + K / 512); equal addends round to one side (31 units at K = 286 with a BLAS) and tensor
+# cores cut bits off instead of rounding, so it is doubled.
+SUMMATION: Final[Mapping[str, float]] = {"float32": 2.0**-19, "float64": 2.0**-48}
+UNITS: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    _check_names(args["activation"], args["weight_rounding"])  # a misspelt name is no missing feature
+    needed = {
+        "lora": args["lora"] is not None,
+        "bias": args["bias"] is not None,
+        "residual": args["residual"] is not None,
+        f"activation:{args['activation']}": args["activation"] is not None,
+        f"weight_rounding:{args['weight_rounding']}": args["weight_rounding"] != "any",
+    }
+    return quant_tensor("w", args["w"]).spec.features(*_MATMUL) | {name for name, wanted in needed.items() if wanted}
+
+
+_TWO_LEVELS: Final = (
+    "accumulation_bound: rtol is one rounding of y; atol times sum |x||w'| times (1 + K/512) is fp32 summation, "
+    "and rtol times it once more where the weight may be rounded; against the full weight add sum |x| error_bound(w)"
+)
+
+SPEC = OpSpec(
+    signature=qmatmul,
+    summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
+    primary="x",
+    differentiable=("x", "bias", "lora", "residual"),
+    check=check,
+    needs=_needs,
+    keys={"w": ("w.spec.kind", "w.layout"), "activation": ("activation",)},
+    features=(
+        GRAD,
+        DETERMINISTIC,
+        BATCH_INVARIANT,
+        CAPTURABLE,
+        *format_features(*_MATMUL),
+        Feature("lora", "a low-rank addition whose matrices are read at every call"),
+        Feature("bias", "a bias per output"),
+        Feature("residual", "a residual added after the activation, before the rounding"),
+        *(Feature(f"activation:{name}", text) for name, text in ACTIVATIONS.items()),
+        Feature("weight_rounding:none", "w' is not rounded to the dtype of x"),
+        Feature("weight_rounding:dtype", "w' is rounded to the dtype of x, as dequantize does"),
+    ),
+    clauses=(
+        Clause("QM-01", "the dequantised product", "y is within accumulation_bound of float64 on w'", "accuracy"),
+        Clause(
+            "QM-02", "the full product", "y is within accumulation_bound + sum |x| error_bound of x W^T", "accuracy"
+        ),
+        Clause("QM-03", "any shape", "M, Nout and K no multiple of anything: every element counts once", "accuracy"),
+        Clause("QM-04", "one at a time", "x = a row of the identity gives that column of w' (rounded)", "law"),
+        Clause("QM-05", "unrounded weight", "y is within accumulation_bound with c = 0", "law", "weight_rounding:none"),
+        Clause("QM-06", "rounded weight", "as QM-05 against dequantize(w, x.dtype)", "law", "weight_rounding:dtype"),
+        Clause(
+            "QM-07",
+            "integer product",
+            "int8_w8a8 is within 2 ulp of the formula on exact sums",
+            "accuracy",
+            "format:int8_w8a8",
+        ),
+        Clause(
+            "QM-08",
+            "per-token scales",
+            "with quantised x, a row's result depends on that row alone",
+            "invariance",
+            "format:int8_w8a8",
+        ),
+        Clause("QM-09", "LoRA", "y has s (x A^T) B^T; B = 0 gives the plain product", "accuracy", "lora"),
+        Clause("QM-10", "LoRA is live", "A and B written in place are seen by the next call or replay", "law", "lora"),
+        Clause("QM-11", "bias", "added per output before the activation", "accuracy", "bias"),
+        Clause("QM-12", "activation", "act of the unrounded h", "accuracy", "activation:silu"),
+        Clause("QM-13", "pair", "gate rows first, value rows second", "accuracy", "activation:swiglu"),
+        Clause("QM-14", "residual", "added after the activation; one rounding for the sum", "accuracy", "residual"),
+        Clause("QM-15", "weight update", "after quantize(out=w) the same call uses the new weight", "law"),
+        Clause("QM-16", "gradient", "of x, bias, lora and residual match float64; w gets none", "gradient", "grad"),
+        Clause(
+            "QM-17",
+            "stale weight",
+            "backward after an in-place update of w, A or B raises, or gives the old gradient",
+            "gradient",
+            "grad",
+        ),
+        Clause(
+            "QM-18", "layouts agree", "a prepacked weight gives the result of the canonical one within QM-01", "law"
+        ),
+        Clause("QM-19", "unknown layout", "a layout of another backend raises LayoutError", "refusal"),
+        Clause("QM-20", "strides", "strided x, bias, residual, A and B give the bits of contiguous ones", "invariance"),
+        Clause("QM-21", "no rows", "M = 0 gives an empty result and zero gradients", "accuracy"),
+        Clause("QM-22", "not finite", "NaN and inf reach the outputs that depend on them and no other", "accuracy"),
+        Clause("QM-23", "inputs untouched", "nothing is written to; global RNG and defaults stay", "side_effect"),
+        Clause("QM-24", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
+        Clause("QM-25", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause("QM-26", "capture", "captured, replays see new x, LoRA and weights", "capture", "capturable"),
+        Clause("QM-27", "bad arguments", "wrong sizes, types, names raise errors naming the argument", "refusal"),
+    ),
+    tolerances=tuple(
+        Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)
+        for output in ("y", "grad_x", "grad_bias", "grad_lora")
+        for dtype, unit in UNITS.items()
+    ),
+)

@@ -1,0 +1,156 @@
+"""whiten@1: values to mean 0 and variance 1 over everything valid, on one rank or on all.
+
+    y = (x - mean) * f,  var = M2 / (n - ddof),  f by eps_mode:
+    std_add 1 / (sqrt(var) + eps) · var_add 1 / sqrt(var + eps) · var_clamp 1 / sqrt(max(var, eps)) ·
+    threshold 1 / sqrt(var) if sqrt(var) > eps else 0
+
+Moments are shifted two-pass (the first valid value is subtracted first), so that a constant gives exactly 0; ranks
+merge by (n, mean, M2) in rank order (Chan, Golub and LeVeque 1979). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.advantage_kinds import EPS_MODES
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, spec_only
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class WhitenResult:
+    """What whiten returns, fp32 (float64 for float64 inputs); nothing here requires grad."""
+
+    y: Tensor  # shape of x; x itself where `apply` is False
+    count: Tensor  # [] how many values the moments are of
+    mean: Tensor  # []
+    var: Tensor  # []
+    rstd: Tensor  # [] the factor f; 0 where no value counts
+
+
+def whiten(
+    x: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
+    counts: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_mode: str = "var_add",
+    shift_mean: bool = True,
+    masked_out: str = "zero",
+    apply: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> WhitenResult:
+    """Whiten `x` over its valid values. The result is a constant: x is detached.
+
+    Args:
+        x: any shape, any real dtype. Valid values that are not finite are left out of the moments and give 0.
+        mask: bool of x's shape; False values may be anything.
+        lengths: [B] integer for x [B, T]. Not with `mask`.
+        counts: shape of x, how often each value counts: whitening of per-sequence values over their tokens.
+        ddof: delta degrees of freedom of the variance; with too few values the variance is 0.
+        eps: see above.
+        eps_mode: where eps goes, see above.
+        shift_mean: False adds the mean again (scaling only).
+        masked_out: "zero", or "carry": masked values are transformed too, as some peers do.
+        apply: False returns the moments only and leaves (x - mean) * rstd to the caller.
+        process_group: ranks to merge over with one all_gather; each takes part, also one without values.
+
+    Raises:
+        ArgumentError: wrong sizes, dtypes, numbers or choices; both `mask` and `lengths`.
+    """
+    spec_only("whiten")
+
+
+def check(
+    x: Any,
+    *,
+    mask: Any = None,
+    lengths: Any = None,
+    counts: Any = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    eps_mode: str = "var_add",
+    shift_mean: bool = True,
+    masked_out: str = "zero",
+    apply: bool = True,
+    process_group: Any = None,
+) -> None:
+    """Metadata checks shared by all implementations."""
+    checks.tensor("x", x, kind="real")
+    checks.flags(shift_mean=shift_mean, apply=apply)
+    checks.process_group("process_group", process_group)
+    checks.exclusive(mask=mask, lengths=lengths)
+    if mask is not None:
+        checks.shape("mask", checks.tensor("mask", mask, kind="bool"), x.shape, "x")
+        checks.same_device("mask", mask, x, "x")
+    if lengths is not None:
+        if x.dim() != 2:
+            raise ArgumentError("lengths", checks.describe(lengths), "needs x [B, T]", "Pass `mask` instead.")
+        checks.shape("lengths", checks.tensor("lengths", lengths, kind="integer"), x.shape[:1], "the rows of x")
+        checks.same_device("lengths", lengths, x, "x")
+    if counts is not None:
+        checks.shape("counts", checks.tensor("counts", counts, kind="real"), x.shape, "x")
+        checks.same_device("counts", counts, x, "x")
+    checks.integer("ddof", ddof, at_least=0)
+    checks.number("eps", eps, at_least=0.0)
+    checks.choice("eps_mode", eps_mode, EPS_MODES)
+    checks.choice("masked_out", masked_out, ("zero", "carry"))
+
+
+def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+    wanted = {
+        "mask": args["mask"] is not None,
+        "lengths": args["lengths"] is not None,
+        "counts": args["counts"] is not None,
+        "carry": args["masked_out"] == "carry",
+        "process_group": args["process_group"] is not None,
+    }
+    return frozenset(n for n, needed in wanted.items() if needed)
+
+
+SPEC = OpSpec(
+    signature=whiten,
+    summary="mean 0, variance 1 over everything valid, across ranks",
+    primary="x",
+    check=check,
+    needs=_needs,
+    features=(
+        DETERMINISTIC,
+        CAPTURABLE,
+        Feature("mask", "a mask over the values"),
+        Feature("lengths", "padded rows by length"),
+        Feature("counts", "how often each value counts"),
+        Feature("carry", "masked values are transformed too"),
+        Feature("process_group", "moments merged across ranks"),
+    ),
+    clauses=(
+        Clause("WH-01", "matches float64", "y, mean, var are within tolerance of float64", "accuracy"),
+        Clause("WH-02", "mean 0, variance 1", "of the valid results, with eps = 0", "law"),
+        Clause("WH-03", "a constant is exactly 0", "of any value and size, in every eps_mode", "accuracy"),
+        Clause("WH-04", "large offsets", "x + 1e5 gives y of the rounded inputs, no cancellation", "accuracy"),
+        Clause("WH-05", "masked values hold anything", "NaN there changes nothing and gives 0", "law", "mask"),
+        Clause("WH-06", "not finite is not contagious", "valid NaN gives 0 and is in no moment", "law"),
+        Clause("WH-07", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
+        Clause("WH-08", "counts", "equal repeating each value", "law", "counts"),
+        Clause("WH-09", "nothing valid", "gives 0, no NaN, no exception", "accuracy"),
+        Clause("WH-10", "inputs untouched", "no argument is written to", "side_effect"),
+        Clause("WH-11", "bad arguments", "wrong sizes, dtypes, choices raise ArgumentError", "refusal"),
+        Clause("WH-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause("WH-13", "capture", CAPTURABLE.text, "capture", "capturable"),
+    ),
+    tolerances=(
+        Tolerance("y", "float32", 1e-5, 1e-5, "two pairwise sums and a division"),
+        Tolerance("y", "bfloat16", 1e-5, 1e-5, "inputs are exact in fp32"),
+        Tolerance("y", "float16", 1e-5, 1e-5, "inputs are exact in fp32"),
+        Tolerance("y", "float64", 1e-12, 1e-12, "float64 throughout"),
+    ),
+)

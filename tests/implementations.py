@@ -1,0 +1,131 @@
+"""Small implementations and manifests that dispatch tests register in this process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.logprob import LogprobResult
+
+HERE = "tests.implementations"
+SIGNATURE = "logits, ids, *, temperature, softcap, mask, entropy, top_logprobs, support, validate"
+
+
+def ones(
+    logits: Any,
+    ids: Any,
+    *,
+    temperature: Any = 1.0,
+    softcap: Any = None,
+    mask: Any = None,
+    entropy: bool = False,
+    top_logprobs: int = 0,
+    support: Any = None,
+    validate: bool = False,
+) -> LogprobResult:
+    """Answers 1 everywhere, so that a test sees who answered."""
+    one = torch.ones(ids.shape)
+    return LogprobResult(one, one, invalid=torch.zeros(ids.shape, dtype=torch.bool))
+
+
+def first_column(
+    logits: Any,
+    ids: Any,
+    *,
+    temperature: Any = 1.0,
+    softcap: Any = None,
+    mask: Any = None,
+    entropy: bool = False,
+    top_logprobs: int = 0,
+    support: Any = None,
+    validate: bool = False,
+) -> LogprobResult:
+    """Answers with views of its argument."""
+    return LogprobResult(logits[..., 0], logits[..., 0], invalid=torch.zeros(ids.shape, dtype=torch.bool))
+
+
+def raises(
+    logits: Any,
+    ids: Any,
+    *,
+    temperature: Any = 1.0,
+    softcap: Any = None,
+    mask: Any = None,
+    entropy: bool = False,
+    top_logprobs: int = 0,
+    support: Any = None,
+    validate: bool = False,
+) -> LogprobResult:
+    """A kernel that fails."""
+    raise RuntimeError("the kernel failed")
+
+
+def forgetful(logits: Any, ids: Any, **kwargs: Any) -> LogprobResult:
+    """Accepts anything and ignores it: not the operator's signature."""
+    return LogprobResult(ids, ids)
+
+
+def even_rows(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
+    """A check that refuses an odd number of rows."""
+    odd = logits.shape[0] % 2
+    return Reason("shape", "unsupported", f"{logits.shape[0]} rows is odd", "pad the batch") if odd else None
+
+
+def check_raises(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
+    """A check that fails."""
+    raise ZeroDivisionError("in the check")
+
+
+def check_lies(logits: Any, ids: Any, **kwargs: Any) -> Any:
+    """A check that answers a bool, which says nothing about why."""
+    return False
+
+
+def passes(device: str) -> None:
+    """A self-test that passes, and leaves a trace where RLKERNEL-free environment variable TRACE points to."""
+    if trace := os.environ.get("TRACE"):
+        with open(trace, "a") as file:
+            file.write(device + "\n")
+
+
+def fails(device: str) -> None:
+    """A self-test that finds a wrong result."""
+    raise ValueError(f"wrong result on {device}")
+
+
+def crashes(device: str) -> None:
+    """A self-test that takes its process along, after printing a lie."""
+    print('{"ok": true}', flush=True)
+    os._exit(0)
+
+
+def hangs(device: str) -> None:
+    """A self-test that does not end."""
+    while True:
+        pass
+
+
+def acme(
+    target: str = "ones",
+    *,
+    name: str = "acme",
+    supports: frozenset[str] = frozenset({"grad"}),
+    check: str | None = None,
+    self_test: str | None = None,
+    dtypes: tuple[str, ...] = (),
+    device: str = "cpu",
+) -> Backend:
+    """A backend with one logprob implementation."""
+    impl = Impl(
+        op="logprob@1",
+        target=f"{HERE}:{target}",
+        requires=Requires(device=device, dtypes=dtypes),
+        supports=supports,
+        check=f"{HERE}:{check}" if check else None,
+    )
+    test = f"{HERE}:{self_test}" if self_test else None
+    return Backend(name=name, api=API_VERSION, impls=(impl,), self_test=test)

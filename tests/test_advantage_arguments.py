@@ -1,0 +1,95 @@
+"""What advantage refuses, what a call needs, and that reference and spec have one signature."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+import pytest
+import torch
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reference import backend
+from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.advantage_kinds import KINDS
+
+X, T2 = torch.zeros(4), torch.zeros(4, 3)
+I4 = torch.zeros(4, dtype=torch.int64)
+REFUSED = [
+    ("kind", X, {"kind": "grop"}),
+    ("group", X, {"kind": "grpo"}),
+    ("group", X, {"kind": "grpo", "group": 3}),
+    ("group", X, {"kind": "grpo", "group": torch.zeros(3, dtype=torch.int64)}),
+    ("group", X, {"kind": "grpo", "group": torch.zeros(4)}),
+    ("values", X, {"kind": "grpo", "group": 2, "values": T2}),
+    ("gamma", X, {"kind": "grpo", "group": 2, "gamma": 0.9}),
+    ("values", T2, {"kind": "gae"}),
+    ("gamma", T2, {"kind": "gae", "values": T2, "gamma": 1.1}),
+    ("lam", T2, {"kind": "gae", "values": T2, "lam": -0.1}),
+    ("lam", T2, {"kind": "gae", "values": T2, "lam": torch.zeros(5)}),
+    ("lam", T2, {"kind": "gae", "values": T2, "lam": 0.5, "length_adaptive": 0.1}),
+    ("values", T2, {"kind": "gae", "values": torch.zeros(4, 4), "mask": T2.bool()}),
+    ("lengths and mask", T2, {"kind": "returns", "mask": T2.bool(), "lengths": I4}),
+    ("lengths and cu_seqlens", T2, {"kind": "returns", "cu_seqlens": I4, "lengths": I4}),
+    ("mask", T2, {"kind": "returns", "mask": T2}),
+    ("rewards", torch.zeros(3), {"kind": "gae", "values": torch.zeros(3), "cu_seqlens": I4}),
+    ("rewards", torch.zeros(5), {"kind": "grpo", "group": 1, "reward_level": "token"}),
+    ("bootstrap", T2, {"kind": "returns", "bootstrap": torch.zeros(3)}),
+    ("output", X, {"kind": "grpo", "group": 2, "output": "token"}),
+    ("output", T2, {"kind": "returns", "output": "sequence"}),
+    ("output", X, {"kind": "returns"}),
+    ("whiten_level", T2, {"kind": "returns", "whiten_level": "sequence"}),
+    ("lengths", X, {"kind": "opo", "group": 2}),
+    ("eps", X, {"kind": "grpo", "group": 2, "eps": -1.0}),
+    ("ddof", X, {"kind": "grpo", "group": 2, "ddof": -1}),
+    ("valid_range", X, {"kind": "grpo", "group": 2, "valid_range": (1.0, 0.0)}),
+    ("masked_time", T2, {"kind": "returns", "turns": T2.long(), "masked_time": "step"}),
+    ("turns", T2, {"kind": "returns", "turns": T2}),
+    ("rewards", X.to(torch.complex64), {"kind": "grpo", "group": 2}),
+    ("reward_weights", torch.zeros(4, 2), {"kind": "gdpo", "group": 2, "reward_weights": torch.zeros(3)}),
+    ("anchor", X, {"kind": "gigpo", "group": 2, "step_rewards": X}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "rewards", "kw"), REFUSED)
+def test_a_bad_argument_is_named(argument, rewards, kw):
+    with pytest.raises(ArgumentError) as error:
+        advantage(rewards, **kw)
+    assert argument == error.value.argument
+
+
+def test_the_reference_has_the_signature_of_the_spec():
+    for name in ("advantage", "affine_suffix_scan", "whiten", "group_filter", "shape_rewards"):
+        spec = OPERATORS[name]
+        module, _, attribute = next(i.target for i in backend.impls if i.op == spec.id).partition(":")
+        reference = getattr(import_module(module), attribute)
+        ours, theirs = inspect.signature(reference).parameters, spec.parameters
+        assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+            (p.name, p.kind, p.default) for p in ours.values()
+        ]
+
+
+CHANGES = [
+    {},
+    *({n: X} for n in ("mask", "lengths", "cu_seqlens", "group", "lam", "turns", "dones", "bootstrap", "in_loss")),
+    {"lam_value": 0.5},
+    {"length_adaptive": 0.1},
+    {"weights": X},
+    {"output": "token"},
+    {"leave_one_out": True},
+    {"scale": "batch"},
+    {"constant": "peer"},
+    {"singleton": "error"},
+    {"whiten": "defer"},
+]
+
+
+def test_every_feature_a_call_can_need_exists():
+    spec = OPERATORS["advantage"]
+    bound = {n: p.default for n, p in spec.parameters.items()} | {"rewards": X}
+    for kind in KINDS:
+        for change in CHANGES:
+            assert spec.needs(bound | {"kind": kind} | change) <= spec.feature_names
+    assert {"kind:grpo"} == spec.needs(bound | {"kind": "grpo", "group": 4})
+    assert {"kind:gdpo", "whiten"} == spec.needs(bound | {"kind": "gdpo", "group": 4})

@@ -1,0 +1,154 @@
+"""capture@1: what is refused, and by which name; gradients; taking nested arguments apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rlkernel_core.errors import ArgumentError, ArgumentTypeError, CaptureError
+from rlkernel_core.reference.capture import capture
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.graphed import Bucket, GraphedCallable
+from rlkernel_core.tree import flatten
+
+ROWS = Bucket({"x": 0}, (1, 2, 4, 8))
+
+
+def double(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ({"outputs": "copy"}, "outputs"),
+        ({"rng": "no"}, "rng"),
+        ({"verify": "sometimes"}, "verify"),
+        ({"guard": "never"}, "guard"),
+        ({"on_guard_fail": "ignore"}, "on_guard_fail"),
+        ({"on_capture_error": "silent"}, "on_capture_error"),
+        ({"warmup": -1}, "warmup"),
+        ({"max_graphs": 0}, "max_graphs"),
+        ({"group": "shared"}, "group"),
+        ({"buckets": ROWS}, "buckets"),
+        ({"buckets": (Bucket({"x": 0}, (4, 2)),)}, "buckets[0].sizes"),
+        ({"buckets": (Bucket({}, (4,)),)}, "buckets[0].dims"),
+        ({"buckets": (Bucket({"x": 0}, (4,), over="split"),)}, "buckets[0].over"),
+        ({"buckets": (Bucket({"z": 0}, (4,)),)}, "buckets[0].dims"),
+        ({"buckets": (Bucket({"x": 2}, (4,)),)}, "x"),
+        ({"pad": {"z": 0}}, "pad"),
+        ({"static": ("weights",)}, "static.0"),
+    ],
+)
+def test_a_bad_argument_is_named(change, name):
+    with pytest.raises(ArgumentError) as caught:
+        capture(lambda x: x, (torch.zeros(2, 2),), **change)
+    assert name == caught.value.argument
+
+
+def test_a_bad_call_is_named():
+    g = capture(lambda x, y=None: x, (torch.zeros(2, 2),), buckets=(ROWS,))
+    with pytest.raises(ArgumentError, match="above the largest size 8"):
+        g(torch.zeros(9, 2))
+    with pytest.raises(ArgumentTypeError, match="cannot be a key"):
+        g(torch.zeros(2, 2), {1, 2})
+    with pytest.raises(ArgumentError, match="no dimension 0"):
+        g(3.0)
+    with pytest.raises(TypeError):
+        g(torch.zeros(2, 2), z=1)
+    with pytest.raises(ArgumentTypeError, match="callable"):
+        capture(3, (torch.zeros(2),))
+    with pytest.raises(ArgumentTypeError, match="example"):
+        capture(double, 3)
+
+
+def test_outputs_that_a_bucket_cannot_cut_are_refused():
+    g = capture(lambda x: x, (torch.zeros(4, 3),), buckets=(Bucket({"x": 0}, (4,), out=1),))
+    with pytest.raises(CaptureError, match="should have the bucketed size 4"):
+        g(torch.zeros(2, 3))
+    g = capture(lambda x: {"y": x}, (torch.zeros(4, 3),), buckets=(Bucket({"x": 0}, (4,), out={"z": 0}),))
+    with pytest.raises(CaptureError, match=r"names \['z'\]"):
+        g(torch.zeros(2, 3))
+
+
+def test_the_spec_is_whole():
+    spec = OPERATORS["capture"]
+    assert isinstance(capture(double, (torch.zeros(1),)), GraphedCallable)
+    assert len(spec.clauses) == len({c.id for c in spec.clauses})
+    assert {c.feature for c in spec.clauses} - {None} <= spec.feature_names
+    defaults = {p.name: p.default for p in spec.parameters.values()} | {"example": (torch.zeros(1),)}
+    assert {"outputs:clone", "rng:follow", "on_guard_fail:recapture", "on_capture_error:raise"} == spec.needs(defaults)
+    assert spec.where(defaults) is defaults["example"][0]
+
+
+@pytest.mark.parametrize("mode", ["clone", "view"])
+def test_gradients_reach_inputs_and_static_parameters(mode):
+    lin = nn.Linear(3, 2)
+
+    def fn(x, scale):
+        y = lin(x) * scale
+        return y, (y > 0)
+
+    bucket = Bucket({"x": 0}, (2, 4))
+    g = capture(
+        fn,
+        (torch.ones(2, 3, requires_grad=True), torch.tensor(2.0)),
+        static=(lin,),
+        buckets=(bucket,),
+        outputs=mode,
+        autograd=True,
+        pad={"x": float("nan")},
+    )
+    for n in (3, 4, 1):
+        x = torch.randn(n, 3, requires_grad=True)
+        y, positive = g(x, torch.tensor(2.0))
+        assert (y.requires_grad, positive.requires_grad) == (True, False)
+        weights = torch.randn(n, 2)
+        mine = torch.autograd.grad((y * weights).sum(), [x], retain_graph=False)
+        plain = torch.autograd.grad((fn(x, torch.tensor(2.0))[0] * weights).sum(), [x])
+        torch.testing.assert_close(mine, plain)
+    x = torch.randn(4, 3, requires_grad=True)
+    g(x, torch.tensor(2.0))[0].square().sum().backward()
+    mine = lin.weight.grad.clone()
+    lin.zero_grad()
+    fn(x, torch.tensor(2.0))[0].square().sum().backward()
+    torch.testing.assert_close(mine, lin.weight.grad)
+
+
+def test_backward_after_the_next_replay_is_refused():
+    g = capture(lambda x: x.exp(), (torch.ones(2, requires_grad=True),), autograd=True)
+    x = torch.ones(2, requires_grad=True)
+    first = g(x)
+    g(x)
+    with pytest.raises(CaptureError, match="after the next replay"):
+        first.sum().backward()
+
+
+def test_nothing_is_detached_silently():
+    lin = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="output requires grad"):
+        capture(lin, (torch.ones(1, 2),))
+    with pytest.raises(CaptureError, match="input requires grad"):
+        capture(double, (torch.ones(2, requires_grad=True),))
+    with pytest.raises(CaptureError, match="neither an input nor in static"):
+        capture(lambda x: lin(x) * 2, (torch.ones(1, 2),), autograd=True)
+    with torch.no_grad():
+        g = capture(lin, (torch.ones(1, 2),))
+        assert not g(torch.ones(1, 2)).requires_grad
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(
+    st.recursive(
+        st.integers() | st.none() | st.text(max_size=2),
+        lambda s: st.lists(s, max_size=3) | st.tuples(s, s) | st.dictionaries(st.text(max_size=2), s, max_size=3),
+        max_leaves=12,
+    )
+)
+def test_a_tree_survives_being_taken_apart(value):
+    leaves, structure = flatten(value)
+    assert value == structure.build(leaves)
+    assert len(leaves) == len(structure.names())

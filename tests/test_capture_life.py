@@ -1,0 +1,253 @@
+"""capture@1: what moves, pauses and is evicted, and how it is counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from rlkernel_core.errors import ArgumentError, CaptureError
+from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.graphs.eager import EagerRecorder, EagerRecording
+from rlkernel_core.reference.qmatmul import qmatmul
+from rlkernel_core.reference.quantize import quantize
+from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+from tests.recorders import ByGeneration, graphed
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3, bias=False)
+
+    @torch.no_grad()
+    def forward(self, x):
+        return self.head(x)
+
+
+def test_a_weight_written_in_place_is_seen_without_a_word():
+    policy = Policy()
+    g = capture(policy, (torch.ones(2, 3),))
+    with torch.no_grad():
+        policy.head.weight.fill_(2)
+    assert g.check_static() == ()
+    assert torch.equal(g(torch.ones(2, 3)), torch.full((2, 3), 6.0))
+    assert g.stats.captures == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(3, 3))),
+        lambda m: setattr(m.head.weight, "data", torch.zeros(3, 3)),
+        lambda m: m.double(),
+        lambda m: setattr(m.head.weight, "data", m.head.weight.data.t()),
+        lambda m: m.head.weight.data.resize_(30, 30),
+    ],
+)
+def test_a_weight_that_moves_is_named(change):
+    policy = Policy()
+    g = capture(policy.forward, (torch.ones(2, 3),), warmup=0)
+    change(policy)
+    assert g.check_static() == ("fn.head.weight",)
+    assert g.check_static() == ()
+    assert "static tensors moved" in g.explain(torch.ones(2, 3))
+
+
+def test_derived_and_rebound_tensors_are_watched_through_callables():
+    holder = {"w": torch.ones(2)}
+    g = capture(lambda x: x * holder["w"], (torch.ones(2),), static=(lambda: holder["w"], {"scales": [torch.ones(1)]}))
+    holder["w"] = torch.zeros(2)
+    assert g.check_static() == ("static.0",)
+    assert g(torch.ones(2)).tolist() == [0.0, 0.0]
+    assert g.stats.recaptures == {"static tensors moved": 1}
+
+
+def test_a_quantised_weight_is_static_and_requantised_in_place():
+    first, second = torch.randn(8, 32), torch.randn(8, 32)
+    w = quantize(first, "int8_channel")
+    g = capture(qmatmul, (torch.ones(2, 32), w), static=(w,), verify="always")
+    x = torch.randn(2, 32)
+    assert torch.equal(g(x, w), qmatmul(x, w))
+    for name, part in quantize(second, "int8_channel").parts.items():
+        w.parts[name].copy_(part)
+    assert g.check_static() == ()
+    assert torch.equal(g(x, w), qmatmul(x, w))
+    w.parts["scale"] = w.parts["scale"].clone()
+    assert g.check_static() == ("static.0.parts.scale",)
+    assert (g.stats.captures, g.stats.copied_bytes) == (1, 2 * x.nbytes)
+
+
+def test_a_guard_that_fails_eagerly_says_so_until_invalidated():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),), on_guard_fail="eager")
+    policy.head.weight = nn.Parameter(torch.ones(3, 3))
+    assert g.check_static() == g.check_static() == ("fn.head.weight",)
+    assert g(torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]]
+    assert g.explain(torch.ones(1, 3)).startswith("eager: static tensors moved")
+    assert (g.stats.state, g.stats.eager_calls) == ("guarded", {"static tensors moved": 1})
+    g.invalidate()
+    g(torch.ones(1, 3))
+    assert (g.stats.state, g.stats.replays) == ("ready", 1)
+
+
+def test_a_guard_that_raises_keeps_raising_until_invalidated():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),), on_guard_fail="raise")
+    policy.head.weight = nn.Parameter(torch.ones(3, 3))
+    for act in (g.check_static, g.check_static, lambda: g(torch.ones(1, 3))):
+        with pytest.raises(CaptureError, match=r"fn\.head\.weight"):
+            act()
+    assert g.explain(torch.ones(1, 3)).startswith("refused")
+    g.invalidate()
+    assert g(torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]]
+
+
+def test_a_guard_at_every_call_needs_no_check():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),), guard="call", on_guard_fail="raise")
+    g(torch.ones(1, 3))
+    policy.head.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(CaptureError, match="moved since capture"):
+        g(torch.ones(1, 3))
+
+
+def test_a_weight_update_reports_what_moved_and_allows_no_replay_inside():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),))
+    with g.weight_update() as update:
+        policy.head.weight.data.fill_(1)
+        with pytest.raises(CaptureError, match="paused"):
+            g(torch.ones(1, 3))
+    assert update.changed == ()
+    with g.weight_update(canary=(torch.ones(1, 3),)) as update:
+        policy.head.weight = nn.Parameter(torch.ones(3, 3))
+    assert update.changed == ("fn.head.weight",)
+    assert (g.stats.captures, g.stats.verified) == (2, 1)
+
+
+def test_a_weight_update_that_fails_still_looks_at_the_weights():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),), on_guard_fail="raise")
+    with pytest.raises(KeyError), g.weight_update() as update:
+        policy.head.weight = nn.Parameter(torch.ones(3, 3))
+        raise KeyError
+    assert update.changed == ("fn.head.weight",)
+    assert g.stats.state == "guarded"
+
+
+def test_a_canary_leaves_no_trace():
+    count = torch.zeros(1)
+    g = capture(lambda x: x + count.add_(1) + torch.rand(1), (torch.ones(1),), mutates=(count,))
+    state = torch.get_rng_state()
+    with g.weight_update(canary=(torch.ones(1),)):
+        count.fill_(5)
+    assert count.item() == 5
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_pause_refuses_and_resume_accepts():
+    g = capture(lambda x: x + 1, (torch.ones(1),))
+    g.pause()
+    assert g.explain(torch.ones(1)) == "refused: paused"
+    for act in (lambda: g(torch.ones(1)), g.warm, g.check_static, lambda: g.weight_update().__enter__()):
+        with pytest.raises(CaptureError, match="paused"):
+            act()
+    assert (g.stats.graphs, g.stats.state) == (1, "paused")
+    g.resume()
+    g.resume()
+    assert g(torch.ones(1)).item() == 2
+    g.pause("discard")
+    assert (g.stats.graphs, g.stats.pool_bytes) == (0, 0)
+    g.resume()
+    assert "discarded" in g.explain(torch.ones(1))
+    assert g(torch.ones(1)).item() == 2
+    assert g.stats.recaptures == {"discarded": 1}
+    with pytest.raises(ArgumentError, match="mode"):
+        g.pause("forever")
+
+
+def test_resume_looks_at_weights_that_moved_while_asleep():
+    policy = Policy()
+    g = capture(policy, (torch.ones(1, 3),), on_guard_fail="raise")
+    g.pause()
+    policy.head.weight.data = torch.ones(3, 3)
+    with pytest.raises(CaptureError, match="moved"):
+        g.resume()
+    g.invalidate()
+    assert g(torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]]
+
+
+def test_close_is_for_good_and_harmless_when_repeated():
+    g = capture(lambda x: x, (torch.ones(1),))
+    g.close()
+    g.close()
+    assert (g.stats.state, g.stats.graphs, g.explain()) == ("closed", 0, "refused: closed")
+    for act in (lambda: g(torch.ones(1)), g.warm, g.resume, g.pause, g.invalidate, g.check_static):
+        with pytest.raises(CaptureError, match="closed"):
+            act()
+
+
+def test_graphs_are_bounded_and_the_least_recently_used_goes(caplog):
+    g = capture(lambda x, t: x * t, (torch.ones(1), 0.0), max_graphs=2)
+    for t in (1.0, 0.0, 2.0):  # evicts 0.0? no: 1.0, since 0.0 was used after it
+        g(torch.ones(1), t)
+    assert (g.stats.graphs, g.stats.evictions) == (2, 1)
+    assert g.explain(torch.ones(1), 0.0).startswith("replay")
+    assert "evicted" in g.explain(torch.ones(1), 1.0)
+    with caplog.at_level(logging.WARNING, logger="rlkernel"):
+        capture(lambda x, t: x * t, (torch.ones(1), 0.0), max_graphs=1)(torch.ones(1), 1.0)
+    assert "t varies; pass it as a tensor" in caplog.text
+    assert g(torch.ones(1), 1.0).item() == 1
+    assert g.stats.recaptures == {"evicted": 1}
+
+
+def test_a_recorder_may_evict_a_whole_generation():
+    g = graphed(lambda x: x @ x, (torch.ones(2, 2),), ByGeneration(), max_graphs=3)
+    for n in (3, 4, 5):
+        assert torch.equal(g(torch.eye(n)), torch.eye(n))
+    assert (g.stats.graphs, g.stats.evictions) == (1, 3)
+
+
+def test_a_thousand_replays_grow_nothing():
+    g = capture(lambda x: x + 1, (torch.ones(4),), buckets=(Bucket({"x": 0}, (4, 8)),))
+    g.warm()
+    before = g.stats
+    for i in range(1000):
+        g(torch.ones(i % 8 + 1))
+    after = g.stats
+    assert (before.graphs, before.pool_bytes, before.captures) == (after.graphs, after.pool_bytes, after.captures)
+    assert after.replays == 1000
+    assert after.copied_bytes == sum(4 * (i % 8 + 1) for i in range(1000))
+    assert after.pad_rows == sum((4 if i % 8 < 4 else 8) - (i % 8 + 1) for i in range(1000))
+
+
+def test_explain_names_what_is_new():
+    g = capture(lambda x, t=1.0: x * t, (torch.ones(2, 3), 1.0))
+    assert g.explain(torch.ones(2, 3), 1.0) == "replay: graph 1 of 1"
+    assert "dtype of x is torch.float64, was torch.float32" in g.explain(torch.ones(2, 3).double(), 1.0)
+    assert "shape of x is (4, 3), was (2, 3)" in g.explain(torch.ones(4, 3), 1.0)
+    assert "t is " in g.explain(torch.ones(2, 3), 2.0)
+    assert g.explain(torch.ones(2, 3)) == "capture: no graph has this structure"
+    with torch.no_grad():
+        assert "grad mode is False, was True" in g.explain(torch.ones(2, 3), 1.0)
+    assert g.stats.captures == 1
+
+
+def test_groups_are_one_per_device_unless_named():
+    g, h = (capture(lambda x: x, (torch.ones(1),)) for _ in range(2))
+    assert g.group is h.group
+    own = CaptureGroup("mine")
+    assert capture(lambda x: x, (torch.ones(1),), group=own).group is own
+
+
+def test_a_closed_recording_does_not_replay():
+    recorder = EagerRecorder()
+    g = graphed(lambda x: x, (torch.ones(1),), recorder)
+    recording = next(iter(g._table._graphs.values())).recording
+    assert isinstance(recording, EagerRecording)
+    g.close()
+    with pytest.raises(CaptureError, match="was closed"):
+        recording.replay()

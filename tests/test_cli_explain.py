@@ -1,0 +1,152 @@
+"""`rlkernel explain` and `rlkernel backends`: a golden text, broken plugins, third parties, hardware not at hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import rlkernel as rlk
+from rlkernel_core import __version__
+from rlkernel_core.decision import Decision
+from rlkernel_core.spec import OPERATORS
+from tests.command_line import answer
+from tests.plugins import good, module_of
+
+CUDA = """
+from rlkernel_core import Backend, Impl, Requires
+
+requires = Requires(device="cuda", dtypes=("bfloat16",), packages=("no-such-vendor-library>=0.7",))
+backend = Backend(
+    name="cuda",
+    api=(1, 0),
+    impls=(Impl(op="logprob@1", target="rlkernel_cuda_plugin:logprob", requires=requires, supports={"grad"}),),
+)
+"""
+GOLDEN = """\
+logprob@1 device=cuda sm90 dtype=bfloat16 grad=True
+policy   order=['auto'] fallback=warn  (from default)
+  no   cuda       environment/missing-package: needs no-such-vendor-library>=0.7, which is not installed
+                  fix: pip install 'rlkernel[cuda]'
+  no   triton     load/not-installed: no installed distribution provides 'triton'
+                  fix: pip install 'rlkernel[triton]'
+  YES  reference  rlkernel_core.reference.logprob:logprob  [rlkernel {version}]
+fallback cuda claims cuda and cannot take this call
+decision {hash}
+"""
+ON_H100 = ("logprob", "--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16", "--grad")
+MANIFEST = "from rlkernel_core import Backend, Impl, Requires\n"
+BROKEN = {
+    "load/import-error": "raise RuntimeError('driver too old')",
+    "load/not-a-manifest": "backend = {'name': 'acme'}",
+    "load/invalid-manifest": MANIFEST + "backend = Backend(name='other', api=(1, 0), impls=())",
+    "api/too-new": MANIFEST + "backend = Backend(name='acme', api=(9, 9), impls=(), future=True)",
+    "api/too-old": MANIFEST + "backend = Backend(name='acme', api=(0, 3), impls=())",
+}
+
+
+def test_the_explanation_for_hardware_that_is_not_here(cli, plug) -> None:
+    plug("cuda", CUDA, dist="rlkernel-cuda", version="0.1.0")
+    result = cli("explain", *ON_H100)
+    digest = answer(cli("explain", *ON_H100, "--json"))["hash"]
+    assert (result.stdout, result.exit_code) == (GOLDEN.format(version=__version__, hash=digest), 0)
+
+
+def test_the_text_is_that_of_the_library(cli) -> None:
+    assert cli("explain", "logprob").stdout == rlk.explain("logprob") + "\n"
+
+
+def test_a_forbidden_fallback_is_a_no(cli, plug, monkeypatch) -> None:
+    plug("cuda", CUDA, dist="rlkernel-cuda", version="0.1.0")
+    monkeypatch.setenv("RLKERNEL_FALLBACK", "error")
+    result = cli("explain", *ON_H100)
+    assert (result.exit_code, 'fallback = "error" forbids reference' in result.stdout) == (1, True)
+
+
+def test_json_is_the_decision(cli) -> None:
+    found = answer(cli("explain", *ON_H100, "--json"))
+    assert set(found) == {*Decision.__dataclass_fields__, "hash"}
+    assert found["call"]["features"] == []
+    assert [(r["backend"], r["reason"]["stage"], r["reason"]["code"]) for r in found["rejected"]] == [
+        ("cuda", "load", "not-installed"),
+        ("triton", "load", "not-installed"),
+    ]
+
+
+def test_without_an_operator_every_operator_has_a_line(cli) -> None:
+    assert [d["call"]["op"] for d in answer(cli("explain", "--json"))] == [s.id for s in OPERATORS.values()]
+    said = cli("explain", "--device", "cuda", "--arch", "sm90").stdout
+    assert all(f" {spec.id} " in said for spec in OPERATORS.values())
+    assert "not installed: cuda, triton" in said
+
+
+def test_an_order_can_be_tried_without_configuring_it(cli) -> None:
+    found = answer(cli("explain", "logprob", "--order", "jetson, reference", "--json"))
+    assert (found["policy"]["order"], found["source"], found["fell_back_from"]) == (
+        ["jetson", "reference"],
+        "--order",
+        "jetson",
+    )
+
+
+def test_where_nothing_may_run_the_answer_is_no(cli) -> None:
+    result = cli("explain", "logprob", "--order", "jetson")
+    assert (result.exit_code, "nothing in the order can take this call" in result.stdout) == (1, True)
+
+
+def test_needed_features_are_features_of_the_operator(cli) -> None:
+    assert answer(cli("explain", "logprob", "--need", "entropy", "--json"))["call"]["features"] == ["entropy"]
+    assert cli("explain", "logprob", "--need", "kind:grpo").exit_code == 2
+    needs = {d["call"]["op"]: d["call"]["features"] for d in answer(cli("explain", "--need", "entropy", "--json"))}
+    assert (needs["logprob@1"], needs["quantize@1"]) == (["entropy"], [])
+
+
+def test_all_judges_what_the_order_does_not_name(cli, plug) -> None:
+    plug("acme", good("acme"))
+    assert "policy/third-party" in cli("explain", "logprob", "--grad").stdout
+    assert "acme" in cli("explain", "logprob", "--grad", "--all").stdout
+    assert "grad/unsupported" in cli("explain", "logprob", "--grad", "--all", "--order", "acme").stdout
+
+
+@pytest.mark.parametrize("slug", BROKEN)
+def test_a_broken_plugin_is_a_line_with_its_reason(cli, plug, slug) -> None:
+    plug("acme", BROKEN[slug])
+    found = answer(cli("explain", "logprob", "--order", "acme,auto", "--json"))
+    assert (found["backend"], found["rejected"][0]["backend"]) == ("reference", "acme")
+    assert "{stage}/{code}".format(**found["rejected"][0]["reason"]) == slug
+
+
+@pytest.mark.parametrize("slug", BROKEN)
+def test_backends_lists_a_broken_plugin_with_its_reason(cli, plug, slug) -> None:
+    plug("acme", BROKEN[slug])
+    (row,) = [r for r in answer(cli("backends", "--load", "--json")) if r["name"] == "acme"]
+    assert (row["state"], row["loaded"], row["installed"], bool(row["fix"])) == (slug, False, True, True)
+    assert slug in cli("backends", "--load").stdout
+
+
+def test_a_plugin_that_exits_is_listed(cli, plug) -> None:
+    plug("acme", "raise SystemExit(3)")
+    (row,) = [r for r in answer(cli("backends", "--load", "--json")) if r["name"] == "acme"]
+    assert (row["state"], row["text"]) == ("load/import-error", "acme_plugin:backend raised SystemExit: 3")
+
+
+def test_listing_imports_no_third_party_that_is_not_asked_for(cli, plug, monkeypatch) -> None:
+    plug("acme", good("acme"))
+    (row,) = [r for r in answer(cli("backends", "--json")) if r["name"] == "acme"]
+    assert (row["state"], row["operators"], module_of("acme") in sys.modules) == ("not loaded", [], False)
+    monkeypatch.setenv("RLKERNEL_ORDER", "acme,auto")
+    (row,) = [r for r in answer(cli("backends", "--json")) if r["name"] == "acme"]
+    assert (row["state"], row["operators"], row["devices"]) == ("ready", ["logprob@1"], ["*"])
+
+
+def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> None:
+    rows = {r["name"]: r for r in answer(cli("backends", "--json"))}
+    assert (rows["reference"]["state"], rows["reference"]["kind"]) == ("ready", "reference")
+    assert (rows["triton"]["state"], rows["triton"]["fix"]) == ("not installed", "pip install 'rlkernel[triton]'")
+    assert "pip install 'rlkernel[cuda]'" in cli("backends").stdout
+
+
+def test_the_page_on_explanations_shows_what_is_printed(cli) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "explain.md").read_text()
+    assert f"```text\n{cli('explain', *ON_H100).stdout}```" in page

@@ -1,0 +1,122 @@
+"""The reference on a GPU: every operator gives what it gives on the CPU, without a synchronisation, and in a graph.
+
+Needs a CUDA or HIP device; elsewhere these tests are skipped, and nothing else stands for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core.reference import backend
+from rlkernel_core.tree import flatten
+from tests.compiled_calls import EXAMPLES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+NAMES = [f"{e.name}-{i}" for i, e in enumerate(EXAMPLES)]
+CLAIMS = {i.op.partition("@")[0]: i.supports for i in backend.impls}
+
+
+def on_gpu(value: Any) -> Any:
+    leaves, structure = flatten(value)
+    return structure.build([x.cuda() if hasattr(x, "cuda") else x for x in leaves])
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    return [x for x in flatten(result)[0] if isinstance(x, torch.Tensor)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    pairs = list(zip(tensors(found), tensors(expected), strict=True))
+    assert pairs != []
+    for x, y in pairs:
+        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=2e-4, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_a_gpu_gives_what_the_cpu_gives(example) -> None:
+    assert_same(example.run(*on_gpu(example.tensors)), example.run(*example.tensors))
+
+
+@pytest.mark.parametrize(
+    "example", [e for e in EXAMPLES if e.wanted], ids=[n for n, e in zip(NAMES, EXAMPLES, strict=True) if e.wanted]
+)
+def test_gradients_on_a_gpu_are_those_of_the_cpu(example) -> None:
+    grads = []
+    for given in (example.tensors, on_gpu(example.tensors)):
+        inputs = [x.detach().clone().requires_grad_() if i in example.wanted else x for i, x in enumerate(given)]
+        outputs = [t for t in tensors(example.run(*inputs)) if t.requires_grad]
+        grads.append(torch.autograd.grad(sum(t.sum() for t in outputs), [inputs[i] for i in example.wanted]))
+    assert_same(grads[1], grads[0])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_what_claims_to_be_capturable_does_not_synchronise(example) -> None:
+    if "capturable" not in CLAIMS[example.name]:
+        return
+    given = on_gpu(example.tensors)
+    with torch.no_grad():
+        example.run(*given)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            example.run(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
+def test_what_claims_to_be_capturable_replays_with_new_inputs(example) -> None:
+    if "capturable" not in CLAIMS[example.name]:
+        return
+    given = on_gpu(example.tensors)
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            example.run(*given)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = example.run(*given)
+        first = given[0]
+        if isinstance(first, torch.Tensor) and first.is_floating_point():
+            first.mul_(0.5)
+        graph.replay()
+        assert_same(replayed, example.run(*given))
+
+
+def test_capture_on_a_gpu_is_the_eager_model() -> None:
+    weight = torch.randn(8, 8, device="cuda")
+    step = rlk.capture(lambda x: x @ weight, (torch.zeros(4, 8, device="cuda"),), static=[weight])
+    x = torch.randn(4, 8, device="cuda")
+    assert torch.equal(step(x), x @ weight)
+
+
+def test_the_architecture_is_part_of_the_decision() -> None:
+    rlk.logprob(torch.zeros(2, 3, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda"))
+    major, minor = torch.cuda.get_device_capability()
+    assert rlk.last_decision("logprob").call.arch == f"sm{major}{minor}"
+
+
+@pytest.mark.parametrize("kind", ["int4_g32", "int8_channel", "fp8_channel", "nf4"])
+def test_a_gpu_quantises_to_the_bits_of_the_cpu(kind) -> None:
+    """Dividing by a number multiplies by its reciprocal on CUDA, which is another scale in the last bit."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    with rlk.use("reference"):
+        found, expected = rlk.quantize(weight.cuda(), kind), rlk.quantize(weight, kind)
+    for name in ("scale", "absmax"):
+        if name in expected.parts:
+            assert torch.equal(expected.parts[name], found.parts[name].cpu())
+
+
+def test_strides_and_alignment_of_qmatmul_s_arguments_change_no_bit_on_a_gpu() -> None:
+    w = rlk.quantize(torch.randn(2, 8), "int4_g128").to("cuda")
+    wide = torch.randn(1, 10, dtype=torch.float64, device="cuda")
+    A, B = (torch.randn(*s, dtype=torch.float64, device="cuda") for s in ((4, 8), (2, 4)))
+    with rlk.use("reference"):
+        expected = rlk.qmatmul(wide[:, 1:9].clone(), w, lora=rlk.LoRA(A, B, 0.5))
+        found = rlk.qmatmul(wide[:, 1:9], w, lora=rlk.LoRA(A.t().contiguous().t(), B.t().contiguous().t(), 0.5))
+    assert torch.equal(expected, found)

@@ -1,0 +1,48 @@
+"""Ranks that run different kernels are found out."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+from torch import multiprocessing as mp
+
+import rlkernel as rlk
+from rlkernel.distributed import assert_same_decisions
+from rlkernel_core.errors import ResolutionError
+from tests.implementations import acme
+
+LOGITS, IDS = torch.zeros(2, 3), torch.tensor([0, 1])
+
+
+def rank(index: int, folder: str, mode: str) -> None:
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=60))
+    rlk.logprob(LOGITS, IDS)
+    if mode == "extra" and index == 1:
+        rlk.logprob(LOGITS, IDS, entropy=True)
+    if mode == "differ" and index == 1:
+        rlk.refresh()
+        with rlk.registered(acme()), rlk.use("acme"):
+            rlk.logprob(LOGITS, IDS)
+            with pytest.raises(ResolutionError, match=r"rank 0: rlkernel_core.*rank 1: tests\.implementations"):
+                assert_same_decisions()
+    elif mode == "order":  # both ranks run both, one the other way round
+        with rlk.registered(acme()):
+            for name in ("acme", "reference") if index else ("reference", "acme"):
+                with rlk.use(name):
+                    rlk.logprob(LOGITS, IDS)
+            assert assert_same_decisions() == 1
+    elif mode == "differ":
+        with pytest.raises(ResolutionError, match="ranks run different kernels"):
+            assert_same_decisions()
+    else:
+        assert assert_same_decisions() == 1
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["same", "extra", "differ", "order"])
+def test_ranks_are_compared(tmp_path, mode) -> None:
+    mp.spawn(rank, args=(str(tmp_path), mode), nprocs=2)

@@ -1,0 +1,172 @@
+"""README and docs: every code block runs, every command exists, every link leads somewhere.
+
+Blocks by language: `python` runs in order in one namespace per page; `console` runs each `$ rlkernel …` line and must
+print what stands below it (`...` stands for any lines); `bash` runs `rlkernel` and `python` commands and checks that
+others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate. A block with
+`file=NAME` is written to a project folder, which `bash in=project` installs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import rlkernel as rlk
+from rlkernel.config import validated
+from rlkernel_core.reasons import CODES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)#]+)(?:#[^)]*)?\)")
+NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
+# Take minutes or the network; what they name is checked instead.
+NOT_RUN = {"pip", "git", "cd", "make", "export", "pytest"}
+MAIN = "from rlkernel.cli import main; main()"
+SLOW = ("rlkernel demo", "rlkernel conformance mutants", "python benchmarks", "python examples")
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    options: dict[str, str]
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found = []
+    for fence in FENCE.finditer(page.read_text()):
+        language, *rest = fence["info"].split() or [""]
+        found.append(Block(language, dict(r.partition("=")[::2] for r in rest), fence["code"]))
+    return found
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """An empty folder to work in, and a fresh process state."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    rlk.refresh()
+    yield folder
+    rlk.configure()
+    rlk.refresh()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_block_runs(page, project, monkeypatch) -> None:
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for i, block in enumerate(blocks(page)):
+        if "file" in block.options:
+            path = project / block.options["file"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.code)
+        elif block.language == "python":
+            exec(compile(block.code, f"{page.name}[{i}]", "exec"), namespace)  # our own docs
+        elif block.language == "console":
+            for command, expected in sessions(block.code):
+                assert_printed(run(command, project), expected)
+        elif block.language == "bash":
+            for command in block.code.replace("\\\n", " ").splitlines():
+                shell(command.partition("#")[0].strip(), project, block, monkeypatch)
+        elif block.language == "toml":
+            table = tomllib.loads(block.code).get("rlkernel")
+            if table is not None:
+                validated(table, page.name, {*rlk.policy.known_names(rlk.policy.installed()), "acme"})
+        else:
+            assert block.language in {"text", "json", "make", "yaml", ""}
+
+
+def sessions(code: str) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for line in code.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line.rstrip())
+    return found
+
+
+def assert_printed(printed: str, expected: list[str]) -> None:
+    lines = [line.rstrip() for line in printed.splitlines()]
+    if "..." not in expected:
+        assert lines == expected or not expected
+        return
+    at = 0
+    for line in (e for e in expected if e != "..."):
+        assert line in lines[at:]
+        at = lines.index(line, at) + 1
+
+
+def run(command: str, folder: Path) -> str:
+    words = shlex.split(command)
+    assert words[0] in {"rlkernel", "python"}, command
+    argv = [sys.executable, *(["-c", MAIN] if words[0] == "rlkernel" else []), *words[1:]]
+    done = subprocess.run(
+        argv, check=False, capture_output=True, text=True, cwd=folder, env={**os.environ, "COLUMNS": "200"}
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def shell(command: str, project: Path, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not command:
+        return
+    words = shlex.split(command)
+    if block.options.get("in") == "project" and words[:2] == ["pip", "install"]:
+        site = project / "site"
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(site),
+            ".",
+        ]
+        subprocess.run(install, check=True, cwd=project)
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        rlk.refresh()
+    elif command.startswith(SLOW):
+        known = run(" ".join([*words[:2], "--help"]) if words[0] == "rlkernel" else "python -c ''", project)
+        assert all(w in known for w in words[2:] if w.startswith("--")) or words[0] == "python"
+    elif words[0] in {"rlkernel", "python"}:
+        run(command, project)
+    else:
+        assert words[0] in NOT_RUN, command
+        if words[0] == "make":
+            targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(words[1:]) <= set(targets), command
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for named in re.findall(r"(?:rlkernel|\.)\[([a-z,]+)\]", command):
+            assert set(named.split(",")) <= set(extras), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_leads_to_a_file(page) -> None:
+    prose = FENCE.sub("", page.read_text())
+    targets = [m["target"] for m in LINK.finditer(prose) if "://" not in m["target"]]
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 200
+
+
+def test_every_reason_code_is_explained() -> None:
+    page = (ROOT / "docs" / "explain.md").read_text()
+    assert [code for code in sorted(CODES) if f"`{code}`" not in page] == []

@@ -1,0 +1,276 @@
+"""Every finding of the doctor, on machines that are written down instead of found."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlkernel import config
+from rlkernel.discover import Candidate
+from rlkernel.doctor import SEVERITIES, Finding, Machine, diagnose
+from rlkernel.doctor.hardware import Gpu, Hardware
+from rlkernel.doctor.machine import UNTESTED
+from rlkernel.doctor.torchbuild import TorchBuild
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.reasons import Reason
+
+H100 = Gpu("NVIDIA H100", "sm90")
+MI300 = Gpu("AMD GPU", "gfx942")
+ORIN = Gpu("NVIDIA Jetson AGX Orin", "sm87")
+CU128 = TorchBuild("2.9.0+cu128", "12.8", None, ("sm_80", "sm_90", "sm_100", "compute_100"), seen=True, devices=(H100,))
+ROCM = TorchBuild("2.9.0+rocm7.0", None, "7.0.5", ("gfx90a", "gfx942"), seen=True, devices=(MI300,))
+CPU = TorchBuild("2.9.0+cpu")
+NVIDIA = Hardware((H100,), "570.86", "12.8")
+AMD = Hardware(amd=(MI300,), amd_device=True, amd_access=True)
+JETSON = Hardware(jetson=ORIN, l4t="36.4")
+IMPL = Impl(op="logprob@1", target="pkg.mod:fn", requires=Requires(device="*"))
+
+
+def candidate(name: str = "acme", dist: str = "acme", reason: Reason | None = None) -> Candidate:
+    manifest = None if reason else Backend(name=name, api=API_VERSION, impls=(IMPL,))
+    return Candidate(name, dist, "1.0", manifest, reason)
+
+
+def machine(**facts) -> Machine:
+    facts.setdefault("packages", {"rlkernel": "0.1.0"})
+    facts.setdefault("torch", CPU)
+    facts.setdefault("python", (3, 12, 1))
+    return Machine(system="Linux x86_64", **facts)
+
+
+def policy(**values):
+    return config.merge([("rlkernel.toml", config.validated(values, "test", ("acme", "reference", "cuda")))])
+
+
+def findings(found: Machine) -> list[Finding]:
+    return [f for section in diagnose(found).values() for f in section]
+
+
+def packages(**versions: str) -> dict[str, str]:
+    return {"rlkernel": "0.1.0"} | {name.replace("_", "-"): version for name, version in versions.items()}
+
+
+BROKEN = Reason("load", "import-error", "raised OSError", "pip install -U acme")
+FAILED = Reason("probe", "failed", "self-test of acme: wrong result")
+FULL = packages(
+    torch="2.9.0", triton="3.5.0", flashinfer_python="0.7.2", rlkernel_cuda="0.1.0", rlkernel_triton="0.1.0"
+)
+OLD_DRIVER = replace(CU128, seen=False, devices=(), warnings=("CUDA initialization: the driver is too old",))
+
+# (what is wrong, its severity, a machine that has it, a word of the text, a word of the fix)
+CASES = [
+    ("python/version", "problem", machine(python=(3, 9, 1)), "3.9.1", "python3.12"),
+    ("hardware/none", "note", machine(), "no GPU", ""),
+    ("hardware/nvidia-driver", "problem", machine(hardware=Hardware(nvidia_problem="mismatch")), "mismatch", "reboot"),
+    ("hardware/kfd-access", "problem", machine(hardware=Hardware(amd=(MI300,), amd_device=True)), "kfd", "usermod"),
+    ("torch/missing", "problem", machine(torch=None), "not installed", "whl/cpu"),
+    ("torch/missing", "problem", machine(torch=None, hardware=NVIDIA), "not installed", "pip install torch"),
+    ("torch/missing", "problem", machine(torch=None, hardware=AMD), "not installed", "ROCm"),
+    ("torch/missing", "problem", machine(torch=None, hardware=JETSON), "not installed", "jetson-ai-lab.io/jp6"),
+    (
+        "torch/missing",
+        "problem",
+        machine(torch=None, hardware=Hardware(jetson=Gpu("Thor", "sm110"))),
+        "not",
+        "sbsa/cu130",
+    ),
+    ("torch/broken", "problem", machine(torch=TorchBuild(error="libc10.so")), "libc10.so", "pip install"),
+    ("torch/old", "problem", machine(torch=TorchBuild("2.8.1")), "2.8.1", "install -U torch"),
+    ("torch/cpu-build", "problem", machine(hardware=NVIDIA), "NVIDIA H100 (sm90)", "pip uninstall torch"),
+    ("torch/cpu-build", "problem", machine(hardware=JETSON), "Orin", "jetson-ai-lab"),
+    ("torch/wrong-build", "problem", machine(hardware=AMD, torch=CU128), "CUDA 12.8", "ROCm"),
+    ("torch/wrong-build", "problem", machine(hardware=NVIDIA, torch=ROCM), "ROCm 7.0.5", "pip install torch"),
+    ("torch/no-device", "problem", machine(hardware=NVIDIA, torch=OLD_DRIVER), "too old", "torch.cuda.init"),
+    (
+        "torch/no-device",
+        "problem",
+        machine(hardware=replace(NVIDIA, nvidia_cuda="12.4"), torch=replace(OLD_DRIVER, cuda="13.0")),
+        "the driver serves 12.4",
+        "whl/cu124",
+    ),
+    (
+        "torch/no-device",
+        "problem",
+        machine(hardware=NVIDIA, torch=OLD_DRIVER, environ={"CUDA_VISIBLE_DEVICES": ""}),
+        "CUDA_VISIBLE_DEVICES= hides them",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        "torch/no-code",
+        "problem",
+        machine(hardware=JETSON, torch=replace(CU128, devices=(ORIN,), archs=("sm_90", "compute_90"))),
+        "sm87",
+        "jetson",
+    ),
+    (
+        "torch/no-code",
+        "problem",
+        machine(hardware=AMD, torch=replace(ROCM, devices=(Gpu("RX", "gfx1031"),))),
+        "gfx1031",
+        "ROCm",
+    ),
+    ("environment/hsa-override", "warning", machine(environ={"HSA_OVERRIDE_GFX_VERSION": "10.3.0"}), "10.3.0", "unset"),
+    (
+        "environment/visible-devices",
+        "warning",
+        machine(environ={"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}),
+        "contradict",
+        "set one",
+    ),
+    ("environment/triton-interpret", "warning", machine(environ={"TRITON_INTERPRET": "1"}), "interpreter", "unset"),
+    ("triton/missing", "warning", machine(hardware=NVIDIA, torch=CU128), "Triton", "rlkernel[triton]"),
+    (
+        "triton/twice",
+        "problem",
+        machine(packages=packages(triton="3.5", triton_rocm="3.5")),
+        "same folder",
+        "pip uninstall triton triton-rocm",
+    ),
+    (
+        "triton/version",
+        "warning",
+        machine(packages=packages(triton="3.4.0"), torch_triton="triton==3.5.0"),
+        "3.4.0",
+        "pip install 'triton==3.5.0'",
+    ),
+    ("flashinfer/unrelated", "problem", machine(packages=packages(flashinfer="0.1")), "not FlashInfer", "uninstall"),
+    (
+        "flashinfer/twice",
+        "problem",
+        machine(packages=packages(flashinfer_python="0.7", amd_flashinfer="0.5")),
+        "same folder",
+        "uninstall both",
+    ),
+    (
+        "flashinfer/missing",
+        "warning",
+        machine(packages=packages(rlkernel_cuda="0.1.0")),
+        "without",
+        "flashinfer-python",
+    ),
+    (
+        "flashinfer/parts",
+        "problem",
+        machine(packages=packages(flashinfer_python="0.7.2", flashinfer_cubin="0.7.1")),
+        "disagree",
+        "pip install flashinfer-cubin==0.7.2",
+    ),
+    ("aiter/unrelated", "problem", machine(packages=packages(aiter="0.13.20191203")), "asyncio", "pip uninstall aiter"),
+    ("aiter/old", "problem", machine(packages=packages(amd_aiter="0.1.7.post2.dev18")), "0.1.12", "ROCm/aiter"),
+    (
+        "aiter/missing",
+        "note",
+        machine(hardware=AMD, torch=ROCM, packages=packages(rlkernel_rocm="0.1.0")),
+        "optional",
+        "ROCm/aiter",
+    ),
+    ("rlkernel/not-installed", "problem", machine(packages={"torch": "2.9"}), "imported from a folder", "pip install"),
+    (
+        "rlkernel/versions",
+        "problem",
+        machine(packages=packages(rlkernel_triton="0.2.0")),
+        "rlkernel 0.1.0 and rlkernel-triton 0.2.0",
+        "pip install rlkernel==0.2.0 rlkernel-triton==0.2.0",
+    ),
+    (
+        "rlkernel/backend-missing",
+        "warning",
+        machine(hardware=NVIDIA, torch=CU128),
+        "cuda",
+        "pip install 'rlkernel[cuda]'",
+    ),
+    ("rlkernel/backend-missing", "warning", machine(hardware=AMD, torch=ROCM), "rocm", "pip install 'rlkernel[rocm]'"),
+    ("backend/broken", "note", machine(candidates=(candidate(reason=BROKEN),)), "OSError", "pip install -U acme"),
+    (
+        "backend/broken",
+        "problem",
+        machine(candidates=(candidate(reason=BROKEN),), policy=policy(order=["acme", "auto"])),
+        "load/import-error",
+        "pip install -U acme",
+    ),
+    (
+        "backend/broken",
+        "problem",
+        machine(candidates=(candidate("triton", "rlkernel-triton", BROKEN),)),
+        "triton",
+        "pip install",
+    ),
+    ("config/malformed", "problem", machine(config_problems=("x.toml: unknown key",)), "unknown key", "correct it"),
+    ("config/not-installed", "warning", machine(policy=policy(order=["cuda", "auto"])), "cuda", "rlkernel[cuda]"),
+    (
+        "config/not-installed",
+        "warning",
+        machine(policy=policy(ops={"logprob": {"order": ["acme"]}})),
+        "acme",
+        "out of the order",
+    ),
+    (
+        "lock/missing",
+        "problem",
+        machine(policy=policy(lock="r.lock"), locked={"logprob@1": frozenset({("a:b", "acme 0.9")})}),
+        "a:b [acme 0.9]",
+        "rlkernel lock",
+    ),
+    (
+        "cache/read-only",
+        "warning",
+        machine(cache="/c", cache_problem="Read-only file system"),
+        "Read-only",
+        "XDG_CACHE",
+    ),
+    ("probe/failed", "problem", machine(self_tests={("acme", "cpu"): FAILED}), "wrong result", "doctor --probe"),
+    ("probe/untested", "note", machine(self_tests={("acme", "cpu"): UNTESTED}), "has not run", "doctor --probe"),
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "found", "text", "fix"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
+)
+def test_what_is_wrong_is_found_with_its_remedy(code, severity, found, text, fix) -> None:
+    matching = [f for f in findings(found) if f.code == code and text in f.text]
+    assert matching, findings(found)
+    assert {f.severity for f in matching} == {severity}
+    assert all(fix in f.fix for f in matching)
+
+
+def test_every_finding_that_is_not_ok_says_what_it_costs_and_most_what_fixes_it() -> None:
+    for _, _, found, _, _ in CASES:
+        for finding in findings(found):
+            assert finding.severity in SEVERITIES
+            assert (finding.cost != "") == (finding.severity != "ok")
+            assert finding.fix or finding.severity in {"ok", "note"}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        machine(hardware=NVIDIA, torch=CU128, packages=FULL, torch_triton="triton==3.5.0", policy=policy()),
+        machine(candidates=(candidate(),), policy=policy(order=["acme"]), self_tests={("acme", "cpu"): None}),
+        machine(
+            policy=policy(lock="r"), candidates=(candidate(),), locked={"l@1": frozenset({("pkg.mod:fn", "acme 1.0")})}
+        ),
+        machine(
+            hardware=AMD,
+            torch=ROCM,
+            packages=packages(rlkernel_rocm="0.1.0", rlkernel_triton="0.1.0", triton_rocm="3.5", amd_aiter="0.1.20"),
+        ),
+    ],
+)
+def test_a_machine_in_order_has_neither_problem_nor_warning(found) -> None:
+    assert [f for f in findings(found) if f.severity in {"problem", "warning"}] == []
+
+
+def test_every_finding_of_the_source_is_among_the_cases() -> None:
+    folder = Path(__file__).parents[1] / "registry" / "rlkernel" / "doctor"
+    said = {
+        node.args[0].value
+        for path in folder.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in {"note", "warning", "problem"}
+    }
+    assert said == {code for code, *_ in CASES}

@@ -1,0 +1,65 @@
+"""Dtypes that the reference claims all run, and every other is refused before a kernel sees it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core.reference import backend
+from rlkernel_core.spec import OPERATORS
+from tests.base_calls import base
+from tests.needy_calls import calls
+from tests.observed import observed, tensors
+
+CLAIMED = {impl.op.partition("@")[0]: impl.requires.dtypes for impl in backend.impls}
+TENSORS_FIRST = [name for name, spec in OPERATORS.items() if spec.primary is not None]
+REAL = ("bfloat16", "float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+NEVER = ("complex64", "float8_e4m3fn")
+# Whose inputs are any real dtype, or floating ones: no list of dtypes stands in the manifest.
+ANY = {"advantage": REAL, "whiten": REAL, "group_filter": REAL, "shape_rewards": REAL, "affine_suffix_scan": REAL[:4]}
+# Whose result is of the dtype of its input, rounded.
+IN_KIND = {"qmatmul", "quantize"}
+
+
+def cast(operator: str, dtype: str) -> dict[str, object]:
+    given = base(operator)
+    primary = OPERATORS[operator].primary
+    return given | {primary: given[primary].to(getattr(torch, dtype))}
+
+
+def claimed(operator: str) -> tuple[str, ...]:
+    return CLAIMED[operator] or ANY[operator]
+
+
+@pytest.mark.parametrize("operator, dtype", [(name, dtype) for name in TENSORS_FIRST for dtype in claimed(name)])
+def test_a_claimed_dtype_runs_in_fp32_or_better(operator, dtype) -> None:
+    result = getattr(rlk, operator)(**cast(operator, dtype))
+    accumulated = "float64" if dtype == "float64" else "float32"
+    found = {str(t.dtype).removeprefix("torch.") for t in tensors(result) if t.is_floating_point()}
+    if operator == "quantize":
+        assert str(result.dtype) == f"torch.{'float32' if dtype == 'float64' else dtype}"
+    else:
+        assert found <= {dtype if operator in IN_KIND else accumulated}
+
+
+@pytest.mark.parametrize("operator", TENSORS_FIRST)
+def test_any_other_dtype_is_refused_by_name(operator) -> None:
+    for dtype in sorted({*REAL, *NEVER} - set(claimed(operator))):
+        if operator in ANY and dtype == "float8_e4m3fn" and ANY[operator] is REAL:
+            continue  # 8-bit floats are real numbers: rewards may be stored so
+        with pytest.raises(
+            (rlk.ArgumentTypeError, rlk.ResolutionError), match=r"must be|is quantised|dtype/unsupported"
+        ):
+            getattr(rlk, operator)(**cast(operator, dtype))
+
+
+@pytest.mark.parametrize("operator", [name for name in TENSORS_FIRST if name not in IN_KIND])
+@torch.no_grad()
+def test_sixteen_bits_give_the_bits_of_the_same_numbers_in_fp32(operator) -> None:
+    primary = OPERATORS[operator].primary
+    for i, given in enumerate(calls(operator, None)):
+        half = given[primary].to((torch.bfloat16, torch.float16)[i % 2])
+        found = observed(operator, given | {primary: half})
+        if "Error" not in found.partition(":")[0]:
+            assert found == observed(operator, given | {primary: half.float()})

@@ -1,0 +1,52 @@
+"""What `import rlkernel` offers: the same to a reader, to a type checker and at run time."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rlkernel as rlk
+from rlkernel_core.spec import OPERATORS
+
+SOURCE = ast.parse(Path(rlk.__file__).read_text())
+TYPED = next(n for n in SOURCE.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
+
+
+def test_every_operator_and_type_is_declared_for_type_checkers() -> None:
+    declared = {a.asname for n in TYPED.body if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
+    declared |= {t.id for n in TYPED.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
+    assert {n for n in declared if not n.startswith("_")} == set(dir(rlk)) - {"__version__"}
+
+
+@pytest.mark.parametrize("name", dir(rlk))
+def test_every_name_can_be_had(name) -> None:
+    assert getattr(rlk, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="logprb"):
+        rlk.logprb  # noqa: B018
+
+
+def test_every_operator_is_served_by_the_reference() -> None:
+    from rlkernel_core.reference import backend
+
+    assert {i.op for i in backend.impls} == {s.id for s in OPERATORS.values()}
+
+
+@pytest.mark.parametrize("op", sorted(OPERATORS))
+def test_every_operator_checks_its_whole_signature(op) -> None:
+    import inspect
+
+    checked = inspect.signature(OPERATORS[op].check)
+    checked.bind(**dict.fromkeys(OPERATORS[op].parameters))
+
+
+@pytest.mark.parametrize("op", sorted(OPERATORS))
+def test_every_clause_has_its_own_number_and_attacks_a_feature_that_exists(op) -> None:
+    spec = OPERATORS[op]
+    ids = [c.id for c in spec.clauses]
+    assert len(ids) == len(set(ids))
+    assert {c.feature for c in spec.clauses if c.feature and not c.feature.endswith("*")} - spec.feature_names == set()

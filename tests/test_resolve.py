@@ -1,0 +1,292 @@
+"""The choice as a pure function: order, permission, reasons, ties and fallbacks over random manifests."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkernel.discover import FIRST_PARTY, Candidate
+from rlkernel.resolve import Facts, resolve
+from rlkernel_core.decision import AUTO, Call, OpPolicy
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.reasons import CODES, Reason
+from rlkernel_core.spec import OPERATORS
+
+OP = OPERATORS["logprob"].id
+FEATURES = ("grad", "entropy", "mask", "batch_invariant")
+DEVICES = ("cpu", "cuda")
+DTYPES = ("bfloat16", "float32")
+ARCHS = ("sm80", "sm90", "gfx942")
+THIRD = ("acme", "zeta")
+
+
+def candidate(name: str, *impls: Impl, dist: str | None = None, reason: Reason | None = None) -> Candidate:
+    home = dist or (FIRST_PARTY[name][0] if name in FIRST_PARTY else f"rlkernel-{name}")
+    manifest = None if reason else Backend(name=name, api=API_VERSION, impls=impls)
+    return Candidate(name, home, "1.0", manifest, reason)
+
+
+def impl(device: str = "cpu", supports: tuple[str, ...] = (), op: str = OP, **requires: tuple[str, ...]) -> Impl:
+    return Impl(op=op, target="pkg.mod:fn", requires=Requires(device=device, **requires), supports=frozenset(supports))
+
+
+def by_name(*found: Candidate) -> dict[str, Candidate]:
+    return {c.name: c for c in found}
+
+
+impls = st.builds(
+    impl,
+    device=st.sampled_from([*DEVICES, "*"]),
+    supports=st.sets(st.sampled_from(FEATURES)).map(tuple),
+    op=st.sampled_from([OP, OP, OP, "sample@1", "logprob@2"]),
+    dtypes=st.sets(st.sampled_from(DTYPES)).map(tuple),
+    arch=st.sampled_from([(), ("sm90",), ("sm80+",), ("gfx9*",)]),
+    packages=st.sampled_from([(), ("present>=1",), ("present>=9",), ("absent",)]),
+)
+broken = st.sampled_from(
+    [Reason("load", "import-error", "raised"), Reason("api", "too-new", "9.9"), Reason("load", "invalid-manifest", "x")]
+)
+names = st.sampled_from([*FIRST_PARTY, *THIRD])
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> dict[str, Candidate]:
+    found = {}
+    for name in draw(st.sets(names)):
+        reason = draw(st.none() | st.none() | broken)
+        found[name] = candidate(name, *draw(st.lists(impls, max_size=3)), reason=reason)
+    return found
+
+
+calls = st.builds(
+    Call,
+    op=st.just(OP),
+    device=st.sampled_from(DEVICES),
+    dtype=st.none() | st.sampled_from(DTYPES),
+    grad=st.booleans(),
+    features=st.frozensets(st.sampled_from(FEATURES[1:]), max_size=2),
+    arch=st.none() | st.sampled_from(ARCHS),
+)
+orders = st.lists(st.sampled_from([AUTO, *FIRST_PARTY, *THIRD]), min_size=1, max_size=4, unique=True).map(tuple)
+policies = st.builds(OpPolicy, order=orders, fallback=st.sampled_from(["warn", "error"]))
+FACTS = Facts(packages={"present": "2.0"})
+modest = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@modest
+@given(machines(), calls, policies)
+def test_resolution_is_deterministic_and_does_not_depend_on_listing_order(machine, call, policy) -> None:
+    shuffled = dict(reversed(machine.items()))
+    assert resolve(shuffled, FACTS, call, policy) == resolve(machine, FACTS, call, policy)
+
+
+@modest
+@given(machines(), calls, policies)
+def test_nothing_outside_the_order_is_chosen(machine, call, policy) -> None:
+    chosen = resolve(machine, FACTS, call, policy).backend
+    permitted = {*policy.order, *(FIRST_PARTY if AUTO in policy.order else ())}
+    assert chosen is None or chosen in permitted
+
+
+@modest
+@given(machines(), calls, policies)
+def test_every_candidate_is_chosen_or_has_a_reason(machine, call, policy) -> None:
+    decision = resolve(machine, FACTS, call, policy)
+    accounted = {r.backend for r in decision.rejected} | {decision.backend} | set(decision.ambiguous)
+    assert set(machine) - accounted == set()
+    assert all(r.reason.slug in CODES for r in decision.rejected)
+
+
+@modest
+@given(machines(), calls, policies, st.lists(impls, max_size=2))
+def test_installing_a_third_party_that_is_not_named_changes_nothing(machine, call, policy, extra) -> None:
+    policy = OpPolicy(tuple(n for n in policy.order if n not in THIRD) or (AUTO,), policy.fallback)
+    machine = {n: c for n, c in machine.items() if n not in THIRD}
+    before = resolve(machine, FACTS, call, policy)
+    after = resolve({**machine, "acme": candidate("acme", *extra)}, FACTS, call, policy)
+    assert (after.backend, after.target, after.fell_back_from, after.ambiguous) == (
+        before.backend,
+        before.target,
+        before.fell_back_from,
+        before.ambiguous,
+    )
+    assert [r for r in after.rejected if r.backend != "acme"] == list(before.rejected)
+
+
+@modest
+@given(machines(), calls, policies)
+def test_what_is_chosen_claims_all_that_the_call_needs(machine, call, policy) -> None:
+    decision = resolve(machine, FACTS, call, policy)
+    if decision.backend is None:
+        return
+    chosen = [
+        i
+        for i in machine[decision.backend].manifest.of(call.op)
+        if call.features <= i.supports
+        and (not call.grad or "grad" in i.supports)
+        and i.requires.device in {"*", call.device}
+        and (call.dtype is None or not i.requires.dtypes or call.dtype in i.requires.dtypes)
+        and i.requires.packages in {(), ("present>=1",)}
+    ]
+    assert chosen != []
+
+
+@modest
+@given(machines(), calls)
+def test_naming_one_backend_never_runs_another(machine, call) -> None:
+    for name in machine:
+        assert resolve(machine, FACTS, call, OpPolicy((name,))).backend in {None, name}
+
+
+def test_an_impostor_of_a_first_party_name_is_not_part_of_auto() -> None:
+    machine = by_name(candidate("cuda", impl("cpu"), dist="evil-cuda"), candidate("reference", impl("*")))
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
+    assert (decision.backend, decision.rejected[0].reason.slug) == ("reference", "policy/third-party")
+
+
+def test_tiers_are_vendor_then_portable_then_reference() -> None:
+    machine = by_name(
+        candidate("reference", impl("*")), candidate("triton", impl("cuda")), candidate("cuda", impl("cuda"))
+    )
+    chosen = []
+    while machine:
+        name = resolve(machine, FACTS, Call(OP, "cuda"), OpPolicy()).backend
+        chosen.append(name)
+        del machine[name]
+    assert chosen == ["cuda", "triton", "reference"]
+
+
+def test_two_backends_of_one_tier_that_qualify_are_a_tie() -> None:
+    machine = by_name(candidate("cuda", impl("cuda")), candidate("jetson", impl("cuda")))
+    assert resolve(machine, FACTS, Call(OP, "cuda"), OpPolicy()).ambiguous == ("cuda", "jetson")
+
+
+def test_naming_one_settles_a_tie() -> None:
+    machine = by_name(candidate("cuda", impl("cuda")), candidate("jetson", impl("cuda")))
+    decision = resolve(machine, FACTS, Call(OP, "cuda"), OpPolicy(("jetson", AUTO)))
+    assert (decision.backend, decision.ambiguous, decision.fell_back_from) == ("jetson", (), None)
+
+
+def test_passing_over_a_backend_that_claims_the_device_is_a_fallback() -> None:
+    machine = by_name(candidate("cuda", impl("cuda", dtypes=("bfloat16",))), candidate("reference", impl("*")))
+    decision = resolve(machine, FACTS, Call(OP, "cuda", "float32"), OpPolicy())
+    assert (decision.backend, decision.fell_back_from) == ("reference", "cuda")
+
+
+def test_passing_over_a_backend_for_another_device_or_operator_is_no_fallback() -> None:
+    machine = by_name(
+        candidate("cuda", impl("cuda")),
+        candidate("triton", impl("cpu", op="sample@1")),
+        candidate("reference", impl("*")),
+    )
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
+    assert (decision.backend, decision.fell_back_from) == ("reference", None)
+
+
+def test_a_named_backend_that_does_not_load_is_fallen_back_from() -> None:
+    machine = by_name(
+        candidate("acme", reason=Reason("load", "import-error", "boom")), candidate("reference", impl("*"))
+    )
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme", AUTO)))
+    assert (decision.backend, decision.fell_back_from) == ("reference", "acme")
+
+
+def test_a_named_backend_that_is_not_installed_has_a_reason_with_the_pip_line() -> None:
+    decision = resolve(by_name(candidate("reference", impl("*"))), FACTS, Call(OP, "cuda"), OpPolicy(("cuda", AUTO)))
+    first = decision.rejected[0]
+    assert (first.backend, first.reason.slug, first.reason.fix) == (
+        "cuda",
+        "load/not-installed",
+        "pip install 'rlkernel[cuda]'",
+    )
+
+
+def slug_of(machine: dict[str, Candidate], call: Call, policy: OpPolicy | None = None, facts: Facts = FACTS) -> str:
+    return resolve(machine, facts, call, policy or OpPolicy(("acme",))).rejected[0].reason.slug
+
+
+def test_each_stage_refuses_with_its_own_code() -> None:
+    cpu = Call(OP, "cpu", "float32", arch="sm90")
+    table = {
+        "operator/absent": impl(op="sample@1"),
+        "operator/other-version": impl(op="logprob@2"),
+        "device/not-claimed": impl("cuda"),
+        "environment/missing-package": impl(packages=("absent",)),
+        "environment/package-version": impl(packages=("present>=9",)),
+        "arch/unsupported": impl(arch=("gfx942",)),
+        "arch/excluded": impl(arch=("sm80+",), arch_excluded=("sm90",)),
+        "dtype/unsupported": impl(dtypes=("bfloat16",)),
+    }
+    assert {code: slug_of(by_name(candidate("acme", i)), cpu) for code, i in table.items()} == {c: c for c in table}
+
+
+def test_features_and_gradients_are_refused_when_not_claimed() -> None:
+    machine = by_name(candidate("acme", impl()))
+    assert slug_of(machine, Call(OP, "cpu", features=frozenset({"entropy"}))) == "features/missing"
+    assert slug_of(machine, Call(OP, "cpu", grad=True)) == "grad/unsupported"
+
+
+def test_a_feature_that_the_policy_needs_is_refused_when_not_claimed() -> None:
+    policy = OpPolicy(("acme",), need=frozenset({"batch_invariant"}))
+    assert slug_of(by_name(candidate("acme", impl())), Call(OP, "cpu"), policy) == "features/missing"
+
+
+def test_a_lock_refuses_what_it_does_not_pin() -> None:
+    facts = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-acme 2.0")})})
+    assert slug_of(by_name(candidate("acme", impl())), Call(OP, "cpu"), facts=facts) == "policy/locked"
+    pinned = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-acme 1.0")})})
+    assert resolve(by_name(candidate("acme", impl())), pinned, Call(OP, "cpu"), OpPolicy(("acme",))).backend == "acme"
+
+
+def test_running_what_the_lock_pins_is_no_fallback() -> None:
+    machine = by_name(candidate("cuda", impl("cuda")), candidate("triton", impl("cuda")))
+    facts = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-triton 1.0")})})
+    decision = resolve(machine, facts, Call(OP, "cuda"), OpPolicy(fallback="error"))
+    assert (decision.backend, decision.fell_back_from) == ("triton", None)
+    assert [r.reason.slug for r in decision.rejected if r.backend == "cuda"] == ["policy/locked"]
+
+
+def test_an_installed_version_that_is_none_does_where_any_does() -> None:
+    facts, call = Facts(packages={"odd": "unknown"}), Call(OP, "cpu")
+    assert slug_of(by_name(candidate("acme", impl(packages=("odd>=1",)))), call, facts=facts) == (
+        "environment/package-version"
+    )
+    machine = by_name(candidate("acme", impl(packages=("odd",))))
+    assert resolve(machine, facts, call, OpPolicy(("acme",))).backend == "acme"
+
+
+def test_a_name_that_stands_twice_keeps_its_first_place() -> None:
+    machine = by_name(candidate("acme", impl()), candidate("reference", impl("*")))
+    once = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("reference", AUTO, "acme")))
+    twice = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("reference", AUTO, "reference", "acme", AUTO)))
+    assert (once.backend, once.rejected) == (twice.backend, twice.rejected)
+
+
+def test_a_failed_self_test_refuses_the_backend() -> None:
+    facts = Facts(failed_probes={"acme": Reason("probe", "crashed", "status -11")})
+    assert slug_of(by_name(candidate("acme", impl())), Call(OP, "cpu"), facts=facts) == "probe/crashed"
+
+
+def test_an_unknown_architecture_is_refused_by_nobody() -> None:
+    machine = by_name(candidate("acme", impl(arch=("sm90",))))
+    assert resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme",))).backend == "acme"
+
+
+def test_a_later_backend_that_would_do_is_outranked() -> None:
+    machine = by_name(candidate("acme", impl()), candidate("zeta", impl()))
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme", "zeta")))
+    assert [(r.backend, r.reason.slug) for r in decision.rejected] == [("zeta", "policy/outranked")]
+
+
+def test_the_second_implementation_of_a_backend_takes_what_the_first_refuses() -> None:
+    machine = by_name(candidate("acme", impl(dtypes=("bfloat16",)), impl(dtypes=("float32",))))
+    decision = resolve(machine, FACTS, Call(OP, "cpu", "float32"), OpPolicy(("acme",)))
+    assert (decision.backend, decision.fell_back_from) == ("acme", None)
+
+
+def test_the_hash_names_what_runs_and_not_what_was_refused() -> None:
+    one = resolve(by_name(candidate("acme", impl())), FACTS, Call(OP, "cpu"), OpPolicy(("acme",)))
+    two = resolve(
+        by_name(candidate("acme", impl()), candidate("zeta")), FACTS, Call(OP, "cpu"), OpPolicy(("acme", "zeta"))
+    )
+    assert one.hash == two.hash
