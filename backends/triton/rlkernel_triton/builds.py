@@ -1,0 +1,27 @@
+"""Builds: a kernel with types, constants and options, as it is launched; what the compile gate compiles offline.
+
+A module of kernels exports `builds(arch)`, every build it ships for an architecture, and stands in `MODULES`.
+Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+# Modules with a function `builds(arch: str) -> Iterable[Build]`; arch is "sm90", "gfx942", …
+MODULES: Final[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel, compiled one way."""
+
+    kernel: Any  # what triton.jit made
+    label: str  # which of the kernel's builds: "bf16, entropy"
+    types: Mapping[str, str]  # parameter -> Triton's type: "*bf16", "i64", "fp32"
+    constants: Mapping[str, Any] = field(default_factory=dict)  # parameter -> value
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()  # parameters known to be multiples of 16, as pointers and sizes mostly are

@@ -1,0 +1,44 @@
+"""What the kernels of each operator claim: one row an operator, from which both manifests are made.
+
+Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.spec import OPERATORS
+
+FLOATS: Final = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One implementation of one operator."""
+
+    target: str  # "package.module:function"
+    dtypes: tuple[str, ...] = FLOATS  # of the primary tensor; empty for any
+    without: frozenset[str] = frozenset()  # features of the spec that are not claimed
+    check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
+
+
+CLAIMS: Final[Mapping[str, Claim]] = {}
+
+
+def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: tuple[str, ...] = ()) -> Backend:
+    """A backend that offers every claim on one kind of device."""
+
+    def impl(op: str, claim: Claim) -> Impl:
+        spec: Any = OPERATORS[op]
+        return Impl(
+            op=spec.id,
+            target=claim.target,
+            requires=Requires(device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=arch_excluded),
+            supports=spec.feature_names - claim.without,
+            check=claim.check,
+        )
+
+    return Backend(name=name, api=API_VERSION, impls=tuple(impl(op, claim) for op, claim in CLAIMS.items()))

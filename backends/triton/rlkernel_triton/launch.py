@@ -1,0 +1,37 @@
+"""Before a launch: the device that the tensors are on, and whether Triton can run there.
+
+Legend as in the kernels' modules. Imports torch and Triton.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.errors import RLKernelError
+
+# Decided when Triton's decorators run, that is once, when a kernel's module is imported.
+INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
+# Given at every launch: a multiply and an add in one rounding. Triton 3.9 warns where nobody says so, and 3.10 will
+# take the other default, which would change bits.
+FUSED: Final = {"enable_fp_fusion": True}
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """The scope in which kernels on x may be launched.
+
+    Raises:
+        RLKernelError: x is on a CPU and Triton's interpreter is off.
+    """
+    if x.is_cuda:
+        return torch.cuda.device_of(x)
+    if not INTERPRETED:
+        raise RLKernelError(
+            f"Triton cannot launch kernels on {x.device}. Set TRITON_INTERPRET=1 before Triton is imported to run "
+            "them in its interpreter, or move the tensors to a GPU."
+        )
+    return nullcontext()

@@ -1,0 +1,31 @@
+"""Kernel tests run on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1; elsewhere none is collected."""
+
+import os
+
+import pytest
+import torch
+
+from rlkernel_triton.interpreted import backend as interpreted
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Nothing here runs without a GPU or the interpreter; test_kernels_interpreted.py runs it in a child."""
+    return None if INTERPRETED or torch.cuda.is_available() else collection_path.suffix == ".py"
+
+
+@pytest.fixture(scope="session")
+def device():
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def kernels_run():
+    """Calls of operators reach the kernels and nothing else."""
+    import rlkernel as rlk
+    from rlkernel_triton import backend
+
+    manifest = interpreted if INTERPRETED else backend
+    with rlk.registered(manifest), rlk.use(manifest.name, fallback="error"):
+        yield

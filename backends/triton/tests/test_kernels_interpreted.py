@@ -1,0 +1,25 @@
+"""Every file of kernel tests, in a process of its own under Triton's interpreter.
+
+Triton decides when it is imported whether it interprets, so the tests of `kernels/` run with `TRITON_INTERPRET=1` in a
+child. On a machine with a GPU run them directly: `pytest backends/triton/tests/kernels`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((Path(__file__).parent / "kernels").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_kernels_pass_in_the_interpreter(path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
