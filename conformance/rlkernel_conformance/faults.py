@@ -22,6 +22,8 @@ FAULTS: Final[Mapping[str, str]] = {
     "segfault": "the process touched memory that is not its own",
     "abort": "the process ended itself by abort",
     "timeout": "no answer within the limit",
+    "leak": "every call leaves memory, a thread, a process or an open file behind",
+    "tampering": "a clock or a function of the suite was replaced",
     "protocol_error": "the process ended, or spoke, other than a worker does",
     "killed": "the process was ended from outside",
     "unknown": "an exception that has no better name",
@@ -45,6 +47,9 @@ _WORDS: Final = (
     ("IndentationError", "syntax_error"),
     ("ImportError", "import_error"),
     ("ModuleNotFoundError", "import_error"),
+    ("cannot be imported", "import_error"),
+    ("SystemExit", "protocol_error"),
+    ("KeyboardInterrupt", "protocol_error"),
     ("Flaky", "nondeterminism"),
     ("CUDA error", "jit_error"),
     ("HIP error", "jit_error"),
@@ -54,8 +59,11 @@ _SIGNALS: Final = {
     signal.SIGBUS: "segfault",
     signal.SIGABRT: "abort",
     signal.SIGILL: "illegal_instruction",
+    signal.SIGFPE: "illegal_instruction",
     signal.SIGKILL: "killed",
 }
+# After these the process may be beyond help, on a GPU its whole context: the next clause gets another one.
+_HARMLESS: Final = frozenset({"import_error", "syntax_error", "nondeterminism", "protocol_error"})
 
 
 def of_error(error: BaseException) -> str:
@@ -66,4 +74,9 @@ def of_error(error: BaseException) -> str:
 
 def of_exit(status: int) -> str:
     """The fault of a worker that ended without a last word; `status` as subprocess gives it."""
-    return _SIGNALS.get(signal.Signals(-status), "killed") if status < 0 else "protocol_error"
+    return _SIGNALS.get(-status, "killed") if status < 0 else "protocol_error"
+
+
+def lasts(fault: str, device: str) -> bool:
+    """Whether a process that met the fault may be unfit for what comes next."""
+    return fault == "out_of_memory" or (not device.startswith("cpu") and fault not in _HARMLESS)

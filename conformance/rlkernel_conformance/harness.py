@@ -26,12 +26,13 @@ class Outcome:
     op: str
     clause: str  # "LP-08"
     title: str
-    status: str  # held | violated | fault | not_claimed | not_attacked
+    status: str  # held | violated | fault | not_claimed | not_attacked | not_run
     fault: str | None = None  # a name of faults.FAULTS, where violated or fault
     message: str = ""
     reproduce: str = ""  # a script that shows the failure alone
     executed: int = 0  # cases
     measures: dict[str, float] = field(default_factory=dict)  # worst error over tolerance, by output
+    features: tuple[str, ...] = ()  # features that its calls needed
     seconds: float = 0.0
 
     @property
