@@ -14,7 +14,8 @@
     ├── CaptureError (RuntimeError)        a graph could not be captured, or a replay would be wrong
     ├── BufferFullError (RuntimeError)     a rollout buffer has no room; nothing was written
     ├── StaleBatchError (RuntimeError)     a released rollout batch was used
-    └── SpecError (RuntimeError)           a spec function was called instead of an operator
+    ├── SpecError (RuntimeError)           a spec function was called instead of an operator
+    └── NotWrittenError (NotImplementedError)  a plugin's function is yet to be written
 
     RLKernelWarning (UserWarning)
     ├── FallbackWarning                    another backend than the first that claims the device ran
@@ -126,6 +127,10 @@ class StaleBatchError(RLKernelError, RuntimeError):
 
 class SpecError(RLKernelError, RuntimeError):
     """A spec function is the contract, not an implementation: call the operator of that name in `rlkernel`."""
+
+
+class NotWrittenError(RLKernelError, NotImplementedError):
+    """A plugin's function is yet to be written; the message names the file, and what claims and proves it then."""
 
 
 class RLKernelWarning(UserWarning):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import FallbackWarning as FallbackWarning
     from rlkernel_core.errors import LayoutError as LayoutError
     from rlkernel_core.errors import LockError as LockError
+    from rlkernel_core.errors import NotWrittenError as NotWrittenError
     from rlkernel_core.errors import PluginWarning as PluginWarning
     from rlkernel_core.errors import ResolutionError as ResolutionError
     from rlkernel_core.errors import RLKernelError as RLKernelError
@@ -139,6 +140,7 @@ _HOMES: Final = {
         "FallbackWarning",
         "LayoutError",
         "LockError",
+        "NotWrittenError",
         "PluginWarning",
         "RLKernelError",
         "RLKernelWarning",

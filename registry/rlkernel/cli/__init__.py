@@ -21,6 +21,7 @@ from rlkernel_core.errors import RLKernelError, UnknownNameError
 LOOK: Final = "See what runs"
 SETTLE: Final = "Settle what runs"
 TRY: Final = "Try it"
+EXTEND: Final = "Extend it"
 
 # command -> (module, group in the help), in the order of the help
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
@@ -33,6 +34,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "schema": ("rlkernel.cli.schema", SETTLE),
     "demo": ("rlkernel.cli.demo", TRY),
     "conformance": ("rlkernel_conformance.cli", TRY),
+    "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }
 
 MALFORMED: Final = 2  # the question or the configuration is at fault: the same for every command
