@@ -83,7 +83,7 @@ class Backend(_Claim):
     """A plugin's manifest: who it is and what it claims."""
 
     name: Name = Field(description="the entry point's name, used in `order`")
-    api: tuple[int, int] = Field(description="the plugin API it was written for: rlkernel_core.API_VERSION")
+    api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (1, 0)")
     impls: tuple[Impl, ...]
     self_test: Target | None = Field(
         default=None,

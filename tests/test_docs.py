@@ -2,8 +2,8 @@
 
 Blocks by language: `python` runs in order in one namespace per page; `console` runs each `$ rlkernel …` line and must
 print what stands below it (`...` stands for any lines); `bash` runs `rlkernel` and `python` commands and checks that
-others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate. A block with
-`file=NAME` is written to a project folder, which `bash in=project` installs.
+others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate.
+docs/write-a-backend.md installs what it writes: tests/test_new_backend_page.py runs it in an environment of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)#]+)(?:#[^)]*)?\)")
+WRITE = ROOT / "docs" / "write-a-backend.md"
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 # Take minutes or the network; what they name is checked instead.
 NOT_RUN = {"pip", "git", "cd", "make", "export", "pytest"}
@@ -63,22 +64,18 @@ def project(tmp_path, monkeypatch):
     rlk.refresh()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_block_runs(page, project, monkeypatch) -> None:
+@pytest.mark.parametrize("page", [p for p in PAGES if p != WRITE], ids=[n for n in NAMES if ROOT / n != WRITE])
+def test_every_block_runs(page, project) -> None:
     namespace: dict[str, object] = {"__name__": "docs"}
     for i, block in enumerate(blocks(page)):
-        if "file" in block.options:
-            path = project / block.options["file"]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.code)
-        elif block.language == "python":
+        if block.language == "python":
             exec(compile(block.code, f"{page.name}[{i}]", "exec"), namespace)  # our own docs
         elif block.language == "console":
             for command, expected in sessions(block.code):
                 assert_printed(run(command, project), expected)
         elif block.language == "bash":
             for command in block.code.replace("\\\n", " ").splitlines():
-                shell(command.partition("#")[0].strip(), project, block, monkeypatch)
+                shell(command.partition("#")[0].strip(), project)
         elif block.language == "toml":
             table = tomllib.loads(block.code).get("rlkernel")
             if table is not None:
@@ -119,29 +116,11 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def shell(command: str, project: Path, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def shell(command: str, project: Path) -> None:
     if not command:
         return
     words = shlex.split(command)
-    if block.options.get("in") == "project" and words[:2] == ["pip", "install"]:
-        site = project / "site"
-        install = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--target",
-            str(site),
-            ".",
-        ]
-        subprocess.run(install, check=True, cwd=project)
-        monkeypatch.syspath_prepend(str(site))
-        monkeypatch.setenv("PYTHONPATH", str(site))
-        rlk.refresh()
-    elif command.startswith(SLOW):
+    if command.startswith(SLOW):
         known = run(" ".join([*words[:2], "--help"]) if words[0] == "rlkernel" else "python -c ''", project)
         assert all(w in known for w in words[2:] if w.startswith("--")) or words[0] == "python"
     elif words[0] in {"rlkernel", "python"}:

@@ -1,0 +1,57 @@
+"""docs/write-a-backend.md from its first block to its last, in a fresh environment without a network."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import zipfile
+from pathlib import Path
+
+from tests.environments import Environment, environment
+from tests.test_docs import ROOT, Block, assert_printed, blocks, sessions
+
+__all__ = ["environment"]
+PAGE = ROOT / "docs" / "write-a-backend.md"
+
+
+def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> None:
+    folder = environment.folder
+    for i, block in enumerate(blocks(PAGE)):
+        expected = int(block.options.get("exit", "0"))
+        if block.language == "bash":
+            for command in block.code.splitlines():
+                folder = carried_out(environment, command, folder)
+        elif block.language == "console":
+            for command, printed in sessions(block.code):
+                assert_printed(said(environment, command, folder, expected), printed)
+        elif block.language == "diff":
+            edit(folder / block.options["in"], block)
+        elif block.language == "python":
+            environment.run("python", "-c", block.code, cwd=folder)
+        else:
+            assert block.language in {"text", "toml"}, i
+    with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
+        assert "rlkernel_acme/whiten.py" in wheel.namelist()
+
+
+def carried_out(environment: Environment, command: str, folder: Path) -> Path:
+    """Run a command; the working folder after it."""
+    words = shlex.split(command)
+    if words[0] == "cd":
+        return folder / words[1]
+    environment.run(*words, cwd=folder)
+    return folder
+
+
+def said(environment: Environment, command: str, folder: Path, expected: int) -> str:
+    done: subprocess.CompletedProcess[str] = environment.run(*shlex.split(command), cwd=folder, expected=expected)
+    return done.stdout
+
+
+def edit(path: Path, block: Block) -> None:
+    """Replace the lines of a diff that stay or go by those that stay or come; they stand in the file once."""
+    lines = block.code.splitlines()
+    old, new = ("\n".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name} holds {text.count(old)} times:\n{old}"
+    path.write_text(text.replace(old, new))
