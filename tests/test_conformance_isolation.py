@@ -9,9 +9,12 @@ import pytest
 import rlkernel as rlk
 from rlkernel_conformance import isolation
 from rlkernel_conformance.attack import Attack
-from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.faults import FAULTS
+from rlkernel_conformance.guardian import kin
 from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.hostile import hostiles, meet
 from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.leftovers import attacks_with_leftovers
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from tests import bad_backends
@@ -20,7 +23,7 @@ EFFORT = Profile("test", 2, 30)
 
 
 def attacks(*clauses: str) -> list[Attack]:
-    return [a for a in attacks_on("logprob") if a.clause.id in clauses]
+    return [attacks_with_leftovers("logprob")[c] for c in clauses]
 
 
 def carried_out(name: str, *clauses: str, effort: Profile = EFFORT) -> list[Outcome]:
@@ -38,37 +41,55 @@ def at_the_root(monkeypatch):
     rlk.refresh()
 
 
+@pytest.mark.parametrize("hostile", hostiles(), ids=lambda h: h.name)
+def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostile) -> None:
+    verdict = meet(hostile)
+    assert verdict.faults == (hostile.fault,) * len(hostile.clauses)
+    assert kin() == []
+
+
+def test_every_fault_that_a_cpu_can_show_is_shown_by_a_hostile_backend() -> None:
+    of_gpus = {"unsupported_arch", "shared_memory_exceeded", "illegal_access", "compile_error", "jit_error"}
+    of_chance = {"killed", "unknown", "illegal_instruction"}
+    assert {h.fault for h in hostiles()} == set(FAULTS) - of_gpus - of_chance
+
+
 def test_a_backend_that_works_holds() -> None:
-    outcomes = carried_out("works", "LP-05", "LP-06")
-    assert [(o.clause, o.status, o.executed) for o in outcomes] == [("LP-05", "held", 2), ("LP-06", "held", 2)]
+    outcomes = carried_out("works", "LP-05", "LP-06", "CO-01")
+    assert [(o.clause, o.status, o.executed) for o in outcomes] == [
+        ("LP-05", "held", 2),
+        ("LP-06", "held", 2),
+        ("CO-01", "held", 1),
+    ]
 
 
-@pytest.mark.parametrize(
-    "name, fault",
-    [
-        ("segfaults", "segfault"),
-        ("aborts", "abort"),
-        ("leaves", "protocol_error"),
-        ("lies_on_stdout", "protocol_error"),
-        ("lies_on_every_channel", "protocol_error"),
-        ("raises_import_error", "import_error"),
-    ],
-)
-def test_a_fault_has_its_name_and_the_next_clause_is_attacked(name, fault) -> None:
-    outcomes = carried_out(name, "LP-05", "LP-06")
-    assert [(o.clause, o.status, o.fault) for o in outcomes] == [("LP-05", "fault", fault), ("LP-06", "fault", fault)]
+def test_a_case_that_ends_the_process_comes_with_a_script_that_shows_it_alone(monkeypatch) -> None:
+    (outcome,) = carried_out("leaves", "LP-05")
+    ended = []
+    monkeypatch.setattr(bad_backends.os, "_exit", ended.append)
+    monkeypatch.setattr(bad_backends, "right", lambda *_, **__: None)
+    with pytest.raises(AttributeError):  # it goes on without a result
+        exec(outcome.reproduce, {})
+    assert ended == [0]
 
 
-def test_a_backend_that_hangs_is_ended() -> None:
-    (outcome,) = carried_out("hangs", "LP-05", effort=Profile("test", 2, 4))
-    assert (outcome.status, outcome.fault) == ("fault", "timeout")
+def test_a_child_of_the_tested_code_has_no_say() -> None:
+    assert [o.status for o in carried_out("goes_on_in_a_child", "LP-05", "LP-06")] == ["held", "held"]
 
 
-def test_a_backend_that_eats_memory_meets_its_limit(monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "MEMORY", 12 << 30)
-    (outcome,) = carried_out("eats_memory", "LP-05")
-    assert (outcome.status, outcome.fault) == ("fault", "out_of_memory")
+def test_a_backend_that_never_answers_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(isolation, "LOST_CAUSE", 1)
+    outcomes = carried_out("hangs", "LP-05", "LP-06", effort=Profile("test", 2, 3))
+    assert [o.fault for o in outcomes] == ["timeout", "timeout"]
+    assert outcomes[1].message.startswith("not waited for")
 
 
-def test_a_backend_that_stops_the_clock_changes_nothing_here() -> None:
-    assert [o.status for o in carried_out("stops_the_clock", "LP-05", "LP-06")] == ["held", "held"]
+def test_what_a_device_that_fails_could_not_run_is_no_fault_of_the_backend() -> None:
+    outcomes = attack_apart(Subject("reference", "logprob", "cuda:63"), attacks("LP-05", "LP-06"), EFFORT)
+    assert [(o.status, o.fault, o.failed) for o in outcomes] == [("not_run", None, False)] * 2
+    assert "cuda:63 cannot add numbers" in outcomes[0].message
+
+
+def test_features_that_calls_needed_are_told() -> None:
+    (outcome,) = attack_apart(Subject("reference", "logprob"), attacks("LP-12"), EFFORT)
+    assert outcome.features == ("entropy",)

@@ -10,7 +10,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_conformance import report as reports
-from rlkernel_conformance.harness import Outcome, carry_out, clauses_of, reproduce
+from rlkernel_conformance.harness import Outcome, carry_out, clauses_of
 from rlkernel_conformance.mutants import mutants_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.run import run
@@ -94,9 +94,9 @@ def test_a_counterexample_comes_with_a_script_that_shows_it_alone() -> None:
         subject = Subject(bug.manifest.name, "logprob")
         attack = next(a for a in clauses_of(subject)[0] if a.clause.id == "LP-12")
         with subject.chosen():
-            outcome = carry_out(subject, attack, Profile("test", 20, 60))
+            outcome = carry_out(subject, attack, Profile("test", 20, 60), manifest=bug.where)
         assert "times the tolerance" in outcome.message
         with pytest.raises(AssertionError, match="entropy"):
             exec(outcome.reproduce, {})
-    assert reproduce.__module__ in outcome.reproduce
+    assert f"manifest={bug.where!r}" in outcome.reproduce
     assert torch.is_grad_enabled()

@@ -52,9 +52,9 @@ def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed:
     if worst > 1:
         at = np.unravel_index(int(ratio.argmax()), ratio.shape)
         place = tuple(int(i) for i in at)
-        raise Violation(
-            f"{output}{list(place)} is {have[at]!r}, expected {want[at]!r}: {worst:.3g} times the tolerance"
-        )
+        found_there, expected_there = have[at].item(), want[at].item()
+        text = f"is {found_there!r}, expected {expected_there!r}: {worst:.3g} times the tolerance"
+        raise Violation(f"{output}{list(place)} {text}")
 
 
 def same_bits(output: str, found: Tensor, expected: Tensor, when: str) -> None:

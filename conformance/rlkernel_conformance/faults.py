@@ -6,6 +6,9 @@ import signal
 from collections.abc import Mapping
 from typing import Final
 
+from rlkernel.discover import brief
+from rlkernel_core.errors import ResolutionError
+
 FAULTS: Final[Mapping[str, str]] = {
     "wrong_result": "a clause does not hold",
     "nan": "a result is NaN where the contract has a number",
@@ -70,6 +73,13 @@ def of_error(error: BaseException) -> str:
     """The fault that an exception stands for."""
     text = f"{type(error).__name__}: {error}"
     return next((fault for word, fault in _WORDS if word in text), "unknown")
+
+
+def said(error: BaseException) -> str:
+    """What an exception says: its first line, and the reasons where nothing could be chosen."""
+    decision = error.decision if isinstance(error, ResolutionError) else None
+    reasons = [str(r.reason) for r in decision.rejected] if decision is not None else []
+    return "; ".join([brief(error), *reasons])
 
 
 def of_exit(status: int) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase
 
-from rlkernel.discover import brief, guarded
+from rlkernel.discover import guarded
 from rlkernel_conformance import faults
-from rlkernel_conformance.attack import ATTACKS, Attack
+from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.reproduce import script
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
     return due, rest
 
 
-def carry_out(subject: Subject, attack: Attack, profile: Profile) -> Outcome:
-    """Try to refute one clause."""
+def carry_out(subject: Subject, attack: Attack, profile: Profile, *, manifest: str | None = None) -> Outcome:
+    """Try to refute one clause; `manifest` is where the backend's stands, if it is not installed."""
     seen: list[Any] = []
     worst: dict[str, float] = {}
 
@@ -92,33 +92,8 @@ def carry_out(subject: Subject, attack: Attack, profile: Profile) -> Outcome:
     clause = attack.clause
     if error is None:
         return Outcome(subject.op, clause.id, clause.title, "held", **told)
-    told["reproduce"] = script(subject, attack, seen[-1]) if seen else ""
+    told["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""
     if isinstance(error, Violation):
         fault = "nan" if " is nan," in str(error) else "wrong_result"
         return Outcome(subject.op, clause.id, clause.title, "violated", fault, str(error), **told)
-    return Outcome(subject.op, clause.id, clause.title, "fault", faults.of_error(error), brief(error), **told)
-
-
-def script(subject: Subject, attack: Attack, case: Any) -> str:
-    """Source of a program that carries out one attack on one case."""
-    kind = type(case)
-    return (
-        "from rlkernel_conformance.harness import reproduce\n"
-        f"from {kind.__module__} import {kind.__qualname__}\n\n"
-        f"reproduce({subject.backend!r}, {attack.clause.id!r}, {case!r}, device={subject.device!r})\n"
-    )
-
-
-def reproduce(backend: str, clause: str, case: Any, *, device: str = "cpu") -> None:
-    """Carry out one attack on one case; raises what it raises, returns if the clause holds.
-
-    Raises:
-        UnknownNameError: there is no attack on this clause.
-    """
-    __import__(type(case).__module__)
-    if clause not in ATTACKS:
-        raise UnknownNameError("clause with an attack", clause, ATTACKS)
-    attack = ATTACKS[clause]
-    subject = Subject(backend, attack.op, device)
-    with subject.chosen():
-        attack.prop(subject, case)
+    return Outcome(subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.said(error), **told)

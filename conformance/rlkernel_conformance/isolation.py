@@ -6,12 +6,15 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
@@ -22,6 +25,8 @@ from rlkernel_conformance.subject import Subject
 # Address space of a worker on the CPU; torch alone maps a few GiB. A GPU process maps far more than it uses: no limit.
 MEMORY: Final = 16 << 30
 STARTING_S: Final = 60.0  # importing torch on a loaded machine
+LOST_CAUSE: Final = 3  # clauses in a row without an answer, after which the operator's others are not waited for
+_ENDING_S: Final = 3.0  # for a guardian to end what its worker has started
 
 
 def attack_apart(
@@ -34,6 +39,8 @@ def attack_apart(
 ) -> list[Outcome]:
     """Carry out attacks in worker processes; a new one is started after each that dies.
 
+    Every worker looks at its device before it loads the backend. Where that fails, what is left is `not_run`.
+
     Args:
         subject: what is attacked.
         attacks: what to carry out, in order.
@@ -44,59 +51,91 @@ def attack_apart(
     outcomes: list[Outcome] = []
     left = list(attacks)
     while left:
-        clauses = [a.clause.id for a in left]
-        for outcome in _one_worker(subject, clauses, profile, manifest):
+        for outcome in _lost(left, profile) if _hopeless(outcomes) else _one_worker(subject, left, profile, manifest):
             outcomes.append(outcome)
             watch(outcome)
             left = [a for a in left if a.clause.id != outcome.clause]
     return outcomes
 
 
-def _one_worker(subject: Subject, clauses: list[str], profile: Profile, manifest: str | None) -> Iterator[Outcome]:
+def _hopeless(outcomes: list[Outcome]) -> bool:
+    last = outcomes[-LOST_CAUSE:]
+    return len(last) == LOST_CAUSE and all(o.fault == "timeout" for o in last)
+
+
+def _lost(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
+    text = f"not waited for: the {LOST_CAUSE} clauses before gave no answer within {profile.limit_s:g} s each"
+    return (_failed(a, "timeout", text) for a in left)
+
+
+def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manifest: str | None) -> Iterator[Outcome]:
     """Outcomes of one worker, the last one a fault if it did not end as a worker does. At least one."""
-    read, write = os.pipe()
+    by_clause = {a.clause.id: a for a in attacks}
     job: dict[str, Any] = {
         "secret": secrets.token_hex(16),
         "backend": subject.backend,
         "op": subject.op,
         "device": subject.device,
         "profile": asdict(profile),
-        "clauses": clauses,
+        "clauses": list(by_clause),
         "manifest": manifest,
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }
+    with tempfile.TemporaryFile() as case:
+        worker, channel = _start(job, case)
+        current: Attack | None = None
+        healthy, limit = False, STARTING_S
+        try:
+            while True:
+                word = channel.next(limit)
+                if isinstance(word, str):  # the last it said
+                    text = _last_words(worker, word, limit)
+                    if not healthy:
+                        yield from (_not_run(a, f"no health check of {subject.device}: {text}") for a in attacks)
+                    else:  # one that never began will not begin for the other clauses either
+                        fault = _fault(worker, word)
+                        yield from (_failed(a, fault, text, case) for a in ([current] if current else attacks))
+                    return
+                if word["kind"] == "healthy":
+                    healthy = True
+                elif word["kind"] == "sick":
+                    yield from (_not_run(a, word["message"]) for a in attacks)
+                    return
+                elif word["kind"] == "unable":
+                    yield from (_failed(a, word["fault"], word["message"]) for a in attacks)
+                    return
+                elif word["kind"] == "begin":
+                    current, limit = by_clause[word["clause"]], profile.limit_s
+                elif word["kind"] == "end":
+                    told = word["outcome"]
+                    yield Outcome(**{**told, "features": tuple(told["features"])})
+                else:
+                    return
+        finally:
+            _end(worker)
+            channel.close()
+
+
+def _start(job: dict[str, Any], case: IO[bytes]) -> tuple[subprocess.Popen[bytes], _Channel]:
+    """A worker with its job, and the channel it speaks on."""
+    read, write = os.pipe()
+    path = os.pathsep.join(p or os.curdir for p in sys.path)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")} | {"PYTHONPATH": path}
     worker = subprocess.Popen(  # noqa: S603 our own interpreter and module
-        [sys.executable, "-m", "rlkernel_conformance.worker", str(write)],
-        pass_fds=(write,),
+        [sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())],
+        pass_fds=(write, case.fileno()),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=environ,
         start_new_session=True,
     )
     os.close(write)
-    channel = _Channel(read, job["secret"])
-    current, begun, done = clauses[0], False, False
-    try:
-        if worker.stdin is not None:
+    if worker.stdin is not None:
+        with suppress(BrokenPipeError):  # its silence will tell
             worker.stdin.write(json.dumps(job).encode())
             worker.stdin.close()
-        limit = STARTING_S + profile.limit_s
-        while not done:
-            word = channel.next(limit)
-            if isinstance(word, str):
-                fault = _ended(worker) if word == "closed" else word
-                # A worker that never began will not begin for the other clauses either.
-                yield from (_died(subject, c, fault, limit) for c in ([current] if begun else clauses))
-                return
-            limit = profile.limit_s
-            done = word["kind"] == "done"
-            if word["kind"] == "begin":
-                current, begun = word["clause"], True
-            elif word["kind"] == "end":
-                yield Outcome(**word["outcome"])
-    finally:
-        _end(worker)
-        os.close(read)
+    return worker, _Channel(read, job["secret"])
 
 
 class _Channel:
@@ -127,26 +166,51 @@ class _Channel:
         self.number += 1
         return word if genuine else "protocol_error"
 
+    def close(self) -> None:
+        """Listen no more."""
+        self.selector.close()
+        os.close(self.descriptor)
 
-def _died(subject: Subject, clause: str, fault: str, limit: float) -> Outcome:
-    title = next(c.title for c in subject.spec.clauses if c.id == clause)
-    text = f"no answer within {limit:g} s" if fault == "timeout" else faults.FAULTS[fault]
-    return Outcome(subject.op, clause, title, "fault", fault, text)
+
+def _failed(attack: Attack, fault: str, text: str, case: IO[bytes] | None = None) -> Outcome:
+    """A clause whose attack could not be carried out, with the case that was the last one, if any."""
+    script = ""
+    if case is not None:
+        case.seek(0)
+        script = case.read().decode(errors="replace")
+    return Outcome(attack.op, attack.clause.id, attack.clause.title, "fault", fault, text, script)
 
 
-def _ended(worker: subprocess.Popen[bytes]) -> str:
-    """The fault of a worker that closed its channel."""
-    try:
-        return faults.of_exit(worker.wait(timeout=5))
-    except subprocess.TimeoutExpired:
-        return "protocol_error"
+def _not_run(attack: Attack, text: str) -> Outcome:
+    return Outcome(attack.op, attack.clause.id, attack.clause.title, "not_run", message=text)
+
+
+def _fault(worker: subprocess.Popen[bytes], word: str) -> str:
+    """The fault of a worker that spoke no more: `word` is what the channel found."""
+    if word != "closed":
+        return word
+    return "protocol_error" if worker.returncode is None else faults.of_exit(worker.returncode)
+
+
+def _last_words(worker: subprocess.Popen[bytes], word: str, limit: float) -> str:
+    """Why a worker speaks no more, for people."""
+    if word == "timeout":
+        return f"no answer within {limit:g} s"
+    if word == "closed":
+        with suppress(subprocess.TimeoutExpired):
+            status = worker.wait(timeout=_ENDING_S)
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            return f"the process ended {how} before it had answered"
+        return "the process closed its channel"
+    return "words came on the channel that are no worker's"
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker and whatever it started."""
-    try:
-        os.killpg(worker.pid, 9)
-    except ProcessLookupError:
-        return
-    finally:
-        worker.wait()
+    """End a worker and whatever it started: by its guardian, and the whole session if that does not answer."""
+    with suppress(ProcessLookupError):
+        worker.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        worker.wait(_ENDING_S)
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()

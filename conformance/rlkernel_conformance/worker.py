@@ -1,7 +1,8 @@
-"""The process in which attacks run: python -m rlkernel_conformance.worker FD, with the job as JSON on standard input.
+"""The process in which attacks run: python -m rlkernel_conformance.worker CHANNEL CASE, the job on standard input.
 
 It speaks on a pipe of its own, one JSON line before and after every clause, each with the job's secret and a number;
-whatever the tested code prints cannot be taken for a word of it, and a process that just ends has said nothing.
+whatever the tested code prints cannot be taken for a word of it, and a process that just ends has said nothing. A
+script of the case at hand lies in a file, so that a case that ends the process can be told.
 """
 
 from __future__ import annotations
@@ -10,45 +11,52 @@ import json
 import os
 import resource
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
+from rlkernel.discover import brief, guarded
+from rlkernel_conformance import faults, guardian, health
 
-def main(descriptor: int, job: dict[str, Any]) -> None:
-    """Carry out the job's clauses in order."""
+
+def main(channel: int, case: int, job: dict[str, Any]) -> None:
+    """Carry out the job's clauses in order.
+
+    Words, by `kind`: "sick" (the device) or "healthy" first; then "unable" (the backend cannot be had at all), or
+    "begin" and "end" of each clause; "done" last, early where a fault may have left the process unfit.
+    """
     secret, number = job.pop("secret"), 0
 
-    def say(**words: Any) -> None:
+    def say(kind: str, **words: Any) -> None:
         nonlocal number
-        line = json.dumps({"secret": secret, "number": number, **words}) + "\n"
-        os.write(descriptor, line.encode())
+        line = json.dumps({"secret": secret, "number": number, "kind": kind, **words}) + "\n"
+        os.write(channel, line.encode())
         number += 1
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.register_at_fork(after_in_child=lambda: os.close(channel))  # a child of the tested code has no say
     if job["memory"]:
         resource.setrlimit(resource.RLIMIT_AS, (job["memory"], job["memory"]))
+    if complaint := health.complaint(job["device"]):
+        say("sick", message=complaint)
+        return
+    say("healthy")
 
-    import rlkernel
-    from rlkernel_conformance.clauses import attacks_on
-    from rlkernel_conformance.harness import carry_out
-    from rlkernel_conformance.profiles import Profile
-    from rlkernel_conformance.subject import Subject
+    from rlkernel_conformance.trial import Trial
 
-    planted = nullcontext()
-    if job["manifest"]:
-        module, _, name = job["manifest"].partition(":")
-        planted = rlkernel.registered(getattr(import_module(module), name))
-    attacks = {a.clause.id: a for a in attacks_on(job["op"])}
-    effort = Profile(**job["profile"])
-    subject = Subject(job["backend"], job["op"], job["device"])
-    with planted, subject.chosen():
+    with ExitStack() as scope:
+        trial, error = guarded(lambda: Trial(job, case, scope))
+        if trial is None:
+            say("unable", fault=faults.of_error(error), message=brief(error))
+            return
         for clause in job["clauses"]:
-            say(kind="begin", clause=clause)
-            say(kind="end", clause=clause, outcome=asdict(carry_out(subject, attacks[clause], effort)))
-    say(kind="done")
+            say("begin", clause=clause)
+            outcome = trial.of(clause)
+            say("end", clause=clause, outcome=asdict(outcome))
+            if outcome.fault is not None and faults.lasts(outcome.fault, job["device"]):
+                break
+    say("done")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.load(sys.stdin))
+    guardian.become_guarded()
+    main(int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin))

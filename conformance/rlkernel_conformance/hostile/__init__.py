@@ -1,0 +1,103 @@
+"""Backends that do to their process what tested code may do to it: crash it, hang it, fill it, lie to it.
+
+Each serves `logprob@1` and names the fault under which the suite must report it, in bounded time, while the run goes
+on. They prove the isolation as `mutants` proves the clauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
+from typing import Any, Final
+
+from rlkernel import policy
+from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.leftovers import attacks_with_leftovers
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.spec import OPERATORS
+
+OP: Final = "logprob"
+CLAUSES: Final = ("LP-05",)  # what each is attacked with, unless it says otherwise
+_MODULES: Final = ("processes", "results", "sources")
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A backend that misbehaves, and what the suite must call it."""
+
+    name: str
+    does: str  # one sentence
+    fault: str  # a name of faults.FAULTS
+    manifest: Backend
+    where: str  # of the manifest, "module:attribute", for a worker
+    clauses: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the suite called a hostile backend."""
+
+    hostile: Hostile
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The faults found, one a clause; "held" where none was."""
+        return tuple(o.fault or o.status for o in self.outcomes)
+
+    @property
+    def as_stated(self) -> bool:
+        """Every clause got an answer, and it was the stated one."""
+        return self.faults == (self.hostile.fault,) * len(self.hostile.clauses)
+
+
+HOSTILES: Final[dict[str, Hostile]] = {}
+
+
+def hostile(
+    fault: str, *, target: str | None = None, clauses: tuple[str, ...] = CLAUSES, limit_s: float = 30.0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a backend: its function, which has the docstring that says what it does.
+
+    Args:
+        fault: what the suite must call it.
+        target: the implementation, where it is not the function itself.
+        clauses: what it is attacked with.
+        limit_s: for one clause.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        module, name = function.__module__, function.__name__
+        function.__signature__ = signature(OPERATORS[OP].signature)  # type: ignore[attr-defined]  as every one has
+        requires = Requires(device="*", dtypes=("float32",))
+        impl = Impl(op=OPERATORS[OP].id, target=target or f"{module}:{name}", requires=requires)
+        manifest = Backend(name=f"hostile-{name.replace('_', '-')}", api=API_VERSION, impls=(impl,))
+        import_module(module).__dict__[f"{name}_manifest"] = manifest
+        does = " ".join((function.__doc__ or "").split())
+        HOSTILES[name] = Hostile(name, does, fault, manifest, f"{module}:{name}_manifest", clauses, limit_s)
+        return function
+
+    return register
+
+
+def hostiles() -> tuple[Hostile, ...]:
+    """All of them."""
+    for module in _MODULES:
+        import_module(f"rlkernel_conformance.hostile.{module}")
+    return tuple(HOSTILES.values())
+
+
+def meet(one: Hostile) -> Verdict:
+    """Attack one."""
+    attacks = attacks_with_leftovers(OP)
+    with policy.registered(one.manifest):
+        subject = Subject(one.manifest.name, OP)
+        effort = Profile("hostile", 2, one.limit_s)
+        outcomes = attack_apart(subject, [attacks[c] for c in one.clauses], effort, manifest=one.where)
+    return Verdict(one, tuple(outcomes))

@@ -1,0 +1,108 @@
+"""Backends that end, hang, fill or multiply their process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from rlkernel_conformance.hostile import hostile
+from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_core.reference.logprob import logprob as right
+
+_HOARD: Final[list[Any]] = []
+_FOR_GOOD_S: Final = 600  # longer than anybody waits
+
+
+@hostile("segfault", clauses=("LP-05", "LP-06"))
+def reads_nowhere(*args: Any, **kwargs: Any) -> Any:
+    """Reads address 0."""
+    ctypes.string_at(0)
+
+
+@hostile("abort")
+def aborts(*args: Any, **kwargs: Any) -> Any:
+    """Calls abort, as a failed assertion in C++ does."""
+    os.abort()
+
+
+@hostile("timeout", limit_s=4.0)
+def hangs(*args: Any, **kwargs: Any) -> Any:
+    """Never returns."""
+    while True:
+        time.sleep(0.1)
+
+
+@hostile("out_of_memory")
+def eats_memory(*args: Any, **kwargs: Any) -> Any:
+    """Asks for more and more memory."""
+    while True:  # address space: the pages are never touched
+        _HOARD.append(np.empty(1 << 31, np.uint8))
+
+
+@hostile("protocol_error")
+def leaves(*args: Any, **kwargs: Any) -> Any:
+    """Ends the process with status 0, as if all had gone well."""
+    os._exit(0)
+
+
+@hostile("protocol_error")
+def raises_system_exit(*args: Any, **kwargs: Any) -> Any:
+    """Raises SystemExit with status 0."""
+    sys.exit(0)
+
+
+@hostile("protocol_error")
+def raises_keyboard_interrupt(*args: Any, **kwargs: Any) -> Any:
+    """Raises KeyboardInterrupt, which no `except Exception` catches."""
+    raise KeyboardInterrupt
+
+
+@hostile("segfault")
+def hides_behind_a_child(*args: Any, **kwargs: Any) -> Any:
+    """Leaves a child in a session of its own, which holds every descriptor open, and crashes."""
+    _daemon()
+    ctypes.string_at(0)
+
+
+@hostile("leak", clauses=(CLAUSE.id,))
+def leaves_a_child(*args: Any, **kwargs: Any) -> Any:
+    """Every call forks a child that survives it, in a session of its own."""
+    _daemon()
+    return right(*args, **kwargs)
+
+
+@hostile("leak", clauses=(CLAUSE.id,))
+def leaves_a_thread(*args: Any, **kwargs: Any) -> Any:
+    """Every call starts a thread that does not end."""
+    threading.Thread(target=time.sleep, args=(_FOR_GOOD_S,), daemon=True).start()
+    return right(*args, **kwargs)
+
+
+@hostile("leak", clauses=(CLAUSE.id,))
+def leaves_a_file_open(*args: Any, **kwargs: Any) -> Any:
+    """Every call opens a file and forgets it."""
+    os.open(os.devnull, os.O_RDONLY)
+    return right(*args, **kwargs)
+
+
+@hostile("leak", clauses=(CLAUSE.id,))
+def keeps_every_result(*args: Any, **kwargs: Any) -> Any:
+    """Every call leaves 64 KiB of memory behind."""
+    _HOARD.append(torch.zeros(1 << 14))
+    return right(*args, **kwargs)
+
+
+def _daemon() -> None:
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(_FOR_GOOD_S)
+        os._exit(0)
+    os.wait()

@@ -1,0 +1,104 @@
+"""What a worker does with one clause: attack it, then ask whether the answer can be believed.
+
+A refuted case is carried out a second time (another answer is nondeterminism), the clocks and the suite's own functions
+are looked at, and the features that calls needed are noted, so that a claim without an executed case is found.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+import rlkernel
+from rlkernel.discover import guarded
+from rlkernel_conformance import leftovers
+from rlkernel_conformance.attack import Attack
+from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.harness import Outcome, carry_out
+from rlkernel_conformance.integrity import Integrity
+from rlkernel_conformance.manifests import load
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.reproduce import script
+from rlkernel_conformance.subject import Subject
+
+
+@dataclass(frozen=True)
+class Watched(Subject):
+    """A subject that notes the features its calls needed."""
+
+    needed: set[str] = field(default_factory=set, compare=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator."""
+
+        def needs() -> frozenset[str]:
+            bound = signature(self.spec.signature).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return self.spec.needs(bound.arguments)
+
+        needed, _ = guarded(needs)  # what cannot be bound is refused by the call itself
+        result = super().__call__(*args, **kwargs)
+        self.needed.update(needed or ())
+        return result
+
+
+class Trial:
+    """The subject of a job, chosen for the time of the scope, and its attacks."""
+
+    def __init__(self, job: dict[str, Any], last_case: int, scope: ExitStack) -> None:
+        self.attacks = leftovers.attacks_with_leftovers(job["op"])
+        self.profile = Profile(**job["profile"])
+        self.subject = Watched(job["backend"], job["op"], job["device"])
+        self.last_case = last_case  # descriptor of the file that tells it
+        self.case: Any = None
+        self.manifest: str | None = job["manifest"]
+        if self.manifest:
+            scope.enter_context(rlkernel.registered(load(self.manifest)))
+        scope.enter_context(self.subject.chosen())
+        self.integrity = Integrity()
+
+    def of(self, clause: str) -> Outcome:
+        """Attack one clause."""
+        attack = self.attacks[clause]
+        self.subject.needed.clear()
+        try:
+            outcome = carry_out(self.subject, self._told(attack), self.profile, manifest=self.manifest)
+        except KeyboardInterrupt:
+            text = "raised KeyboardInterrupt"
+            outcome = Outcome(
+                self.subject.op, clause, attack.clause.title, "fault", "protocol_error", text, self._script(attack)
+            )
+        if outcome.status == "violated":
+            leak = clause == leftovers.CLAUSE.id  # what is grown is grown: a second look may find another number
+            outcome = replace(outcome, fault="leak") if leak else self._again(attack, outcome)
+        if broken := self.integrity.broken():
+            text = f"replaced {', '.join(broken)}"
+            outcome = replace(outcome, status="fault", fault="tampering", message=text, reproduce=self._script(attack))
+        return replace(outcome, features=tuple(sorted(self.subject.needed)))
+
+    def _told(self, attack: Attack) -> Attack:
+        """The attack, with a script of every case written down before it is carried out."""
+
+        @wraps(attack.prop)
+        def prop(subject: Subject, case: Any) -> None:
+            self.case = case
+            os.ftruncate(self.last_case, 0)
+            os.pwrite(self.last_case, self._script(attack).encode(), 0)
+            attack.prop(subject, case)
+
+        return replace(attack, prop=prop)
+
+    def _script(self, attack: Attack) -> str:
+        return script(self.subject, attack, self.case, self.manifest)
+
+    def _again(self, attack: Attack, outcome: Outcome) -> Outcome:
+        """The outcome of a refuted clause, after a second look at its case."""
+        _, error = guarded(lambda: attack.prop(self.subject, self.case))
+        if isinstance(error, Violation) and str(error) == outcome.message:
+            return outcome
+        now = "the case holds" if error is None else str(error)
+        return replace(outcome, fault="nondeterminism", message=f"{outcome.message}; carried out again: {now}")
