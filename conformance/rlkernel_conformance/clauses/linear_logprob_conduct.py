@@ -284,10 +284,11 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
     given = case.given(subject)
 
     def outcome(hidden: Any) -> Any:
+        if "grad" not in subject.claims:
+            value = subject(**{**given, "hidden": hidden}).logprob
+            return value, value
         call, leaves = with_leaves({**given, "hidden": hidden}, ("weight",))
         out = subject(**call)
-        if "grad" not in subject.claims:
-            return out.logprob.detach(), out.logprob.detach()
         g = {"logprob": torch.ones_like(out.logprob)}
         return out.logprob.detach(), gradients({"logprob": out.logprob}, g, leaves)["hidden"]
 
