@@ -1,0 +1,161 @@
+"""Count, mean and sum of squared deviations of the tokens that count, and their whitening.
+
+Shifted and two-pass within a chunk, chunks merged in a fixed order: a constant batch has deviations of exactly 0, a
+large offset costs no precision, and a result does not depend on which program came first.
+
+Legend: B sequences · C chunks · P partial moments, four numbers each: n, shift, moved mean, m2.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from rlkernel_triton.builds import Build
+from rlkernel_triton.scan_kernels import _sequence
+
+BLOCK = 4096
+MERGED = 256  # partial moments that `merge_kernel` takes at a time
+
+
+@triton.jit
+def _merge(n1, s1, d1, q1, n2, s2, d2, q2):
+    """Moments of both together (Chan, Golub and LeVeque 1979); one without values changes nothing."""
+    n = n1 + n2
+    apart = (s2 - s1) + (d2 - d1)
+    share = n2 / tl.maximum(n, 1.0)
+    some = n1 > 0
+    between = tl.where((n1 > 0) & (n2 > 0), apart * apart * n1 * share, 0.0)
+    moved = tl.where(some, tl.where(n2 > 0, d1 + apart * share, d1), d2)
+    return n, tl.where(some, s1, s2), moved, q1 + q2 + between
+
+
+@triton.jit
+def _member(x, t, count, mask, start, MASK: tl.constexpr):
+    inside = t < count
+    if MASK:
+        inside = inside & (tl.load(mask + start + t, mask=inside, other=0) != 0)
+    return inside & (tl.abs(x) < float("inf"))
+
+
+@triton.jit
+def moments_kernel(
+    x, mask, chosen, times, ends, bounds, out, T, C, sequences,
+    MASK: tl.constexpr, CHOSEN: tl.constexpr, TIMES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Moments of a chunk of a sequence, or, packed, of a whole sequence; what is not finite does not count."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program if PACKED else program // C
+    start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    c = 0 if PACKED else (program % C).to(tl.int32)
+    to = tl.cdiv(width, SIZE) if PACKED else c + 1
+    if CHOSEN:
+        count = tl.where(tl.load(chosen + row) != 0, count, 0)
+    n, s, d, q = 0.0, 0.0, 0.0, 0.0
+    while c < to:
+        t = c * SIZE + tl.arange(0, SIZE)
+        value = tl.load(x + start + t, mask=t < count, other=0).to(tl.float32)
+        member = _member(value, t, count, mask, start, MASK)
+        weight = tl.where(member, 1.0, 0.0)
+        if TIMES:
+            weight = tl.where(member, tl.load(times + start + t, mask=member, other=0).to(tl.float32), 0.0)
+            member = weight > 0
+        total = tl.sum(weight, 0)
+        first = tl.min(tl.where(member, t, 2147483647), 0)
+        shift = tl.sum(tl.where(member & (t == first), value, 0.0), 0)
+        away = tl.where(member, value - shift, 0.0)
+        moved = tl.sum(weight * away, 0) / tl.maximum(total, 1.0)
+        left = tl.where(member, away - moved, 0.0)
+        n, s, d, q = _merge(n, s, d, q, total, shift, moved, tl.sum(weight * left * left, 0))
+        c += 1
+    tl.store(out + program * 4, n)
+    tl.store(out + program * 4 + 1, s)
+    tl.store(out + program * 4 + 2, d)
+    tl.store(out + program * 4 + 3, q)
+
+
+@triton.jit
+def merge_kernel(partial, out, P, SIZE: tl.constexpr):
+    """All partial moments, merged in an order that their number fixes."""
+    i = tl.arange(0, SIZE)
+    n = tl.zeros((SIZE,), tl.float32)
+    s, d, q = n, n, n
+    c = P * 0
+    while c < P:
+        there = c + i < P
+        at = partial + (c + i) * 4
+        n2, s2 = tl.load(at, mask=there, other=0.0), tl.load(at + 1, mask=there, other=0.0)
+        d2, q2 = tl.load(at + 2, mask=there, other=0.0), tl.load(at + 3, mask=there, other=0.0)
+        n, s, d, q = _merge(n, s, d, q, n2, s2, d2, q2)
+        c += SIZE
+    n, s, d, q = tl.reduce((n, s, d, q), 0, _merge)
+    tl.store(out, n)
+    tl.store(out + 1, s)
+    tl.store(out + 2, d)
+    tl.store(out + 3, q)
+
+
+@triton.jit
+def whiten_kernel(
+    x, y, mask, chosen, weights, moments, rstd, back, ends, bounds, T, C, sequences,
+    MASK: tl.constexpr, CHOSEN: tl.constexpr, WEIGHTS: tl.constexpr, WHITEN: tl.constexpr, BACK: tl.constexpr,
+    CARRY: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write weight (x - mean) rstd where the token counts and its sequence is chosen, else 0.
+
+    WHITEN off: weight x. BACK: the mean is added again. CARRY: tokens that do not count are transformed too.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = program if PACKED else program // C
+    start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    c = 0 if PACKED else (program % C).to(tl.int32)
+    to = tl.cdiv(width, SIZE) if PACKED else c + 1
+    shift, moved, factor, again, weight = 0.0, 0.0, 1.0, 0.0, 1.0
+    if WHITEN:
+        shift, moved, factor = tl.load(moments + 1), tl.load(moments + 2), tl.load(rstd)
+    if BACK:
+        again = tl.load(back)
+    limit = width  # tokens of a sequence that may be other than 0
+    if WEIGHTS:
+        weight = tl.load(weights + row).to(tl.float32)
+        limit = tl.where(weight != 0, limit, 0)
+    if CHOSEN:
+        limit = tl.where(tl.load(chosen + row) != 0, limit, 0)
+    while c < to:
+        t = c * SIZE + tl.arange(0, SIZE)
+        value = tl.load(x + start + t, mask=t < width, other=0).to(tl.float32)
+        member = _member(value, t, count, mask, start, MASK)
+        if CARRY:
+            masked = t >= count
+            if MASK:
+                masked = masked | (tl.load(mask + start + t, mask=t < count, other=0) == 0)
+            member = member | masked
+        result = ((value - shift) - moved) * factor + again
+        tl.store(y + start + t, tl.where(member & (t < limit), result * weight, 0.0), mask=t < width)
+        c += 1
+
+
+def builds(arch: str) -> Iterator[Build]:
+    """Every build of a module that is shipped for an architecture."""
+    sizes = {"T": "i32", "C": "i32", "sequences": "i32"}
+    shared = {"mask": "*u8", "chosen": "*u8", "ends": "*i64", "bounds": "*i64"}
+    off = {"MASK": True, "CHOSEN": True, "ENDS": False, "PACKED": False, "SIZE": BLOCK}
+    yield Build(
+        moments_kernel,
+        "padded, mask",
+        {"x": "*fp32", "times": "*fp32", "out": "*fp32", **shared, **sizes},
+        {**off, "TIMES": False},
+        num_warps=8,
+        divisible=("x", "mask", "T"),
+    )
+    yield Build(merge_kernel, "any", {"partial": "*fp32", "out": "*fp32", "P": "i32"}, {"SIZE": MERGED})
+    yield Build(
+        whiten_kernel,
+        "padded, mask",
+        {"x": "*fp32", "y": "*fp32", "weights": "*fp32", "moments": "*fp32", "rstd": "*fp32", "back": "*fp32",
+         **shared, **sizes},
+        {**off, "WEIGHTS": True, "WHITEN": True, "BACK": False, "CARRY": False},
+        num_warps=8,
+        divisible=("x", "y", "mask", "T"),
+    )  # fmt: skip
