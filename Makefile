@@ -35,8 +35,9 @@ check: $(STAMP) ## ruff and mypy
 conform: $(STAMP) ## hold the reference backend against the clauses of every operator
 	$(VENV)/bin/rlkernel conformance run reference --report conformance/reports/reference
 
-bench: $(STAMP) ## what dispatch and importing cost
-	$(RUN) benchmarks/overhead/overhead.py
+bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a toy size
+	$(VENV)/bin/rlkernel bench run --suite dispatch --size full
+	$(VENV)/bin/rlkernel bench run --size toy --peers torch,cublas,launches
 
 docs: $(STAMP) ## run every code block and command of README and docs
 	$(RUN) -m pytest -q tests/test_docs.py

@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel", ROOT / "backends"
-OURS = {"rlkernel", "rlkernel_core", "rlkernel_conformance"}
-LIBRARY = sorted([*CORE.rglob("*.py"), *REGISTRY.rglob("*.py"), *(ROOT / "conformance").rglob("*.py")])
-CONFORMANCE = ROOT / "conformance" / "rlkernel_conformance"
+OURS = {"rlkernel", "rlkernel_core", "rlkernel_conformance", "rlkernel_bench"}
+CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
+LIBRARY = sorted(path for package in (CORE, REGISTRY, CONFORMANCE, BENCH) for path in package.rglob("*.py"))
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
-# torch traces, the demo, and the proof.
-TORCH_HOMES = (CORE / "reference", CORE / "quant", REGISTRY / "torchlib", REGISTRY / "demo", CONFORMANCE)
+# torch traces, the demo, the proof, and the measuring.
+TORCH_HOMES = (CORE / "reference", CORE / "quant", REGISTRY / "torchlib", REGISTRY / "demo", CONFORMANCE, BENCH)
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
@@ -55,6 +55,11 @@ def test_the_registry_imports_no_backend_and_no_proof(path) -> None:
     modules = imports(path)
     assert {m for m in roots(modules) if m.startswith("rlkernel_") and m != "rlkernel_core"} == set()
     assert {m for m in modules if m.startswith("rlkernel_core.reference")} == set()
+
+
+@pytest.mark.parametrize("path", sorted(CONFORMANCE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_proof_imports_no_benchmark(path) -> None:
+    assert "rlkernel_bench" not in roots(imports(path))
 
 
 @pytest.mark.parametrize("path", sorted(BACKENDS.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))

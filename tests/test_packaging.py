@@ -34,9 +34,14 @@ def metadata(wheel: Path):
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_it_holds_the_three_packages_and_nothing_else(wheel) -> None:
+def test_it_holds_the_four_packages_and_nothing_else(wheel) -> None:
     roots = {n.partition("/")[0] for n in names(wheel)}
-    assert {r for r in roots if not r.endswith(".dist-info")} == {"rlkernel", "rlkernel_core", "rlkernel_conformance"}
+    assert {r for r in roots if not r.endswith(".dist-info")} == {
+        "rlkernel",
+        "rlkernel_core",
+        "rlkernel_conformance",
+        "rlkernel_bench",
+    }
     assert {n for n in names(wheel) if n.startswith("rlkernel_core") and n.endswith(".py")} == {
         str(p.relative_to(ROOT)) for p in (ROOT / "rlkernel_core").rglob("*.py")
     }

@@ -1,0 +1,265 @@
+"""Everything that a GPU has to say, in one call of at most ten minutes on a machine without a network.
+
+    python benchmarks/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
+    python benchmarks/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
+    python benchmarks/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
+
+Nothing needs to be installed but the dependencies. Distributions of the clone (rlkernel and every folder of `backends/`
+with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
+card; the benchmarks have it alone. What runs out of time is ended and said so.
+
+Writes summary.json, log.txt, tests.json, conformance-BACKEND.json and bench/results.json under --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = (".", "registry", "conformance", "benchmarks")
+NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", "hypothesis", "pytest")
+# The most wanted first: what comes last may find no time.
+SUITES = (
+    "linear_logprob", "logprob", "linear_policy_loss", "advantage", "sample", "policy_loss", "capture", "qmatmul",
+    "quantize", "lm_head_sample", "verify", "dispatch", "seeds",
+)  # fmt: skip
+LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
+CHECKING = 0.45  # share of the time for tests and conformance
+JOBS = 8  # processes that share the card
+
+
+def distributions(into: Path) -> dict[str, Path]:
+    """Write metadata of every distribution of the clone; backend -> its folder."""
+    found = {}
+    for file in (ROOT / "pyproject.toml", *sorted((ROOT / "backends").glob("*/pyproject.toml"))):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        name, version = project["name"], project["version"]
+        info = into / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+        groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+        lines = [
+            line for g, entries in groups.items() for line in (f"[{g}]", *(f"{k} = {v}" for k, v in entries.items()))
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        backends = project.get("entry-points", {}).get("rlkernel.backends", {})
+        found |= dict.fromkeys(backends, file.parent)
+    return found
+
+
+@dataclass
+class Session:
+    """One call: where things are, how long it may take, what has happened."""
+
+    out: Path
+    work: Path
+    until: float
+    environ: dict[str, str]
+    log: Any
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """Seconds until everything has to be done."""
+        return self.until - time.monotonic()
+
+    def run(self, name: str, command: list[str], limit: float, folder: Path = ROOT) -> dict[str, Any]:
+        """One process with a time limit; it and what it started are ended when that is over."""
+        start = time.monotonic()
+        step: dict[str, Any] = {"step": name, "command": command, "limit_s": round(limit)}
+        log = self.work / f"{len(self.steps)}-{abs(hash(name))}.log"
+        with log.open("wb") as said:
+            child = subprocess.Popen(  # noqa: S603 our own interpreter and source
+                command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=self.environ, start_new_session=True
+            )
+            try:
+                step["rc"] = child.wait(timeout=max(1.0, limit))
+            except subprocess.TimeoutExpired:
+                step["rc"] = "out of time"
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, 9)
+                    child.wait()
+        step["seconds"] = round(time.monotonic() - start, 1)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        self.log.write(f"\n===== {name}: {step['rc']} after {step['seconds']} s\n{text[-40000:]}\n")
+        self.log.flush()
+        print(f"{name:44} {step['rc']!s:12} {step['seconds']:6} s", flush=True)
+        self.steps.append(step)
+        return step
+
+
+def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
+    """The GPU tests of the reference and of every backend, as jobs; each returns its counts and failures."""
+    targets = {"reference": ROOT / "tests" / "test_cuda.py"}
+    targets |= {name: folder / "tests" for name, folder in folders.items() if any(folder.glob("tests/test_*.py"))}
+
+    def one(name: str, target: Path) -> dict[str, Any]:
+        report = session.work / f"{name}.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "--no-header"]
+        command += ["-p", "no:cacheprovider", f"--junit-xml={report}", str(target.relative_to(ROOT))]
+        step = session.run(f"tests of {name}", command, limit)
+        return {"name": name, "rc": step["rc"], "seconds": step["seconds"], **junit(report)}
+
+    return [lambda n=n, t=t: one(n, t) for n, t in targets.items()]
+
+
+def junit(report: Path) -> dict[str, Any]:
+    """Counts and failures of a report of pytest; nothing where it was not written."""
+    if not report.exists():
+        return {}
+    suite = next(ET.parse(report).getroot().iter("testsuite"))  # noqa: S314 written by our own pytest
+    failed = [
+        {"test": f"{case.get('classname')}::{case.get('name')}", "message": (problem.get("message") or "")[:500]}
+        for case in suite.iter("testcase")
+        for problem in (*case.findall("failure"), *case.findall("error"))
+    ]
+    return {k: int(suite.get(k) or 0) for k in ("tests", "failures", "errors", "skipped")} | {"failed": failed}
+
+
+def conformance(session: Session, backends: list[str], device: str, profile: str, limit: float) -> list[Any]:
+    """Every operator of every backend against its clauses, as jobs, each in a process of its own."""
+    import rlkernel
+    from rlkernel_core.spec import OPERATORS
+
+    jobs = []
+    for backend in backends:
+        manifest = rlkernel.policy.installed()[backend].manifest
+        claimed = {i.op.partition("@")[0] for i in manifest.impls} if manifest else set()
+        for op in (op for op in OPERATORS if op in claimed):
+            folder = session.work / "conformance" / backend / op
+            command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
+            command += ["--profile", profile, "--device", device, "--jobs", "1", "--report", str(folder)]
+            jobs.append(
+                lambda c=command, n=f"conformance of {backend} {op}": session.run(n, c, min(limit, session.left))
+            )
+    return jobs
+
+
+def merged_conformance(session: Session, backend: str) -> dict[str, Any] | None:
+    """The reports of one backend's operators as one report; what was not finished is not in it."""
+    from rlkernel_conformance.report import content_hash
+
+    files = sorted((session.work / "conformance" / backend).glob("*/report.json"))
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if not reports:
+        return None
+    operators = {op: found for report in reports for op, found in report["operators"].items()}
+    verdicts = {found["verdict"] for found in operators.values()}
+    summary = {k: sum(report["summary"][k] for report in reports) for k in reports[0]["summary"]}
+    worst = next((v for v in ("fails", "partial") if v in verdicts), "holds")
+    whole = {**reports[0], "operators": operators, "summary": summary, "verdict": worst}
+    whole["seconds"] = round(sum(report["seconds"] for report in reports), 1)
+    return {**whole, "hash": content_hash(whole)}
+
+
+def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> None:
+    """Suite after suite, alone on the card; their results as one file."""
+    from rlkernel_bench.results import read, seal, write
+
+    contents = []
+    for suite in asked.suites.split(",") if asked.suites else SUITES:
+        if session.left < 5:
+            session.steps.append({"step": f"bench {suite}", "rc": "no time left", "seconds": 0})
+            continue
+        folder = session.work / "bench" / suite
+        use = [b for b in backends if b != "reference" or suite not in LARGE] or backends
+        command = [sys.executable, "-m", "rlkernel", "bench", "run", "--suite", suite, "--size", asked.size]
+        command += ["--device", asked.device, "--backend", ",".join(use), "--out", str(folder)]
+        command += ["--peers", asked.peers] if asked.peers else []
+        command += ["--seconds", str(asked.seconds)] if asked.seconds else []
+        session.run(f"bench {suite}", command, session.left - 3)
+        if (folder / "results.json").exists():
+            contents.append(read(folder))
+    if contents:
+        whole = {k: v for k, v in contents[0].items() if k not in {"schema", "created", "hash"}}
+        whole["suites"] = [s for c in contents for s in c["suites"]]
+        whole["results"] = [r for c in contents for r in c["results"]]
+        write(seal(whole), session.out / "bench")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")))
+    parser.add_argument("--budget", type=float, default=560.0, help="seconds in all")
+    parser.add_argument("--only", default="tests,conformance,bench", help="which parts, with commas")
+    parser.add_argument("--suites", help="benchmark suites with commas, in that order")
+    parser.add_argument("--backends", help="with commas; all of the clone unless given")
+    parser.add_argument("--peers", help="as of rlkernel bench run")
+    parser.add_argument("--seconds", type=float, help="as of rlkernel bench run")
+    parser.add_argument("--size", default="full")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", default="standard", help="of conformance")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the parts that were asked for."""
+    asked = options()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"missing here: {', '.join(missing)}; bring them as wheels on PYTHONPATH")
+        return 2
+    with tempfile.TemporaryDirectory() as temporary, (asked.out / "log.txt").open("w", encoding="utf-8") as log:
+        work = Path(temporary)
+        folders = distributions(work / "dist")
+        del folders["reference"]
+        folders.pop("template", None)  # an example of a third party's
+        paths = [work / "dist", *(ROOT / p for p in PATHS), *folders.values()]
+        sys.path[:0] = [str(p) for p in paths]
+        inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited])}
+        environ.pop("TRITON_INTERPRET", None)
+        session = Session(asked.out, work, time.monotonic() + asked.budget, environ, log)
+        names = asked.backends.split(",") if asked.backends else [*folders, "reference"]
+        parts = asked.only.split(",")
+        limit = asked.budget * (CHECKING if "bench" in parts else 0.97)
+        checks = tests(session, {n: f for n, f in folders.items() if n in names}, limit) if "tests" in parts else []
+        attacks = []
+        if "conformance" in parts:
+            attacks = conformance(session, [n for n in names if n != "reference"], asked.device, asked.profile, limit)
+        found = in_parallel([*checks, *attacks], session, time.monotonic() + limit)
+        if checks:
+            kept = [report for report in found if report and "name" in report]
+            (asked.out / "tests.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        for name in names:
+            report = merged_conformance(session, name) if attacks else None
+            if report is not None:
+                (asked.out / f"conformance-{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        if "bench" in parts:
+            bench(session, asked, names)
+        summary = {"steps": session.steps, "seconds_left": round(session.left, 1)}
+        (asked.out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    return int(any(step["rc"] != 0 for step in session.steps))
+
+
+def in_parallel(jobs: list[Any], session: Session, until: float) -> list[Any]:
+    """Carry out jobs several at a time; those whose turn comes after `until` are left out and said so."""
+
+    def one(job: Any) -> Any:
+        if time.monotonic() < until:
+            return job()
+        session.steps.append({"step": "a check that found no time", "rc": "no time left", "seconds": 0})
+        return None
+
+    with ThreadPoolExecutor(max_workers=JOBS) as pool:
+        return list(pool.map(one, jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

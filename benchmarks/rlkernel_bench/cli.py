@@ -1,0 +1,214 @@
+"""`rlkernel bench`: measure, compare two measurements, turn one into a report."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from rlkernel.cli.options import Json
+from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel_core.errors import ConfigError, UnknownNameError
+
+EXAMPLES: Final = (
+    ("rlkernel bench list", "the suites, how many workloads each, and which peers are here"),
+    ("rlkernel bench run --suite logprob --size toy --peers torch", "one suite on this machine's CPU, in seconds"),
+    ("rlkernel bench run --size full --device cuda --out runs/h200", "everything, on a GPU"),
+    ("rlkernel bench compare runs/old runs/new --threshold 3%", "what got slower, larger or wrong"),
+    ("rlkernel bench report runs/h200", "report.md, results.csv and pictures beside the results"),
+)
+EXITS: Final = {
+    0: "measured; nothing regressed",
+    1: "a backend is wrong or raised, a number is below its floor, or something regressed",
+}
+_ACTIONS: Final = {"run": 0, "compare": 2, "report": 1, "list": 0}  # action -> how many words follow
+
+
+def command(
+    action: Annotated[str, typer.Argument(help="run, compare OLD NEW, report FOLDER, or list.")],
+    words: Annotated[list[str] | None, typer.Argument(help="Results: files or folders.")] = None,
+    *,
+    suite: Annotated[
+        list[str] | None, typer.Option(help="Suite; may be given several times. All, unless given.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Operator; may be given several times.")] = None,
+    work: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Only workloads with this in their name.")
+    ] = None,
+    size: Annotated[str, typer.Option(help="toy (a CPU runs it in a moment) or full.")] = "toy",
+    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    backend: Annotated[str | None, typer.Option(help="Backends with commas. All installed ones, unless given.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Peers with commas, or none. All, unless given.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="How long to measure a candidate, about; by size unless given.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.json.")] = None,
+    threshold: Annotated[str, typer.Option(help="Difference that counts as one, such as 5%.")] = "5%",
+    json: Json = False,
+) -> None:
+    """Measure operators beside their peers.
+
+    Every result is held against its definition first: what is wrong gets
+    no number. Ceilings of the machine are measured in the same run, and
+    what is faster than they allow is reported as an error.
+    """
+    if action not in _ACTIONS:
+        raise UnknownNameError("action", action, _ACTIONS)
+    given = words or []
+    if len(given) != _ACTIONS[action]:
+        raise ConfigError(f"{action} takes {_ACTIONS[action]} more word(s), got {given}; see rlkernel bench --help")
+    _need("torch", "numpy", "hypothesis")
+    if action == "list":
+        _list(json=json)
+        return
+    if action == "run":
+        fine = _run(suite, op, work, size, device, backend, peers, seconds, out, json=json)
+    elif action == "compare":
+        fine = _compare(*given, _share(threshold), json=json)
+    else:
+        fine = _report(Path(given[0]), json=json)
+    if not fine:
+        raise typer.Exit(1)
+
+
+def _need(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"rlkernel bench needs {', '.join(missing)}: pip install 'rlkernel[cpu,bench]'")
+
+
+def _share(text: str) -> float:
+    """`5%` or `0.05`."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise ConfigError(f"--threshold {text!r} is no share; write 5% or 0.05")
+    return value
+
+
+def _list(*, json: bool) -> None:
+    from rlkernel_bench.peers import PEERS
+    from rlkernel_bench.suites import SIZES, SUITES, works
+
+    counts = {name: {size: len(works([name], size)) for size in SIZES} for name in SUITES}
+    here = {p.name: {"version": p.version(), "lacking": p.lacking("cuda"), "ran": p.ran} for p in PEERS.values()}
+    if json:
+        print_json({"suites": counts, "peers": here})
+        return
+    rows = [(name, *(str(n) for n in counts[name].values()), text) for name, text in SUITES.items()]
+    print_table(("suite", *SIZES, "what it measures"), rows)
+    seen = [(n, p["version"] or "", p["lacking"] or "here", p["ran"] or "never yet") for n, p in here.items()]
+    print_table(("peer", "version", "on a GPU", "adapter seen working"), seen)
+
+
+def _run(
+    suites: list[str] | None,
+    ops: list[str] | None,
+    only: list[str] | None,
+    size: str,
+    device: str,
+    backend: str | None,
+    peers: str | None,
+    seconds: float | None,
+    out: Path | None,
+    *,
+    json: bool,
+) -> bool:
+    from rlkernel_bench.measure import Effort
+    from rlkernel_bench.results import write
+    from rlkernel_bench.run import fails, run
+    from rlkernel_bench.suites import SUITES
+    from rlkernel_core.spec import OPERATORS
+
+    for name in ops or ():
+        if name not in OPERATORS:
+            raise UnknownNameError("operator", name, OPERATORS)
+    content = run(
+        suites or list(SUITES),
+        size=size,
+        device=device,
+        ops=ops or (),
+        only=only or (),
+        use=_names(backend) or (),
+        against=[] if peers == "none" else _names(peers),
+        effort=Effort(seconds, memory=size == "full") if seconds else None,
+        watch=(lambda _: None) if json else show,
+        keep=(lambda so_far: write(so_far, out) and None) if out else (lambda _: None),
+    )
+    wrong = fails(content)
+    if json:
+        print_json(content)
+    else:
+        counts = Counter(c["status"] for r in content["results"] for c in r["candidates"])
+        typer.echo(", ".join(f"{n} {status}" for status, n in counts.items()))
+        typer.echo("".join(f"{line}\n" for line in wrong), nl=False, err=True)
+    return not wrong
+
+
+def _names(text: str | None) -> list[str] | None:
+    return [name.strip() for name in text.split(",") if name.strip()] if text else None
+
+
+def show(result: dict[str, Any]) -> None:
+    """One workload as a table."""
+    from rlkernel_bench.results import best
+
+    floor = result.get("floor", {}).get("us")
+    title = f"{result['suite']}: {result['op']} {result['work']}"
+    title += f"  (floor {floor:.4g} us)" if floor else f"  {result['message']}" if result.get("message") else ""
+    rows = []
+    for c in result["candidates"]:
+        how, spread = best(c) or ("", {})
+        share, ratio = c.get("percent_of_floor"), (c.get("times_ruler") or {}).get("median")
+        rows.append(
+            (
+                c["name"],
+                c["status"],
+                f"{spread['median']:.4g}" if spread else "",
+                f"{spread['low']:.4g} to {spread['high']:.4g}" if spread else "",
+                how,
+                f"{share:.3g} %" if share is not None else "",
+                f"{ratio:.3g}" if ratio else "",
+                plain(c["message"]),
+            )
+        )
+    columns = ("", "status", "us", "quartiles", "how", "of the floor", f"x {result.get('ruler') or 'ruler'}", "")
+    print_table(columns, rows, title=title)
+
+
+def _compare(old: str, new: str, threshold: float, *, json: bool) -> bool:
+    from rlkernel_bench.compare import compare
+    from rlkernel_bench.results import read
+
+    changes = compare(read(Path(old)), read(Path(new)), threshold)
+    if json:
+        print_json([{**vars(c), "regressed": c.regressed} for c in changes])
+    else:
+        told = [c for c in changes if c.verdict != "same"]
+        rows = [(c.verdict, c.where, c.what, c.old, c.new, f"{c.ratio:.3f}" if c.ratio else "") for c in told]
+        print_table(("", "workload", "figure", "old", "new", "new / old"), rows)
+        typer.echo(f"{len(changes)} compared, {sum(c.regressed for c in changes)} regressed")
+    return not any(c.regressed for c in changes)
+
+
+def _report(folder: Path, *, json: bool) -> bool:
+    from rlkernel_bench.plots import draw
+    from rlkernel_bench.report import as_csv, markdown, summary
+    from rlkernel_bench.results import read_all
+
+    contents: list[Any] = read_all(folder)
+    plots: list[str] = []
+    if importlib.util.find_spec("matplotlib") is not None:
+        plots = draw(contents, folder)
+    (folder / "report.md").write_text(markdown(contents, plots), encoding="utf-8")
+    (folder / "results.csv").write_text(as_csv(contents), encoding="utf-8")
+    if json:
+        print_json({"summary": summary(contents), "files": ["report.md", "results.csv", *plots]})
+    else:
+        typer.echo(f"wrote {', '.join(['report.md', 'results.csv', *plots])} in {folder}")
+    return True

@@ -1,0 +1,84 @@
+"""What a number may depend on: versions, device, driver, clocks, why the card was throttled, the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel.discover import PackageVersions
+from rlkernel.probe import device_facts
+from rlkernel_core import __version__
+
+_PACKAGES: Final = ("triton", "numpy")
+# What nvidia-smi is asked, and what the answer is called.
+_GPU_STATE: Final = {
+    "clocks.sm": "sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "clocks_throttle_reasons.active": "throttle_reasons",
+    "power.draw": "watts",
+    "power.limit": "watts_limit",
+    "temperature.gpu": "celsius",
+}
+# Bits of throttle_reasons that matter here (nvml.h, nvmlClocksEventReason*).
+THROTTLE: Final = {0x1: "idle", 0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "thermal"}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Everything but the state of the card, which changes while it is measured."""
+    import torch
+
+    versions = PackageVersions()
+    return {
+        "rlkernel": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "load": [round(x, 1) for x in os.getloadavg()],
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **{name: versions.get(name) for name in _PACKAGES},
+        **{f"device_{k}": v for k, v in device_facts(device).items() if k != "torch"},
+    }
+
+
+def commit() -> str | None:
+    """Commit of the clone this runs from, with `+` where files differ from it; None outside a clone."""
+    git, here = shutil.which("git"), Path(__file__).parent
+    if git is None:
+        return None
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run([git, "-C", str(here), *words], capture_output=True, text=True, check=False)  # noqa: S603
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = ask("rev-parse", "HEAD")
+    return head and head + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def gpu_state(device: str) -> dict[str, Any] | None:
+    """Clocks, power, temperature and throttle reasons now; None where nvidia-smi cannot say."""
+    smi = shutil.which("nvidia-smi")
+    kind, _, index = device.partition(":")
+    if smi is None or kind != "cuda":
+        return None
+    asked = [smi, f"--id={index or 0}", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20)  # noqa: S603
+    except (subprocess.SubprocessError, OSError):
+        return None
+    state = dict(zip(_GPU_STATE.values(), (word.strip() for word in done.stdout.split(",")), strict=False))
+    return {**state, "throttled_by": reasons(state.get("throttle_reasons", ""))}
+
+
+def reasons(bits: str) -> list[str]:
+    """Names of the bits of nvidia-smi's `0x0000000000000004`."""
+    try:
+        value = int(bits, 16)
+    except ValueError:
+        return []
+    return [name for bit, name in THROTTLE.items() if value & bit]

@@ -1,0 +1,304 @@
+"""One workload on one device: right or wrong first, then memory, then time, each candidate beside the others."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+
+from rlkernel.discover import brief, guarded
+from rlkernel_bench import timing
+from rlkernel_bench.candidates import Candidate
+from rlkernel_bench.ceilings import SLACK, Ceilings
+from rlkernel_bench.environment import gpu_state
+from rlkernel_bench.gates import verdict
+from rlkernel_bench.results import best
+from rlkernel_bench.timing import Spread, Stopwatch
+from rlkernel_bench.work import Goal, Inputs, Outputs, Problem, Work
+from rlkernel_conformance.memory import peak
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.tree import flatten
+
+_SETS: Final = 64  # most sets of inputs
+_PROCESSES: Final = 5  # fresh interpreters a reading each
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    seconds: float  # each candidate, each way of measuring
+    memory: bool = True  # of every workload, not only of those that ask for it
+    rested: bool = True
+
+
+@dataclass
+class Run:
+    """A candidate and what has been found out about it."""
+
+    candidate: Candidate
+    found: dict[str, Any]
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        """Carry out the workload."""
+        if self.candidate.run is None:
+            raise RLKernelError(f"{self.candidate.name} cannot run")
+        return self.candidate.run(inputs)
+
+
+def measure(
+    problem: Problem, candidates: list[Candidate], device: str, ceilings: Ceilings, effort: Effort
+) -> dict[str, Any]:
+    """The result of one workload, JSON-ready."""
+    work, watch = problem.work, Stopwatch(device)
+    sets = _sets(problem, ceilings)
+    runs = [Run(c, _said(c)) for c in candidates]
+    alive = judged(problem, sets[0], [r for r in runs if r.candidate.run is not None])
+    if work.clock == "device" and (effort.memory or work.memory_at):
+        for run in alive:
+            run.found["memory"] = memory(problem, run, device, sets[0])
+    alive = [r for r in alive if r.found["status"] in {"measured", "coarse"}]
+    if alive:
+        timed(work, watch, alive, sets, effort)
+    fits = sum(_bytes(s) for s in sets) <= 2 * ceilings.cache_bytes
+    floor = ceilings.floor_us(work.floor(work.bytes), work.floor(work.flops), work.rate, cached=fits)
+    for run in alive:
+        if run.candidate.kind != "ruler":  # which carries out another, smaller task
+            run.found.update(rates(work, run.found, floor))
+    compared(work, alive)
+    for run in alive:
+        run.found["goals"] = [g for goal in work.goals if (g := reached(goal, work, run.found, ceilings, device))]
+    return {
+        "suite": work.suite,
+        "op": work.op,
+        "work": work.name,
+        "sizes": dict(work.sizes),
+        "dtype": work.dtype,
+        "task": work.task,
+        "options": {k: str(v) for k, v in work.options.items()},
+        "why": work.why,
+        "clock": work.clock,
+        "ruler": work.ruler,
+        "floor": {"bytes": work.bytes, "flops": work.flops, "us": round(floor, 4)},
+        "goals": [asdict(g) for g in work.goals],
+        "input_sets": len(sets),
+        "gpu": gpu_state(device),
+        "candidates": [r.found for r in runs],
+    }
+
+
+def _said(c: Candidate) -> dict[str, Any]:
+    said = {"name": c.name, "kind": c.kind, "version": c.version, "status": c.status, "message": c.message}
+    return said | ({"adapter_ran": c.ran or "never"} if c.kind != "backend" else {})
+
+
+def _sets(problem: Problem, ceilings: Ceilings) -> list[Inputs]:
+    """Sets of inputs that together are more than twice the cache, so that none is met there again; at least two."""
+    first = problem.make(0)
+    if problem.work.clock != "device":
+        return [first]
+    size = _bytes(first)
+    if size > 2 * ceilings.cache_bytes:
+        return [first]
+    wanted = 2 if problem.work.options.get("hot") else 2 * ceilings.cache_bytes // max(size, 1) + 2
+    on_gpu = any(x.is_cuda for x in _tensors(first))
+    return [first, *(problem.make(i) for i in range(1, min(wanted, _SETS) if on_gpu else 2))]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for leaf in flatten(value)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _bytes(value: Any) -> int:
+    """Bytes of the distinct storages in a nested value."""
+    held = {(x.device, x.untyped_storage().data_ptr()): x.untyped_storage().nbytes() for x in _tensors(value)}
+    return sum(held.values())
+
+
+def judged(problem: Problem, inputs: Inputs, runs: list[Run]) -> list[Run]:
+    """Run each candidate once and hold its results against the definition; those that may be timed."""
+    expected, error = guarded(lambda: problem.expected(inputs))
+    if error is not None:
+        for run in runs:
+            run.found.update(status="error", message=f"the definition could not be computed: {brief(error)}")
+        return []
+    good = []
+    for run in runs:
+        outputs, error = guarded(lambda r=run: r(inputs))
+        if error is None:
+            found, error = guarded(lambda o=outputs: problem.judge(inputs, expected, o))
+        if error is not None:
+            run.found.update(status=_fault(error), message=brief(error))
+        elif found is not None:
+            peer = run.candidate.kind != "backend"
+            say = {"right": "measured", "coarse": "coarse", "wrong": "wrong"}[verdict(found, peer=peer)]
+            run.found.update(status=say, errors={k: asdict(j) for k, j in found.items()})
+            if say == "wrong":
+                worst = max(found, key=lambda k: found[k].over)
+                run.found["message"] = f"{worst} is {found[worst].over:.3g} times its tolerance off"
+            else:
+                good.append(run)
+        del outputs
+        gc.collect()
+    return good
+
+
+def _fault(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom"
+    return "refused" if isinstance(error, RLKernelError | NotImplementedError) else "error"
+
+
+def memory(problem: Problem, run: Run, device: str, inputs: Inputs) -> dict[str, Any]:
+    """Bytes at the peak of a call beyond its inputs, and without its results; at several sizes where the work asks."""
+
+    class Where:
+        """The device, as the meter wants to know it."""
+
+    Where.device = device  # type: ignore[attr-defined]
+
+    def once(given: Inputs) -> tuple[int, int] | None:
+        most, error = guarded(lambda: peak(Where, lambda: run(given)))  # type: ignore[arg-type]
+        return None if error is not None or most is None else (most[0], most[0] - _bytes(most[1]))
+
+    here = once(inputs)
+    if here is None:
+        return {"message": "could not be measured"}
+    found: dict[str, Any] = {"peak_bytes": here[0], "extra_bytes": max(0, here[1])}
+    if problem.work.memory_at is not None:
+        size, values = problem.work.memory_at
+        at: dict[str, int | None] = {}
+        for value in values:
+            smaller = cut(inputs, problem.work, size, value)
+            got = once(smaller)
+            at[str(value)] = None if got is None else max(0, got[1])
+        known = [(int(k), v) for k, v in at.items() if v is not None]
+        slope = (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]) if len(known) > 1 else None
+        found |= {f"extra_bytes_at_{size}": at, f"extra_bytes_per_{size}": slope}
+    return found
+
+
+def cut(inputs: Inputs, work: Work, size: str, value: int) -> Inputs:
+    """The inputs with that many rows: everything whose first dimension is the size, cut."""
+    n = work.sizes[size]
+    return {
+        k: x[:value] if isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == n else x for k, x in inputs.items()
+    }
+
+
+def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], effort: Effort) -> None:
+    """All the ways of measuring that mean something for the workload."""
+    if work.clock != "device":
+        for run in runs:
+            run.found[work.clock] = Spread.of(off_the_device(work, watch, run, sets[0], effort)).as_dict()
+        return
+    by_name = {r.candidate.name: r for r in runs}
+    at: dict[str, Callable[[int], Any]] = {n: lambda i, r=r: r(sets[i % len(sets)]) for n, r in by_name.items()}
+    for run in runs:  # warm: compilations and first allocations are no part of the time
+        for inputs in (*sets, sets[0]):
+            run(inputs)
+    rounds = timing.mixed(watch, at, seconds=effort.seconds, queued=work.compute_bound)
+    for name, run in by_name.items():
+        run.found["eager"] = Spread.of(list(rounds[name].values())).as_dict()
+        run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
+    if work.ruler in rounds:
+        for name, run in by_name.items():
+            shared = rounds[name].keys() & rounds[work.ruler].keys()
+            ratios = [rounds[name][i] / rounds[work.ruler][i] for i in shared]
+            run.found["times_ruler"] = Spread.of(ratios).as_dict() if ratios else None
+
+
+def off_the_device(work: Work, watch: Stopwatch, run: Run, inputs: Inputs, effort: Effort) -> list[float]:
+    """Readings of what a call costs the calling thread, or of what fresh processes say."""
+    if work.clock == "process":
+        return [1e3 * run(inputs)["milliseconds"] for _ in range(_PROCESSES)]
+    batch = int(work.options.get("batch", 20))
+    return timing.on_the_host(watch, lambda: run(inputs), seconds=effort.seconds, batch=batch)
+
+
+def alone(
+    work: Work, watch: Stopwatch, run: Callable[[int], Any], sets: list[Inputs], effort: Effort, seconds: float
+) -> dict[str, Any]:
+    """A candidate by itself: with its inputs in the cache, in a graph, rested; `seconds` is what a call takes."""
+    found: dict[str, Any] = {}
+    slow = seconds > timing.SLOW_S
+    if not work.compute_bound and _bytes(sets[0]) <= _hot(watch):
+        found["hot"] = Spread.of([watch.once(lambda: run(0)) for _ in range(3 if slow else 9)]).as_dict()
+    if watch.gpu and not work.backward and seconds <= timing.LONG_GRAPH_S:
+        found["graph"] = graphed(watch, run, len(sets), effort)
+    if watch.gpu and work.compute_bound and effort.rested and not slow:
+        found["rested"] = Spread.of(timing.rested(watch, lambda: run(0))).as_dict()
+    return found
+
+
+def _hot(watch: Stopwatch) -> int:
+    return torch.cuda.get_device_properties(watch.device).L2_cache_size if watch.gpu else 32 << 20
+
+
+def graphed(watch: Stopwatch, run: Callable[[int], Any], inputs: int, effort: Effort) -> dict[str, Any]:
+    """Time in a graph, or why there is none."""
+    with contextlib.suppress(RuntimeError):
+        watch.wait()
+    readings, error = guarded(lambda: timing.replayed(watch, run, inputs, seconds=effort.seconds))
+    if error is not None or readings is None:
+        return {"message": f"not capturable: {brief(error) if error is not None else ''}"}
+    return Spread.of(readings).as_dict()
+
+
+def rates(work: Work, found: dict[str, Any], floor: float) -> dict[str, Any]:
+    """Share of the floor, bytes and operations a second; or that the number cannot be."""
+    known = best(found)
+    if known is None or not floor or work.clock != "device":
+        return {}
+    median = known[1]["median"]
+    out: dict[str, Any] = {
+        "percent_of_floor": round(100 * floor / median, 2),
+        "gb_s": round(work.floor(work.bytes) / median / 1e3, 2),
+        "tflop_s": round(work.floor(work.flops) / median / 1e6, 3),
+    }
+    if median < SLACK * floor:
+        out["status"] = "impossible"
+        out["message"] = f"{median:.4g} us is below the floor of {floor:.4g} us: the workload or the clock is wrong"
+    return out
+
+
+def compared(work: Work, runs: list[Run]) -> None:
+    """Time above the ruler, where the ruler is what a call costs anyway; speed-up over plain torch."""
+    times = {r.candidate.name: known[1]["median"] for r in runs if (known := best(r.found))}
+    for run in runs:
+        name = run.candidate.name
+        if work.clock != "device" and work.ruler in times and name in times:
+            run.found["us_over_ruler"] = round(times[name] - times[work.ruler], 4)
+        if "torch" in times and name in times:
+            run.found["speedup_over_torch"] = round(times["torch"] / times[name], 4)
+
+
+def reached(goal: Goal, work: Work, found: Mapping[str, Any], ceilings: Ceilings, device: str) -> dict[str, Any] | None:
+    """A goal, how far this candidate is, and whether that is enough; None where it is not judged."""
+    known = best(found)
+    elsewhere = goal.device and goal.device not in _device_name(device)
+    other = goal.variant and found["name"].rpartition(":")[2] != goal.variant
+    if known is None or found["kind"] != "backend" or elsewhere or other:
+        return None
+    median = known[1]["median"]
+    have: float | None = {
+        "us": median,
+        "times": (found.get("times_ruler") or {}).get("median"),
+        "over": found.get("us_over_ruler"),
+        "of copy": work.floor(work.bytes) / (median / 1e6) / ceilings.copy,
+        "MiB": found.get("memory", {}).get("extra_bytes", 0) / 2**20 if "memory" in found else None,
+    }[goal.unit]
+    if have is None:
+        return None
+    met = have >= goal.number if goal.unit == "of copy" else have <= goal.number
+    return {**asdict(goal), "have": round(have, 4), "met": met}
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"

@@ -1,0 +1,141 @@
+"""What one writes without a library: plain torch, operator by operator. The base of every speed-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlkernel_bench.peers import Peer
+from rlkernel_bench.work import Call, Inputs, Outputs, Work
+
+LONGEST_LOOP = 16384  # steps of a Python loop over time; beyond, a call takes seconds
+
+
+def logprob(work: Work) -> Call:
+    """log_softmax in fp32, then gather."""
+    entropy = work.options.get("entropy", False)
+
+    def run(given: Inputs) -> Outputs:
+        law = torch.log_softmax(given["logits"].float(), -1)
+        out = {"logprob": law.gather(-1, given["ids"][:, None]).squeeze(-1)}
+        return out | ({"entropy": -(law.exp() * law).sum(-1)} if entropy else {})
+
+    return run
+
+
+def linear_logprob(work: Work) -> Call:
+    """The logits in the dtype of the model, then the above."""
+    law = logprob(work)
+    return lambda given: law({"logits": given["hidden"] @ given["weight"].t(), "ids": given["ids"]})
+
+
+def grpo(logprob: Any, old: Any, advantages: Any, mask: Any, low: float = 0.2, high: float = 0.2) -> Any:
+    """Clipped surrogate, mean over tokens; [B, T]."""
+    ratio = (logprob - old).exp()
+    gain = advantages[:, None]
+    loss = -torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
+    return torch.where(mask, loss, 0.0).sum() / mask.sum()
+
+
+def policy_loss(work: Work) -> Call:
+    """Clipped surrogate, with k3 against a reference where the work has one."""
+    beta = float(work.options.get("kl_coef", 0.0))
+
+    def run(given: Inputs) -> Outputs:
+        loss = grpo(given["logprob"], given["old_logprob"], given["advantages"], given["mask"])
+        if beta:
+            q = given["ref_logprob"] - given["logprob"]
+            loss = loss + beta * torch.where(given["mask"], q.exp() - 1 - q, 0.0).sum() / given["mask"].sum()
+        return {"loss": loss}
+
+    return run
+
+
+def linear_policy_loss(work: Work) -> Call:
+    """Logits, log_softmax, gather, loss."""
+
+    def run(given: Inputs) -> Outputs:
+        logits = given["hidden"] @ given["weight"].t()
+        found = torch.log_softmax(logits.float(), -1).gather(-1, given["ids"][..., None]).squeeze(-1)
+        return {"loss": grpo(found, given["old_logprob"], given["advantages"], given["mask"])}
+
+    return run
+
+
+def advantage(work: Work) -> Call:
+    """GAE as trainers write it, a loop over time; GRPO by reshaping."""
+    if work.options["kind"] == "grpo":
+        return _grpo_advantage
+    if work.sizes["T"] > LONGEST_LOOP:
+        raise NotImplementedError(f"a Python loop over {work.sizes['T']} steps takes seconds a call")
+    gamma, lam = float(work.options["gamma"]), float(work.options["lam"])
+
+    def run(given: Inputs) -> Outputs:
+        rewards, values, mask = given["rewards"], given["values"], given["mask"]
+        after, running, found = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0]), []
+        for t in reversed(range(rewards.shape[1])):
+            step = rewards[:, t] + gamma * after - values[:, t]
+            running = torch.where(mask[:, t], step + gamma * lam * running, running)
+            after = torch.where(mask[:, t], values[:, t], after)
+            found.append(running)
+        advantages = torch.where(mask, torch.stack(found[::-1], 1), 0.0)
+        return {"advantages": advantages, "returns": torch.where(mask, advantages + values, 0.0)}
+
+    return run
+
+
+def _grpo_advantage(given: Inputs) -> Outputs:
+    grouped = given["rewards"].view(-1, given["group"])
+    scaled = (grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-6)
+    return {"advantages": scaled.view(-1)}
+
+
+def sample(work: Work) -> Call:
+    """Sort, cut, softmax, inverse of the cumulative sum by exponential noise."""
+    k, p = int(work.options.get("top_k", 0)), float(work.options.get("top_p", 1.0))
+
+    def run(given: Inputs) -> Outputs:
+        x = given["logits"].float()
+        if not k and p >= 1:
+            return {"token": _race(torch.softmax(x, -1))}
+        ordered, ids = x.sort(-1, descending=True)
+        if k:
+            ordered[:, k:] = -torch.inf
+        law = torch.softmax(ordered, -1)
+        law = torch.where(law.cumsum(-1) - law >= p, 0.0, law)
+        return {"token": ids.gather(-1, _race(law)[:, None]).squeeze(-1)}
+
+    return run
+
+
+def _race(law: Any) -> Any:
+    """An index of each row with its probability, without a host synchronisation."""
+    return (law / torch.empty_like(law).exponential_()).argmax(-1)
+
+
+def lm_head_sample(work: Work) -> Call:
+    """Logits, then the above."""
+    draw = sample(work)
+    return lambda given: draw({"logits": given["hidden"] @ given["weight"].t()})
+
+
+PEERS = (
+    Peer(
+        "torch",
+        "torch",
+        ("torch",),
+        {
+            "logprob": logprob,
+            "linear_logprob": linear_logprob,
+            "policy_loss": policy_loss,
+            "linear_policy_loss": linear_policy_loss,
+            "advantage": advantage,
+            "sample": sample,
+            "lm_head_sample": lm_head_sample,
+        },
+        "written here",
+        ("cpu", "cuda"),
+        ran="CPU, torch 2.13",
+    ),
+)

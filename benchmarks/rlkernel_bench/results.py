@@ -1,0 +1,85 @@
+"""Results as a file: JSON with a schema number, everything a reader needs to repeat it, and a hash against edits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel_core.errors import ConfigError
+
+SCHEMA: Final = 1
+FILE: Final = "results.json"
+
+# status of a candidate -> what it says
+STATUSES: Final = {
+    "measured": "right by the spec's tolerances, and timed",
+    "coarse": "a peer, timed: outside the spec's tolerances, within those of rounded logits",
+    "wrong": "outside its tolerances: no number",
+    "absent": "not installed, or not importable; the message says what is missing",
+    "refused": "does not take this call; the message says why",
+    "error": "raised",
+    "oom": "out of memory",
+    "impossible": "faster than the floor: an error of the benchmark",
+}
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """Over everything but the hash itself."""
+    rest = {k: v for k, v in content.items() if k != "hash"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """With schema, date and hash."""
+    content = {"schema": SCHEMA, "created": datetime.now(UTC).isoformat(timespec="seconds"), **content}
+    return {**content, "hash": content_hash(content)}
+
+
+def write(content: Mapping[str, Any], folder: Path) -> Path:
+    """Write FOLDER/results.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return folder / FILE
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Results from a file or its folder, with the hash checked.
+
+    Raises:
+        ConfigError: no such file, no results of this schema, or changed after they were written.
+    """
+    file = path / FILE if path.is_dir() else path
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        schema, said = content["schema"], content["hash"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} holds no results of rlkernel bench: {error!r}") from error
+    if schema != SCHEMA:
+        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads {SCHEMA}")
+    if said != content_hash(content):
+        raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
+    return content
+
+
+def read_all(folder: Path) -> list[dict[str, Any]]:
+    """Every results file in a folder and the folders in it, oldest first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = sorted([*folder.glob(FILE), *folder.glob(f"*/{FILE}"), *folder.glob("*.results.json")])
+    if not files:
+        raise ConfigError(f"{folder} holds no {FILE}; rlkernel bench run --out {folder} writes one")
+    return sorted((read(file) for file in files), key=lambda content: str(content["created"]))
+
+
+def best(timed: Mapping[str, Any]) -> tuple[str, Mapping[str, float]] | None:
+    """The figure a candidate is known by: in a graph where that was measured, else eager; None without a number."""
+    for how in ("graph", "host", "process", "eager"):
+        if timed.get(how) and "median" in timed[how]:
+            return how, timed[how]
+    return None

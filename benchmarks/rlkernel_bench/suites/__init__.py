@@ -1,0 +1,59 @@
+"""The tables of workloads, one module a suite: `WORKS` by size, and `problem(work, device)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Final
+
+from rlkernel_bench.work import Problem, Work
+from rlkernel_core.errors import UnknownNameError
+
+# suite -> what it measures
+SUITES: Final[Mapping[str, str]] = {
+    "logprob": "log-probabilities and entropy from logits",
+    "linear_logprob": "the same from hidden states and the head, held against cuBLAS's logits",
+    "policy_loss": "losses over log-probabilities",
+    "linear_policy_loss": "head, log-probability and loss with its gradients",
+    "advantage": "scans over tokens, statistics over groups",
+    "sample": "drawing tokens",
+    "lm_head_sample": "drawing tokens from hidden states",
+    "verify": "speculative decoding",
+    "qmatmul": "products with quantised weights",
+    "quantize": "quantising weights on the device",
+    "capture": "replaying graphs",
+    "dispatch": "what a call costs beyond its kernel, and importing",
+    "seeds": "the workloads of the systems rlkernel builds on",
+}
+SIZES: Final = ("toy", "full")
+
+
+def module(suite: str) -> ModuleType:
+    """The module of a suite.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
+    if suite not in SUITES:
+        raise UnknownNameError("suite", suite, SUITES)
+    return import_module(f"{__name__}.{suite}")
+
+
+def works(suites: Iterable[str], size: str, ops: Iterable[str] = ()) -> list[Work]:
+    """Workloads of suites at a size, of some operators where any are named.
+
+    Raises:
+        UnknownNameError: no such suite or size.
+    """
+    if size not in SIZES:
+        raise UnknownNameError("size", size, SIZES)
+    wanted = set(ops)
+    found = [work for suite in suites for work in module(suite).WORKS[size]]
+    return [w for w in found if not wanted or wanted & set(w.op.split(","))]
+
+
+def problem(work: Work, device: str) -> Problem:
+    """A workload made ready for a device."""
+    made: Problem = module(work.suite).problem(work, device)
+    return made

@@ -1,0 +1,66 @@
+"""quantize: the weights of a rollout engine after every update; one read of the weight, one write of the codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+import rlkernel as rlk
+from rlkernel_bench.suites.common import Draw
+from rlkernel_bench.work import Goal, Inputs, Judgment, Outputs, Problem, Work
+
+# A weight within 2^-20 of a border between two codes may get either: about that share of them.
+_BORDER = 1e-4
+_BITS = {"int4_g128": 4 + 16 / 128, "int4_g64": 4 + 16 / 64, "nf4": 4 + 32 / 64, "fp8_channel": 8.0}
+
+
+def _work(N: int, K: int, form: str, why: str = "") -> Work:
+    # 3.2 TB/s of the 4.3 that a copy reaches
+    goals = (Goal(3.2 / 4.3, "of copy", "H200"),) if form.startswith("int4") else ()
+    floor = f"2*N*K + N*K*{_BITS[form]}/8"
+    sizes = {"N": N, "K": K}
+    return Work("quantize", "quantize", sizes, "bfloat16", "forward", {"format": form}, floor, goals=goals, why=why)
+
+
+WORKS: Mapping[str, tuple[Work, ...]] = {
+    "toy": (_work(64, 128, "int4_g64"), _work(64, 128, "nf4")),
+    "full": (
+        *(_work(28672, 4096, form, "Llama-3 8B, gate and up") for form in ("int4_g128", "nf4", "fp8_channel")),
+        _work(4096, 14336, "int4_g128", "Llama-3 8B, down"),
+    ),
+}
+
+
+def make(work: Work, device: str, seed: int) -> Inputs:
+    """A weight, and the storage that it is quantised into again and again, as a rollout engine does."""
+    draw = Draw(device, seed)
+    weight = draw.normal(work.sizes["N"], work.sizes["K"], std=0.02, dtype=work.dtype)
+    with rlk.use("reference"):
+        out = rlk.quantize(weight * 0.5, work.options["format"])
+    return {"weight": weight, "out": out}
+
+
+def problem(work: Work, device: str) -> Problem:
+    """See `rlkernel_bench.suites`."""
+    form = work.options["format"]
+
+    def call(given: Inputs) -> Outputs:
+        return dict(rlk.quantize(given["weight"], form, out=given["out"]).parts)
+
+    def expected(given: Inputs) -> dict[str, torch.Tensor]:
+        with rlk.use("reference"):
+            return dict(rlk.quantize(given["weight"], form).parts)
+
+    def judge(_given: Inputs, want: dict[str, torch.Tensor], found: Outputs) -> dict[str, Judgment]:
+        out = {}
+        for name, expected_part in want.items():
+            if name in found:
+                have = found[name]
+                other = float((have.view(torch.uint8) != expected_part.view(torch.uint8)).double().mean())
+                limit = _BORDER if name in {"codes", "packed", "qweight"} or have.dtype == torch.uint8 else 0.0
+                out[name] = Judgment(other, other / limit if limit else (torch.inf if other else 0.0))
+        return out or {"peer": Judgment(0.0, torch.inf, 0.0)}
+
+    return Problem(work, partial(make, work, device), {"": call}, expected, judge)
