@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 # Modules with a function `builds(arch: str) -> Iterable[Build]`; arch is "sm90", "gfx942", …
-MODULES: Final[tuple[str, ...]] = ()
+MODULES: Final[tuple[str, ...]] = (
+    "rlkernel_triton.kept_bits",
+    "rlkernel_triton.law_kernel",
+    "rlkernel_triton.logprob_kernels",
+    "rlkernel_triton.moments_kernels",
+    "rlkernel_triton.scan_builds",
+    "rlkernel_triton.top_ids",
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 
 FLOATS: Final = ("bfloat16", "float16", "float32")
+REALS: Final = (*FLOATS, "bool", "int16", "int32", "int64", "int8", "uint8")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,14 @@ class Claim:
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
 
 
-CLAIMS: Final[Mapping[str, Claim]] = {}
+CLAIMS: Final[Mapping[str, Claim]] = {
+    "logprob": Claim("rlkernel_triton.logprob:logprob"),
+    "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
+    "affine_suffix_scan": Claim(
+        "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
+    ),
+    "whiten": Claim("rlkernel_triton.whitening:whiten", REALS, check="rlkernel_triton.whitening:fits"),
+}
 
 
 def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: tuple[str, ...] = ()) -> Backend:

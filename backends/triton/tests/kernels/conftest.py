@@ -1,7 +1,9 @@
 """Kernel tests run on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1; elsewhere none is collected."""
 
 import os
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,4 +30,12 @@ def kernels_run():
 
     manifest = interpreted if INTERPRETED else backend
     with rlk.registered(manifest), rlk.use(manifest.name, fallback="error"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def silent_arithmetic():
+    """Under the interpreter numpy would warn of every infinity; kernels mean IEEE arithmetic."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         yield

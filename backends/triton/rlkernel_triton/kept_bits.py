@@ -1,0 +1,92 @@
+"""The kept ids of a truncated law as bits, one for each id of each row: [N, V / 8] bytes, a sixteenth of bf16 logits.
+
+Made without host synchronisation; an id kept twice sets one bit twice.
+
+Legend: N rows · V vocabulary · nnz kept ids in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel_core.spec.logprob import Support
+from rlkernel_triton.builds import Build
+from rlkernel_triton.launch import FUSED, on_device_of
+
+ENTRIES: Final = 256  # kept ids that one program places at a time
+WARPS: Final = 4
+
+
+class Kept(NamedTuple):
+    """Which ids each row keeps."""
+
+    bits: Tensor  # [N, B] int32 words of 32 ids, lowest bit first
+    bad: Tensor  # [N] bool: a kept id lies outside of the whole vocabulary
+
+    @property
+    def bytes(self) -> Tensor:
+        """[N, 4 B] uint8."""
+        return self.bits.view(torch.uint8)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from row to row."""
+        return 4 * self.bits.shape[1]
+
+
+@triton.jit(do_not_specialize=["nnz"])
+def place(ids, offsets, first, bits, bad, nnz, V, whole, words, ENTRIES: tl.constexpr):
+    """Set the bits of one row; `first` holds the first id of this shard."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.maximum(tl.load(offsets + row).to(tl.int64), 0)
+    stop = tl.minimum(tl.load(offsets + row + 1).to(tl.int64), nnz)
+    offset = tl.load(first)
+    size = tl.load(whole)
+    wrong = tl.zeros([ENTRIES], tl.int32)
+    for begin in range(start, stop, ENTRIES):
+        at = begin + tl.arange(0, ENTRIES)
+        inside = at < stop
+        id = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
+        wrong = wrong | (inside & ((id < 0) | (id >= size))).to(tl.int32)
+        id -= offset
+        here = inside & (id >= 0) & (id < V)
+        id = tl.where(here, id, 0)
+        tl.atomic_or(bits + row * words + id // 32, (1 << (id % 32)).to(tl.int32), mask=here, sem="relaxed")
+    tl.store(bad + row, tl.max(wrong, axis=0).to(tl.int8))
+
+
+def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tensor | None = None) -> Kept:
+    """Place every kept id.
+
+    Args:
+        support: kept ids per row; entries beyond the last offset are ignored.
+        V: size of the vocabulary, or of this rank's shard.
+        whole: 0-dim, size of the whole vocabulary where it is split over ranks.
+        first: 0-dim, first id of this rank's shard.
+    """
+    offsets, ids = support.offsets.contiguous(), support.ids.contiguous()
+    N, words = offsets.shape[0] - 1, -(-V // 32)
+    bits = torch.zeros(N, words, dtype=torch.int32, device=ids.device)
+    bad = torch.empty(N, dtype=torch.bool, device=ids.device)
+    size = torch.full((), V, dtype=torch.int64, device=ids.device) if whole is None else whole
+    begin = torch.zeros((), dtype=torch.int64, device=ids.device) if first is None else first
+    if N:
+        with on_device_of(ids):
+            place[(N,)](
+                ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], V, size, words, ENTRIES=ENTRIES,
+                num_warps=WARPS, **FUSED,
+            )  # fmt: skip
+    return Kept(bits, bad)
+
+
+def builds(arch: str) -> Iterator[Build]:
+    """One."""
+    pointers = {"ids": "*i64", "offsets": "*i64", "first": "*i64", "bits": "*i32", "bad": "*i8", "whole": "*i64"}
+    sizes = {"nnz": "i32", "V": "i32", "words": "i32"}
+    yield Build(place, "int64", {**pointers, **sizes}, {"ENTRIES": ENTRIES}, WARPS)

@@ -1,0 +1,140 @@
+"""The kernel that joins the parts of a row and says what they mean: log-probability, lse, entropy, kept mass.
+
+Shared by logits, by hidden states and a head, and by the shards of a vocabulary: whoever swept the parts, they are
+joined here in their order, as rlkernel_core.reference.row_statistics.law does it.
+
+Legend: N rows · P parts of a row · W the next power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import triton
+import triton.language as tl
+
+from rlkernel_triton.arithmetic import log1p, softplus, tree_sum
+from rlkernel_triton.builds import Build
+
+CELLS: Final = 512  # parts that a program holds: as many rows, of as many parts, as that allows
+MOST_ROWS: Final = 32
+WARPS: Final = 4
+SAVED: Final = 6  # planes kept for the gradient: top, log total, mean, 1 - p, top and log total of the kept
+
+
+@triton.jit
+def joined(parts, at, there, plane, first, T, LOG: tl.constexpr):
+    """(top, total) of [R, W] parts whose planes stand at `first` and after it; also each part's weight and shift."""
+    top = tl.load(parts + first * plane + at, mask=there, other=float("-inf"))
+    total = tl.load(parts + (first + 1) * plane + at, mask=there, other=0.0)
+    best = tl.max(top, axis=1)
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    shift = (top - safe[:, None]) / T[:, None]
+    weight = tl.exp(shift)
+    return best, tree_sum(total * weight, LOG), total, weight, tl.maximum(shift, -1000.0)
+
+
+@triton.jit
+def with_target(top, total, target, T):
+    """The sums with the chosen id among them: top, log of the total, and what else the mean needs."""
+    best = tl.maximum(top, target)
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    shift, own = (top - safe) / T, (target - safe) / T
+    scale, weight = tl.exp(shift), tl.exp(own)
+    scaled = total * scale
+    # where the chosen id is the largest its weight is 1, and log1p keeps what the others add
+    log_total = tl.where(target >= top, log1p(scaled), tl.log(scaled + weight))
+    log_total = tl.where((best == float("-inf")) & (total == 0.0), float("-inf"), log_total)  # NaN stays NaN
+    return best, log_total, scaled, weight, tl.maximum(shift, -1000.0), tl.maximum(own, -1000.0), scale
+
+
+@triton.jit(do_not_specialize=["N", "P", "whole"])  # bits must not depend on N
+def law(
+    parts,  # [planes, N, P]
+    ids,  # [N]
+    mask,  # [N], read where HAS_MASK
+    bad_kept,  # [N], read where SUPPORT
+    T,  # [N] where HAS_T, else a number
+    logprob,  # [N] results
+    lse,
+    entropy,
+    mass,
+    invalid,
+    saved,  # [6, N]
+    N,
+    P,
+    whole,  # size of the whole vocabulary
+    HAS_MASK: tl.constexpr,
+    HAS_T: tl.constexpr,
+    SUPPORT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Results of some rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < N
+    counted = inside
+    if HAS_MASK:
+        counted = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
+    if HAS_T:
+        t = tl.load(T + row, mask=counted, other=1.0).to(tl.float32)
+    else:
+        t = tl.full([ROWS], 1.0, tl.float32) * T
+    t = tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    id = tl.load(ids + row, mask=counted, other=0).to(tl.int64)
+    nowhere = (id < 0) | (id >= whole)
+    bad = counted & nowhere
+    if SUPPORT:
+        bad = bad | (counted & (tl.load(bad_kept + row, mask=counted, other=0) != 0))
+    column = tl.arange(0, WIDTH)
+    there = counted[:, None] & (column < P)[None, :]
+    at = row.to(tl.int64)[:, None] * P + column[None, :]
+    plane = N.to(tl.int64) * P
+    target = tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG)
+    target = tl.where(nowhere, float("-inf"), target)
+    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, t, LOG)
+    best, log_total, scaled, own_weight, moved, own, scale = with_target(top, total, target, t)
+    broken = best == float("inf")  # +inf has no softmax
+    log_total = tl.where(broken, float("nan"), log_total)
+    tl.store(lse + row, tl.where(counted, tl.where(broken, best, best / t + log_total), 0.0), mask=inside)
+    tl.store(saved + row, best, mask=inside)
+    tl.store(saved + N + row, log_total, mask=inside)
+    if MOMENT:
+        moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
+        moment = tree_sum((moments + totals * shift) * weight, LOG)
+        mean = ((moment + total * moved) * scale + own * own_weight) / (scaled + own_weight)
+        tl.store(saved + 2 * N + row, mean, mask=inside)
+        tl.store(entropy + row, tl.where(counted, log_total - mean, 0.0), mask=inside)
+    if SUPPORT:
+        top, total, _, _, _ = joined(parts, at, there, plane, 4, t, LOG)
+        lost_top, lost_total, _, _, _ = joined(parts, at, there, plane, 6, t, LOG)
+        kept_top, kept_log_total, _, _, _, _, _ = with_target(top, total, target, t)
+        tl.store(saved + 4 * N + row, kept_top, mask=inside)
+        tl.store(saved + 5 * N + row, kept_log_total, mask=inside)
+        lost = (lost_top - kept_top) / t + tl.log(lost_total) - kept_log_total
+        value = tl.where(bad | broken, float("nan"), 0.0 - softplus(lost))
+        tl.store(mass + row, tl.where(counted, value, 0.0), mask=inside)
+    gap = (top - target) / t + tl.log(total)
+    value = tl.where(bad | broken, float("nan"), 0.0 - softplus(gap))
+    tl.store(logprob + row, tl.where(counted, value, 0.0), mask=inside)
+    tl.store(saved + 3 * N + row, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)  # 1 - p without cancelling
+    tl.store(invalid + row, bad.to(tl.int8), mask=inside)
+
+
+def rows_of_a_program(width: int) -> int:
+    """How many rows a program joins; speed only, bits do not depend on it."""
+    return max(1, min(MOST_ROWS, CELLS // width))
+
+
+def builds(arch: str) -> Iterator[Build]:
+    """As many parts as a row of logits has, and as a head's tiles make."""
+    outputs = dict.fromkeys(("parts", "logprob", "lse", "entropy", "mass", "saved"), "*fp32")
+    sizes = {"N": "i32", "P": "i32", "whole": "i64"}
+    rest = {"ids": "*i64", "mask": "*i1", "bad_kept": "*i1", "T": "*fp32", "invalid": "*i1"}
+    for parts in (8, 1024):
+        flags = {"HAS_MASK": True, "HAS_T": True, "SUPPORT": True, "MOMENT": True}
+        width = {"ROWS": rows_of_a_program(parts), "WIDTH": parts, "LOG": parts.bit_length() - 1}
+        yield Build(law, f"{parts} parts", {**outputs, **sizes, **rest}, {**flags, **width}, WARPS)
