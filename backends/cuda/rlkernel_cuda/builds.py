@@ -1,0 +1,100 @@
+"""Builds of every kernel that ships, as they are launched: what the tests compile offline for sm_90a.
+
+Imports Triton; no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Final
+
+from triton.experimental.gluon import language as gl
+
+from rlkernel_cuda import row_kernels as rows
+from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
+from rlkernel_cuda.variants import LOGITS, Tile
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel, compiled one way."""
+
+    kernel: Any  # what triton.jit or gluon.jit made
+    label: str
+    types: Mapping[str, str]  # parameter -> Triton's type
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+
+
+_LOGITS_TYPES: Final = {
+    "target": "*i32",
+    "count": "*i32",
+    **dict.fromkeys(("bias", "row_scale", "tops", "sums", "chosen", "coef"), "*fp32"),
+    **dict.fromkeys(("first_row", "N", "V", "stride", "k_tiles"), "i32"),
+    **dict.fromkeys(("cap", "cap_in"), "fp32"),
+}
+
+
+def described(row_count: int, cols: int) -> str:
+    """Triton's type of a TMA descriptor of bf16."""
+    return f"tensordesc<bf16[{row_count}, {cols}],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+
+
+def logits(tile: Tile, mode: int, *, bias: bool = False, cap: bool = False, counted: bool = False) -> Build:
+    """One build of the logits kernel."""
+    label = " ".join(
+        [
+            ["STATS", "SAVE", "GRAD"][mode],
+            *(n for n, on in zip(("bias", "cap", "counted"), (bias, cap, counted), strict=True) if on),
+        ]
+    )
+    return Build(
+        logits_kernel,
+        label,
+        {
+            **_LOGITS_TYPES,
+            "x_desc": described(tile.rows, tile.depth),
+            "w_desc": described(tile.cols, tile.depth),
+            "out_desc": described(tile.rows, tile.depth if mode == STATS else tile.cols // 2),
+        },
+        {
+            "NC": tile.consumers,
+            "BM": tile.rows,
+            "BN": tile.cols,
+            "BK": tile.depth,
+            "STAGES": tile.stages,
+            "GROUP_M": tile.group,
+            "MODE": mode,
+            "BIAS": bias,
+            "CAP": cap,
+            "COUNTED": counted,
+        },
+    )  # fmt: skip
+
+
+def builds() -> Iterator[Build]:
+    """Everything that a call may launch."""
+    for mode, bias, cap, counted in product((STATS, SAVE, GRAD), (False, True), (False, True), (False, True)):
+        yield logits(LOGITS, mode, bias=bias, cap=cap, counted=counted)
+    vectors = ("target", "chosen", "row_scale", "inverse", "logprob", "lse", "entropy", "lse2", "mean2", "missed")
+    floats = {**dict.fromkeys((*vectors, "tops", "sums", "coef", "own", "g_logprob", "g_lse", "g_entropy"), "*fp32")}
+    types = {
+        **floats,
+        "target": "*i32",
+        "count": "*i32",
+        "place": "*i64",
+        "cap": "fp32",
+        **dict.fromkeys(("saved", "dz", "x", "out"), "*bf16"),
+    }  # fmt: skip
+    yield Build(rows.join_kernel, "join", types, {"ROWS": 32, "TILES": 32})
+    yield Build(rows.gather_kernel, "gather", types, {"COLS": 1024})
+    yield Build(rows.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})
+    yield Build(rows.clear_kernel, "clear", types, {"BM": 128, "ROWS": 64, "COLS": 256})
+    for counted in (False, True):
+        yield Build(rows.chosen_kernel, f"chosen counted={counted}", types, {"ROWS": 256, "COUNTED": counted})
+        for cap in (False, True):
+            some = {"CAP": cap, "COUNTED": counted}
+            yield Build(rows.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
+            yield Build(rows.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})

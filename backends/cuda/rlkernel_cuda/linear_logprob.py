@@ -1,0 +1,267 @@
+"""linear_logprob@1 on Hopper: every logit matmul is one Gluon kernel that ends in the row's statistics or in dz.
+
+The logits stay fp32 accumulators; what is saved or passed on is bf16(y - tile max) and dz. dX and dW are cuBLAS matmuls
+over slices of dz with fp32 accumulation and one rounding. plan.py says how a call is cut and what memory it takes.
+
+Legend: N rows · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reasons import Reason
+from rlkernel_core.reference.row_selection import choose, refuse_second_derivative, selected
+from rlkernel_core.reference.row_statistics import temperatures
+from rlkernel_core.spec.linear_logprob import check
+from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_cuda import plan
+from rlkernel_cuda.back import Back
+from rlkernel_cuda.head import (
+    LOG2E,
+    Head,
+    Law,
+    aligned,
+    coefficients,
+    from_saved,
+    gather_rows,
+    order,
+    readable,
+    statistics,
+)
+
+# A head whose rows TMA cannot read is copied at every call; above this the portable kernels are the better choice.
+COPY_LIMIT: Final = 64 << 20
+
+
+def fits(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    support: Support | None = None,
+    backward: str = "auto",
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> Reason | None:
+    """Refuses a large head that would have to be copied, and sizes beyond 32-bit coordinates."""
+    if not aligned(weight) and 2 * weight.shape[0] * weight.shape[1] > COPY_LIMIT:
+        return Reason(
+            "shape",
+            "unsupported",
+            f"TMA reads rows that are contiguous and start at multiples of 16 bytes; weight {list(weight.shape)} with "
+            f"strides {list(weight.stride())} would have to be copied",
+            "store the head contiguously, with D a multiple of 8",
+        )
+    if max(ids.numel(), weight.shape[0]) >= 2**30:
+        return Reason("shape", "unsupported", f"{ids.numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates")
+    return None
+
+
+def linear_logprob(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V, D]
+    ids: Tensor,  # [...]
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,  # [...]
+    entropy: bool = False,
+    support: Support | None = None,
+    backward: str = "auto",
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LogprobResult:
+    """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
+
+    `plan.choose` states the extra memory. Rows that count are gathered, so masked ones cost neither forward nor
+    recomputed logits; `support`, `group` and weights of another dtype are not claimed.
+    """
+    check(
+        hidden,
+        weight,
+        ids,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        mask=mask,
+        entropy=entropy,
+        support=support,
+        backward=backward,
+        max_workspace_bytes=max_workspace_bytes,
+        group=group,
+    )
+    for name, value in (("support", support), ("group", group)):
+        if value is not None:
+            raise ArgumentError(name, type(value).__name__, "is not claimed by this implementation", "Leave it out.")
+    rows, N = ids.shape, ids.numel()
+    flat = hidden.reshape(N, hidden.shape[-1])
+    mask = None if mask is None else mask.reshape(-1)
+    chosen = choose(ids.reshape(-1), mask, weight.shape[0], None)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    cut = _plan(hidden, flat, weight, bias, mask, backward, max_workspace_bytes, wanted=wanted) if N else None
+    T = temperatures(temperature, rows, torch.float32, hidden.device)
+    out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+        flat, weight, bias, chosen.ids, T, mask, softcap, logit_scale, entropy, wanted, cut
+    )
+    logprob, lse, H = out
+    return LogprobResult(
+        logprob=logprob.view(rows),
+        lse=lse.view(rows),
+        entropy=None if H is None else H.view(rows),
+        invalid=chosen.invalid.view(rows),
+    )
+
+
+def _plan(
+    whole: Tensor,  # [..., D] as the caller gave it
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    mode: str,
+    limit: int | None,
+    *,
+    wanted: bool,
+) -> plan.Plan:
+    """How the call is cut.
+
+    Raises:
+        ArgumentError: no way to cut it fits in the limit; the message names the least.
+    """
+    copied = 0 if bias is None else 16 * weight.shape[0]  # in fp32, its gradient and a slice's share of that
+    if hidden.data_ptr() != whole.data_ptr():  # its leading dimensions could not be joined in place
+        copied += hidden.nbytes
+    for x in (weight,) if mask is not None else (hidden, weight):
+        copied += 0 if aligned(x) else 2 * x.shape[0] * plan.round_up(x.shape[1], 8)
+    size = plan.Size(
+        N=hidden.shape[0],
+        V=weight.shape[0],
+        D=weight.shape[1],
+        of_hidden=wanted and hidden.requires_grad,
+        of_weight=wanted and weight.requires_grad,
+        masked=mask is not None,
+        copied=copied,
+    )
+    found = plan.choose(size, mode=mode, backward=wanted, limit=limit)
+    if found is None:
+        need = plan.least(size, mode=mode, backward=wanted).bytes
+        remedy = f"Pass at least {need}" + (", or backward='recompute'." if mode == "save" else ", or None.")
+        raise ArgumentError("max_workspace_bytes", limit, f"is below what backward={mode!r} needs here, {need}", remedy)
+    return found
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """Log-probability, lse and entropy of every row, with their analytic gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, D]
+        weight: Tensor,  # [V, D]
+        bias: Tensor | None,  # [V]
+        ids: Tensor,  # [N]; -1: none
+        T: Tensor,  # [N]
+        mask: Tensor | None,  # [N]
+        softcap: float | None,
+        logit_scale: float,
+        entropy: bool,
+        wanted: bool,
+        cut: plan.Plan | None,  # None: there are no rows
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.cut, ctx.scalars = cut, (hidden.shape[1], softcap, logit_scale)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if cut is None:
+            ctx.save_for_backward(hidden, weight, bias)
+            return T, T.clone(), T.clone() if entropy else None
+        head = _head(hidden, weight, bias, ids, T, mask, softcap, logit_scale)
+        ctx.saved = None
+        if cut.save:
+            size = plan.Size(ids.shape[0], *weight.shape)
+            tops = T.new_empty(size.tiles, plan.round_up(size.N, plan.ROWS))
+            ctx.saved = hidden.new_empty(size.N, size.pitch), tops
+        law = statistics(head, cut.forward_rows, *(ctx.saved or ()))
+        if wanted:
+            ctx.save_for_backward(*head.tensors(), *law.tensors(), ids, mask)
+        # Results are tensors of their own: the law is read again on the way back, whatever becomes of them.
+        out = [law.logprob, law.lse, law.entropy if entropy else None]
+        if head.position is None or mask is None:
+            return tuple(None if x is None else x.clone() for x in out)
+        return tuple(None if x is None else torch.where(mask, x[head.position], 0.0) for x in out)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_logprob")
+        wanted = ctx.needs_input_grad[:3]
+        rest = (None,) * 8
+        if ctx.cut is None:
+            return *(
+                torch.zeros_like(x) if want else None for x, want in zip(ctx.saved_tensors, wanted, strict=True)
+            ), *rest
+        saved_tensors = ctx.saved_tensors
+        of_head, of_law, (ids, mask) = (
+            saved_tensors[: Head.TENSORS],
+            saved_tensors[Head.TENSORS : -2],
+            saved_tensors[-2:],
+        )
+        head, law = Head.of(of_head, *ctx.scalars), Law(*of_law)
+        g = selected((*upstream, None), ids, mask)[:3]
+        g = tuple(law.lse.new_zeros(ids.shape[0]) if x is None else x.contiguous() for x in g)
+        if head.place is not None:
+            g = tuple(x[head.place] for x in g)
+        coef = coefficients(head, law, g)
+        saved, ctx.saved = ctx.saved, None  # dz overwrites what was saved: a second pass makes the logits again
+        back = Back(head, coef, *wanted)
+        if saved is not None:
+            back.at_once(from_saved(head, coef, *saved))
+        else:
+            back.by_slices(ctx.cut.block, ctx.cut.width, apart=ctx.cut.apart)
+        return back.hidden, back.weight, None if back.bias is None else back.bias.to(ctx.bias_dtype), *rest
+
+
+def _head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    T: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+) -> Head:
+    target, place, position, count = ids.to(torch.int32), None, None, None
+    if mask is not None:
+        count, place, position = order(mask)
+        x = gather_rows(hidden, place, count)
+        target, T = target[place], torch.where(mask, T, 1.0)[place]
+    else:
+        x = readable(hidden)
+    return Head(
+        x=x,
+        w=readable(weight),
+        bias=None if bias is None else bias.to(torch.float32, copy=True).contiguous(),
+        target=target,
+        row_scale=(LOG2E if softcap is not None else LOG2E * logit_scale) / T,
+        inverse=logit_scale / T,
+        count=count,
+        place=place,
+        position=position,
+        D=hidden.shape[1],
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )

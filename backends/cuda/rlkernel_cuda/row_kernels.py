@@ -1,0 +1,236 @@
+"""Around the logits kernel: what joins the tiles of a row, and what makes the gradient of its saved logits.
+
+Plain Triton. The parts of a row join in the order of its tiles, whatever the number of rows.
+
+    y   logit, capped where there is a cap, before scale and temperature        z = y * s2, in base-2 units
+
+Legend: N rows · V vocabulary · D hidden · tiles of BN columns.
+"""
+
+import triton
+import triton.language as tl
+
+from rlkernel_triton.arithmetic import log1p, softplus
+
+LN2 = tl.constexpr(0.6931471805599453)
+FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no part
+
+
+@triton.jit(do_not_specialize=["N", "stride"])
+def join_kernel(
+    tops,  # [tiles, stride] largest y of a tile
+    sums,  # [tiles, 2, N] sum of 2^(z - top), and of that times z - top, without the chosen id
+    chosen,  # [N] y of the chosen id
+    target,  # [N] the chosen id; -1: none
+    row_scale,  # [N] s2
+    logprob,  # [N] and so are all that follow
+    lse,
+    entropy,
+    lse2,
+    mean2,  # the mean of z under the law
+    missed,  # 1 - p of the chosen id, without cancellation
+    N,
+    tiles,
+    stride,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The law of each row. Grid: rows over ROWS."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    s2 = tl.load(row_scale + rows, mask=live, other=1.0)
+    M = tl.full([ROWS], FAR, tl.float32)
+    S = tl.zeros([ROWS], tl.float32)
+    A = tl.zeros([ROWS], tl.float32)
+    for first in range(0, tiles, TILES):
+        at = first + tl.arange(0, TILES).to(tl.int64)
+        ok = (at < tiles)[:, None] & live[None, :]
+        m = tl.load(tops + at[:, None] * stride + rows[None, :], mask=ok, other=FAR)
+        where = sums + at[:, None] * (2 * N) + rows[None, :]
+        s = tl.load(where, mask=ok, other=0.0)
+        a = tl.load(where + N, mask=ok, other=0.0)
+        top = tl.maximum(M, tl.max(m, 0))
+        d = (m - top[None, :]) * s2[None, :]
+        e = tl.exp2(d)
+        k = tl.exp2((M - top) * s2)
+        A = k * (A + S * ((M - top) * s2)) + tl.sum(e * (a + s * d), 0)
+        S = k * S + tl.sum(e * s, 0)
+        M = top
+    nobody = M <= 0.5 * FAR  # no id but the chosen one takes part
+    has = tl.load(target + rows, mask=live, other=-1) >= 0
+    y = tl.where(has, tl.load(chosen + rows, mask=live, other=0.0), -float("inf"))
+    forbidden = y <= 0.5 * FAR
+    z = tl.where(forbidden, FAR, y * s2)
+    others = tl.where(nobody, FAR, M * s2)
+    S = tl.where(nobody, 0.0, S)
+    A = tl.where(nobody, 0.0, A)
+    top = tl.maximum(others, z)
+    k = tl.where(nobody, 0.0, tl.exp2(others - top))
+    own = tl.where(forbidden, 0.0, tl.exp2(z - top))
+    A = k * (A + S * tl.where(nobody, 0.0, others - top)) + own * tl.where(forbidden, 0.0, z - top)
+    rest = k * S
+    total = rest + own
+    log_total = tl.where(z >= others, log1p(rest), tl.log(total))
+    # No law: every logit is -inf, or one is +inf or NaN. NaN passes through the sums by itself.
+    lawless = nobody & forbidden
+    infinite = (float("inf") == M) | (y == float("inf"))
+    x = (others - z) * LN2 + tl.log(S)
+    p = tl.where(nobody, 0.0, tl.where(forbidden, -float("inf"), 0.0 - softplus(x)))
+    other = tl.where(nobody, 0.0, tl.where(forbidden, 1.0, 1.0 / (1.0 + tl.exp(-x))))
+    nan = float("nan")
+    broken = lawless | infinite | (x != x) & ~nobody & ~forbidden | (total != total) | (s2 != s2) | (y != y)
+    tl.store(logprob + rows, tl.where(broken | ~has, nan, p), mask=live)
+    total_lse = tl.where(s2 != s2, nan, top * LN2 + log_total)
+    total_lse = tl.where(lawless, -float("inf"), tl.where(infinite, float("inf"), total_lse))
+    tl.store(lse + rows, total_lse, mask=live)
+    tl.store(entropy + rows, tl.where(broken, nan, log_total - A / total * LN2), mask=live)
+    tl.store(lse2 + rows, tl.where(broken, nan, top + log_total / LN2), mask=live)
+    tl.store(mean2 + rows, tl.where(broken, nan, top + A / total), mask=live)
+    tl.store(missed + rows, tl.where(broken, nan, other), mask=live)
+
+
+@triton.jit(do_not_specialize=["N", "stride"])
+def coefficient_kernel(
+    g_logprob,  # [N] upstream gradients, and so are the next two
+    g_lse,
+    g_entropy,
+    target,  # [N] and so are all that follow
+    chosen,
+    row_scale,
+    inverse,  # logit_scale / T
+    logprob,
+    lse2,
+    mean2,
+    missed,
+    coef,  # [4, stride]: lse2, ca, cb, and the gradient of the chosen id's own entry
+    count,  # rows that hold something; the rest gets a gradient of 0 whatever it holds
+    N,
+    stride,
+    cap,
+    CAP: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """What a row's law and upstream gradients make of its logits: dz = 2^(y s2 - lse2) (ca + cb y)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    stored = rows < N
+    live = stored
+    if COUNTED:
+        live = live & (rows < tl.load(count))
+    g = tl.load(g_logprob + rows, mask=live, other=0.0)
+    q = tl.load(g_lse + rows, mask=live, other=0.0)
+    h = tl.load(g_entropy + rows, mask=live, other=0.0) * LN2
+    s2 = tl.load(row_scale + rows, mask=live, other=0.0)
+    inv = tl.load(inverse + rows, mask=live, other=0.0)
+    mean = tl.load(mean2 + rows, mask=live, other=0.0)
+    log_p = tl.load(logprob + rows, mask=live, other=0.0)
+    y = tl.load(chosen + rows, mask=live, other=0.0)
+    tl.store(coef + rows, tl.load(lse2 + rows, mask=live, other=3e38), mask=stored)
+    tl.store(coef + stride + rows, (q - g + h * mean) * inv, mask=stored)
+    tl.store(coef + 2 * stride + rows, -h * inv * s2, mask=stored)
+    p = tl.exp(log_p)
+    rise = tl.where(p > 0, p * (q + h * (mean - y * s2)), 0.0)
+    own = (rise + g * tl.load(missed + rows, mask=live, other=0.0)) * inv
+    if CAP:
+        own *= tl.where(y <= 0.5 * FAR, 0.0, 1.0 - y * y * (1.0 / (cap * cap)))
+    tl.store(coef + 3 * stride + rows, own, mask=stored)
+
+
+@triton.jit(do_not_specialize=["top_stride", "stride"])
+def saved_kernel(
+    saved,  # [N, pitch] bf16(y - tile max), overwritten by its gradient
+    tops,  # [tiles, top_stride]
+    row_scale,  # [N]
+    coef,  # [4, stride]
+    count,  # rows that hold something; the rest gets zeros
+    V,
+    pitch,
+    top_stride,
+    stride,
+    cap,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    LOOP: tl.constexpr,
+    CAP: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """Saved logits to their gradient, in place; the chosen id's entry becomes 0. Grid: rows, tiles over TILES LOOP."""
+    row = tl.program_id(0)
+    dead = False
+    if COUNTED:
+        dead = row >= tl.load(count)
+    s2 = tl.load(row_scale + row)
+    lse2 = tl.load(coef + row)
+    ca = tl.load(coef + stride + row)
+    cb = tl.load(coef + 2 * stride + row)
+    for i in range(LOOP):
+        tiles = (tl.program_id(1) * LOOP + i) * TILES + tl.arange(0, TILES)
+        cols = tiles[:, None] * BN + tl.arange(0, BN)[None, :]
+        at = saved + row.to(tl.int64) * pitch + cols
+        m = tl.load(tops + tiles.to(tl.int64) * top_stride + row, mask=tiles * BN < V, other=0.0)
+        y = tl.load(at, mask=cols < V, other=0.0).to(tl.float32) + m[:, None]
+        dz = tl.exp2(y * s2 - lse2) * (ca + cb * y)
+        if CAP:
+            dz *= tl.where(y <= 0.5 * FAR, 0.0, 1.0 - y * y * (1.0 / (cap * cap)))
+        dz = tl.where(dead, 0.0, dz)
+        tl.store(at, dz.to(tl.bfloat16), mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["N", "first_row", "first", "width"])
+def chosen_kernel(
+    dz,  # [N, pitch] gradient of a slice of the vocabulary
+    target,  # [N]
+    own,  # [N] gradient of the chosen id's own entry
+    count,
+    first_row,
+    N,
+    pitch,
+    first,
+    width,
+    ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """The chosen id's own entry, where it lies in this slice."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    if COUNTED:
+        live = live & (first_row + rows < tl.load(count))
+    t = tl.load(target + rows, mask=live, other=-1) - first
+    live = live & (t >= 0) & (t < width)
+    value = tl.load(own + rows, mask=live, other=0.0)
+    tl.store(dz + rows.to(tl.int64) * pitch + t, value.to(tl.bfloat16), mask=live)
+
+
+@triton.jit(do_not_specialize=["N", "first_row", "width"])
+def clear_kernel(
+    dz, count, first_row, N, pitch, width, BM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Zeros in the rows of whole tiles of BM that the logits kernel skipped. Grid: rows over ROWS, columns over COLS."""
+    worked = tl.cdiv(tl.maximum(tl.load(count) - first_row, 0), BM) * BM
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(0) * ROWS + ROWS > worked:
+        cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        ok = ((rows >= worked) & (rows < N))[:, None] & (cols < width)[None, :]
+        at = dz + rows.to(tl.int64)[:, None] * pitch + cols[None, :]
+        tl.store(at, tl.zeros([ROWS, COLS], tl.bfloat16), mask=ok)
+
+
+@triton.jit
+def gather_kernel(x, place, count, out, D, x_stride, out_stride, COLS: tl.constexpr):
+    """Rows in the order of `place`, those from `count` on as zeros. Grid: rows of the result, columns over COLS."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    width = tl.where(row < tl.load(count), D, 0)
+    source = tl.load(place + row)
+    value = tl.load(x + source * x_stride + cols, mask=cols < width, other=0.0)
+    tl.store(out + row * out_stride + cols, value, mask=cols < out_stride)
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def scatter_kernel(x, place, count, first_row, out, D, x_stride, COLS: tl.constexpr):
+    """Rows back where `place` took them from, in the dtype of the result; rows from `count` on become zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    width = tl.where(first_row + row < tl.load(count), D, 0)
+    value = tl.load(x + row * x_stride + cols, mask=cols < width, other=0.0)
+    tl.store(out + tl.load(place + row) * D + cols, value.to(out.dtype.element_ty), mask=cols < D)

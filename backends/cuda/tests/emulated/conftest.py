@@ -1,0 +1,86 @@
+"""The cuda backend's host code and row kernels on CPU tensors, with its Gluon kernel replaced by the same in torch.
+
+Runs in a process with TRITON_INTERPRET=1, which test_emulated.py starts. It proves how a call is cut and what is done
+with the logits kernel's results; of that kernel itself it proves nothing, which needs a GPU (test_gpu_*.py).
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FAR = -1e30
+
+
+def pytest_ignore_collect(collection_path, config):
+    return None if INTERPRETED else collection_path.suffix == ".py"
+
+
+def logits_kernel(head, mode, rows, ids, tile, out, vectors, stride):
+    """What `rlkernel_cuda.head._launch` makes of the accumulators, in fp32 torch."""
+    x, w = head.x[rows].float(), head.w[ids].float()
+    width = min(x.shape[1], w.shape[1])
+    worked = x.shape[0]
+    if head.count is not None:
+        block = tile.consumers * tile.rows
+        worked = min(worked, -(-max(int(head.count) - rows.start, 0) // block) * block)
+    y = x[:worked, :width] @ w[:, :width].T
+    s2 = head.row_scale[rows][:worked, None]
+    if head.bias is not None:
+        y = y + head.bias[ids]
+        y = torch.where(y == -torch.inf, FAR, y)
+    bend = 1.0
+    if head.softcap is not None:
+        capped = head.softcap * torch.tanh(y * head.logit_scale / head.softcap)
+        bend = torch.where(y <= FAR, 0.0, 1 - (capped / head.softcap) ** 2)
+        y = torch.where(y <= FAR, FAR, capped)
+    if mode == 2:
+        c = vectors["coef"]
+        base = c.as_strided((3, worked), (stride, 1), c.storage_offset())
+        lse2, ca, cb = (v[:, None] for v in base)
+        out[:worked] = (torch.exp2(y * s2 - lse2) * (ca + cb * y) * bend).to(out.dtype)
+        return
+    target = head.target[rows][:worked].long()
+    has = target >= 0
+    row = torch.arange(worked)
+    vectors["chosen"][:worked] = torch.where(has, y[row, target.clamp_min(0)], vectors["chosen"][:worked])
+    y[row[has], target[has]] = FAR
+    tiles = -(-y.shape[1] // tile.cols)
+    y = torch.nn.functional.pad(y, (0, tiles * tile.cols - y.shape[1]), value=FAR).view(worked, tiles, tile.cols)
+    m = y.nan_to_num(nan=FAR, posinf=torch.inf, neginf=-torch.inf).amax(2)
+    d = (y - m[..., None]) * s2[..., None]
+    e = torch.exp2(d)
+    tops = vectors["tops"]
+    tops.as_strided((tiles, worked), (stride, 1), tops.storage_offset()).copy_(m.T)
+    sums = vectors["sums"].as_strided((tiles, 2, worked), (2 * x.shape[0], x.shape[0], 1))
+    sums[:, 0] = e.sum(2).T
+    sums[:, 1] = torch.where(e > 0, e * d, e * 0).sum(2).T
+    if mode == 1:
+        V = w.shape[0]
+        out[:worked] = (y - m[..., None]).flatten(1)[:, :V].to(out.dtype)
+
+
+def matmul(a, b, out_dtype=None, out=None):
+    made = a.float() @ b.float()
+    return made if out is None else out.copy_(made)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    from rlkernel_cuda import back, head
+
+    class Torch:
+        """torch, with cuBLAS's fp32 results of bf16 operands."""
+
+        mm = staticmethod(matmul)
+
+        @staticmethod
+        def addmm(c, a, b, out_dtype, out):
+            return out.copy_(c + a.float() @ b.float())
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(head, "_launch", logits_kernel)
+    monkeypatch.setattr(back, "torch", Torch())

@@ -1,0 +1,150 @@
+"""linear_logprob of the cuda backend against float64, every option and every kind of plan, kernels emulated."""
+
+import pytest
+import torch
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reference.linear_logprob import linear_logprob as reference
+from rlkernel_cuda import plan
+from rlkernel_cuda.linear_logprob import linear_logprob
+
+# The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+OPTIONS = {
+    "plain": {},
+    "scale and temperature": {"logit_scale": 0.5, "temperature": 0.7},
+    "temperature per row": {"temperature": "rows"},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 4.0},
+    "all": {"bias": True, "softcap": 4.0, "logit_scale": 2.0, "temperature": "rows", "mask": True},
+    "mask": {"mask": True},
+}
+
+
+def case(N=37, D=16, V=521, seed=0, **options):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, D, generator=g).bfloat16()
+    weight = (torch.randn(V, D, generator=g) * 3 / D**0.5).bfloat16()
+    given = {"hidden": hidden, "weight": weight, "ids": torch.randint(0, V, (N,), generator=g), **options}
+    if options.get("temperature") == "rows":
+        given["temperature"] = 0.5 + torch.rand(N, generator=g)
+    if options.get("bias"):
+        given["bias"] = torch.randn(V, generator=g)
+        given["bias"][3] = -torch.inf
+        given["ids"] = given["ids"].clamp_min(4)
+    if options.get("mask"):
+        given["mask"] = torch.rand(N, generator=g) > 0.5
+        given["hidden"] = torch.where(given["mask"][:, None], hidden, torch.nan)
+        given["ids"] = torch.where(given["mask"], given["ids"], 2**40)
+    return given
+
+
+def run(operator, given, **more):
+    leaves = {n: given[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in given}
+    out = operator(**{**given, **leaves}, entropy=True, **more)
+    g = torch.Generator().manual_seed(5)
+    upstream = [torch.randn(out.logprob.shape, generator=g) for _ in range(3)]
+    found = torch.autograd.grad((out.logprob, out.lse, out.entropy), list(leaves.values()), upstream)
+    return out, dict(zip(leaves, found, strict=True))
+
+
+def wide(given):
+    return {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in given.items()}
+
+
+def agree(found, want):
+    (out, grads), (right, exact) = found, want
+    for name in ("logprob", "lse", "entropy"):
+        torch.testing.assert_close(getattr(out, name).double(), getattr(right, name), atol=2e-5, rtol=1e-5)
+    for name, grad in grads.items():
+        error = (grad.double() - exact[name]).norm() / exact[name].norm()
+        assert error < 1e-2, (name, error)  # twice what bf16 costs: the interpreter cuts off instead of rounding
+
+
+@pytest.mark.parametrize("mode", ["recompute", "save"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients_match_float64(options, mode) -> None:
+    given = case(**options)
+    agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
+
+
+def test_every_kind_of_plan_gives_the_same(monkeypatch) -> None:
+    for name, value in (("FORWARD_ROWS", 256), ("BLOCK_ROWS", 256), ("SLICE_BYTES", 2 * 256 * 256)):
+        monkeypatch.setattr(plan, name, value)
+    given = case(N=300, bias=True, mask=True)
+    want = run(reference, wide(given))
+    size = plan.Size(300, 521, 16, masked=True, copied=16 * 521)
+    kinds = {(p.save, p.apart, p.block, p.forward_rows): p
+             for m in ("save", "recompute") for p in plan.plans(size, mode=m, backward=True)}  # fmt: skip
+    assert {(p.save, p.apart) for p in kinds.values()} == {(True, False), (False, False), (False, True)}
+    for p in kinds.values():
+        monkeypatch.setattr(plan, "choose", lambda *_, p=p, **__: p)
+        agree(run(linear_logprob, given), want)
+
+
+def test_a_second_backward_pass_after_saving_gives_the_gradient_again() -> None:
+    given = case()
+    hidden = given["hidden"].clone().requires_grad_()
+    out = linear_logprob(**{**given, "hidden": hidden}, backward="save")
+    first, second = (torch.autograd.grad(out.logprob.sum(), hidden, retain_graph=True)[0].float() for _ in range(2))
+    assert (first - second).norm() < 5e-3 * first.norm()
+
+
+def test_an_operand_that_wants_nothing_gets_nothing_and_changes_nothing() -> None:
+    given = case(bias=True)
+    _, every = run(linear_logprob, given)
+    for name in every:
+        leaf = given[name].clone().requires_grad_()
+        out = linear_logprob(**{**given, name: leaf}, entropy=True)
+        g = torch.Generator().manual_seed(5)
+        upstream = [torch.randn(37, generator=g) for _ in range(3)]
+        [found] = torch.autograd.grad((out.logprob, out.lse, out.entropy), leaf, upstream)
+        torch.testing.assert_close(found, every[name])
+
+
+def test_no_rows_and_all_rows_masked_give_zeros() -> None:
+    given = case()
+    for some in ({"hidden": given["hidden"][:0], "ids": given["ids"][:0]}, {"mask": torch.zeros(37, dtype=torch.bool)}):
+        out, grads = run(linear_logprob, {**given, **some})
+        assert out.logprob.tolist() == [0.0] * out.logprob.numel()
+        assert all(bool((g == 0).all()) for g in grads.values())
+
+
+def test_ids_out_of_range_give_nan_a_flag_and_no_gradient() -> None:
+    given = case()
+    given["ids"][0], given["ids"][1] = -1, 521
+    hidden = given["hidden"].clone().requires_grad_()
+    out = linear_logprob(**{**given, "hidden": hidden})
+    assert out.logprob[:2].isnan().all()
+    assert out.invalid.tolist() == [True, True] + [False] * 35
+    [grad] = torch.autograd.grad(out.logprob.sum(), hidden)
+    assert bool((grad[:2] == 0).all())
+    assert bool(grad.isfinite().all())
+
+
+def test_a_confident_row_keeps_relative_precision_and_its_gradient() -> None:
+    V = 64
+    hidden = torch.zeros(1, V)
+    hidden[0, 5] = 24.0
+    given = {"hidden": hidden.bfloat16(), "weight": torch.eye(V).bfloat16(), "ids": torch.tensor([5])}
+    out, _ = run(linear_logprob, given)
+    right, _ = run(reference, wide(given))
+    assert float(out.logprob.detach()) < 0
+    torch.testing.assert_close(out.logprob.double().detach(), right.logprob.detach(), rtol=1e-4, atol=0)
+
+
+def test_unaligned_operands_are_read_through_copies() -> None:
+    given = case(D=13)
+    want = run(reference, wide(given))
+    agree(run(linear_logprob, given), want)
+    turned = {**given, "hidden": given["hidden"].t().contiguous().t()}
+    agree(run(linear_logprob, turned), want)
+
+
+def test_a_limit_below_the_least_names_it_and_the_least_is_accepted() -> None:
+    given = case()
+    with pytest.raises(ArgumentError) as refusal:
+        linear_logprob(**given, max_workspace_bytes=1)
+    least = int(str(refusal.value).split("at least ")[1].split(",")[0].rstrip("."))
+    assert linear_logprob(**given, max_workspace_bytes=least).logprob.shape == (37,)
