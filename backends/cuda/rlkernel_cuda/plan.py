@@ -23,7 +23,7 @@ FORWARD_ROWS: Final = 16384  # of one launch: the partial sums of a row take 12 
 BLOCK_ROWS: Final = 16384  # most rows of a block in the backward pass
 SLICE_BYTES: Final = 200 << 20  # of dz, where nobody sets a limit
 # Of recompute, beside what a few numbers a row take, where nobody sets a limit. The first holds dX of 8192 rows of 4096
-# or 16384 of 2048 in fp32 (128 MiB) and a slice of dz; dX alone may exceed it up to the second; then the passes go apart.
+# or 16384 of 2048 in fp32 (128 MiB) and a slice of dz; dX alone may exceed it up to the second; then passes go apart.
 PREFERRED: Final = 344 << 20
 MOST: Final = 1 << 30
 # A product of fewer numbers is made in fp32 and rounded: cuBLAS may split its sums, and would add the parts in bf16.

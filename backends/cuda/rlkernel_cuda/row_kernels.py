@@ -94,8 +94,7 @@ def coefficient_kernel(
     g_logprob,  # [N] upstream gradients, and so are the next two
     g_lse,
     g_entropy,
-    target,  # [N] and so are all that follow
-    chosen,
+    chosen,  # [N] and so are all that follow
     row_scale,
     inverse,  # logit_scale / T
     logprob,
@@ -205,7 +204,7 @@ def chosen_kernel(
 def clear_kernel(
     dz, count, first_row, N, pitch, width, BM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Zeros in the rows of whole tiles of BM that the logits kernel skipped. Grid: rows over ROWS, columns over COLS."""
+    """Zeros in the rows of whole tiles of BM that were skipped. Grid: rows over ROWS, columns over COLS."""
     worked = tl.cdiv(tl.maximum(tl.load(count) - first_row, 0), BM) * BM
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(0) * ROWS + ROWS > worked:
