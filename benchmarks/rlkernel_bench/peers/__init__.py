@@ -29,6 +29,7 @@ class Peer:
     devices: tuple[str, ...] = ("cuda",)
     ran: str = ""  # where it has been seen working, with the version; "" nowhere yet
     whole: bool = False  # the call makes gradients itself
+    install: str = ""  # the line that brings it, where that is not `pip install <distribution>`
 
     def version(self) -> str | None:
         """Installed version of its distribution."""
@@ -40,10 +41,14 @@ class Peer:
         if kind not in self.devices:
             return f"runs on {', '.join(self.devices)} only"
         missing = [m for m in self.modules if guarded(lambda n=m: find_spec(n))[0] is None]
-        return f"not installed: {', '.join(missing)} (pip install {self.distribution})" if missing else ""
+        line = self.install or f"pip install {self.distribution}"
+        return f"not installed: {', '.join(missing)} ({line})" if missing else ""
 
 
-_MODULES: Final = ("plain", "compiled", "cublas", "graphs")
+_MODULES: Final = (
+    "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantised",
+    "rl_kernel",
+)  # fmt: skip
 
 PEERS: Final[Mapping[str, Peer]] = {
     peer.name: peer for module in _MODULES for peer in import_module(f"{__name__}.{module}").PEERS

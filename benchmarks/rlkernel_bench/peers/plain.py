@@ -91,6 +91,18 @@ def _grpo_advantage(given: Inputs) -> Outputs:
     return {"advantages": scaled.view(-1)}
 
 
+def ratio_kl(_work: Work) -> Call:
+    """Two log-softmaxes, then the ratio and k3."""
+
+    def run(given: Inputs) -> Outputs:
+        laws = (torch.log_softmax(given[k].float(), -1) for k in ("logits", "ref"))
+        policy, ref = (x.gather(-1, given["ids"][:, None]).squeeze(-1) for x in laws)
+        q = ref - policy
+        return {"ratio": (-q).exp(), "k3": q.exp() - 1 - q}
+
+    return run
+
+
 def sample(work: Work) -> Call:
     """Sort, cut, softmax, inverse of the cumulative sum by exponential noise."""
     k, p = int(work.options.get("top_k", 0)), float(work.options.get("top_p", 1.0))
@@ -133,6 +145,7 @@ PEERS = (
             "advantage": advantage,
             "sample": sample,
             "lm_head_sample": lm_head_sample,
+            "ratio_kl": ratio_kl,
         },
         "written here",
         ("cpu", "cuda"),

@@ -20,7 +20,7 @@ from rlkernel_bench.gates import elementwise
 from rlkernel_bench.suites.capture import work_of as replay
 from rlkernel_bench.suites.common import Draw, double
 from rlkernel_bench.suites.qmatmul import work_of as product
-from rlkernel_bench.work import Call, Inputs, Judgment, Outputs, Problem, Work
+from rlkernel_bench.work import Inputs, Judgment, Outputs, Problem, Work
 
 _NUMBERS = {"gamma": 0.99, "lam": 0.95}
 
@@ -235,13 +235,3 @@ _CHAINS: Mapping[str, Callable[[Work, str], Problem]] = {
     "ppo": _ppo_problem,
     "decode": _decode_problem,
 }
-
-
-def plain_ratio_kl(_work: Work) -> Call:
-    """The same with log_softmax."""
-
-    def run(given: Inputs) -> Outputs:
-        laws = (torch.log_softmax(given[k].float(), -1) for k in ("logits", "ref"))
-        return _ratio_and_k3(*(x.gather(-1, given["ids"][:, None]).squeeze(-1) for x in laws))
-
-    return run

@@ -1,0 +1,95 @@
+"""Liger-Kernel: Triton cross-entropy over logits, SM90 scaled cross-entropy over hidden states, fused linear GRPO."""
+
+from __future__ import annotations
+
+from rlkernel_bench.peers import Peer
+from rlkernel_bench.work import Call, Inputs, Outputs, Work
+
+_SOURCE = "liger-kernel 0.8.5"
+
+
+def logprob(work: Work) -> Call:
+    """Cross-entropy without a reduction; it writes its gradient over the logits, so gradients are not asked of it."""
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    if work.backward:
+        raise NotImplementedError("writes the gradient over the logits, which are an input here")
+
+    def run(given: Inputs) -> Outputs:
+        loss = LigerCrossEntropyFunction.apply(given["logits"], given["ids"], None, -100, 0.0, 0.0, "none")[0]
+        return {"logprob": -loss}
+
+    return run
+
+
+def linear_logprob(work: Work) -> Call:
+    """Per-token negative log-likelihood and entropy; CuTe kernels on Hopper where nvidia-cutlass-dsl is installed."""
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    entropy = bool(work.options.get("entropy"))
+
+    def run(given: Inputs) -> Outputs:
+        made = LigerFusedScaledCrossEntropySM90Function.apply(
+            given["hidden"], given["weight"], given["ids"], 1.0, -100, 1, entropy
+        )
+        return {"logprob": -made[0], "entropy": made[1]} if entropy else {"logprob": -_first(made)}
+
+    return run
+
+
+def _first(made: object) -> object:
+    return made[0] if isinstance(made, tuple) else made
+
+
+def linear_logprob_fallback(work: Work) -> Call:
+    """The same by chunks of 512 tokens in torch, which is what runs without the CuTe kernels."""
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction
+
+    entropy = bool(work.options.get("entropy"))
+
+    def run(given: Inputs) -> Outputs:
+        made = _FusedLinearPPOFallbackFunction.apply(given["hidden"], given["weight"], given["ids"], 1.0, -100, entropy)
+        return {"logprob": -made[0], "entropy": made[1]} if entropy else {"logprob": -_first(made)}
+
+    return run
+
+
+def linear_policy_loss(work: Work) -> Call:
+    """GRPO from hidden states, mean over tokens, gradient made in the forward pass."""
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+
+    made = LigerFusedLinearGRPOLoss(
+        beta=0.0, compiled=True, use_ref_model=False, epsilon_low=0.2, epsilon_high=0.2, loss_type="bnpo"
+    )
+
+    def run(given: Inputs) -> Outputs:
+        loss, _ = made(
+            given["hidden"],
+            given["weight"],
+            given["ids"],
+            given["mask"],
+            given["advantages"],
+            old_per_token_logps=given["old_logprob"],
+        )
+        return {"loss": loss}
+
+    return run
+
+
+PEERS = (
+    Peer(
+        "liger",
+        "liger-kernel",
+        ("liger_kernel", "triton"),
+        {"logprob": logprob, "linear_logprob": linear_logprob_fallback, "linear_policy_loss": linear_policy_loss},
+        f"{_SOURCE}, ops/cross_entropy.py, ops/fused_linear_scaled_cross_entropy.py, chunked_loss/grpo_loss.py",
+    ),
+    Peer(
+        "liger sm90",
+        "liger-kernel",
+        ("liger_kernel", "cutlass"),
+        {"linear_logprob": linear_logprob},
+        f"{_SOURCE}, ops/cutedsl/ops/fused_scaled_cross_entropy_sm90.py",
+        install="pip install 'liger-kernel[cutedsl]'",
+    ),
+)

@@ -1,0 +1,27 @@
+"""QuACK: cross-entropy over logits in CuTe DSL."""
+
+from __future__ import annotations
+
+from rlkernel_bench.peers import Peer
+from rlkernel_bench.work import Call, Inputs, Outputs, Work
+
+
+def logprob(_work: Work) -> Call:
+    """No entropy, no temperature. Its linear cross-entropy gives a sum only, so it is no log-probability."""
+    from quack.cross_entropy import cross_entropy
+
+    def run(given: Inputs) -> Outputs:
+        return {"logprob": -cross_entropy(given["logits"], given["ids"], reduction="none")}
+
+    return run
+
+
+PEERS = (
+    Peer(
+        "quack",
+        "quack-kernels",
+        ("quack", "cutlass"),
+        {"logprob": logprob},
+        "quack-kernels 0.6.5, cross_entropy.py",
+    ),
+)
