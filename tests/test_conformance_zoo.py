@@ -18,7 +18,7 @@ ATTACKED = [op for op in clauses.MODULES if clauses.attacks_on(op)]
 
 def failed(subject: Subject, attacks: list[Attack]) -> dict[str, str]:
     with subject.chosen():
-        outcomes = [carry_out(subject, a, QUICK) for a in attacks]
+        outcomes = [carry_out(subject, a, QUICK, shrink=False) for a in attacks]
     return {o.clause: o.message for o in outcomes if o.failed}
 
 

@@ -47,6 +47,48 @@ def replays(
             _agree(subject, name, have[name], want)
 
 
+def recorded(
+    subject: Subject, fn: Callable[..., Any], first: Mapping[str, Tensor], *, written: Mapping[str, Tensor]
+) -> Callable[..., None]:
+    """A graph of a function that returns nothing and writes to tensors of its own; call it with other values.
+
+    Args:
+        subject: whose device it is.
+        fn: takes tensors by name.
+        first: values to record with.
+        written: what fn writes to.
+    """
+    try:
+        if not subject.device.startswith("cuda"):
+            options: dict[str, Any] = {"mutates": (dict(written),), "rng": "forbid", "verify": "always", "warmup": 1}
+            graph: Callable[..., None] = capture(fn, dict(first), **options)
+            return graph
+        return _cuda_recorded(fn, first)
+    except (CaptureError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, CaptureError) and "captur" not in str(error):
+            raise
+        raise Violation(f"cannot be captured: {error}") from error
+
+
+def _cuda_recorded(fn: Callable[..., Any], first: Mapping[str, Tensor]) -> Callable[..., None]:
+    buffers = {k: x.clone() for k, x in first.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fn(**buffers)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn(**buffers)
+
+    def replay(**given: Tensor) -> None:
+        for k, x in given.items():
+            buffers[k].copy_(x)
+        graph.replay()
+
+    return replay
+
+
 def _agree(subject: Subject, name: str, found: Tensor, want: Tensor) -> None:
     """Bit by bit where the subject claims determinism, else closely."""
     tolerance = 0.0 if "deterministic" in subject.claims else 1e-5

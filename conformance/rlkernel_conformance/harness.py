@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
@@ -58,8 +58,16 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
     return due, rest
 
 
-def carry_out(subject: Subject, attack: Attack, profile: Profile, *, manifest: str | None = None) -> Outcome:
-    """Try to refute one clause; `manifest` is where the backend's stands, if it is not installed."""
+SEARCH: Final = (Phase.explicit, Phase.generate, Phase.target)
+
+
+def carry_out(
+    subject: Subject, attack: Attack, profile: Profile, *, manifest: str | None = None, shrink: bool = True
+) -> Outcome:
+    """Try to refute one clause; `manifest` is where the backend's stands, if it is not installed.
+
+    Without `shrink` a counterexample is the first one that was found.
+    """
     seen: list[Any] = []
     worst: dict[str, float] = {}
 
@@ -79,7 +87,7 @@ def carry_out(subject: Subject, attack: Attack, profile: Profile, *, manifest: s
         deadline=None,
         report_multiple_bugs=False,
         print_blob=False,
-        phases=(Phase.explicit, Phase.generate, Phase.target, Phase.shrink),
+        phases=(*SEARCH, Phase.shrink) if shrink else SEARCH,
         suppress_health_check=list(HealthCheck),
     )
     test: Any = hypothesis.given(attack.cases(subject))(body)

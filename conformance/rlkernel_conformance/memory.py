@@ -30,3 +30,26 @@ def peak(subject: Subject, run: Callable[[], Any]) -> tuple[int, Any]:
         live += event.nbytes()
         most = max(most, live)
     return most, out
+
+
+def growth(subject: Subject, run: Callable[[], Any], *, times: int) -> int:
+    """Bytes on the subject's device that `times` runs leave behind once their results are dropped.
+
+    The first two runs may keep what later ones use again.
+    """
+    for _ in range(2):
+        run()
+    gc.collect(1)  # what was made of late
+    if subject.device.startswith("cuda"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(times):
+            run()
+        gc.collect(1)  # what was made of late
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - before
+    with profile(profile_memory=True) as profiled:
+        for _ in range(times):
+            run()
+        gc.collect(1)  # what was made of late
+    return sum(e.nbytes() for e in profiled.kineto_results.events() if e.name() == "[memory]")

@@ -27,6 +27,8 @@ MODULES: Final = {
     "dequantize": "dequantize",
     "prepack": "prepack",
     "qmatmul": "qmatmul",
+    "capture": "capture",
+    "rollout_buffer": "rollout_buffer",
 }
 
 

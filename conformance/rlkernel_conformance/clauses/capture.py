@@ -1,0 +1,367 @@
+"""Attacks on capture@1: what replays give. `capture_conduct` holds what captures leave and refuse."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses import capture_arguments, capture_conduct, captured
+from rlkernel_conformance.clauses.captured import EVENTS, SEEDS, WRITES, Life, Machine, equal, lives
+from rlkernel_conformance.compare import Violation, require
+from rlkernel_conformance.memory import growth
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import CaptureError
+from rlkernel_core.reference.capture import capture as reference
+from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+
+__all__ = ["capture_arguments", "capture_conduct"]  # their attacks belong to this operator
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A call of one tensor [n, 3]."""
+
+    n: int
+    seed: int
+    word: str = ""  # what the attack varies
+
+    def x(self, subject: Subject, salt: int = 0) -> Tensor:
+        """Small integers."""
+        g = torch.Generator().manual_seed(self.seed + 1000 * salt)
+        return torch.randint(1, 9, (self.n, 3), generator=g).float().to(subject.device)
+
+
+def some_rows(*words: str, least: int = 1) -> Any:
+    """Cases of up to eight rows."""
+    return lambda s: st.builds(Rows, n=st.integers(least, 8), seed=st.integers(0, 999), word=st.sampled_from(words))
+
+
+@attack(
+    "GC-01",
+    lambda s: lives(s, captured.calls(), EVENTS),
+    examples=(
+        Life((("call", 8, 1.0, 3, "plain"), ("call", 5, 1.0, 1, "plain"))),  # a larger call before a smaller one
+        Life((("call", 3, 1.0, 1, "plain"), ("rebind", 2), ("call", 3, 1.0, 1, "plain"))),
+    ),
+)
+def a_replay_is_the_plain_run(subject: Subject, case: Life) -> None:
+    """Whatever happened before: results of every call, padding included, bit by bit."""
+    Machine(subject, case).live("result", "state")
+
+
+@attack(
+    "GC-02",
+    lambda s: lives(s, captured.calls(), captured.calls(most=4), longest=8),
+    examples=(Life((("call", 4, 1.0, 1, "same storage"), ("call", 4, 1.0, 1, "same storage"))),),
+)
+def inputs_are_read_anew(subject: Subject, case: Life) -> None:
+    """Views, strides, expanded rows, new values in old storage."""
+    steps = tuple((word, n, 1.0, 1, layout) for word, n, _, _, layout in case.steps)
+    Machine(subject, replace(case, steps=steps)).live("result")
+
+
+@attack("GC-03", some_rows("nan", "inf", "-inf", "3e38"))
+def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
+    """A function of single rows, with pad values that poison whatever they reach."""
+
+    def largest(x: Tensor) -> Tensor:
+        return x / x.amax(-1, keepdim=True)
+
+    poison, x = float(case.word), case.x(subject)
+    bucket = Bucket({"x": 0}, captured.SIZES)
+    g = subject(largest, (torch.ones_like(x[:1]),), buckets=(bucket,), pad={"x": poison}, warmup=1)
+    want, have = largest(x), g(x)
+    require(equal(have, want), f"{case.n} rows padded with {poison} give {have.tolist()}, alone {want.tolist()}")
+
+
+@attack(
+    "GC-05",
+    lambda s: lives(s, captured.calls(most=4), SEEDS, WRITES, longest=8),
+    examples=(Life((("call", 2, 1.0, 1, "plain"), ("call", 2, 1.0, 1, "plain"), ("seed", 1))),),
+)
+def randomness_follows(subject: Subject, case: Life) -> None:
+    """Every draw, the generator after every call, and a second captured function that draws in between."""
+    one, two = Machine(subject, case, draws=True), Machine(subject, case, draws=True)
+    one.state = two.state  # both were captured by now, and one stream goes through them
+    for word, *given in case.steps:
+        for machine, other in ((one, two), (two, one)):
+            getattr(machine, word)(*given)
+            other.state = machine.state
+            for aspect in ("noise", "generator"):
+                require(aspect not in machine.wrong, f"{aspect} at {word}: {machine.wrong.get(aspect)}")
+
+
+@attack("GC-07", lambda s: lives(s, captured.calls(most=4), WRITES, longest=8))
+def a_weight_written_in_place_is_seen(subject: Subject, case: Life) -> None:
+    """Writes between calls of one size."""
+    steps = tuple(("call", 2, 1.0, 1, "plain") if word == "call" else (word, *rest) for word, *rest in case.steps)
+    Machine(subject, replace(case, steps=(*steps, ("write", 2), ("call", 2, 1.0, 1, "plain")))).live("result")
+
+
+MODES: Final = ("no_grad", "inference", "autocast", "deterministic", "training")
+
+
+def _mode(name: str, model: nn.Module, device: str) -> AbstractContextManager[Any]:
+    if name == "no_grad":
+        return torch.no_grad()
+    if name == "inference":
+        return torch.inference_mode()
+    if name == "autocast":
+        return torch.autocast(device.partition(":")[0], dtype=torch.bfloat16)
+    model.train(name == "training")
+    return nullcontext()
+
+
+def _ambient(x: Tensor, weight: Tensor, model: nn.Module) -> dict[str, Any]:
+    """What a graph would freeze, shown."""
+    flags = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(x.device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        model.training,
+    )
+    return {"y": x @ weight, "flags": flags}
+
+
+class _Ambient(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("weight", 2 * torch.eye(3, device=device))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return _ambient(x, self.weight, self)
+
+
+@attack("GC-09", some_rows(*MODES, least=2), scale=0.5)
+def a_mode_is_a_key(subject: Subject, case: Rows) -> None:
+    """Captured in one mode, called in another, and in the first again."""
+    model, x = _Ambient(subject.device).eval(), case.x(subject)
+    g = subject(model, (x,), warmup=1)
+    for name in ("plain", case.word, "plain"):
+        was = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(mode=was or name == "deterministic", warn_only=True)
+        try:
+            with _mode(name, model, subject.device):
+                want, have = model(x), g(x)
+        finally:
+            torch.use_deterministic_algorithms(was)
+            model.eval()
+        require(equal(have, want), f"with {name}, {have} is not {want}")
+
+
+@attack("GC-10", some_rows("x"), scale=0.5)
+def a_view_holds_the_latest_replay(subject: Subject, case: Rows) -> None:
+    """The first result, after the second call of the same size."""
+    g = subject(lambda x: {"y": x * 2, "same": x}, (case.x(subject),), outputs="view", warmup=1)
+    first = g(case.x(subject))
+    second = g(case.x(subject, 1))
+    require(equal(first, second), f"a view holds {first} after a replay that gave {second}")
+    require(first["y"].data_ptr() == second["y"].data_ptr(), "a view moved from one replay to the next")
+
+
+@attack("GC-11", some_rows("x"), scale=0.5)
+def a_clone_never_changes(subject: Subject, case: Rows) -> None:
+    """Results that are new, that are an input, and that are one tensor twice."""
+
+    def fn(x: Tensor) -> dict[str, Tensor]:
+        y = x * 2
+        return {"y": y, "same": x, "again": y, "view": y[0]}
+
+    g = subject(fn, (case.x(subject),), outputs="clone", warmup=1)
+    x = case.x(subject)
+    first, want = g(x), {k: v.clone() for k, v in fn(x).items()}
+    x.zero_()
+    g(case.x(subject, 1))
+    require(equal(first, want), f"a clone became {first}, was {want}")
+    first["y"].zero_()
+    require(equal(g(case.x(subject)), fn(case.x(subject))), "writing to a result reached the graph")
+
+
+VALUES: Final = ("1", "1.0", "True", "0.0", "-0.0", "nan", "'a'", "'b'", "None", "(1, 2)", "(1, 3)", "inf", "2**70")
+
+
+def _value(text: str) -> Any:
+    return float(text) if text in {"nan", "inf"} else eval(text, {"__builtins__": {}})  # noqa: S307  our own words
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Calls with these values, in words, one after the other."""
+
+    words: tuple[str, ...]
+
+
+@attack(
+    "GC-12",
+    lambda s: st.builds(Arguments, st.lists(st.sampled_from(VALUES), min_size=2, max_size=6).map(tuple)),
+    examples=(Arguments(("1", "1.0", "True")), Arguments(("0.0", "-0.0", "nan", "nan"))),
+)
+def a_value_is_a_key(subject: Subject, case: Arguments) -> None:
+    """Numbers that are equal but not the same, text, None, tuples; as an argument and inside one."""
+
+    def fn(x: Tensor, t: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+        number = 2.0**70 if t == 2**70 else float(t) if isinstance(t, int | float) else float(len(repr(t)))
+        return x * number, type(t).__name__, repr(options["t"])
+
+    x = torch.ones(2, device=subject.device)
+    g = subject(fn, (x, 5, {"t": 5}), warmup=0)
+    for word in case.words:
+        t = _value(word)
+        have, want = g(x, t, {"t": t}), fn(x, t, {"t": t})
+        require(equal(have, want), f"with {word}, {have} is not {want}")
+
+
+@attack(
+    "GC-13",
+    lambda s: lives(s, captured.calls(), longest=14, graphs=(1, 2, 3)),
+    examples=(
+        Life(tuple(("call", n, t, 1, "plain") for t in (1.0, 0.5) for n in (8, 4, 2, 8)), max_graphs=2),
+        Life((("call", 4, 1.0, 1, "plain"), ("replay", 1000))),
+    ),
+    scale=0.5,
+)
+def graphs_are_bounded(subject: Subject, case: Life) -> None:
+    """Few graphs and many keys: never too many, survivors right; and a thousand replays that grow nothing."""
+    machine = Machine(subject, case)
+    for word, *given in case.steps:
+        if word == "replay":
+            _grows_nothing(subject, machine, *given)
+            continue
+        getattr(machine, word)(*given)
+        held = machine.captured.stats.graphs
+        require(held <= case.max_graphs, f"{held} graphs, max_graphs is {case.max_graphs}")
+        require("result" not in machine.wrong, f"after an eviction: {machine.wrong.get('result')}")
+
+
+def _grows_nothing(subject: Subject, machine: Machine, times: int) -> None:
+    x, temperature, scale = machine.example
+    machine.captured(x, temperature, scale)
+    before = machine.captured.stats
+    measured = times // 20  # a growth at every replay shows in any of them
+    for _ in range(times - measured):
+        machine.captured(x, temperature, scale)
+    grown = growth(subject, lambda: machine.captured(x, temperature, scale), times=measured)
+    after = machine.captured.stats
+    require(grown <= 0, f"{measured} replays leave {grown} bytes behind")
+    require((after.graphs, after.pool_bytes) == (before.graphs, before.pool_bytes), f"{before} became {after}")
+
+
+COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "recaptures", "evictions")
+
+
+@attack(
+    "GC-18",
+    lambda s: lives(s, captured.calls(), captured.calls(), EVENTS, longest=16),
+    examples=(Life((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),),
+)
+def counts_are_exact(subject: Subject, case: Life) -> None:
+    """Beside the reference, which lives the same life; nothing is evicted, for that is each one's own affair."""
+    machine, model = Machine(subject, case), _Modelled(subject, case)
+    for at, (word, *given) in enumerate(case.steps):
+        for m in (machine, model):
+            getattr(m, word)(*given)
+        have, want = machine.captured.stats, model.captured.stats
+        names = (*COUNTED, "pad_rows", "copied_bytes", *(("verified",) if case.verify == "always" else ()))
+        for name in names:
+            a, b = getattr(have, name), getattr(want, name)
+            require(a == b, f"{name} is {a} after step {at} of {case.steps}, expected {b}")
+
+
+class _Modelled(Machine):
+    def make(self, _: Any) -> Any:
+        return super().make(reference)
+
+
+@attack("GC-21", some_rows("x"), scale=0.3)
+def threads_get_their_own_answers(subject: Subject, case: Rows) -> None:
+    """Two threads that meet inside the function, where nothing keeps them apart; then four that do not care."""
+    meeting = threading.Barrier(2)
+    armed = threading.Event()
+
+    def fn(x: Tensor) -> Tensor:
+        if armed.is_set():
+            with suppress(threading.BrokenBarrierError):  # the other waits its turn, as it should
+                meeting.wait(0.02)
+        return x * 2
+
+    x = torch.ones(case.n, 3, device=subject.device)
+    group = {"group": CaptureGroup("threads")} if "group" in subject.claims else {}
+    with torch.no_grad():
+        g = subject(fn, (x,), warmup=1, **group)
+    wrong: list[str] = []
+
+    def work(number: int, times: int) -> None:
+        with torch.no_grad():
+            for i in range(times):
+                given = x * (100 * number + i)
+                found = g(given)
+                if subject.device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                if not equal(found, given * 2):
+                    wrong.append(f"thread {number} got {found[0].tolist()} for {given[0].tolist()}")
+
+    for threads, times in ((2, 1), (4, 20)):
+        (armed.set if times == 1 else armed.clear)()
+        running = [threading.Thread(target=work, args=(i + 1, times)) for i in range(threads)]
+        for t in running:
+            t.start()
+        for t in running:
+            t.join()
+    require(not wrong, "; ".join(wrong[:2]))
+
+
+class _Square(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 4.0, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).square()
+
+
+@attack("GC-22", some_rows("x"), scale=0.5)
+def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
+    """To inputs and weights, through padding; and a backward that comes too late."""
+    model, shape = _Square(subject.device), {}
+    if "buckets" in subject.claims:
+        shape = {"buckets": (Bucket({"x": 0}, captured.SIZES),), "pad": {"x": 3.0}}
+    example = case.x(subject).requires_grad_()
+    g = subject(model, (example,), autograd=True, warmup=1, **shape)
+    for salt in (0, 1):
+        x = case.x(subject, salt).requires_grad_()
+        upstream = case.x(subject, salt + 5)
+        have = _gradients(g(x), upstream, x, model.weight)
+        want = _gradients(model(x), upstream, x, model.weight)
+        require(equal(have, want), f"gradients are {have}, those of fn {want}")
+    first = g(x)
+    g(x)
+    try:
+        first.sum().backward()
+    except CaptureError:
+        return
+    raise Violation("a backward after the next replay is answered with what that left")
+
+
+def _gradients(y: Tensor, upstream: Tensor, *of: Tensor) -> list[Tensor]:
+    require(y.requires_grad, "a result does not require grad")
+    found = torch.autograd.grad(y, of, upstream, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(of, found, strict=True)]
+
+
+@attack("GC-24", some_rows("1", "3"), scale=0.3)
+def no_rows_give_none(subject: Subject, case: Rows) -> None:
+    """None, between calls that have rows."""
+    bucket = Bucket({"x": 0}, captured.SIZES, out={"y": 0})
+    g = subject(lambda x: {"y": x * 2, "n": x.sum(0)}, (case.x(subject),), buckets=(bucket,), warmup=1)
+    for n in (case.n, 0, case.n):
+        x = case.x(subject)[:n]
+        y = g(x)["y"]
+        require(equal(y, x * 2), f"{n} rows give {y.tolist()}, expected {(x * 2).tolist()}")
