@@ -33,7 +33,7 @@ PATHS = (".", "registry", "conformance", "benchmarks")
 NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", "hypothesis", "pytest")
 # The most wanted first: what comes last may find no time.
 SUITES = (
-    "linear_logprob", "logprob", "linear_policy_loss", "advantage", "sample", "policy_loss", "capture", "qmatmul",
+    "linear_logprob", "linear_policy_loss", "logprob", "advantage", "sample", "policy_loss", "capture", "qmatmul",
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
@@ -167,28 +167,46 @@ def merged_conformance(session: Session, backend: str) -> dict[str, Any] | None:
 
 
 def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> None:
-    """Suite after suite, alone on the card; their results as one file."""
+    """All suites in one process, alone on the card; what takes it along is left out, and another does the rest."""
     from rlkernel_bench.results import read, seal, write
 
-    contents = []
-    for suite in asked.suites.split(",") if asked.suites else SUITES:
-        if session.left < 5:
-            session.steps.append({"step": f"bench {suite}", "rc": "no time left", "seconds": 0})
-            continue
-        folder = session.work / "bench" / suite
-        use = [b for b in backends if b != "reference" or suite not in LARGE] or backends
-        command = [sys.executable, "-m", "rlkernel", "bench", "run", "--suite", suite, "--size", asked.size]
-        command += ["--device", asked.device, "--backend", ",".join(use), "--out", str(folder)]
-        command += ["--peers", asked.peers] if asked.peers else []
-        command += ["--seconds", str(asked.seconds)] if asked.seconds else []
-        session.run(f"bench {suite}", command, session.left - 3)
-        if (folder / "results.json").exists():
-            contents.append(read(folder))
+    contents: list[dict[str, Any]] = []
+    for use, group in groups(asked.suites.split(",") if asked.suites else list(SUITES), backends):
+        left = list(group)
+        while left and session.left > 5:
+            folder = session.work / "bench" / str(len(contents))
+            command = [sys.executable, "-m", "rlkernel", "bench", "run", "--size", asked.size, "--out", str(folder)]
+            command += ["--device", asked.device, "--backend", ",".join(use)]
+            command += [word for suite in left for word in ("--suite", suite)]
+            command += ["--peers", asked.peers] if asked.peers else []
+            command += ["--seconds", str(asked.seconds)] if asked.seconds else []
+            step = session.run(f"bench {','.join(left)}", command, session.left - 3)
+            found = read(folder) if (folder / "results.json").exists() else {"results": []}
+            if found["results"]:
+                contents.append(found)
+            begun = [suite for suite in left if any(r["suite"] == suite for r in found["results"])]
+            # The last suite begun was not finished, if the process did not end as it should.
+            left = [] if step["rc"] in {0, 1, "out of time"} else [s for s in left if s not in begun][not begun :]
+        if left:
+            session.steps.append({"step": f"bench {','.join(left)}", "rc": "no time left", "seconds": 0})
     if contents:
         whole = {k: v for k, v in contents[0].items() if k not in {"schema", "created", "hash"}}
-        whole["suites"] = [s for c in contents for s in c["suites"]]
+        whole["suites"] = list(dict.fromkeys(r["suite"] for c in contents for r in c["results"]))
         whole["results"] = [r for c in contents for r in c["results"]]
         write(seal(whole), session.out / "bench")
+
+
+def groups(suites: list[str], backends: list[str]) -> list[tuple[list[str], list[str]]]:
+    """Neighbouring suites with the backends that they share: large ones do without the reference."""
+    fast = [b for b in backends if b != "reference"] or backends
+    found: list[tuple[list[str], list[str]]] = []
+    for suite in suites:
+        use = fast if suite in LARGE else backends
+        if found and found[-1][0] == use:
+            found[-1][1].append(suite)
+        else:
+            found.append((use, [suite]))
+    return found
 
 
 def options() -> argparse.Namespace:
