@@ -9,83 +9,127 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance import documents
 from rlkernel_conformance import report as reports
 from rlkernel_conformance.harness import Outcome, carry_out, clauses_of
 from rlkernel_conformance.mutants import mutants_of
-from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.profiles import PROFILES, Profile
 from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
-EFFORT = Profile("test", 2, 60)
-SUBJECT = Subject("reference", "logprob")
+SUBJECT = Subject("reference", "group_filter")
+EFFORT = Profile("test", 3, 60)
+CLAIMS = tuple(sorted(SUBJECT.claims))
 
 
 def found(**changes) -> list[Outcome]:
-    given = {"op": "logprob", "clause": "LP-01", "title": "t", "status": "held", "executed": 3, **changes}
-    return [Outcome(**given)]
+    """One clause that held, whose calls needed all that is claimed."""
+    given = {"op": "group_filter", "clause": "GF-01", "title": "t", "status": "held", "executed": 3, "features": CLAIMS}
+    return [Outcome(**{**given, **changes})]
+
+
+def verdict(effort=EFFORT, **changes) -> str:
+    return reports.report({SUBJECT: found(**changes)}, effort)["verdict"]
 
 
 @pytest.fixture(scope="module")
 def content() -> dict:
-    return run("reference", EFFORT, ops=("logprob",))
+    return run("reference", PROFILES["quick"], ops=("group_filter",))
 
 
 def test_two_runs_give_one_report_but_for_the_time(content) -> None:
-    again = run("reference", EFFORT, ops=("logprob",))
+    again = run("reference", PROFILES["quick"], ops=("group_filter",))
     assert again["hash"] == content["hash"]
     assert {k: v for k, v in again.items() if k not in {"created", "seconds"}} == {
         k: v for k, v in content.items() if k not in {"created", "seconds"}
     }
 
 
+def test_a_report_says_with_which_tolerances_and_under_which_variables_it_was_made(content, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("HOME", "/nobody")
+    again = reports.report({SUBJECT: found()}, EFFORT)
+    assert again["environment"]["variables"]["TRITON_INTERPRET"] == "1"
+    assert "HOME" not in again["environment"]["variables"]
+    assert documents.place(again).startswith("Triton interpreter on a CPU")
+    assert again["tolerances"] == content["tolerances"]
+
+
 def test_a_report_survives_its_files(content, tmp_path) -> None:
-    reports.write(content, tmp_path)
-    assert reports.read(tmp_path) == content
+    documents.write(content, tmp_path)
+    assert documents.read(tmp_path) == content
     assert ET.parse(tmp_path / "junit.xml").getroot().tag == "testsuites"
     assert json.loads((tmp_path / "badge.json").read_text())["schemaVersion"] == 1
 
 
 def test_a_report_that_was_changed_is_refused(content, tmp_path) -> None:
     changed = json.loads(json.dumps(content))
-    changed["operators"]["logprob@1"]["clauses"][0]["status"] = "violated"
+    changed["operators"]["group_filter@1"]["clauses"][0]["status"] = "violated"
     (tmp_path / "report.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigError, match="was changed"):
-        reports.read(tmp_path)
+        documents.read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 9, "hash": ""}'])
 def test_what_is_no_report_is_refused(tmp_path, text) -> None:
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(ConfigError, match=r"report\.json"):
-        reports.read(tmp_path)
+        documents.read(tmp_path)
 
 
-def test_a_clause_that_holds_without_a_case_is_a_failure() -> None:
-    assert reports.report({SUBJECT: found(executed=0)}, "test")["verdict"] == "fails"
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, "holds"),
+        ({"executed": 0, "features": ()}, "fails"),  # held, without a case
+        ({"features": CLAIMS[1:]}, "fails"),  # a claim without an executed case
+        ({"status": "violated", "fault": "wrong_result"}, "fails"),
+        ({"status": "fault", "fault": "segfault", "executed": 0}, "fails"),
+        ({"status": "not_attacked", "executed": 0, "features": ()}, "partial"),
+        ({"status": "not_run", "executed": 0, "features": ()}, "unfinished"),
+    ],
+)
+def test_the_verdict_is_the_worst_that_was_found(changes, expected) -> None:
+    assert verdict(**changes) == expected
 
 
-def test_a_clause_without_an_attack_makes_the_verdict_partial() -> None:
-    assert reports.report({SUBJECT: found(status="not_attacked", executed=0)}, "test")["verdict"] == "partial"
+def test_a_quick_run_that_drew_no_case_of_a_claim_is_partial() -> None:
+    assert verdict(PROFILES["quick"], features=CLAIMS[1:]) == "partial"
 
 
-def test_a_claim_that_no_clause_proved_is_listed() -> None:
-    operator = reports.report({SUBJECT: found()}, "test")["operators"]["logprob@1"]
-    assert "entropy" in operator["unproved_claims"]
+def test_numbers_that_json_does_not_have_are_written_as_text() -> None:
+    content = reports.report({SUBJECT: found(measures={"y": float("inf")})}, EFFORT)
+    assert json.dumps(content, allow_nan=False)
+
+
+def test_a_claim_without_an_executed_case_is_named() -> None:
+    operator = reports.report({SUBJECT: found(features=CLAIMS[1:])}, EFFORT)["operators"]["group_filter@1"]
+    assert operator["unproved_claims"] == [CLAIMS[0]]
+
+
+def test_what_a_device_could_not_run_is_an_error_in_junit_and_no_failure() -> None:
+    outcomes = found(status="not_run", executed=0, message="cuda:1 cannot add numbers")
+    case = ET.fromstring(documents.junit(reports.report({SUBJECT: outcomes}, EFFORT))).find(".//testcase")
+    assert [child.tag for child in case] == ["error"]
 
 
 def test_reports_are_compared_clause_by_clause(content) -> None:
     worse = json.loads(json.dumps(content))
-    worse["operators"]["logprob@1"]["clauses"][0]["status"] = "violated"
+    worse["operators"]["group_filter@1"]["clauses"][1]["status"] = "violated"
+    worse["operators"]["group_filter@1"]["tolerances"] = "0"
     assert reports.compare(content, content) == []
-    assert reports.compare(content, worse) == ["logprob@1 LP-01: held -> violated"]
+    assert reports.compare(content, worse) == [
+        "group_filter@1 GF-01: held -> violated",
+        f"group_filter@1 tolerances: {content['operators']['group_filter@1']['tolerances']} -> 0",
+    ]
 
 
 def test_an_unknown_backend_or_operator_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
-        run("refrence", EFFORT)
+        run("refrence", PROFILES["quick"])
     with pytest.raises(UnknownNameError, match="did you mean 'logprob'"):
-        run("reference", EFFORT, ops=("logprb",))
+        run("reference", PROFILES["quick"], ops=("logprb",))
 
 
 def test_a_counterexample_comes_with_a_script_that_shows_it_alone() -> None:
@@ -95,8 +139,7 @@ def test_a_counterexample_comes_with_a_script_that_shows_it_alone() -> None:
         attack = next(a for a in clauses_of(subject)[0] if a.clause.id == "LP-12")
         with subject.chosen():
             outcome = carry_out(subject, attack, Profile("test", 20, 60), manifest=bug.where)
-        assert "times the tolerance" in outcome.message
-        with pytest.raises(AssertionError, match="entropy"):
-            exec(outcome.reproduce, {})
-    assert f"manifest={bug.where!r}" in outcome.reproduce
+    assert "times the tolerance" in outcome.message
+    with pytest.raises(AssertionError, match="entropy"):  # registers the backend by itself
+        exec(outcome.reproduce, {})
     assert torch.is_grad_enabled()

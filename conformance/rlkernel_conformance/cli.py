@@ -1,49 +1,93 @@
-"""`rlkernel conformance`: hold a backend to its claims, prove the suite, read and compare reports."""
+"""`rlkernel conformance`: hold a backend to its claims, prove the suite, read and compare what was found."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from rlkernel.cli.options import Json
-from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel.cli.output import plain, print_json
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from rlkernel_conformance.harness import Outcome
-    from rlkernel_conformance.run import Death
+    from collections.abc import Callable
+
+    from rlkernel_conformance.run import Progress
 
 EXAMPLES: Final = (
     ("rlkernel conformance run reference --op logprob", "every clause of one operator, twenty cases each"),
     ("rlkernel conformance run acme --profile standard --report reports/acme", "a backend, with its report written"),
+    ("rlkernel conformance run acme --manifest acme.kernels:backend", "a backend that is not installed yet"),
+    ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),
     ("rlkernel conformance mutants --op logprob", "backends with planted bugs: does the suite find them all?"),
+    ("rlkernel conformance mutants --hostile", "backends that crash, hang, leak and lie: is each called what it is?"),
+    ("rlkernel conformance tolerances --op qmatmul", "how close is close, and where each number comes from"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
+    ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's table"),
 )
 EXITS: Final = {
-    0: "every attacked clause holds; every mutant died as stated; the reports agree",
-    1: "a clause is refuted or could not be attacked; a mutant lives; the reports differ",
+    0: "every attacked clause holds or is waived; every mutant died as stated; the reports agree",
+    1: "a clause is refuted, could not be attacked or was not run; a mutant lives; the reports differ",
 }
-_ACTIONS: Final = {"run": 1, "mutants": 0, "report": 1, "compare": 2}  # action -> how many words follow
+# action -> how few and how many words may follow
+_ACTIONS: Final = {"run": (1, 1), "mutants": (0, 0), "report": (1, 1), "compare": (2, 2)} | {
+    "tolerances": (0, 0),
+    "table": (0, 1),
+}
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
+_REPORTS: Final = Path("conformance/reports")
+_QUIET: Final = ("not_claimed", "not_attacked")
+
+
+@dataclass(frozen=True)
+class _Effort:
+    """What run and mutants are asked for."""
+
+    ops: tuple[str, ...]
+    profile: str
+    devices: tuple[str, ...]
+    jobs: int
+    manifest: str | None
+    waivers: Path | None
+    report: Path | None
+    hostile: bool
+    json: bool
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="run BACKEND, mutants, report REPORT, or compare OLD NEW.")],
-    words: Annotated[list[str] | None, typer.Argument(help="A backend's name, or reports (files or folders).")] = None,
+    action: Annotated[
+        str,
+        typer.Argument(
+            help="run BACKEND, mutants, report REPORT, compare OLD NEW, tolerances, or table [FILE].",
+        ),
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(help="A backend's name, reports (files or folders), or a file.")
+    ] = None,
     *,
     op: Annotated[
         list[str] | None, typer.Option(help="Operator; may be given several times. All, unless given.")
     ] = None,
     profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
     device: Annotated[str, typer.Option(help="torch devices with commas, such as cpu or cuda:0,cuda:1.")] = "cpu",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Operators at a time; half the cores unless given.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Operators at a time on each device; half the cores unless given.")
+    ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:ATTRIBUTE", help="Where the manifest stands, if the backend is not installed."),
+    ] = None,
+    waivers: Annotated[Path | None, typer.Option(help="TOML with the clauses that may fail for a while.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Folder for report.json, report.md, junit.xml, badge.json.")
     ] = None,
+    hostile: Annotated[bool, typer.Option("--hostile", help="mutants: the hostile backends only.")] = False,
     json: Json = False,
 ) -> None:
     """Hold a backend against the clauses of its operators.
@@ -59,102 +103,125 @@ def command(
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
     given = words or []
-    if len(given) != _ACTIONS[action]:
-        raise ConfigError(
-            f"{action} takes {_ACTIONS[action]} more word(s), got {given}; see rlkernel conformance --help"
-        )
-    if action == "run":
-        holds = _run(given[0], op, profile, device, jobs or max(1, (os.cpu_count() or 2) // 2), report, json=json)
-    elif action == "mutants":
-        holds = _mutants(op, profile, json=json)
-    elif action == "report":
-        holds = _report(given[0], json=json)
-    else:
-        holds = _compare(*given, json=json)
-    if not holds:
+    least, most = _ACTIONS[action]
+    if not least <= len(given) <= most:
+        wanted = f"{least}" if least == most else f"{least} or {most}"
+        raise ConfigError(f"{action} takes {wanted} more word(s), got {given}; see rlkernel conformance --help")
+    many = jobs or max(1, (os.cpu_count() or 2) // 2)
+    effort = _Effort(tuple(op or ()), profile, tuple(device.split(",")), many, manifest, waivers, report, hostile, json)
+    acts: dict[str, Callable[..., bool]] = {
+        "run": _run,
+        "mutants": _mutants,
+        "report": _report,
+        "compare": _compare,
+        "tolerances": _tolerances,
+        "table": _table,
+    }
+    if not acts[action](*given, effort=effort):
         raise typer.Exit(1)
 
 
-def _run(
-    backend: str, ops: list[str] | None, name: str, device: str, jobs: int, folder: Path | None, *, json: bool
-) -> bool:
+def _run(backend: str, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.documents import write
     from rlkernel_conformance.profiles import profile
-    from rlkernel_conformance.report import write
     from rlkernel_conformance.run import run
+    from rlkernel_conformance.show import passes, show
 
-    def watch(outcome: Outcome) -> None:
-        if not json and outcome.status not in {"not_claimed", "not_attacked"}:
-            mark = typer.style("held ", fg="green") if not outcome.failed else typer.style(outcome.status, fg="red")
-            typer.echo(
-                f"{mark}  {outcome.op:20} {outcome.clause}  {outcome.title}  ({outcome.executed} cases)", err=True
-            )
+    if effort.manifest is not None:
+        sys.path.insert(0, "")  # as `python -m` has it
+    content = run(
+        backend,
+        profile(effort.profile),
+        ops=effort.ops,
+        devices=effort.devices,
+        jobs=effort.jobs,
+        manifest=effort.manifest,
+        waivers=effort.waivers,
+        watch=(lambda _: None) if effort.json else _tell,
+    )
+    if effort.report is not None:
+        write(content, effort.report)
+    show(content, json=effort.json)
+    return passes(content)
 
-    content = run(backend, profile(name), ops=ops or (), devices=tuple(device.split(",")), jobs=jobs, watch=watch)
-    if folder is not None:
-        write(content, folder)
-    _show(content, json=json)
-    return bool(content["verdict"] != "fails")
+
+def _tell(progress: Progress) -> None:
+    """One line on standard error: how far the run is, and how the clause fared."""
+    outcome = progress.outcome
+    good = outcome.status == "held"
+    mark = typer.style(f"{'held' if good else outcome.fault or outcome.status:8}", fg="green" if good else "red")
+    at = f"{progress.done:4}/{progress.due} {progress.seconds:6.0f} s"
+    text = f"{outcome.op:20} {outcome.clause}  {outcome.title}"
+    typer.echo(f"{at}  {mark} {text}  ({outcome.executed} cases, {outcome.seconds:.1f} s)", err=True)
 
 
-def _report(path: str, *, json: bool) -> bool:
-    from rlkernel_conformance.report import read
+def _report(path: str, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.documents import read
+    from rlkernel_conformance.show import passes, show
 
     content = read(Path(path))
-    _show(content, json=json)
-    return bool(content["verdict"] != "fails")
+    show(content, json=effort.json)
+    return passes(content)
 
 
-def _show(content: dict[str, Any], *, json: bool) -> None:
-    if json:
-        print_json(content)
-        return
-    rows = []
-    for op, found in content["operators"].items():
-        counts = {s: sum(c["status"] == s for c in found["clauses"]) for s in content["summary"]}
-        cells = [str(counts[s]) for s in ("held", "violated", "fault", "not_claimed", "not_attacked")]
-        rows.append((op, found["verdict"], *cells))
-    columns = ("operator", "verdict", "held", "violated", "fault", "not claimed", "not attacked")
-    print_table(
-        columns, rows, title=f"{content['provider']}: {content['verdict']}, {content['summary']['cases']} cases"
-    )
-    for op, found in content["operators"].items():
-        for clause in found["clauses"]:
-            if clause["status"] in {"violated", "fault"}:
-                typer.echo(f"{op} {clause['clause']} {clause['title']}\n  {clause['fault']}: {clause['message']}")
-                typer.echo("".join(f"    {line}\n" for line in clause["reproduce"].splitlines()))
-
-
-def _mutants(ops: list[str] | None, name: str, *, json: bool) -> bool:
+def _mutants(*, effort: _Effort) -> bool:
+    from rlkernel_conformance.hostile import hostiles, meet
     from rlkernel_conformance.mutants import MODULES
     from rlkernel_conformance.profiles import profile
     from rlkernel_conformance.run import zoo
 
-    def watch(death: Death) -> None:
-        if not json:
-            mark = typer.style("dead ", fg="green") if death.as_stated else typer.style("ALIVE", fg="red")
-            by = ", ".join(death.killed_by) or "nothing"
-            typer.echo(f"{mark}  {death.mutant.op:20} {death.mutant.name:36} by {by}", err=True)
+    def tell(as_stated: bool, op: str, name: str, found: tuple[str, ...]) -> None:
+        if not effort.json:
+            mark = typer.style("dead ", fg="green") if as_stated else typer.style("ALIVE", fg="red")
+            typer.echo(f"{mark}  {op:20} {name:36} by {', '.join(dict.fromkeys(found)) or 'nothing'}", err=True)
 
-    deaths = [d for op in ops or MODULES for d in zoo(op, profile(name), watch=watch)]
-    dead = sum(d.as_stated for d in deaths)
-    rows = [
-        {"op": d.mutant.op, "mutant": d.mutant.name, "origin": d.mutant.origin, "planted": d.mutant.planted}
-        | {"killed_by": list(d.killed_by), "as_stated": d.as_stated}
-        for d in deaths
-    ]
-    if json:
-        print_json({"score": f"{dead}/{len(deaths)}", "mutants": rows})
+    rows = []
+    for op in () if effort.hostile else effort.ops or MODULES:
+        for death in zoo(
+            op, profile(effort.profile), watch=lambda d: tell(d.as_stated, d.mutant.op, d.mutant.name, d.killed_by)
+        ):
+            bug = death.mutant
+            about = {"op": op, "mutant": bug.name, "origin": bug.origin, "planted": bug.planted}
+            rows.append({**about, "killed_by": list(death.killed_by), "as_stated": death.as_stated})
+    for one in () if effort.ops else hostiles():
+        verdict = meet(one)
+        tell(verdict.as_stated, "hostile", one.name, verdict.faults)
+        about = {"op": "hostile", "mutant": one.name, "origin": one.does, "planted": one.fault}
+        rows.append({**about, "killed_by": list(verdict.faults), "as_stated": verdict.as_stated})
+    dead = sum(bool(row["as_stated"]) for row in rows)
+    if effort.json:
+        print_json({"score": f"{dead}/{len(rows)}", "mutants": rows})
     else:
-        typer.echo(f"{dead} of {len(deaths)} mutants died as stated")
-    return dead == len(deaths)
+        typer.echo(f"{dead} of {len(rows)} mutants died as stated")
+    return dead == len(rows)
 
 
-def _compare(old: str, new: str, *, json: bool) -> bool:
-    from rlkernel_conformance.report import compare, read
+def _compare(old: str, new: str, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.documents import read
+    from rlkernel_conformance.report import compare
 
     lines = compare(read(Path(old)), read(Path(new)))
-    if json:
+    if effort.json:
         print_json({"differences": lines})
     else:
         typer.echo("\n".join(plain(line) for line in lines) if lines else "the reports agree")
     return not lines
+
+
+def _tolerances(*, effort: _Effort) -> bool:
+    from rlkernel_conformance.show import show_tolerances
+
+    show_tolerances(effort.ops, json=effort.json)
+    return True
+
+
+def _table(path: str | None = None, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.table import rows, table, write
+
+    if effort.json:
+        print_json(rows(_REPORTS))
+    elif path is None:
+        typer.echo(table(_REPORTS))
+    else:
+        write(Path(path), _REPORTS)
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -35,15 +35,11 @@ _LEAST: Final = {"bytes": 4096, "threads": 1, "processes": 1, "open files": 1}
 
 
 def attacks_with_leftovers(op: str) -> dict[str, Attack]:
-    """Every attack on an operator by clause, this one last."""
+    """Every attack on an operator by clause, this one last: it repeats the first that applies to every backend."""
     attacks = attacks_on(op)
-    return {a.clause.id: a for a in (*attacks, *([leftovers(attacks)] if attacks else []))}
-
-
-def leftovers(attacks: Sequence[Attack]) -> Attack:
-    """The attack on CO-01 that repeats the first of these."""
-    first = attacks[0]
-    return Attack(first.op, CLAUSE, first.cases, nothing_grows(first.prop), scale=_SHARE)
+    first = next(a for a in attacks if a.clause.feature is None)
+    own = Attack(op, CLAUSE, first.cases, nothing_grows(first.prop), scale=_SHARE)
+    return {a.clause.id: a for a in (*attacks, own)}
 
 
 def nothing_grows(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, Any], None]:

@@ -15,11 +15,15 @@ class Profile:
     name: str
     examples: int  # drawn cases per clause
     limit_s: float  # for one clause, after which its process is ended
+    thorough: bool = True  # enough cases that a claim which no case needed is a failure
 
 
-PROFILES: Final = {
-    p.name: p for p in (Profile("quick", 20, 60), Profile("standard", 150, 300), Profile("deep", 2000, 3600))
-}
+_ALL: Final = (
+    Profile("quick", 20, 60, thorough=False),
+    Profile("standard", 150, 300),
+    Profile("deep", 2000, 3600),
+)
+PROFILES: Final = {p.name: p for p in _ALL}
 
 
 def profile(name: str) -> Profile:

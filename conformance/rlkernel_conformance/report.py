@@ -1,76 +1,132 @@
-"""What a run found, as a file: JSON for machines, JUnit for CI, Markdown for people, a badge for a README.
+"""What a run found: every clause of every operator, what was claimed, and a verdict.
 
 Two runs of one backend at one profile on one machine give the same report but for `created` and the seconds; `hash`
-covers all the rest.
+covers all the rest. Verdicts, the worst first:
+
+    fails       a clause is refuted, held without a case, or a claim has no executed case; a waiver is needless
+    unfinished  a device failed and clauses were not run: a failure of the run, not of the backend
+    waived      what is refuted is waived
+    partial     clauses have no attack yet, or a quick run drew no case of a claim
+    holds       every clause that the claims call for held
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
-from pathlib import Path
+from math import isfinite
 from typing import Any, Final
-from xml.etree import ElementTree as ET
 
 from rlkernel import policy
+from rlkernel_conformance import tolerances
 from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
+from rlkernel_conformance.waivers import Waiver, needless
 from rlkernel_core import __version__
-from rlkernel_core.errors import ConfigError
 
 SCHEMA: Final = 1
-STATUSES: Final = ("held", "violated", "fault", "not_claimed", "not_attacked")
+STATUSES: Final = ("held", "violated", "fault", "waived", "not_claimed", "not_attacked", "not_run")
+REFUTED: Final = ("violated", "fault")
+VERDICTS: Final = ("fails", "unfinished", "waived", "partial", "holds")
+# Variables that change what a kernel computes, or what computes it.
+VARIABLES: Final = (
+    "TRITON_INTERPRET",
+    "TRITON_DEFAULT_FP_FUSION",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
 _VOLATILE: Final = ("created", "seconds", "hash")
-_COLOURS: Final = {"holds": "brightgreen", "partial": "yellow", "fails": "red"}
+_UNTOLD: Final = ("op", "seconds", "features")  # of an outcome
 
 
-def report(outcomes: Mapping[Subject, list[Outcome]], profile: str) -> dict[str, Any]:
+def report(
+    outcomes: Mapping[Subject, list[Outcome]],
+    profile: Profile,
+    *,
+    waivers: Iterable[Waiver] = (),
+) -> dict[str, Any]:
     """The report of a run: one subject per operator, all of one backend and device."""
     first = next(iter(outcomes))
-    operators = {s.spec.id: _operator(s, found) for s, found in outcomes.items()}
-    counts = Counter(o.status for found in outcomes.values() for o in found)
+    waivers = tuple(waivers)
+    excused = {w.clause: w for w in waivers}
+    operators = {s.spec.id: _operator(s, found, profile, excused) for s, found in outcomes.items()}
+    problems = needless(waivers, (o for found in outcomes.values() for o in found))
+    counts = Counter(c["status"] for found in operators.values() for c in found["clauses"])
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "backend": first.backend,
         "provider": policy.installed()[first.backend].provider,
         "device": first.device,
-        "profile": profile,
+        "profile": profile.name,
         "environment": environment(first.device),
+        "tolerances": tolerances.version(),
         "operators": operators,
+        "problems": problems,
         "summary": {status: counts[status] for status in STATUSES}
         | {"cases": sum(o.executed for found in outcomes.values() for o in found)},
     }
-    content["verdict"] = _verdict([op["verdict"] for op in operators.values()])
+    content["verdict"] = worst([*(op["verdict"] for op in operators.values()), *["fails"] * bool(problems)])
     content["hash"] = content_hash(content)
     content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
     content["seconds"] = round(sum(o.seconds for found in outcomes.values() for o in found), 1)
     return content
 
 
-def _operator(subject: Subject, outcomes: list[Outcome]) -> dict[str, Any]:
-    attacked = {o.clause for o in outcomes if o.status == "held" and o.executed}
-    named = {c.feature for c in subject.spec.clauses if c.id in attacked}
-    clauses = [{k: v for k, v in asdict(o).items() if k not in {"op", "seconds"}} for o in outcomes]
-    unproved = sorted(subject.claims - named)
-    failed = any(o.failed or (o.status == "held" and not o.executed) for o in outcomes)
-    whole = not any(o.status == "not_attacked" for o in outcomes)
+def _operator(
+    subject: Subject, outcomes: list[Outcome], profile: Profile, waivers: Mapping[str, Waiver]
+) -> dict[str, Any]:
+    clauses = sorted((_clause(o, waivers.get(o.clause)) for o in outcomes), key=lambda c: str(c["clause"]))
+    statuses = {c["status"] for c in clauses}
+    unproved = sorted(subject.claims - _proved(subject, outcomes))
+    hollow = any(c["status"] == "held" and not c["executed"] for c in clauses)
+    whole = not statuses & {"not_attacked", "not_run"}
+    verdicts = {
+        "fails": bool(statuses & {*REFUTED}) or hollow or (profile.thorough and whole and bool(unproved)),
+        "unfinished": "not_run" in statuses,
+        "waived": "waived" in statuses,
+        "partial": "not_attacked" in statuses or bool(unproved),
+    }
     return {
         "implementations": sorted(i.target for i in subject.impls),
         "claims": sorted(subject.claims),
-        "unproved_claims": unproved,  # no clause that names the feature was attacked and held
-        "verdict": "fails" if failed else "holds" if whole else "partial",
-        "clauses": sorted(clauses, key=lambda c: str(c["clause"])),
+        "unproved_claims": unproved,
+        "tolerances": tolerances.version((subject.op,)),
+        "verdict": next((v for v, applies in verdicts.items() if applies), "holds"),
+        "clauses": clauses,
     }
 
 
-def _verdict(verdicts: list[str]) -> str:
-    """The worst of them."""
-    return next((v for v in ("fails", "partial") if v in verdicts), "holds")
+def _proved(subject: Subject, outcomes: list[Outcome]) -> set[str]:
+    """Features with an executed case: a clause is about them, or its calls needed them."""
+    about = {c.id: c.feature for c in subject.spec.clauses if c.feature is not None}
+    executed = [o for o in outcomes if o.executed or o.failed]
+    return {about[o.clause] for o in executed if o.clause in about} | {f for o in executed for f in o.features}
+
+
+def _clause(outcome: Outcome, waiver: Waiver | None) -> dict[str, Any]:
+    told = {k: v for k, v in asdict(outcome).items() if k not in _UNTOLD}
+    told["measures"] = {k: v if isfinite(v) else str(v) for k, v in outcome.measures.items()}  # JSON has no infinity
+    if waiver is None or not outcome.failed:
+        return told
+    about = {"issue": waiver.issue, "expires": waiver.expires.isoformat(), "reason": waiver.reason}
+    return {**told, "status": "waived", "waiver": about}
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    """The worst of them; "holds" where there is none."""
+    return min(verdicts, key=VERDICTS.index, default="holds")
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -86,7 +142,8 @@ def environment(device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "hypothesis": hypothesis.__version__,
         "torch": torch.__version__,
-        **{f"device_{k}": v for k, v in device_facts(device).items() if k != "torch"},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        **{f"device_{k}": v for k, v in device_facts(device).items() if k not in {"torch", "device"}},
     }
 
 
@@ -96,97 +153,18 @@ def content_hash(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def write(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write report.json, report.md, junit.xml and badge.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        "report.json": json.dumps(content, indent=1) + "\n",
-        "report.md": markdown(content),
-        "junit.xml": junit(content),
-        "badge.json": json.dumps(badge(content), indent=1) + "\n",
-    }
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in files]
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A report from a file or its folder, with its hash checked.
-
-    Raises:
-        ConfigError: no such file, not a report of this schema, or changed after it was written.
-    """
-    file = path / "report.json" if path.is_dir() else path
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        schema, said = content["schema"], content["hash"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a conformance report: {error!r}") from error
-    if schema != SCHEMA:
-        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads {SCHEMA}")
-    if said != content_hash(content):
-        raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
-    return content
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """The report for people."""
-    env = content["environment"]
-    where = f"{content['provider']} on {content['device']}, profile {content['profile']}"
-    lines = [
-        f"# Conformance of {content['backend']}: {content['verdict']}",
-        "",
-        f"{where}, {content['summary']['cases']} cases.",
-        f"Python {env['python']}, torch {env['torch']}. Hash `{content['hash'][:12]}`.",
-        "",
-        "| Operator | Verdict | held | violated | fault | not claimed | not attacked |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for op, found in content["operators"].items():
-        counts = Counter(c["status"] for c in found["clauses"])
-        lines.append(f"| `{op}` | {found['verdict']} | " + " | ".join(str(counts[s]) for s in STATUSES) + " |")
-    for op, found in content["operators"].items():
-        for clause in found["clauses"]:
-            if clause["status"] in {"violated", "fault"}:
-                lines += [
-                    "",
-                    f"## {op} {clause['clause']}: {clause['title']}",
-                    "",
-                    f"{clause['fault']}: {clause['message']}",
-                ]
-                lines += ["", "```python", clause["reproduce"].rstrip(), "```"] if clause["reproduce"] else []
-    return "\n".join(lines) + "\n"
-
-
-def junit(content: Mapping[str, Any]) -> str:
-    """The report for CI systems: one test per clause."""
-    root = ET.Element("testsuites")
-    for op, found in content["operators"].items():
-        suite = ET.SubElement(root, "testsuite", name=op, tests=str(len(found["clauses"])))
-        for clause in found["clauses"]:
-            case = ET.SubElement(suite, "testcase", classname=op, name=f"{clause['clause']} {clause['title']}")
-            if clause["status"] in {"violated", "fault"}:
-                ET.SubElement(case, "failure", type=clause["fault"], message=clause["message"])
-            elif clause["status"] != "held":
-                ET.SubElement(case, "skipped", message=clause["message"])
-    return ET.tostring(root, encoding="unicode") + "\n"
-
-
-def badge(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A badge in the endpoint form that badge services read."""
-    text = f"{content['verdict']} ({content['summary']['held']} clauses)"
-    return {"schemaVersion": 1, "label": "rlkernel", "message": text, "color": _COLOURS[content["verdict"]]}
-
-
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What is different between two reports, a line a clause; empty where they agree."""
-    before, after = (
-        {(op, c["clause"]): c["status"] for op, found in r["operators"].items() for c in found["clauses"]}
-        for r in (old, new)
-    )
-    keys = sorted({*before, *after})
+
+    def facts(content: Mapping[str, Any]) -> dict[str, str]:
+        told = {
+            f"{op} {c['clause']}": c["status"] for op, found in content["operators"].items() for c in found["clauses"]
+        }
+        return told | {f"{op} tolerances": found["tolerances"] for op, found in content["operators"].items()}
+
+    before, after = facts(old), facts(new)
     return [
-        f"{op} {clause}: {before.get((op, clause), 'absent')} -> {after.get((op, clause), 'absent')}"
-        for op, clause in keys
-        if before.get((op, clause)) != after.get((op, clause))
+        f"{what}: {before.get(what, 'absent')} -> {after.get(what, 'absent')}"
+        for what in sorted({*before, *after})
+        if before.get(what) != after.get(what)
     ]

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from rlkernel import policy
+from rlkernel.discover import known_names
+from rlkernel_conformance import waivers as waived
+from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import MODULES
 from rlkernel_conformance.harness import Outcome, clauses_of
 from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
+from rlkernel_conformance.manifests import load
 from rlkernel_conformance.mutants import Mutant, mutants_of
+from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.report import report
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
-Watch = Callable[[Outcome], None]
+
+@dataclass(frozen=True)
+class Progress:
+    """An outcome as it comes, and how far the run is."""
+
+    outcome: Outcome
+    done: int  # clauses, this one included
+    due: int  # clauses that are attacked in this run
+    seconds: float  # since the run began
+
+
+Watch = Callable[[Progress], None]
 
 
 def run(
@@ -28,46 +49,83 @@ def run(
     ops: Iterable[str] = (),
     devices: tuple[str, ...] = ("cpu",),
     jobs: int = 1,
+    manifest: str | None = None,
+    waivers: Path | None = None,
     watch: Watch = lambda _: None,
 ) -> dict[str, Any]:
     """Hold a backend against the clauses of its operators; returns the report.
 
     Args:
-        backend: name of an installed backend.
+        backend: name of the backend.
         profile: effort.
         ops: operators; empty for all that the backend implements.
         devices: devices of one kind that share the work; the report names the first.
         jobs: operators attacked at the same time on each device.
-        watch: told every outcome as it comes.
+        manifest: "module:attribute" of the backend's manifest; None for an installed one.
+        waivers: file of waivers, see `rlkernel_conformance.waivers`.
+        watch: told every outcome of an attack as it comes.
 
     Raises:
         UnknownNameError: no such backend or operator.
-        ConfigError: the backend did not load, or implements none of the operators on this device.
+        ConfigError: the backend did not load, or implements none of the operators on this device; the devices differ
+            in kind; the waivers are malformed or expired.
     """
-    found = policy.installed()[backend]
-    if found.reason is not None:
-        raise ConfigError(f"backend {backend!r} did not load: {found.reason}")
+    kinds = {d.partition(":")[0] for d in devices}
+    if len(kinds) != 1:
+        raise ConfigError(f"devices of several kinds, {', '.join(devices)}: attack each kind in a run of its own")
     for op in ops:
         if op not in OPERATORS:
             raise UnknownNameError("operator", op, OPERATORS)
-    subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
-    if not subjects:
-        raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
-    with ThreadPoolExecutor(max_workers=jobs * len(devices)) as pool:
-        places = [Subject(s.backend, s.op, devices[i % len(devices)]) for i, s in enumerate(subjects)]
-        outcomes = list(pool.map(lambda s: _operator(s, profile, watch), places))
-    return report(dict(zip(subjects, outcomes, strict=True)), profile.name)
+    with nullcontext() if manifest is None else policy.registered(_named(load(manifest), backend)):
+        found = policy.installed()[backend]
+        if found.reason is not None:
+            raise ConfigError(f"backend {backend!r} did not load: {found.reason}")
+        known = known_names(policy.installed())
+        excused = waived.read(waivers, backend, known, datetime.now(UTC).date()) if waivers is not None else ()
+        subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
+        if not subjects:
+            raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
+        plan = {s: _due(s) for s in subjects}
+        attacked = _attack_all(plan, devices, jobs, manifest, profile, watch)
+        return report({s: plan[s][1] + attacked[s.op] for s in subjects}, profile, waivers=excused)
 
 
-def _operator(subject: Subject, profile: Profile, watch: Watch) -> list[Outcome]:
-    """All clauses of one operator: attacked where there are attacks."""
+def _attack_all(
+    plan: dict[Subject, tuple[list[Attack], list[Outcome]]],
+    devices: tuple[str, ...],
+    jobs: int,
+    manifest: str | None,
+    profile: Profile,
+    watch: Watch,
+) -> dict[str, list[Outcome]]:
+    total, done, began, lock = sum(len(due) for due, _ in plan.values()), 0, time.monotonic(), Lock()
+
+    def heard(outcome: Outcome) -> None:
+        nonlocal done
+        with lock:
+            done += outcome.status != "not_run"  # another device may
+            watch(Progress(outcome, done, total, time.monotonic() - began))
+
+    def attack(subject: Subject, attacks: list[Attack]) -> list[Outcome]:
+        return attack_apart(subject, attacks, profile, manifest=manifest, watch=heard)
+
+    work = [Work(s, tuple(due)) for s, (due, _) in plan.items() if due]
+    return {s.op: [] for s in plan} | attack_everywhere(work, devices, jobs, attack)
+
+
+def _due(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
+    """The attacks on an operator, and the outcomes of the clauses that have none here."""
     if subject.op not in MODULES:
         text = "no attack is written yet"
-        return [Outcome(subject.op, c.id, c.title, "not_attacked", message=text) for c in subject.spec.clauses]
+        return [], [Outcome(subject.op, c.id, c.title, "not_attacked", message=text) for c in subject.spec.clauses]
     due, rest = clauses_of(subject)
-    for outcome in rest:
-        watch(outcome)
-    return rest + (attack_apart(subject, due, profile, watch=watch) if due else [])
+    return [*due, attacks_with_leftovers(subject.op)[CLAUSE.id]], rest
+
+
+def _named(manifest: Any, backend: str) -> Any:
+    if manifest.name != backend:
+        raise ConfigError(f"the manifest is of {manifest.name!r}, not of {backend!r}")
+    return manifest
 
 
 @dataclass(frozen=True)

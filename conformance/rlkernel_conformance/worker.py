@@ -41,6 +41,7 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         return
     say("healthy")
 
+    from rlkernel_conformance.harness import Outcome
     from rlkernel_conformance.trial import Trial
 
     with ExitStack() as scope:
@@ -50,7 +51,10 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
             return
         for clause in job["clauses"]:
             say("begin", clause=clause)
-            outcome = trial.of(clause)
+            outcome, error = guarded(lambda: trial.of(clause))  # noqa: B023  called at once
+            if outcome is None:  # the suite's own mistake, or one that only looks like it
+                text = f"its attack could not be carried out: {brief(error)}"
+                outcome = Outcome(job["op"], clause, clause, "fault", faults.of_error(error), text)
             say("end", clause=clause, outcome=asdict(outcome))
             if outcome.fault is not None and faults.lasts(outcome.fault, job["device"]):
                 break

@@ -1,0 +1,67 @@
+"""Reports and tolerances on the terminal, for people or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import typer
+
+from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel_conformance import tolerances
+from rlkernel_conformance.documents import place
+from rlkernel_conformance.report import REFUTED, STATUSES
+
+_FAILING: Final = ("fails", "unfinished")
+_TOLD: Final = (*REFUTED, "waived", "not_run")
+
+
+def passes(content: dict[str, Any]) -> bool:
+    """Whether a command that shows this report ends well."""
+    return content["verdict"] not in _FAILING
+
+
+def show(content: dict[str, Any], *, json: bool) -> None:
+    """A table of operators, then every clause that did not hold, with its script."""
+    if json:
+        print_json(content)
+        return
+    rows = []
+    for op, found in content["operators"].items():
+        counts = {s: sum(c["status"] == s for c in found["clauses"]) for s in STATUSES}
+        rows.append((op, found["verdict"], *(str(counts[s]) for s in STATUSES)))
+    columns = ("operator", "verdict", *(s.replace("_", " ") for s in STATUSES))
+    title = f"{content['provider']} on {place(content)}: {content['verdict']}, {content['summary']['cases']} cases"
+    print_table(columns, rows, title=title)
+    for problem in content["problems"]:
+        typer.echo(problem)
+    for op, found in content["operators"].items():
+        if found["unproved_claims"]:
+            typer.echo(f"{op} claims without an executed case: {', '.join(found['unproved_claims'])}")
+        for clause in found["clauses"]:
+            if clause["status"] in _TOLD:
+                typer.echo("\n".join(_lines(op, clause)))
+
+
+def _lines(op: str, clause: dict[str, Any]) -> list[str]:
+    waiver = clause.get("waiver")
+    excuse = [f"  waived until {waiver['expires']}: {waiver['reason']} ({waiver['issue']})"] if waiver else []
+    return [
+        f"{op} {clause['clause']} {clause['title']}",
+        *excuse,
+        f"  {clause['fault'] or clause['status'].replace('_', ' ')}: {clause['message']}",
+        *(f"    {line}" for line in clause["reproduce"].splitlines()),
+    ]
+
+
+def show_tolerances(ops: Iterable[str], *, json: bool) -> None:
+    """The table of tolerances with its version."""
+    ops = tuple(ops)
+    rows, version = tolerances.table(ops), tolerances.version(ops)
+    if json:
+        print_json({"version": version, "tolerances": rows})
+        return
+    cells = [
+        [plain(f"{row[c]:.3g}" if isinstance(row[c], float) else row[c]) for c in tolerances.COLUMNS] for row in rows
+    ]
+    print_table(tolerances.COLUMNS, cells, title=f"tolerances, version {version}")
