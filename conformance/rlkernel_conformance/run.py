@@ -85,7 +85,7 @@ def run(
         subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
         if not subjects:
             raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
-        plan = {s: _due(s) for s in subjects}
+        plan = {s: due_on(s) for s in subjects}
         attacked = _attack_all(plan, devices, jobs, manifest, profile, watch)
         return report({s: plan[s][1] + attacked[s.op] for s in subjects}, profile, waivers=excused)
 
@@ -113,7 +113,7 @@ def _attack_all(
     return {s.op: [] for s in plan} | attack_everywhere(work, devices, jobs, attack)
 
 
-def _due(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
+def due_on(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
     """The attacks on an operator, and the outcomes of the clauses that have none here."""
     if subject.op not in MODULES:
         text = "no attack is written yet"
