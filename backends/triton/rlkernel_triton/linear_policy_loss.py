@@ -1,0 +1,326 @@
+"""linear_policy_loss@1 on matmul tiles: log-probabilities, loss and gradient of a block of rows while its logits exist.
+
+Three matmuls where a token's gradient depends on that token alone: logits in fp32, dX, dW. A block's logits are swept
+once for the law (logprob's kernels), the coefficient function runs on its rows (policy_loss's kernel), the slope of the
+law writes dz, and dW adds up in fp32. Ratios per sequence need every log-probability first: a first pass makes them,
+the second makes the logits again, four matmuls. Memory beyond results: `workspace`; it does not grow with N.
+
+Legend: N rows · D hidden · V vocabulary · R rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reference.precision import full_precision
+from rlkernel_core.spec import linear_policy_loss as spec
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
+from rlkernel_triton.logprob import per_row, slopes, statistics
+from rlkernel_triton.loss_batch import BLOCK, LossBatch
+from rlkernel_triton.row_layout import rows_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rlkernel_triton.logprob import Law
+
+# Without a limit: a block of 4096 rows and a vocabulary of 128 thousand, fewer accumulations of dW than cost a tenth.
+DEFAULT_WORKSPACE: Final = 4 << 30
+_PER_ROW: Final = 256  # bytes of all vectors of [N]: log-probability, entropy, gradients, statistics
+
+
+def linear_policy_loss(
+    hidden: Tensor,  # [N, D] or [B, T, D]
+    weight: Tensor,  # [V, D]
+    ids: Tensor,  # [N] or [B, T]
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    support: Support | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kind: str = "grpo",
+    level: str | None = None,
+    clip: tuple[float, float] | None = None,
+    dual_clip: float | None = None,
+    log_ratio_limit: float | None = None,
+    tau: tuple[float, float] | None = None,
+    gamma: GammaGate | None = None,
+    ratio_cap: float | None = None,
+    dro_beta: float | None = None,
+    aggregate: str | None = None,
+    denominator: float | Tensor | None = None,
+    horizon: float | None = None,
+    count_empty: bool = False,
+    ref_logprob: Tensor | None = None,
+    kl: str | None = None,
+    kl_coef: float | Tensor = 0.0,
+    kl_clamp: tuple[float, float] | None = None,
+    kl_importance: bool = False,
+    entropy: bool = False,
+    entropy_coef: float | Tensor = 0.0,
+    entropy_aggregate: str | None = None,
+    entropy_denominator: float | Tensor | None = None,
+    rollout_logprob: Tensor | None = None,
+    correction: Correction | None = None,
+    rejection: Rejection | None = None,
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LossResult:
+    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
+    of_head: dict[str, Any] = {
+        "bias": bias,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "support": support,
+        "max_workspace_bytes": max_workspace_bytes,
+        "group": group,
+    }
+    of_loss: dict[str, Any] = {
+        "mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "kind": kind,
+        "level": level,
+        "clip": clip,
+        "dual_clip": dual_clip,
+        "log_ratio_limit": log_ratio_limit,
+        "tau": tau,
+        "gamma": gamma,
+        "ratio_cap": ratio_cap,
+        "dro_beta": dro_beta,
+        "aggregate": aggregate,
+        "denominator": denominator,
+        "horizon": horizon,
+        "count_empty": count_empty,
+        "ref_logprob": ref_logprob,
+        "kl": kl,
+        "kl_coef": kl_coef,
+        "kl_clamp": kl_clamp,
+        "kl_importance": kl_importance,
+        "entropy": entropy,
+        "entropy_coef": entropy_coef,
+        "entropy_aggregate": entropy_aggregate,
+        "entropy_denominator": entropy_denominator,
+        "rollout_logprob": rollout_logprob,
+        "correction": correction,
+        "rejection": rejection,
+    }
+    config = spec.check(hidden, weight, ids, old_logprob, advantages, **of_head, **of_loss)
+    N, (V, D) = ids.numel(), weight.shape
+    wanted = torch.is_grad_enabled()
+    needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    R = rows_of_a_block(N, D, V, hidden.element_size(), max_workspace_bytes, weight_gradient=needs[1])
+    with torch.no_grad():
+        counted = _counted(ids, mask, cu_seqlens)
+        logprob = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        H = torch.zeros_like(logprob) if entropy else None
+        flat = hidden.detach().reshape(-1, D)
+        T = per_row(temperature, ids.shape)
+        # scale z through cap and temperature is z through cap / scale and temperature / scale.
+        head = _Head(
+            flat, weight.detach(), None if bias is None else bias.detach(), ids.reshape(-1).contiguous(),
+            T / logit_scale, None if softcap is None else softcap / logit_scale, counted, R,
+        )  # fmt: skip
+        early = _needs_all(config, old_logprob, rollout_logprob)
+        if early or not any(needs):
+            for rows in head.blocks():
+                head.law(rows, head.logits(rows), logprob, H)
+        batch = LossBatch.of(
+            config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
+            ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
+            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef,
+        )  # fmt: skip
+        partial = batch.partials(ids.device)
+        if not any(needs):
+            batch.run(logprob, H, None, None, partial)
+            value, stats = batch.summary(partial, entropy=entropy)
+            return LossResult(value, stats, logprob, H)
+        g = torch.zeros_like(logprob)
+        g_entropy = torch.zeros_like(logprob) if entropy else None
+        if early:
+            batch.run(logprob, H, g, g_entropy, partial)
+        into = _Gradients.of(flat, weight, bias, needs)
+        for rows in head.blocks():
+            z = head.logits(rows)
+            law = head.law(rows, z, logprob, H)
+            if not early:
+                batch.run(logprob, H, g, g_entropy, partial, first=rows.start, tokens=rows.stop - rows.start)
+            head.backward(rows, z, law, g, g_entropy, into)
+        value, stats = batch.summary(partial, entropy=entropy)
+    d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
+    made = (d_hidden, into.weight, into.bias)
+    loss = _Known.apply(value, *made, hidden, weight, bias)  # type: ignore[no-untyped-call]
+    return LossResult(loss, stats, logprob, H)
+
+
+def workspace(R: int, N: int, D: int, V: int, itemsize: int, *, weight_gradient: bool = True) -> int:
+    """Most extra bytes beyond results and gradients with blocks of R rows.
+
+    The weight's gradient in fp32 until backward scales it; of a block, the logits in fp32 and their gradient, its rows
+    of hidden; some hundred bytes a token.
+    """
+    return (4 * V * (D + 2) if weight_gradient else 4 * V) + R * (V * (4 + itemsize) + 8 * D) + _PER_ROW * (N + BLOCK)
+
+
+def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None, *, weight_gradient: bool) -> int:
+    """The largest block, a multiple of BLOCK, whose workspace keeps the limit.
+
+    Raises:
+        ArgumentError: not even the smallest does.
+    """
+    least = workspace(BLOCK, N, D, V, itemsize, weight_gradient=weight_gradient)
+    if limit is not None and limit < least:
+        raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least}", f"Pass {least} or more.")
+    each = BLOCK * (V * (4 + itemsize) + 8 * D)
+    spare = (limit - least) if limit is not None else DEFAULT_WORKSPACE - each
+    blocks = 1 + max(0, spare) // each
+    return BLOCK * min(blocks, max(1, -(-N // BLOCK)))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The logits of a block of rows, their law and their gradient."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    ids: Tensor  # [N]
+    T: float | Tensor  # or [N]
+    softcap: float | None
+    counted: Tensor | None  # [N] bool
+    R: int
+
+    def blocks(self) -> list[slice]:
+        """Blocks of rows."""
+        N = self.ids.shape[0]
+        return [slice(r, min(r + self.R, N)) for r in range(0, N, self.R)]
+
+    def rows(self, rows: slice) -> Tensor:
+        """[R, D] of hidden; zeros where a row does not count, for 0 times NaN is NaN."""
+        x = self.hidden[rows]
+        return x if self.counted is None else torch.where(self.counted[rows, None], x, 0.0).to(x.dtype)
+
+    def logits(self, rows: slice) -> Tensor:
+        """[R, V] fp32, before cap and temperature."""
+        z = product(self.rows(rows), self.weight.T)
+        return z if self.bias is None else z.add_(self.bias)
+
+    def temperature(self, rows: slice) -> float | Tensor:
+        """Of a block."""
+        return self.T[rows] if isinstance(self.T, Tensor) else self.T
+
+    def law(self, rows: slice, z: Tensor, logprob: Tensor, H: Tensor | None) -> Law:
+        """The law of a block; its log-probabilities and entropies are put in their places."""
+        mask = None if self.counted is None else self.counted[rows]
+        row = statistics(
+            rows_of(z), z.shape[1], self.ids[rows], self.temperature(rows), mask, None, self.softcap,
+            moment=H is not None,
+        )  # fmt: skip
+        logprob.view(-1)[rows] = row.logprob
+        if H is not None and row.entropy is not None:
+            H.view(-1)[rows] = row.entropy
+        return row
+
+    def backward(self, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, into: _Gradients) -> None:
+        """Add the gradients that a block's rows make."""
+        mask = None if self.counted is None else self.counted[rows]
+        dz = torch.empty(z.shape, dtype=self.hidden.dtype, device=z.device)
+        up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
+        slopes(
+            z, self.ids[rows], self.temperature(rows), mask, law.invalid, law.saved, None, self.softcap, up, dz
+        )  # fmt: skip
+        if into.hidden is not None:
+            with full_precision(dz):
+                torch.mm(dz, self.weight, out=into.hidden[rows])
+        if into.weight is not None:
+            product(dz.T, self.rows(rows), into.weight, first=rows.start == 0)
+        if into.bias is not None:
+            into.bias += dz.sum(0, dtype=torch.float32)
+
+
+@dataclass
+class _Gradients:
+    """What the pass accumulates; None where an operand is frozen."""
+
+    hidden: Tensor | None  # [N, D] in the dtype of hidden: each row is complete when it is written
+    weight: Tensor | None  # [V, D] fp32
+    bias: Tensor | None  # [V] fp32
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _Gradients:
+        """Room for them; dW is written by the first block."""
+        some = hidden.shape[0] > 0
+        room = torch.empty if some else torch.zeros
+        return cls(
+            torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None,
+            room(weight.shape, dtype=torch.float32, device=hidden.device) if needs[1] else None,
+            None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=torch.float32),
+        )
+
+
+def product(a: Tensor, b: Tensor, into: Tensor | None = None, *, first: bool = True) -> Tensor:
+    """A b in fp32, added to `into` unless it is the first; operands of 16 bits keep fp32 sums and are not rounded."""
+    with full_precision(a):
+        if a.dtype == torch.float32 or not a.is_cuda:
+            a, b = a.float(), b.float()
+            if into is None:
+                return torch.mm(a, b)
+            return torch.mm(a, b, out=into) if first else into.addmm_(a, b)
+        if into is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        if first:
+            return torch.mm(a, b, out_dtype=torch.float32, out=into)
+        return torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+
+
+def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """[N] bool rows that count; None: all."""
+    counted = None if mask is None else mask.reshape(-1).contiguous()
+    if cu_seqlens is None:
+        return counted
+    at = torch.arange(ids.shape[0], device=ids.device)
+    inside = (at >= cu_seqlens[0]) & (at < cu_seqlens[-1])
+    return inside if counted is None else inside & counted
+
+
+def _needs_all(config: LossConfig, old: Tensor | None, rollout: Tensor | None) -> bool:
+    """Whether a token's gradient depends on the log-probabilities of others."""
+    return config.level == "sequence" or (old is None and rollout is not None)
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradients were made with it; backward scales them, rounds once and makes no copy in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        d_hidden: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = tuple(None if x is None else x.dtype for x in operands)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = tuple(
+            None if x is None else torch.mul(x, upstream, out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, None, None, None, *scaled)
