@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,16 +17,24 @@ import torch
 from torch import Tensor
 
 from rlkernel_core import checks
-from rlkernel_core.errors import ArgumentError, BufferFullError, UnknownNameError
+from rlkernel_core.errors import ArgumentError, ArgumentTypeError, BufferFullError
 from rlkernel_core.reference.rollout.batch import Batch, Staging
 from rlkernel_core.reference.rollout.choose import choose, rows_of
 from rlkernel_core.reference.rollout.files import read, write
 from rlkernel_core.reference.rollout.ledger import Ledger, Rollout
 from rlkernel_core.reference.rollout.pages import COUNTERS, Pages
 from rlkernel_core.spec import rollout_buffer as spec
+from rlkernel_core.spec.rollout_checks import (
+    check_append,
+    check_discard,
+    check_path,
+    check_reserve,
+    check_rules,
+    check_slots,
+    check_status,
+)
 from rlkernel_core.spec.rollouts import (
     DEFAULT_FIELDS,
-    STATUS,
     VALID_STATUS,
     BufferStats,
     Field,
@@ -83,15 +92,7 @@ class PagedRolloutBuffer:
 
     def reserve(self, limits: int | Sequence[int], groups: Sequence[int], *, version: int = 0) -> Slots:
         """Room for one sequence per entry of groups."""
-        wanted = [limits] * len(groups) if isinstance(limits, int) else list(limits)
-        if len(wanted) != len(groups) or not wanted:
-            raise ArgumentError(
-                "limits", wanted, f"must give one limit for each of {len(groups)} groups", "Match them."
-            )
-        for limit in wanted:
-            checks.integer("limits", limit, at_least=1, at_most=self._max_seq_tokens)
-        for group in groups:
-            checks.integer("groups", group, at_least=0)
+        wanted, groups = check_reserve(limits, groups, version, self._max_seq_tokens)
         with self._lock:
             victims = self._ledger.victims(wanted, groups, drop_oldest=self._on_full == "drop_oldest")
             self._drop(victims, "oldest")
@@ -108,27 +109,18 @@ class PagedRolloutBuffer:
         alive: Tensor | None = None,
     ) -> None:
         """Append tokens, on device only."""
-        rows = len(slots.ids)
-        self._check_values(values, rows if cu_seqlens is None else None)
-        if cu_seqlens is not None:
-            checks.tensor("cu_seqlens", cu_seqlens, ndim=1, kind="integer")
-            checks.shape("cu_seqlens", cu_seqlens, (rows + 1,), "slots + 1")
-        if alive is not None:
-            checks.tensor("alive", alive, kind="bool")
-            checks.shape("alive", alive, (rows,), "slots")
+        fields, device = self._shape["fields"], self._pages.stamp.device
+        check_append(slots, values, fields, cu_seqlens=cu_seqlens, alive=alive, device=device)
         with torch.no_grad():
             self._pages.append(slots, values, cu_seqlens, alive)
 
     def finish(self, slots: Slots, reward: Any = None, *, status: str | Sequence[str] = "stop") -> None:
         """End sequences."""
+        check_slots(slots, self._pages.stamp.device)
+        each = check_status(status, slots.ids.shape[0])
+        rewards = self._rewards_of(reward, len(each))
         with self._lock:
             ending = self._ledger.open_ones(slots.ids.tolist(), slots.stamps.tolist())
-            each = [status] * len(ending) if isinstance(status, str) else list(status)
-            if len(each) != len(ending):
-                raise ArgumentError("status", each, f"must be one name or {len(ending)}", "Match slots.")
-            for name in each:
-                checks.choice("status", name, [s for s in STATUS if s != "filler"])
-            rewards = self._rewards_of(reward, len(ending))
             lengths = self._pages.lengths([r.slot for r in ending])
             self._pages.close([r.slot for r in ending])
             for rollout, length, name, given in zip(ending, lengths, each, rewards, strict=True):
@@ -139,6 +131,7 @@ class PagedRolloutBuffer:
 
     def groups(self, rules: GroupRules | None = None, *, version: int | None = None) -> tuple[GroupState, ...]:
         """Every group, oldest first."""
+        check_rules(rules, version)
         with self._lock:
             newest = self._ledger.newest_version if version is None else version
             return tuple(self._ledger.state(g, rules or GroupRules(), newest) for g in self._ledger.groups)
@@ -162,6 +155,7 @@ class PagedRolloutBuffer:
         checks.choice("order", order, ("fifo", "longest_first"))
         checks.choice("weighting", weighting, ("one", "group"))
         checks.integer("rows_multiple_of", rows_multiple_of, at_least=1, at_most=self._shape["max_seqs"])
+        check_rules(rules, version)
         with self._lock:
             if self._staging.out:
                 raise BufferFullError("The previous batch was not released. Call batch.release() first.")
@@ -182,11 +176,7 @@ class PagedRolloutBuffer:
     def discard(self, groups: Iterable[int], reason: str = "discarded") -> None:
         """Drop groups, open members included."""
         with self._lock:
-            wanted = list(dict.fromkeys(groups))
-            for group in wanted:
-                if group not in self._ledger.groups:
-                    raise UnknownNameError("group", str(group), map(str, self._ledger.groups))
-            self._drop(wanted, reason)
+            self._drop(check_discard(groups, reason, self._ledger.groups), reason)
 
     def prune(self, rules: GroupRules | None = None, *, version: int | None = None) -> Mapping[str, int]:
         """Drop groups that the rules reject for good."""
@@ -217,12 +207,12 @@ class PagedRolloutBuffer:
     def save(self, path: str) -> None:
         """Write everything stored to a file."""
         with self._lock:
-            write(path, self._shape, self._ledger, self._pages)
+            write(check_path(path), self._shape, self._ledger, self._pages)
 
     def load(self, path: str) -> None:
         """Take over what a buffer of the same shape saved, in place; a batch that is out becomes stale."""
         with self._lock:
-            read(path, self._shape, self._ledger, self._pages)
+            read(check_path(path), self._shape, self._ledger, self._pages)
             self._staging.generation += 1
             self._staging.out = False
 
@@ -231,7 +221,8 @@ class PagedRolloutBuffer:
         """Counters so far; synchronises."""
         with self._lock:
             counts, ledger = dict(zip(COUNTERS, self._pages.counts.tolist(), strict=True)), self._ledger
-            lost = {n: c for n, c in counts.items() if c and n != "appended"}
+            dropped = Counter(ledger.dropped)  # a caller's reason may have the name of a counter
+            dropped.update({n: c for n, c in counts.items() if c and n != "appended"})
             return BufferStats(
                 capacity=ledger.capacity,
                 used=ledger.used,
@@ -239,7 +230,7 @@ class PagedRolloutBuffer:
                 appended=counts["appended"],
                 popped=ledger.popped,
                 stored=int(self._pages.length.sum()),
-                dropped={**ledger.dropped, **lost},
+                dropped=dict(dropped),
                 reserved_seqs=ledger.reserved_seqs,
                 popped_seqs=ledger.popped_seqs,
                 stored_seqs=len(ledger.sequences),
@@ -248,24 +239,15 @@ class PagedRolloutBuffer:
                 nbytes=sum(x.nbytes for x in self._storage().values()),
             )
 
-    def _check_values(self, values: Mapping[str, Tensor], rows: int | None) -> None:
-        fields = self._shape["fields"]
-        for name in values:
-            if name not in fields:
-                raise UnknownNameError("field", name, fields)
-        for name, f in fields.items():
-            if name not in values:
-                if f.default is None or (rows is None and not values):
-                    raise ArgumentError("values", list(values), f"must give field {name!r}", "Or give it a default.")
-                continue
-            x = checks.tensor(f"values[{name!r}]", values[name], ndim=1 + len(f.shape))
-            rows = x.shape[0] if rows is None else rows
-            checks.shape(f"values[{name!r}]", x, (rows, *f.shape), "the tokens of this call")
-
     def _rewards_of(self, reward: Any, count: int) -> list[tuple[float, ...]]:
         if reward is None:
             return [(math.nan,) * self._rewards] * count
-        given = torch.as_tensor(reward, dtype=torch.float32)
+        try:
+            given = torch.as_tensor(reward)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            problem, remedy = "must be numbers, as many for each slot", "Pass a list or tensor [B] or [B, K]."
+            raise ArgumentTypeError("reward", checks.describe(reward), problem, remedy) from error
+        given = checks.tensor("reward", given, kind="real").float()
         want = (count,) if self._rewards == 1 and given.dim() == 1 else (count, self._rewards)
         checks.shape("reward", given, want, "slots (and rewards)")
         return [tuple(row) for row in given.reshape(count, self._rewards).tolist()]

@@ -89,7 +89,7 @@ class Batch:
     def __getitem__(self, name: str) -> Tensor:
         """A field, packed."""
         self._staging.check(self._generation)
-        if name not in self._fields:
+        if not isinstance(name, str) or name not in self._fields:
             raise UnknownNameError("field", name, self._fields)
         return self._fields[name]
 

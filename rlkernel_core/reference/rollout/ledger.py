@@ -173,17 +173,36 @@ class Ledger:
             "counters": {n: dict(getattr(self, n)) for n in _COUNTERS},
         }
 
-    def from_dict(self, saved: dict[str, Any]) -> None:
-        """Take over what `to_dict` gave; stamps never repeat."""
+    def state_of(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Attributes as `to_dict` gave them; nothing is changed.
+
+        Raises:
+            KeyError, TypeError, AttributeError, ValueError: the values are not those of a ledger of this capacity.
+        """
+        sequences = {s["slot"]: Rollout(**s) for s in saved["sequences"]}
+        groups = {g: list(s) for g, s in saved["groups"].items()}
+        slots, pages = [*sequences, *saved["free_slots"]], [p for s in sequences.values() for p in s.pages]
+        held = sorted(s for members in groups.values() for s in members)
+        whole = self._capacity["seqs"], self._capacity["tokens"] // self._page_tokens
+        for found, count in ((slots, whole[0]), (pages + list(saved["free_pages"]), whole[1])):
+            if sorted(found) != list(range(count)):
+                raise ValueError("slots or pages are lost, or there twice")
+        if held != sorted(sequences):
+            raise ValueError("a sequence is in no group, or in two")
+        return {
+            "sequences": sequences,
+            "groups": groups,
+            "_free_slots": deque(saved["free_slots"]),
+            "_free_pages": deque(saved["free_pages"]),
+            "high_water": dict(saved["high_water"]),
+            **{name: int(saved["counts"][name]) for name in _COUNTS},
+            **{name: Counter(saved["counters"][name]) for name in _COUNTERS},
+        }
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Take over what `state_of` gave; stamps never repeat."""
         stamp = self.next_stamp
-        self.sequences = {s["slot"]: Rollout(**s) for s in saved["sequences"]}
-        self.groups = {g: list(s) for g, s in saved["groups"].items()}
-        self._free_slots, self._free_pages = deque(saved["free_slots"]), deque(saved["free_pages"])
-        self.high_water = dict(saved["high_water"])
-        for name, value in saved["counts"].items():
-            setattr(self, name, value)
-        for name, counts in saved["counters"].items():
-            setattr(self, name, Counter(counts))
+        vars(self).update(state)
         self.next_stamp = max(stamp, self.next_stamp)
 
 
