@@ -42,8 +42,9 @@ def test_the_help_of_a_command_shows_two_examples_and_the_exit_codes(cli, name) 
     assert "  2  question or configuration is malformed" in said
 
 
-# Minutes each: tests of their own run them (test_demo.py; test_docs.py and test_conformance_*.py).
-LONG = {"demo", "conformance"}
+# Minutes each, or of files that are not here: tests of their own run them (test_demo.py, test_docs.py, test_judge_*.py,
+# test_conformance_*.py).
+LONG = {"demo", "conformance", "judge"}
 EXAMPLES = [line for name, m in MODULES.items() if name not in LONG for line, _ in m.EXAMPLES if "runs/" not in line]
 
 

@@ -34,6 +34,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "schema": ("rlkernel.cli.schema", SETTLE),
     "demo": ("rlkernel.cli.demo", TRY),
     "conformance": ("rlkernel_conformance.cli", TRY),
+    "judge": ("rlkernel_conformance.judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),
     "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }

@@ -1,0 +1,81 @@
+"""Starting the judge's server: on the loopback address unless told otherwise, elsewhere with a token only."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ipaddress
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from rlkernel_core.errors import ConfigError
+
+_NEEDED: Final = ("hypothesis", "numpy", "starlette", "torch", "uvicorn")
+_STOPPING_S: Final = 10
+
+
+def serve(host: str, port: int, devices: tuple[str, ...], token_file: Path | None, waiting: int) -> None:
+    """Serve until stopped.
+
+    Raises:
+        ConfigError: a package is missing, a token is needed and missing, or a file cannot be read.
+    """
+    token = token_of(host, token_file)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"rlkernel judge serve needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+    import uvicorn
+
+    from rlkernel_conformance.judge.docket import Docket
+    from rlkernel_conformance.judge.sandbox import cage
+    from rlkernel_conformance.judge.server import app
+
+    typer.echo(
+        f"rlkernel judge on http://{host}:{port}, devices {', '.join(devices)}, sandbox {cage().level}", err=True
+    )
+
+    async def main() -> None:
+        running = app(Docket(devices, waiting=waiting), token)
+        config = uvicorn.Config(
+            running,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_STOPPING_S,
+            limit_concurrency=len(devices) * (waiting + 1) + 64,
+        )
+        await uvicorn.Server(config).serve()
+
+    asyncio.run(main())
+
+
+def token_of(host: str, file: Path | None) -> str | None:
+    """The token that requests must bear; None where none is needed.
+
+    Raises:
+        ConfigError: the address is open to others and there is no token, or the file has none.
+    """
+    if file is None:
+        if not is_loopback(host):
+            raise ConfigError(f"--host {host} is open to others: give --token-file, or listen on 127.0.0.1")
+        return None
+    try:
+        token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file} cannot be read: {error}") from error
+    if len(token) < 16:
+        raise ConfigError(f"--token-file {file}: a token has at least 16 characters")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reachable from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

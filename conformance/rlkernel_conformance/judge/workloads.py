@@ -1,0 +1,205 @@
+"""What a candidate is timed on: one call per operator and kind of device, as data, and its arguments from a seed.
+
+The same seed gives the same arguments in every process on one kind of device, so that a host makes its own and the
+trial checks what came out against its own.
+
+Legend: N rows · V vocabulary · D hidden · B sequences · T time · K columns of a weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Generator, Tensor
+
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.tree import flatten
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call: sizes by name, the dtype of its main tensor, and how many sets of arguments are rotated.
+
+    The sets of a GPU workload together exceed its caches, as inputs of a training step do.
+    """
+
+    op: str
+    dtype: str
+    sets: int
+    sizes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={n}" for name, n in self.sizes)
+        return f"{self.op} {self.dtype} {sizes}"
+
+
+def _work(op: str, dtype: str, sets: int, **sizes: int) -> Workload:
+    return Workload(op, dtype, sets, tuple(sizes.items()))
+
+
+# Toy sizes that a CPU does in milliseconds; sizes of training and serving where there is a GPU.
+TOY: Final = {
+    w.op: w
+    for w in (
+        _work("logprob", "float32", 8, N=64, V=8192),
+        _work("linear_logprob", "float32", 8, N=64, D=128, V=4096),
+        _work("sample", "float32", 8, N=32, V=8192),
+        _work("lm_head_sample", "float32", 8, N=16, D=128, V=4096),
+        _work("verify", "float32", 8, B=8, K=3, V=4096),
+        _work("policy_loss", "float32", 8, B=32, T=2048),
+        _work("linear_policy_loss", "float32", 8, B=4, T=16, D=128, V=4096),
+        _work("quantize", "float32", 8, N=512, K=1024),
+        _work("dequantize", "float32", 8, N=512, K=1024),
+        _work("prepack", "float32", 8, N=512, K=1024),
+        _work("qmatmul", "float32", 8, N=16, D=512, K=1024),
+        _work("advantage", "float32", 8, B=8192),
+        _work("affine_suffix_scan", "float32", 8, B=32, T=2048),
+        _work("whiten", "float32", 8, B=32, T=2048),
+        _work("group_filter", "float32", 8, B=8192),
+        _work("shape_rewards", "float32", 8, B=8192),
+    )
+}
+REAL: Final = {
+    w.op: w
+    for w in (
+        _work("logprob", "bfloat16", 4, N=4096, V=128256),
+        _work("linear_logprob", "bfloat16", 2, N=4096, D=4096, V=128256),
+        _work("sample", "float32", 8, N=256, V=128256),
+        _work("lm_head_sample", "bfloat16", 2, N=64, D=4096, V=128256),
+        _work("verify", "float32", 4, B=64, K=4, V=128256),
+        _work("policy_loss", "float32", 8, B=512, T=8192),
+        _work("linear_policy_loss", "bfloat16", 2, B=8, T=512, D=4096, V=128256),
+        _work("quantize", "bfloat16", 4, N=28672, K=4096),
+        _work("dequantize", "bfloat16", 8, N=28672, K=4096),
+        _work("prepack", "bfloat16", 8, N=28672, K=4096),
+        _work("qmatmul", "bfloat16", 8, N=16, D=28672, K=4096),
+        _work("advantage", "float32", 8, B=1 << 22),
+        _work("affine_suffix_scan", "float32", 8, B=4096, T=8192),
+        _work("whiten", "float32", 8, B=4096, T=8192),
+        _work("group_filter", "float32", 8, B=1 << 22),
+        _work("shape_rewards", "float32", 8, B=1 << 22),
+    )
+}
+GROUP: Final = 8  # members of a group
+SHARES: Final = frozenset({"quantize", "prepack"})  # operators whose result may be memory of an argument
+
+
+def workload(op: str, device: str) -> Workload:
+    """The workload of an operator on a kind of device."""
+    return (TOY if device.partition(":")[0] == "cpu" else REAL)[op]
+
+
+def draw(work: Workload, seed: int, device: str) -> dict[str, Any]:
+    """Arguments by name."""
+    g = torch.Generator(device).manual_seed(seed)
+    return _DRAWN[work.op](dict(work.sizes), _Draw(g, getattr(torch, work.dtype), device))
+
+
+def small(op: str, dtype: str) -> Workload:
+    """A call that takes no time, for checks of conduct."""
+    shrunk = {"N": 24, "V": 320, "D": 64, "B": 16, "T": 48, "K": 128}
+    sizes = tuple((name, 3 if (op, name) == ("verify", "K") else shrunk[name]) for name, _ in TOY[op].sizes)
+    return Workload(op, dtype, 2, sizes)
+
+
+def needs(op: str) -> frozenset[str]:
+    """Features that the workload's call needs: what a candidate claims without saying so."""
+    spec = OPERATORS[op]
+    given = inspect.signature(spec.signature).bind(**draw(small(op, "float32"), 0, "cpu"))
+    given.apply_defaults()
+    return spec.needs(given.arguments) & spec.feature_names
+
+
+def defaults(op: str) -> dict[str, Any]:
+    """Optional arguments of an operator with their defaults."""
+    return {n: p.default for n, p in OPERATORS[op].parameters.items() if p.default is not p.empty}
+
+
+def leaves(value: Any) -> list[Tensor]:
+    """The tensors of nested arguments or results, in order."""
+    return [x for x in flatten(value)[0] if isinstance(x, Tensor)]
+
+
+def named_leaves(value: Any) -> dict[str, Any]:
+    """Leaves by path, tensors or not."""
+    found, structure = flatten(value)
+    return dict(zip(structure.names(), found, strict=True))
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of all tensors of a value."""
+    return sum(x.numel() * x.element_size() for x in leaves(value))
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Tensors from one generator."""
+
+    generator: Generator
+    dtype: torch.dtype
+    device: str
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype or self.dtype)
+        return x if scale == 1.0 else x.mul_(scale)
+
+    def below(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator, device=self.device)
+
+    def weight(self, rows: int, columns: int) -> Any:
+        from rlkernel_core.quant.codec import quantize
+
+        return quantize(self.normal(rows, columns), "int4_g32")
+
+
+def _draws(d: _Draw, rows: int) -> dict[str, Any]:
+    return {"seed": d.below(1 << 31, rows), "step": 1}
+
+
+def _loss(n: Mapping[str, int], d: _Draw, *, logprob: bool) -> dict[str, Any]:
+    old = -1 - d.normal(n["B"], n["T"], dtype=torch.float32).abs_()
+    given = {"old_logprob": old, "advantages": d.normal(n["B"], n["T"], dtype=torch.float32), "kind": "ppo"}
+    new = old + d.normal(n["B"], n["T"], scale=0.1, dtype=torch.float32)
+    return {"logprob": new.clamp_(max=-1e-3), **given} if logprob else given
+
+
+_DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]] = {
+    "logprob": lambda n, d: {"logits": d.normal(n["N"], n["V"], scale=2.0), "ids": d.below(n["V"], n["N"])},
+    "linear_logprob": lambda n, d: {
+        "hidden": d.normal(n["N"], n["D"]),
+        "weight": d.normal(n["V"], n["D"], scale=0.05),
+        "ids": d.below(n["V"], n["N"]),
+    },
+    "sample": lambda n, d: {"logits": d.normal(n["N"], n["V"], scale=2.0), **_draws(d, n["N"])},
+    "lm_head_sample": lambda n, d: {
+        "hidden": d.normal(n["N"], n["D"]),
+        "weight": d.normal(n["V"], n["D"], scale=0.05),
+        **_draws(d, n["N"]),
+    },
+    "verify": lambda n, d: {
+        "target_logits": d.normal(n["B"] * (n["K"] + 1), n["V"], scale=2.0),
+        "draft_ids": d.below(n["V"], n["B"] * n["K"]),
+        "cu_draft": torch.arange(0, n["B"] * n["K"] + 1, n["K"], device=d.device),
+        **_draws(d, n["B"]),
+    },
+    "policy_loss": lambda n, d: _loss(n, d, logprob=True),
+    "linear_policy_loss": lambda n, d: {
+        "hidden": d.normal(n["B"], n["T"], n["D"]),
+        "weight": d.normal(n["V"], n["D"], scale=0.05),
+        "ids": d.below(n["V"], n["B"], n["T"]),
+        **_loss(n, d, logprob=False),
+    },
+    "quantize": lambda n, d: {"weight": d.normal(n["N"], n["K"]), "format": "int4_g32"},
+    "dequantize": lambda n, d: {"w": d.weight(n["N"], n["K"])},
+    "prepack": lambda n, d: {"w": d.weight(n["N"], n["K"])},
+    "qmatmul": lambda n, d: {"x": d.normal(n["N"], n["K"]), "w": d.weight(n["D"], n["K"])},
+    "advantage": lambda n, d: {"rewards": d.normal(n["B"]), "kind": "grpo", "group": GROUP},
+    "affine_suffix_scan": lambda n, d: {"b": d.normal(n["B"], n["T"]), "a": 0.95},
+    "whiten": lambda n, d: {"x": d.normal(n["B"], n["T"])},
+    "group_filter": lambda n, d: {"rewards": d.below(2, n["B"]).to(d.dtype), "group": GROUP},
+    "shape_rewards": lambda n, d: {"rewards": d.normal(n["B"])},
+}
