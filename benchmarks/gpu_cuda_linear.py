@@ -13,6 +13,8 @@ with 0.15 s of idleness before each call ("rested"). Ratios are medians over cuB
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -26,12 +28,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 HERE = Path(__file__).resolve().parents[1]
 SHAPES = {"A": (8192, 4096, 128256), "B": (16384, 2048, 151936)}
-LIMITS = {"smoke": 30, "correct": 60, "time": 60, "memory": 25}
+LIMITS = {"smoke": 30, "smoke pair": 30, "time": 60, "correct": 70, "correct pair": 60, "memory": 25}
+VARIANT = "single"
 START = time.monotonic()
-TOTAL = 130
+TOTAL = 170
 
 
 def packages() -> None:
@@ -44,6 +47,13 @@ def packages() -> None:
             bare = types.ModuleType(name)
             bare.__path__ = [str(HERE / folder / name)]
             sys.modules[name] = bare
+
+
+def use(variant: str, **change: Any) -> None:
+    """Which logits kernel runs from here on."""
+    from rlkernel_cuda import variants
+
+    variants.LOGITS = dataclasses.replace(getattr(variants, variant.upper()), **change)
 
 
 def throttle() -> str:
@@ -266,7 +276,7 @@ def correct() -> dict[str, Any]:
     began = time.monotonic()
     children = []
     for group in GROUPS:
-        command = [sys.executable, __file__, "--group", json.dumps(group)]
+        command = [sys.executable, __file__, "--group", json.dumps(group), "--variant", VARIANT]
         children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     found: dict[str, Any] = {}
     for group, child in zip(GROUPS, children, strict=True):
@@ -470,6 +480,7 @@ def timed() -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {}
+    usable = os.environ.get("USABLE", "single").split(",")
     for name, (N, D, V) in SHAPES.items():
         x, w, ids = data(N, D, V)
         gen = torch.Generator("cuda").manual_seed(3)
@@ -478,35 +489,51 @@ def timed() -> dict[str, Any]:
         want = definition(x, w, ids, g, h, columns, block=512)
         z_max = float(want["lse"].abs().max())
         shape: dict[str, Any] = {"shape": (N, D, V), "gate_logprob": 8e-6 * max(z_max, 30.0) * D / 4096}
-        for mode in ("recompute", "save"):
-            out, grads = call(x, w, ids, g, h, (True, True, False), backward=mode)
-            have = {n: getattr(out, n) for n in ("logprob", "lse", "entropy")}
-            shape[f"errors_{mode}"] = errors({**have, "dx": grads[0], "dw": grads[1][columns]}, want)
-            del out, grads
+        for variant in usable:
+            for mode in ("recompute", "save"):
+                use(variant)
+                out, grads = call(x, w, ids, g, h, (True, True, False), backward=mode)
+                have = {n: getattr(out, n) for n in ("logprob", "lse", "entropy")}
+                shape[f"errors_{mode}_{variant}"] = errors({**have, "dx": grads[0], "dw": grads[1][columns]}, want)
+                del out, grads
         del want
         buffer = torch.empty(N, V, dtype=torch.bfloat16, device="cuda")
-        kinds = {
-            "cublas": lambda x=x, w=w, buffer=buffer: torch.mm(x, w.t(), out=buffer),
-            "forward": lambda x=x, w=w, ids=ids, g=g, h=h: call(x, w, ids, g, h, (False, False, False)),
-            "save": lambda x=x, w=w, ids=ids, g=g, h=h: call(x, w, ids, g, h, (True, True, False), backward="save"),
-            "recompute": lambda x=x, w=w, ids=ids, g=g, h=h: call(
-                x, w, ids, g, h, (True, True, False), backward="recompute"
-            ),
-            "frozen head": lambda x=x, w=w, ids=ids, g=g, h=h: call(
-                x, w, ids, g, h, (True, False, False), backward="save"
-            ),
-        }
-        shape.update(rounds(kinds, 12, 0.0, "mixed"), **rounds(kinds, 4, 0.15, "rested"))
-        forward_only = {n: kinds[n] for n in ("cublas", "forward")}
-        shape.update(rounds(forward_only, 20, 0.0, "forward_only"))
+        cublas = functools.partial(torch.mm, x, w.t(), out=buffer)
+        every = {"cublas": cublas}
+        forward_only = {"cublas": cublas}
+        for variant in usable:
+            every |= {
+                f"{kind} {variant}": kind_of(variant, {}, (x, w, ids, g, h, wanted), mode)
+                for kind, wanted, mode in (
+                    ("forward", (False, False, False), "auto"),
+                    ("save", (True, True, False), "save"),
+                    ("recompute", (True, True, False), "recompute"),
+                )
+            }
+            for group in (8, 16, 32):
+                call_it = kind_of(variant, {"group": group}, (x, w, ids, g, h, (False, False, False)), "auto")
+                forward_only[f"forward {variant} {group}"] = call_it
+        shape.update(rounds(every, 8, 0.0, "mixed"))
+        shape.update(rounds(forward_only, 12, 0.0, "forward_only"))
+        shape.update(rounds(every, 3, 0.15, "rested"))
         found[name] = shape
         for n in ("mixed", "forward_only", "rested"):
             line = {k: (round(v["ms"], 2), round(v["ratio"], 3)) for k, v in shape[n].items() if isinstance(v, dict)}
             print(name, n, line, flush=True)
         print(name, {k: v for k, v in shape.items() if k.startswith("errors")}, flush=True)
-        del x, w, ids, buffer, kinds, forward_only
+        del x, w, ids, buffer, every, forward_only, cublas
         torch.cuda.empty_cache()
     return found
+
+
+def kind_of(variant: str, change: dict[str, Any], given: tuple[Any, ...], mode: str) -> Any:
+    """A call with one of the kernels."""
+
+    def run() -> None:
+        use(variant, **change)
+        call(*given, backward=mode)
+
+    return run
 
 
 def rounds(kinds: dict[str, Any], times: int, rest: float, label: str) -> dict[str, Any]:
@@ -570,7 +597,7 @@ def memory() -> dict[str, Any]:
     return found
 
 
-STAGES = {"smoke": smoke, "correct": correct, "time": timed, "memory": memory}
+STAGES = {"smoke": smoke, "time": timed, "correct": correct, "memory": memory}
 
 
 def main() -> None:
@@ -578,9 +605,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage", choices=STAGES)
     parser.add_argument("--group", type=json.loads)
+    parser.add_argument("--variant", default="single")
     given = parser.parse_args()
     one = given.stage
     packages()
+    if one or given.group:
+        global VARIANT  # noqa: PLW0603 - of this process
+        VARIANT = given.variant
+        use(VARIANT)
     if given.group:
         group_of(given.group)
         return
@@ -602,9 +634,13 @@ def main() -> None:
         if left < 5:
             report[stage] = "no time left"
             continue
-        command = [sys.executable, __file__, "--stage", stage]
+        name, _, variant = stage.partition(" ")
+        if variant and report.get("smoke pair") is None and name != "smoke":
+            continue
+        command = [sys.executable, __file__, "--stage", name, "--variant", variant or "single"]
+        environment = {**os.environ, "USABLE": "single,pair" if report.get("smoke pair") else "single"}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False, env=environment)
             text, fault = done.stdout, done.stderr[-3000:] if done.returncode else ""
         except subprocess.TimeoutExpired as error:
             text, fault = (error.stdout or b"").decode(), f"ran past {left:.0f} s"

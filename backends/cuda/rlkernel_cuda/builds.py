@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from rlkernel_cuda import row_kernels as rows
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
-from rlkernel_cuda.variants import LOGITS, Tile
+from rlkernel_cuda.variants import SINGLE, Tile
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def logits(tile: Tile, mode: int, *, bias: bool = False, cap: bool = False, coun
 def builds() -> Iterator[Build]:
     """Everything that a call may launch."""
     for mode, bias, cap, counted in product((STATS, SAVE, GRAD), (False, True), (False, True), (False, True)):
-        yield logits(LOGITS, mode, bias=bias, cap=cap, counted=counted)
+        yield logits(SINGLE, mode, bias=bias, cap=cap, counted=counted)
     vectors = ("target", "chosen", "row_scale", "inverse", "logprob", "lse", "entropy", "lse2", "mean2", "missed")
     floats = {**dict.fromkeys((*vectors, "tops", "sums", "coef", "own", "g_logprob", "g_lse", "g_entropy"), "*fp32")}
     types = {

@@ -5,7 +5,9 @@ Legend: N rows · V vocabulary · D hidden.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlkernel_cuda import driver, variants
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 from rlkernel_cuda.plan import COLS, ROWS, round_up
 from rlkernel_cuda.row_kernels import (
@@ -25,9 +28,10 @@ from rlkernel_cuda.row_kernels import (
     saved_kernel,
     scatter_kernel,
 )
-from rlkernel_cuda.variants import LOGITS, Tile
+from rlkernel_cuda.variants import Tile
 from rlkernel_triton.launch import FUSED, on_device_of
 
+SOURCE: Final = Path(__file__).with_name("head.cu")
 LOG2E: Final = 1.4426950408889634
 
 
@@ -132,41 +136,77 @@ def _launch(
 ) -> None:
     x, w = head.x[rows], head.w[ids]
     anything = head.row_scale  # an argument that this mode does not read still needs a pointer
-    c = 1.0 if head.softcap is None else head.softcap
+    c = 1.0 if head.softcap is None else float(head.softcap)
     given = {
         "target": head.target[rows],
         "bias": anything if head.bias is None else head.bias[ids],
         "row_scale": head.row_scale[rows],
-        "count": head.target if head.count is None else head.count,
         **dict.fromkeys(("tops", "sums", "chosen", "coef"), anything),
         **vectors,
+        "count": head.target if head.count is None else head.count,
+        "first_row": rows.start,
+        "N": x.shape[0],
+        "V": w.shape[0],
+        "stride": stride,
+        "cap": c,
+        "cap_in": 2.0 * LOG2E * head.logit_scale / c,
+        "k_tiles": triton.cdiv(x.shape[1], tile.depth),
     }
-    grid = (torch.cuda.get_device_properties(x.device).multi_processor_count,)
-    logits_kernel[grid](
+    flags = {
+        "MODE": mode,
+        "BIAS": head.bias is not None,
+        "CAP": head.softcap is not None,
+        "COUNTED": head.count is not None,
+    }
+    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    if tile.cluster == 1:
+        _launch_single(x, w, out, tile, blocks, given, flags)
+    else:
+        _launch_pair(x, w, out, tile, blocks, given, flags)
+
+
+def _launch_single(
+    x: Tensor, w: Tensor, out: Tensor | None, tile: Tile, blocks: int, given: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    """The kernel of logits_kernel.py."""
+    logits_kernel[(blocks,)](
         _described(x, tile.rows, tile.depth),
         _described(w, tile.cols, tile.depth),
         _described(x, tile.rows, tile.depth) if out is None else _described(out, tile.rows, tile.cols // 2),
         **given,
-        first_row=rows.start,
-        N=x.shape[0],
-        V=w.shape[0],
-        stride=stride,
-        cap=c,
-        cap_in=2.0 * LOG2E * head.logit_scale / c,
-        k_tiles=triton.cdiv(x.shape[1], tile.depth),
         NC=tile.consumers,
         BM=tile.rows,
         BN=tile.cols,
         BK=tile.depth,
         STAGES=tile.stages,
         GROUP_M=tile.group,
-        MODE=mode,
-        BIAS=head.bias is not None,
-        CAP=head.softcap is not None,
-        COUNTED=head.count is not None,
+        **flags,
         num_warps=4,
         **FUSED,
     )
+
+
+def _launch_pair(
+    x: Tensor, w: Tensor, out: Tensor | None, tile: Tile, blocks: int, given: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    """The kernel of head.cu; its arguments stand in the order of `given`."""
+    rows = tile.consumers * tile.rows
+    shared = tile.stages * (rows + tile.cols) * tile.depth * 2
+    options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, "STAGES": tile.stages, "GROUP": tile.group // 2}.items())
+    kernel = driver.function(SOURCE, options, "head", shared, x.device.index)
+    pitch = {"pitch": 0 if out is None else out.stride(0)}
+    numbers = {**given, **pitch}
+    order = (
+        "target", "bias", "row_scale", "tops", "sums", "chosen", "coef", "count", "first_row", "N", "V", "stride",
+        "pitch", "cap", "cap_in", "k_tiles",
+    )  # fmt: skip
+    arguments = [driver.described(x, rows, tile.depth), driver.described(w, tile.cols // 2, tile.depth)]
+    arguments += [given["target"] if out is None else out]
+    for name in order:
+        value = numbers[name]
+        kind = ctypes.c_float if isinstance(value, float) else ctypes.c_int
+        arguments.append(value if isinstance(value, Tensor) else kind(value))
+    driver.launch(kernel, blocks // 2 * 2, 384, shared, arguments)
 
 
 def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: Tensor | None = None) -> Law:
@@ -191,7 +231,7 @@ def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: 
             top, stride = (own_tops, n) if tops is None else (tops[0, first:], tops.stride(0))
             vectors = {"tops": top, "sums": sums, "chosen": law.chosen[rows]}
             out = None if saved is None else saved[rows, :V]
-            _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), LOGITS, out, vectors, stride)
+            _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.LOGITS, out, vectors, stride)
             results = [x[rows] for x in law.tensors()[:6]]
             join_kernel[(triton.cdiv(n, 32),)](
                 top, sums, law.chosen[rows], head.target[rows], head.row_scale[rows], *results, n, tiles, stride,
@@ -207,7 +247,7 @@ def coefficients(head: Head, law: Law, upstream: tuple[Tensor, Tensor, Tensor]) 
     with on_device_of(head.x):
         coefficient_kernel[(triton.cdiv(N, 256),)](
             *upstream, law.chosen, head.row_scale, head.inverse, law.logprob, law.lse2, law.mean2,
-            law.missed, coef, head.target if head.count is None else head.count, N, coef.stride(0), head.softcap or 1.0,
+            law.missed, coef, head.target if head.count is None else head.count, N, coef.stride(0), float(head.softcap or 1.0),
             CAP=head.softcap is not None, COUNTED=head.count is not None, ROWS=256, **FUSED,
         )  # fmt: skip
     return coef
@@ -217,7 +257,7 @@ def made_again(head: Head, coef: Tensor, rows: slice, ids: slice, dz: Tensor) ->
     """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
     n, width = dz.shape
     with on_device_of(head.x):
-        _launch(head, GRAD, rows, ids, LOGITS, dz, {"coef": coef[0, rows.start :]}, coef.stride(0))
+        _launch(head, GRAD, rows, ids, variants.LOGITS, dz, {"coef": coef[0, rows.start :]}, coef.stride(0))
         if head.count is not None:
             grid = (triton.cdiv(n, 64), triton.cdiv(width, 256))
             clear_kernel[grid](
@@ -235,7 +275,7 @@ def from_saved(head: Head, coef: Tensor, saved: Tensor, tops: Tensor) -> Tensor:
     with on_device_of(head.x):
         saved_kernel[grid](
             saved, tops, head.row_scale, coef, count, V, saved.stride(0), tops.stride(0), coef.stride(0),
-            head.softcap or 1.0, BN=COLS, TILES=tiles, LOOP=loop, CAP=head.softcap is not None,
+            float(head.softcap or 1.0), BN=COLS, TILES=tiles, LOOP=loop, CAP=head.softcap is not None,
             COUNTED=head.count is not None, num_warps=4, **FUSED,
         )  # fmt: skip
         _put_chosen(head, coef, slice(0, N), 0, saved[:, :V])

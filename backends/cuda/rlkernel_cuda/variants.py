@@ -10,12 +10,15 @@ from typing import Final
 class Tile:
     """One shape of the logits kernel."""
 
-    consumers: int = 2  # warpgroups that compute, each its own rows
+    cluster: int = 1  # blocks that share a tile of the weight: 1 is Gluon's kernel, 2 the one in head.cu
+    consumers: int = 2  # warpgroups of a block that compute, each its own rows
     rows: int = 64  # of a consumer
     cols: int = 256
     depth: int = 64  # of the hidden size, per step
     stages: int = 4  # of the ring
-    group: int = 16  # row tiles that walk the vocabulary together
+    group: int = 16  # row tiles of a block that walk the vocabulary together
 
 
-LOGITS: Final = Tile()
+SINGLE: Final = Tile()
+PAIR: Final = Tile(cluster=2)
+LOGITS: Tile = SINGLE

@@ -1,0 +1,126 @@
+"""CUDA C++ at run time: compiled by NVRTC, loaded and launched through the driver, tensors described for TMA.
+
+Triton cannot launch what needs a cluster with multicast, and torch offers no public way to launch a kernel. Both
+libraries come with torch and the driver; nothing is looked for before a kernel is needed.
+Imports torch; opens no library until it is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.errors import RLKernelError
+
+SHARED: Final = 227 << 10  # bytes that a block may use on compute capability 9.0
+_MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_BF16, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # CUtensorMapDataType, …Swizzle, …L2promotion
+
+
+class Map(ctypes.Structure):
+    """A CUtensorMap: 128 bytes at a multiple of 64, which `described` sees to."""
+
+    _fields_ = (("bytes", ctypes.c_uint8 * 192),)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    major = str(torch.version.cuda).partition(".")[0]
+    beside = Path(torch.__file__).parents[1] / "nvidia"
+    name = f"libnvrtc.so.{major}"
+    for where in (name, *(str(p) for p in sorted(beside.glob(f"*/lib/{name}")))):
+        try:
+            return ctypes.CDLL(where)
+        except OSError:
+            continue
+    raise RLKernelError(
+        f"{name}, which compiles CUDA C++ at run time, is not found. Run: pip install nvidia-cuda-nvrtc"
+        + (f"-cu{major}" if major == "12" else "")
+    )
+
+
+def compiled(source: str, options: Sequence[str]) -> bytes:
+    """Machine code for sm_90a.
+
+    Raises:
+        RLKernelError: the compiler refuses; the message holds its log.
+    """
+    rtc, program = _nvrtc(), ctypes.c_void_p()
+    made = rtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"head.cu", 0, None, None)
+    flags = ["--gpu-architecture=sm_90a", "--std=c++17", *options]
+    array = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
+    failed = made or rtc.nvrtcCompileProgram(program, len(flags), array)
+    size = ctypes.c_size_t()
+    if failed:
+        rtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        rtc.nvrtcGetProgramLog(program, log)
+        raise RLKernelError(f"NVRTC refuses a kernel of rlkernel-cuda, error {failed}: {log.value.decode()[-2000:]}")
+    rtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    rtc.nvrtcGetCUBIN(program, code)
+    rtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return code.raw
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise RLKernelError(f"{what}: CUDA error {result}, {(text.value or b'unknown').decode()}")
+
+
+@cache
+def function(path: Path, options: tuple[str, ...], name: str, shared: int, device: int) -> ctypes.c_void_p:
+    """A kernel of a source file, loaded on a device; `device` must be the current one."""
+    torch.cuda.current_stream(device)  # the context exists
+    module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(
+        _driver().cuModuleLoadData(ctypes.byref(module), compiled(path.read_text(), options)), f"loading {path.name}"
+    )
+    _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
+    _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
+    return kernel
+
+
+def described(x: Tensor, rows: int, cols: int) -> Any:
+    """What TMA needs to know of x, [n, m] bf16, to fetch boxes of [rows, cols] swizzled by 128 bytes.
+
+    Elements outside of x are fetched as 0.
+    """
+    storage = Map()
+    address = (ctypes.addressof(storage) + 63) // 64 * 64
+    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    result = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address), _BF16, 2, ctypes.c_void_p(x.data_ptr()), (u64 * 2)(x.shape[1], x.shape[0]),
+        (u64 * 1)(x.stride(0) * 2), (u32 * 2)(cols, rows), (u32 * 2)(1, 1), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+    )  # fmt: skip
+    _check(result, f"describing {list(x.shape)} with strides {list(x.stride())} to TMA")
+    return storage, address
+
+
+def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
+    """Launch on the current stream. Arguments: tensors, descriptions, ctypes numbers."""
+    held, places = [], []
+    for value in arguments:
+        if isinstance(value, tuple):
+            places.append(value[1])
+            continue
+        number = ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
+        held.append(number)
+        places.append(ctypes.addressof(number))
+    array = (ctypes.c_void_p * len(places))(*places)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    result = _driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, array, None)
+    _check(result, "launching a kernel of rlkernel-cuda")
