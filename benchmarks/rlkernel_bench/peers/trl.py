@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from importlib.util import find_spec
+
 from rlkernel_bench.peers import Peer
 from rlkernel_bench.peers.files import load
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
@@ -23,7 +26,10 @@ def logprob(work: Work) -> Call:
 
 def linear_logprob(work: Work) -> Call:
     """CuBLAS tiles folded by a Triton kernel."""
-    chunked = load("trl", "kernels/chunked_logprob.py").ChunkedLogProbFunction
+    # All it wants of transformers, and of TRL's trainer in the backward pass: nothing is sharded here.
+    stubs = {"transformers": {}, "transformers.utils": {"is_triton_available": lambda: find_spec("triton") is not None}}
+    beside = {"trainer/utils.py": {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}}
+    chunked = load("trl", "kernels/chunked_logprob.py", stubs=stubs, beside=beside).ChunkedLogProbFunction
     outputs = ("entropy",) if work.options.get("entropy") else ()
 
     def run(given: Inputs) -> Outputs:
@@ -37,9 +43,9 @@ PEERS = (
     Peer(
         "trl",
         "trl",
-        ("trl", "transformers", "triton"),
+        ("trl", "triton"),
         {"logprob": logprob, "linear_logprob": linear_logprob},
         "trl 1.16.0, kernels/logprob_entropy.py and kernels/chunked_logprob.py",
-        ("cuda",),
+        ran="CPU, trl 1.16.0: tiles in torch, kernels in the Triton interpreter",
     ),
 )

@@ -45,14 +45,13 @@ def linear_logprob(work: Work) -> Call:
 
 def _kernels() -> ModuleType:
     """kernels.py, which needs no more of verl than a few answers about the device."""
-    device = ModuleType("verl.utils.device")
-    device.__dict__.update(
-        get_device_capability=torch.cuda.get_device_capability,
-        get_device_name=lambda: "cuda",
-        get_torch_device=lambda: torch.cuda,
-        is_cuda_available=torch.cuda.is_available(),
-    )
-    stubs = {"verl": ModuleType("verl"), "verl.utils": ModuleType("verl.utils"), "verl.utils.device": device}
+    device = {
+        "get_device_capability": torch.cuda.get_device_capability,
+        "get_device_name": lambda: "cuda",
+        "get_torch_device": lambda: torch.cuda,
+        "is_cuda_available": torch.cuda.is_available(),
+    }
+    stubs = {"verl": {"__path__": []}, "verl.utils": {"__path__": []}, "verl.utils.device": device}
     return load("verl", "utils/kernel/kernels.py", stubs=stubs)
 
 
