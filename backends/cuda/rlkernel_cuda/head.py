@@ -247,8 +247,8 @@ def coefficients(head: Head, law: Law, upstream: tuple[Tensor, Tensor, Tensor]) 
     with on_device_of(head.x):
         coefficient_kernel[(triton.cdiv(N, 256),)](
             *upstream, law.chosen, head.row_scale, head.inverse, law.logprob, law.lse2, law.mean2,
-            law.missed, coef, head.target if head.count is None else head.count, N, coef.stride(0), float(head.softcap or 1.0),
-            CAP=head.softcap is not None, COUNTED=head.count is not None, ROWS=256, **FUSED,
+            law.missed, coef, head.target if head.count is None else head.count, N, coef.stride(0),
+            float(head.softcap or 1.0), CAP=head.softcap is not None, COUNTED=head.count is not None, ROWS=256, **FUSED,
         )  # fmt: skip
     return coef
 
