@@ -28,10 +28,16 @@ class Claim:
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:logprob"),
+    "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
+    "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
     "affine_suffix_scan": Claim(
         "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
     ),
+    "linear_policy_loss": Claim(
+        "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"group", "mixed_dtypes", "support"})
+    ),
+    "policy_loss": Claim("rlkernel_triton.policy_loss:policy_loss", check="rlkernel_triton.policy_loss:fits"),
     "whiten": Claim("rlkernel_triton.whitening:whiten", REALS, check="rlkernel_triton.whitening:fits"),
 }
 

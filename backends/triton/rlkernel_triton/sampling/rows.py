@@ -1,0 +1,89 @@
+"""What a row's kernel reads: its parameters, its logits after the bitmask, and their order as integers.
+
+The order of tokens is (logit descending, id ascending). `ordered` maps fp32 to int32 so that integers compare as the
+floats do; `ranked` packs a value and an id into an int64, and the larger one comes first.
+Imports Triton.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MOST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+NOTHING: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every token
+
+
+@triton.jit
+def parameter(tensor, number, place, EACH: tl.constexpr):
+    """A parameter of the row at `place`. EACH: -1 a number, 0 one entry for all, 1 one per row or slot."""
+    if EACH < 0:
+        value = number
+    else:
+        value = tl.load(tensor + place * EACH)
+    return value
+
+
+@triton.jit
+def place_of(row, slot, last_slot, HAS_SLOT: tl.constexpr):
+    """(where the row's parameters stand, whether it is padding, whether its slot is none of theirs)."""
+    if HAS_SLOT:
+        at = tl.load(slot + row).to(tl.int64)
+        place, padding, foreign = tl.minimum(tl.maximum(at, 0), last_slot), at < 0, at > last_slot
+    else:
+        place, padding, foreign = row, row < 0, row < 0
+    return place, padding, foreign
+
+
+@triton.jit
+def logits_at(x, ids, inside, column_stride, allowed, HAS_ALLOWED: tl.constexpr):
+    """fp32 logits of ids (int64) of the row at x; -inf outside and where the bitmask says no. NaN stays."""
+    v = tl.load(x + ids * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_ALLOWED:
+        word = tl.load(allowed + (ids >> 5), mask=inside, other=0)
+        v = tl.where((((word >> (ids & 31).to(tl.int32)) & 1) != 0) | (v != v), v, -float("inf"))
+    return v
+
+
+@triton.jit
+def floor_of(top):
+    """Tokens above it can be drawn: all but -inf, and beside +inf the +inf alone."""
+    return tl.where(top < float("inf"), -float("inf"), LARGEST)
+
+
+@triton.jit
+def weight(v, there, top, T):
+    """exp((v - top) / T) of the tokens that can be drawn; 1 at the best."""
+    return tl.where(there, tl.exp(tl.where(v == top, 0.0, (v - top) / T)), 0.0)
+
+
+@triton.jit
+def ordered(v):
+    """int32 that compare as fp32 do; -0 and 0 are the same."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(key):
+    """The fp32 of an int32 of `ordered`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ranked(value, ids):
+    """int64 of ids by a value: the larger value comes first, then the lower id."""
+    return (ordered(value).to(tl.int64) << 32) | (ids ^ MOST)
+
+
+@triton.jit
+def id_of(key):
+    """The id within an int64 of `ranked`."""
+    return (key & MOST) ^ MOST
+
+
+@triton.jit
+def value_of(key):
+    """The fp32 within an int64 of `ranked`."""
+    return unordered((key >> 32).to(tl.int32))

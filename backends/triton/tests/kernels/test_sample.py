@@ -1,0 +1,165 @@
+"""sample on Triton against the float64 reference: laws, edits, rows that go wrong, the quick way and the exact one."""
+
+import random
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core.reference.sample import sample as definition
+from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
+from rlkernel_triton.sampling.call import Law, Shape, draw
+
+# Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
+SMALL = Shape(TILE=64, GROUP=8, K=8, C=32, BLOCK=256)
+RESULTS = (
+    "token", "logprob", "log_kept_mass", "kept_count", "status", "threshold", "threshold_id", "raw_logprob",
+    "entropy", "kept_ids", "top_ids", "top_logprobs", "rank",
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    monkeypatch.setitem(draw.__kwdefaults__, "shape", SMALL)
+
+
+def rows(g: random.Random, N: int, V: int) -> torch.Tensor:
+    """[N, V] logits of a kind that may go wrong."""
+    torch.manual_seed(g.randrange(2**31))
+    x = torch.randn(N, V) * g.choice([0.1, 1, 5])
+    kind = g.choice(["normal", "ties", "holes", "equal", "posinf", "nan", "nothing"])
+    if kind == "ties":
+        x = x.round()
+    elif kind == "holes":
+        x[torch.rand(N, V) < 0.5] = -torch.inf
+    elif kind == "equal":
+        x[:] = 1.25
+    elif kind == "posinf":
+        x[0, torch.rand(V) < 0.2] = torch.inf
+    elif kind == "nan":
+        x[0, 0] = torch.nan
+    elif kind == "nothing":
+        x[0] = -torch.inf
+    return x.to(g.choice([torch.float32, torch.bfloat16, torch.float16]))
+
+
+def request(g: random.Random, N: int, V: int) -> dict:
+    """Arguments of a draw."""
+
+    def each(values: list) -> torch.Tensor:
+        return torch.tensor([g.choice(values) for _ in range(N)])
+
+    asked = {"temperature": g.choice([1.0, 0.0, 0.7, 2.0, each([0.0, 0.5, 1.3, -1.0])])}
+    asked |= {"seed": torch.arange(N) + g.randrange(99), "step": g.choice([0, 5, 2**40])}
+    if g.random() < 0.6:
+        asked["top_k"] = g.choice([1, 3, 5, 50, V, each([0, 2, 8])])
+    if g.random() < 0.6:
+        asked["top_p"] = g.choice([0.9, 0.5, 0.95, 0.0, each([1.0, 0.3, 0.8, torch.nan])])
+    if g.random() < 0.4:
+        asked["min_p"] = g.choice([0.05, 0.3, 0.001, 2.0])
+    asked["filter_order"] = g.choice(["topk_topp", "joint", "topp_topk"])
+    asked["tie"] = g.choice(["lowest_id", "lowest_id", "keep_all"])
+    if g.random() < 0.3:
+        asked["allowed"] = torch.randint(-(2**31), 2**31 - 1, (N, (V + 31) // 32), dtype=torch.int32)
+    if g.random() < 0.2:
+        asked["slot"] = torch.tensor([g.choice([-1, 0]), *range(1, N)])
+    asked |= {"raw_logprob": g.random() < 0.4, "entropy": g.random() < 0.4, "kept_capacity": g.choice([0, 0, 4, V])}
+    asked |= {"top_n": min(V, g.choice([0, 0, 3])), "top_n_from": g.choice(["raw", "processed"])}
+    return asked | {"rank": g.random() < 0.3, "stream": g.choice([0, 1]), "invalid_token": -7}
+
+
+def edits(g: random.Random, N: int, V: int) -> dict:
+    """Bias, banned ids and penalties."""
+    ids, offsets = torch.randint(0, V, (2 * N,)), torch.arange(N + 1) * 2
+    history = torch.randint(-1, V, (N, 3))
+    penalties = Penalties(repetition=g.choice([1.3, torch.full((N,), 0.8)]), frequency=0.4, output_ids=history)
+    return {
+        "bias": LogitBias(ids, torch.randn(2 * N), offsets),
+        "banned": TokenLists(ids.flip(0), offsets),
+        "penalties": penalties,
+    }
+
+
+def agree(x: torch.Tensor, asked: dict, device: str, operator=None) -> None:
+    """Every result of the kernels against the reference on the CPU."""
+    from rlkernel_conformance.sampling_batches import to
+
+    want = definition(x, **asked)
+    found = (operator or rlk.sample)(x.to(device), **to(device, asked))
+    for name in RESULTS:
+        mine, theirs = getattr(found, name), getattr(want, name)
+        if theirs is None:
+            assert mine is None, name
+        elif theirs.is_floating_point():
+            close = {"atol": 4e-6, "rtol": 4e-6, "equal_nan": True}
+            torch.testing.assert_close(mine.cpu(), theirs, **close, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            known = ~Status.FALLBACK.value if name == "status" else -1
+            assert theirs.tolist() == (mine.cpu() & known).tolist(), name
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_request_is_answered_as_defined(small, device, seed) -> None:
+    g = random.Random(seed)
+    N, V = g.choice([1, 3]), g.choice([1, 5, 33, 64, 65, 200, 500])
+    agree(rows(g, N, V), request(g, N, V), device)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_edits_come_before_the_filters(small, device, seed) -> None:
+    g = random.Random(seed)
+    N, V = 3, g.choice([5, 65, 200])
+    agree(rows(g, N, V), request(g, N, V) | edits(g, N, V), device)
+
+
+@pytest.mark.parametrize(("k", "p", "fallback"), [(8, 1.0, False), (0, 0.3, False), (9, 1.0, True), (0, 0.999, True)])
+def test_what_the_candidates_do_not_tell_is_searched_for(small, device, k, p, fallback) -> None:
+    x = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    asked = {"top_k": k, "top_p": p, "seed": torch.arange(4), "step": 0}
+    agree(x, asked, device)
+    out = rlk.sample(x.to(device), **{n: v.to(device) if n == "seed" else v for n, v in asked.items()})
+    assert [fallback] * 4 == ((out.status & Status.FALLBACK.value) != 0).tolist()
+
+
+def test_ties_across_groups_go_to_the_lowest_ids(small, device) -> None:
+    x = torch.zeros(1, 640)
+    x[0, [600, 300, 20]] = 1.0  # best, each in a tile of its own; all others tie
+    agree(x, {"top_k": 6, "seed": 3, "step": 1, "kept_capacity": 6}, device)
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_layout(device) -> None:
+    x = (4 * torch.randn(5, 3000, generator=torch.Generator().manual_seed(1))).to(device)
+    asked = {"temperature": 0.7, "top_p": 0.9, "entropy": True}
+    seed = torch.arange(5, device=device)
+    want = rlk.sample(x, seed=seed, step=4, **asked)
+    back = torch.tensor([4, 2, 0, 1, 3, 4, 4], device=device)
+    wide = torch.zeros(7, 3100, device=device)[:, 50:3050]
+    wide.copy_(x[back])
+    found = rlk.sample(wide, seed=seed[back], step=4, **asked)
+    for name in ("token", "logprob", "log_kept_mass", "entropy", "threshold"):
+        assert getattr(want, name)[back].tolist() == getattr(found, name).tolist(), name
+
+
+def test_the_winner_without_filters_wins_where_it_is_kept(small, device) -> None:
+    x = torch.randn(16, 300, generator=torch.Generator().manual_seed(2)).to(device)
+    noise = {"seed": torch.arange(16, device=device), "step": 9}
+    free = rlk.sample(x, **noise)
+    kept = rlk.sample(x, top_k=40, kept_capacity=40, **noise)
+    inside = (kept.kept_ids == free.token[:, None]).any(1)
+    assert free.token[inside].tolist() == kept.token[inside].tolist()
+    assert inside.any()
+
+
+def test_a_full_vocabulary_with_the_shipped_cuts(device) -> None:
+    x = 3 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(3))
+    agree(x, {"top_k": 50, "top_p": 0.95, "seed": torch.arange(2), "step": 0, "raw_logprob": True}, device)
+    agree(x, {"temperature": 0.8, "seed": torch.arange(2), "step": 0, "entropy": True}, device)
+
+
+def test_a_number_and_a_tensor_of_it_mean_the_same() -> None:
+    given = {"top_k": None, "top_p": 0.9, "min_p": None, "filter_order": "topk_topp", "tie": "lowest_id", "slot": None}
+    law = Law(temperature=0.5, seed=2**64 - 1, step=1, stream=0, **given)
+    arguments, each = law.arguments(torch.zeros(1))
+    off, number = -2, -1
+    assert arguments["seed_number"] == -1
+    assert each == {f"{n}_EACH": off if n in "KM" else number for n in ("T", "K", "P", "M", "SEED", "STEP")}
