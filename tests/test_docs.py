@@ -34,7 +34,13 @@ NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 # Take minutes or the network; what they name is checked instead.
 NOT_RUN = {"pip", "git", "cd", "make", "export", "pytest"}
 MAIN = "from rlkernel.cli import main; main()"
-SLOW = ("rlkernel demo", "rlkernel conformance mutants", "python benchmarks", "python examples")
+SLOW = (
+    "rlkernel demo",
+    "rlkernel conformance mutants",
+    "rlkernel conformance table",
+    "python benchmarks",
+    "python examples",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ def project(tmp_path, monkeypatch):
 def test_every_block_runs(page, project) -> None:
     namespace: dict[str, object] = {"__name__": "docs"}
     for i, block in enumerate(blocks(page)):
-        if block.language == "python":
+        if "file" in block.options:
+            (project / block.options["file"]).write_text(block.code)
+        elif block.language == "python":
             exec(compile(block.code, f"{page.name}[{i}]", "exec"), namespace)  # our own docs
         elif block.language == "console":
             for command, expected in sessions(block.code):
