@@ -52,7 +52,7 @@ def test_a_report_says_with_which_tolerances_and_under_which_variables_it_was_ma
     again = reports.report({SUBJECT: found()}, EFFORT)
     assert again["environment"]["variables"]["TRITON_INTERPRET"] == "1"
     assert "HOME" not in again["environment"]["variables"]
-    assert documents.place(again).startswith("Triton interpreter on a CPU")
+    assert documents.place(again).startswith("Triton interpreter, CPU")
     assert again["tolerances"] == content["tolerances"]
 
 

@@ -79,7 +79,7 @@ def test_a_backend_that_is_not_installed_is_attacked_with_the_variables_it_needs
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Triton interpreter on a CPU" in (tmp_path / "made" / "report.md").read_text()
+    assert "Triton interpreter, CPU" in (tmp_path / "made" / "report.md").read_text()
     assert "`TRITON_INTERPRET=1`" in (tmp_path / "made" / "report.md").read_text()
     assert "   1/" in done.stderr.splitlines()[0]  # progress
 

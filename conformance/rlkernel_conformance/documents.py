@@ -59,7 +59,7 @@ def place(content: Mapping[str, Any]) -> str:
     env = content["environment"]
     if content["device"].partition(":")[0] == "cpu":
         interpreted = env["variables"].get("TRITON_INTERPRET") == "1"
-        return f"{'Triton interpreter on a ' if interpreted else ''}CPU ({env['device_arch']})"
+        return f"{'Triton interpreter, ' if interpreted else ''}CPU ({env['device_arch']})"
     return str(env["device_name"])
 
 

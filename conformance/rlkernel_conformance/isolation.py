@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import IO, Any, Final
 
+from rlkernel.probe import cache_folder
 from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.harness import Outcome
@@ -120,7 +121,8 @@ def _start(job: dict[str, Any], case: IO[bytes]) -> tuple[subprocess.Popen[bytes
     """A worker with its job, and the channel it speaks on."""
     read, write = os.pipe()
     path = os.pathsep.join(p or os.curdir for p in sys.path)
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")} | {"PYTHONPATH": path}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")}
+    environ |= {"PYTHONPATH": path, "HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis")}
     worker = subprocess.Popen(  # noqa: S603 our own interpreter and module
         [sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())],
         pass_fds=(write, case.fileno()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import packages_distributions, version
 from typing import TYPE_CHECKING
 
 from rlkernel.discover import brief, guarded
@@ -27,3 +28,10 @@ def load(where: str) -> Backend:
     if not isinstance(found, Backend):
         raise ConfigError(f"{where!r} is a {type(found).__name__}, not a rlkernel_core.Backend")
     return found
+
+
+def provider(where: str) -> str:
+    """Distribution and version that a manifest comes from, or its module where no distribution has it."""
+    module = where.partition(":")[0]
+    dists = packages_distributions().get(module.partition(".")[0])
+    return f"{dists[0]} {version(dists[0])}" if dists else f"{module}, not installed"

@@ -55,9 +55,17 @@ def report(
     outcomes: Mapping[Subject, list[Outcome]],
     profile: Profile,
     *,
+    provider: str | None = None,
     waivers: Iterable[Waiver] = (),
 ) -> dict[str, Any]:
-    """The report of a run: one subject per operator, all of one backend and device."""
+    """The report of a run: one subject per operator, all of one backend and device.
+
+    Args:
+        outcomes: of each operator.
+        profile: effort of the run.
+        provider: who made the backend, where that is not the distribution that its entry point names.
+        waivers: of this backend.
+    """
     first = next(iter(outcomes))
     waivers = tuple(waivers)
     excused = {w.clause: w for w in waivers}
@@ -67,7 +75,7 @@ def report(
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "backend": first.backend,
-        "provider": policy.installed()[first.backend].provider,
+        "provider": provider or policy.installed()[first.backend].provider,
         "device": first.device,
         "profile": profile.name,
         "environment": environment(first.device),

@@ -19,7 +19,7 @@ from rlkernel_conformance.clauses import MODULES
 from rlkernel_conformance.harness import Outcome, clauses_of
 from rlkernel_conformance.isolation import attack_apart
 from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
-from rlkernel_conformance.manifests import load
+from rlkernel_conformance.manifests import load, provider
 from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
@@ -77,9 +77,9 @@ def run(
         if op not in OPERATORS:
             raise UnknownNameError("operator", op, OPERATORS)
     with nullcontext() if manifest is None else policy.registered(_named(load(manifest), backend)):
-        found = policy.installed()[backend]
-        if found.reason is not None:
-            raise ConfigError(f"backend {backend!r} did not load: {found.reason}")
+        reason = policy.installed()[backend].reason
+        if reason is not None:
+            raise ConfigError(f"backend {backend!r} did not load: {reason}")
         known = known_names(policy.installed())
         excused = waived.read(waivers, backend, known, datetime.now(UTC).date()) if waivers is not None else ()
         subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
@@ -87,7 +87,8 @@ def run(
             raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
         plan = {s: due_on(s) for s in subjects}
         attacked = _attack_all(plan, devices, jobs, manifest, profile, watch)
-        return report({s: plan[s][1] + attacked[s.op] for s in subjects}, profile, waivers=excused)
+        found = {s: plan[s][1] + attacked[s.op] for s in subjects}
+        return report(found, profile, provider=provider(manifest) if manifest else None, waivers=excused)
 
 
 def _attack_all(

@@ -1,0 +1,67 @@
+"""The table of operators by backends says what the committed reports say, and README says what the table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkernel_conformance import documents, table
+from rlkernel_conformance import report as reports
+from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ConfigError
+
+SUBJECT = Subject("reference", "whiten")
+
+
+def write(folder: Path, *statuses: str, variables: dict[str, str] | None = None) -> None:
+    claims = tuple(sorted(SUBJECT.claims))
+    faults = {"violated": "wrong_result", "fault": "segfault"}
+    outcomes = [
+        Outcome("whiten", f"WH-{i:02}", "t", status, faults.get(status), executed=1, features=claims)
+        for i, status in enumerate(statuses, 1)
+    ]
+    content = reports.report({SUBJECT: outcomes}, Profile("test", 1, 60))
+    content["environment"]["variables"] = variables or {}
+    content["hash"] = reports.content_hash(content)
+    documents.write(content, folder)
+
+
+def test_a_cell_says_the_verdict_and_how_many_clauses_it_stands_for(tmp_path) -> None:
+    write(tmp_path / "good", "held", "held", "not_claimed")
+    write(tmp_path / "bad", "held", "violated", "fault")
+    lines = table.table(tmp_path).splitlines()
+    assert "| Operator | `bad` | `good` |" in lines
+    assert "| `whiten` | fails, 1 of 3 hold | holds 2 |" in lines
+    assert "| `logprob` | - | - |" in lines
+
+
+def test_it_says_where_a_report_was_made(tmp_path) -> None:
+    write(tmp_path / "here", "held", variables={"TRITON_INTERPRET": "1"})
+    assert "on Triton interpreter, CPU" in table.table(tmp_path)
+    assert table.rows(tmp_path)[0]["verdict"] == "holds"
+
+
+def test_a_folder_without_reports_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no report in"):
+        table.table(tmp_path)
+
+
+def test_it_is_written_between_its_markers(tmp_path, cli) -> None:
+    write(Path("conformance/reports/good"), "held")
+    page = Path("page.md")
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    assert cli("conformance", "table", "page.md").exit_code == 0
+    said = cli("conformance", "table").stdout
+    assert page.read_text() == f"before\n{table.BEGIN}\n\n{said}\n{table.END}\nafter\n"
+    assert json.loads(cli("conformance", "table", "--json").stdout)[0]["report"] == "good"
+
+
+def test_a_file_without_markers_is_an_error(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing\n")
+    with pytest.raises(ConfigError, match="has no place for the table"):
+        table.write(page, tmp_path)
