@@ -115,12 +115,12 @@ def _sequence(row, sequences, T, ends, bounds, ENDS: tl.constexpr, PACKED: tl.co
 
 
 @triton.jit
-def _tokens(c, start, count, blocked, mask, J: tl.constexpr, MASK: tl.constexpr):
+def _tokens(c, start, count, mask, J: tl.constexpr, MASK: tl.constexpr):
     """A chunk's tokens within their sequence, which are inside of it, and which of those count."""
     j = tl.arange(0, J)[:, None]
     t = c * (J * 8) + (J - 1 - j) * 8 + tl.arange(0, 8)[None, :]
     inside = t < count
-    valid = inside & (blocked == 0)
+    valid = inside
     if MASK:
         valid = valid & (tl.load(mask + start + t, mask=inside, other=0) != 0)
     return t, inside, valid
@@ -165,7 +165,7 @@ def scan_kernel(
     program = tl.program_id(0).to(tl.int64)
     row = program if STAGE == "rows" else program // C
     start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
-    state, state2, blocked = 0.0, 0.0, 0
+    state, state2 = 0.0, 0.0
     row_lam, row_lam2, final, base = 0.0, 0.0, 0.0, 0.0
     if LAM == "row":
         row_lam = tl.load(lam + row).to(tl.float32)
@@ -194,10 +194,10 @@ def scan_kernel(
         if LAM2 != "none":
             state2 = tl.load(chain + sequences * C + program)
         if RULE != "scan":
-            blocked = tl.load(invalid + row).to(tl.int32)
+            count = tl.where(tl.load(invalid + row) != 0, 0, count)
     bad = tl.zeros((J, 8), tl.int32)
     while c > stop_at:
-        t, inside, valid = _tokens(c, start, count, blocked, mask, J, MASK)
+        t, inside, valid = _tokens(c, start, count, mask, J, MASK)
         r = tl.where(t == count - 1, final, 0.0) if OUTCOME else _load(b + start + t, valid, True)
         x = _load(v + start + t, valid, VALUES)
         on = tl.full((J, 8), 1.0, tl.float32)
@@ -280,7 +280,7 @@ def scan_kernel(
             if wrong:
                 c = tl.cdiv(width, J * 8) - 1
                 while c >= 0:
-                    t, inside, valid = _tokens(c, start, count, 0, mask, J, False)
+                    t, inside, valid = _tokens(c, start, count, mask, J, False)
                     tl.store(adv + start + t, tl.zeros((J, 8), tl.float32), mask=t < width)
                     tl.store(ret + start + t, tl.zeros((J, 8), tl.float32), mask=t < width)
                     c -= 1
