@@ -1,4 +1,4 @@
-"""From the gradient of the logits to dX, dW and dbias: cuBLAS matmuls that accumulate in fp32 and round once.
+"""From the gradient of the logits to dX, dW and dbias, which accumulate in fp32 and are rounded once.
 
 Legend: N rows · D hidden · V vocabulary.
 """
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_cuda.head import Head, made_again, scatter_rows
-from rlkernel_cuda.plan import SPLIT_BELOW, round_up
+from rlkernel_cuda.plan import round_up
+from rlkernel_cuda.products import product
 
 
 class Back:
@@ -28,15 +29,14 @@ class Back:
 
     def at_once(self, dz: Tensor) -> None:
         """From the gradient of all logits, [N, V]."""
+        everything = slice(0, self._x.shape[0])
         if self.hidden is not None:
-            if self._head.place is None:
-                _product(dz, self._w, self.hidden)
-            else:
-                dx = torch.empty_like(self.hidden)
-                _product(dz, self._w, dx)
+            dx = self.hidden if self._head.place is None else torch.empty_like(self.hidden)
+            self._add_hidden(dz, everything, slice(0, self._w.shape[0]), dx, None)
+            if dx is not self.hidden:
                 scatter_rows(dx, self._head, 0, self.hidden)
         if self.weight is not None:
-            _product(dz.t(), self._x, self.weight)
+            self._add_weight(dz, everything, self.weight, None)
         if self.bias is not None:
             torch.sum(dz, 0, dtype=torch.float32, out=self.bias)
 
@@ -55,37 +55,50 @@ class Back:
             self._slice_by_slice(buffer, rows, ids, of_hidden=True)
             return
         for r in rows if self.hidden is not None else ():
-            dx = None
-            for c in ids:
-                dx = _added(dx, self._dz(buffer, r, c), self._w[c])
-            if self.hidden is not None and dx is not None:
-                scatter_rows(dx, self._head, r.start, self.hidden)
+            self._block_of_hidden(buffer, r, ids)
         if self.weight is not None or self.bias is not None:
             self._slice_by_slice(buffer, rows, ids, of_hidden=False)
 
+    def _block_of_hidden(self, buffer: Tensor, rows: slice, ids: list[slice]) -> None:
+        if self.hidden is None:
+            return
+        dx = self.hidden.new_empty(rows.stop - rows.start, self._head.D, dtype=torch.float32)
+        for c in ids:
+            self._add_hidden(self._dz(buffer, rows, c), rows, c, dx, None if c.start == 0 else dx)
+        scatter_rows(dx, self._head, rows.start, self.hidden)
+
     def _slice_by_slice(self, buffer: Tensor, rows: list[slice], ids: list[slice], *, of_hidden: bool) -> None:
         d_hidden = self.hidden if of_hidden else None
+        gathered = self._head.place is not None
         dx = None
-        if d_hidden is not None and (len(ids) > 1 or self._head.place is not None):
+        if d_hidden is not None and (len(ids) > 1 or gathered):
             dx = d_hidden.new_empty(d_hidden.shape, dtype=torch.float32)
+        dw = None
+        if self.weight is not None and len(rows) > 1:
+            dw = self.weight.new_empty(ids[0].stop, self._head.D, dtype=torch.float32)
         for c in ids:
-            dw = None
             for r in rows:
                 dz = self._dz(buffer, r, c)
-                if dx is not None:
-                    _added(None if c.start == 0 else dx[r], dz, self._w[c], out=dx[r])
-                elif d_hidden is not None:
-                    _product(dz, self._w, d_hidden[r])
-                if self.weight is not None and len(rows) == 1:
-                    _product(dz.t(), self._x, self.weight[c])
-                elif self.weight is not None:
-                    dw = _added(dw, dz.t(), self._x[r])
+                if d_hidden is not None:
+                    since = None if c.start == 0 or dx is None else dx[r]
+                    rounds = dx is None or (c is ids[-1] and not gathered)
+                    self._add_hidden(dz, r, c, d_hidden[r] if rounds or dx is None else dx[r], since)
+                if self.weight is not None:
+                    part = None if dw is None else dw[: dz.shape[1]]
+                    rounds = r is rows[-1] or part is None
+                    self._add_weight(
+                        dz, r, self.weight[c] if rounds or part is None else part, None if r.start == 0 else part
+                    )
                 if self.bias is not None:
                     self.bias[c] += torch.sum(dz, 0, dtype=torch.float32)
-            if self.weight is not None and dw is not None:
-                self.weight[c] = dw
-        if d_hidden is not None and dx is not None:
+        if d_hidden is not None and dx is not None and gathered:
             scatter_rows(dx, self._head, 0, d_hidden)
+
+    def _add_hidden(self, dz: Tensor, rows: slice, ids: slice, out: Tensor, since: Tensor | None) -> None:
+        product(dz, self._w[ids], out, since=since, count=self._head.count, first=rows.start)
+
+    def _add_weight(self, dz: Tensor, rows: slice, out: Tensor, since: Tensor | None) -> None:
+        product(dz, self._x[rows], out, since=since, transposed=True, count=self._head.count, first=rows.start)
 
     def _dz(self, buffer: Tensor, rows: slice, ids: slice) -> Tensor:
         n, width = rows.stop - rows.start, ids.stop - ids.start
@@ -97,20 +110,3 @@ class Back:
 
 def _cut(size: int, step: int) -> list[slice]:
     return [slice(first, min(first + step, size)) for first in range(0, size, step)]
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """A @ b, rounded once; a small product is made in fp32, because parts of a split sum would be rounded each."""
-    if out.numel() < SPLIT_BELOW:
-        out.copy_(torch.mm(a, b, out_dtype=torch.float32))
-    else:
-        torch.mm(a, b, out=out)
-
-
-def _added(sum_: Tensor | None, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """sum_ + a @ b in fp32, in place."""
-    if sum_ is not None:
-        return torch.addmm(sum_, a, b, out_dtype=torch.float32, out=sum_)
-    if out is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b, out_dtype=torch.float32, out=out)

@@ -82,13 +82,12 @@ def _check(result: int, what: str) -> None:
 
 
 @cache
-def function(path: Path, options: tuple[str, ...], name: str, shared: int, device: int) -> ctypes.c_void_p:
-    """A kernel of a source file, loaded on a device; `device` must be the current one."""
+def function(paths: tuple[Path, ...], options: tuple[str, ...], name: str, shared: int, device: int) -> ctypes.c_void_p:
+    """A kernel of some source files, loaded on a device; `device` must be the current one."""
     torch.cuda.current_stream(device)  # the context exists
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(
-        _driver().cuModuleLoadData(ctypes.byref(module), compiled(path.read_text(), options)), f"loading {path.name}"
-    )
+    code = compiled("\n".join(path.read_text() for path in paths), options)
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
     _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
     _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
     return kernel

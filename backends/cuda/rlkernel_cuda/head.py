@@ -31,7 +31,7 @@ from rlkernel_cuda.row_kernels import (
 from rlkernel_cuda.variants import Tile
 from rlkernel_triton.launch import FUSED, on_device_of
 
-SOURCE: Final = Path(__file__).with_name("head.cu")
+SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("pair.cuh", "head.cu"))
 LOG2E: Final = 1.4426950408889634
 
 
@@ -193,7 +193,7 @@ def _launch_pair(
     rows = tile.consumers * tile.rows
     shared = tile.stages * (rows + tile.cols) * tile.depth * 2
     options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, "STAGES": tile.stages, "GROUP": tile.group // 2}.items())
-    kernel = driver.function(SOURCE, options, "head", shared, x.device.index)
+    kernel = driver.function(SOURCES, options, "head", shared, x.device.index)
     pitch = {"pitch": 0 if out is None else out.stride(0)}
     numbers = {**given, **pitch}
     order = (

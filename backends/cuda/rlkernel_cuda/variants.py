@@ -1,4 +1,4 @@
-"""Shapes of the logits kernel, as data. Measured figures stand in benchmarks/notes/linear_logprob.md."""
+"""Shapes of the matmul kernels, as data. Measured figures stand in benchmarks/notes/linear_logprob.md."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Tile:
-    """One shape of the logits kernel."""
+    """One shape of a matmul kernel."""
 
-    cluster: int = 1  # blocks that share a tile of the weight: 1 is Gluon's kernel, 2 the one in head.cu
+    cluster: int = 1  # blocks that share a tile of the second operand: 1 is Gluon's kernel, 2 those in CUDA C++
     consumers: int = 2  # warpgroups of a block that compute, each its own rows
     rows: int = 64  # of a consumer
     cols: int = 256
-    depth: int = 64  # of the hidden size, per step
+    depth: int = 64  # per step
     stages: int = 4  # of the ring
-    group: int = 16  # row tiles of a block that walk the vocabulary together
+    group: int = 16  # row tiles of a block that walk the columns together
 
 
 SINGLE: Final = Tile()
 PAIR: Final = Tile(cluster=2)
-LOGITS: Tile = SINGLE
+LOGITS: Tile = SINGLE  # every logit matmul
+PRODUCT: Tile | None = None  # dX and dW; None: cuBLAS

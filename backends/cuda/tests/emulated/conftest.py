@@ -68,7 +68,7 @@ def matmul(a, b, out_dtype=None, out=None):
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    from rlkernel_cuda import back, head
+    from rlkernel_cuda import head, products
 
     class Torch:
         """torch, with cuBLAS's fp32 results of bf16 operands."""
@@ -83,4 +83,4 @@ def emulated(monkeypatch):
             return getattr(torch, name)
 
     monkeypatch.setattr(head, "_launch", logits_kernel)
-    monkeypatch.setattr(back, "torch", Torch())
+    monkeypatch.setattr(products, "torch", Torch())
