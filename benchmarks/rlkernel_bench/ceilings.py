@@ -15,7 +15,8 @@ SLACK: Final = 0.95
 _CPU_CACHE: Final = 32 << 20  # bytes of a last-level cache; no portable way to ask
 _BUFFER: Final = {"cpu": 64 << 20, "cuda": 2 << 30}
 _CACHED: Final = {"cpu": 128 << 10, "cuda": 8 << 20}
-_SIDE: Final = {"cpu": 512, "cuda": 8192}
+_SIDE: Final = {"cpu": 384, "cuda": 8192}
+_DTYPES: Final = {"cpu": ("bfloat16", "float32"), "cuda": ("bfloat16", "float16", "float32")}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def measure(device: str) -> Ceilings:
     other = torch.empty_like(big)
     small, beside = (torch.zeros(_CACHED[kind] // 4, device=device) for _ in range(2))
     as_rows = big.view(torch.int32).view(-1, 4096)
-    flops = {d: rate for d in ("bfloat16", "float16", "float32") if (rate := _product(watch, d, _SIDE[kind]))}
+    flops = {dtype: _product(watch, dtype, _SIDE[kind]) for dtype in _DTYPES[kind]}
     return Ceilings(
         copy=2 * big.nbytes / _best(watch, lambda: other.copy_(big)),
         read=big.nbytes / _best(watch, lambda: torch.amax(as_rows, -1)),
