@@ -168,7 +168,7 @@ class Law:
                 each[f"{short}_EACH"] = -2
             given[name], given[f"{numbers[name]}_number"] = tensor, number
         given["slot"] = unused if self.slot is None else self.slot.contiguous()
-        given["last_slot"], given["stream"] = slots - 1, self.stream
+        given["last_slot"], given["noise_stream"] = slots - 1, self.stream
         return given, each
 
 

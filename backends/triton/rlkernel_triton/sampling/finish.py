@@ -38,7 +38,7 @@ def merged(best, total, S, SP: tl.constexpr):
     return top, tl.sum(tl.where(m > -float("inf"), z * tl.exp(y), 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["stream", "V", "seed_number", "step_number", "k_number", "last_slot", "invalid_token"])
+@triton.jit(do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot", "invalid_token"])
 def finish(
     x,  # [N, V] logits
     row_stride,
@@ -60,7 +60,7 @@ def finish(
     seed_number,
     step,
     step_number,
-    stream,
+    noise_stream,
     best,
     best_id,
     count,
@@ -169,7 +169,7 @@ def finish(
                 v = logits_at(x, ids, there, column_stride, allowed, HAS_ALLOWED)
                 there = there & (v > -float("inf"))
                 y = tl.where(v == top, 0.0, (v - top) / T)
-                score = ranked(y + gumbel(noise_seed, noise_step, ids, stream), ids)
+                score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
                 winner = id_of(tl.max(tl.where(there, score, NOTHING), 0))
             if filters | search:
                 k = tl.full((), 0, tl.int32)
@@ -214,7 +214,7 @@ def finish(
                                 w = tl.where(keep, tl.exp(y), 0.0)
                                 mass = tl.sum(w, 0)
                                 tilted = tl.sum(tl.where(w > 0.0, w * y, 0.0), 0)
-                                score = ranked(y + gumbel(noise_seed, noise_step, ids, stream), ids)
+                                score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
                                 winner = id_of(tl.max(tl.where(keep, score, NOTHING), 0))
                                 last = tl.min(tl.where(keep, at, 0x7FFFFFFFFFFFFFFF), 0)
                                 cut = tl.where(kept == tokens, cut, value_of(last))
@@ -239,7 +239,7 @@ def finish(
                         w = tl.exp(y)
                         mass += tl.sum(w, 0)
                         tilted += tl.sum(tl.where(w > 0.0, w * y, 0.0), 0)
-                        score = ranked(y + gumbel(noise_seed, noise_step, ids, stream), ids)
+                        score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
                         at_best = tl.maximum(at_best, tl.max(tl.where(keep, score, NOTHING), 0))
                         last_tie = tl.maximum(last_tie, tl.max(tl.where(inside, ids, -1), 0))
                         ties += tl.sum(tie.to(tl.int32), 0)

@@ -31,7 +31,7 @@ def filtered(place, top_k, k, top_p, p, min_p, m, V, K: tl.constexpr, P: tl.cons
     return on
 
 
-@triton.jit(do_not_specialize=["stream", "V", "seed_number", "step_number", "k_number", "last_slot"])
+@triton.jit(do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot"])
 def tiles(
     x,  # [N, V] logits
     row_stride,
@@ -53,7 +53,7 @@ def tiles(
     seed_number,
     step,
     step_number,
-    stream,
+    noise_stream,
     best,  # out [N, S] fp32
     best_id,  # out [N, S] int32
     count,  # out [N, S] int32; -1 - count where the tile holds NaN
@@ -117,7 +117,7 @@ def tiles(
                 if (not filters) & (not greedy):
                     s = parameter(seed, seed_number, place, SEED_EACH).to(tl.int64)
                     k = parameter(step, step_number, place, STEP_EACH).to(tl.int64)
-                    noised = ranked(y + gumbel_from(s, k, first, stream, TILE), ids)
+                    noised = ranked(y + gumbel_from(s, k, first, noise_stream, TILE), ids)
                     noised = tl.where(there, noised, NOTHING)
                     one = tl.max(noised, 0)
                     two = tl.max(tl.where(noised == one, NOTHING, noised), 0)
