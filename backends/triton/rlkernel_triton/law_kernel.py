@@ -35,6 +35,58 @@ def joined(parts, at, there, plane, first, T, LOG: tl.constexpr):
     return best, tree_sum(total * weight, LOG), total, weight, tl.maximum(shift, -1000.0)
 
 
+@triton.jit(do_not_specialize=["n", "N", "P", "first"])  # bits must not depend on them
+def join(
+    parts,  # [planes, n, P] of places first .. first + n in the order of `index`
+    index,  # [N], read where HAS_INDEX
+    count,  # [1], read where HAS_INDEX
+    T,  # [N] where HAS_T, else a number
+    out,  # [planes, N]
+    first,
+    n,
+    N,
+    P,
+    HAS_INDEX: tl.constexpr,
+    HAS_T: tl.constexpr,
+    SUPPORT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    """Join the tiles of some rows into one part each, at the place of the row."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < n
+    if HAS_INDEX:
+        inside = inside & (first + r < tl.load(count))
+        row = tl.load(index + first + r, mask=inside, other=0).to(tl.int64)
+    else:
+        row = (first + r).to(tl.int64)
+    if HAS_T:
+        t = tl.load(T + row, mask=inside, other=1.0).to(tl.float32)
+    else:
+        t = tl.full([ROWS], 1.0, tl.float32) * T
+    t = tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    column = tl.arange(0, WIDTH)
+    there = inside[:, None] & (column < P)[None, :]
+    at = r.to(tl.int64)[:, None] * P + column[None, :]
+    plane = n.to(tl.int64) * P
+    tl.store(out + row, tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG), mask=inside)
+    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, t, LOG)
+    tl.store(out + N + row, top, mask=inside)
+    tl.store(out + 2 * N + row, total, mask=inside)
+    if MOMENT:
+        moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
+        tl.store(out + 3 * N + row, tree_sum((moments + totals * shift) * weight, LOG), mask=inside)
+    if SUPPORT:
+        top, total, _, _, _ = joined(parts, at, there, plane, 4, t, LOG)
+        tl.store(out + 4 * N + row, top, mask=inside)
+        tl.store(out + 5 * N + row, total, mask=inside)
+        top, total, _, _, _ = joined(parts, at, there, plane, 6, t, LOG)
+        tl.store(out + 6 * N + row, top, mask=inside)
+        tl.store(out + 7 * N + row, total, mask=inside)
+
+
 @triton.jit
 def with_target(top, total, target, T):
     """The sums with the chosen id among them: top, log of the total, and what else the mean needs."""

@@ -1,0 +1,47 @@
+"""Tile shapes of the matmuls, by architecture and operand type: what fits registers and shared memory everywhere.
+
+A shape per kind of device, never searched for at run time: that would break graphs, and bits with them.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+
+class Tile(NamedTuple):
+    """One program's block of rows BM, of columns BN, steps of BK, and how it is compiled."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+    GROUP: int = 8
+
+
+# What a kernel holds beside its accumulators decides how large they may be. "sweep": statistics. "rich": statistics
+# under a cap or a support. "slope": the gradient. "product": nothing. "wide": fp32 operands, which no matrix unit takes
+# unrounded. "saved": the gradient of kept logits, without a product.
+# (architecture, kernels) -> tile; the first that matches.
+TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
+    ("interpreter", ("*",), Tile(64, 1024, 64, 4, 1)),
+    ("*", ("saved",), Tile(8, 256, 16, 4, 1)),
+    ("*", ("wide",), Tile(64, 64, 16, 4, 2)),
+    ("sm90", ("sweep", "product"), Tile(128, 256, 64, 8, 3)),
+    ("sm100", ("sweep", "product"), Tile(128, 256, 64, 8, 3)),
+    ("sm90", ("*",), Tile(128, 128, 64, 8, 3)),
+    ("sm100", ("*",), Tile(128, 128, 64, 8, 3)),
+    ("sm80", ("*",), Tile(128, 128, 64, 8, 3)),
+    ("sm87", ("*",), Tile(128, 128, 64, 8, 3)),
+    ("sm*", ("*",), Tile(128, 128, 32, 8, 3)),
+    ("gfx9*", ("*",), Tile(128, 128, 64, 8, 2)),
+    ("gfx*", ("*",), Tile(64, 128, 32, 8, 2)),
+)
+
+
+def tile_for(arch: str, kind: str) -> Tile:
+    """The tile of a kind of kernel on an architecture."""
+    return next(
+        tile for name, kinds, tile in TILES if fnmatchcase(arch, name) and any(fnmatchcase(kind, k) for k in kinds)
+    )

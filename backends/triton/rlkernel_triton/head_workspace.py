@@ -1,0 +1,66 @@
+"""How much extra memory a call of linear_logprob takes, and how it is cut so that a caller's limit is kept.
+
+Legend: N rows · D hidden · V vocabulary, or this rank's shard.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from rlkernel_core.errors import ArgumentError
+
+# Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
+# rows in one block, so that its logits are made again once and not twice.
+BLOCKS: Final = ((16384, 4096), (8192, 4096), (4096, 2048), (2048, 1024), (1024, 512), (256, 256), (64, 64))
+PER_ROW: Final = 256  # bytes: statistics, results of the joins, ids, order, temperatures
+SMALL: Final = 1 << 16  # counts, and what an allocator rounds up
+
+
+class Size(NamedTuple):
+    """What the need of a call depends on."""
+
+    N: int
+    D: int
+    V: int
+    item: int  # bytes of an operand
+    BN: int  # columns of a tile
+    support: bool
+    ranks: int
+
+
+class Plan(NamedTuple):
+    """How a call is cut."""
+
+    block: int  # rows
+    columns: int
+    save: bool
+
+
+def workspace(plan: Plan, size: Size) -> int:
+    """Most bytes of a call, forward and backward, beyond its results and gradients."""
+    N, D, V, item, BN, support, ranks = size
+    block, columns, tiles = min(plan.block, N), min(plan.columns, V), -(-V // BN)
+    parts = (8 if support else 4) * 4 * block * tiles
+    dz = block * columns * max(item, 2)
+    sums = 4 * D * (block + (columns if plan.block < N else 0))
+    rows = N * (PER_ROW + 64 * ranks) + (4 * N * -(-V // 32) if support else 0)
+    saved = N * (V * item + 4 * tiles) if plan.save else 0
+    return max(parts, dz + sums + 4 * columns) + rows + saved + SMALL
+
+
+def plan(backward: str, limit: int | None, size: Size) -> Plan:
+    """The mode and blocks that run: the largest that the limit allows.
+
+    Raises:
+        ArgumentError: the limit is below the least; the message names it.
+    """
+    if limit is None:
+        return Plan(*BLOCKS[0], save=backward == "save")
+    for mode in ("save", "recompute") if backward == "auto" else (backward,):
+        for block, columns in BLOCKS:
+            found = Plan(block, columns, save=mode == "save")
+            if workspace(found, size) <= limit:
+                return found
+    least = workspace(found, size)
+    remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
+    raise ArgumentError("max_workspace_bytes", limit, f"is below what backward={backward!r} needs, {least}", remedy)
