@@ -212,12 +212,8 @@ def logprob_in_time() -> dict[str, Any]:
         gradients[f"forward + backward {columns, warps}"] = call
     found |= times(gradients, 7)
     logprob_kernels.COLUMNS, logprob_kernels.GRADIENT_WARPS = 4096, 4
-        {
-            f"{n} rows, us": (lambda n=n: [logprob(x[:n], ids[:n], entropy=True) for _ in range(100)])
-            for n in (1, 8, 64)
-        },
-        5,
-        {f"{n} rows, us": (lambda n=n: [logprob(x[:n], ids[:n], entropy=True) for _ in range(100)]) for n in (1, 8, 64)}, 5
+    found["few rows"] = times(
+        {f"{n}, us": (lambda n=n: [logprob(x[:n], ids[:n], entropy=True) for _ in range(100)]) for n in (1, 8, 64)}, 5
     )  # fmt: skip
     found["few rows"] = {k: round(v * 10, 2) for k, v in found["few rows"].items()}  # host-bound: two launches
     found["torch log_softmax and gather"] = times(
