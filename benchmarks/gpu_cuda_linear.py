@@ -28,17 +28,17 @@ import types
 from pathlib import Path
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 HERE = Path(__file__).resolve().parents[1]
 SHAPES = {"A": (8192, 4096, 128256), "B": (16384, 2048, 151936)}
 LIMITS = {
     "smoke": 30,
-    "smoke pair": 25,
     "smoke pair+": 25,
-    "time": 70,
-    "correct": 50,
-    "correct pair+": 50,
-    "memory": 25,
+    "smoke pair0+": 25,
+    "time": 75,
+    "correct": 45,
+    "correct pair0+": 45,
+    "memory": 20,
 }
 VARIANT = "single"
 START = time.monotonic()
@@ -58,12 +58,14 @@ def packages() -> None:
 
 
 def use(variant: str, **change: Any) -> None:
-    """Which logits kernel runs from here on."""
+    """Which kernels run from here on: "single", "pair", "pair0" frees tiles at once; "+" for dX and dW too."""
     from rlkernel_cuda import variants
 
-    kernel = variant.rstrip("+")  # "pair+" makes dX and dW by our own kernel too
-    variants.LOGITS = dataclasses.replace(getattr(variants, kernel.upper()), **change)
-    variants.PRODUCT = variants.PAIR if "+" in variant else None
+    base = (
+        variants.SINGLE if variant.startswith("single") else dataclasses.replace(variants.PAIR, lag="0" not in variant)
+    )
+    variants.LOGITS = dataclasses.replace(base, **change)
+    variants.PRODUCT = base if variant.endswith("+") else None
 
 
 def throttle() -> str:
@@ -364,6 +366,7 @@ def small_budgets() -> list[Any]:
     }
     columns = torch.arange(0, V, 100, device="cuda")
     want = definition(x, w, ids, g, g, columns)
+    call(x, w, ids, g, g, (True, True, False))  # cuBLAS keeps a workspace from its first call on
     for p in every.values():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -501,7 +504,7 @@ def timed() -> dict[str, Any]:
         shape: dict[str, Any] = {"shape": (N, D, V), "gate_logprob": 8e-6 * max(z_max, 30.0) * D / 4096}
         for variant in usable:
             for mode in ("recompute", "save"):
-                use(variant)
+                use(variant if variant == "single" else f"{variant}+")
                 out, grads = call(x, w, ids, g, h, (True, True, False), backward=mode)
                 have = {n: getattr(out, n) for n in ("logprob", "lse", "entropy")}
                 shape[f"errors_{mode}_{variant}"] = errors({**have, "dx": grads[0], "dw": grads[1][columns]}, want)
@@ -511,28 +514,29 @@ def timed() -> dict[str, Any]:
         cublas = functools.partial(torch.mm, x, w.t(), out=buffer)
         every = {"cublas": cublas}
         forward_only = {"cublas": cublas}
-        for variant in usable:
-            every |= {
-                f"{kind} {variant}": kind_of(variant, {}, (x, w, ids, g, h, wanted), mode)
-                for kind, wanted, mode in (
-                    ("forward", (False, False, False), "auto"),
-                    ("save", (True, True, False), "save"),
-                    ("recompute", (True, True, False), "recompute"),
-                )
-                if kind != "forward" or not variant.endswith("+")
-            }
-            for group in () if variant.endswith("+") else (8, 16, 32):
-                call_it = kind_of(variant, {"group": group}, (x, w, ids, g, h, (False, False, False)), "auto")
-                forward_only[f"forward {variant} {group}"] = call_it
+        gradients = {"cublas": cublas}
+        nothing, both = (False, False, False), (True, True, False)
+        for v in usable:
+            every[f"forward {v}"] = kind_of(v, {}, (x, w, ids, g, h, nothing), "auto")
+            for group in (8, 16) if v != "pair" else (8, 16, 32):
+                forward_only[f"forward {v} {group}"] = kind_of(v, {"group": group}, (x, w, ids, g, h, nothing), "auto")
+            for products in ("", "+") if v != "single" else ("",):
+                for mode in ("save", "recompute"):
+                    every[f"{mode} {v}{products}"] = kind_of(v + products, {}, (x, w, ids, g, h, both), mode)
+        dx, dw = torch.empty_like(x), torch.empty_like(w)
+        for v in usable:
+            gradients[f"dX {v}"] = product_of(v, (buffer, w, dx), transposed=False)
+            gradients[f"dW {v}"] = product_of(v, (buffer, x, dw), transposed=True)
         shape.update(rounds(every, 8, 0.0, "mixed"))
         shape.update(rounds(forward_only, 12, 0.0, "forward_only"))
+        shape.update(rounds(gradients, 8, 0.0, "products"))
         shape.update(rounds(every, 3, 0.15, "rested"))
         found[name] = shape
-        for n in ("mixed", "forward_only", "rested"):
+        for n in ("mixed", "forward_only", "products", "rested"):
             line = {k: (round(v["ms"], 2), round(v["ratio"], 3)) for k, v in shape[n].items() if isinstance(v, dict)}
             print(name, n, line, flush=True)
         print(name, {k: v for k, v in shape.items() if k.startswith("errors")}, flush=True)
-        del x, w, ids, buffer, every, forward_only, cublas
+        del x, w, ids, buffer, every, forward_only, gradients, cublas, dx, dw
         torch.cuda.empty_cache()
     return found
 
@@ -543,6 +547,18 @@ def kind_of(variant: str, change: dict[str, Any], given: tuple[Any, ...], mode: 
     def run() -> None:
         use(variant, **change)
         call(*given, backward=mode)
+
+    return run
+
+
+def product_of(variant: str, given: tuple[Any, ...], *, transposed: bool) -> Any:
+    """One matmul of the backward pass; "single" is cuBLAS."""
+
+    def run() -> None:
+        from rlkernel_cuda.products import product
+
+        use(f"{variant}+" if variant != "single" else variant)
+        product(*given, transposed=transposed)
 
     return run
 
@@ -649,7 +665,7 @@ def main() -> None:
         if name != "smoke" and variant and not report.get(f"smoke {variant}"):
             continue
         command = [sys.executable, __file__, "--stage", name, "--variant", variant or "single"]
-        usable = [v for v in ("single", "pair", "pair+") if v == "single" or report.get(f"smoke {v}")]
+        usable = [v for v in ("single", "pair", "pair0") if v == "single" or report.get(f"smoke {v}+")]
         environment = {**os.environ, "USABLE": ",".join(usable)}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False, env=environment)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
+from rlkernel_cuda.variants import Tile
 
 SHARED: Final = 227 << 10  # bytes that a block may use on compute capability 9.0
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -79,6 +80,11 @@ def _check(result: int, what: str) -> None:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(result, ctypes.byref(text))
         raise RLKernelError(f"{what}: CUDA error {result}, {(text.value or b'unknown').decode()}")
+
+
+def shape(tile: Tile) -> dict[str, int]:
+    """The macros that pair.cuh and the kernels after it read from a tile."""
+    return {"STAGES": tile.stages, "GROUP": max(1, tile.group // tile.cluster), "LAG": tile.lag}
 
 
 @cache

@@ -81,16 +81,23 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
 #pragma unroll
         for (int j = 1; j < DEPTH / 16; j++) multiply<0, 0>(d, a + 2 * j, b + 2 * j, 1);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#if LAG
         if (k > 0) {  // the step before this one is done: free its tiles in both blocks
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
         }
+#else
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        if (thread < 2) barrier_arrive(empty + 8 * stage, thread);
+#endif
         if (++stage == STAGES) stage = 0, phase ^= 1;
       }
+#if LAG
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
+#endif
 #pragma unroll
       for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j])::"memory");
-      if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
 
       const int col0 = tile * COLS + q * 2;
       const int r0 = (2 * pair + rank) * ROWS + me * 64 + thread / 32 * 16 + lane / 4, r1 = r0 + 8;

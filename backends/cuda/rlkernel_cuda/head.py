@@ -192,7 +192,7 @@ def _launch_pair(
     """The kernel of head.cu; its arguments stand in the order of `given`."""
     rows = tile.consumers * tile.rows
     shared = tile.stages * (rows + tile.cols) * tile.depth * 2
-    options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, "STAGES": tile.stages, "GROUP": tile.group // 2}.items())
+    options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(tile)}.items())
     kernel = driver.function(SOURCES, options, "head", shared, x.device.index)
     pitch = {"pitch": 0 if out is None else out.stride(0)}
     numbers = {**given, **pitch}

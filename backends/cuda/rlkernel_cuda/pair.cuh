@@ -1,5 +1,5 @@
 // What kernels of clusters of two share: barriers, TMA, wgmma on tiles of 128 x 256 a block, 64 of depth a step, the order
-// of tiles, and stores of rounded rows. Put before each kernel's source. Compiled for sm_90a with -DSTAGES, -DGROUP.
+// of tiles, and stores of rounded rows. Put before each kernel's source. Compiled for sm_90a with -DSTAGES, -DGROUP, -DLAG.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) Map { char bytes[128]; };
@@ -37,10 +37,12 @@ __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 bar, u32 block) {  // in any block of the cluster
+// In any block of the cluster. Not .release.cluster: that is a fence of the whole GPU's memory at every step, a third of
+// the time; what is released here was read by wgmma, which has been waited for.
+__device__ __forceinline__ void barrier_arrive(u32 bar, u32 block) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(block) : "memory");
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ void fetch(u32 to, const Map* map, int k, int row, u32 bar) {

@@ -113,18 +113,25 @@ product(const __grid_constant__ Map a_map, const __grid_constant__ Map b_map, co
 #pragma unroll
         for (int j = 0; j < DEPTH / 16; j++) multiply<TRANSPOSED, 1>(d, a + step * j, b + 128 * j, 1);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#if LAG
         if (k > 0) {  // the step before this one is done: free its tiles in both blocks
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
         }
+#else
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        if (thread < 2) barrier_arrive(empty + 8 * stage, thread);
+#endif
         if (++stage == STAGES) stage = 0, phase ^= 1;
       }
+#if LAG
       if (k_tiles > 0) {
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-        for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j])::"memory");
         if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
       }
+#endif
+#pragma unroll
+      for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j])::"memory");
 #if ROUND
       unsigned short* to0 = (unsigned short*)to + (long long)r0 * to_pitch;
       unsigned short* to1 = (unsigned short*)to + (long long)r1 * to_pitch;

@@ -69,7 +69,8 @@ def _by_cublas(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None) -> None:
 
 
 def _by_pairs(
-    tile: Tile, a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, first: int, *, transposed: bool
+    tile: Tile, a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, first: int, *,
+    transposed: bool,
 ) -> None:  # fmt: skip
     (K, M) = a.shape if transposed else (a.shape[1], a.shape[0])
     rows = tile.consumers * tile.rows
@@ -79,8 +80,7 @@ def _by_pairs(
         "ADD": since is not None,
         "ROUND": out.dtype == torch.bfloat16,
         "COUNTED": count is not None,
-        "STAGES": tile.stages,
-        "GROUP": tile.group // 2,
+        **driver.shape(tile),
     }
     options = tuple(f"-D{n}={int(v)}" for n, v in flags.items())
     kernel = driver.function(SOURCES, options, "product", shared, a.device.index)

@@ -16,7 +16,8 @@ class Tile:
     cols: int = 256
     depth: int = 64  # per step
     stages: int = 4  # of the ring
-    group: int = 16  # row tiles of a block that walk the columns together
+    group: int = 8  # row tiles of a block that walk the columns together
+    lag: bool = True  # whether a step's tiles are freed when the next step is under way, or before it starts
 
 
 SINGLE: Final = Tile()
