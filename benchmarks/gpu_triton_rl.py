@@ -28,7 +28,6 @@ Predictions, written before the first run (H200: copies at 4.3 TB/s; GAE reads 4
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -36,7 +35,6 @@ import statistics
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -513,10 +511,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=None)
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / p) for p in (".", "registry", "conformance", "backends/triton")]
-    if importlib.util.find_spec("pydantic") is None:  # the kernels do not need the manifest, which does
-        bare = types.ModuleType("rlkernel_triton")
-        bare.__path__ = [str(ROOT / "backends/triton/rlkernel_triton")]
-        sys.modules["rlkernel_triton"] = bare
     import torch
     import triton
 
