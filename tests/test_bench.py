@@ -156,7 +156,7 @@ def test_rounds_mix_all_candidates_in_changing_order_and_slow_ones_take_part_in_
     clock = Clock()
     runs = {"quick": lambda i: ("quick", 1e4), "other": lambda i: ("other", 1e4), "slow": lambda i: ("slow", 1e6)}
     readings = timing.mixed(clock, runs, seconds=0.2, queued=False)
-    assert {name: len(r) for name, r in readings.items()} == {"quick": 20, "other": 20, "slow": 3}
+    assert {name: len(r) for name, r in readings.items()} == {"quick": 20, "other": 20, "slow": 2}
     assert readings["slow"].keys() <= readings["quick"].keys()
     firsts = [name for name in clock.calls if name != "slow"][::2]
     assert set(firsts) == {"quick", "other"}

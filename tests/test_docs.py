@@ -37,6 +37,7 @@ MAIN = "from rlkernel.cli import main; main()"
 SLOW = (
     "rlkernel demo",
     "rlkernel conformance mutants",
+    "rlkernel bench run --size full",
     "rlkernel conformance table",
     "python benchmarks",
     "python examples",

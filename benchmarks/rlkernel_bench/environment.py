@@ -6,10 +6,12 @@ import os
 import platform
 import shutil
 import subprocess
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel.discover import PackageVersions
+from rlkernel.discover import GROUP, PackageVersions, entries, guarded
 from rlkernel.probe import device_facts
 from rlkernel_core import __version__
 
@@ -35,6 +37,7 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "rlkernel": __version__,
         "commit": commit(),
+        "source": source(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -58,6 +61,19 @@ def commit() -> str | None:
 
     head = ask("rev-parse", "HEAD")
     return head and head + ("+" if ask("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def source() -> str:
+    """12 hex digits over our own Python files, backends included: what ran, where there is no clone to ask."""
+    packages = ["rlkernel_core", "rlkernel", "rlkernel_bench"]
+    packages += sorted({e.value.partition(":")[0].partition(".")[0] for e in entries(GROUP)[0]} - set(packages))
+    digest = sha256()
+    for package in packages:
+        spec, _ = guarded(lambda name=package: find_spec(name))  # type: ignore[misc]
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{package}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:

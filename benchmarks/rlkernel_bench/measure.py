@@ -42,6 +42,7 @@ class Run:
 
     candidate: Candidate
     found: dict[str, Any]
+    slow: bool = False  # a call takes so long that it is made as few times as can be
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """Carry out the workload."""
@@ -57,13 +58,12 @@ def measure(
     work, watch = problem.work, Stopwatch(device)
     sets = _sets(problem, ceilings)
     runs = [Run(c, _said(c)) for c in candidates]
-    alive = judged(problem, sets[0], [r for r in runs if r.candidate.run is not None])
+    alive = judged(problem, watch, sets[0], [r for r in runs if r.candidate.run is not None])
     if work.clock == "device" and (effort.memory or work.memory_at):
         for run in alive:
             run.found["memory"] = memory(problem, run, device, sets[0])
     alive = [r for r in alive if r.found["status"] in {"measured", "coarse"}]
-    if alive:
-        timed(work, watch, alive, sets, effort)
+    state = timed(work, watch, alive, sets, effort) if alive else None
     fits = sum(_bytes(s) for s in sets) <= 2 * ceilings.cache_bytes
     floor = ceilings.floor_us(work.floor(work.bytes), work.floor(work.flops), work.rate, cached=fits)
     for run in alive:
@@ -86,7 +86,7 @@ def measure(
         "floor": {"bytes": work.bytes, "flops": work.flops, "us": round(floor, 4)},
         "goals": [asdict(g) for g in work.goals],
         "input_sets": len(sets),
-        "gpu": gpu_state(device),
+        "gpu": state,
         "candidates": [r.found for r in runs],
     }
 
@@ -121,7 +121,7 @@ def _bytes(value: Any) -> int:
     return sum(held.values())
 
 
-def judged(problem: Problem, inputs: Inputs, runs: list[Run]) -> list[Run]:
+def judged(problem: Problem, watch: Stopwatch, inputs: Inputs, runs: list[Run]) -> list[Run]:
     """Run each candidate once and hold its results against the definition; those that may be timed."""
     expected, error = guarded(lambda: problem.expected(inputs))
     if error is not None:
@@ -143,6 +143,8 @@ def judged(problem: Problem, inputs: Inputs, runs: list[Run]) -> list[Run]:
                 worst = max(found, key=lambda k: found[k].over)
                 run.found["message"] = f"{worst} is {found[worst].over:.3g} times its tolerance off"
             else:
+                again, _ = guarded(lambda r=run: watch.once(lambda: r(inputs)))  # the first call compiled
+                run.slow = again is not None and again / 1e6 > timing.SLOW_S
                 good.append(run)
         del outputs
         gc.collect()
@@ -171,7 +173,7 @@ def memory(problem: Problem, run: Run, device: str, inputs: Inputs) -> dict[str,
     if here is None:
         return {"message": "could not be measured"}
     found: dict[str, Any] = {"peak_bytes": here[0], "extra_bytes": max(0, here[1])}
-    if problem.work.memory_at is not None:
+    if problem.work.memory_at is not None and not run.slow:
         size, values = problem.work.memory_at
         at: dict[str, int | None] = {}
         for value in values:
@@ -192,26 +194,29 @@ def cut(inputs: Inputs, work: Work, size: str, value: int) -> Inputs:
     }
 
 
-def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], effort: Effort) -> None:
-    """All the ways of measuring that mean something for the workload."""
+def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], effort: Effort) -> dict[str, Any] | None:
+    """All the ways of measuring that mean something for the workload; the state of the card under the mixed calls."""
     if work.clock != "device":
         for run in runs:
             run.found[work.clock] = Spread.of(off_the_device(work, watch, run, sets[0], effort)).as_dict()
-        return
+        return gpu_state(str(watch.device))
     by_name = {r.candidate.name: r for r in runs}
     at: dict[str, Callable[[int], Any]] = {n: lambda i, r=r: r(sets[i % len(sets)]) for n, r in by_name.items()}
-    for run in runs:  # warm: compilations and first allocations are no part of the time
-        for inputs in (*sets, sets[0]):
+    for run in runs:  # warm: packing and first allocations are no part of the time
+        for inputs in sets if not run.slow else sets[1:]:
             run(inputs)
     rounds = timing.mixed(watch, at, seconds=effort.seconds, queued=work.compute_bound)
+    state = gpu_state(str(watch.device))
     for name, run in by_name.items():
         run.found["eager"] = Spread.of(list(rounds[name].values())).as_dict()
-        run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
+        if not run.slow:
+            run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
     if work.ruler in rounds:
         for name, run in by_name.items():
             shared = rounds[name].keys() & rounds[work.ruler].keys()
             ratios = [rounds[name][i] / rounds[work.ruler][i] for i in shared]
             run.found["times_ruler"] = Spread.of(ratios).as_dict() if ratios else None
+    return state
 
 
 def off_the_device(work: Work, watch: Stopwatch, run: Run, inputs: Inputs, effort: Effort) -> list[float]:
@@ -227,12 +232,11 @@ def alone(
 ) -> dict[str, Any]:
     """A candidate by itself: with its inputs in the cache, in a graph, rested; `seconds` is what a call takes."""
     found: dict[str, Any] = {}
-    slow = seconds > timing.SLOW_S
     if not work.compute_bound and _bytes(sets[0]) <= _hot(watch):
-        found["hot"] = Spread.of([watch.once(lambda: run(0)) for _ in range(3 if slow else 9)]).as_dict()
+        found["hot"] = Spread.of([watch.once(lambda: run(0)) for _ in range(9)]).as_dict()
     if watch.gpu and not work.backward and seconds <= timing.LONG_GRAPH_S:
         found["graph"] = graphed(watch, run, len(sets), effort)
-    if watch.gpu and work.compute_bound and effort.rested and not slow:
+    if watch.gpu and work.compute_bound and effort.rested:
         found["rested"] = Spread.of(timing.rested(watch, lambda: run(0))).as_dict()
     return found
 

@@ -13,7 +13,7 @@ import torch
 
 Run = Callable[[], Any]
 REST_S: Final = 0.12  # idle before each rested call; a power-capped card is back at its clock by then
-SLOW_S: Final = 0.3  # a call that takes longer is run in the first rounds only
+SLOW_S: Final = 0.3  # a call that takes longer is measured as few times as can be
 LONG_GRAPH_S: Final = 5e-3  # above this, launches are no part of the time and a graph would show nothing
 SAMPLES: Final = 512  # most batches of host time
 
@@ -87,13 +87,13 @@ def mixed(
     Args:
         watch: the clock.
         runs: candidate -> call on the inputs of a number.
-        seconds: about how long each candidate is measured; at least three rounds, at most two hundred.
+        seconds: about how long each candidate is measured: three rounds to two hundred, two of slow calls.
         queued: keep the device busy from call to call, as a training step does.
         seed: of the orders.
     """
     order = random.Random(seed)
     first = {name: watch.once(lambda r=run: r(0)) / 1e6 for name, run in runs.items()}
-    rounds = {name: 3 if t > SLOW_S else max(3, min(200, int(seconds / max(t, 1e-7)))) for name, t in first.items()}
+    rounds = {name: 2 if t > SLOW_S else max(3, min(200, int(seconds / max(t, 1e-7)))) for name, t in first.items()}
     readings: dict[str, dict[int, float]] = {name: {} for name in runs}
     longest = max(rounds.values(), default=0)
     for i in range(longest):

@@ -45,6 +45,16 @@ class Peer:
         return f"not installed: {', '.join(missing)} ({line})" if missing else ""
 
 
+def without_temperature(work: Work) -> None:
+    """Refuse a workload with a temperature.
+
+    Raises:
+        NotImplementedError: it has one.
+    """
+    if work.options.get("temperature", 1.0) != 1.0:
+        raise NotImplementedError("takes no temperature")
+
+
 _MODULES: Final = (
     "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantised",
     "rl_kernel",

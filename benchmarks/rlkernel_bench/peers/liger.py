@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlkernel_bench.peers import Peer
+from rlkernel_bench.peers import Peer, without_temperature
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 _SOURCE = "liger-kernel 0.8.5"
@@ -12,6 +12,7 @@ def logprob(work: Work) -> Call:
     """Cross-entropy without a reduction; it writes its gradient over the logits, so gradients are not asked of it."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
+    without_temperature(work)
     if work.backward:
         raise NotImplementedError("writes the gradient over the logits, which are an input here")
 

@@ -14,10 +14,11 @@ LONGEST_LOOP = 16384  # steps of a Python loop over time; beyond, a call takes s
 
 def logprob(work: Work) -> Call:
     """log_softmax in fp32, then gather."""
-    entropy = work.options.get("entropy", False)
+    entropy, temperature = work.options.get("entropy", False), work.options.get("temperature", 1.0)
 
     def run(given: Inputs) -> Outputs:
-        law = torch.log_softmax(given["logits"].float(), -1)
+        x = given["logits"].float()
+        law = torch.log_softmax(x if temperature == 1.0 else x / temperature, -1)
         out = {"logprob": law.gather(-1, given["ids"][:, None]).squeeze(-1)}
         return out | ({"entropy": -(law.exp() * law).sum(-1)} if entropy else {})
 

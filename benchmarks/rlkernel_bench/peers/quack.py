@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from rlkernel_bench.peers import Peer
+from rlkernel_bench.peers import Peer, without_temperature
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 
-def logprob(_work: Work) -> Call:
-    """No entropy, no temperature. Its linear cross-entropy gives a sum only, so it is no log-probability."""
+def logprob(work: Work) -> Call:
+    """No entropy. Its linear cross-entropy gives a sum only, so it is no log-probability."""
+    without_temperature(work)
     from quack.cross_entropy import cross_entropy
 
     def run(given: Inputs) -> Outputs:
