@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zipfile
 from pathlib import Path
@@ -50,7 +51,16 @@ def test_loaded_it_is_ready(installed) -> None:
     )
 
 
-def test_its_own_tests_pass(installed) -> None:
-    done = installed.run("pytest", "-q", cwd=installed.folder / "template")
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+def test_its_own_tests_pass_and_every_clause_of_its_claims(installed) -> None:
+    said = installed.run("pytest", "-v", cwd=installed.folder / "template").stdout
+    claimed = ("LP-11 mask selects", "LP-13 gradient", "AD-11 a constant group", "WH-05 masked values", "test_choice")
+    assert [c for c in claimed if not re.search(rf"{c}.* PASSED", said)] == []
+    assert re.search("LP-10 softcap before temperature.* SKIPPED", said)
+
+
+def test_without_its_device_the_clauses_are_skipped_and_the_reason_is_said(installed) -> None:
+    installed.run("rlkernel", "new-backend", "far", "--op", "whiten", "--device", "far")
+    installed.run("pip", "install", "./rlkernel-far")
+    said = installed.run("pytest", "-rs", cwd=installed.folder / "rlkernel-far").stdout
+    assert re.search(r"SKIPPED \[\d+\] .*no device of type far here", said)
+    assert " 3 passed" in said

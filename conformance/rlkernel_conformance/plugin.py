@@ -125,9 +125,9 @@ class ClauseItem(pytest.Item):
         """The counterexample and its script; nobody wants the plugin's own stack."""
         return str(excinfo.value) if isinstance(excinfo.value, Refuted) else super().repr_failure(excinfo, style)
 
-    def reportinfo(self) -> tuple[Path, None, str]:
+    def reportinfo(self) -> tuple[Path, int, str]:
         """Where it stands, for pytest's lines."""
-        return self.path, None, f"{self.parent.name} {self.name}"  # type: ignore[union-attr]
+        return self.path, 0, f"{self.parent.name} {self.name}"  # type: ignore[union-attr]
 
 
 class Refuted(Exception):
