@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from rlkernel.plugin_template import Plugin, files
+
 ROOT = Path(__file__).parents[1]
+TEXTS = ROOT / "registry" / "rlkernel" / "plugin_template" / "files"
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +75,14 @@ def test_it_works_from_another_folder(wheel, tmp_path) -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert done.stdout.split() == [str(site / "rlkernel" / "__init__.py"), "reference"]
+
+
+def test_it_writes_a_new_plugin_from_its_own_texts(wheel, tmp_path) -> None:
+    command = [sys.executable, "-m", "rlkernel", "new-backend", "acme"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(wheel)})
+    folder = tmp_path / "rlkernel-acme"
+    written = {str(p.relative_to(folder)): p.read_text() for p in folder.rglob("*") if p.is_file()}
+    assert written == files(Plugin("acme"))
+    assert {n for n in names(wheel) if n.startswith("rlkernel/plugin_template/files/")} == {
+        f"rlkernel/plugin_template/files/{p.relative_to(TEXTS)}" for p in TEXTS.rglob("*") if p.is_file()
+    }

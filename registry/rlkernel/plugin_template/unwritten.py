@@ -10,7 +10,6 @@ import inspect
 import re
 import textwrap
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core.spec import OPERATORS
@@ -89,7 +88,7 @@ def _imports(spec: OpSpec[Any, Any]) -> set[str]:
     words = set(re.findall(r"(?<![\w.])[A-Za-z_]\w*", " ".join(said)))
     module = import_module(spec.signature.__module__)
     lines: set[str] = set()
-    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Import):
             lines |= {f"import {a.name}" for a in node.names if a.name in words}
         elif isinstance(node, ast.ImportFrom):
