@@ -82,7 +82,7 @@ class Session:
         step: dict[str, Any] = {"step": name, "command": command, "limit_s": round(limit)}
         log = self.work / f"{len(self.steps)}-{abs(hash(name))}.log"
         with log.open("wb") as said:
-            child = subprocess.Popen(  # noqa: S603 our own interpreter and source
+            child = subprocess.Popen(
                 command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=self.environ, start_new_session=True
             )
             try:
@@ -181,18 +181,20 @@ def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> N
             command += ["--peers", asked.peers] if asked.peers else []
             command += ["--seconds", str(asked.seconds)] if asked.seconds else []
             step = session.run(f"bench {','.join(left)}", command, session.left - 3)
-            found = read(folder) if (folder / "results.json").exists() else {"results": []}
+            found = read(folder) if (folder / "results.json").exists() else {"results": [], "ended": ""}
             if found["results"]:
                 contents.append(found)
             begun = [suite for suite in left if any(r["suite"] == suite for r in found["results"])]
-            # The last suite begun was not finished, if the process did not end as it should.
-            left = [] if step["rc"] in {0, 1, "out of time"} else [s for s in left if s not in begun][not begun :]
+            # The last suite begun was not finished, if the process or its device did not live to the end.
+            finished = step["rc"] in {0, 1, "out of time"} and not found["ended"]
+            left = [] if finished else [s for s in left if s not in begun][not begun :]
         if left:
             session.steps.append({"step": f"bench {','.join(left)}", "rc": "no time left", "seconds": 0})
     if contents:
         whole = {k: v for k, v in contents[0].items() if k not in {"schema", "created", "hash"}}
         whole["suites"] = list(dict.fromkeys(r["suite"] for c in contents for r in c["results"]))
         whole["results"] = [r for c in contents for r in c["results"]]
+        whole["ended"] = "; ".join(c["ended"] for c in contents if c["ended"])
         write(seal(whole), session.out / "bench")
 
 

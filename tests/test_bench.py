@@ -195,6 +195,14 @@ def test_the_reference_and_plain_torch_are_right_on_every_toy_workload(suite) ->
     assert {c["status"] for c in said if c["kind"] != "backend"} <= {"measured", "coarse"}
 
 
+def test_a_device_that_is_lost_ends_the_run_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr("rlkernel_bench.run._tidied", lambda device: "the device was lost: CUDA error")
+    kept = []
+    content = run(["policy_loss"], use=("reference",), against=(), effort=QUICK, keep=kept.append)
+    assert (len(content["results"]), len(kept)) == (1, 1)
+    assert fails(content) == ["the device was lost: CUDA error"]
+
+
 def test_a_format_that_is_not_there_yet_is_refused_by_name() -> None:
     content = run(["seeds"], only=["mxfp4"], effort=QUICK)
     assert [r["status"] for r in content["results"]] == ["refused"]

@@ -30,7 +30,8 @@ def tolerance(op: str, output: str, dtype: str) -> tuple[float, float]:
 def elementwise(op: str, output: str, dtype: str, found: Tensor, expected: Tensor, scale: Any = 1.0) -> Judgment:
     """Every element within atol * scale + rtol * |expected|; NaN must meet NaN, infinities themselves."""
     atol, rtol = tolerance(op, output, dtype)
-    have, want = found.detach().double().cpu(), expected.double().cpu()
+    want = expected.double()
+    have = found.detach().to(want.device).double()
     if have.shape != want.shape:
         return Judgment(math.inf, math.inf, math.inf)
     same = (have == want) | (have.isnan() & want.isnan())
@@ -45,7 +46,8 @@ def elementwise(op: str, output: str, dtype: str, found: Tensor, expected: Tenso
 
 def frobenius(found: Tensor, expected: Tensor, rtol: float) -> Judgment:
     """Norm of the error over the norm of what is expected; how matrices of gradients are judged."""
-    have, want = found.detach().double().cpu(), expected.double().cpu()
+    want = expected.double()
+    have = found.detach().to(want.device).double()
     if have.shape != want.shape:
         return Judgment(math.inf, math.inf, math.inf)
     norm = float(want.norm())

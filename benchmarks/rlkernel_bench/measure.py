@@ -284,11 +284,15 @@ def compared(work: Work, runs: list[Run]) -> None:
 
 
 def reached(goal: Goal, work: Work, found: Mapping[str, Any], ceilings: Ceilings, device: str) -> dict[str, Any] | None:
-    """A goal, how far this candidate is, and whether that is enough; None where it is not judged."""
+    """A goal, how far this candidate is, and whether that is enough; None where it is not judged.
+
+    Goals are for kernels: the reference, which is plain torch, has none.
+    """
     known = best(found)
     elsewhere = goal.device and goal.device not in _device_name(device)
     other = goal.variant and found["name"].rpartition(":")[2] != goal.variant
-    if known is None or found["kind"] != "backend" or elsewhere or other:
+    ours = found["kind"] == "backend" and found["name"].partition(":")[0] != "reference"
+    if known is None or not ours or elsewhere or other:
         return None
     median = known[1]["median"]
     have: float | None = {

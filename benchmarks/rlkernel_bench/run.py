@@ -60,16 +60,24 @@ def run(
             raise UnknownNameError("peer", peer, PEERS)
     known = limits.measure(device)
     results: list[dict[str, Any]] = []
-    about = {"size": size, "device": device, "suites": list(names), "environment": environment(device)}
+    about: dict[str, Any] = {
+        "size": size,
+        "device": device,
+        "suites": list(names),
+        "environment": environment(device),
+        "ended": "",  # why the run ended before its last workload
+    }
 
     def sealed() -> dict[str, Any]:
         return seal({**about, "gpu": gpu_state(device), "ceilings": known.as_dict(), "results": list(results)})
 
     for work in works:
         results.append(_one(work, device, known, effort or EFFORTS[size], use, against))
+        about["ended"] = _tidied(device)
         watch(results[-1])
         keep(sealed())
-        _tidy(device)
+        if about["ended"]:
+            break
     return sealed()
 
 
@@ -98,18 +106,21 @@ def _candidates(problem: Problem, device: str, use: Sequence[str], against: Sequ
     return [*peers(problem, against, device), *backends(problem, use, device)]
 
 
-def _tidy(device: str) -> None:
-    """What a workload left on the device goes before the next is made."""
+def _tidied(device: str) -> str:
+    """Free what a workload left on the device; why that cannot be, where it broke the device for this process."""
     gc.collect()
-    if device.startswith("cuda"):
-        import torch
+    if not device.startswith("cuda"):
+        return ""
+    import torch
 
-        guarded(torch.cuda.empty_cache)
+    _, error = guarded(lambda: (torch.cuda.synchronize(device), torch.cuda.empty_cache()))
+    return f"the device was lost: {brief(error)}" if error is not None else ""
 
 
 def fails(content: dict[str, Any]) -> list[str]:
     """What a run must not have: a backend that is wrong or raised, a number below its floor, work not carried out."""
     found = [f"{r['suite']} {r['work']}: {r['message']}" for r in content["results"] if r.get("status") == "error"]
+    found += [content["ended"]] if content["ended"] else []
     for result in content["results"]:
         for c in result["candidates"]:
             bad = c["status"] == "impossible" or (c["kind"] == "backend" and c["status"] in {"wrong", "error", "oom"})

@@ -73,8 +73,9 @@ class Definition:
     gradient without one.
     """
 
-    def __init__(self, call: Callable[[tuple[str, ...]], Outputs]) -> None:
+    def __init__(self, call: Callable[[tuple[str, ...]], Outputs], *, large: bool = False) -> None:
         self._call = call
+        self._large = large  # stays on the device: gradients of a head are gigabytes in float64
         self._known: dict[tuple[str, ...], Outputs] = {}
 
     def of(self, names: Sequence[str]) -> Outputs:
@@ -82,7 +83,8 @@ class Definition:
         key = tuple(sorted(names))
         if key not in self._known:
             with rlkernel.use("reference", fallback="error"):
-                self._known[key] = {k: x.cpu() for k, x in self._call(key).items()}
+                found = self._call(key)
+            self._known[key] = found if self._large else {k: x.cpu() for k, x in found.items()}
         return self._known[key]
 
 

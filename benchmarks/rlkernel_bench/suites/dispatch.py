@@ -136,7 +136,7 @@ def candidates(problem: Problem, _device: str) -> list[Candidate]:
         return [Candidate(work.task, "backend", run=lambda _: {"milliseconds": milliseconds(work.task)})]
     ways = _compiled_ways(str(work.options["backend"])) if work.task == "compiled" else _eager_ways(work.op)
     return [
-        Candidate(name, "ruler" if name == work.ruler else "backend", run=in_scope(scope, call))
+        Candidate(name, "ruler" if name == work.ruler else "backend", run=in_scope(scope, call), ran="anywhere")
         for name, (scope, call) in ways.items()
     ]
 

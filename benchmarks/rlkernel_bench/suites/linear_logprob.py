@@ -105,7 +105,7 @@ def problem(work: Work, device: str) -> Problem:
         def call(names: tuple[str, ...]) -> Outputs:
             return complete(lambda g: {k: x for k, x in forward(g, "recompute").items() if k in names})(exact)
 
-        return Definition(call)
+        return Definition(call, large=True)
 
     def judge(given: Inputs, definition: Definition, found: Outputs) -> dict[str, Judgment]:
         if "logits" in found:

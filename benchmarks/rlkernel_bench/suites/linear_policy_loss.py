@@ -80,7 +80,7 @@ def problem(work: Work, device: str) -> Problem:
 
     def expected(given: Inputs) -> Definition:
         exact = {k: double(x) for k, x in given.items()}
-        return Definition(lambda _: complete(forward)(exact))
+        return Definition(lambda _: complete(forward)(exact), large=True)
 
     def judge(given: Inputs, definition: Definition, found: Outputs) -> dict[str, Judgment]:
         if "logits" in found:
