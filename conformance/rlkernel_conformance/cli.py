@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -18,6 +18,7 @@ from rlkernel_core.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rlkernel_conformance.profiles import Profile
     from rlkernel_conformance.run import Progress
 
 EXAMPLES: Final = (
@@ -50,7 +51,7 @@ class _Effort:
     """What run and mutants are asked for."""
 
     ops: tuple[str, ...]
-    profile: str
+    profile: Profile
     devices: tuple[str, ...]
     jobs: int
     manifest: str | None
@@ -76,6 +77,9 @@ def command(
     ] = None,
     profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
     device: Annotated[str, typer.Option(help="torch devices with commas, such as cpu or cuda:0,cuda:1.")] = "cpu",
+    limit: Annotated[
+        float | None, typer.Option(min=1, help="Seconds for one clause, instead of the profile's: for interpreters.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Operators at a time on each device; half the cores unless given.")
     ] = None,
@@ -108,7 +112,10 @@ def command(
         wanted = f"{least}" if least == most else f"{least} or {most}"
         raise ConfigError(f"{action} takes {wanted} more word(s), got {given}; see rlkernel conformance --help")
     many = jobs or max(1, (os.cpu_count() or 2) // 2)
-    effort = _Effort(tuple(op or ()), profile, tuple(device.split(",")), many, manifest, waivers, report, hostile, json)
+    from rlkernel_conformance.profiles import profile as known
+
+    hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
+    effort = _Effort(tuple(op or ()), hard, tuple(device.split(",")), many, manifest, waivers, report, hostile, json)
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
         "mutants": _mutants,
@@ -123,7 +130,6 @@ def command(
 
 def _run(backend: str, *, effort: _Effort) -> bool:
     from rlkernel_conformance.documents import write
-    from rlkernel_conformance.profiles import profile
     from rlkernel_conformance.run import run
     from rlkernel_conformance.show import passes, show
 
@@ -131,7 +137,7 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         sys.path.insert(0, "")  # as `python -m` has it
     content = run(
         backend,
-        profile(effort.profile),
+        effort.profile,
         ops=effort.ops,
         devices=effort.devices,
         jobs=effort.jobs,
@@ -167,7 +173,6 @@ def _report(path: str, *, effort: _Effort) -> bool:
 def _mutants(*, effort: _Effort) -> bool:
     from rlkernel_conformance.hostile import hostiles, meet
     from rlkernel_conformance.mutants import MODULES
-    from rlkernel_conformance.profiles import profile
     from rlkernel_conformance.run import zoo
 
     def tell(as_stated: bool, op: str, name: str, found: tuple[str, ...]) -> None:
@@ -178,7 +183,7 @@ def _mutants(*, effort: _Effort) -> bool:
     rows = []
     for op in () if effort.hostile else effort.ops or MODULES:
         for death in zoo(
-            op, profile(effort.profile), watch=lambda d: tell(d.as_stated, d.mutant.op, d.mutant.name, d.killed_by)
+            op, effort.profile, watch=lambda d: tell(d.as_stated, d.mutant.op, d.mutant.name, d.killed_by)
         ):
             bug = death.mutant
             about = {"op": op, "mutant": bug.name, "origin": bug.origin, "planted": bug.planted}

@@ -34,4 +34,4 @@ def provider(where: str) -> str:
     """Distribution and version that a manifest comes from, or its module where no distribution has it."""
     module = where.partition(":")[0]
     dists = packages_distributions().get(module.partition(".")[0])
-    return f"{dists[0]} {version(dists[0])}" if dists else f"{module}, not installed"
+    return f"{dists[0]} {version(dists[0])}" if dists else f"{module} (not installed)"

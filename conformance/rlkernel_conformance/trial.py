@@ -75,7 +75,8 @@ class Trial:
         if outcome.status == "violated":
             leak = clause == leftovers.CLAUSE.id  # what is grown is grown: a second look may find another number
             outcome = replace(outcome, fault="leak") if leak else self._again(attack, outcome)
-        if broken := self.integrity.broken():
+        broken = self.integrity.broken()
+        if broken and outcome.status == "held":  # a clause that was refuted all the same stays so
             text = f"replaced {', '.join(broken)}"
             outcome = replace(outcome, status="fault", fault="tampering", message=text, reproduce=self._script(attack))
         return replace(outcome, features=tuple(sorted(self.subject.needed)))

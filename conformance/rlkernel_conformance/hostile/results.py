@@ -50,10 +50,9 @@ def stops_the_clock(*args: Any, **kwargs: Any) -> Any:
 
 @hostile("tampering")
 def replaces_the_judge(*args: Any, **kwargs: Any) -> Any:
-    """Returns rubbish and replaces the suite's comparisons by ones that accept it."""
+    """Replaces the suite's comparisons by ones that accept anything."""
     compare.require = compare.within = lambda *_: None  # type: ignore[assignment]
-    out = right(*args, **kwargs)
-    return replace(out, logprob=torch.zeros_like(out.logprob))
+    return right(*args, **kwargs)
 
 
 @hostile("wrong_result", clauses=("LP-01",))
