@@ -49,6 +49,14 @@ REFUSED = [
     ("rewards", X.to(torch.complex64), {"kind": "grpo", "group": 2}),
     ("reward_weights", torch.zeros(4, 2), {"kind": "gdpo", "group": 2, "reward_weights": torch.zeros(3)}),
     ("anchor", X, {"kind": "gigpo", "group": 2, "step_rewards": X}),
+    # of tensors that should have one shape, the odd one out, and not the one after it
+    ("values", T2, {"kind": "gae", "values": torch.zeros(4, 4)}),
+    ("values", T2, {"kind": "vtrace", "values": torch.zeros(4, 4), "ratio": T2}),
+    ("values", X, {"kind": "vtrace", "values": torch.zeros(4, 4), "ratio": T2, "mask": T2.bool()}),
+    ("ratio", T2, {"kind": "vtrace", "values": T2, "ratio": torch.zeros(4, 4)}),
+    ("mask", T2, {"kind": "returns", "mask": torch.zeros(4, 4).bool()}),
+    ("rewards", torch.zeros(4, 4), {"kind": "vtrace", "values": T2, "ratio": T2}),
+    ("values", torch.zeros(5), {"kind": "gae", "values": torch.zeros(6), "cu_seqlens": torch.tensor([0, 2, 5])}),
 ]  # fmt: skip
 
 

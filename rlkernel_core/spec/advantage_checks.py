@@ -6,6 +6,7 @@ They look at metadata only and read no value off the device. Imports no torch.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -133,19 +134,27 @@ def _extent(args: Mapping[str, Any], rewards: Tensor) -> Extent:
 
 
 def token_shape(args: Mapping[str, Any], kinds: Mapping[str, str]) -> tuple[tuple[int, ...] | None, str]:
-    """The shape that the named token-level tensors share, and the first that has it."""
+    """The shape that most of the token-level tensors have, and the first that has it; the odd one out is to blame."""
     packed = args["cu_seqlens"] is not None
     if packed:
         checks.tensor("cu_seqlens", args["cu_seqlens"], ndim=1, kind="integer")
         if args["cu_seqlens"].shape[0] < 1:
             raise ArgumentError("cu_seqlens", "an empty tensor", "needs B + 1 entries", "Pass [0] for no sequence.")
-    tokens, of = None, ""
-    for name, kind in kinds.items():
-        if args[name] is None:
-            continue
-        x = checks.tensor(name, args[name], ndim=1 if packed else 2, kind=kind)
-        if tokens is None:
-            tokens, of = tuple(x.shape), name
+    given = {
+        name: checks.tensor(name, args[name], ndim=1 if packed else 2, kind=kind)
+        for name, kind in kinds.items()
+        if args[name] is not None
+    }
+    if not given:
+        return None, ""
+    shapes = {name: tuple(x.shape) for name, x in given.items()}
+    rewards = args["rewards"]
+    by_token = rewards.shape[0] != args["cu_seqlens"].shape[0] - 1 if packed else args.get("kind") != "gdpo"
+    if by_token and rewards.dim() == (1 if packed else 2):
+        shapes = {"rewards": tuple(rewards.shape), **shapes}
+    tokens, _ = Counter(shapes.values()).most_common(1)[0]  # of as many: the first
+    of = next(name for name, shape in shapes.items() if shape == tokens)
+    for name, x in given.items():
         checks.shape(name, x, tokens, of)
     return tokens, of
 
