@@ -28,7 +28,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-VERSION = 4
+VERSION = 5
 HERE = Path(__file__).resolve().parents[1]
 SHAPES = {"A": (8192, 4096, 128256), "B": (16384, 2048, 151936)}
 LIMITS = {
@@ -279,6 +279,7 @@ GROUPS = (
     ("bits", "frozen"),
     ("small_budgets",),
     ("large",),
+    ("policy",),
 )
 
 
@@ -310,7 +311,7 @@ def correct() -> dict[str, Any]:
 
 def group_of(names: list[str]) -> None:
     """Some cases and checks in this process."""
-    checks = {f.__name__: f for f in (bits, small_budgets, large, empty, frozen, invalid, graph)}
+    checks = {f.__name__: f for f in (bits, small_budgets, large, empty, frozen, invalid, graph, policy)}
     for name in names:
         for mode in ("recompute", "save") if name in CASES else ("",):
             label = f"{name} {mode}".strip()
@@ -455,6 +456,47 @@ def invalid() -> dict[str, Any]:
     }
 
 
+def loss_of(x: Any, w: Any, ids: Any, rest: dict[str, Any], operator: Any) -> tuple[Any, ...]:
+    """A policy loss and its gradients."""
+    import torch
+
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    out = operator(x, w, ids, kind="grpo", aggregate="token_mean", **rest)
+    return out, torch.autograd.grad(out.loss, (x, w))
+
+
+def policy() -> dict[str, Any]:
+    """A GRPO loss in one block, in several and under a mask, against the definition in float64."""
+    import torch
+
+    from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as definition_of_loss
+    from rlkernel_cuda import linear_policy_loss as module
+
+    N, D, V = 3000, 512, 5003
+    x, w, ids = data(N, D, V)
+    kept, found = module.KEPT, {}
+    for name, limit, masked in (
+        ("one block", kept, False),
+        ("two blocks", 4 * V * 1024, False),
+        ("masked", 4 * V * 1024, True),
+    ):
+        module.KEPT = limit
+        rest: dict[str, Any] = {
+            "old_logprob": torch.randn(N, device="cuda") - 6,
+            "advantages": torch.randn(N, device="cuda"),
+            "entropy": True,
+            "entropy_coef": 0.01,
+            "mask": torch.rand(N, device="cuda") > 0.5 if masked else None,
+        }
+        out, (dx, dw) = loss_of(x, w, ids, rest, module.linear_policy_loss)
+        exact = {**rest, "old_logprob": rest["old_logprob"].double(), "advantages": rest["advantages"].double()}
+        want, (ex, ew) = loss_of(x.double(), w.double(), ids, exact, definition_of_loss)
+        gap = float((out.loss - want.loss).abs())
+        found[name] = {"loss": gap, "dx": distance(dx, ex), "dw": distance(dw, ew)}
+    module.KEPT = kept
+    return found
+
+
 def graph() -> bool:
     """Forward and backward recorded, replayed on another batch."""
     import torch
@@ -523,6 +565,9 @@ def timed() -> dict[str, Any]:
             for products in ("", "+") if v != "single" else ("",):
                 for mode in ("save", "recompute"):
                     every[f"{mode} {v}{products}"] = kind_of(v + products, {}, (x, w, ids, g, h, both), mode)
+        loss_rest = {"old_logprob": torch.full((N,), -9.0, device="cuda"), "advantages": torch.randn(N, device="cuda")}
+        for v in usable:
+            every[f"policy {v}"] = loss_by(v if v == "single" else f"{v}+", (x, w, ids, loss_rest))
         dx, dw = torch.empty_like(x), torch.empty_like(w)
         for v in usable:
             gradients[f"dX {v}"] = product_of(v, (buffer, w, dx), transposed=False)
@@ -536,7 +581,7 @@ def timed() -> dict[str, Any]:
             line = {k: (round(v["ms"], 2), round(v["ratio"], 3)) for k, v in shape[n].items() if isinstance(v, dict)}
             print(name, n, line, flush=True)
         print(name, {k: v for k, v in shape.items() if k.startswith("errors")}, flush=True)
-        del x, w, ids, buffer, every, forward_only, gradients, cublas, dx, dw
+        del x, w, ids, buffer, every, forward_only, gradients, cublas, dx, dw, loss_rest
         torch.cuda.empty_cache()
     return found
 
@@ -547,6 +592,18 @@ def kind_of(variant: str, change: dict[str, Any], given: tuple[Any, ...], mode: 
     def run() -> None:
         use(variant, **change)
         call(*given, backward=mode)
+
+    return run
+
+
+def loss_by(variant: str, given: tuple[Any, ...]) -> Any:
+    """The policy loss with one of the kernels."""
+
+    def run() -> None:
+        from rlkernel_cuda.linear_policy_loss import linear_policy_loss
+
+        use(variant)
+        loss_of(*given, linear_policy_loss)
 
     return run
 

@@ -5,40 +5,30 @@ Claims only; importing this loads neither torch nor Triton.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.spec import OPERATORS
 
 # wgmma and TMA: compute capability 9.0 and no other.
 HOPPER: Final = Requires(device="cuda", dtypes=("bfloat16",), arch=("sm90",), packages=("triton>=3.6",))
 
-LINEAR_LOGPROB: Final = frozenset(
-    {
-        "grad",
-        "deterministic",
-        "capturable",
-        "per_row_temperature",
-        "bias",
-        "softcap",
-        "logit_scale",
-        "mask",
-        "entropy",
-        "backward:save",
-        "backward:recompute",
-        "max_workspace_bytes",
-    }
-)
+# operator -> features that are not claimed. batch_invariant: log p and entropy are, dX by cuBLAS is not.
+WITHOUT: Final = {
+    "linear_logprob": frozenset({"batch_invariant", "group", "mixed_dtypes", "support"}),
+    "linear_policy_loss": frozenset({"group", "mixed_dtypes", "support"}),
+}
 
-backend = Backend(
-    name="cuda",
-    api=API_VERSION,
-    impls=(
-        Impl(
-            op="linear_logprob@1",
-            target="rlkernel_cuda.linear_logprob:linear_logprob",
-            requires=HOPPER,
-            supports=LINEAR_LOGPROB,
-            check="rlkernel_cuda.linear_logprob:fits",
-        ),
-    ),
-)
+
+def _impl(op: str) -> Impl:
+    spec: Any = OPERATORS[op]
+    return Impl(
+        op=spec.id,
+        target=f"rlkernel_cuda.{op}:{op}",
+        requires=HOPPER,
+        supports=spec.feature_names - WITHOUT[op],
+        check=f"rlkernel_cuda.{op}:fits",
+    )
+
+
+backend = Backend(name="cuda", api=API_VERSION, impls=tuple(_impl(op) for op in WITHOUT))

@@ -40,16 +40,17 @@ class Back:
         if self.bias is not None:
             torch.sum(dz, 0, dtype=torch.float32, out=self.bias)
 
-    def by_slices(self, block: int, width: int, *, apart: bool) -> None:
+    def by_slices(self, block: int, width: int, numbers: int, *, apart: bool) -> None:
         """Make the logits again, `block` rows by `width` ids at a time.
 
         Args:
             block: rows.
             width: ids, a multiple of 256.
+            numbers: least size of the buffer of dz.
             apart: dX and dW in passes of their own, so that neither accumulates over the other's loop.
         """
         N, V = self._x.shape[0], self._w.shape[0]
-        buffer = self._x.new_empty(min(block, N) * round_up(min(width, V), 8))
+        buffer = self._x.new_empty(max(numbers, min(block, N) * round_up(min(width, V), 8)))
         rows, ids = _cut(N, block), _cut(V, width)
         if not apart:
             self._slice_by_slice(buffer, rows, ids, of_hidden=True)

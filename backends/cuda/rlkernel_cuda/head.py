@@ -115,6 +115,49 @@ def gather_rows(x: Tensor, place: Tensor, count: Tensor) -> Tensor:
     return out
 
 
+def head_of(
+    hidden: Tensor,  # [N, D]
+    weight: Tensor,  # [V, D]
+    bias: Tensor | None,  # [V]
+    ids: Tensor,  # [N]; -1: none
+    T: Tensor,  # [N]
+    mask: Tensor | None,  # [N]
+    softcap: float | None,
+    logit_scale: float,
+) -> Head:
+    """The operands of a call as the kernels read them; rows that count are gathered."""
+    target, place, position, count = ids.to(torch.int32), None, None, None
+    if mask is not None:
+        count, place, position = order(mask)
+        x = gather_rows(hidden, place, count)
+        target, T = target[place], torch.where(mask, T, 1.0)[place]
+    else:
+        x = readable(hidden)
+    return Head(
+        x=x,
+        w=readable(weight),
+        bias=None if bias is None else bias.to(torch.float32, copy=True).contiguous(),
+        target=target,
+        row_scale=(LOG2E if softcap is not None else LOG2E * logit_scale) / T,
+        inverse=logit_scale / T,
+        count=count,
+        place=place,
+        position=position,
+        D=hidden.shape[1],
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+
+
+def room_to_save(head: Head, rows: int, numbers: int) -> tuple[Tensor, Tensor]:
+    """[rows, pitch] for bf16(y - tile max), out of a buffer of `numbers` or more, and [tiles, rows] for the maxima."""
+    V = head.w.shape[0]
+    pitch = round_up(V, 8)
+    buffer = head.x.new_empty(max(numbers, rows * pitch))
+    tops = head.row_scale.new_empty(triton.cdiv(V, COLS), round_up(rows, ROWS))
+    return buffer[: rows * pitch].view(rows, pitch), tops
+
+
 def scatter_rows(x: Tensor, head: Head, first: int, out: Tensor) -> None:
     """Rows of x, [n, D], that stand at `first` and after, to where they belong in out, [N, D]; 0 where masked."""
     if head.place is None:

@@ -23,15 +23,13 @@ from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_cuda import plan
 from rlkernel_cuda.back import Back
 from rlkernel_cuda.head import (
-    LOG2E,
     Head,
     Law,
     aligned,
     coefficients,
     from_saved,
-    gather_rows,
-    order,
-    readable,
+    head_of,
+    room_to_save,
     statistics,
 )
 
@@ -113,7 +111,8 @@ def linear_logprob(
     mask = None if mask is None else mask.reshape(-1)
     chosen = choose(ids.reshape(-1), mask, weight.shape[0], None)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    cut = _plan(hidden, flat, weight, bias, mask, backward, max_workspace_bytes, wanted=wanted) if N else None
+    size = size_of(hidden, flat, weight, bias, mask, wanted=wanted)
+    cut = _plan(size, backward, max_workspace_bytes, wanted=wanted) if N else None
     T = temperatures(temperature, rows, torch.float32, hidden.device)
     out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
         flat, weight, bias, chosen.ids, T, mask, softcap, logit_scale, entropy, wanted, cut
@@ -127,36 +126,38 @@ def linear_logprob(
     )
 
 
-def _plan(
+def size_of(
     whole: Tensor,  # [..., D] as the caller gave it
     hidden: Tensor,  # [N, D]
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
-    mode: str,
-    limit: int | None,
     *,
     wanted: bool,
-) -> plan.Plan:
-    """How the call is cut.
-
-    Raises:
-        ArgumentError: no way to cut it fits in the limit; the message names the least.
-    """
+) -> plan.Size:
+    """What the memory of a call depends on."""
     copied = 0 if bias is None else 16 * weight.shape[0]  # in fp32, its gradient and a slice's share of that
     if hidden.data_ptr() != whole.data_ptr():  # its leading dimensions could not be joined in place
         copied += hidden.nbytes
     for x in (weight,) if mask is not None else (hidden, weight):
         copied += 0 if aligned(x) else 2 * x.shape[0] * plan.round_up(x.shape[1], 8)
-    size = plan.Size(
+    return plan.Size(
         N=hidden.shape[0],
         V=weight.shape[0],
         D=weight.shape[1],
-        of_hidden=wanted and hidden.requires_grad,
+        of_hidden=wanted and whole.requires_grad,
         of_weight=wanted and weight.requires_grad,
         masked=mask is not None,
         copied=copied,
     )
+
+
+def _plan(size: plan.Size, mode: str, limit: int | None, *, wanted: bool) -> plan.Plan:
+    """How the call is cut.
+
+    Raises:
+        ArgumentError: no way to cut it fits in the limit; the message names the least.
+    """
     found = plan.choose(size, mode=mode, backward=wanted, limit=limit)
     if found is None:
         need = plan.least(size, mode=mode, backward=wanted).bytes
@@ -189,12 +190,10 @@ class _LinearLogprob(torch.autograd.Function):
         if cut is None:
             ctx.save_for_backward(hidden, weight, bias)
             return T, T.clone(), T.clone() if entropy else None
-        head = _head(hidden, weight, bias, ids, T, mask, softcap, logit_scale)
+        head = head_of(hidden, weight, bias, ids, T, mask, softcap, logit_scale)
         ctx.saved = None
         if cut.save:
-            size = plan.Size(ids.shape[0], *weight.shape)
-            tops = T.new_empty(size.tiles, plan.round_up(size.N, plan.ROWS))
-            ctx.saved = hidden.new_empty(size.N, size.pitch), tops
+            ctx.saved = room_to_save(head, ids.shape[0], cut.buffer)
         law = statistics(head, cut.forward_rows, *(ctx.saved or ()))
         if wanted:
             ctx.save_for_backward(*head.tensors(), *law.tensors(), ids, mask)
@@ -230,38 +229,5 @@ class _LinearLogprob(torch.autograd.Function):
         if saved is not None:
             back.at_once(from_saved(head, coef, *saved))
         else:
-            back.by_slices(ctx.cut.block, ctx.cut.width, apart=ctx.cut.apart)
+            back.by_slices(ctx.cut.block, ctx.cut.width, ctx.cut.buffer, apart=ctx.cut.apart)
         return back.hidden, back.weight, None if back.bias is None else back.bias.to(ctx.bias_dtype), *rest
-
-
-def _head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    ids: Tensor,
-    T: Tensor,
-    mask: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-) -> Head:
-    target, place, position, count = ids.to(torch.int32), None, None, None
-    if mask is not None:
-        count, place, position = order(mask)
-        x = gather_rows(hidden, place, count)
-        target, T = target[place], torch.where(mask, T, 1.0)[place]
-    else:
-        x = readable(hidden)
-    return Head(
-        x=x,
-        w=readable(weight),
-        bias=None if bias is None else bias.to(torch.float32, copy=True).contiguous(),
-        target=target,
-        row_scale=(LOG2E if softcap is not None else LOG2E * logit_scale) / T,
-        inverse=logit_scale / T,
-        count=count,
-        place=place,
-        position=position,
-        D=hidden.shape[1],
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )

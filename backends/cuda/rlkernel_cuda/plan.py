@@ -12,7 +12,7 @@ Legend: N rows · V vocabulary · D hidden. Sizes in bytes. Imports neither torc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -28,6 +28,7 @@ PREFERRED: Final = 344 << 20
 MOST: Final = 1 << 30
 # A product of fewer numbers is made in fp32 and rounded: cuBLAS may split its sums, and would add the parts in bf16.
 SPLIT_BELOW: Final = 1 << 22
+UNIT: Final = 4 << 20  # numbers of bf16
 PER_ROW: Final = 192  # bytes of vectors: ids, scales, results, coefficients, upstream gradients, places
 FIXED: Final = 1 << 16  # what the allocator rounds up
 
@@ -64,6 +65,7 @@ class Plan:
     block: int  # rows of a block on the way back
     width: int  # ids of a slice on the way back
     apart: bool
+    buffer: int  # least numbers in the buffer of dz, or of the saved logits
     standing: int  # bytes held from the forward pass to the end of the backward pass
     working: int  # most bytes beside them
 
@@ -133,14 +135,14 @@ def plans(size: Size, *, mode: str, backward: bool) -> Iterator[Plan]:
     standing = _standing(size)
     if not backward:
         for rows in _launches(size.N):
-            yield Plan(False, rows, ROWS, COLS, False, standing, _forward(size, rows, save=False)[1])
+            yield Plan(False, rows, ROWS, COLS, False, 0, standing, _forward(size, rows, save=False)[1])
         return
     if mode == "save":
         for rows in _launches(size.N):
             kept, beside = _forward(size, rows, save=True)
             dx = 2 * size.D * size.N if size.masked and size.of_hidden else 0
             small = max(rounded(size.N, size.D), rounded(size.V, size.D))
-            yield Plan(True, rows, size.N, size.V, False, standing + kept, max(beside, dx + small))
+            yield Plan(True, rows, size.N, size.V, False, 0, standing + kept, max(beside, dx + small))
         return
     for apart in (False, True):
         for block in sorted(
@@ -150,7 +152,7 @@ def plans(size: Size, *, mode: str, backward: bool) -> Iterator[Plan]:
                 back = _back(size, block, width, apart=apart)
                 for rows in _launches(size.N):
                     yield Plan(
-                        False, rows, block, width, apart, standing, max(_forward(size, rows, save=False)[1], back)
+                        False, rows, block, width, apart, 0, standing, max(_forward(size, rows, save=False)[1], back)
                     )
 
 
@@ -171,12 +173,19 @@ def choose(size: Size, *, mode: str, backward: bool, limit: int | None) -> Plan 
                 return found
         return None
     if mode == "save" or not backward:
-        return next(plans(size, mode=mode, backward=backward))
+        found = next(plans(size, mode=mode, backward=backward))
+        return _roomy(found, size.N * size.pitch) if backward else found
     for most, apart in ((PREFERRED, False), (MOST, False), (MOST, True)):
         for plan in plans(size, mode="recompute", backward=True):
             if plan.working <= most and plan.apart == apart:
-                return plan
+                return _roomy(plan, plan.block * plan.width)
     return least(size, mode="recompute", backward=True)
+
+
+def _roomy(plan: Plan, numbers: int) -> Plan:
+    """With a buffer in whole units of `UNIT`: what a small call needs does not depend on its rows."""
+    whole = round_up(numbers, UNIT)
+    return replace(plan, buffer=whole, working=plan.working + 2 * (whole - numbers))
 
 
 def least(size: Size, *, mode: str, backward: bool) -> Plan:

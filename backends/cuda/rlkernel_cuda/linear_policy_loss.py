@@ -1,0 +1,315 @@
+"""linear_policy_loss@1 on Hopper: log-probabilities, loss and gradient of a block of rows while its logits are there.
+
+Three matmuls where a token's gradient depends on that token alone. A block's logits end in its law and in bf16(y - tile
+max); rlkernel_triton's coefficient function runs on its rows; what was saved becomes dz in place; dX is complete, dW
+adds up in fp32. A batch of one block keeps what was saved until the backward pass instead, which then knows the
+upstream gradient and needs no dW in fp32: linear_logprob's own way. Ratios per sequence need every log-probability
+first and go that way too.
+
+Legend: N rows · D hidden · V vocabulary · R rows of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reasons import Reason
+from rlkernel_core.reference.row_selection import choose, selected
+from rlkernel_core.reference.row_statistics import temperatures
+from rlkernel_core.spec import linear_policy_loss as spec
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossResult, Rejection
+from rlkernel_cuda import linear_logprob as head_alone
+from rlkernel_cuda import plan
+from rlkernel_cuda.head import coefficients, from_saved, head_of, room_to_save, scatter_rows, statistics
+from rlkernel_cuda.products import product
+from rlkernel_triton.loss_batch import BLOCK, LossBatch
+from rlkernel_triton.policy_loss import policy_loss
+
+# Logits that are kept at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
+KEPT: Final = 5 << 30
+PER_ROW: Final = 128  # bytes of the loss's own vectors
+
+
+def fits(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    **rest: Any,
+) -> Reason | None:
+    """Refuses what linear_logprob refuses."""
+    return head_alone.fits(hidden, weight, ids)
+
+
+def linear_policy_loss(
+    hidden: Tensor,  # [N, D] or [B, T, D]
+    weight: Tensor,  # [V, D]
+    ids: Tensor,  # [N] or [B, T]
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    support: Support | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kind: str = "grpo",
+    level: str | None = None,
+    clip: tuple[float, float] | None = None,
+    dual_clip: float | None = None,
+    log_ratio_limit: float | None = None,
+    tau: tuple[float, float] | None = None,
+    gamma: GammaGate | None = None,
+    ratio_cap: float | None = None,
+    dro_beta: float | None = None,
+    aggregate: str | None = None,
+    denominator: float | Tensor | None = None,
+    horizon: float | None = None,
+    count_empty: bool = False,
+    ref_logprob: Tensor | None = None,
+    kl: str | None = None,
+    kl_coef: float | Tensor = 0.0,
+    kl_clamp: tuple[float, float] | None = None,
+    kl_importance: bool = False,
+    entropy: bool = False,
+    entropy_coef: float | Tensor = 0.0,
+    entropy_aggregate: str | None = None,
+    entropy_denominator: float | Tensor | None = None,
+    rollout_logprob: Tensor | None = None,
+    correction: Correction | None = None,
+    rejection: Rejection | None = None,
+    max_workspace_bytes: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LossResult:
+    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
+    of_head: dict[str, Any] = {
+        "bias": bias,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "support": support,
+        "group": group,
+    }
+    of_loss: dict[str, Any] = {
+        "mask": mask,
+        "cu_seqlens": cu_seqlens,
+        "kind": kind,
+        "level": level,
+        "clip": clip,
+        "dual_clip": dual_clip,
+        "log_ratio_limit": log_ratio_limit,
+        "tau": tau,
+        "gamma": gamma,
+        "ratio_cap": ratio_cap,
+        "dro_beta": dro_beta,
+        "aggregate": aggregate,
+        "denominator": denominator,
+        "horizon": horizon,
+        "count_empty": count_empty,
+        "ref_logprob": ref_logprob,
+        "kl": kl,
+        "kl_coef": kl_coef,
+        "kl_clamp": kl_clamp,
+        "kl_importance": kl_importance,
+        "entropy": entropy,
+        "entropy_coef": entropy_coef,
+        "entropy_aggregate": entropy_aggregate,
+        "entropy_denominator": entropy_denominator,
+        "rollout_logprob": rollout_logprob,
+        "correction": correction,
+        "rejection": rejection,
+    }
+    limit = max_workspace_bytes
+    config = spec.check(
+        hidden, weight, ids, old_logprob, advantages, **of_head, max_workspace_bytes=limit, **of_loss
+    )  # fmt: skip
+    counted = _counted(ids, mask, cu_seqlens)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    token = config.level == "token" and (old_logprob is not None or rollout_logprob is None)
+    way = _way(hidden, weight, bias, counted, limit, wanted=wanted, token=token)
+    if way.block is None:
+        law = head_alone.linear_logprob(
+            hidden, weight, ids, mask=None if counted is None else counted.view(ids.shape), entropy=entropy,
+            backward=way.mode, max_workspace_bytes=way.limit, **of_head,
+        )  # fmt: skip
+        result = policy_loss(law.logprob, old_logprob, advantages, **{**of_loss, "entropy": law.entropy})
+        return LossResult(
+            result.loss, result.stats, law.logprob.detach(), None if law.entropy is None else law.entropy.detach()
+        )
+    with torch.no_grad():
+        logprob = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        batch = LossBatch.of(
+            config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
+            ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
+            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef,
+        )  # fmt: skip
+        made = _block_by_block(hidden, weight, ids, counted, batch, logprob, way.block, of_head, entropy=entropy)
+        value, stats = batch.summary(made.partial, entropy=entropy)
+    loss = _Known.apply(value, made.hidden, made.weight, made.bias, hidden, weight, bias)  # type: ignore[no-untyped-call]
+    return LossResult(loss, stats, logprob, made.entropy)
+
+
+class _Way(NamedTuple):
+    """How a call runs: block by block, or through linear_logprob."""
+
+    block: int | None
+    mode: str = "recompute"
+    limit: int | None = None
+
+
+def _way(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counted: Tensor | None,
+    limit: int | None,
+    *,
+    wanted: bool,
+    token: bool,
+) -> _Way:
+    """The fastest way that the limit allows.
+
+    Raises:
+        ArgumentError: none does; the message names the least.
+    """
+    V, D = weight.shape
+    N = hidden.shape[:-1].numel()
+    loss = PER_ROW * plan.round_up(N, plan.ROWS)
+    if not wanted or not N:
+        return _Way(None, "auto", None if limit is None else max(1, limit - loss))
+    flat = hidden.reshape(N, D)
+    size = head_alone.size_of(hidden, flat, weight, bias, counted, wanted=True)
+    save = next(plan.plans(size, mode="save", backward=True))
+    if save.bytes + loss <= limit if limit is not None else 2 * N * V <= KEPT:
+        return _Way(None, "save", None if limit is None else limit - loss)
+    if token:
+        each = 2 * size.pitch + 12 * size.tiles
+        spare = KEPT if limit is None else limit - _fused(size, 0) - loss
+        rows = min(plan.round_up(N, BLOCK), spare // each // BLOCK * BLOCK)
+        if rows > 0 and (limit is None or _fused(size, rows) + loss <= limit):
+            return _Way(rows)
+    least = plan.least(size, mode="recompute", backward=True).bytes + loss
+    if limit is not None and limit < least:
+        remedy = f"Pass at least {least}, or None."
+        raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least} here", remedy)
+    return _Way(None, "recompute", None if limit is None else limit - loss)
+
+
+def _fused(size: plan.Size, rows: int) -> int:
+    """Most extra bytes of the way block by block: dX as it is known, dW in fp32, the logits of a block."""
+    known = 2 * size.N * size.D + 4 * size.V * size.D
+    block = rows * (2 * size.pitch + 12 * size.tiles + 2 * plan.round_up(size.D, 8) * 2)
+    return plan.FIXED + plan.PER_ROW * plan.round_up(size.N, plan.ROWS) + size.copied + known + block
+
+
+class _Made(NamedTuple):
+    hidden: Tensor | None  # [N, D] bf16
+    weight: Tensor | None  # [V, D] fp32
+    bias: Tensor | None  # [V] fp32
+    entropy: Tensor | None
+    partial: Tensor  # statistics of the loss, by program
+
+
+def _block_by_block(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    counted: Tensor | None,  # [N]
+    batch: LossBatch,
+    logprob: Tensor,  # written to
+    block: int,
+    of_head: dict[str, Any],
+    *,
+    entropy: bool,
+) -> _Made:
+    """Log-probabilities, loss and gradients, a block of rows at a time."""
+    (V, D), N = weight.shape, ids.numel()
+    bias = of_head["bias"]
+    flat = hidden.detach().reshape(N, D)
+    T = temperatures(of_head["temperature"], ids.shape, torch.float32, ids.device)
+    chosen = choose(ids.reshape(-1), counted, V, None)
+    H = torch.empty_like(logprob) if entropy else None
+    g, g_entropy = torch.zeros_like(logprob), torch.zeros_like(logprob) if entropy else None
+    partial = batch.partials(ids.device)
+    dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if hidden.requires_grad else None
+    dw = torch.empty(weight.shape, dtype=torch.float32, device=ids.device) if weight.requires_grad else None
+    db = torch.zeros(V, dtype=torch.float32, device=ids.device) if bias is not None and bias.requires_grad else None
+    room = None
+    for first in range(0, N, block):
+        rows = slice(first, min(first + block, N))
+        n = rows.stop - first
+        mask = None if counted is None else counted[rows]
+        head = head_of(
+            flat[rows], weight.detach(), None if bias is None else bias.detach(), chosen.ids[rows], T[rows], mask,
+            of_head["softcap"], of_head["logit_scale"],
+        )  # fmt: skip
+        room = room_to_save(head, block, 0) if room is None else room
+        saved, tops = room[0][:n], room[1]
+        law = statistics(head, block, saved, tops)
+        for out, value in ((logprob, law.logprob), (H, law.entropy)):
+            if out is not None:
+                out.view(-1)[rows] = value if mask is None else torch.where(mask, value[head.position], 0.0)
+        batch.run(logprob, H, g, g_entropy, partial, first=first, tokens=n)
+        up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
+        slopes = tuple(law.lse.new_zeros(n) if x is None else x for x in selected(up, chosen.ids[rows], mask)[:3])
+        if head.place is not None:
+            slopes = tuple(x[head.place] for x in slopes)
+        dz = from_saved(head, coefficients(head, law, slopes), saved, tops)  # type: ignore[arg-type]
+        x, w = head.x[:, :D], head.w[:, :D]
+        if dx is not None and head.place is None:
+            product(dz, w, dx[rows])
+        elif dx is not None:
+            part = torch.empty_like(dx[rows])
+            product(dz, w, part, count=head.count)
+            scatter_rows(part, head, 0, dx[rows])
+        if dw is not None:
+            product(dz, x, dw, since=dw if first else None, transposed=True, count=head.count)
+        if db is not None:
+            db += torch.sum(dz, 0, dtype=torch.float32)
+    return _Made(None if dx is None else dx.view(hidden.shape), dw, db, H, partial)
+
+
+def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """[N] bool rows that count; None: all."""
+    counted = None if mask is None else mask.reshape(-1).contiguous()
+    if cu_seqlens is None:
+        return counted
+    at = torch.arange(ids.shape[0], device=ids.device)
+    inside = (at >= cu_seqlens[0]) & (at < cu_seqlens[-1])
+    return inside if counted is None else inside & counted
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradients were made with it; backward scales them and rounds once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        d_hidden: Tensor | None,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = tuple(None if x is None else x.dtype for x in operands)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = tuple(
+            None if x is None else torch.mul(x, upstream, out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, None, None, None, *scaled)
