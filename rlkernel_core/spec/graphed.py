@@ -91,6 +91,19 @@ def check_inputs(pad: Any, **sequences: Any) -> None:
         checks.real(f"pad[{name!r}]", value)  # NaN and inf pad too
 
 
+def check_examples(examples: Any) -> None:
+    """`examples` holds calls: a tuple of arguments each, a mapping, or one argument."""
+    if not isinstance(examples, Iterable) or isinstance(examples, str | bytes | Mapping) or checks.is_tensor(examples):
+        problem, remedy = "must be a sequence of examples", "Pass [(x,), (y,)]: a tuple of arguments each."
+        raise ArgumentTypeError("examples", checks.describe(examples), problem, remedy)
+
+
+def check_reason(reason: Any) -> None:
+    """`reason` can be counted under, and read."""
+    if not isinstance(reason, str) or not reason:
+        raise ArgumentTypeError("reason", checks.describe(reason), "must be a few words", "Pass 'weights reloaded'.")
+
+
 def _dimensions(name: str, dims: Any) -> None:
     if not isinstance(dims, Mapping):
         raise ArgumentTypeError(name, checks.describe(dims), "must map names to dimensions", "Pass {'x': 0}.")

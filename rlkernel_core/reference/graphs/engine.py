@@ -22,7 +22,7 @@ from rlkernel_core.reference.graphs.resize import as_call, at_every_size, volume
 from rlkernel_core.reference.graphs.static import StaticSet
 from rlkernel_core.reference.graphs.table import GraphTable
 from rlkernel_core.reference.graphs.verify import outputs_differ, tensors_differ
-from rlkernel_core.spec.graphed import CaptureGroup, CaptureStats, WeightUpdate
+from rlkernel_core.spec.graphed import CaptureGroup, CaptureStats, WeightUpdate, check_examples, check_reason
 
 READY, PAUSED, GUARDED, CLOSED = "ready", "paused", "guarded", "closed"
 
@@ -76,6 +76,8 @@ class Graphed:
 
     def warm(self, examples: Iterable[Any] | None = None) -> int:
         """Capture these examples, or the first example at every bucket size, largest first."""
+        if examples is not None:
+            check_examples(examples)
         with self.group.lock:
             self._require_open()
             if examples is None:
@@ -104,6 +106,7 @@ class Graphed:
 
     def invalidate(self, reason: str = "invalidated") -> None:
         """Forget all graphs, failures included, and take the static tensors as they are."""
+        check_reason(reason)
         with self.group.lock:
             self._require_open(paused=True)
             self._table.forget(reason, failures=True)
@@ -143,6 +146,8 @@ class Graphed:
         """No replay while the body runs; then look at static tensors, and verify one call."""
         with self.group.lock:
             self._require_open()
+            if canary is not None:
+                self._reader.read(*as_call(canary))  # before a weight is written, and again after
             self._recorder.synchronize()
             update, state, finished = WeightUpdate(), self._state, False
             self._state = PAUSED
