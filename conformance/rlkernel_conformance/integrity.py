@@ -47,7 +47,8 @@ class Integrity:
 
 
 def _named() -> list[tuple[ModuleType, tuple[str, ...]]]:
-    return [(sys.modules[m], tuple(n for n in names if n in vars(sys.modules[m]))) for m, names in _NAMED.items()]
+    loaded = {m: names for m, names in _NAMED.items() if m in sys.modules}
+    return [(sys.modules[m], tuple(n for n in names if n in vars(sys.modules[m]))) for m, names in loaded.items()]
 
 
 def _suite() -> list[tuple[ModuleType, tuple[str, ...]]]:

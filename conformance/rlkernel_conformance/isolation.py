@@ -71,21 +71,20 @@ def _lost(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
 
 def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manifest: str | None) -> Iterator[Outcome]:
     """Outcomes of one worker, the last one a fault if it did not end as a worker does. At least one."""
-    by_clause = {a.clause.id: a for a in attacks}
+    left = list(attacks)
     job: dict[str, Any] = {
         "secret": secrets.token_hex(16),
         "backend": subject.backend,
         "op": subject.op,
         "device": subject.device,
         "profile": asdict(profile),
-        "clauses": list(by_clause),
+        "clauses": [a.clause.id for a in attacks],
         "manifest": manifest,
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }
     with tempfile.TemporaryFile() as case:
         worker, channel = _start(job, case)
-        current: Attack | None = None
-        healthy, limit = False, STARTING_S
+        healthy, begun, limit = False, False, STARTING_S
         try:
             while True:
                 word = channel.next(limit)
@@ -95,7 +94,7 @@ def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manif
                         yield from (_not_run(a, f"no health check of {subject.device}: {text}") for a in attacks)
                     else:  # one that never began will not begin for the other clauses either
                         fault = _fault(worker, word)
-                        yield from (_failed(a, fault, text, case) for a in ([current] if current else attacks))
+                        yield from (_failed(a, fault, text, case) for a in (left[:1] if begun else left))
                     return
                 if word["kind"] == "healthy":
                     healthy = True
@@ -106,11 +105,13 @@ def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manif
                     yield from (_failed(a, word["fault"], word["message"]) for a in attacks)
                     return
                 elif word["kind"] == "begin":
-                    current, limit = by_clause[word["clause"]], profile.limit_s
-                elif word["kind"] == "end":
+                    begun, limit = True, profile.limit_s
+                elif word["kind"] == "end" and left:
                     told = word["outcome"]
-                    yield Outcome(**{**told, "features": tuple(told["features"])})
+                    yield Outcome(**{**told, "clause": left.pop(0).clause.id, "features": tuple(told["features"])})
                 else:
+                    if len(left) == len(attacks):  # not even one: nothing that a worker does
+                        yield from (_failed(a, "protocol_error", "the worker was done before it began") for a in left)
                     return
         finally:
             _end(worker)

@@ -65,6 +65,8 @@ class Trial:
         """Attack one clause."""
         attack = self.attacks[clause]
         self.subject.needed.clear()
+        self.case = None
+        os.ftruncate(self.last_case, 0)
         try:
             outcome = carry_out(self.subject, self._told(attack), self.profile, manifest=self.manifest)
         except KeyboardInterrupt:
@@ -94,7 +96,7 @@ class Trial:
         return replace(attack, prop=prop)
 
     def _script(self, attack: Attack) -> str:
-        return script(self.subject, attack, self.case, self.manifest)
+        return "" if self.case is None else script(self.subject, attack, self.case, self.manifest)
 
     def _again(self, attack: Attack, outcome: Outcome) -> Outcome:
         """The outcome of a refuted clause, after a second look at its case."""
