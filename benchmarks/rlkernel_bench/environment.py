@@ -69,7 +69,7 @@ def source() -> str:
     packages += sorted({e.value.partition(":")[0].partition(".")[0] for e in entries(GROUP)[0]} - set(packages))
     digest = sha256()
     for package in packages:
-        spec, _ = guarded(lambda name=package: find_spec(name))  # type: ignore[misc]
+        spec, _ = guarded(lambda name=package: find_spec(name))
         for folder in spec.submodule_search_locations or () if spec else ():
             for file in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{package}/{file.relative_to(folder)}\n".encode() + file.read_bytes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from rlkernel_bench.results import best
 from rlkernel_bench.timing import Spread, Stopwatch
 from rlkernel_bench.work import Goal, Inputs, Outputs, Problem, Work
 from rlkernel_conformance.memory import peak
+from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.tree import flatten
 
@@ -62,7 +62,6 @@ def measure(
     if work.clock == "device" and (effort.memory or work.memory_at):
         for run in alive:
             run.found["memory"] = memory(problem, run, device, sets[0])
-    alive = [r for r in alive if r.found["status"] in {"measured", "coarse"}]
     state = timed(work, watch, alive, sets, effort) if alive else None
     fits = sum(_bytes(s) for s in sets) <= 2 * ceilings.cache_bytes
     floor = ceilings.floor_us(work.floor(work.bytes), work.floor(work.flops), work.rate, cached=fits)
@@ -104,7 +103,7 @@ def _sets(problem: Problem, ceilings: Ceilings) -> list[Inputs]:
     size = _bytes(first)
     if size > 2 * ceilings.cache_bytes:
         return [first]
-    wanted = 2 if problem.work.options.get("hot") else 2 * ceilings.cache_bytes // max(size, 1) + 2
+    wanted = 2 * ceilings.cache_bytes // max(size, 1) + 2
     on_gpu = any(x.is_cuda for x in _tensors(first))
     return [first, *(problem.make(i) for i in range(1, min(wanted, _SETS) if on_gpu else 2))]
 
@@ -146,7 +145,7 @@ def judged(problem: Problem, watch: Stopwatch, inputs: Inputs, runs: list[Run]) 
                 again, _ = guarded(lambda r=run: watch.once(lambda: r(inputs)))  # the first call compiled
                 run.slow = again is not None and again / 1e6 > timing.SLOW_S
                 good.append(run)
-        del outputs
+        del outputs, error  # whose traceback holds what the call had allocated
         gc.collect()
     return good
 
@@ -159,14 +158,10 @@ def _fault(error: BaseException) -> str:
 
 def memory(problem: Problem, run: Run, device: str, inputs: Inputs) -> dict[str, Any]:
     """Bytes at the peak of a call beyond its inputs, and without its results; at several sizes where the work asks."""
-
-    class Where:
-        """The device, as the meter wants to know it."""
-
-    Where.device = device  # type: ignore[attr-defined]
+    where = Subject(run.candidate.name, problem.work.op, device)
 
     def once(given: Inputs) -> tuple[int, int] | None:
-        most, error = guarded(lambda: peak(Where, lambda: run(given)))  # type: ignore[arg-type]
+        most, error = guarded(lambda: peak(where, lambda: run(given)))
         return None if error is not None or most is None else (most[0], most[0] - _bytes(most[1]))
 
     here = once(inputs)
@@ -203,7 +198,7 @@ def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], eff
     by_name = {r.candidate.name: r for r in runs}
     at: dict[str, Callable[[int], Any]] = {n: lambda i, r=r: r(sets[i % len(sets)]) for n, r in by_name.items()}
     for run in runs:  # warm: packing and first allocations are no part of the time
-        for inputs in sets if not run.slow else sets[1:]:
+        for inputs in () if run.slow else sets:
             run(inputs)
     rounds = timing.mixed(watch, at, seconds=effort.seconds, queued=work.compute_bound)
     state = gpu_state(str(watch.device))
@@ -232,10 +227,13 @@ def alone(
 ) -> dict[str, Any]:
     """A candidate by itself: with its inputs in the cache, in a graph, rested; `seconds` is what a call takes."""
     found: dict[str, Any] = {}
-    if not work.compute_bound and _bytes(sets[0]) <= _hot(watch):
-        found["hot"] = Spread.of([watch.once(lambda: run(0)) for _ in range(9)]).as_dict()
     if watch.gpu and not work.backward and seconds <= timing.LONG_GRAPH_S:
         found["graph"] = graphed(watch, run, len(sets), effort)
+    if not work.compute_bound and _bytes(sets[0]) <= _hot(watch):
+        if "median" in found.get("graph", {}):
+            found["hot"] = graphed(watch, run, 1, effort)
+        else:
+            found["hot"] = Spread.of([watch.once(lambda: run(0)) for _ in range(9)]).as_dict()
     if watch.gpu and work.compute_bound and effort.rested:
         found["rested"] = Spread.of(timing.rested(watch, lambda: run(0))).as_dict()
     return found
@@ -247,8 +245,6 @@ def _hot(watch: Stopwatch) -> int:
 
 def graphed(watch: Stopwatch, run: Callable[[int], Any], inputs: int, effort: Effort) -> dict[str, Any]:
     """Time in a graph, or why there is none."""
-    with contextlib.suppress(RuntimeError):
-        watch.wait()
     readings, error = guarded(lambda: timing.replayed(watch, run, inputs, seconds=effort.seconds))
     if error is not None or readings is None:
         return {"message": f"not capturable: {brief(error) if error is not None else ''}"}
