@@ -2,7 +2,7 @@
 
 Plugin authors import this package and nothing else of rlkernel:
 
-    from rlkernel_core import API_VERSION, Backend, Impl, Requires
+    from rlkernel_core import Backend, Impl, Requires
 
 Importing it loads nothing but itself; each name is loaded when it is first used.
 """

@@ -19,6 +19,7 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.manifest import Backend, Impl, Requires
 
 ROOT = Path(__file__).parents[1]
 EFFORT = Profile("test", 1, 60)
@@ -174,3 +175,10 @@ def test_a_run_without_a_device_is_unfinished_and_blames_nobody() -> None:
     content = run("reference", EFFORT, ops=("whiten",), devices=("cuda:63",))
     statuses = {c["status"] for c in content["operators"]["whiten@1"]["clauses"]}
     assert (content["verdict"], statuses) == ("unfinished", {"not_run"})
+
+
+def test_a_device_whose_name_is_part_of_a_claimed_one_is_not_claimed() -> None:
+    impl = Impl(op="whiten@1", target="a.b:c", requires=Requires(device="acme2"))
+    with rlk.registered(Backend(name="acme", api=(1, 0), impls=(impl,))):
+        assert Subject("acme", "whiten", "acme").impls == ()
+        assert Subject("acme", "whiten", "acme2:1").impls == (impl,)

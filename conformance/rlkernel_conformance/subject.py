@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlkernel
-from rlkernel import policy
+from rlkernel import policy, resolve
 from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.spec import OPERATORS
@@ -37,7 +37,7 @@ class Subject:
         manifest = policy.installed()[self.backend].manifest
         found = manifest.of(self.spec.id) if manifest else ()
         kind = self.device.partition(":")[0]
-        return tuple(i for i in found if i.requires.device == "*" or kind in i.requires.device)
+        return tuple(i for i in found if resolve.claims(i.requires.device, kind))
 
     @property
     def claims(self) -> frozenset[str]:
