@@ -91,10 +91,10 @@ def advantage(
 ) -> AdvantageResult:
     """See `rlkernel_core.spec.advantage.advantage`."""
     args = locals()
+    extent = check(args)
     rule = _RULES.get(kind)
     if rule is None or turns is not None:
         return in_torch(**args)
-    extent = check(args)
     if extent.tokens is None or (kind == "remax" and not extent.token_rewards):
         return in_torch(**args)
     rows = Rows.of(extent.tokens, extent.sequences, mask, lengths, cu_seqlens)

@@ -22,8 +22,9 @@ from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
+from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.logprob import per_row, slopes, statistics
-from rlkernel_triton.loss_batch import BLOCK, LossBatch
+from rlkernel_triton.loss_batch import LossBatch
 from rlkernel_triton.row_layout import rows_of
 
 if TYPE_CHECKING:
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
 
     from rlkernel_triton.logprob import Law
 
-# Without a limit: a block of 4096 rows and a vocabulary of 128 thousand, fewer accumulations of dW than cost a tenth.
+# Rows of a block are a multiple of this, the tokens of one program of the loss.
+BLOCK: Final = 64 if INTERPRETED else 128
+# Without a limit: what a block may take, and its rows, in multiples of D. Every block adds to dW, 2 D V reads and
+# writes in fp32 against 6 R D V operations: with R = D that is small, and a small head takes a small block.
 DEFAULT_WORKSPACE: Final = 4 << 30
+DEFAULT_ROWS: Final = 2
+# Up to so many weights the gradient of the logits stays in fp32: few of them do not average the rounding to 16 bits.
+SMALL: Final = 1 << 20
 _PER_ROW: Final = 256  # bytes of all vectors of [N]: log-probability, entropy, gradients, statistics
 
 
@@ -121,7 +128,7 @@ def linear_policy_loss(
     N, (V, D) = ids.numel(), weight.shape
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
-    R = rows_of_a_block(N, D, V, hidden.element_size(), max_workspace_bytes, weight_gradient=needs[1])
+    R = rows_of_a_block(N, D, V, hidden.element_size(), max_workspace_bytes)
     with torch.no_grad():
         counted = _counted(ids, mask, cu_seqlens)
         logprob = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
@@ -140,7 +147,7 @@ def linear_policy_loss(
         batch = LossBatch.of(
             config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
             ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
-            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef,
+            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, block=BLOCK,
         )  # fmt: skip
         partial = batch.partials(ids.device)
         if not any(needs):
@@ -158,6 +165,7 @@ def linear_policy_loss(
             if not early:
                 batch.run(logprob, H, g, g_entropy, partial, first=rows.start, tokens=rows.stop - rows.start)
             head.backward(rows, z, law, g, g_entropy, into)
+            del z, law  # before the next block's logits are made
         value, stats = batch.summary(partial, entropy=entropy)
     d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
     made = (d_hidden, into.weight, into.bias)
@@ -165,28 +173,36 @@ def linear_policy_loss(
     return LossResult(loss, stats, logprob, H)
 
 
-def workspace(R: int, N: int, D: int, V: int, itemsize: int, *, weight_gradient: bool = True) -> int:
+def workspace(R: int, N: int, D: int, V: int, itemsize: int) -> int:
     """Most extra bytes beyond results and gradients with blocks of R rows.
 
-    The weight's gradient in fp32 until backward scales it; of a block, the logits in fp32 and their gradient, its rows
-    of hidden; some hundred bytes a token.
+    The weight's gradient in fp32 until backward scales it; of a block, the logits in fp32, their gradient, and its rows
+    of hidden; some hundred bytes a token; a small head twice, in fp32.
     """
-    return (4 * V * (D + 2) if weight_gradient else 4 * V) + R * (V * (4 + itemsize) + 8 * D) + _PER_ROW * (N + BLOCK)
+    small = V * D <= SMALL
+    return (
+        4 * V * (D + 2) * (2 if small else 1)
+        + R * (V * (8 if small else 4 + itemsize) + 12 * D)
+        + _PER_ROW * (N + BLOCK)
+    )
 
 
-def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None, *, weight_gradient: bool) -> int:
-    """The largest block, a multiple of BLOCK, whose workspace keeps the limit.
+def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None) -> int:
+    """Rows of a block, a multiple of BLOCK: as many as the limit lets, all blocks alike.
 
     Raises:
-        ArgumentError: not even the smallest does.
+        ArgumentError: not even the smallest block keeps the limit.
     """
-    least = workspace(BLOCK, N, D, V, itemsize, weight_gradient=weight_gradient)
+    least = workspace(BLOCK, N, D, V, itemsize)
     if limit is not None and limit < least:
         raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least}", f"Pass {least} or more.")
-    each = BLOCK * (V * (4 + itemsize) + 8 * D)
-    spare = (limit - least) if limit is not None else DEFAULT_WORKSPACE - each
-    blocks = 1 + max(0, spare) // each
-    return BLOCK * min(blocks, max(1, -(-N // BLOCK)))
+    each = workspace(2 * BLOCK, N, D, V, itemsize) - least
+    if limit is not None:
+        most = 1 + (limit - least) // each
+    else:
+        most = max(1, min(DEFAULT_WORKSPACE // each, DEFAULT_ROWS * D // BLOCK))
+    blocks = max(1, -(-N // BLOCK))
+    return BLOCK * -(-blocks // -(-blocks // most))  # all of them alike
 
 
 @dataclass(frozen=True)
@@ -236,14 +252,18 @@ class _Head:
     def backward(self, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, into: _Gradients) -> None:
         """Add the gradients that a block's rows make."""
         mask = None if self.counted is None else self.counted[rows]
-        dz = torch.empty(z.shape, dtype=self.hidden.dtype, device=z.device)
+        small = self.weight.numel() <= SMALL
+        dz = torch.empty(z.shape, dtype=torch.float32 if small else self.hidden.dtype, device=z.device)
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
         slopes(
             z, self.ids[rows], self.temperature(rows), mask, law.invalid, law.saved, None, self.softcap, up, dz
         )  # fmt: skip
         if into.hidden is not None:
-            with full_precision(dz):
-                torch.mm(dz, self.weight, out=into.hidden[rows])
+            if small:
+                into.hidden[rows] = product(dz, self.weight)
+            else:
+                with full_precision(dz):
+                    torch.mm(dz, self.weight, out=into.hidden[rows])
         if into.weight is not None:
             product(dz.T, self.rows(rows), into.weight, first=rows.start == 0)
         if into.bias is not None:

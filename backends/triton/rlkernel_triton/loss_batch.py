@@ -47,6 +47,7 @@ class LossBatch:
     tokens: Tensor  # [] int64, in the loss
     filled: Tensor | None  # [] int64, sequences with such tokens; None where nobody told of sequences
     offered: Tensor | None  # [] int64, tokens before rejection
+    block: int = BLOCK  # tokens of a program
 
     @classmethod
     def of(
@@ -65,6 +66,7 @@ class LossBatch:
         entropy_denominator: float | Tensor | None,
         kl_coef: float | Tensor,
         entropy_coef: float | Tensor,
+        block: int = BLOCK,
     ) -> LossBatch:
         """The batch of a checked call."""
         shape = tuple(like.shape)
@@ -108,7 +110,7 @@ class LossBatch:
             "sequences": sequences,
         }
         filled = (counts > 0).sum() if told else None
-        return cls(config, shape, bounds, sequences, arguments, counts.sum(), filled, offered)
+        return cls(config, shape, bounds, sequences, arguments, counts.sum(), filled, offered, block)
 
     @property
     def programs(self) -> int:
@@ -117,7 +119,7 @@ class LossBatch:
         for size in self.shape:
             n *= size
         if self.config.level == "token":
-            return triton.cdiv(n, BLOCK)
+            return triton.cdiv(n, self.block)
         return self.sequences if n else 0
 
     def partials(self, device: torch.device) -> Tensor:  # [K, P]
@@ -135,10 +137,10 @@ class LossBatch:
         first: int = 0,
         tokens: int | None = None,
     ) -> None:
-        """Loss, gradients and statistics of all tokens, or of `tokens` from `first` on, a multiple of BLOCK."""
+        """Loss, gradients and statistics of all tokens, or of `tokens` from `first` on, a multiple of `block`."""
         n = logprob.numel()
         stop = n if tokens is None else first + tokens
-        programs = self.programs if tokens is None else triton.cdiv(tokens, BLOCK)
+        programs = self.programs if tokens is None else triton.cdiv(tokens, self.block)
         if not programs:
             return
         given = {n: partial if x is None else x for n, x in self.arguments.items()}
@@ -153,11 +155,11 @@ class LossBatch:
                 N=stop,
                 P=self.programs,
                 first=first,
-                slot=first // BLOCK,
+                slot=first // self.block,
                 ENTROPY=entropy is not None,
                 BONUS=dentropy is not None,
                 GRAD=dlogprob is not None,
-                BLOCK=BLOCK,
+                BLOCK=self.block,
                 **FUSED,
             )
 
