@@ -39,6 +39,12 @@ def test_a_cell_says_the_verdict_and_how_many_clauses_it_stands_for(tmp_path) ->
     assert "| `logprob` | - | - |" in lines
 
 
+def test_a_cell_says_how_many_claims_no_case_needed(tmp_path) -> None:
+    outcome = Outcome("whiten", "WH-01", "t", "held", executed=1, features=tuple(sorted(SUBJECT.claims))[2:])
+    documents.write(reports.report({SUBJECT: [outcome]}, Profile("test", 1, 60)), tmp_path / "here")
+    assert "| `whiten` | fails, 1 of 1 hold, 2 claims untried |" in table.table(tmp_path)
+
+
 def test_it_says_where_a_report_was_made(tmp_path) -> None:
     write(tmp_path / "here", "held", variables={"TRITON_INTERPRET": "1"})
     assert "on Triton interpreter, CPU" in table.table(tmp_path)

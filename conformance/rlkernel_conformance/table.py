@@ -81,10 +81,12 @@ def write(path: Path, folder: Path) -> None:
 
 
 def _cell(operator: dict[str, Any]) -> str:
-    """A verdict with the clauses it stands for: `holds 25`, `fails 3 of 25`, `partial 20 of 25`."""
+    """A verdict with what it stands for: `holds 25`, or `fails, 24 of 25 hold, 2 claims untried`."""
     statuses = [c["status"] for c in operator["clauses"] if c["status"] != "not_claimed"]
     held = statuses.count("held")
     verdict = operator["verdict"]
     if verdict == "holds":
         return f"holds {held}"
-    return f"{verdict}, {held} of {len(statuses)} hold"
+    untried = len(operator["unproved_claims"])
+    claims = f", {untried} claim{'s' * (untried > 1)} untried" if untried else ""
+    return f"{verdict}, {held} of {len(statuses)} hold{claims}"
