@@ -62,20 +62,21 @@ def agree(found, want):
         assert error < 1e-2, (name, error)  # twice what bf16 costs: the interpreter cuts off instead of rounding
 
 
-@pytest.mark.parametrize("mode", ["recompute", "save"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_values_and_gradients_match_float64(options, mode) -> None:
-    given = case(**options)
+@pytest.mark.parametrize(
+    "name, mode", [(name, "recompute") for name in OPTIONS] + [("plain", "save"), ("all", "save"), ("bias", "save")]
+)
+def test_values_and_gradients_match_float64(name, mode) -> None:
+    given = case(**OPTIONS[name])
     agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
 
 
 def test_every_kind_of_plan_gives_the_same(monkeypatch) -> None:
     for name, value in (("FORWARD_ROWS", 256), ("BLOCK_ROWS", 256), ("SLICE_BYTES", 2 * 256 * 256)):
-        monkeypatch.setattr(plan, name, value)
-    given = case(N=300, bias=True, mask=True)
+        monkeypatch.setattr(plan, name, value)  # so that a small batch is cut at all
+    given = case(N=270, V=300, bias=True, mask=True)
     want = run(reference, wide(given))
-    size = plan.Size(300, 521, 16, masked=True, copied=16 * 521)
-    kinds = {(p.save, p.apart, p.block, p.forward_rows): p
+    size = plan.Size(270, 300, 16, masked=True, copied=16 * 300)
+    kinds = {(p.save, p.apart): p
              for m in ("save", "recompute") for p in plan.plans(size, mode=m, backward=True)}  # fmt: skip
     assert {(p.save, p.apart) for p in kinds.values()} == {(True, False), (False, False), (False, True)}
     for p in kinds.values():

@@ -1,0 +1,69 @@
+"""What the manifest says, what importing it costs, and what the fits-checks refuse."""
+
+import inspect
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec import OPERATORS
+from rlkernel_cuda import backend
+
+HERE = Path(__file__).parents[1]
+
+
+def test_the_entry_point_names_the_backend() -> None:
+    points = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["entry-points"]["rlkernel.backends"]
+    assert points == {backend.name: "rlkernel_cuda:backend"}
+
+
+def test_importing_claims_loads_neither_torch_nor_triton() -> None:
+    code = "import sys, rlkernel_cuda; print({'torch', 'triton', 'rlkernel_triton'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("impl", backend.impls, ids=lambda i: i.op)
+def test_targets_take_the_arguments_of_their_operator(impl) -> None:
+    from importlib import import_module
+
+    module, _, name = impl.target.partition(":")
+    spec = OPERATORS[impl.op.partition("@")[0]]
+    have = inspect.signature(getattr(import_module(module), name)).parameters
+    want = inspect.signature(spec.signature).parameters
+    assert [(p.name, p.kind, p.default) for p in have.values()] == [(p.name, p.kind, p.default) for p in want.values()]
+
+
+@pytest.mark.parametrize("impl", backend.impls, ids=lambda i: i.op)
+def test_only_features_of_the_operator_are_claimed_and_only_on_hopper(impl) -> None:
+    spec = OPERATORS[impl.op.partition("@")[0]]
+    assert impl.supports < spec.feature_names
+    assert impl.requires.arch == ("sm90",)
+    assert impl.requires.dtypes == ("bfloat16",)
+
+
+def fits(weight) -> Reason | None:
+    from rlkernel_cuda.linear_logprob import fits
+
+    return fits(torch.empty(3, weight.shape[1], dtype=torch.bfloat16), weight, torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("D", [8, 12, 4096])
+def test_heads_that_tma_reads_and_small_ones_that_are_copied_fit(D) -> None:
+    assert fits(torch.empty(1000, D, dtype=torch.bfloat16)) is None
+
+
+def test_a_large_head_that_would_have_to_be_copied_is_refused_with_a_remedy() -> None:
+    reason = fits(torch.empty(50257, 1, dtype=torch.bfloat16).expand(50257, 4095))
+    assert reason is not None
+    assert (reason.slug, "multiple of 8" in reason.fix) == ("shape/unsupported", True)
+
+
+def test_sizes_beyond_32_bit_coordinates_are_refused() -> None:
+    reason = fits(torch.empty(2**30, 8, dtype=torch.bfloat16, device="meta"))
+    assert reason is not None
+    assert "32-bit" in reason.text

@@ -1,0 +1,65 @@
+"""The kernels compile for sm_90a without a GPU and without spills worth speaking of.
+
+Gluon's and Triton's by the Triton that is installed, the builds that calls without options take; `tools/compile_gate.py`
+does all of them. CUDA C++ by nvcc where there is one. Compiled is not the same as run: that takes test_gpu_*.py.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkernel_cuda import driver, head, products, variants
+
+TOOLS = Path(__file__).parents[1] / "tools"
+SPILLED = 256  # bytes a thread: once a tile, beside 64 steps of wgmma
+
+
+@pytest.fixture(scope="module")
+def gate():
+    sys.path.insert(0, str(TOOLS))
+    try:
+        import compile_gate
+
+        yield compile_gate
+    finally:
+        sys.path.remove(str(TOOLS))
+
+
+LABELS = ("STATS", "SAVE", "GRAD", "GRAD bias counted", "join", "saved {'CAP': False, 'COUNTED': False}")
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_gluon_and_triton_kernels_compile(gate, label, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    [build] = [b for b in gate.builds() if b.label == label]
+    needs = gate.compiled(build)
+    assert needs["spilled"] <= SPILLED
+    assert needs["shared"] <= gate.SHARED
+    assert (needs["wgmma"] > 0) == (build.kernel.__name__ == "logits_kernel")
+
+
+CUDA = [
+    *((head.SOURCES, {"MODE": m, "BIAS": o, "CAP": o, "COUNTED": o}) for m in (0, 1, 2) for o in (0, 1)),
+    *((products.SOURCES, {"TRANSPOSED": t, "ADD": 1, "ROUND": t, "COUNTED": t}) for t in (0, 1)),
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
+@pytest.mark.parametrize("sources, flags", CUDA)
+def test_cuda_kernels_compile_without_spills(sources, flags, tmp_path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text("\n".join(p.read_text() for p in sources))
+    macros = [f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(variants.PAIR)}.items()]
+    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-Xptxas", "-v"]
+    command = ["nvcc", *target, *macros, "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    assert int(spilled) <= 32
+    tile = variants.PAIR
+    ring = tile.stages * (tile.consumers * tile.rows + tile.cols) * tile.depth * 2
+    assert ring + 1024 <= driver.SHARED
