@@ -1,6 +1,6 @@
 """The kernels compile for sm_90a without a GPU and without spills worth speaking of.
 
-Gluon's and Triton's by the Triton that is installed, the builds that calls without options take; `tools/compile_gate.py`
+Gluon's and Triton's by the Triton that is installed, builds that plain calls take; `tools/compile_gate.py`
 does all of them. CUDA C++ by nvcc where there is one. Compiled is not the same as run: that takes test_gpu_*.py.
 """
 
