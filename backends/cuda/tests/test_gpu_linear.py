@@ -1,0 +1,121 @@
+"""linear_logprob and linear_policy_loss on a Hopper GPU, with each kernel, against float64; skipped without one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from rlkernel_core.reference.linear_logprob import linear_logprob as reference
+from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as loss_reference
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+
+VARIANTS = ("single", "pair", "pair, products")
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, monkeypatch):
+    from rlkernel_cuda import variants
+
+    tile = variants.SINGLE if request.param == "single" else variants.PAIR
+    monkeypatch.setattr(variants, "LOGITS", tile)
+    monkeypatch.setattr(variants, "PRODUCT", variants.PAIR if "products" in request.param else None)
+    return request.param
+
+
+def case(N=333, D=256, V=5003, **options):
+    g = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, device="cuda", generator=g)
+
+    given = {
+        "hidden": normal(N, D).bfloat16(),
+        "weight": (normal(V, D) * 3 / D**0.5).bfloat16(),
+        "ids": torch.randint(0, V, (N,), device="cuda", generator=g),
+        **options,
+    }
+    if options.get("bias"):
+        given["bias"] = normal(V)
+    if options.get("mask"):
+        given["mask"] = torch.rand(N, device="cuda", generator=g) > 0.5
+        given["hidden"] = torch.where(given["mask"][:, None], given["hidden"], torch.nan)
+    return given
+
+
+def run(operator, given, **more):
+    leaves = {n: given[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in given}
+    out = operator(**{**given, **leaves}, entropy=True, **more)
+    g = torch.Generator("cuda").manual_seed(2)
+    upstream = [torch.randn(out.logprob.shape, device="cuda", generator=g) for _ in range(3)]
+    found = torch.autograd.grad((out.logprob, out.lse, out.entropy), list(leaves.values()), upstream)
+    return out, dict(zip(leaves, found, strict=True))
+
+
+def wide(given):
+    return {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in given.items()}
+
+
+OPTIONS = {
+    "plain": {},
+    "everything": {"bias": True, "softcap": 8.0, "logit_scale": 2.0, "mask": True, "temperature": 0.7},
+    "odd sizes": {"D": 77, "V": 1031},
+}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "save"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients_match_float64(variant, options, mode) -> None:
+    from rlkernel_cuda.linear_logprob import linear_logprob
+
+    given = case(**options)
+    out, grads = run(linear_logprob, given, backward=mode)
+    right, exact = run(reference, wide(given))
+    for name in ("logprob", "lse", "entropy"):
+        torch.testing.assert_close(getattr(out, name).double(), getattr(right, name), atol=2e-4, rtol=1e-5)
+    for name, grad in grads.items():
+        # 2.5e-3 is the contract's; a few thousand roundings together may err by some percent more
+        assert (grad.double() - exact[name]).norm() < 2.7e-3 * exact[name].norm(), name
+
+
+def test_a_row_has_the_same_bits_in_any_batch(variant) -> None:
+    from rlkernel_cuda.linear_logprob import linear_logprob
+
+    given = case(N=1000)
+    whole = linear_logprob(**given).logprob
+    turned = {**given, "hidden": given["hidden"].flip(0), "ids": given["ids"].flip(0)}
+    assert torch.equal(linear_logprob(**turned).logprob.flip(0), whole)
+    for n in (1, 7, 64, 129):
+        part = linear_logprob(given["hidden"][:n], given["weight"], given["ids"][:n])
+        assert torch.equal(part.logprob, whole[:n])
+    saved, _ = run(linear_logprob, given, backward="save")
+    assert torch.equal(saved.logprob, whole)
+
+
+def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
+    from rlkernel_cuda import linear_policy_loss as module
+
+    given = case(N=3000)
+    rest = {"old_logprob": torch.randn(3000, device="cuda") - 6, "advantages": torch.randn(3000, device="cuda")}
+    leaves = {n: given.pop(n).requires_grad_() for n in ("hidden", "weight")}
+    exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
+    want = loss_reference(**exact, **given, **wide(rest), aggregate="token_mean")
+    slopes = torch.autograd.grad(want.loss, list(exact.values()))
+    for kept in (module.KEPT, 2 * 5008 * 1100):
+        monkeypatch.setattr(module, "KEPT", kept)
+        out = module.linear_policy_loss(**leaves, **given, **rest, aggregate="token_mean")
+        torch.testing.assert_close(out.loss.double(), want.loss, atol=1e-4, rtol=1e-4)
+        for have, right in zip(torch.autograd.grad(out.loss, list(leaves.values())), slopes, strict=True):
+            assert (have.double() - right).norm() < 2.7e-3 * right.norm()
+
+
+def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
+    from rlkernel_cuda import variants
+    from rlkernel_cuda.linear_logprob import linear_logprob
+
+    given = case()
+    monkeypatch.setattr(variants, "LOGITS", variants.PAIR)
+    late = linear_logprob(**given).logprob
+    monkeypatch.setattr(variants, "LOGITS", dataclasses.replace(variants.PAIR, lag=False))
+    assert torch.equal(linear_logprob(**given).logprob, late)
