@@ -180,6 +180,13 @@ def test_every_workload_has_a_floor_a_known_operator_and_goals_with_units(work) 
     assert work.ruler is None or work.clock != "device" or work.ruler in PEERS
 
 
+def test_few_rows_are_bound_by_memory_and_many_by_arithmetic() -> None:
+    bound = {w.sizes["M"]: w.compute_bound for w in suites.works(["qmatmul"], "full") if w.sizes["N"] == 28672}
+    assert bound == {1: False, 16: False, 64: True, 128: True, 256: True}
+    assert all(w.compute_bound for w in suites.works(["linear_logprob", "linear_policy_loss"], "full"))
+    assert not any(w.compute_bound for w in suites.works(["logprob", "sample", "advantage"], "full"))
+
+
 def test_names_tell_the_workloads_of_a_suite_apart() -> None:
     for size in SIZES:
         names = [(w.suite, w.op, w.name) for w in suites.works(SUITES, size)]

@@ -207,9 +207,13 @@ def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], eff
         if not run.slow:
             run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
     if work.ruler in rounds:
+        ruler = by_name[work.ruler].found.get("graph", {})
         for name, run in by_name.items():
             shared = rounds[name].keys() & rounds[work.ruler].keys()
             ratios = [rounds[name][i] / rounds[work.ruler][i] for i in shared]
+            mine = run.found.get("graph", {})
+            if "median" in mine and "median" in ruler and not work.compute_bound:  # launches are no part of either
+                ratios = [mine[q] / ruler["median"] for q in ("low", "median", "high")]
             run.found["times_ruler"] = Spread.of(ratios).as_dict() if ratios else None
     return state
 

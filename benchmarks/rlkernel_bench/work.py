@@ -22,6 +22,8 @@ GOALS: Final = {
     "of copy": "at least this share of the copy bandwidth measured in the same run",
     "MiB": "memory beyond results and gradients at most",
 }
+# Operations a byte above which arithmetic takes longer than memory; GPUs since 2020 are between 130 and 300.
+_INTENSE: Final = 100
 # Options about how to measure, not what.
 _UNSAID: Final = ("batch", "chain", "of")
 
@@ -75,7 +77,7 @@ class Work:
     @property
     def compute_bound(self) -> bool:
         """The matrix units decide: such calls are measured back to back, in random order, as ratios."""
-        return self.ruler is not None and self.flops != "0"
+        return self.floor(self.flops) > _INTENSE * self.floor(self.bytes)
 
 
 @dataclass

@@ -31,5 +31,6 @@ PEERS = (
         {name: compiled(make) for name, make in plain.PEERS[0].calls.items()},
         "written here",
         ("cpu", "cuda"),
+        ran="CPU, torch 2.13",
     ),
 )
