@@ -31,6 +31,7 @@ class Attack:
     prop: Callable[[Subject, Any], None]
     examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
     scale: float = 1.0  # examples of a profile times this
+    memory: int = 0  # bytes on a device, without which it is not carried out; on a host it then never is
 
     @property
     def name(self) -> str:
@@ -47,6 +48,7 @@ def attack(
     *,
     examples: tuple[Any, ...] = (),
     scale: float = 1.0,
+    memory: int = 0,
 ) -> Callable[[Callable[[Subject, Any], None]], Callable[[Subject, Any], None]]:
     """Register a property as the attack on a clause of a spec.
 
@@ -61,7 +63,7 @@ def attack(
     op, spec_clause = found[0]
 
     def register(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, Any], None]:
-        ATTACKS[clause] = Attack(op, spec_clause, cases, prop, examples, scale)
+        ATTACKS[clause] = Attack(op, spec_clause, cases, prop, examples, scale, memory)
         return prop
 
     return register

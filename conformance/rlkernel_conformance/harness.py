@@ -14,6 +14,7 @@ from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.memory import room
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.reproduce import script
 from rlkernel_conformance.subject import Subject
@@ -53,6 +54,9 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
             rest.append(
                 Outcome(subject.op, clause.id, clause.title, "not_attacked", message="no attack is written yet")
             )
+        elif attacks[clause.id].memory > room(subject.device):
+            text = f"needs a device with {attacks[clause.id].memory >> 30} GiB free; {subject.device} is not one"
+            rest.append(Outcome(subject.op, clause.id, clause.title, "not_attacked", message=text))
         else:
             due.append(attacks[clause.id])
     return due, rest

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from rlkernel.discover import guarded
 from rlkernel_conformance.subject import Subject
 
 
@@ -53,3 +54,14 @@ def growth(subject: Subject, run: Callable[[], Any], *, times: int) -> int:
             run()
         gc.collect(1)  # what was made of late
     return sum(e.nbytes() for e in profiled.kineto_results.events() if e.name() == "[memory]")
+
+
+def room(device: str) -> int:
+    """Bytes that a large attack may take: what is free on a CUDA device; none on a host, where workers have a limit.
+
+    A device that cannot say has none: what is wrong with it is found where attacks run.
+    """
+    if not device.startswith("cuda"):
+        return 0
+    free, _ = guarded(lambda: torch.cuda.mem_get_info(device)[0])
+    return free or 0

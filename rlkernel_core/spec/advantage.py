@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
-from rlkernel_core.spec.form import OpSpec, spec_only
+from rlkernel_core.spec.form import OpSpec, owed, spec_only
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,6 +190,6 @@ SPEC = OpSpec(
     check=_check,
     needs=needs,
     features=FEATURES,
-    clauses=CLAUSES,
+    clauses=(*CLAUSES, *owed("AD")),
     tolerances=TOLERANCES,
 )

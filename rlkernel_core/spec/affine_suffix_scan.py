@@ -26,6 +26,7 @@ from rlkernel_core.spec.form import (
     Feature,
     OpSpec,
     Tolerance,
+    owed,
     spec_only,
 )
 
@@ -159,6 +160,7 @@ SPEC = OpSpec(
         Clause("SC-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SC-13", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("SC-14", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("SC"),
     ),
     tolerances=(
         Tolerance(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError
-from rlkernel_core.spec.form import Clause, Feature, OpSpec, spec_only
+from rlkernel_core.spec.form import Clause, Feature, OpSpec, owed, spec_only
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable, check_inputs
 from rlkernel_core.tree import first_tensor
 
@@ -288,5 +288,6 @@ SPEC = OpSpec(
         ),
         Clause("GC-24", "no rows", "a bucketed size of 0 gives empty outputs", "accuracy", "buckets"),
         Clause("GC-25", "bad arguments", "a wrong argument raises ArgumentError that names it", "refusal"),
+        *owed("GC"),
     ),
 )

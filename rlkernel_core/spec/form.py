@@ -110,3 +110,40 @@ CAPTURABLE = Feature("capturable", "no host synchronisation and no shape that de
 def spec_only(name: str) -> NoReturn:
     """Body of every signature function."""
     raise SpecError(f"rlkernel_core.spec.{name} is the contract, not an implementation; call rlkernel.{name}")
+
+
+# Clauses of every operator, whatever it computes: the same number means the same sentence in every spec.
+_OWED: Mapping[int, tuple[str, str, str]] = {
+    91: (
+        "no more than it can",
+        "what needs a feature that is not claimed is refused at selection by name; any size is answered or refused so",
+        "refusal",
+    ),
+    92: (
+        "arguments one by one",
+        "what the operator's check refuses is refused by name, by the front door and by what bind hands out",
+        "refusal",
+    ),
+    93: ("all written", "no result depends on what fresh storage held", "side_effect"),
+    94: (
+        "results of its own",
+        "results are plain tensors, no argument's memory where the page does not say so, and later calls leave them",
+        "side_effect",
+    ),
+    95: (
+        "the process stays",
+        "defaults, modes, generators, threads and timers are as before, and nothing runs on in a thread or a stream",
+        "side_effect",
+    ),
+    96: ("nothing kept", "calls whose results are dropped leave no memory behind", "side_effect"),
+}
+
+
+def owed(prefix: str) -> tuple[Clause, ...]:
+    """The clauses of every operator, for the one whose ids start with `prefix`."""
+    return tuple(Clause(f"{prefix}-{number}", title, text, judges) for number, (title, text, judges) in _OWED.items())
+
+
+def prefix_of(spec: OpSpec[Any, Any]) -> str:
+    """What the ids of a spec's clauses start with."""
+    return spec.clauses[0].id.rpartition("-")[0]

@@ -31,6 +31,7 @@ from rlkernel_core.spec.form import (
     Feature,
     OpSpec,
     Tolerance,
+    owed,
     spec_only,
 )
 from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
@@ -334,6 +335,7 @@ SPEC = OpSpec(
             "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
             "law",
         ),
+        *owed("LL"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core.spec import linear_logprob as head
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpSpec, Tolerance, owed, spec_only
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_checks import check_tensors, configure
 from rlkernel_core.spec.policy_kinds import Correction, GammaGate, LossConfig, Rejection
@@ -279,7 +279,7 @@ SPEC = OpSpec(
     needs=_needs,
     keys={**head.SPEC.keys, **loss_keys},
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
-    clauses=CLAUSES,
+    clauses=(*CLAUSES, *owed("LPL")),
     tolerances=(
         Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),
         Tolerance("loss", "bfloat16", 1e-4, 1e-4, "log p within 1e-4 from fp32-accumulated logits"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Clause, Feature, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpSpec, Tolerance, owed, spec_only
 from rlkernel_core.spec.sample import check_request, request_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists, check_no_gradient
@@ -169,6 +169,8 @@ SPEC = OpSpec(
         Clause("LH-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
         Clause("LH-15", "no rows", "N = 0 gives empty results", "accuracy"),
         Clause("LH-16", "bad arguments", "wrong sizes, dtypes and numbers: ArgumentError naming it", "refusal"),
+        Clause("LH-17", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("LH"),
     ),
     tolerances=(
         *TOLERANCES,

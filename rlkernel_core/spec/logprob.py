@@ -38,6 +38,7 @@ from rlkernel_core.spec.form import (
     Feature,
     OpSpec,
     Tolerance,
+    owed,
     spec_only,
 )
 
@@ -331,6 +332,7 @@ SPEC = OpSpec(
             "gradient",
             "grad",
         ),
+        *owed("LP"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-5, 1e-6, "fp32 ulp of an lse near 32 is 3.8e-6; two roundings and a sum"),

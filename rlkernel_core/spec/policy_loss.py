@@ -27,15 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    GRAD,
-    Feature,
-    OpSpec,
-    Tolerance,
-    spec_only,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpSpec, Tolerance, owed, spec_only
 from rlkernel_core.spec.policy_checks import check_tensors, configure
 from rlkernel_core.spec.policy_clauses import CLAUSES
 from rlkernel_core.spec.policy_kinds import (
@@ -287,7 +279,7 @@ SPEC = OpSpec(
     needs=loss_needs,
     keys=keys,
     features=features,
-    clauses=CLAUSES,
+    clauses=(*CLAUSES, *owed("PL")),
     tolerances=(
         Tolerance("loss", "float32", 1e-6, 1e-5, "relative to the sum of |omega l|; fp32 sums of up to 1e6 tokens"),
         Tolerance("loss", "float64", 1e-12, 1e-10, "float64 throughout"),

@@ -37,6 +37,7 @@ from rlkernel_core.spec.form import (
     Feature,
     OpSpec,
     Tolerance,
+    owed,
     spec_only,
 )
 from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
@@ -295,6 +296,7 @@ SPEC = OpSpec(
         Clause("QM-25", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("QM-26", "capture", "captured, replays see new x, LoRA and weights", "capture", "capturable"),
         Clause("QM-27", "bad arguments", "wrong sizes, types, names raise errors naming the argument", "refusal"),
+        *owed("QM"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)

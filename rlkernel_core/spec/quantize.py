@@ -20,7 +20,7 @@ from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.spec import FORMATS, QuantSpec, option_feature, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
 
 if TYPE_CHECKING:
     import torch
@@ -232,6 +232,8 @@ QUANTIZE = OpSpec(
             "refusal",
         ),
         Clause("QZ-15", "no silent detach", "a weight that requires grad is refused unless under no_grad", "refusal"),
+        Clause("QZ-16", "capture without out", CAPTURABLE.text, "capture", "capturable"),
+        *owed("QZ"),
     ),
     tolerances=(
         Tolerance("codes", "any", 0.0, 2.0**-20, "relative distance of w / s from a border; a product with 1 / s"),
@@ -257,6 +259,8 @@ DEQUANTIZE = OpSpec(
         Clause("DQ-06", "unknown layout", "a layout of another backend raises LayoutError", "refusal"),
         Clause("DQ-07", "inputs untouched", "w is not written to; global RNG and defaults stay", "side_effect"),
         Clause("DQ-08", "bad arguments", "no QuantTensor, other dtypes raise errors naming the argument", "refusal"),
+        Clause("DQ-09", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("DQ"),
     ),
     tolerances=(Tolerance("weight", "any", 0.0, 0.0, "the order of operations is fixed: equality of bits"),),
 )
@@ -280,6 +284,7 @@ PREPACK = OpSpec(
             "side_effect",
         ),
         Clause("PP-05", "unknown layout", "a layout id that is not the implementation's raises LayoutError", "refusal"),
+        *owed("PP"),
     ),
     tolerances=(Tolerance("parts", "any", 0.0, 0.0, "bytes are moved, none is changed"),),
 )

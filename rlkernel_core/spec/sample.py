@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Feature, OpSpec, spec_only
+from rlkernel_core.spec.form import Feature, OpSpec, owed, spec_only
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
@@ -186,6 +186,6 @@ SPEC = OpSpec(
     check=check,
     needs=_needs,
     features=(*FEATURES, Feature("bias", "values added to some logits")),
-    clauses=CLAUSES,
+    clauses=(*CLAUSES, *owed("SA")),
     tolerances=TOLERANCES,
 )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -233,6 +233,7 @@ SPEC = OpSpec(
         Clause("SR-10", "bad arguments", "wrong sizes, choices, and what has no effect raise ArgumentError", "refusal"),
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("SR"),
     ),
     tolerances=(
         Tolerance("rewards", "float32", 1e-6, 1e-5, "one exp and a handful of roundings"),

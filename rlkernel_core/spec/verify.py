@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Clause, Feature, OpSpec, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpSpec, owed, spec_only
 from rlkernel_core.spec.sample import LAW, law_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists, check_edits, check_law, check_no_gradient
@@ -192,6 +192,8 @@ SPEC = OpSpec(
         Clause("VF-13", "no drafts", "k_i = 0 is sample; B = 0 gives empty results", "accuracy"),
         Clause("VF-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
         Clause("VF-15", "bad arguments", "wrong sizes, dtypes, both draft laws: ArgumentError naming it", "refusal"),
+        Clause("VF-16", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("VF"),
     ),
     tolerances=TOLERANCES,
 )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,6 +146,7 @@ SPEC = OpSpec(
         Clause("WH-11", "bad arguments", "wrong sizes, dtypes, choices raise ArgumentError", "refusal"),
         Clause("WH-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("WH-13", "capture", CAPTURABLE.text, "capture", "capturable"),
+        *owed("WH"),
     ),
     tolerances=(
         Tolerance("y", "float32", 1e-5, 1e-5, "two pairwise sums and a division"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
@@ -177,3 +178,29 @@ def a_turn_is_one_step(subject: Subject, case: Batch) -> None:
     a, g = (np.stack([row[k] for row in rows]) for k in (0, 1))
     scale = np.maximum(1.0, np.abs(np.stack([a, g])).max((0, 2)))[:, None] * np.sqrt(case.T)
     agree(subject, out, Answer(a, g, scale), case.dtype)
+
+
+@dataclass(frozen=True)
+class Large:
+    """So many tokens and a little more, in rows of `T`."""
+
+    tokens: int
+    T: int = 1024
+
+
+@attack("AD-27", lambda s: st.just(Large(1 << 31)), scale=0.0, memory=64 << 30)
+def the_last_row_of_a_large_batch_is_right(subject: Subject, case: Large) -> None:
+    """Returns of the first and the last row, where offsets in 32 bits have wrapped."""
+    if "kind:returns" not in subject.claims:
+        return
+    dtype = "bfloat16" if "bfloat16" in subject.dtypes else subject.dtypes[0]
+    rows = case.tokens // case.T + 2
+    rewards = torch.zeros(rows, case.T, dtype=getattr(torch, dtype), device=subject.device)
+    for at in (0, -1):
+        rewards[at] = draw.integers((case.T,), 3, at, subject.device).to(rewards.dtype)
+    found = subject(rewards, kind="returns", gamma=0.5).returns
+    for at in (0, -1):
+        back = np.zeros(case.T + 1)
+        for t in range(case.T - 1, -1, -1):
+            back[t] = float(rewards[at, t]) + 0.5 * back[t + 1]
+        close(subject, "advantages", found[at], back[:-1], "float32", scale=4.0)

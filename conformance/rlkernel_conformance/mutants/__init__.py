@@ -59,13 +59,16 @@ class Mutant:
 ZOO: Final[dict[str, Mutant]] = {}
 
 
-def mutant(*kills: str, origin: str, claims: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
+def mutant(
+    *kills: str, origin: str, claims: frozenset[str] = frozenset(), check: str | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Register a planted bug: a function of the reference's implementation and the operator's arguments.
 
     Args:
         *kills: ids of the clauses that must refute it, the one it was planted for first.
         origin: where the bug was seen, or why it is thinkable.
         claims: features it claims though the reference does not.
+        check: its own word on what it can do, as "module:function".
     """
     op = next(name for name, spec in OPERATORS.items() if any(c.id == kills[0] for c in spec.clauses))
     (impl,) = (i for i in reference.impls if i.op == OPERATORS[op].id)
@@ -79,7 +82,7 @@ def mutant(*kills: str, origin: str, claims: frozenset[str] = frozenset()) -> Ca
         name = bug.__name__
         space = import_module(bug.__module__).__dict__
         target = f"{bug.__module__}:{name}_impl"
-        claimed = Impl(op=impl.op, target=target, requires=impl.requires, supports=impl.supports | claims)
+        claimed = Impl(op=impl.op, target=target, requires=impl.requires, supports=impl.supports | claims, check=check)
         impls = tuple(claimed if i is impl else i for i in reference.impls)  # right in everything else
         manifest = Backend(name=f"mutant-{name.replace('_', '-')}", api=API_VERSION, impls=impls)
         space[f"{name}_impl"], space[f"{name}_manifest"] = planted, manifest
@@ -100,4 +103,5 @@ def mutants_of(op: str) -> tuple[Mutant, ...]:
     if op not in MODULES:
         raise UnknownNameError("operator with mutants" if op in OPERATORS else "operator", op, MODULES)
     import_module(f"rlkernel_conformance.mutants.{MODULES[op]}")
+    import_module("rlkernel_conformance.mutants.owed")
     return tuple(m for m in ZOO.values() if m.op == op)

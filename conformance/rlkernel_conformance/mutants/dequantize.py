@@ -118,14 +118,14 @@ def reads_any_layout(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(w if known else replace(w, layout=CANONICAL), **rest)
 
 
-@mutant("DQ-07", origin="codes unpacked in place")
+@mutant("DQ-07", "DQ-09", origin="codes unpacked in place")
 def unpacks_in_place(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     out = reference(w, **rest)
     w.parts["codes"].view(torch.uint8).bitwise_and_(0x7F)
     return out
 
 
-@mutant("DQ-07", origin="results remembered by address (zoo 27)")
+@mutant("DQ-07", "DQ-09", origin="results remembered by address (zoo 27)")
 def remembers_by_address(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     key = (w.parts["codes"].data_ptr(), w.shape, w.spec.kind, w.layout, w.dtype, str(rest))
     if key not in _SEEN:

@@ -218,7 +218,7 @@ def sums_depend_on_the_batch(reference: Any, hidden: Tensor, weight: Tensor, **r
     return replace(out, logprob=out.logprob * (1 + 2**-22 * (hidden.shape[0] > 100)))
 
 
-@mutant("LH-14", "LH-05", "LH-09", "LH-13", origin="the scale folded into the head, in place")
+@mutant("LH-14", "LH-05", "LH-09", "LH-13", "LH-17", origin="the scale folded into the head, in place")
 def scales_the_head_in_place(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
     out = reference(hidden, weight, **rest)
     with torch.no_grad():

@@ -103,6 +103,7 @@ def entropy_of_the_impossible(reference: Any, logits: Tensor, ids: Tensor, **res
     "LP-22",
     "LP-25",
     "LP-27",
+    "LP-23",
     origin="logits divided by the temperature in place (Triebwerk)",
 )
 def divides_in_place(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
@@ -206,6 +207,7 @@ def depends_on_the_batch(reference: Any, logits: Tensor, ids: Tensor, **rest: An
     "LP-21",
     "LP-25",
     "LP-26",
+    "LP-23",
     origin="floating atomics, declared deterministic (RL.cu)",
 )
 def differs_from_call_to_call(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:

@@ -149,7 +149,7 @@ def stale_scales(reference: Any, weight: Tensor, format: Any, *, out: Any = None
     return out
 
 
-@mutant("QZ-11", "QZ-04", "QZ-09", "QZ-10", "QZ-13", origin="the weight scaled in place")
+@mutant("QZ-11", "QZ-04", "QZ-09", "QZ-10", "QZ-13", "QZ-16", origin="the weight scaled in place")
 def scales_in_place(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     w = reference(weight, format, **rest)
     with torch.no_grad():
@@ -169,6 +169,7 @@ def scales_in_place(reference: Any, weight: Tensor, format: Any, **rest: Any) ->
     "QZ-10",
     "QZ-13",
     "QZ-15",
+    "QZ-16",
     origin="stochastic rounding that nobody asked for",
 )
 def differs_from_call_to_call(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
@@ -179,7 +180,7 @@ def differs_from_call_to_call(reference: Any, weight: Tensor, format: Any, **res
     return w
 
 
-@mutant("QZ-13", origin="a test for NaN that waits for the device")
+@mutant("QZ-13", "QZ-16", origin="a test for NaN that waits for the device")
 def synchronises(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     weight.isnan().any().item()
     return reference(weight, format, **rest)

@@ -194,7 +194,7 @@ def no_drafts_fail(reference: Any, target_logits: Tensor, draft_ids: Tensor, **r
     return reference(target_logits, draft_ids, **rest)
 
 
-@mutant("VF-14", origin="rejected drafts overwritten in the caller's buffer")
+@mutant("VF-14", "VF-16", origin="rejected drafts overwritten in the caller's buffer")
 def writes_over_the_drafts(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     out = reference(target_logits, draft_ids, **rest)
     draft_ids.fill_(-1)

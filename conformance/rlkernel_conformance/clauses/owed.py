@@ -1,0 +1,289 @@
+"""Attacks on the clauses that every operator has, whatever it computes: numbers 91 to 96 of each spec.
+
+They are built from the spec itself (signature, features, check) and from one plain call of the operator; so is "may
+run in a graph", where an operator has no attack of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import rlkernel
+from rlkernel.decide import arguments
+from rlkernel.discover import guarded
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.specimens import Call, calls
+from rlkernel_conformance.compare import Violation, plain, require, same_bits
+from rlkernel_conformance.conduct import leaves, same_results
+from rlkernel_conformance.fresh import Poisoned
+from rlkernel_conformance.graphs import replays
+from rlkernel_conformance.memory import growth
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ArgumentError, ResolutionError, RLKernelError
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_core.tree import flatten
+
+SIZES: Final = (1, 2, 3, 5, 8, 11, 17)
+# What no argument of any operator is, and numbers at the ends of every range.
+BAD: Final[Mapping[str, Any]] = {
+    "an object": object(),
+    "a complex number": 1 + 2j,
+    "bytes": b"seven",
+    "a string": "no_such_choice",
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-1": -1,
+    "-1.5": -1.5,
+    "0": 0,
+    "10**400": 10**400,
+    "True": True,
+    "a list": [1.0, 2.0],
+    "None": None,
+}
+# Arguments of other shapes and dtypes, made of the good one.
+BENT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "one more dimension": lambda x: x[None],
+    "a row less": lambda x: x[:-1],
+    "a row more": lambda x: torch.cat([x, x[:1]]),
+    "five dimensions": lambda x: x.reshape(1, 1, 1, 1, -1),
+    "a complex tensor": lambda x: x.to(torch.complex64),
+    "a bool tensor": lambda x: x.bool(),
+    "an integer tensor": lambda x: x.long(),
+    "a float tensor": lambda x: x.float(),
+}
+# Operators whose results may be memory of an argument, as their pages say.
+SHARED: Final = {"prepack": ("w",)}
+
+
+def refuses_what_it_cannot_do(subject: Subject, case: Call) -> None:
+    """Every feature that is not claimed; then calls of many sizes, each answered or refused with a Reason."""
+    for feature, given in _unclaimed(subject, case):
+        _, error = guarded(lambda given=given: subject(**given))  # type: ignore[misc]
+        named = isinstance(error, ResolutionError) and feature in str(error)
+        require(named, f"a call that needs {feature}, which is not claimed: {error!r}")
+    for rows in SIZES:
+        sized = Call(case.seed, rows)
+        _, error = guarded(lambda sized=sized: sized.run(subject))  # type: ignore[misc]
+        require(
+            error is None or isinstance(error, ResolutionError), f"a call of {rows} rows is taken, and fails: {error!r}"
+        )
+
+
+def _unclaimed(subject: Subject, case: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Features that are not claimed, each with a call that needs it and that the operator's check lets through."""
+    spec, good = subject.spec, case.given(subject)
+    words = [f.name.partition(":")[2] for f in spec.features if ":" in f.name]
+    for name, parameter in spec.parameters.items():
+        values = {"bool": (True,), "str": words, "str | None": words, "int": (1, 3), "float": (0.5,)}
+        for value in values.get(str(parameter.annotation), ()):
+            given = {**good, name: value}
+            needed, error = guarded(lambda given=given: _needs(subject, given))  # type: ignore[misc]
+            if error is None and needed:
+                yield min(needed), given
+
+
+def _needs(subject: Subject, given: dict[str, Any]) -> frozenset[str]:
+    full = arguments(subject.spec, (), given)
+    if subject.spec.check is not None:
+        subject.spec.check(**full)
+    return subject.spec.needs(full) - subject.claims
+
+
+def refuses_bad_arguments_by_name(subject: Subject, case: Call) -> None:
+    """Each argument in turn becomes what the operator's check refuses; for the front door and for what bind gives."""
+    spec, good = subject.spec, case.given(subject)
+    if spec.check is None:
+        return
+    check = spec.check
+    check(**arguments(spec, (), good))
+    subject(**good)
+    raw = getattr(rlkernel, subject.op).bind(**good)
+    for name, what, bad in _bad(good, spec.parameters):
+        given = {**good, name: bad}
+        _, expected = guarded(lambda given=given: check(**arguments(spec, (), given)))  # type: ignore[misc]
+        if not isinstance(expected, RLKernelError):
+            continue
+        for door, call in (("the front door", subject), ("the bound implementation", raw)):
+            _, error = guarded(lambda call=call, given=given: call(**given))  # type: ignore[misc]
+            if error is None:
+                raise Violation(f"{name}={what} is accepted by {door}; the operator's check says: {expected}")
+            require(isinstance(error, RLKernelError), f"{name}={what} fails in {door} with {error!r}")
+            if isinstance(expected, ArgumentError) and isinstance(error, ArgumentError):
+                known = {expected.argument, name, spec.primary}
+                require(error.argument in known, f"{door} blames {name}={what} on {error.argument}")
+
+
+def _bad(good: Mapping[str, Any], parameters: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    for name in parameters:
+        yield from ((name, what, value) for what, value in BAD.items())
+        x = good.get(name)
+        if isinstance(x, Tensor) and x.dim():
+            yield from ((name, what, bend(x)) for what, bend in BENT.items())
+
+
+def writes_all_of_its_results(subject: Subject, case: Call) -> None:
+    """Fresh storage that holds NaN and the largest integers, against fresh storage that holds small numbers."""
+    with Poisoned(high=False):
+        low = case.run(subject)
+    with Poisoned(high=True):
+        high = case.run(subject)
+    if "deterministic" in subject.claims or "deterministic" not in subject.spec.feature_names:
+        same_results(high, low, "when fresh storage holds something else")
+        return
+    for name, x in leaves(low).items():
+        near = torch.allclose(leaves(high)[name].double(), x.double(), 1e-4, 1e-4, equal_nan=True)
+        require(near, f"{name} depends on what fresh storage held")
+
+
+def gives_results_of_its_own(subject: Subject, case: Call) -> None:
+    """Plain tensors, apart from arguments and from the results of other calls, which leave them as they are."""
+    given = case.given(subject)
+    first = leaves(case.run(subject, given))
+    kept = {n: x.detach().clone() for n, x in first.items()}
+    second = leaves(Call(case.seed + 1, case.N).run(subject))
+    theirs = {_place(x): name for name, x in leaves(given).items() if x.numel()}
+    later = {_place(x): name for name, x in second.items() if x.numel()}
+    for name, x in first.items():
+        _ = x if x.element_size() == 1 else plain(x, name)  # 8-bit floats have no numpy
+        require(type(x) in {Tensor, torch.nn.Parameter}, f"{name} is a {type(x).__name__}, not a torch.Tensor")
+        owner = theirs.get(_place(x), "")
+        allowed = any(owner.startswith(a) for a in SHARED.get(subject.op, ()))
+        require(not owner or not x.numel() or allowed, f"{name} is memory of the argument {owner}")
+        require(not x.numel() or _place(x) not in later, f"{name} is memory of a later result")
+        same_bits(name, x, kept[name], "after a later call")
+
+
+def _place(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+State = tuple[Callable[[], Any], Callable[[Any], object]]
+# What a call could change for the rest of the process: how to read it, and how to put it back.
+PROCESS: Final[Mapping[str, State]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the default device": (torch.get_default_device, torch.set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "inference mode": (torch.is_inference_mode_enabled, lambda _: None),
+    "autocast": (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
+    "determinism": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "denormals": (lambda: bool(torch.tensor(1e-40) * 1 != 0), lambda kept: torch.set_flush_denormal(not kept)),
+    "the generator": (lambda: torch.get_rng_state().tolist(), lambda s: torch.set_rng_state(torch.tensor(s).byte())),
+}
+# Functions that measure time, as they were before any backend was loaded.
+TIMERS: Final[Mapping[tuple[Any, str], Any]] = {
+    **{(time, n): getattr(time, n) for n in ("perf_counter", "perf_counter_ns", "time", "monotonic", "process_time")},
+    **{(torch.cuda, n): getattr(torch.cuda, n) for n in ("Event", "synchronize")},
+    **{(torch.cuda.Event, n): getattr(torch.cuda.Event, n) for n in ("record", "elapsed_time", "synchronize")},
+}
+
+
+def leaves_the_process_as_it_is(subject: Subject, case: Call) -> None:
+    """Defaults and modes, threads, timers; on a CUDA device also streams."""
+    for unusual in (False, True):
+        with _restored(), _unusual() if unusual else _usual():
+            before = {name: read() for name, (read, _) in PROCESS.items()}
+            running = set(threading.enumerate())
+            given = case.given(subject)
+            held = {n: x.detach().clone() for n, x in leaves(given).items()}
+            out = case.run(subject, given)
+            _is_done(subject, out)
+            for name, (read, _) in PROCESS.items():
+                now = read()
+                said = "moved" if name == "the generator" else f"is {now}, was {before[name]}"
+                require(now == before[name], f"{name} {said}")
+            more = [t.name for t in threading.enumerate() if t not in running]
+            require(not more, f"threads run on: {more}")
+            for (owner, name), true in TIMERS.items():
+                require(getattr(owner, name) is true, f"{owner.__name__}.{name} was replaced")
+            for name, x in leaves(given).items():
+                same_bits(name, x, held[name], "after the call")
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """The process and its timers are put back at the end."""
+    before = {name: read() for name, (read, _) in PROCESS.items()}
+    try:
+        yield
+    finally:
+        for (owner, name), true in TIMERS.items():
+            setattr(owner, name, true)
+        for name, (read, write) in PROCESS.items():
+            if read() != before[name]:
+                write(before[name])
+
+
+@contextmanager
+def _usual() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _unusual() -> Iterator[None]:
+    """Everything is set to what it mostly is not: what is put back to the usual shows."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    with torch.no_grad():
+        yield
+
+
+def _is_done(subject: Subject, out: Any) -> None:
+    """What this stream sees of the results is what they are when everything has ended."""
+    if not subject.device.startswith("cuda"):
+        return
+    torch.cuda.current_stream().synchronize()
+    early = {n: x.detach().clone() for n, x in leaves(out).items()}
+    torch.cuda.synchronize()
+    for name, x in leaves(out).items():
+        same_bits(name, x, early[name], "when side streams are done")
+
+
+def keeps_no_memory(subject: Subject, case: Call) -> None:
+    """Bytes that three calls leave behind, when two were made before."""
+    given = case.given(subject)
+    grown = growth(subject, lambda: case.run(subject, given), times=3)
+    require(grown <= 0, f"three calls leave {grown} bytes behind")
+
+
+def runs_in_a_graph(subject: Subject, case: Call) -> None:
+    """Recorded with some tensors, replayed with others."""
+    found = [flatten(Call(seed, case.N).given(subject)) for seed in (case.seed, case.seed + 77)]
+    (first, structure), (second, _) = found
+    names = structure.names()
+    tensors = [
+        {n: x for n, x in zip(names, values, strict=True) if isinstance(x, Tensor)} for values in (first, second)
+    ]
+
+    def call(**given: Tensor) -> Any:
+        return subject(**structure.build([given.get(n, x) for n, x in zip(names, first, strict=True)]))
+
+    replays(subject, tensors[0], tensors[1], call)
+
+
+ATTACKED: Final = {
+    91: (refuses_what_it_cannot_do, 0.1),
+    92: (refuses_bad_arguments_by_name, 0.1),
+    93: (writes_all_of_its_results, 0.2),
+    94: (gives_results_of_its_own, 0.2),
+    95: (leaves_the_process_as_it_is, 0.2),
+    96: (keeps_no_memory, 0.05),
+}
+GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")
+
+for _spec in OPERATORS.values():
+    for _clause in owed(prefix_of(_spec)):
+        _prop, _scale = ATTACKED[int(_clause.id.rpartition("-")[2])]
+        attack(_clause.id, calls, scale=_scale)(_prop)
+for _id in GRAPHS:
+    attack(_id, calls, scale=0.2)(runs_in_a_graph)

@@ -1,0 +1,101 @@
+"""Clauses that every operator has: the reference keeps them, and each bug dies on just the one it was planted for."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_conformance.attack import Attack
+from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.clauses.advantage_steps import Large
+from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.fresh import Poisoned
+from rlkernel_conformance.harness import carry_out, clauses_of
+from rlkernel_conformance.mutants import Mutant, mutants_of
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import owed, prefix_of
+
+FEW = Profile("test", 2, 60)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    rlk.refresh()
+    yield
+    rlk.refresh()
+
+
+def common(op: str) -> list[Attack]:
+    wanted = {c.id for c in owed(prefix_of(OPERATORS[op]))}
+    return [a for a in attacks_on(op) if a.clause.id in wanted]
+
+
+def failed(subject: Subject) -> dict[str, str]:
+    with subject.chosen():
+        outcomes = [carry_out(subject, a, FEW, shrink=False) for a in common(subject.op)]
+    return {o.clause: o.message for o in outcomes if o.failed}
+
+
+def bugs(op: str) -> list[Mutant]:
+    wanted = {a.clause.id for a in common(op)}
+    return [m for m in mutants_of(op) if m.planted in wanted]
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_the_reference_keeps_what_every_operator_owes(op) -> None:
+    assert failed(Subject("reference", op)) == {}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_each_bug_dies_on_the_clause_it_was_planted_for_and_on_no_other_of_these(op) -> None:
+    died = {}
+    for bug in bugs(op):
+        with rlk.registered(bug.manifest):
+            died[bug.name] = set(failed(Subject(bug.manifest.name, op)))
+    assert died == {bug.name: {bug.planted} for bug in bugs(op)}
+    assert {bug.planted for bug in bugs(op)} == {a.clause.id for a in common(op)}
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_the_same_number_is_the_same_sentence(op) -> None:
+    texts = {c.id.rpartition("-")[2]: c.text for c in OPERATORS[op].clauses[-6:]}
+    assert texts == {c.id.rpartition("-")[2]: c.text for c in owed("LP")}
+
+
+def test_fresh_storage_is_poisoned_and_what_is_written_is_not() -> None:
+    with Poisoned(high=True):
+        assert torch.empty(3).isnan().all()
+        assert torch.empty_like(torch.ones(2, dtype=torch.int64)).tolist() == [2**63 - 1] * 2
+        assert torch.ones(2).new_empty(2).isnan().all()
+        assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]
+
+
+@functools.wraps(advantage)
+def wraps_at_4096(rewards, **rest):
+    """As offsets in 32 bits wrap at 2^31, these wrap at 2^12: the last row is written to the first."""
+    out = advantage(rewards, **rest)
+    if rewards.numel() > 4096:
+        out.returns[0] = out.returns[-1]
+        out.returns[-1] = 0
+    return out
+
+
+def test_the_attack_on_large_batches_finds_offsets_that_wrap() -> None:
+    attack = next(a for a in attacks_on("advantage") if a.clause.id == "AD-27")
+    right, wrong = Subject("reference", "advantage"), Subject("wraps", "advantage")
+    claims = OPERATORS["advantage"].feature_names
+    target = f"{__name__}:wraps_at_4096"
+    impl = Impl(op="advantage@1", target=target, requires=Requires(device="*"), supports=claims)
+    with rlk.registered(Backend(name="wraps", api=API_VERSION, impls=(impl,))):
+        assert "64 GiB" in next(o.message for o in clauses_of(wrong)[1] if o.clause == "AD-27")
+        with right.chosen():
+            attack.prop(right, Large(5000, T=64))
+        with wrong.chosen(), pytest.raises(Violation, match="times the tolerance"):
+            attack.prop(wrong, Large(5000, T=64))
