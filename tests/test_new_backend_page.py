@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
+from rlkernel.config import validated
 from tests.environments import Environment, environment
 from tests.test_docs import ROOT, Block, assert_printed, blocks, sessions
 
@@ -28,8 +31,10 @@ def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> No
             edit(folder / block.options["in"], block)
         elif block.language == "python":
             environment.run("python", "-c", block.code, cwd=folder)
+        elif block.language == "toml":
+            described(tomllib.loads(block.code), tomllib.loads((folder / "pyproject.toml").read_text()))
         else:
-            assert block.language in {"text", "toml"}, i
+            assert block.language == "text", i
     with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
         assert "rlkernel_acme/whiten.py" in wheel.namelist()
 
@@ -46,6 +51,15 @@ def carried_out(environment: Environment, command: str, folder: Path) -> Path:
 def said(environment: Environment, command: str, folder: Path, expected: int) -> str:
     done: subprocess.CompletedProcess[str] = environment.run(*shlex.split(command), cwd=folder, expected=expected)
     return done.stdout
+
+
+def described(shown: dict[str, Any], project: dict[str, Any]) -> None:
+    """A table of the page is one that rlkernel takes, or stands in the project so."""
+    if "rlkernel" in shown:
+        validated(shown["rlkernel"], PAGE.name, {"acme"})
+    else:
+        entry = shown["project"]["entry-points"]
+        assert entry == project["project"]["entry-points"]
 
 
 def edit(path: Path, block: Block) -> None:
