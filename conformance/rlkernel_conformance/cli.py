@@ -30,6 +30,7 @@ EXAMPLES: Final = (
     ("rlkernel conformance mutants --hostile", "backends that crash, hang, leak and lie: is each called what it is?"),
     ("rlkernel conformance tolerances --op qmatmul", "how close is close, and where each number comes from"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
+    ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
     ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's table"),
 )
 EXITS: Final = {
@@ -40,6 +41,7 @@ EXITS: Final = {
 _ACTIONS: Final = {"run": (1, 1), "mutants": (0, 0), "report": (1, 1), "compare": (2, 2)} | {
     "tolerances": (0, 0),
     "table": (0, 1),
+    "parity": (2, 2),
 }
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
 _REPORTS: Final = Path("conformance/reports")
@@ -65,7 +67,7 @@ def command(
     action: Annotated[
         str,
         typer.Argument(
-            help="run BACKEND, mutants, report REPORT, compare OLD NEW, tolerances, or table [FILE].",
+            help="run BACKEND, mutants, report REPORT, compare OLD NEW, parity A B, tolerances, or table [FILE].",
         ),
     ],
     words: Annotated[
@@ -123,6 +125,7 @@ def command(
         "compare": _compare,
         "tolerances": _tolerances,
         "table": _table,
+        "parity": _parity,
     }
     if not acts[action](*given, effort=effort):
         raise typer.Exit(1)
@@ -229,4 +232,15 @@ def _table(path: str | None = None, *, effort: _Effort) -> bool:
         typer.echo(table(_REPORTS))
     else:
         write(Path(path), _REPORTS)
+    return True
+
+
+def _parity(a: str, b: str, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.parity import markdown, parity
+
+    found = parity(a, b, ops=effort.ops, device=effort.devices[0])
+    if effort.json:
+        print_json(found)
+    else:
+        typer.echo(markdown(found))
     return True
