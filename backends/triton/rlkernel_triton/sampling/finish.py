@@ -38,7 +38,9 @@ def merged(best, total, S, SP: tl.constexpr):
     return top, tl.sum(tl.where(m > -float("inf"), z * tl.exp(y), 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot", "invalid_token"])
+@triton.jit(
+    do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot", "invalid_token"]
+)
 def finish(
     x,  # [N, V] logits
     row_stride,
