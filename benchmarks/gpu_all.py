@@ -104,7 +104,7 @@ class Session:
 
 def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
     """The GPU tests of the reference and of every backend, as jobs; each returns its counts and failures."""
-    targets = {"reference": ROOT / "tests" / "test_cuda.py"}
+    targets = {"reference": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
     targets |= {name: folder / "tests" for name, folder in folders.items() if any(folder.glob("tests/test_*.py"))}
 
     def one(name: str, target: Path) -> dict[str, Any]:
