@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from rlkernel_bench import ceilings
 from rlkernel_bench.measure import Effort
 from rlkernel_bench.run import fails, run
