@@ -141,9 +141,10 @@ def linear_policy_loss(
             T / logit_scale, None if softcap is None else softcap / logit_scale, counted, R,
         )  # fmt: skip
         early = _needs_all(config, old_logprob, rollout_logprob)
+        z = torch.empty(min(R, N), V, dtype=torch.float32, device=ids.device)
         if early or not any(needs):
             for rows in head.blocks():
-                head.law(rows, head.logits(rows), logprob, H)
+                head.law(rows, head.logits(rows, z), logprob, H)
         batch = LossBatch.of(
             config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
             ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
@@ -159,13 +160,13 @@ def linear_policy_loss(
         if early:
             batch.run(logprob, H, g, g_entropy, partial)
         into = _Gradients.of(flat, weight, bias, needs)
+        dz = torch.empty_like(z, dtype=torch.float32 if weight.numel() <= SMALL else hidden.dtype)
         for rows in head.blocks():
-            z = head.logits(rows)
-            law = head.law(rows, z, logprob, H)
+            logits = head.logits(rows, z)
+            law = head.law(rows, logits, logprob, H)
             if not early:
                 batch.run(logprob, H, g, g_entropy, partial, first=rows.start, tokens=rows.stop - rows.start)
-            head.backward(rows, z, law, g, g_entropy, into)
-            del z, law  # before the next block's logits are made
+            head.backward(rows, logits, law, g, g_entropy, dz, into)
         value, stats = batch.summary(partial, entropy=entropy)
     d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
     made = (d_hidden, into.weight, into.bias)
@@ -228,9 +229,9 @@ class _Head:
         x = self.hidden[rows]
         return x if self.counted is None else torch.where(self.counted[rows, None], x, 0.0).to(x.dtype)
 
-    def logits(self, rows: slice) -> Tensor:
-        """[R, V] fp32, before cap and temperature."""
-        z = product(self.rows(rows), self.weight.T)
+    def logits(self, rows: slice, room: Tensor) -> Tensor:
+        """[R, V] fp32, before cap and temperature, in `room`."""
+        z = product(self.rows(rows), self.weight.T, room[: rows.stop - rows.start])
         return z if self.bias is None else z.add_(self.bias)
 
     def temperature(self, rows: slice) -> float | Tensor:
@@ -249,17 +250,18 @@ class _Head:
             H.view(-1)[rows] = row.entropy
         return row
 
-    def backward(self, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, into: _Gradients) -> None:
-        """Add the gradients that a block's rows make."""
+    def backward(
+        self, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, room: Tensor, into: _Gradients
+    ) -> None:
+        """Add the gradients that a block's rows make; `room` is for the gradient of its logits."""
         mask = None if self.counted is None else self.counted[rows]
-        small = self.weight.numel() <= SMALL
-        dz = torch.empty(z.shape, dtype=torch.float32 if small else self.hidden.dtype, device=z.device)
+        dz = room[: rows.stop - rows.start]
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
         slopes(
             z, self.ids[rows], self.temperature(rows), mask, law.invalid, law.saved, None, self.softcap, up, dz
         )  # fmt: skip
         if into.hidden is not None:
-            if small:
+            if dz.dtype != self.weight.dtype:
                 into.hidden[rows] = product(dz, self.weight)
             else:
                 with full_precision(dz):
@@ -292,17 +294,14 @@ class _Gradients:
 
 def product(a: Tensor, b: Tensor, into: Tensor | None = None, *, first: bool = True) -> Tensor:
     """A b in fp32, added to `into` unless it is the first; operands of 16 bits keep fp32 sums and are not rounded."""
+    wide = a.dtype == torch.float32 or not a.is_cuda
+    more: dict[str, torch.dtype] = {} if wide else {"out_dtype": torch.float32}
     with full_precision(a):
-        if a.dtype == torch.float32 or not a.is_cuda:
+        if wide:
             a, b = a.float(), b.float()
-            if into is None:
-                return torch.mm(a, b)
-            return torch.mm(a, b, out=into) if first else into.addmm_(a, b)
         if into is None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        if first:
-            return torch.mm(a, b, out_dtype=torch.float32, out=into)
-        return torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+            return torch.mm(a, b, **more)
+        return torch.mm(a, b, out=into, **more) if first else torch.addmm(into, a, b, out=into, **more)
 
 
 def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
