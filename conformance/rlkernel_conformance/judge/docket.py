@@ -132,6 +132,12 @@ class Docket:
             del self.cases[old]
         return case
 
+    def idlest(self) -> str:
+        """The device with the shortest line, of those in service where there are any."""
+        return min(
+            self.devices.values(), key=lambda d: (d.complaint is not None, d.line.qsize(), d.running is not None)
+        ).name
+
     async def cancel(self, case: Case) -> None:
         """Nobody wants the verdict any more."""
         if not case.done.is_set():
@@ -182,12 +188,14 @@ class Docket:
         try:
             async with asyncio.timeout(float(case.task["limit_s"]) + _GRACE_S):
                 out, _ = await case.process.communicate(json.dumps(asked).encode())
-            answer: dict[str, Any] = json.loads(out)
+            answer = json.loads(out or b"{}")
         except TimeoutError:
             return {"error": "the trial did not end in time"}
         except ValueError:
-            return {"error": f"the trial's process ended with {case.process.returncode} and without a verdict"}
-        return answer
+            answer = {}
+        if isinstance(answer, dict) and answer.keys() & {"verdict", "error"}:
+            return answer
+        return {"error": f"the trial's process ended with {case.process.returncode} and without a verdict"}
 
     async def _look(self, device: Device) -> str | None:
         process = await asyncio.create_subprocess_exec(

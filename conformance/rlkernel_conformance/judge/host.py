@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +53,7 @@ class _Host:
         import torch
 
         from rlkernel.discover import guarded
+        from rlkernel_conformance.fresh import Poisoned
         from rlkernel_conformance.judge import watched, wire, workloads
 
         self.torch, self.wire, self.watched, self.workloads = torch, wire, watched, workloads
@@ -60,7 +62,7 @@ class _Host:
         self.sync: Callable[[], Any] = torch.cuda.synchronize if self.cuda else lambda: None
         self.event = partial(torch.cuda.Event, enable_timing=True)
         self.elapsed = torch.cuda.Event.elapsed_time
-        self.full, self.equal = torch.full, torch.equal
+        self.equal, self.poisoned = torch.equal, Poisoned
         self.channel, self.device, self.folder, self.facts = channel, device, folder, facts
         self.run: Callable[..., Any] | None = None
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
@@ -77,7 +79,10 @@ class _Host:
             except self.wire.Closed:
                 return
             words, tensors = self.wire.take(header, blocks, self.device)
-            answer, error = self.guarded(lambda w=words, t=tensors: self._answer(w, t))
+            try:
+                answer, error = self.guarded(lambda w=words, t=tensors: self._answer(w, t))
+            except KeyboardInterrupt as interrupt:  # raised by the candidate: nobody is at a keyboard
+                answer, error = None, interrupt
             said, results = answer or ({"error": _told(error, self.folder)}, [])
             said["number"] = words["number"]
             self.send(self.channel, json.dumps(said).encode(), results)
@@ -123,12 +128,15 @@ class _Host:
         return self.run(**left)
 
     def do_call(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        """One call, with what it left behind: written inputs, a moved generator, aliases, work on other streams."""
+        """One call, with what it left behind: written inputs, a moved generator, aliases, work on other streams.
+
+        `fresh` says what memory holds that the candidate asks for without content: NaN, 1, or whatever was there.
+        """
         torch, flat = self.torch, self.wire.flat
         kept = [flat(x).clone() for x in tensors]
         state, modes = torch.get_rng_state(), _modes(torch)
-        self._poison(words.get("sizes", ()))
-        with torch.set_grad_enabled(words["grad"]):
+        fresh = nullcontext() if words["fresh"] is None else self.poisoned(high=words["fresh"])
+        with torch.set_grad_enabled(words["grad"]), fresh:
             result = self._call(words["given"], words["defaults"])
         stray = self._stray()
         told_tensors: list[Any] = []
@@ -155,11 +163,6 @@ class _Host:
             "call": True,
         }
         return said, [*told_tensors, *(flat(tensors[i]) for i in written)]
-
-    def _poison(self, sizes: Any) -> None:
-        """Fill memory that the next allocations of these sizes get with NaN: what is not written shows."""
-        blocks = [self.full((max(1, size // 4),), float("nan"), device=self.device) for size in sizes for _ in range(2)]
-        del blocks
 
     def _stray(self) -> float:
         """Seconds of work that the current stream does not wait for."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.judge.agree import by_value, definition, difference
-from rlkernel_conformance.judge.remote import CandidateError, Seat
+from rlkernel_conformance.judge.remote import CandidateError, Seat, gathered
 from rlkernel_conformance.judge.verdict import ProbeTold
 from rlkernel_conformance.judge.workloads import SHARES, defaults, draw, leaves, small
 from rlkernel_core.errors import ArgumentError, LayoutError
@@ -116,10 +116,19 @@ def _held(bench: _Bench) -> str:
     return ""
 
 
+def _written(bench: _Bench) -> str:
+    """No result depends on what fresh memory holds."""
+    with torch.no_grad():
+        expected = bench.run(**by_value(bench.sets[0]))
+        found = [gathered(bench.seat, by_value(bench.sets[0]), fresh=high) for high in (True, False)]
+    wrong = next((text for f in found if (text := difference(f, expected, bench.dtype))), "")
+    return f"on fresh memory it {wrong}" if wrong else ""
+
+
 def _stray(bench: _Bench) -> str:
     """No work is left where the caller's stream does not wait for it."""
     given = by_value(bench.sets[0])
-    said, _, _ = bench.seat.ask("call", given=given, defaults=bench.plain, grad=False, sizes=bench.seat.sizes)
+    said, _, _ = bench.seat.ask("call", given=given, defaults=bench.plain, grad=False, fresh=None)
     seconds = float(said["conduct"]["stray_s"])
     return f"{seconds * 1e3:.2f} ms of work lie on another stream" if seconds > STRAY_S else ""
 
@@ -141,6 +150,7 @@ _PROBES: Final[dict[str, Callable[[_Bench], str]]] = {
     "not cached by address": _address,
     "not cached by fingerprint": _fingerprint,
     "results stay": _held,
+    "all written": _written,
     "no stray work": _stray,
     "nothing borrowed": _unborrowed,
     REPLACED: _unreplaced,

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ import rlkernel
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.judge import sandbox, wire, workloads
+from rlkernel_conformance.judge import answers, sandbox, wire, workloads
 from rlkernel_core.errors import ArgumentError, LayoutError, RLKernelError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.reference import backend as reference
@@ -54,21 +54,20 @@ class Seat:
     def __init__(self, cage: sandbox.Cage, op: str, device: str, limits: sandbox.Limits) -> None:
         self.op, self.device, self.number = op, device, 0
         self.lost: Lost | None = None
-        self.sizes: list[int] = []  # bytes of the last results: memory of these sizes is poisoned before the next call
         self.until = time.monotonic() + STARTING_S  # when the next answers must be there
         self.facts: Mapping[str, Any] = {}
         self._stack = ExitStack()
-        self._scratch = self._stack.enter_context(sandbox.private_folder(cage))
+        self.scratch = self._stack.enter_context(sandbox.private_folder(cage))
         self._socket, theirs = socket.socketpair()
         threads = torch.get_num_threads()
         job = json.dumps({"device": device, "limits": asdict(limits), "threads": threads})
         with theirs:
             self._process: subprocess.Popen[bytes] = cage.start(
-                "rlkernel_conformance.judge.host", self._scratch, str(theirs.fileno()), job,
+                "rlkernel_conformance.judge.host", self.scratch, str(theirs.fileno()), job,
                 keep=(theirs.fileno(),), OMP_NUM_THREADS=str(threads),
             )  # fmt: skip
         self._stack.callback(self._socket.close)
-        self._stack.callback(sandbox.end, self._process, self._scratch)
+        self._stack.callback(sandbox.end, self._process, self.scratch)
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +101,12 @@ class Seat:
             self._lose("protocol_error", "an answer that is none")
         if "error" in said:
             self._raise(said["error"])
-        return said, answered, sent
+        checked, error = guarded(lambda: answers.read(what, said))
+        if error is not None or checked is None:
+            self._lose("protocol_error", f"an answer that is none to {what!r}")
+        if what == "call" and not _fits(checked, answered, sent):
+            self._lose("protocol_error", "tensors that are not those it names")
+        return checked, answered, sent
 
     def result(self, said: Mapping[str, Any], blocks: list[bytearray]) -> Any:
         """The result in an answer.
@@ -133,17 +137,17 @@ class Seat:
             )
         return found
 
-    def _raise(self, told: Any) -> None:
+    def _raise(self, told: Any) -> NoReturn:
         if not isinstance(told, dict):
             self._lose("protocol_error", "an error that is none")
         if told.get("argument"):
-            raise ArgumentError(*(str(x) for x in told["argument"]))
+            raise ArgumentError(*([str(x) for x in told["argument"]] + [""] * 4)[:4])
         if told.get("type") == "LayoutError":
             raise LayoutError(str(told.get("text")))
         where = f" (line {told['line']})" if told.get("line") else ""
         raise CandidateError(f"{told.get('type')}: {told.get('text')}{where}")
 
-    def _lose(self, fault: str, message: str) -> None:
+    def _lose(self, fault: str, message: str) -> NoReturn:
         text = message if fault in {"timeout", "protocol_error"} else faults.FAULTS[fault]
         self.lost = Lost(fault, text)
         raise self.lost
@@ -153,12 +157,12 @@ class Seat:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "protocol_error"
-        if status > 128:  # bubblewrap tells a signal as a shell does
+        if status > 128:  # across name spaces a signal is told as shells do
             status = 128 - status
         return "timeout" if status == -signal.SIGXCPU else faults.of_exit(status)
 
 
-def gathered(seat: Seat, given: dict[str, Any]) -> Any:
+def gathered(seat: Seat, given: dict[str, Any], *, fresh: bool | None = None) -> Any:
     """Call the candidate as an operator of this process: values, gradients, and what it did to its arguments.
 
     Raises:
@@ -167,7 +171,7 @@ def gathered(seat: Seat, given: dict[str, Any]) -> Any:
     plain, shares = workloads.defaults(seat.op), seat.op in workloads.SHARES
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in workloads.leaves(given))
     if not wanted:
-        said, blocks, sent = seat.ask("call", given=given, defaults=plain, grad=False, sizes=seat.sizes)
+        said, blocks, sent = seat.ask("call", given=given, defaults=plain, grad=False, fresh=fresh)
         result = seat.result(said, blocks)
     else:
         inputs = list({id(x): x for x in workloads.leaves(given)}.values())
@@ -175,7 +179,6 @@ def gathered(seat: Seat, given: dict[str, Any]) -> Any:
         outputs = _Bridge.apply(seat, given, plain, bridge, *inputs)
         said, blocks, sent = bridge["answer"]
         result = seat.built(said, outputs)
-    seat.sizes = [len(b) for b in blocks[: int(said["results"])]]
     _conduct(said, blocks, sent, shares=shares)
     return given.get(said["same"], result)
 
@@ -194,6 +197,14 @@ def _conduct(said: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor
         raise Violation("a result is memory of an input")
 
 
+def _fits(said: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor]) -> bool:
+    """Whether the blocks of an answer to a call are its results and the arguments it wrote to."""
+    if said["results"] + len(said["written"]) != len(blocks) or any(i >= len(sent) for i in said["written"]):
+        return False
+    homes = [wire.flat(sent[i]) for i in said["written"]]
+    return [x.numel() * x.element_size() for x in homes] == [len(b) for b in blocks[said["results"] :]]
+
+
 def result_class(op: str) -> type | None:
     """The class of an operator's results; None where that is a tensor."""
     signature = OPERATORS[op].signature
@@ -207,7 +218,7 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seat: Seat, given: Any, plain: Any, bridge: dict[str, Any], *_: Tensor) -> Any:
-        answer = seat.ask("call", given=given, defaults=plain, grad=True, sizes=seat.sizes)
+        answer = seat.ask("call", given=given, defaults=plain, grad=True, fresh=None)
         said, blocks, _ = answer
         outputs, error = guarded(lambda: wire.tensors_of(said["result"], blocks, seat.device))
         if error is not None or outputs is None:

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -41,10 +41,17 @@ NOBODY: Final = 65534
 _OWN_NET: Final = Path("/proc/self/ns/net")
 _PROBE_S: Final = 20.0
 _WATCH_S: Final = 0.02
+_SWEEPING_S: Final = 10.0
 # Variables that judged code may see: where things are, how many threads, which devices. No token, no key, no home.
 _KEPT: Final = (
     "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_PATH",
     "HIP_VISIBLE_DEVICES", "PYTHONPATH", "CC", "CXX", "TRITON_INTERPRET", "TORCH_CUDA_ARCH_LIST",
+)  # fmt: skip
+
+# Variables that name folders to write to: all the private one.
+_HOMES: Final = (
+    "HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "RLKERNEL_SCRATCH",
 )  # fmt: skip
 
 # linux/sched.h, linux/mount.h, linux/prctl.h
@@ -109,11 +116,9 @@ def environment(scratch: Path, **more: str) -> dict[str, str]:
     """The whole environment of a judged process."""
     kept = {k: os.environ[k] for k in _KEPT if k in os.environ}
     path = os.pathsep.join(p for p in (*sys.path, kept.get("PYTHONPATH", "")) if p)  # the folder we started in, too
-    homes = {
-        k: str(scratch) for k in ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "RLKERNEL_SCRATCH")
-    }
+    homes = {name: str(scratch) for name in _HOMES}
     homes["RLKERNEL_NET"] = str(_OWN_NET.readlink())
-    return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **homes, **more}
+    return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "USER": "nobody", **homes, **more}
 
 
 @contextmanager
@@ -139,13 +144,22 @@ def end(process: subprocess.Popen[bytes], scratch: Path) -> None:
         pass
     finally:
         process.wait()
-    marker = f"RLKERNEL_SCRATCH={scratch}".encode()
+    until = time.monotonic() + _SWEEPING_S
+    while (left := started(scratch)) and time.monotonic() < until:
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_WATCH_S)
+
+
+def started(scratch: Path) -> list[int]:
+    """Processes that run with this private folder, by their environment."""
+    marker, found = f"RLKERNEL_SCRATCH={scratch}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             if marker in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            continue
+                found.append(int(entry.name))
+    return found
 
 
 @cache
@@ -234,7 +248,7 @@ def _status(key: str) -> str:
 
 
 def enter(level: str, scratch: Path, limits: Limits) -> None:
-    """Give up what the level takes away; in namespaces the caller goes on as the first process of its space.
+    """Give up what the level takes away; in namespaces the caller goes on as another process, in a space of its own.
 
     Raises:
         OSError: the kernel refuses.
@@ -281,14 +295,28 @@ def _leave(scratch: Path, limits: Limits) -> None:
     _checked(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.sizeof(read_only)))
     size = f"size={limits.file_bytes},mode=0700".encode()
     _checked(libc.mount(b"tmpfs", str(scratch).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size))
-    child = os.fork()
-    if child:
-        _watch(child, limits.processes)
+    if first := os.fork():
+        _watch(first, limits.processes)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.mount(
-        b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None
-    )  # refused in some containers: the old one stays
+    # Refused in some containers: then the old list of processes stays to be read, and none of them can be reached.
+    libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)
     os.chdir(scratch)
+    if second := os.fork():  # the first process of a space is deaf to its own signals: it only waits
+        os.closerange(3, 4096)
+        os._exit(_exit_code(_waited(second)))
+
+
+def _waited(child: int) -> int:
+    """Status of a child, with all orphans reaped on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return status
+
+
+def _exit_code(status: int) -> int:
+    """A status as shells tell it: 128 and the number of the signal."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _watch(child: int, most: int) -> NoReturn:
@@ -300,11 +328,7 @@ def _watch(child: int, most: int) -> NoReturn:
             os.kill(child, signal.SIGKILL)  # the first process of a space takes all others with it
         time.sleep(_WATCH_S)
         done, status = os.waitpid(child, os.WNOHANG)
-    if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 1)
+    os._exit(_exit_code(status))
 
 
 def _listed() -> int:

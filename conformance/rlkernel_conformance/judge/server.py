@@ -89,9 +89,10 @@ def app(docket: Docket, token: str | None = None) -> Starlette:
             return refused(422, said(error)[:2000])
         if asked.op not in OPERATORS:
             return refused(422, f"op: unknown operator {asked.op!r}")
-        if asked.device not in docket.devices:
-            return refused(422, f"device: this server has {', '.join(docket.devices)}, not {asked.device}")
-        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"})
+        device = asked.device if "device" in asked.model_fields_set else docket.idlest()
+        if device not in docket.devices:
+            return refused(422, f"device: this server has {', '.join(docket.devices)}, not {device}")
+        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"}) | {"device": device}
         try:
             case = docket.submit(task, asked.source.encode(), asked.file)
         except Full as error:

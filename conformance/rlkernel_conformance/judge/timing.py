@@ -3,7 +3,7 @@
 A round draws new arguments in both hosts, from seeds that nobody can know before, and then runs each side once through
 all of them, in an order that is drawn too. The clock that decides runs here, around the whole burst: no function that
 a candidate may have replaced is asked. The host's own clock (device events on a GPU) must tell the same story, or the
-time is not believed. One result of every timed burst is compared with the reference.
+time is not believed. Results of every timed burst, drawn by lot, are compared with the reference.
 
     floor    bytes of arguments and results / copy bandwidth of this device, measured here, times a margin:
              what is faster has not read its arguments
@@ -28,6 +28,7 @@ from rlkernel_conformance.judge.workloads import Workload, defaults, draw, nbyte
 
 ROUNDS: Final = 12
 WARM_UP: Final = 2
+_LOOKED_AT: Final = 2  # results of every round; nobody knows which
 _PINGS: Final = 5
 _RESAMPLES: Final = 1000
 # Share of the time of a copy of the same bytes below which a time is impossible. A GPU reads a little faster than it
@@ -100,8 +101,7 @@ def measure(candidate: Seat, baseline: Seat, work: Workload, *, rounds: int = RO
                 side.inside.clear()
         for side in chance.sample(sides, 2):
             side.burst(order, plain, silence)
-        if turn in {-WARM_UP, 0} or turn >= rounds - 2 or chance.random() < 0.25:
-            at = chance.randrange(work.sets)
+        for at in chance.sample(range(work.sets), min(_LOOKED_AT, work.sets)):
             given = draw(work, seeds[at], device)
             with torch.no_grad():
                 expected = run(**given)
@@ -110,7 +110,7 @@ def measure(candidate: Seat, baseline: Seat, work: Workload, *, rounds: int = RO
             if wrong := difference(candidate.result(said, blocks), expected, work.dtype):
                 return Measured(None, fault="cheating", message=f"in a timed call {wrong}")
             del given, expected
-            _settle(device)
+        _settle(device)
     return _judged(sides, work, moved, rounds)
 
 

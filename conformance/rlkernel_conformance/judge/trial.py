@@ -18,11 +18,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-import rlkernel
 from rlkernel import policy
 from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
-from rlkernel_conformance.clauses import MODULES
+from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import Outcome, carry_out, clauses_of
 from rlkernel_conformance.judge import sandbox, score, timing, workloads
@@ -54,7 +53,7 @@ _ELSEWHERE: Final = {
 }
 # The same of every operator, by the number that ends a clause's id.
 _OWED: Final = {
-    "93": "unwritten results: every call of a trial gets poisoned memory",
+    "93": "unwritten results: the probe `all written` gives the judged process poisoned memory",
     "94": "results of its own: the probe `results stay` looks at the judged process",
     "95": "the process of the caller cannot be reached from the judged one",
     "96": "the process of the caller cannot be reached from the judged one",
@@ -82,10 +81,13 @@ class _Trial:
     """What is known so far, stage by stage; the first stage that fails is the last."""
 
     def __init__(self, data: bytes, task: Task, file: str) -> None:
-        if task.op not in MODULES:
-            raise UnknownNameError(
-                "operator that can be judged" if task.op in OPERATORS else "operator", task.op, MODULES
-            )
+        if task.op not in workloads.TOY:
+            what = "operator that can be judged" if task.op in OPERATORS else "operator"
+            raise UnknownNameError(what, task.op, workloads.TOY)
+        known = {a.clause.id for a in attacks_on(task.op)}
+        for wanted in task.clauses:
+            if wanted not in known:
+                raise UnknownNameError(f"clause of {task.op} with an attack", wanted, known)
         self.task, self.file, self.data = task, file, data
         self.weights = score.weights(task.score)
         self.baseline = baseline_target(task)
@@ -125,7 +127,7 @@ class _Trial:
                 except Lost as error:
                     self._fail(error.fault, str(error))
                 except (CandidateError, ArgumentError, LayoutError) as error:
-                    self._fail(_fault(error), str(error))
+                    self._fail(fault_of(error), str(error))
                 except Violation as error:
                     self._fail("wrong_result", str(error))
                 if self.fault is not None and stage != self._attack:
@@ -160,7 +162,7 @@ class _Trial:
         try:
             gathered(seat, given)
         except (CandidateError, ArgumentError, LayoutError) as error:
-            self.compiled = _fault(error) not in _BROKEN
+            self.compiled = fault_of(error) not in _BROKEN
             raise
 
     def _attack(self, current: Callable[[], Seat]) -> None:
@@ -189,12 +191,7 @@ class _Trial:
 
     def _due(self, subject: Subject) -> Iterator[Attack]:
         """Attacks that apply and that the task asks for."""
-        due, _ = clauses_of(subject)
-        known = {a.clause.id for a in due}
-        for wanted in self.task.clauses:
-            if wanted not in known:
-                raise UnknownNameError(f"clause of {self.task.op} that applies here", wanted, known)
-        for attack in due:
+        for attack in clauses_of(subject)[0]:
             clause = attack.clause
             if self.task.clauses and clause.id not in self.task.clauses:
                 continue
@@ -296,7 +293,7 @@ class _Trial:
         )
 
 
-def _fault(error: Exception) -> str:
+def fault_of(error: Exception) -> str:
     """The fault of what a candidate raised; a refusal of good arguments is a wrong result."""
     return "wrong_result" if isinstance(error, ArgumentError | LayoutError) else faults.of_error(error)
 
@@ -325,7 +322,6 @@ def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the hosts on the way out
     asked = json.load(sys.stdin)
-    rlkernel.configure("reference")
     try:
         verdict = judge(base64.b64decode(asked["source"]), Task(**asked["task"]), file=asked["file"])
     except RLKernelError as error:

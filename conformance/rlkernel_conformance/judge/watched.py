@@ -25,7 +25,7 @@ _WATCHED: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
     (
         torch,
         ("empty", "empty_like", "zeros", "full", "rand", "randn", "randint", "equal", "allclose", "isclose", "matmul",
-         "log_softmax", "logsumexp", "softmax", "get_rng_state", "manual_seed", "no_grad", "compile"),
+         "log_softmax", "logsumexp", "softmax", "get_rng_state", "no_grad", "compile"),
     ),
     (torch.testing, ("assert_close",)),
     (torch.autograd, ("grad", "backward")),

@@ -26,7 +26,7 @@ from rlkernel_core.errors import RLKernelError
 
 MOST_HEADER: Final = 4 << 20  # bytes; a message with all its names
 MOST_BLOCKS: Final = 4096
-MOST_BYTES: Final = 8 << 30  # of all blocks of one answer
+MOST_BYTES: Final = 2 << 30  # of all blocks of one answer
 _WORDS: Final = (type(None), bool, int, float, str)
 
 

@@ -45,9 +45,9 @@ def _work(op: str, dtype: str, sets: int, **sizes: int) -> Workload:
 TOY: Final = {
     w.op: w
     for w in (
-        _work("logprob", "float32", 8, N=64, V=8192),
+        _work("logprob", "float32", 8, N=64, V=2048),
         _work("linear_logprob", "float32", 8, N=64, D=128, V=4096),
-        _work("sample", "float32", 8, N=32, V=8192),
+        _work("sample", "float32", 8, N=32, V=2048),
         _work("lm_head_sample", "float32", 8, N=16, D=128, V=4096),
         _work("verify", "float32", 8, B=8, K=3, V=4096),
         _work("policy_loss", "float32", 8, B=32, T=2048),

@@ -1,0 +1,79 @@
+"""From times to a speedup: two clocks must tell one story, intervals hold the ratio, nothing is faster than memory."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlkernel_conformance.judge import answers
+from rlkernel_conformance.judge.timing import copy_bandwidth, interval, unaccounted
+from rlkernel_conformance.judge.workloads import REAL, TOY, defaults, draw, leaves, needs, small
+from rlkernel_core.spec import OPERATORS
+
+TIMES = st.lists(st.floats(1e-6, 1e-2), min_size=5, max_size=20)
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "words"),
+    [
+        (1e-2, 1e-2, ""),
+        (1e-2, 6e-3, ""),
+        (5e-5, 1e-6, ""),  # what Python itself costs
+        (1e-2, 1e-3, "by the clock beside it"),  # work after the end of the call, or a clock that was slowed
+        (1e-2, 0.0, "by the clock beside it"),
+        (1e-3, 5e-2, "the clock beside the candidate tells"),
+    ],
+)
+def test_clocks_that_tell_two_stories_are_found(outside, inside, words) -> None:
+    assert (unaccounted([outside] * 9, [inside] * 9) == "", words in unaccounted([outside] * 9, [inside] * 9)) == (
+        words == "",
+        True,
+    )
+
+
+@given(TIMES)
+def test_the_interval_of_two_equal_sides_holds_one(times) -> None:
+    low, high = interval(times, times)
+    assert low <= 1 + 1e-9
+    assert high >= 1 - 1e-9
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1.1, 50))
+def test_steady_times_have_a_narrow_interval(time, ratio) -> None:
+    assert interval([time] * 12, [time * ratio] * 12) == (pytest.approx(ratio), pytest.approx(ratio))
+
+
+def test_the_interval_is_the_same_for_the_same_times() -> None:
+    slow, quick = [1.0, 1.2, 0.9, 1.1, 1.3], [0.5, 0.7, 0.4, 0.6, 0.5]
+    low, high = interval(quick, slow)
+    assert (low, high) == interval(quick, slow)
+    assert low < statistics.median(slow) / statistics.median(quick) < high
+
+
+def test_the_bandwidth_of_a_copy_is_a_number_of_this_world() -> None:
+    assert 1e7 < copy_bandwidth("cpu", 1 << 20) < 1e14
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1"])
+def test_a_time_that_is_none_is_no_answer(seconds) -> None:
+    with pytest.raises(ValueError, match="seconds"):
+        answers.read("burst", {"number": 1, "seconds": [seconds]})
+
+
+@pytest.mark.parametrize("op", TOY)
+def test_a_workload_is_a_call_that_the_operator_takes_and_draws_repeat(op) -> None:
+    spec, work = OPERATORS[op], small(op, "float32")
+    given, again, other = (draw(work, seed, "cpu") for seed in (1, 1, 2))
+    if spec.check is not None:
+        spec.check(**{**defaults(op), **given})
+    assert all(a.equal(b) for a, b in zip(leaves(given), leaves(again), strict=True))
+    assert not all(a.equal(b) for a, b in zip(leaves(given), leaves(other), strict=True))
+    assert needs(op) <= spec.feature_names
+    assert set(given) >= spec.parameters.keys() - defaults(op).keys()
+
+
+def test_real_sizes_exist_for_every_operator_that_has_toy_ones() -> None:
+    assert set(REAL) == set(TOY)
