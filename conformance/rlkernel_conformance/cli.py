@@ -38,19 +38,22 @@ EXITS: Final = {
     1: "a clause is refuted, could not be attacked or was not run; a mutant lives; the reports differ",
 }
 # action -> how few and how many words may follow
-_ACTIONS: Final = {"run": (1, 1), "mutants": (0, 0), "report": (1, 1), "compare": (2, 2)} | {
+_ACTIONS: Final = {
+    "run": (1, 1),
+    "mutants": (0, 0),
+    "report": (1, 1),
+    "compare": (2, 2),
     "tolerances": (0, 0),
     "table": (0, 1),
     "parity": (2, 2),
 }
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
 _REPORTS: Final = Path("conformance/reports")
-_QUIET: Final = ("not_claimed", "not_attacked")
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """What run and mutants are asked for."""
+    """The options, of which every action takes those that concern it."""
 
     ops: tuple[str, ...]
     profile: Profile
