@@ -9,6 +9,7 @@ from typing import Any
 from rlkernel_bench.results import best
 
 _MARKS = "osD^vP*X<>"
+_COLOURS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
 
 
 def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
@@ -69,14 +70,16 @@ def _bars(suite: str, results: list[Mapping[str, Any]], file: Path) -> None:
             if known is not None:
                 labels.append(f"{result['work']}  {c['name']}")
                 lengths.append(known[1]["median"] / floor if floor else known[1]["median"])
-                colours.append({"backend": "tab:blue", "ruler": "0.6"}.get(c["kind"], "tab:orange"))
+                plain = c["name"].partition(":")[0] == "reference"
+                colours.append("lightblue" if plain else _COLOURS[c["kind"]])
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.22 * len(labels)))
     axes.barh(range(len(labels)), lengths, color=colours)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     if lengths and min(lengths) > 0:
         axes.set_xscale("log")
+        axes.set_xlim(left=0.5 * min(lengths))
     axes.set_xlabel("time over the floor" if any(r["floor"]["us"] for r in results) else "microseconds")
-    axes.set_title(f"{suite}: blue ours, orange peers, grey the ruler")
+    axes.set_title(f"{suite}: blue ours (light: the reference), orange peers, grey the ruler")
     figure.savefig(file, dpi=110, bbox_inches="tight")
     plt.close(figure)
