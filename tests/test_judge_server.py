@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -88,6 +91,7 @@ def test_a_case_can_be_asked_for_later() -> None:
         (json.dumps({**ASKED, "limit_s": 1e9}).encode(), 422, "limit_s"),
         (json.dumps({**ASKED, "profile": "endless"}).encode(), 422, "profile"),
         (json.dumps({**ASKED, "command": "rm"}).encode(), 422, "command"),
+        (json.dumps({**ASKED, "sandbox": "limits"}).encode(), 422, "the server decides"),
         (json.dumps({**ASKED, "source": "x" * (300 << 10)}).encode(), 422, "source"),
         (b"x" * (MOST_REQUEST + 1), 413, "at most"),
     ],
@@ -264,6 +268,17 @@ def test_two_real_trials_one_of_which_kills_its_process() -> None:
     asyncio.run(main())
 
 
+def test_the_command_serves_on_the_loopback_and_stops_when_it_is_told() -> None:
+    command = [sys.executable, "-m", "rlkernel", "judge", "serve", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)
+        answer = httpx.get(f"{address[0]}/health")
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert (answer.json()["status"], "sandbox" in line, rest, process.returncode) == ("ok", True, "", 0)
+
+
 def test_only_the_loopback_is_open_without_a_token(tmp_path) -> None:
     assert [token_of(host, None) for host in ("127.0.0.1", "::1", "localhost")] == [None, None, None]
     for host in ("0.0.0.0", "192.0.2.1", "judge.example"):
@@ -286,8 +301,6 @@ def test_without_its_packages_the_server_names_the_line_that_installs_them(monke
 
 
 def test_the_server_imports_no_torch() -> None:
-    import subprocess
-
     code = f"import sys, {server.__name__}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -115,6 +115,28 @@ def test_a_task_that_cannot_be_is_an_error_that_names_it(more, error, words) -> 
         verdict(RIGHT, **more)
 
 
+BROKEN_BASELINE = f"""
+{HEAD}
+    raise RuntimeError("not today")
+"""
+
+
+def test_a_baseline_that_fails_is_no_fault_of_the_candidate(monkeypatch, tmp_path) -> None:
+    (tmp_path / "broken_baseline.py").write_text(BROKEN_BASELINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        "rlkernel_conformance.judge.trial.baseline_target", lambda _: ("broken_baseline:logprob", False)
+    )
+    found = verdict(RIGHT, "LP-19", timing=True)
+    assert (found.correct, found.fault, found.speedup, found.score) == (True, None, None, 0.5)
+    assert "the baseline reference failed: RuntimeError: not today" in found.message
+
+
+def test_a_task_with_nothing_to_attack_proves_nothing() -> None:
+    found = verdict(RIGHT, "LP-26")
+    assert (found.correct, found.fault, found.attacked) == (False, "not_run", 0)
+
+
 def test_an_unknown_clause_is_an_error_before_time_is_spent() -> None:
     with pytest.raises(UnknownNameError, match="LP-99"):
         verdict(RIGHT, "LP-99")

@@ -53,7 +53,7 @@ def command(
     token_file: Annotated[
         Path | None, typer.Option(help="serve: file whose first line requests must bear as a token.")
     ] = None,
-    waiting: Annotated[int, typer.Option(min=0, help="serve: requests that may wait for each device.")] = 64,
+    waiting: Annotated[int, typer.Option(min=1, help="serve: requests that may wait for each device.")] = 64,
     json: Json = False,
 ) -> None:
     """Judge kernels that a person or a model wrote.
@@ -67,7 +67,7 @@ def command(
     if files == [SERVE]:
         from rlkernel_conformance.judge.serving import serve
 
-        serve(host, port, tuple(device.split(",")), token_file, waiting)
+        serve(host, port, tuple(device.split(",")), token_file, waiting, sandbox)
         return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

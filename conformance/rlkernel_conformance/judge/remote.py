@@ -48,11 +48,17 @@ class CandidateError(RLKernelError):
     """The candidate raised; the message begins with the type of what it raised."""
 
 
-class Seat:
-    """One host process. Not to be shared by threads."""
+class BaselineError(RLKernelError):
+    """The baseline failed, or its host: no fault of the candidate's."""
 
-    def __init__(self, cage: sandbox.Cage, op: str, device: str, limits: sandbox.Limits) -> None:
-        self.op, self.device, self.number = op, device, 0
+
+class Seat:
+    """One host process, of a candidate or of the baseline. Not to be shared by threads."""
+
+    def __init__(
+        self, cage: sandbox.Cage, op: str, device: str, limits: sandbox.Limits, *, baseline: bool = False
+    ) -> None:
+        self.op, self.device, self.baseline, self.number = op, device, baseline, 0
         self.lost: Lost | None = None
         self.until = time.monotonic() + STARTING_S  # when the next answers must be there
         self.facts: Mapping[str, Any] = {}
@@ -85,6 +91,7 @@ class Seat:
         Raises:
             Lost: there is no answer, now or since an earlier request.
             CandidateError: the candidate raised.
+            BaselineError: instead of all others, where this is the host of the baseline.
             ArgumentError: the candidate refused an argument as the contract says.
         """
         if self.lost is not None:
@@ -140,6 +147,8 @@ class Seat:
     def _raise(self, told: Any) -> NoReturn:
         if not isinstance(told, dict):
             self._lose("protocol_error", "an error that is none")
+        if self.baseline:
+            raise BaselineError(f"{told.get('type')}: {told.get('text')}")
         if told.get("argument"):
             raise ArgumentError(*([str(x) for x in told["argument"]] + [""] * 4)[:4])
         if told.get("type") == "LayoutError":
@@ -150,6 +159,8 @@ class Seat:
     def _lose(self, fault: str, message: str) -> NoReturn:
         text = message if fault in {"timeout", "protocol_error"} else faults.FAULTS[fault]
         self.lost = Lost(fault, text)
+        if self.baseline:
+            raise BaselineError(f"{fault}: {text}")
         raise self.lost
 
     def _ended(self) -> str:

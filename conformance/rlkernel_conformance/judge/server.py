@@ -54,8 +54,8 @@ class Refusal(BaseModel):
     error: str
 
 
-def app(docket: Docket, token: str | None = None) -> Starlette:
-    """The application over a docket; it opens and closes the docket with itself."""
+def app(docket: Docket, token: str | None = None, sandbox: str = "auto") -> Starlette:
+    """The application over a docket, which it opens and closes with itself; the sandbox is the server's to choose."""
 
     @asynccontextmanager
     async def alive(_: Starlette) -> AsyncIterator[None]:
@@ -89,10 +89,15 @@ def app(docket: Docket, token: str | None = None) -> Starlette:
             return refused(422, said(error)[:2000])
         if asked.op not in OPERATORS:
             return refused(422, f"op: unknown operator {asked.op!r}")
+        if "sandbox" in asked.model_fields_set:
+            return refused(422, "sandbox: the server decides; it was started with it")
         device = asked.device if "device" in asked.model_fields_set else docket.idlest()
         if device not in docket.devices:
             return refused(422, f"device: this server has {', '.join(docket.devices)}, not {device}")
-        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"}) | {"device": device}
+        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"}) | {
+            "device": device,
+            "sandbox": sandbox,
+        }
         try:
             case = docket.submit(task, asked.source.encode(), asked.file)
         except Full as error:

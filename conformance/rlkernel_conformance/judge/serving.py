@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import ipaddress
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,11 +17,14 @@ _NEEDED: Final = ("hypothesis", "numpy", "starlette", "torch", "uvicorn")
 _STOPPING_S: Final = 10
 
 
-def serve(host: str, port: int, devices: tuple[str, ...], token_file: Path | None, waiting: int) -> None:
+def serve(
+    host: str, port: int, devices: tuple[str, ...], token_file: Path | None, waiting: int, sandbox: str = "auto"
+) -> None:
     """Serve until stopped.
 
     Raises:
-        ConfigError: a package is missing, a token is needed and missing, or a file cannot be read.
+        ConfigError: a package is missing, a token is needed and missing, a file cannot be read, or the sandbox does not
+            work here.
     """
     token = token_of(host, token_file)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -32,24 +36,28 @@ def serve(host: str, port: int, devices: tuple[str, ...], token_file: Path | Non
     from rlkernel_conformance.judge.sandbox import cage
     from rlkernel_conformance.judge.server import app
 
-    typer.echo(
-        f"rlkernel judge on http://{host}:{port}, devices {', '.join(devices)}, sandbox {cage().level}", err=True
+    level = cage(sandbox).level
+
+    class Server(uvicorn.Server):
+        """Says where it listens once it does: port 0 is a free one."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                told = f"{host}:{self.servers[0].sockets[0].getsockname()[1]}"
+                typer.echo(f"rlkernel judge on http://{told}, devices {', '.join(devices)}, sandbox {level}", err=True)
+
+    config = uvicorn.Config(
+        app(Docket(devices, waiting=waiting), token, sandbox),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_STOPPING_S,
+        limit_concurrency=len(devices) * (waiting + 1) + 64,
     )
-
-    async def main() -> None:
-        running = app(Docket(devices, waiting=waiting), token)
-        config = uvicorn.Config(
-            running,
-            host=host,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=_STOPPING_S,
-            limit_concurrency=len(devices) * (waiting + 1) + 64,
-        )
-        await uvicorn.Server(config).serve()
-
-    asyncio.run(main())
+    with suppress(KeyboardInterrupt):  # the server has stopped by then
+        Server(config).run()
 
 
 def token_of(host: str, file: Path | None) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import signal
 import sys
@@ -26,7 +27,7 @@ from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import Outcome, carry_out, clauses_of
 from rlkernel_conformance.judge import sandbox, score, timing, workloads
 from rlkernel_conformance.judge.probes import REPLACED, probed
-from rlkernel_conformance.judge.remote import BACKEND, CandidateError, Lost, Seat, gathered, seated
+from rlkernel_conformance.judge.remote import BACKEND, BaselineError, CandidateError, Lost, Seat, gathered, seated
 from rlkernel_conformance.judge.source import Reading, read
 from rlkernel_conformance.judge.verdict import (
     ClauseTold,
@@ -59,6 +60,7 @@ _OWED: Final = {
     "96": "the process of the caller cannot be reached from the judged one",
 }
 _CAPTURE: Final = "a graph cannot be recorded across processes; `rlkernel conformance run` attacks it"
+_DISTRIBUTED: Final = "a group of processes cannot be sent to the judged one; `rlkernel conformance run` attacks it"
 _LIVES: Final = 3  # hosts that may die under clauses before the rest is given up
 _BROKEN: Final = frozenset(
     {"import_error", "syntax_error", "compile_error", "jit_error", "unsupported_arch", "shared_memory_exceeded"}
@@ -145,8 +147,9 @@ class _Trial:
     def _start(self, stack: ExitStack, *, target: str | None = None, compiled: bool = False) -> Seat:
         """A host with the candidate loaded, or with an implementation that is installed."""
         gpu = not self.task.device.startswith("cpu")
-        limits = sandbox.Limits(cpu_s=int(4 * self.task.limit_s), memory=0 if gpu else sandbox.Limits.memory)
-        seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits))
+        cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
+        limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
+        seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits, baseline=target is not None))
         seat.until = time.monotonic() + max(1.0, self._left())
         text = None if target else self.data.decode()
         said, _, _ = seat.ask("load", source=text, target=target, op=self.task.op, compile=compiled)
@@ -188,6 +191,8 @@ class _Trial:
                 self.outcomes.append(outcome)
         if refuted := next((o for o in self.outcomes if o.failed), None):
             self._fail(refuted.fault or "unknown", f"{refuted.clause} {refuted.title}: {refuted.message}")
+        elif not self.outcomes:
+            self._fail("not_run", "no clause that was asked for applies and can be judged from another process")
 
     def _due(self, subject: Subject) -> Iterator[Attack]:
         """Attacks that apply and that the task asks for."""
@@ -196,6 +201,7 @@ class _Trial:
             if self.task.clauses and clause.id not in self.task.clauses:
                 continue
             why = _ELSEWHERE.get(clause.id) or _OWED.get(clause.id.rpartition("-")[2])
+            why = _DISTRIBUTED if clause.feature in {"group", "process_group", "collectives"} else why
             why = _CAPTURE if clause.judges == "capture" else why
             if why is None:
                 yield attack
@@ -222,10 +228,13 @@ class _Trial:
             work = replace(work, dtype=self.dtypes[0])
         target, compiled = self.baseline
         with ExitStack() as stack:
-            rival = self._start(stack, target=target, compiled=compiled)
-            seat = current()
-            seat.until = rival.until = time.monotonic() + max(1.0, self._left())
-            self.measured = timing.measure(seat, rival, work)
+            try:
+                rival = self._start(stack, target=target, compiled=compiled)
+                seat = current()
+                seat.until = rival.until = time.monotonic() + max(1.0, self._left())
+                self.measured = timing.measure(seat, rival, work)
+            except BaselineError as error:
+                self.message = f"no speedup: the baseline {self.task.baseline} failed: {error}"
             if self.measured.fault is not None:
                 self._fail(self.measured.fault, self.measured.message)
 
