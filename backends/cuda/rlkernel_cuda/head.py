@@ -32,6 +32,7 @@ from rlkernel_cuda.variants import Tile
 from rlkernel_triton.launch import FUSED, on_device_of
 
 SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("pair.cuh", "head.cu"))
+SAVED: Final = (4, 16)  # tiles that a program of the saved logits' kernel takes at a time, and how many times
 LOG2E: Final = 1.4426950408889634
 
 
@@ -312,7 +313,7 @@ def made_again(head: Head, coef: Tensor, rows: slice, ids: slice, dz: Tensor) ->
 def from_saved(head: Head, coef: Tensor, saved: Tensor, tops: Tensor) -> Tensor:
     """The gradient of the saved logits, in place: [N, V]."""
     N, V = head.x.shape[0], head.w.shape[0]
-    tiles, loop = 4, 16
+    tiles, loop = SAVED
     grid = (N, triton.cdiv(V, COLS * tiles * loop))
     count = head.target if head.count is None else head.count
     with on_device_of(head.x):
