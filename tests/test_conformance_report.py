@@ -94,6 +94,11 @@ def test_the_verdict_is_the_worst_that_was_found(changes, expected) -> None:
     assert verdict(**changes) == expected
 
 
+def test_a_clause_that_is_not_attacked_excuses_no_claim() -> None:
+    outcomes = [*found(features=CLAIMS[1:]), *found(clause="GF-02", status="not_attacked", executed=0, features=())]
+    assert reports.report({SUBJECT: outcomes}, EFFORT)["verdict"] == "fails"
+
+
 def test_a_quick_run_that_drew_no_case_of_a_claim_is_partial() -> None:
     assert verdict(PROFILES["quick"], features=CLAIMS[1:]) == "partial"
 

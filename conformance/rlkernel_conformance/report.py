@@ -99,9 +99,9 @@ def _operator(
     statuses = {c["status"] for c in clauses}
     unproved = sorted(subject.claims - _proved(subject, outcomes))
     hollow = any(c["status"] == "held" and not c["executed"] for c in clauses)
-    whole = not statuses & {"not_attacked", "not_run"}
+    tried = bool(statuses & {"held", *REFUTED}) and "not_run" not in statuses
     verdicts = {
-        "fails": bool(statuses & {*REFUTED}) or hollow or (profile.thorough and whole and bool(unproved)),
+        "fails": bool(statuses & {*REFUTED}) or hollow or (profile.thorough and tried and bool(unproved)),
         "unfinished": "not_run" in statuses,
         "waived": "waived" in statuses,
         "partial": "not_attacked" in statuses or bool(unproved),
