@@ -41,10 +41,11 @@ CHECKING = 0.45  # share of the time for tests and conformance
 JOBS = 8  # processes that share the card
 
 
-def distributions(into: Path) -> dict[str, Path]:
-    """Write metadata of every distribution of the clone; backend -> its folder."""
+def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
+    """Write metadata of rlkernel, and of every backend of the clone where wanted; backend -> its folder."""
     found = {}
-    for file in (ROOT / "pyproject.toml", *sorted((ROOT / "backends").glob("*/pyproject.toml"))):
+    others = sorted((ROOT / "backends").glob("*/pyproject.toml")) if backends else []
+    for file in (ROOT / "pyproject.toml", *others):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         name, version = project["name"], project["version"]
         info = into / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -67,7 +68,8 @@ class Session:
     out: Path
     work: Path
     until: float
-    environ: dict[str, str]
+    environ: dict[str, str]  # all backends of the clone are installed
+    bare: dict[str, str]  # none is but the reference: tests register what they test
     log: Any
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -76,14 +78,19 @@ class Session:
         """Seconds until everything has to be done."""
         return self.until - time.monotonic()
 
-    def run(self, name: str, command: list[str], limit: float, folder: Path = ROOT) -> dict[str, Any]:
+    def run(self, name: str, command: list[str], limit: float, *, bare: bool = False) -> dict[str, Any]:
         """One process with a time limit; it and what it started are ended when that is over."""
         start = time.monotonic()
         step: dict[str, Any] = {"step": name, "command": command, "limit_s": round(limit)}
         log = self.work / f"{len(self.steps)}-{abs(hash(name))}.log"
         with log.open("wb") as said:
             child = subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, cwd=folder, env=self.environ, start_new_session=True
+                command,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=self.bare if bare else self.environ,
+                start_new_session=True,
             )
             try:
                 step["rc"] = child.wait(timeout=max(1.0, limit))
@@ -111,7 +118,7 @@ def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]
         report = session.work / f"{name}.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "--no-header"]
         command += ["-p", "no:cacheprovider", f"--junit-xml={report}", str(target.relative_to(ROOT))]
-        step = session.run(f"tests of {name}", command, limit)
+        step = session.run(f"tests of {name}", command, limit, bare=True)
         return {"name": name, "rc": step["rc"], "seconds": step["seconds"], **junit(report)}
 
     return [lambda n=n, t=t: one(n, t) for n, t in targets.items()]
@@ -132,12 +139,12 @@ def junit(report: Path) -> dict[str, Any]:
 
 def conformance(session: Session, backends: list[str], device: str, profile: str, limit: float) -> list[Any]:
     """Every operator of every backend against its clauses, as jobs, each in a process of its own."""
-    import rlkernel
+    from rlkernel import policy
     from rlkernel_core.spec import OPERATORS
 
     jobs = []
     for backend in backends:
-        manifest = rlkernel.policy.installed()[backend].manifest
+        manifest = policy.installed()[backend].manifest
         claimed = {i.op.partition("@")[0] for i in manifest.impls} if manifest else set()
         for op in (op for op in OPERATORS if op in claimed):
             folder = session.work / "conformance" / backend / op
@@ -240,12 +247,11 @@ def main() -> int:
         folders = distributions(work / "dist")
         del folders["reference"]
         folders.pop("template", None)  # an example of a third party's
-        paths = [work / "dist", *(ROOT / p for p in PATHS), *folders.values()]
-        sys.path[:0] = [str(p) for p in paths]
-        inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited])}
-        environ.pop("TRITON_INTERPRET", None)
-        session = Session(asked.out, work, time.monotonic() + asked.budget, environ, log)
+        distributions(work / "bare", backends=False)
+        paths = [*(ROOT / p for p in PATHS), *folders.values()]
+        sys.path[:0] = [str(p) for p in (work / "dist", *paths)]
+        environ, bare = (environment(work / which, *paths) for which in ("dist", "bare"))
+        session = Session(asked.out, work, time.monotonic() + asked.budget, environ, bare, log)
         names = asked.backends.split(",") if asked.backends else [*folders, "reference"]
         parts = asked.only.split(",")
         limit = asked.budget * (CHECKING if "bench" in parts else 0.97)
@@ -266,6 +272,13 @@ def main() -> int:
         summary = {"steps": session.steps, "seconds_left": round(session.left, 1)}
         (asked.out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return int(any(step["rc"] != 0 for step in session.steps))
+
+
+def environment(*paths: Path) -> dict[str, str]:
+    """This process's environment with these paths first, and kernels compiled, not interpreted."""
+    inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited])}
 
 
 def in_parallel(jobs: list[Any], session: Session, until: float) -> list[Any]:
