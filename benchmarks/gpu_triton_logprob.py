@@ -195,8 +195,9 @@ def logprob_in_time() -> dict[str, Any]:
         return call
 
     shipped = (logprob_kernels.TILE, logprob_kernels.SWEEP_WARPS, logprob_kernels.PART)
-    choices = [(2048, 4, 16384), (1024, 4, 16384), (4096, 8, 16384), (2048, 4, 32768), (2048, 4, 131072),
-               (4096, 4, 16384), (8192, 8, 32768), (2048, 8, 16384), (1024, 2, 8192)]  # fmt: skip
+    choices = [(2048, 4, 16384), (1024, 4, 16384), (4096, 8, 16384), (2048, 4, 32768), (2048, 4, 65536),
+               (2048, 4, 131072),
+               (4096, 4, 32768), (4096, 8, 65536), (1024, 2, 32768), (1024, 4, 65536)]  # fmt: skip
     calls = {f"forward {c}": forward(*c) for c in choices}
     calls["copy"] = lambda: scratch.copy_(x)
     calls["sum of all (one read)"] = lambda: x.view(torch.int32).amax()
@@ -351,22 +352,22 @@ def linear_logprob_tiles() -> dict[str, Any]:
     def slope(head: head_calls.Head) -> None:
         block = head.slope(invalid, logprob_rows, (up, None, up, None), None, None, plan)
         for v in range(0, V, 8192):
-            block(0, N, v, 8192)
+            block(h, 0, v, 8192)
 
     def to_hidden(head: head_calls.Head) -> None:
         for v in range(0, V, 8192):
-            head._to_hidden(big, v, 0, acc)  # noqa: SLF001
+            head._product(big, w[v:], 0, acc, add=True, limit="rows")  # noqa: SLF001
 
     def to_weight(head: head_calls.Head) -> None:
         for _ in range(8):
-            head._product(big.t(), big.t().stride(), head.rows, None, 0, small, add=False, limit=False)  # noqa: SLF001
+            head._product(big.t(), h, 0, small, add=False, limit="sum")  # noqa: SLF001
 
     shapes = {
         "sweep": (lambda head: head.statistics(plan, moment=True),
                   [(128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 4, 8), (128, 256, 64, 8, 3, 16), (128, 128, 64, 4, 4, 8),
                    (256, 128, 64, 8, 3, 8)]),
-        "slope": (slope, [(128, 128, 64, 8, 3, 8), (128, 128, 64, 4, 4, 8), (128, 256, 64, 8, 3, 8)]),
-        "to hidden": (to_hidden, [(128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 4, 8), (128, 128, 64, 4, 4, 8)]),
+        "slope": (slope, [(128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 3, 16), (64, 256, 64, 4, 3, 8)]),
+        "to hidden": (to_hidden, [(128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 3, 16), (128, 128, 64, 4, 4, 8)]),
         "to weight": (to_weight, [(128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 4, 8), (128, 128, 64, 4, 4, 8)]),
     }  # fmt: skip
     for name, (run, tiles) in shapes.items():

@@ -25,6 +25,14 @@ def tree_sum(
 
 
 @triton.jit
+def scaled_less(y, scale, top, INTERPRETED: tl.constexpr):
+    """The difference y * scale - top in one rounding, so that a shift of a whole row by 1e5 changes nothing."""
+    if INTERPRETED:  # whose fma rounds twice
+        return (y.to(tl.float64) * scale - top).to(tl.float32)
+    return tl.fma(y, scale, -top)
+
+
+@triton.jit
 def log1p(u):
     """log(1 + u) for u >= 0 to 4e-7 relative, where log(1 + u) itself would lose a small u."""
     t = u / (2.0 + u)  # log(1 + u) = 2 atanh(t), and t <= 0.2 where the series is used

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlkernel_core.reference.row_views import free_rows, take
 from rlkernel_triton import head_kernels, law_kernel
 from rlkernel_triton.head_tiles import Tile, tile_for
 from rlkernel_triton.head_workspace import Plan
 from rlkernel_triton.kept_bits import Kept
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.logprob_kernels import PLANES
-from rlkernel_triton.row_layout import Rows, rows_of
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -57,7 +57,7 @@ def sweep_kind(softcap: float | None, support: bool) -> str:
     return "sweep" if softcap is None and not support else "rich"
 
 
-Slope = Callable[[int, int, int, int], Tensor]  # (first row, rows, first column, columns) -> [n, columns]
+Slope = Callable[[Tensor, int, int, int], Tensor]  # (x [n, D], first row, first column, columns) -> [n, columns]
 
 
 class Head:
@@ -76,7 +76,6 @@ class Head:
         scale: float,
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, None if bias is None else bias.contiguous()
-        self.rows: Rows = rows_of(hidden)
         self.ids, self.T, self.order, self.kept = ids, T, order, kept
         self.softcap, self.scale = softcap, scale
         self.N, (self.V, self.D) = ids.shape[0], weight.shape
@@ -91,6 +90,13 @@ class Head:
         """(first, n) of every block of rows."""
         return ((r, min(plan.block, self.N - r)) for r in range(0, self.N, plan.block))
 
+    def some(self, first: int, n: int) -> Tensor:
+        """[n, D] hidden states of a block: where they lie if that is possible, else copied together."""
+        rows, which = free_rows(self.hidden), slice(first, first + n)
+        if self.order is None and rows.dim() == 2 and rows.stride(1) == 1:
+            return rows[which]
+        return take(rows, which if self.order is None else self.order.index[which]).contiguous()
+
     def statistics(self, plan: Plan, *, moment: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Every row's statistics, [planes, N]; where the plan saves, the logits [N, V] and the peaks of their tiles."""
         P, device = triton.cdiv(self.V, self.tile.BN), self.ids.device
@@ -98,24 +104,27 @@ class Head:
         joined = torch.empty(planes, self.N, dtype=torch.float32, device=device)
         saved = peaks = None
         if plan.save:
-            saved = torch.empty(self.N, self.V, dtype=self.work, device=device)
+            # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
+            kept_as = torch.float32 if self.work == torch.float32 else torch.float16
+            saved = torch.empty(self.N, self.V, dtype=kept_as, device=device)
             peaks = torch.empty(self.N, P, dtype=torch.float32, device=device)
         width = triton.next_power_of_2(P)
         some = law_kernel.rows_of_a_program(width)
         for first, n in self.blocks(plan):
             parts = torch.empty(planes, n, P, dtype=torch.float32, device=device)
+            x = self.some(first, n)
             with on_device_of(self.ids):
                 head_kernels.head_sweep[(triton.cdiv(n, self.tile.BM) * P,)](
-                    self.rows.data, self.weight, self._or(self.bias), self.ids, *self._order(), self.T, *self._kept(),
+                    x, self.weight, self._or(self.bias), self.ids, *self._order(), self.T, *self._kept(),
                     parts, parts if saved is None else saved[first:], parts if peaks is None else peaks[first:],
-                    first, n, self.D, self.V, *self.rows.places, *self.weight.stride(), self._kept_stride(),
+                    first, n, self.D, self.V, x.stride(0), *self.weight.stride(), self._kept_stride(),
                     self.scale, self.softcap or 0.0, **self._flags(), MOMENT=moment, SAVE=saved is not None,
                     OPERAND=self.operand, **_options(self.tile),
                 )  # fmt: skip
                 law_kernel.join[(triton.cdiv(n, some),)](
-                    parts, *self._order(), self.T, joined, first, n, self.N, P, HAS_INDEX=self.order is not None,
-                    HAS_T=isinstance(self.T, Tensor), SUPPORT=self.kept is not None, MOMENT=moment, ROWS=some,
-                    WIDTH=width, LOG=width.bit_length() - 1, num_warps=law_kernel.WARPS, **FUSED,
+                    parts, *self._order(), joined, first, n, self.N, P, HAS_INDEX=self.order is not None,
+                    SUPPORT=self.kept is not None, MOMENT=moment, ROWS=some, WIDTH=width,
+                    LOG=width.bit_length() - 1, num_warps=law_kernel.WARPS, **FUSED,
                 )  # fmt: skip
         return joined, saved, peaks
 
@@ -134,15 +143,16 @@ class Head:
         room = min(plan.block, self.N) * min(plan.columns, self.V)
         buffer = torch.empty(room, dtype=self.work, device=self.ids.device)
 
-        def block(first: int, n: int, start: int, width: int) -> Tensor:
+        def block(x: Tensor, first: int, start: int, width: int) -> Tensor:
+            n = x.shape[0]
             out = buffer[: n * width].view(n, width)
             grid = triton.cdiv(n, tile.BM) * triton.cdiv(width, tile.BN)
             with on_device_of(self.ids):
                 head_kernels.head_gradient[(grid,)](
-                    self.rows.data, self.weight, self._or(self.bias), self.ids, *self._order(),
-                    invalid.view(torch.int8), self.T, *self._kept(), law_rows, *(self._or(x, law_rows) for x in g),
+                    x, self.weight, self._or(self.bias), self.ids, *self._order(), invalid.view(torch.int8),
+                    self.T, *self._kept(), law_rows, *(self._or(u, law_rows) for u in g),
                     self._or(saved), self._or(peaks), out, first, n, self.N, start, width, self.D, self.V,
-                    *self.rows.places, *self.weight.stride(), self._kept_stride(), self.scale, self.softcap or 0.0,
+                    x.stride(0), *self.weight.stride(), self._kept_stride(), self.scale, self.softcap or 0.0,
                     **self._flags(), G=g[0] is not None, G_LSE=g[1] is not None, G_ENTROPY=g[2] is not None,
                     G_MASS=g[3] is not None, SAVED=saved is not None, PEAK=self.tile.BN, OPERAND=self.operand,
                     **_options(tile),
@@ -164,28 +174,25 @@ class Head:
         alone = len(blocks) == 1  # then both products take a block while it is there
         for first, n in blocks if d_hidden is not None or alone else ():
             acc = None if d_hidden is None else torch.zeros(n, self.D, dtype=torch.float32, device=self.ids.device)
+            x = self.some(first, n)
             for start, width in columns:
-                dz = slope(first, n, start, width)
+                dz = slope(x, first, start, width)
                 if acc is not None:
-                    self._to_hidden(dz, start, first, acc)
+                    self._product(dz, self.weight[start:], first, acc, add=True, limit="rows")
                 if alone:
-                    self._to_weight([(first, dz)], start, width, d_weight, d_bias, alone=True)
+                    self._to_weight([(first, x, dz)], start, width, d_weight, d_bias, alone=True)
             if acc is not None and d_hidden is not None:
                 self._put(acc, first, d_hidden, group)
         if not alone and (d_weight is not None or d_bias is not None):
             for start, width in columns:
-                dz_of = ((first, slope(first, n, start, width)) for first, n in blocks)
-                self._to_weight(dz_of, start, width, d_weight, d_bias, alone=False)
+                each = ((first, self.some(first, n)) for first, n in blocks)
+                some = ((first, x, slope(x, first, start, width)) for first, x in each)
+                self._to_weight(some, start, width, d_weight, d_bias, alone=False)
         return d_hidden, d_weight, d_bias
-
-    def _to_hidden(self, dz: Tensor, start: int, first: int, acc: Tensor) -> None:
-        """acc += dz @ weight[start : start + width]."""
-        head = Rows(self.weight[start:], 1, self.weight.stride(0), 0, self.weight.stride(1))
-        self._product(dz, dz.stride(), head, None, first, acc, add=True, limit=True)
 
     def _to_weight(
         self,
-        blocks: Iterable[tuple[int, Tensor]],
+        blocks: Iterable[tuple[int, Tensor, Tensor]],
         start: int,
         width: int,
         d_weight: Tensor | None,
@@ -197,9 +204,9 @@ class Head:
         d_rows = None if d_weight is None else d_weight[start : start + width]
         acc = d_rows if alone or d_rows is None else torch.zeros_like(d_rows, dtype=torch.float32)
         total = None if d_bias is None else torch.zeros(width, dtype=torch.float32, device=self.ids.device)
-        for first, dz in blocks:
+        for first, x, dz in blocks:
             if acc is not None:
-                self._product(dz.t(), dz.t().stride(), self.rows, self.order, first, acc, add=not alone, limit=False)
+                self._product(dz.t(), x, first, acc, add=not alone, limit="sum")
             if total is not None:
                 total += dz.sum(0, dtype=torch.float32)
         if d_rows is not None and acc is not None and not alone:
@@ -207,18 +214,12 @@ class Head:
         if d_bias is not None and total is not None:
             d_bias[start : start + width] = total
 
-    def _product(
-        self, a: Tensor, strides: tuple[int, ...], b: Rows, order: Order | None, first: int, out: Tensor, *,
-        add: bool, limit: bool,
-    ) -> None:  # fmt: skip
+    def _product(self, a: Tensor, b: Tensor, first: int, out: Tensor, *, add: bool, limit: str) -> None:
         (M, K), C, t = a.shape, out.shape[1], tile_of(self.hidden, self.weight, "product")
-        index, count = self._order()
-        # Rows of hidden are found from `first` on, in their order; those of the head from 0.
         with on_device_of(self.ids):
             head_kernels.product[(triton.cdiv(M, t.BM) * triton.cdiv(C, t.BN),)](
-                a, b.data, index, count, out, first, M, C, K, *strides, *b.places, OF_ROWS=b is self.rows,
-                HAS_INDEX=order is not None, LIMIT_M=limit and self.order is not None, ADD=add,
-                OPERAND=self.back_operand, **_options(t),
+                a, b, self._order()[1], out, first, M, C, K, *a.stride(), *b.stride(),
+                LIMIT="none" if self.order is None else limit, ADD=add, OPERAND=self.back_operand, **_options(t),
             )  # fmt: skip
 
     def _put(self, acc: Tensor, first: int, d_hidden: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -5,8 +5,8 @@ registers: `head_sweep` keeps statistics of each tile (logprob_kernels.py says w
 gradient of the logits in 16 bits for the products that follow, `saved_gradient` the same from logits that were kept.
 A row's bits depend on the row and the head alone: one tile shape per device, every sum in one order, no atomics.
 
-Rows are worked on in the order of `index`, which holds those that count first; `count` says how many. Blocks of rows
-behind them are skipped without the host knowing.
+Rows are worked on in blocks, copied together in the order of `index`, which holds those that count first; `count` says
+how many. Blocks of tiles behind them are skipped without the host knowing.
 
 Legend: n rows of this call · D hidden · V vocabulary · P tiles of V.
 """
@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.arithmetic import cap, stored_as, tanh
-from rlkernel_triton.logprob_kernels import row_offset, slope
+from rlkernel_triton.arithmetic import cap, scaled_less, stored_as
+from rlkernel_triton.logprob_kernels import LOG2E, slope
 
 
 @triton.jit
@@ -40,21 +40,21 @@ def row_of(index, r, inside, HAS_INDEX: tl.constexpr):
 
 @triton.jit
 def tile_logits(
-    hidden, weight, bias, row, inside, column, D, V, inner, outer_stride, inner_stride, stride, head_stride, head_step,
-    scale, HAS_BIAS: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, bias, r, inside, column, D, V, x_stride, head_stride, head_step, scale,
+    HAS_BIAS: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] of (hidden @ weight.T + bias) * scale, before the cap; -inf right of V."""
+    """[BM, BN] of (x @ weight.T + bias) * scale, before the cap; -inf right of V."""
     k = tl.arange(0, BK)
-    a = hidden + row_offset(row, inner, outer_stride, inner_stride)[:, None] + (k * stride)[None, :]
+    a = x + r.to(tl.int64)[:, None] * x_stride + k[None, :]
     b = weight + column.to(tl.int64)[None, :] * head_stride + (k * head_step)[:, None]
     there = column < V
     acc = tl.zeros([BM, BN], tl.float32)
     for start in range(0, D, BK):
         left = k < D - start
-        x = tl.load(a, mask=inside[:, None] & left[None, :], other=0.0).to(OPERAND)
+        h = tl.load(a, mask=inside[:, None] & left[None, :], other=0.0).to(OPERAND)
         w = tl.load(b, mask=left[:, None] & there[None, :], other=0.0).to(OPERAND)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
-        a += BK * stride
+        acc = tl.dot(h, w, acc, input_precision="ieee")
+        a += BK
         b += BK * head_step
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[None, :]
@@ -62,22 +62,22 @@ def tile_logits(
 
 
 @triton.jit
-def temperatures_of(T, row, inside, HAS_T: tl.constexpr, BM: tl.constexpr):
-    """[BM] temperatures; NaN where one has no meaning."""
+def scales_of(T, row, inside, HAS_T: tl.constexpr, BM: tl.constexpr):
+    """[BM] of log2(e) / T; NaN where a temperature has no meaning."""
     if HAS_T:
         t = tl.load(T + row, mask=inside, other=1.0).to(tl.float32)
     else:
         t = tl.full([BM], 1.0, tl.float32) * T
-    return tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    return LOG2E / tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
 
 
 @triton.jit
-def sums(y, inverse_T, MOMENT: tl.constexpr):
+def sums(y, scale, MOMENT: tl.constexpr, INTERPRETED: tl.constexpr):
     """(top, total, moment) of every row of a tile."""
-    top = tl.max(y, axis=1)
+    top = tl.max(y, axis=1) * scale
     at = tl.where(top == float("-inf"), 0.0, top)
-    d = (y - at[:, None]) * inverse_T[:, None]
-    e = tl.exp(d)
+    d = scaled_less(y, scale[:, None], at[:, None], INTERPRETED)
+    e = tl.exp2(d)
     total = tl.sum(e, axis=1)
     moment = total
     if MOMENT:
@@ -95,7 +95,7 @@ def kept_columns(kept, row, column, inside, V, kept_stride):
 
 @triton.jit(do_not_specialize=["first", "n"])  # bits must not depend on them
 def head_sweep(
-    hidden,  # [N, D]
+    x,  # [n, D] hidden states of this block, D contiguous
     weight,  # [V, D]
     bias,  # [V], read where HAS_BIAS
     ids,  # [N], counted from the first column of this head
@@ -104,16 +104,13 @@ def head_sweep(
     T,  # [N] where HAS_T, else a number
     kept,  # [N, bytes of V bits], read where SUPPORT
     parts,  # [planes, n, P]
-    saved,  # [n, V], written where SAVE: logits less the largest of their tile
+    saved,  # [n, V], written where SAVE: capped logits less the largest of their tile
     peaks,  # [n, P], written where SAVE: that largest
     first,
     n,
     D,
     V,
-    inner,
-    outer_stride,
-    inner_stride,
-    stride,
+    x_stride,
     head_stride,
     head_step,
     kept_stride,
@@ -143,44 +140,44 @@ def head_sweep(
     inside = r < n
     row = row_of(index, first + r, inside, HAS_INDEX)
     column = tile * BN + tl.arange(0, BN)
-    x = tile_logits(
-        hidden, weight, bias, row, inside, column, D, V, inner, outer_stride, inner_stride, stride, head_stride,
-        head_step, scale, HAS_BIAS, OPERAND, BM, BN, BK,
+    y = tile_logits(
+        x, weight, bias, r, inside, column, D, V, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
+        BM, BN, BK,
     )  # fmt: skip
+    if HAS_CAP:
+        y = cap(y, softcap)
     if SAVE:
-        peak = tl.max(x, axis=1)
+        peak = tl.max(y, axis=1)
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         at = r.to(tl.int64)[:, None] * V + column[None, :]
-        low = stored_as(x - peak[:, None], saved.dtype.element_ty, INTERPRETED)
+        low = stored_as(y - peak[:, None], saved.dtype.element_ty, INTERPRETED)
         tl.store(saved + at, low, mask=inside[:, None] & (column < V)[None, :])
         tl.store(peaks + r.to(tl.int64) * P + tile, peak, mask=inside)
-    if HAS_CAP:
-        x = cap(x, softcap)
-    inverse_T = 1.0 / temperatures_of(T, row, inside, HAS_T, BM)
-    id = tl.load(ids + row, mask=inside, other=-1)
-    chosen = column[None, :] == id[:, None]
+    z = scales_of(T, row, inside, HAS_T, BM)
+    id = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)
+    chosen = column[None, :] == tl.where(id < V, id, -1).to(tl.int32)[:, None]
     plane = n.to(tl.int64) * P
     out = parts + r.to(tl.int64) * P + tile
-    tl.store(out, tl.sum(tl.where(chosen, x, 0.0), axis=1), mask=inside)
-    y = tl.where(chosen, float("-inf"), x)
-    top, total, moment = sums(y, inverse_T, MOMENT)
+    tl.store(out, tl.sum(tl.where(chosen, y, 0.0), axis=1), mask=inside)
+    y = tl.where(chosen, float("-inf"), y)
+    top, total, moment = sums(y, z, MOMENT, INTERPRETED)
     tl.store(out + plane, top, mask=inside)
     tl.store(out + 2 * plane, total, mask=inside)
     if MOMENT:
         tl.store(out + 3 * plane, moment, mask=inside)
     if SUPPORT:
         among = kept_columns(kept, row, column, inside, V, kept_stride)
-        top, total, _ = sums(tl.where(among, y, float("-inf")), inverse_T, False)
+        top, total, _ = sums(tl.where(among, y, float("-inf")), z, False, INTERPRETED)
         tl.store(out + 4 * plane, top, mask=inside)
         tl.store(out + 5 * plane, total, mask=inside)
-        top, total, _ = sums(tl.where(among, float("-inf"), y), inverse_T, False)
+        top, total, _ = sums(tl.where(among, float("-inf"), y), z, False, INTERPRETED)
         tl.store(out + 6 * plane, top, mask=inside)
         tl.store(out + 7 * plane, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "n", "N", "start"])
 def head_gradient(
-    hidden,  # [N, D]
+    x,  # [n, D] hidden states of this block, D contiguous
     weight,  # [V, D]
     bias,  # [V], read where HAS_BIAS
     ids,  # [N], counted from the first column of this head
@@ -204,10 +201,7 @@ def head_gradient(
     width,
     D,
     V,
-    inner,
-    outer_stride,
-    inner_stride,
-    stride,
+    x_stride,
     head_stride,
     head_step,
     kept_stride,
@@ -249,20 +243,19 @@ def head_gradient(
         place = (first + r).to(tl.int64)
         low = tl.load(saved + place[:, None] * V + column[None, :], mask=written, other=0.0).to(tl.float32)
         peak = peaks + place[:, None] * tl.cdiv(V, PEAK) + (column // PEAK)[None, :]
-        x = low + tl.load(peak, mask=written, other=0.0)
+        y = low + tl.load(peak, mask=written, other=0.0)
     else:
-        x = tile_logits(
-            hidden, weight, bias, row, inside, column, D, V, inner, outer_stride, inner_stride, stride, head_stride,
-            head_step, scale, HAS_BIAS, OPERAND, BM, BN, BK,
+        y = tile_logits(
+            x, weight, bias, r, inside, column, D, V, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
+            BM, BN, BK,
         )  # fmt: skip
-    y = x
-    if HAS_CAP:
-        y = cap(x, softcap)
-    inverse_T = 1.0 / temperatures_of(T, row, inside, HAS_T, BM)
+        if HAS_CAP:
+            y = cap(y, softcap)
+    z = scales_of(T, row, inside, HAS_T, BM)
     bad = tl.load(invalid + row, mask=inside, other=0) != 0
-    id = tl.where(bad, -1, tl.load(ids + row, mask=inside, other=-1))
-    chosen = column[None, :] == id[:, None]
-    none = inverse_T * 0.0
+    id = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)
+    chosen = column[None, :] == tl.where(bad | (id >= V), -1, id).to(tl.int32)[:, None]
+    none = z * 0.0
     up, up_lse, up_entropy, up_mass = none, none, none, none
     if G:
         up = tl.where(bad, 0.0, tl.load(g + row, mask=inside, other=0.0))
@@ -281,23 +274,22 @@ def head_gradient(
     mean = tl.load(rows + 2 * N + row, mask=inside, other=0.0)
     rest = tl.load(rows + 3 * N + row, mask=inside, other=0.0)
     dx = slope(
-        y, chosen, among, inverse_T[:, None], top[:, None], log_total[:, None], mean[:, None], rest[:, None],
+        y, chosen, among, z[:, None], top[:, None], log_total[:, None], mean[:, None], rest[:, None],
         kept_top[:, None], kept_log_total[:, None], up[:, None], up_lse[:, None], up_entropy[:, None],
-        up_mass[:, None], SUPPORT, G_LSE, G_ENTROPY,
+        up_mass[:, None], SUPPORT, G_ENTROPY, INTERPRETED,
     )  # fmt: skip
     if HAS_CAP:
-        bend = tanh(x / softcap)
+        bend = tl.maximum(y / softcap, -1.0)  # tanh(x / c); a forbidden id is -inf
         dx = dx * (1.0 - bend * bend)
     dx = tl.where(inside[:, None], dx * scale, 0.0)
     tl.store(to, stored_as(dx, out.dtype.element_ty, INTERPRETED), mask=written)
 
 
-@triton.jit(do_not_specialize=["M", "K"])
+@triton.jit(do_not_specialize=["M", "K", "first"])
 def product(
     a,  # [M, K], a_stride from row to row, a_step from column to column
-    b,  # [K, C] rows of a tensor of any layout, in the order of `index` where HAS_INDEX
-    index,  # read where HAS_INDEX
-    count,  # [1], read where HAS_INDEX or LIMIT_M
+    b,  # [K, C], b_stride from row to row, b_step from column to column
+    count,  # [1], read where LIMIT: how many rows count, of which this block's start at `first`
     out,  # [M, C] contiguous
     first,
     M,
@@ -305,13 +297,9 @@ def product(
     K,
     a_stride,
     a_step,
-    inner,
-    outer_stride,
-    inner_stride,
-    stride,
-    OF_ROWS: tl.constexpr,  # b holds hidden states, found from place `first` on
-    HAS_INDEX: tl.constexpr,
-    LIMIT_M: tl.constexpr,
+    b_stride,
+    b_step,
+    LIMIT: tl.constexpr,  # "none", "rows" where M runs over rows, "sum" where K does
     ADD: tl.constexpr,
     OPERAND: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -322,28 +310,30 @@ def product(
 ):
     """out = a @ b, or out += a @ b where ADD: the sum goes on where it stopped, so cutting K changes no bit."""
     block, tile = place_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(C, BN), GROUP)
-    if LIMIT_M:
-        if first + block * BM >= tl.load(count):
-            return
+    end = K
+    if LIMIT != "none":
+        counted = tl.maximum(tl.load(count) - first, 0).to(tl.int32)
+        if LIMIT == "rows":
+            if block * BM >= counted:
+                return
+        else:
+            end = tl.minimum(K, counted)
     m = block * BM + tl.arange(0, BM)
     c = tile * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    inside = m < M
+    inside, there = m < M, c < C
     to = out + m.to(tl.int64)[:, None] * C + c[None, :]
-    written = inside[:, None] & (c < C)[None, :]
+    written = inside[:, None] & there[None, :]
     acc = tl.zeros([BM, BN], tl.float32)
     if ADD:
         acc = tl.load(to, mask=written, other=0.0)
-    end = K
-    if HAS_INDEX:
-        end = tl.minimum(K, tl.maximum(tl.load(count) - first, 0).to(tl.int32))
-    x0 = a + m.to(tl.int64)[:, None] * a_stride
+    x0 = a + m.to(tl.int64)[:, None] * a_stride + k.to(tl.int64)[None, :] * a_step
+    w0 = b + k.to(tl.int64)[:, None] * b_stride + c.to(tl.int64)[None, :] * b_step
     for start in range(0, end, BK):
-        at = start + k
-        left = at < end
-        x = tl.load(x0 + at.to(tl.int64)[None, :] * a_step, mask=inside[:, None] & left[None, :], other=0.0).to(OPERAND)
-        row = row_of(index, first + at if OF_ROWS else at, left, HAS_INDEX)
-        place = row_offset(row, inner, outer_stride, inner_stride)[:, None] + (c * stride)[None, :]
-        w = tl.load(b + place, mask=left[:, None] & (c < C)[None, :], other=0.0).to(OPERAND)
+        left = k < end - start
+        x = tl.load(x0, mask=inside[:, None] & left[None, :], other=0.0).to(OPERAND)
+        w = tl.load(w0, mask=left[:, None] & there[None, :], other=0.0).to(OPERAND)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+        x0 += BK * a_step
+        w0 += BK * b_stride
     tl.store(to, stored_as(acc, out.dtype.element_ty, INTERPRETED), mask=written)

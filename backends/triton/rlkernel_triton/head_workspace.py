@@ -45,7 +45,8 @@ def workspace(plan: Plan, size: Size) -> int:
     sums = 4 * D * (block + (columns if plan.block < N else 0))
     rows = N * (PER_ROW + 64 * ranks) + (4 * N * -(-V // 32) if support else 0)
     saved = N * (V * item + 4 * tiles) if plan.save else 0
-    return max(parts, dz + sums + 4 * columns) + rows + saved + SMALL
+    copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
+    return max(parts, dz + sums + 4 * columns) + copied + rows + saved + SMALL
 
 
 def plan(backward: str, limit: int | None, size: Size) -> Plan:

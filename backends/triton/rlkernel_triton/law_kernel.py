@@ -14,8 +14,9 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from rlkernel_triton.arithmetic import log1p, softplus, tree_sum
+from rlkernel_triton.arithmetic import log1p, scaled_less, softplus, tree_sum
 from rlkernel_triton.builds import Build
+from rlkernel_triton.logprob_kernels import LN2, LOG2E
 
 CELLS: Final = 512  # parts that a program holds: as many rows, of as many parts, as that allows
 MOST_ROWS: Final = 32
@@ -24,14 +25,13 @@ SAVED: Final = 6  # planes kept for the gradient: top, log total, mean, 1 - p, t
 
 
 @triton.jit
-def joined(parts, at, there, plane, first, T, LOG: tl.constexpr):
+def joined(parts, at, there, plane, first, LOG: tl.constexpr):
     """(top, total) of [R, W] parts whose planes stand at `first` and after it; also each part's weight and shift."""
     top = tl.load(parts + first * plane + at, mask=there, other=float("-inf"))
     total = tl.load(parts + (first + 1) * plane + at, mask=there, other=0.0)
     best = tl.max(top, axis=1)
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    shift = (top - safe[:, None]) / T[:, None]
-    weight = tl.exp(shift)
+    shift = top - tl.where(best == float("-inf"), 0.0, best)[:, None]
+    weight = tl.exp2(shift)
     return best, tree_sum(total * weight, LOG), total, weight, tl.maximum(shift, -1000.0)
 
 
@@ -40,14 +40,12 @@ def join(
     parts,  # [planes, n, P] of places first .. first + n in the order of `index`
     index,  # [N], read where HAS_INDEX
     count,  # [1], read where HAS_INDEX
-    T,  # [N] where HAS_T, else a number
     out,  # [planes, N]
     first,
     n,
     N,
     P,
     HAS_INDEX: tl.constexpr,
-    HAS_T: tl.constexpr,
     SUPPORT: tl.constexpr,
     MOMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -62,43 +60,38 @@ def join(
         row = tl.load(index + first + r, mask=inside, other=0).to(tl.int64)
     else:
         row = (first + r).to(tl.int64)
-    if HAS_T:
-        t = tl.load(T + row, mask=inside, other=1.0).to(tl.float32)
-    else:
-        t = tl.full([ROWS], 1.0, tl.float32) * T
-    t = tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
     column = tl.arange(0, WIDTH)
     there = inside[:, None] & (column < P)[None, :]
     at = r.to(tl.int64)[:, None] * P + column[None, :]
     plane = n.to(tl.int64) * P
     tl.store(out + row, tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG), mask=inside)
-    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, t, LOG)
+    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, LOG)
     tl.store(out + N + row, top, mask=inside)
     tl.store(out + 2 * N + row, total, mask=inside)
     if MOMENT:
         moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
         tl.store(out + 3 * N + row, tree_sum((moments + totals * shift) * weight, LOG), mask=inside)
     if SUPPORT:
-        top, total, _, _, _ = joined(parts, at, there, plane, 4, t, LOG)
+        top, total, _, _, _ = joined(parts, at, there, plane, 4, LOG)
         tl.store(out + 4 * N + row, top, mask=inside)
         tl.store(out + 5 * N + row, total, mask=inside)
-        top, total, _, _, _ = joined(parts, at, there, plane, 6, t, LOG)
+        top, total, _, _, _ = joined(parts, at, there, plane, 6, LOG)
         tl.store(out + 6 * N + row, top, mask=inside)
         tl.store(out + 7 * N + row, total, mask=inside)
 
 
 @triton.jit
-def with_target(top, total, target, T):
+def with_target(top, total, target, scale, INTERPRETED: tl.constexpr):
     """The sums with the chosen id among them: top, log of the total, and what else the mean needs."""
-    best = tl.maximum(top, target)
+    best = tl.maximum(top, target * scale)
     safe = tl.where(best == float("-inf"), 0.0, best)
-    shift, own = (top - safe) / T, (target - safe) / T
-    scale, weight = tl.exp(shift), tl.exp(own)
-    scaled = total * scale
-    # where the chosen id is the largest its weight is 1, and log1p keeps what the others add
-    log_total = tl.where(target >= top, log1p(scaled), tl.log(scaled + weight))
+    shift, own = top - safe, scaled_less(target, scale, safe, INTERPRETED)
+    factor, weight = tl.exp2(shift), tl.exp2(own)
+    scaled = total * factor
+    # where the chosen id is the largest its weight is 1 but for a rounding, and log1p keeps what the others add
+    log_total = tl.where(target * scale >= top, own + log1p(scaled / weight) * LOG2E, tl.log2(scaled + weight))
     log_total = tl.where((best == float("-inf")) & (total == 0.0), float("-inf"), log_total)  # NaN stays NaN
-    return best, log_total, scaled, weight, tl.maximum(shift, -1000.0), tl.maximum(own, -1000.0), scale
+    return best, log_total, scaled, weight, tl.maximum(shift, -1000.0), tl.maximum(own, -1000.0), factor
 
 
 @triton.jit(do_not_specialize=["N", "P", "whole"])  # bits must not depend on N
@@ -124,6 +117,7 @@ def law(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     LOG: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Results of some rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -135,7 +129,7 @@ def law(
         t = tl.load(T + row, mask=counted, other=1.0).to(tl.float32)
     else:
         t = tl.full([ROWS], 1.0, tl.float32) * T
-    t = tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    z = LOG2E / tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
     id = tl.load(ids + row, mask=counted, other=0).to(tl.int64)
     nowhere = (id < 0) | (id >= whole)
     bad = counted & nowhere
@@ -147,11 +141,11 @@ def law(
     plane = N.to(tl.int64) * P
     target = tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG)
     target = tl.where(nowhere, float("-inf"), target)
-    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, t, LOG)
-    best, log_total, scaled, own_weight, moved, own, scale = with_target(top, total, target, t)
+    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, LOG)
+    best, log_total, scaled, own_weight, moved, own, scale = with_target(top, total, target, z, INTERPRETED)
     broken = best == float("inf")  # +inf has no softmax
     log_total = tl.where(broken, float("nan"), log_total)
-    tl.store(lse + row, tl.where(counted, tl.where(broken, best, best / t + log_total), 0.0), mask=inside)
+    tl.store(lse + row, tl.where(counted, tl.where(broken, best, (best + log_total) * LN2), 0.0), mask=inside)
     tl.store(saved + row, best, mask=inside)
     tl.store(saved + N + row, log_total, mask=inside)
     if MOMENT:
@@ -159,17 +153,17 @@ def law(
         moment = tree_sum((moments + totals * shift) * weight, LOG)
         mean = ((moment + total * moved) * scale + own * own_weight) / (scaled + own_weight)
         tl.store(saved + 2 * N + row, mean, mask=inside)
-        tl.store(entropy + row, tl.where(counted, log_total - mean, 0.0), mask=inside)
+        tl.store(entropy + row, tl.where(counted, (log_total - mean) * LN2, 0.0), mask=inside)
     if SUPPORT:
-        top, total, _, _, _ = joined(parts, at, there, plane, 4, t, LOG)
-        lost_top, lost_total, _, _, _ = joined(parts, at, there, plane, 6, t, LOG)
-        kept_top, kept_log_total, _, _, _, _, _ = with_target(top, total, target, t)
+        top, total, _, _, _ = joined(parts, at, there, plane, 4, LOG)
+        lost_top, lost_total, _, _, _ = joined(parts, at, there, plane, 6, LOG)
+        kept_top, kept_log_total, _, _, _, _, _ = with_target(top, total, target, z, INTERPRETED)
         tl.store(saved + 4 * N + row, kept_top, mask=inside)
         tl.store(saved + 5 * N + row, kept_log_total, mask=inside)
-        lost = (lost_top - kept_top) / t + tl.log(lost_total) - kept_log_total
+        lost = (lost_top - kept_top + tl.log2(lost_total) - kept_log_total) * LN2
         value = tl.where(bad | broken, float("nan"), 0.0 - softplus(lost))
         tl.store(mass + row, tl.where(counted, value, 0.0), mask=inside)
-    gap = (top - target) / t + tl.log(total)
+    gap = (tl.log2(total) - scaled_less(target, z, top, INTERPRETED)) * LN2
     value = tl.where(bad | broken, float("nan"), 0.0 - softplus(gap))
     tl.store(logprob + row, tl.where(counted, value, 0.0), mask=inside)
     tl.store(saved + 3 * N + row, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)  # 1 - p without cancelling
@@ -188,5 +182,5 @@ def builds(arch: str) -> Iterator[Build]:
     rest = {"ids": "*i64", "mask": "*i1", "bad_kept": "*i1", "T": "*fp32", "invalid": "*i1"}
     for parts in (8, 1024):
         flags = {"HAS_MASK": True, "HAS_T": True, "SUPPORT": True, "MOMENT": True}
-        width = {"ROWS": rows_of_a_program(parts), "WIDTH": parts, "LOG": parts.bit_length() - 1}
+        width = {"ROWS": rows_of_a_program(parts), "WIDTH": parts, "LOG": parts.bit_length() - 1, "INTERPRETED": False}
         yield Build(law, f"{parts} parts", {**outputs, **sizes, **rest}, {**flags, **width}, WARPS)

@@ -146,7 +146,8 @@ def statistics(
                 *rows.places, 0 if kept is None else kept.row_bytes,
                 HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
                 SUPPORT=kept is not None, MOMENT=moment, PART=logprob_kernels.PART, TILE=logprob_kernels.TILE,
-                LOG_LANES=logprob_kernels.LOG_LANES, num_warps=logprob_kernels.SWEEP_WARPS, **FUSED,
+                LOG_LANES=logprob_kernels.LOG_LANES, INTERPRETED=INTERPRETED,
+                num_warps=logprob_kernels.SWEEP_WARPS, **FUSED,
             )  # fmt: skip
     return law(parts, ids, T, mask, None if kept is None else kept.bad, V, moment=moment)
 
@@ -180,7 +181,7 @@ def law(
                 parts, ids, _or(mask, ids), _or(bad_kept, ids), T, value, lse, _or(H, value), _or(mass, value),
                 invalid.view(torch.int8), saved, N, P, whole, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor),
                 SUPPORT=mass is not None, MOMENT=moment, ROWS=block, WIDTH=width,
-                LOG=width.bit_length() - 1, num_warps=law_kernel.WARPS, **FUSED,
+                LOG=width.bit_length() - 1, INTERPRETED=INTERPRETED, num_warps=law_kernel.WARPS, **FUSED,
             )  # fmt: skip
     return Law(value, lse, H, mass, invalid, saved)
 

@@ -1,7 +1,8 @@
 """Kernels of logprob@1: sweep a row of logits for its statistics, join them, and the gradient.
 
-    y      capped logits, before the temperature        d = (y - top) / T <= 0
-    total  sum of e^d over a set of ids                 moment  sum of e^d d
+    y      capped logits, before the temperature        z = y log2(e) / T, so that e^(y / T) = 2^z
+    top    the largest z of a set of ids, rounded       d = z - top, in one rounding from y
+    total  sum of 2^d over the set                      moment  sum of 2^d d
 
 A row is cut into parts of `PART` columns, one program each, so that a few long rows fill a GPU too. The chosen id is
 left out of all sums, as log p = -softplus((top - y_id) / T + log total) never subtracts two large numbers. Parts depend
@@ -21,7 +22,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from rlkernel_triton.arithmetic import cap, stored_as, tanh, tree_sum
+from rlkernel_triton.arithmetic import cap, scaled_less, stored_as, tanh, tree_sum
 from rlkernel_triton.builds import Build
 
 PART: Final = 16384  # columns of a part: 8 programs a row at V = 128256
@@ -38,13 +39,13 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def temperature_of(T, row, HAS_T: tl.constexpr):
-    """The row's temperature; NaN where it has no meaning, so that only that row is spoiled."""
+def scale_of(T, row, HAS_T: tl.constexpr):
+    """log2(e) / T of a row; NaN where the temperature has no meaning, so that only that row is spoiled."""
     if HAS_T:
         t = tl.load(T + row).to(tl.float32)
     else:
         t = T * 1.0
-    return tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    return LOG2E / tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
 
 
 @triton.jit
@@ -55,24 +56,24 @@ def row_offset(row, inner, outer_stride, inner_stride):
 
 
 @triton.jit
-def fold(top, total, y, scale):
-    """One tile's columns into a running (top, total), per lane; scale is log2(e) / T. Also e^d and what rescaled."""
-    new = tl.maximum(top, tl.max(y, axis=1))
+def fold(top, total, y, scale, INTERPRETED: tl.constexpr):
+    """A tile's columns into a running (top, total), per lane. Also 2^d and d, and what the old sums were scaled by."""
+    new = tl.maximum(top, tl.max(y, axis=1) * scale)
     at = tl.where(new == float("-inf"), 0.0, new)  # nothing yet: no inf - inf
-    shift = (top - at) * scale
+    shift = top - at
     again = tl.exp2(shift)
-    d = (y - at[:, None]) * scale
+    d = scaled_less(y, scale, at[:, None], INTERPRETED)
     e = tl.exp2(d)
     more = tl.sum(tl.sum(tl.sum(tl.reshape(e, [e.shape[0], 2, 2, 2]), axis=3), axis=2), axis=1)  # a tree
     return new, total * again + more, e, d, again, shift
 
 
 @triton.jit
-def together(top, total, scale, LOG: tl.constexpr):
+def together(top, total, LOG: tl.constexpr):
     """Lanes [1, L] to one (top, total), [1]; also the weight and shift of each lane."""
     best = tl.max(top, axis=1)
     at = tl.where(best == float("-inf"), 0.0, best)
-    shift = (top - at[:, None]) * scale
+    shift = top - at[:, None]
     weight = tl.exp2(shift)
     return best, tree_sum(total * weight, LOG), weight, tl.maximum(shift, -1000.0)
 
@@ -101,6 +102,7 @@ def sweep(
     PART: tl.constexpr,
     TILE: tl.constexpr,
     LOG_LANES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Statistics of one part of one row."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -108,7 +110,7 @@ def sweep(
         if tl.load(mask + row) == 0:
             return
     LANES: tl.constexpr = TILE // NEIGHBOURS
-    scale = LOG2E / temperature_of(T, row, HAS_T)
+    scale = scale_of(T, row, HAS_T)
     x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
     id = tl.load(ids + row).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -127,8 +129,9 @@ def sweep(
         y = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
         if HAS_CAP:
             y = cap(y, softcap)
-        y = tl.where(at == id, float("-inf"), y)
-        new, sum_e, e, d, again, shift = fold(top, total, y, scale)
+        if (id >= first) & (id < first + TILE):  # in one tile of the row; elsewhere nothing is compared
+            y = tl.where(column == (id - first).to(tl.int32), float("-inf"), y)
+        new, sum_e, e, d, again, shift = fold(top, total, y, scale, INTERPRETED)
         if MOMENT:
             # e is 0 where d < -150, so the bound changes nothing but 0 * inf
             more = tl.reshape(e * tl.maximum(d, -1000.0), [LANES, 2, 2, 2])
@@ -141,8 +144,8 @@ def sweep(
             among = ((bits[:, None] >> tl.arange(0, NEIGHBOURS)[None, :]) & 1) == 1
             inside = tl.where(among, y, float("-inf"))
             outside = tl.where(among, float("-inf"), y)
-            kept_top, kept_total, _, _, _, _ = fold(kept_top, kept_total, inside, scale)
-            lost_top, lost_total, _, _, _, _ = fold(lost_top, lost_total, outside, scale)
+            kept_top, kept_total, _, _, _, _ = fold(kept_top, kept_total, inside, scale, INTERPRETED)
+            lost_top, lost_total, _, _, _, _ = fold(lost_top, lost_total, outside, scale, INTERPRETED)
     P = tl.cdiv(V, PART)
     plane = N.to(tl.int64) * P
     one = tl.arange(0, 1)
@@ -152,21 +155,17 @@ def sweep(
     if HAS_CAP:
         y_id = cap(y_id, softcap)
     tl.store(out, tl.where(here, y_id, 0.0) + tl.zeros([1], tl.float32))
-    best, some, weight, shift = together(tl.reshape(top, [1, LANES]), tl.reshape(total, [1, LANES]), scale, LOG_LANES)
+    best, some, weight, shift = together(tl.reshape(top, [1, LANES]), tl.reshape(total, [1, LANES]), LOG_LANES)
     tl.store(out + plane, best)
     tl.store(out + 2 * plane, some)
     if MOMENT:
         moments = (tl.reshape(moment, [1, LANES]) + tl.reshape(total, [1, LANES]) * shift) * weight
-        tl.store(out + 3 * plane, tree_sum(moments, LOG_LANES) * LN2)
+        tl.store(out + 3 * plane, tree_sum(moments, LOG_LANES))
     if SUPPORT:
-        best, some, _, _ = together(
-            tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]), scale, LOG_LANES
-        )
+        best, some, _, _ = together(tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]), LOG_LANES)
         tl.store(out + 4 * plane, best)
         tl.store(out + 5 * plane, some)
-        best, some, _, _ = together(
-            tl.reshape(lost_top, [1, LANES]), tl.reshape(lost_total, [1, LANES]), scale, LOG_LANES
-        )
+        best, some, _, _ = together(tl.reshape(lost_top, [1, LANES]), tl.reshape(lost_total, [1, LANES]), LOG_LANES)
         tl.store(out + 6 * plane, best)
         tl.store(out + 7 * plane, some)
 
@@ -176,7 +175,7 @@ def slope(
     y,  # capped logits, of any shape; the rest broadcasts to it
     chosen,
     among,
-    inverse_T,
+    scale,
     top,
     log_total,
     mean,
@@ -188,23 +187,25 @@ def slope(
     g_entropy,
     g_mass,
     SUPPORT: tl.constexpr,
-    G_LSE: tl.constexpr,
     G_ENTROPY: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Gradient with respect to y: rlkernel_core.reference.row_statistics.gradient, term by term."""
-    d = (y - top) * inverse_T
-    p = tl.exp(d - log_total)
-    common = p * 0.0
-    if G_LSE:
-        common += g_lse
+    """Gradient with respect to y: rlkernel_core.reference.row_statistics.gradient, with logarithms of base 2."""
+    inverse_T = scale * LN2
+    g *= inverse_T
+    common = g_lse * inverse_T
+    d = scaled_less(y, scale, top, INTERPRETED)
+    p = tl.exp2(d - log_total)
     if G_ENTROPY:
-        common -= g_entropy * (tl.maximum(d, -1000.0) - mean)  # p is 0 where the bound matters
+        g_entropy *= inverse_T * LN2
+        common += g_entropy * mean
+        common = common - g_entropy * tl.maximum(d, -1000.0)  # p is 0 where the bound matters
     if SUPPORT:
-        q = tl.where(among | chosen, tl.exp((y - kept_top) * inverse_T - kept_log_total), 0.0)
-        dz = p * common + g_mass * (q - p) + tl.where(chosen, g * rest, -g * q)
-    else:
-        dz = tl.where(chosen, p * common + g * rest, p * (common - g))
-    return dz * inverse_T
+        g_mass *= inverse_T
+        q = tl.exp2(scaled_less(y, scale, kept_top, INTERPRETED) - kept_log_total)
+        q = tl.where(among | chosen, q, 0.0)
+        return p * (common - g_mass) + tl.where(chosen, g_mass * q + g * rest, (g_mass - g) * q)
+    return tl.where(chosen, p * common + g * rest, p * (common - g))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -250,8 +251,8 @@ def gradient(
             tl.store(to, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
             return
     bad = tl.load(invalid + row) != 0
-    id = tl.where(bad, -1, tl.load(ids + row).to(tl.int64))
-    inverse_T = 1.0 / temperature_of(T, row, HAS_T)
+    id = tl.where(bad, -1, tl.load(ids + row).to(tl.int64))  # valid here, or -1
+    scale = scale_of(T, row, HAS_T)
     up, up_lse, up_entropy, up_mass = 0.0, 0.0, 0.0, 0.0
     if G:
         up = tl.where(bad, 0.0, tl.load(g + row))
@@ -273,10 +274,10 @@ def gradient(
         y = cap(x, softcap)
     top, log_total = tl.load(saved + row), tl.load(saved + N + row)
     mean, rest = tl.load(saved + 2 * N + row), tl.load(saved + 3 * N + row)
-    chosen = at == id
+    chosen = at == id.to(tl.int32)
     dy = slope(
-        y, chosen, among, inverse_T, top, log_total, mean, rest, kept_top, kept_log_total,
-        up, up_lse, up_entropy, up_mass, SUPPORT, G_LSE, G_ENTROPY,
+        y, chosen, among, scale, top, log_total, mean, rest, kept_top, kept_log_total,
+        up, up_lse, up_entropy, up_mass, SUPPORT, G_ENTROPY, INTERPRETED,
     )  # fmt: skip
     if HAS_CAP:
         bend = tanh(x / softcap)
@@ -301,8 +302,8 @@ def types(dtype: str, index: str = "i64") -> dict[str, str]:
 
 def builds(arch: str) -> Iterator[Build]:
     """What is launched most: contiguous rows, one temperature; with everything that costs registers beside it."""
-    aligned = ("logits", "V", "inner_stride", "outer_stride")
-    tile = {"stride": 1, "PART": PART, "TILE": TILE, "LOG_LANES": LOG_LANES}
+    aligned = ("logits", "out", "V", "inner_stride", "outer_stride")
+    tile = {"stride": 1, "PART": PART, "TILE": TILE, "LOG_LANES": LOG_LANES, "INTERPRETED": False}
     for dtype in ("bf16", "fp32"):
         for label, more in {
             "entropy": {"MOMENT": True},
@@ -312,7 +313,7 @@ def builds(arch: str) -> Iterator[Build]:
             T = {"T": "*fp32"} if flags["HAS_T"] else {}
             yield Build(
                 sweep, f"{dtype}, {label}", {**types(dtype), **T, "parts": "*fp32"}, {**flags, **tile}, SWEEP_WARPS,
-                divisible=aligned,
+                divisible=tuple(n for n in aligned if n in sweep.arg_names),
             )  # fmt: skip
             up = dict.fromkeys(("saved", "g", "g_lse", "g_entropy", "g_mass"), "*fp32")
             every = label == "everything"

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel_triton.arithmetic import cap
+from rlkernel_triton.arithmetic import cap, scaled_less
 from rlkernel_triton.builds import Build
-from rlkernel_triton.launch import FUSED, on_device_of
-from rlkernel_triton.logprob_kernels import row_offset, temperature_of
+from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.logprob_kernels import LN2, row_offset, scale_of
 from rlkernel_triton.row_layout import Rows
 
 BLOCK_BYTES: Final = 64 << 20  # of keys that are there at a time
@@ -46,7 +46,7 @@ def order_keys(logits, keys, first, V, inner, outer_stride, inner_stride, stride
 @triton.jit
 def values(
     logits, ids, mask, T, softcap, logprob, saved, out, N, n, inner, outer_stride, inner_stride, stride,
-    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """[N, n] log-probabilities of the best ids, 0 in masked rows; that of the first is known."""
     row = tl.program_id(0)
@@ -62,7 +62,8 @@ def values(
     y = tl.load(x0 + id * stride, mask=inside, other=0.0).to(tl.float32)
     if HAS_CAP:
         y = cap(y, softcap)
-    value = (y - tl.load(saved + row)) / temperature_of(T, row, HAS_T) - tl.load(saved + N + row)
+    d = scaled_less(y, scale_of(T, row, HAS_T), tl.load(saved + row), INTERPRETED)
+    value = (d - tl.load(saved + N + row)) * LN2
     tl.store(to, tl.where(at == 0, tl.load(logprob + row), value), mask=inside)
 
 
@@ -99,7 +100,7 @@ def log_probabilities(
             values[(N,)](
                 rows.data, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out, N, n,
                 *rows.places, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
-                WIDTH=triton.next_power_of_2(n), num_warps=WARPS, **FUSED,
+                WIDTH=triton.next_power_of_2(n), INTERPRETED=INTERPRETED, num_warps=WARPS, **FUSED,
             )  # fmt: skip
     return out
 
@@ -118,5 +119,5 @@ def builds(arch: str) -> Iterator[Build]:
     )
     floats = dict.fromkeys(("logprob", "saved", "out", "T"), "*fp32")
     rest = {"logits": "*bf16", "ids": "*i64", "mask": "*i1", "softcap": "fp32", "N": "i32", "n": "i32", **places}
-    flags = {"HAS_MASK": True, "HAS_T": True, "HAS_CAP": True, "WIDTH": 32, "stride": 1}
+    flags = {"HAS_MASK": True, "HAS_T": True, "HAS_CAP": True, "WIDTH": 32, "stride": 1, "INTERPRETED": False}
     yield Build(values, "bf16", {**floats, **rest}, flags, WARPS, divisible=("logits",))
