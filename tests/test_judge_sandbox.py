@@ -61,7 +61,8 @@ def tried(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as server:
         words = {"port": server.getsockname()[1], "outside": str(outside / "written"), "pid": os.getpid()}
         with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
-            said, _, _ = seat.ask("load", source=TRIES % words, target=None, op="whiten", compile=False)
+            said, _, _ = seat.ask("ready")
+            seat.ask("load", source=TRIES % words, target=None, op="whiten", compile=False)
             _, blocks, _ = seat.ask(
                 "call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None
             )
@@ -102,6 +103,14 @@ def test_a_level_that_is_asked_for_works_or_is_refused(level) -> None:
         assert found.level == level
     else:
         assert (type(error), "does not work on this machine" in str(error)) == (ConfigError, True)
+
+
+def test_a_device_that_cannot_be_used_inside_gets_the_next_level_that_works(monkeypatch) -> None:
+    tried = []
+    monkeypatch.setattr(sandbox, "_works", lambda c: tried.append(c.level) or c.level == "limits")
+    first = sandbox.Cage("namespaces", as_nobody=False)
+    assert (sandbox.weaker(first), tried) == (sandbox.Cage("limits", as_nobody=False), ["bubblewrap", "limits"])
+    assert sandbox.weaker(sandbox.Cage("limits", as_nobody=False)) is None
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -19,9 +19,9 @@ class _Answer(BaseModel):
     number: int
 
 
-class _Load(_Answer):
+class _Ready(_Answer):
     facts: dict[str, bool]
-    threads: int
+    complaint: str | None
 
 
 class _Conduct(BaseModel):
@@ -56,7 +56,8 @@ class _Look(_Answer):
 
 
 ANSWERS: Final[dict[str, type[_Answer]]] = {
-    "load": _Load,
+    "ready": _Ready,
+    "load": _Answer,
     "call": _Call,
     "backward": _Result,
     "fetch": _Result,

@@ -53,6 +53,7 @@ class _Host:
         import torch
 
         from rlkernel.discover import guarded
+        from rlkernel_conformance import health
         from rlkernel_conformance.fresh import Poisoned
         from rlkernel_conformance.judge import watched, wire, workloads
 
@@ -62,7 +63,7 @@ class _Host:
         self.sync: Callable[[], Any] = torch.cuda.synchronize if self.cuda else lambda: None
         self.event = partial(torch.cuda.Event, enable_timing=True)
         self.elapsed = torch.cuda.Event.elapsed_time
-        self.equal, self.poisoned = torch.equal, Poisoned
+        self.equal, self.poisoned, self.complaint = torch.equal, Poisoned, health.complaint
         self.channel, self.device, self.folder, self.facts = channel, device, folder, facts
         self.run: Callable[..., Any] | None = None
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
@@ -91,6 +92,10 @@ class _Host:
         said, results = getattr(self, f"do_{words['do']}")(words, tensors)
         return said, [self.wire.to_bytes(x) for x in results]
 
+    def do_ready(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What this process can still do, and whether its device can be used from in here."""
+        return {"facts": self.facts, "complaint": self.complaint(self.device) if self.cuda else None}, []
+
     def do_load(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         """Import a candidate's source, or a function of an installed backend."""
         if words["source"] is None:
@@ -103,7 +108,7 @@ class _Host:
         self.takes = frozenset(inspect.signature(run).parameters)
         self.open = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(run).parameters.values())
         self.run = run
-        return {"facts": self.facts, "threads": self.torch.get_num_threads()}, []
+        return {}, []
 
     def _imported(self, source: str) -> Any:
         path = self.folder / "candidate.py"  # Triton reads the source of a kernel from its file

@@ -179,6 +179,12 @@ def cage(wanted: str = "auto") -> Cage:
     raise ConfigError(f"sandbox {wanted!r} does not work on this machine; --sandbox auto takes the strongest that does")
 
 
+def weaker(found: Cage) -> Cage | None:
+    """The next cage that works, for a device that cannot be used in this one."""
+    rest = (Cage(level, found.as_nobody) for level in LEVELS[LEVELS.index(found.level) + 1 :])
+    return next((c for c in rest if _works(c)), None)
+
+
 def _works(candidate: Cage) -> bool:
     """Start a process in the cage and ask it what it can do."""
     if candidate.level == "bubblewrap" and shutil.which("bwrap") is None:

@@ -151,11 +151,23 @@ class _Trial:
         limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
         seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits, baseline=target is not None))
         seat.until = time.monotonic() + max(1.0, self._left())
+        said, _, _ = seat.ask("ready")
+        if said["complaint"] is not None:
+            seat.close()
+            self._weaken(said["complaint"])
+            return self._start(stack, target=target, compiled=compiled)
         text = None if target else self.data.decode()
-        said, _, _ = seat.ask("load", source=text, target=target, op=self.task.op, compile=compiled)
+        seat.ask("load", source=text, target=target, op=self.task.op, compile=compiled)
         if target is None:
-            self.facts = {str(k): bool(v) for k, v in said["facts"].items()}
+            self.facts = said["facts"]
         return seat
+
+    def _weaken(self, complaint: str) -> None:
+        """Take the next cage, for the device cannot be used in this one."""
+        found = sandbox.weaker(self.cage) if self.task.sandbox == "auto" else None
+        if found is None:
+            raise ConfigError(f"{complaint} (in sandbox {self.cage.level}); --sandbox says which to use")
+        self.cage = found
 
     def _first_call(self, current: Callable[[], Seat]) -> None:
         """Load it and call it once."""
