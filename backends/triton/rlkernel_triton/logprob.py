@@ -45,7 +45,7 @@ def logprob(
 ) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.logprob.logprob`.
 
-    Memory beyond results and gradient: 16 bytes (32 with a support) per row and 16384 columns, 24 per row; a bit per
+    Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
     logit with a support; with top_logprobs some blocks of 64 MiB.
     """
     check(
