@@ -9,6 +9,7 @@ from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference import kept_ids
 from rlkernel_core.reference import linear_logprob as module
+from rlkernel_core.reference.head import product
 from rlkernel_core.reference.linear_logprob import linear_logprob
 from rlkernel_core.reference.logprob import logprob
 from rlkernel_core.spec.linear_logprob import SPEC
@@ -229,3 +230,13 @@ def test_autocast_changes_no_bit(backward):
         results.append((out.logprob, grad))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("columns", [2, 3, 7, 15, 16, 17])
+@pytest.mark.parametrize("inner", [1, 5, 33, 257])
+def test_a_row_of_a_product_has_the_same_bits_in_every_place(columns, inner) -> None:
+    """MKL sums every fourth row in another order where there are few columns."""
+    g = torch.Generator().manual_seed(columns * 1000 + inner)
+    b = torch.randn(inner, columns, generator=g)
+    y = product(torch.randn(inner, generator=g).expand(64, inner).contiguous(), b)
+    assert torch.equal(y, y[:1].expand_as(y))

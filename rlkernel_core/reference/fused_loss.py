@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.reference import vocab_parallel
-from rlkernel_core.reference.head import ROWS, Head
+from rlkernel_core.reference.head import ROWS, Head, add_product
 from rlkernel_core.reference.loss_batch import Batch
 from rlkernel_core.reference.loss_coefficients import coefficients
 from rlkernel_core.reference.row_selection import results, selected
@@ -82,7 +82,7 @@ class FusedLoss:
                     dz = torch.where(counted[:, None], dz, 0.0)
                 dz = torch.nn.functional.pad(dz, (0, 0, 0, ROWS - dz.shape[0]))
                 if into.hidden is not None:
-                    dx.addmm_(dz, head.tile(tile))
+                    add_product(dx, dz, head.tile(tile))
                 if into.weight is not None:
                     into.weight[tile].addmm_(dz.T, x)
                 if into.bias is not None:

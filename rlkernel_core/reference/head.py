@@ -21,6 +21,9 @@ from rlkernel_core.reference.row_views import take
 ROWS = 64  # rows of a block: the smallest at which a CPU matmul of [R, D] x [D, 1024] runs near full speed
 
 
+COLUMNS = 16  # below so many, a row's place shows in its bits (seen at 2, 3 and 7 columns, not at 16)
+
+
 class Head(NamedTuple):
     """The operands of the logits; operands are brought to the accumulator's type block by block."""
 
@@ -62,7 +65,27 @@ class Head(NamedTuple):
     def logits(self, x: Tensor, ids: slice) -> Tensor:
         """[R, w] logits of a block, before the cap."""
         with full_precision(x):
-            y = x @ self.tile(ids).T
+            y = product(x, self.tile(ids).T)
         if self.bias is not None:
             y += self.bias[ids]
         return y.mul_(self.scale)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """[R, k] @ [k, n], in which the bits of a row do not depend on its place.
+
+    MKL has a path of its own for few columns, which sums some rows in another order; zeros fill those up.
+    """
+    n = b.shape[1]
+    if n >= COLUMNS:
+        return a @ b
+    filled = torch.nn.functional.pad(b, (0, COLUMNS - n))
+    return (a @ filled)[:, :n].contiguous()
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `product(a, b)` in place."""
+    if b.shape[1] >= COLUMNS:
+        into.addmm_(a, b)
+    else:
+        into += product(a, b)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference import vocab_parallel
-from rlkernel_core.reference.head import ROWS, Head
+from rlkernel_core.reference.head import ROWS, Head, add_product
 from rlkernel_core.reference.kept_ids import KeptIds, positions, readable
 from rlkernel_core.reference.row_selection import choose, refuse_second_derivative, results, selected
 from rlkernel_core.reference.row_statistics import (
@@ -253,7 +253,7 @@ class _Back(NamedTuple):
             x = head.block(rows)
             dx = torch.zeros_like(x)
             for tile in head.tiles():
-                dx.addmm_(self._logits(x, rows, tile), head.tile(tile))
+                add_product(dx, self._logits(x, rows, tile), head.tile(tile))
             if group is not None:
                 vocab_parallel.add(dx, group)
             done = dx[: rows.stop - rows.start].to(grad.dtype)
