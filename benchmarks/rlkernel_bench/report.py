@@ -80,17 +80,10 @@ def summary(contents: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 def markdown(contents: list[Mapping[str, Any]], plots: Iterable[str] = ()) -> str:
     """The report."""
-    last = contents[-1]
-    env, limits = last["environment"], last["ceilings"]
-    flops = ", ".join(f"{dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in limits["flops"].items())
-    where = f"{env['device_name']}, driver {env.get('device_driver')}, torch {env['torch']}, triton {env.get('triton')}"
-    what = f"Python {env['python']}, rlkernel {env['rlkernel']} at {env.get('commit')}, {last['created']}"
-    copy, read = (f"{limits[k] / 1e9:.4g} GB/s" for k in ("copy", "read"))
     lines = [
         "# Benchmark",
         "",
-        f"{where}, {what}.",
-        f"Ceilings of this machine in this run: copy {copy}, read {read}, {flops}.",
+        *(line for content in contents for line in _about(content)),
         "",
         _HOW_TO_READ,
         "",
@@ -111,12 +104,26 @@ def markdown(contents: list[Mapping[str, Any]], plots: Iterable[str] = ()) -> st
     return "\n".join(lines) + "\n"
 
 
+def _about(content: Mapping[str, Any]) -> list[str]:
+    """Where and when a run was made, and what the machine could do then."""
+    env, limits = content["environment"], content["ceilings"]
+    driver = next((str(x) for x in (env.get("device_driver") or [])[1:] if x), "none")
+    flops = ", ".join(f"{dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in limits["flops"].items())
+    copy, read = (f"{limits[k] / 1e9:.4g} GB/s" for k in ("copy", "read"))
+    where = f"{env['device_name']}, driver {driver}, torch {env['torch']}, triton {env.get('triton')}"
+    ours = f"rlkernel {env['rlkernel']}, commit {env.get('commit') or 'unknown'}, source {env.get('source', 'unknown')}"
+    return [
+        f"- {', '.join(content['suites'])}: {content.get('measured', content['created'])} on {where}, Python",
+        f"  {env['python']}, {ours}. Ceilings then: copy {copy}, read {read}, {flops}.",
+    ]
+
+
 def _section(result: Mapping[str, Any]) -> list[str]:
     lines = ["", f"## {result['suite']}: {result['op']} {result['work']}", ""]
     if result.get("message"):
         return [*lines, f"{result.get('status', '')}: {result['message']}"]
     floor = result["floor"]
-    about = [result["why"]] if result["why"] else []
+    about = [f"{result['why'][0].upper()}{result['why'][1:]}."] if result["why"] else []
     about += (
         [f"Floor {floor['us']:.4g} us: {floor['bytes']} bytes, {floor['flops']} operations."] if floor["us"] else []
     )
