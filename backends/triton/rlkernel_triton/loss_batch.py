@@ -86,10 +86,13 @@ class LossBatch:
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
         per_row = advantages.numel() != like.numel() or advantages.dim() != like.dim()
         counts = _counts(shape, mask, bounds, like.device)
-        omega = _omega(config, config.aggregate, denominator, shape, bounds, mask, counts)
+        tokens, filled = counts.sum(), (counts > 0).sum()
+        known = mask is None and bounds is None
+        local = (None, None) if known else (tokens, filled)
+        omega = _omega(config, config.aggregate, denominator, shape, local, counts.shape[0])
         omega2 = omega
         if config.entropy_aggregate is not None:
-            omega2 = _omega(config, config.entropy_aggregate, entropy_denominator, shape, bounds, mask, counts)
+            omega2 = _omega(config, config.entropy_aggregate, entropy_denominator, shape, local, counts.shape[0])
         sequences = 1 if bounds is None and len(shape) == 1 else counts.shape[0]
         index = None
         token = config.level == "token"
@@ -109,8 +112,7 @@ class LossBatch:
             "T": shape[-1],
             "sequences": sequences,
         }
-        filled = (counts > 0).sum() if told else None
-        return cls(config, shape, bounds, sequences, arguments, counts.sum(), filled, offered, block)
+        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, block)
 
     @property
     def programs(self) -> int:
@@ -216,13 +218,11 @@ def _omega(
     aggregate: str,
     given: float | Tensor | None,
     shape: tuple[int, ...],
-    bounds: Tensor | None,
-    mask: Tensor | None,
-    counts: Tensor,
+    local: tuple[Tensor | None, Tensor | None],  # tokens and filled sequences; None: the host knows them by the shape
+    sequences: int,
 ) -> Omega:
     """The weight of a token that makes `aggregate` a plain sum."""
     number, count = 1.0, None
-    known = mask is None and bounds is None  # the host knows the counts
     if aggregate == "token_sum":
         return Omega(1.0)
     if isinstance(given, Tensor):
@@ -231,11 +231,11 @@ def _omega(
         number = 1.0 / given
     elif aggregate == "token_mean":
         every = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        number, count = (1.0 / max(every, 1), None) if known else (1.0, counts.sum())
+        number, count = (1.0 / max(every, 1), None) if local[0] is None else (1.0, local[0])
     elif config.count_empty:
-        number = 1.0 / max(counts.shape[0], 1)
+        number = 1.0 / max(sequences, 1)
     else:
-        number, count = (1.0 / max(shape[0], 1), None) if known else (1.0, (counts > 0).sum())
+        number, count = (1.0 / max(shape[0], 1), None) if local[1] is None else (1.0, local[1])
     if aggregate == "seq_mean_token_sum_norm":
         number /= float(max(shape[-1], 1) if config.horizon is None else config.horizon)
     return Omega(number, count, aggregate == "seq_mean_token_mean")

@@ -69,7 +69,7 @@ def _gmpo_clip(d, A, low, high):
     return clipped, ((over | under) == 0) & (A != 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "first", "slot", "sequences"])  # one build for all numbers of blocks
 def loss_kernel(
     logprob, entropy, old, advantages, ref, rollout, weight, outside, mask, bounds, index, counts, denominator,
     denominator2, kl_at, entropy_at, dlogprob, dentropy, partial, N, T, sequences, P, first, slot, omega, omega2,
@@ -288,7 +288,7 @@ def loss_kernel(
     tl.store(to + 19 * P, outs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def total_kernel(partial, out, P, SIZE: tl.constexpr):
     """One statistic of the whole batch: partials in order, then over the tokens where it is a mean."""
     k = tl.program_id(0)

@@ -38,7 +38,7 @@ def _member(x, t, count, mask, start, MASK: tl.constexpr):
     return inside & (tl.abs(x) < float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "sequences"])
 def moments_kernel(
     x, mask, chosen, times, ends, bounds, out, T, C, sequences,
     MASK: tl.constexpr, CHOSEN: tl.constexpr, TIMES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
@@ -75,7 +75,7 @@ def moments_kernel(
     tl.store(out + program * 4 + 3, q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def merge_kernel(partial, out, P, SIZE: tl.constexpr):
     """All partial moments, merged in an order that their number fixes."""
     i = tl.arange(0, SIZE)
@@ -96,7 +96,7 @@ def merge_kernel(partial, out, P, SIZE: tl.constexpr):
     tl.store(out + 3, q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "sequences"])
 def whiten_kernel(
     x, y, mask, chosen, weights, moments, rstd, back, ends, bounds, T, C, sequences,
     MASK: tl.constexpr, CHOSEN: tl.constexpr, WEIGHTS: tl.constexpr, WHITEN: tl.constexpr, BACK: tl.constexpr,

@@ -147,7 +147,7 @@ def _select(m, n, inside, valid, MASKED: tl.constexpr):
     return m, tl.where(valid, n, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "sequences"])  # one build for all numbers of sequences
 def scan_kernel(
     b, a, v, q, ratio, lam, lam2, mask, stop, init, outcome, baseline, ends, bounds,
     adv, ret, first, invalid, parts, chain, flags,
@@ -286,7 +286,7 @@ def scan_kernel(
                     c -= 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "sequences"])
 def chain_kernel(
     parts, chain, flags, init, first, invalid, C, sequences, scale,
     INIT: tl.constexpr, TWO: tl.constexpr, SCAN: tl.constexpr, U: tl.constexpr,
