@@ -275,7 +275,7 @@ def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: 
             top, stride = (own_tops, n) if tops is None else (tops[0, first:], tops.stride(0))
             vectors = {"tops": top, "sums": sums, "chosen": law.chosen[rows]}
             out = None if saved is None else saved[rows, :V]
-            _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.LOGITS, out, vectors, stride)
+            _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.FORWARD, out, vectors, stride)
             results = [x[rows] for x in law.tensors()[:6]]
             join_kernel[(triton.cdiv(n, 32),)](
                 top, sums, law.chosen[rows], head.target[rows], head.row_scale[rows], *results, n, tiles, stride,
@@ -301,7 +301,7 @@ def made_again(head: Head, coef: Tensor, rows: slice, ids: slice, dz: Tensor) ->
     """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
     n, width = dz.shape
     with on_device_of(head.x):
-        _launch(head, GRAD, rows, ids, variants.LOGITS, dz, {"coef": coef[0, rows.start :]}, coef.stride(0))
+        _launch(head, GRAD, rows, ids, variants.GRADIENT, dz, {"coef": coef[0, rows.start :]}, coef.stride(0))
         if head.count is not None:
             grid = (triton.cdiv(n, 64), triton.cdiv(width, 256))
             clear_kernel[grid](

@@ -8,6 +8,7 @@ Legend: N rows · D hidden · V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
 import torch
@@ -160,7 +161,9 @@ def _plan(size: plan.Size, mode: str, limit: int | None, *, wanted: bool) -> pla
     """
     found = plan.choose(size, mode=mode, backward=wanted, limit=limit)
     if found is None:
-        need = plan.least(size, mode=mode, backward=wanted).bytes
+        # Without gradients less would do; the limit that is named serves the same call with them, too.
+        whole = size if wanted else dataclasses.replace(size, of_hidden=True, of_weight=True)
+        need = plan.least(whole, mode=mode, backward=True).bytes
         remedy = f"Pass at least {need}" + (", or backward='recompute'." if mode == "save" else ", or None.")
         raise ArgumentError("max_workspace_bytes", limit, f"is below what backward={mode!r} needs here, {need}", remedy)
     return found

