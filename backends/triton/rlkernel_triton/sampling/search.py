@@ -97,8 +97,8 @@ def kept_by_search(
 ):
     """(how many tokens are kept, value of the last one, how many stand above it).
 
-    Three searches at most, by one piece of code: of the law that the nucleus is cut from, of the nucleus, of the last
-    token that is kept.
+    Three searches at most, by one piece of code: of the law that the nucleus is cut from, of the nucleus, and of the last
+    token that is kept, where neither of the two ended there.
     """
     by_m = tokens
     if m > 0.0:
@@ -113,11 +113,13 @@ def kept_by_search(
     kept = first
     value = tl.full((), LOWEST, tl.int64)
     greater = tl.full((), 0, tl.int32)
+    known = tl.full((), -1, tl.int32)  # how many tokens the last search would keep
     for stage in range(3):
+        run = (stage == 2) & (kept != known)
         if ORDER == 1:
-            run = (stage == 2) | ((stage == 1) & (p < 1.0))
+            run = run | ((stage == 1) & (p < 1.0))
         else:
-            run = (stage == 2) | ((p < 1.0) & ((stage == 1) | (first < tokens)))
+            run = run | ((stage < 2) & (p < 1.0) & ((stage == 1) | (first < tokens)))
         if KEEP_ALL and ORDER != 2:
             run = run | ((stage == 0) & (k > 0))
         if run:
@@ -131,6 +133,7 @@ def kept_by_search(
             reach = greater + tl.where(stage == 1, more, c - greater)
             if KEEP_ALL:
                 reach = greater + ties
+            known = reach
             if stage == 0:
                 first = tl.minimum(reach, limit)
                 if ORDER != 1:
