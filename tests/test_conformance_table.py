@@ -14,6 +14,7 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
 
+ROOT = Path(__file__).parents[1]
 SUBJECT = Subject("reference", "whiten")
 
 
@@ -71,3 +72,13 @@ def test_a_file_without_markers_is_an_error(tmp_path) -> None:
     page.write_text("nothing\n")
     with pytest.raises(ConfigError, match="has no place for the table"):
         table.write(page, tmp_path)
+
+
+def test_the_readme_says_what_the_reports_say() -> None:
+    between = (ROOT / "README.md").read_text().partition(table.BEGIN)[2].partition(table.END)[0]
+    assert between.strip() == table.table(ROOT / "conformance" / "reports")
+
+
+def test_the_reference_has_a_report_of_the_standard_profile_without_a_waiver() -> None:
+    content = documents.read(ROOT / "conformance" / "reports" / "reference")
+    assert (content["backend"], content["profile"], content["summary"]["waived"]) == ("reference", "standard", 0)
