@@ -61,7 +61,6 @@ class Seat:
         self.op, self.device, self.baseline, self.number = op, device, baseline, 0
         self.lost: Lost | None = None
         self.until = time.monotonic() + STARTING_S  # when the next answers must be there
-        self.facts: Mapping[str, Any] = {}
         self._stack = ExitStack()
         self.scratch = self._stack.enter_context(sandbox.private_folder(cage))
         self._socket, theirs = socket.socketpair()
@@ -149,7 +148,7 @@ class Seat:
             self._lose("protocol_error", "an error that is none")
         if self.baseline:
             raise BaselineError(f"{told.get('type')}: {told.get('text')}")
-        if told.get("argument"):
+        if isinstance(told.get("argument"), list):
             raise ArgumentError(*([str(x) for x in told["argument"]] + [""] * 4)[:4])
         if told.get("type") == "LayoutError":
             raise LayoutError(str(told.get("text")))
