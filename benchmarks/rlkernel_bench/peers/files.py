@@ -45,12 +45,13 @@ def load(
     for n, content in (stubs or {}).items():
         _stand_in(n, content)
     sys.modules[name] = module
+    whole = False
     try:
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        whole = True
     finally:
+        if not whole:
+            del sys.modules[name]
         for n, kept in before.items():
             del sys.modules[n]
             if kept is not None:

@@ -150,6 +150,6 @@ PEERS = (
         },
         "written here",
         ("cpu", "cuda"),
-        ran="CPU, torch 2.13",
+        ran="H200, torch 2.11; CPU, torch 2.13",
     ),
 )
