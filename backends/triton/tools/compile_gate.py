@@ -157,7 +157,7 @@ def table(module: str) -> dict[str, Any]:
 
 def path_of(module: str) -> Path:
     """Where the table of a module lies."""
-    return FOLDER / f"{module.rpartition('.')[2]}.json"
+    return FOLDER / f"{module.removeprefix('rlkernel_triton.').replace('.', '-')}.json"
 
 
 def markdown(tables: Iterable[dict[str, Any]]) -> str:
