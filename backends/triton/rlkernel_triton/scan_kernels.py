@@ -178,12 +178,12 @@ def scan_kernel(
     if INIT:
         state = tl.load(init + row).to(tl.float32)
     odd = ((_finite(state) & _finite(final) & _finite(base)) == 0) & (RULE != "scan")
-    if RULE == "vtrace":
-        state2 = 0.0 + state  # the next value; the recursion itself starts with 0
-        state = 0.0 * 0.0
+    if RULE == "vtrace":  # two scans: of the next value, which ends with `init`, and of the excess, which ends with 0
+        state2, state = state, 0.0
     elif (RULE == "gae") | (RULE == "retrace"):
         state = gamma * state
-    state2 = state if LAM2 != "none" else state2
+    if LAM2 != "none":
+        state2 = state
     if STAGE == "rows":
         c, stop_at = tl.cdiv(width, J * 8) - 1, -1
     else:
