@@ -11,6 +11,7 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -184,11 +185,19 @@ def _way(
     """
     V, D = weight.shape
     N = hidden.shape[:-1].numel()
+    if not N:
+        return _Way(None)
     loss = PER_ROW * plan.round_up(N, plan.ROWS)
-    if not wanted or not N:
-        return _Way(None, "auto", None if limit is None else max(1, limit - loss))
-    flat = hidden.reshape(N, D)
-    size = head_alone.size_of(hidden, flat, weight, bias, counted, wanted=True)
+    size = head_alone.size_of(hidden, hidden.reshape(N, D), weight, bias, counted, wanted=wanted)
+    if limit is not None:
+        # The least serves the same call with gradients, too.
+        whole = size if wanted else replace(size, of_hidden=True, of_weight=True)
+        least = plan.least(whole, mode="recompute", backward=True).bytes + loss
+        if limit < least:
+            remedy = f"Pass at least {least}, or None."
+            raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least} here", remedy)
+    if not wanted:
+        return _Way(None, "auto", None if limit is None else limit - loss)
     save = next(plan.plans(size, mode="save", backward=True))
     if save.bytes + loss <= limit if limit is not None else 2 * N * V <= KEPT:
         return _Way(None, "save", None if limit is None else limit - loss)
@@ -198,10 +207,6 @@ def _way(
         rows = min(plan.round_up(N, BLOCK), spare // each // BLOCK * BLOCK)
         if rows > 0 and (limit is None or _fused(size, rows) + loss <= limit):
             return _Way(rows)
-    least = plan.least(size, mode="recompute", backward=True).bytes + loss
-    if limit is not None and limit < least:
-        remedy = f"Pass at least {least}, or None."
-        raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least} here", remedy)
     return _Way(None, "recompute", None if limit is None else limit - loss)
 
 

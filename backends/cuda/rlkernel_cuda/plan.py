@@ -188,6 +188,7 @@ def _roomy(plan: Plan, numbers: int) -> Plan:
     return replace(plan, buffer=whole, working=plan.working + 2 * (whole - numbers))
 
 
+@lru_cache(maxsize=4096)
 def least(size: Size, *, mode: str, backward: bool) -> Plan:
     """The plan that takes the least memory."""
     modes = ("recompute",) if mode == "auto" else (mode,)

@@ -71,7 +71,7 @@ def test_loss_and_gradients_match_float64(name, kept, monkeypatch) -> None:
 def test_the_least_that_a_refusal_names_is_accepted() -> None:
     given = case()
     with pytest.raises(ArgumentError) as refusal:
-        run(linear_policy_loss, given, max_workspace_bytes=1)
+        linear_policy_loss(**given, max_workspace_bytes=1)
     least = int(str(refusal.value).split("at least ")[1].split(",")[0])
     _, grads = run(linear_policy_loss, given, max_workspace_bytes=least)
     assert all(bool(g.isfinite().all()) for g in grads)
