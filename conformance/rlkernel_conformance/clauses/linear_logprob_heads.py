@@ -97,8 +97,9 @@ def check_gradients(
         have = plain(found[name], f"d_{name}").astype(np.float64)
         require(have.shape == expected.shape, f"d_{name} has shape {have.shape}, not {expected.shape}")
         error = float(np.linalg.norm(have - expected))
-        # The tolerance is that of many roundings together; a few of them may err more.
-        few = 1 + 3 / max(expected.size, 1) ** 0.5
+        # The tolerance is that of many roundings together; where few elements hold the norm, they may err more.
+        squares = np.square(expected)
+        few = 1 + 3 * float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 4.0
         bound = atol + rtol * few * max(float(np.linalg.norm(expected)), size)
         ratio = error / bound if bound else float(error > 0)
         subject.measures[f"d_{name}"] = max(ratio, subject.measures.get(f"d_{name}", 0.0))

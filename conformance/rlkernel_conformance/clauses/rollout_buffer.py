@@ -136,7 +136,7 @@ def storage_goes_round(subject: Subject, case: Filled) -> None:
     require(buffer.stats.used["tokens"] == 0, f"{buffer.stats.used} is in use when all is gone")
 
 
-@attack("RB-06", filled("groups", "tokens"), examples=each("groups", "tokens"), scale=0.5)
+@attack("RB-06", filled("groups", "tokens", longest=8), examples=each("groups", "tokens"), scale=0.5)
 def a_batch_is_full_or_there_is_none(subject: Subject, case: Filled) -> None:
     """By groups and by tokens, fifo and longest first; what is left comes out next."""
     buffer, kept = small(subject), []
