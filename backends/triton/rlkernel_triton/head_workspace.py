@@ -1,5 +1,7 @@
 """How much extra memory a call of linear_logprob takes, and how it is cut so that a caller's limit is kept.
 
+Up to one block of rows it grows by the fp32 sums of dX and a sixteenth of a row of logits, beyond it by a few numbers.
+
 Legend: N rows · D hidden · V vocabulary, or this rank's shard.
 """
 
@@ -55,10 +57,12 @@ def plan(backward: str, limit: int | None, size: Size) -> Plan:
     Raises:
         ArgumentError: the limit is below the least; the message names it.
     """
+    most = 64 * -(-size.V // (16 * 64))  # a sixteenth of a row of logits, or memory would grow by rows of them
+    blocks = [(block, min(columns, most)) for block, columns in BLOCKS]
     if limit is None:
-        return Plan(*BLOCKS[0], save=backward == "save")
+        return Plan(*blocks[0], save=backward == "save")
     for mode in ("save", "recompute") if backward == "auto" else (backward,):
-        for block, columns in BLOCKS:
+        for block, columns in blocks:
             found = Plan(block, columns, save=mode == "save")
             if workspace(found, size) <= limit:
                 return found
