@@ -14,8 +14,9 @@ _LAW: Final = {
     "row_stride": "i64", "column_stride": "i32", "V": "i32", "allowed": "*i32", "allowed_stride": "i64",
     "slot": "*i64", "last_slot": "i32", "temperature": "*fp32", "temperature_number": "fp32", "top_k": "*i64",
     "k_number": "i32", "top_p": "*fp32", "p_number": "fp32", "min_p": "*fp32", "m_number": "fp32", "seed": "*i64",
-    "seed_number": "i64", "step": "*i64", "step_number": "i64", "noise_stream": "i32", "best": "*fp32", "best_id": "*i32",
-    "count": "*i32", "total": "*fp32", "moment": "*fp32", "group_best": "*fp32", "winners": "*i32", "S": "i32",
+    "seed_number": "i64", "step": "*i64", "step_number": "i64", "noise_stream": "i32", "best": "*fp32",
+    "best_id": "*i32", "count": "*i32", "total": "*fp32", "moment": "*fp32", "group_best": "*fp32",
+    "winners": "*i32", "S": "i32",
 }  # fmt: skip
 _RESULTS: Final = {
     "scratch": "*i64", "spoiled": "*i32", "raw_row_stride": "i64", "raw_column_stride": "i32", "raw_best": "*fp32",

@@ -97,8 +97,8 @@ def kept_by_search(
 ):
     """(how many tokens are kept, value of the last one, how many stand above it).
 
-    Three searches at most, by one piece of code: of the law that the nucleus is cut from, of the nucleus, and of the last
-    token that is kept, where neither of the two ended there.
+    Three searches at most, by one piece of code: of the law that the nucleus is cut from, of the nucleus, and of the
+    last token that is kept, where neither of the two ended there.
     """
     by_m = tokens
     if m > 0.0:
