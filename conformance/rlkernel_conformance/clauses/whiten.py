@@ -38,6 +38,7 @@ class Values:
     ddof: int = 1
     offset: float = 0.0
     shift_mean: bool = True
+    carry: bool = False  # masked values are transformed too
 
     def arguments(self, subject: Subject) -> dict[str, Any]:
         """The call, without what the subject does not claim."""
@@ -45,6 +46,8 @@ class Values:
         x = (draw.normal(shape, self.seed, "cpu") + self.offset).to(getattr(torch, self.dtype)).to(subject.device)
         given: dict[str, Any] = {"x": x, "eps": self.eps, "eps_mode": self.eps_mode, "ddof": self.ddof}
         given["shift_mean"] = self.shift_mean
+        if self.carry and "carry" in subject.claims:
+            given["masked_out"] = "carry"
         if layout == "mask":
             given["mask"] = draw.integers(shape, 10, self.seed, subject.device) < 7
         elif layout == "lengths":
@@ -75,7 +78,7 @@ def expected(given: dict[str, Any]) -> tuple[Any, float, float, float]:
     y = (x - shift - mean) * oracle.rstd(var, given["eps"], given["eps_mode"])
     mean = mean + shift
     y = y + (0.0 if given["shift_mean"] else mean)
-    return np.where(m, y, 0.0), n, mean, var
+    return np.where(m | (given.get("masked_out") == "carry"), y, 0.0), n, mean, var
 
 
 def cases(subject: Subject) -> st.SearchStrategy[Values]:
@@ -110,11 +113,13 @@ def results(subject: Subject, out: Any, want: tuple[Any, float, float, float], d
     require(float(out.count) == n, f"{float(out.count)} values are counted, there are {n}")
 
 
-@attack("WH-01", cases)
+@attack("WH-01", cases, examples=tuple(Values(3, 33, 5, layout=layout, carry=True) for layout in LAYOUTS[1:]))
 def the_definition_in_float64(subject: Subject, case: Values) -> None:
     """Result and moments, in every layout; `rstd` is what was multiplied with."""
+    if case.dtype not in subject.dtypes:
+        return
     given = case.arguments(subject)
-    out, want = subject(**given), expected(given)
+    want, out = expected(given), subject(**given)
     results(subject, out, want, case.dtype)
     rstd = oracle.rstd(want[3], case.eps, case.eps_mode) if want[1] else 0.0
     close(subject, "y", out.rstd, rstd, case.dtype, scale=max(1.0, rstd))

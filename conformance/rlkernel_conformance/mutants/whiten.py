@@ -65,6 +65,11 @@ def mask_multiplies(reference: Any, x: Tensor, **rest: Any) -> Any:
     return out if rest.get("mask") is None else replace(out, y=out.y + 0.0 * (x * ~rest["mask"]).sum().to(out.y.dtype))
 
 
+@mutant("WH-01", origin="masked values zeroed where they are to be carried")
+def never_carries(reference: Any, x: Tensor, **rest: Any) -> Any:
+    return reference(x, **{**rest, "masked_out": "zero"} if rest.get("masked_out") == "carry" else rest)
+
+
 @mutant("WH-06", "WH-09", origin="one NaN whitens all to NaN (trl #5773)")
 def nan_is_contagious(reference: Any, x: Tensor, **rest: Any) -> Any:
     out = reference(x, **rest)
