@@ -261,8 +261,12 @@ def the_truncated_law_is_renormalised_over_the_kept(subject: Subject, case: Rows
 
 @attack("LP-17", plain_cases)
 def an_id_out_of_range_is_flagged_and_never_zero(subject: Subject, case: Rows) -> None:
-    """Below, above and far above; other rows keep their bits; validate=True raises."""
+    """Below, above and far above; other rows keep their bits; validate=True raises there, and nowhere else."""
     x, ids = case.tensors(subject)
+    if "validate" in subject.claims:
+        same_bits(
+            "logprob", run(subject, case, validate=True).logprob, run(subject, case).logprob, "with validate=True"
+        )
     for bad in (-1, case.V, 2**40):
         wrong = ids.clone()
         wrong[0] = bad
