@@ -264,9 +264,7 @@ def an_id_out_of_range_is_flagged_and_never_zero(subject: Subject, case: Rows) -
     """Below, above and far above; other rows keep their bits; validate=True raises there, and nowhere else."""
     x, ids = case.tensors(subject)
     if "validate" in subject.claims:
-        same_bits(
-            "logprob", run(subject, case, validate=True).logprob, run(subject, case).logprob, "with validate=True"
-        )
+        same_bits("logprob", run(subject, case, validate=True).logprob, run(subject, case).logprob, "validated")
     for bad in (-1, case.V, 2**40):
         wrong = ids.clone()
         wrong[0] = bad
