@@ -86,7 +86,9 @@ def ragged_bias(lists: Sequence[Mapping[int, float]]) -> LogitBias:
     ids = [token for row in lists for token in row]
     values = [value for row in lists for value in row.values()]
     offsets = np.cumsum([0, *map(len, lists)])
-    return LogitBias(torch.tensor(ids), torch.tensor(values, dtype=torch.float32), torch.from_numpy(offsets))
+    return LogitBias(
+        torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=torch.float32), torch.from_numpy(offsets)
+    )
 
 
 def penalties(rows: Sequence[Row], V: int, dtype: torch.dtype = torch.float32) -> Penalties:

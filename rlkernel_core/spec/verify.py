@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpSpec, owed, spec_only
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpSpec,
+    owed,
+    spec_only,
+)
 from rlkernel_core.spec.sample import LAW, law_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists, check_edits, check_law, check_no_gradient
@@ -193,6 +202,10 @@ SPEC = OpSpec(
         Clause("VF-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
         Clause("VF-15", "bad arguments", "wrong sizes, dtypes, both draft laws: ArgumentError naming it", "refusal"),
         Clause("VF-16", "capture", CAPTURABLE.text, "capture", "capturable"),
+        Clause("VF-17", "edits", "allowed, banned and bias act on the row of the target they are given for", "law"),
+        Clause("VF-18", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
+        Clause("VF-19", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause("VF-20", "padding columns", "columns from vocab_size on change nothing", "invariance", "vocab_size"),
         *owed("VF"),
     ),
     tolerances=TOLERANCES,

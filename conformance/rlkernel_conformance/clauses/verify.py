@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ from rlkernel_conformance.clauses.verify_rounds import (
     rounds,
 )
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, untouched
+from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.goodness import follows
 from rlkernel_conformance.oracles.sampling import sample_row, uniform, words
 from rlkernel_conformance.oracles.verify import ACCEPT
+from rlkernel_conformance.sampling_batches import pack, ragged_bias, to
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.spec.sampling import Status
+from rlkernel_core.spec.sampling import Status, TokenLists
 
 
 @attack("VF-01", chains, scale=SCALE)
@@ -267,3 +269,69 @@ def bad_arguments_are_named(subject: Subject, case: Rounds) -> None:
     plain_call = {n: v for n, v in given.items() if n in {"target_logits", "draft_ids", "cu_draft"}}
     subject(**plain_call | one | noise | {"target_logits": x[:3]})
     refused(subject, "seed", plain_call | noise)
+
+
+@attack("VF-17", rounds, scale=SCALE)
+def edits_belong_to_rows_of_the_target(subject: Subject, case: Rounds) -> None:
+    """Masks, lists of banned ids and biases of every row, against the definition on logits that hold them."""
+    made = case.round(subject, form_of(subject))
+    rng, shape = np.random.default_rng(case.seed + 1), made.target.shape
+    hole, ban = (rng.random(shape) < 0.3 for _ in range(2))
+    shift = np.where(rng.random(shape) < 0.3, rng.choice([-3.0, 2.5], shape), 0.0)
+    bans = [np.flatnonzero(row) for row in ban]
+    lists = TokenLists(torch.from_numpy(np.concatenate(bans)), torch.tensor([0, *np.cumsum([len(b) for b in bans])]))
+    bias = ragged_bias([{int(t): float(row[t]) for t in np.flatnonzero(row)} for row in shift])
+    work = made.target.dtype if made.target.dtype == torch.float64 else torch.float32
+    ways = {
+        "allowed": (pack(~hole), torch.from_numpy(hole), 0.0),
+        "banned": (lists, torch.from_numpy(ban), 0.0),
+        "bias": (bias, torch.zeros(shape, dtype=torch.bool), torch.from_numpy(shift)),
+    }
+    for name, (value, gone, added) in ways.items():
+        if name in subject.claims:
+            edited = (made.target.to(work) + added).to(work).masked_fill(gone, -math.inf)
+            asked = to(subject.device, {name: value, "target_logits": made.target})
+            as_defined(subject, replace(made, target=edited), **asked)
+
+
+@attack("VF-18", rounds, scale=SCALE)
+def a_request_has_the_same_bits_in_any_batch(subject: Subject, case: Rounds) -> None:
+    """Alone, and at the end of forty copies of the batch."""
+    made = case.round(subject, form_of(subject))
+    want = leaves(call(subject, made))
+    B, M, n = len(made.rows), made.cu[-1] + len(made.rows), 40
+    many = Round(
+        made.target.repeat(n, 1),
+        made.drafts * n,
+        [0, *(made.cu[-1] * k + c for k in range(n) for c in made.cu[1:])],
+        made.rows * n,
+        None if made.q is None else np.tile(made.q, (n, 1)),
+        made.form,
+    )
+    for name, value in leaves(call(subject, many)).items():
+        same_bits(name, value[-B if name == "accepted" else -M :], want[name], "at the end of a large batch")
+    for i, row in enumerate(made.rows):
+        mine, drafts = made.slices(i)
+        q = None if made.q is None else made.q[drafts]
+        alone = Round(made.target[mine], made.drafts[drafts], [0, case.counts[i]], [row], q, made.form)
+        for name, value in leaves(call(subject, alone)).items():
+            place = slice(i, i + 1) if name == "accepted" else mine
+            same_bits(name, value, want[name][place], "alone")
+
+
+@attack("VF-19", rounds, scale=SCALE)
+def the_same_call_gives_the_same_bits(subject: Subject, case: Rounds) -> None:
+    """Twice, on storage made anew."""
+    repeatable(subject, lambda: case.round(subject, form_of(subject)).arguments(subject))
+
+
+@attack("VF-20", rounds, scale=SCALE)
+def padding_columns_change_nothing(subject: Subject, case: Rounds) -> None:
+    """NaN, +inf and large values beyond the vocabulary; the first of them against the definition."""
+    made = case.round(subject, form_of(subject))
+    results = []
+    for poison in (math.nan, math.inf, 100.0):
+        rest = torch.full((made.target.shape[0], 9), poison, dtype=made.target.dtype)
+        wide = torch.cat((made.target, rest), 1).to(subject.device)
+        results.append(as_defined(subject, made, target_logits=wide, vocab_size=case.V))
+        same_results(results[-1], results[0], f"with {poison} in padding columns")

@@ -19,6 +19,8 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.verify import VerifyResult
 
 SCALE: Final = 0.25  # a case is a batch of requests with parameters of their own
+ORDERS: Final = ("topp_topk", "joint")  # besides topk_topp
+TIES: Final = ("keep_all",)  # besides lowest_id
 COUNTS: Final = ((3, 0, 1, 4, 2, 2), (2, 2, 2), (5,), (1, 0))
 # The first of each is off.
 MILD: Final = {
@@ -96,6 +98,12 @@ class Rounds:
                 off = name != "temperature" and name not in subject.claims
                 value = float(values[0]) if off or not self.filters else own
                 setattr(row, name, int(value) if name == "top_k" else value)
+        if self.filters:
+            orders = [o for o in ORDERS if f"filter_order:{o}" in subject.claims]
+            ties = [t for t in TIES if f"tie:{t}" in subject.claims]
+            for row in rows:  # one for all, as a call has one
+                row.filter_order = ["topk_topp", *orders][self.seed % (1 + len(orders))]
+                row.tie = ["lowest_id", *ties][self.seed // 3 % (1 + len(ties))]
         out = Round((made.logits.double() / 4).to(made.logits.dtype), [], cu, rows, form=form)
         if form == "strict":
             for i, row in enumerate(rows):
@@ -135,9 +143,9 @@ def call(subject: Subject, made: Round, **more: Any) -> VerifyResult:
     return out
 
 
-def as_defined(subject: Subject, made: Round) -> VerifyResult:
-    """Accepted drafts and emitted tokens of every request are those of the definition."""
-    out = call(subject, made)
+def as_defined(subject: Subject, made: Round, **more: Any) -> VerifyResult:
+    """Accepted drafts and emitted tokens of every request are those of the definition; `more` changes the call."""
+    out = call(subject, made, **more)
     accepted, token = plain(out.accepted, "accepted"), plain(out.token, "token")
     for i in range(len(made.rows)):
         want, (mine, _) = made.outcome(i), made.slices(i)

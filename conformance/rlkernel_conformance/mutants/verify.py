@@ -15,6 +15,7 @@ from rlkernel_core.reference import philox, sample
 from rlkernel_core.spec.sampling import Status
 
 _OF = "rlkernel_core.reference.verify"
+_CALLS: list[None] = []
 
 
 def _behind(out: Any, cu_draft: Tensor) -> Tensor:
@@ -52,7 +53,15 @@ def accepts_what_is_likely(
 
 
 @mutant(
-    "VF-02", "VF-03", "VF-04", "VF-09", "VF-11", "VF-13", origin="all rows of a round draw at the step of the first"
+    "VF-02",
+    "VF-03",
+    "VF-04",
+    "VF-09",
+    "VF-11",
+    "VF-13",
+    "VF-17",
+    "VF-20",
+    origin="all rows of a round draw at the step of the first",
 )
 def one_step_for_all(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     def draw(law: Any, requests: Any, stream: int) -> Tensor:
@@ -62,7 +71,15 @@ def one_step_for_all(reference: Any, target_logits: Tensor, draft_ids: Tensor, *
         return reference(target_logits, draft_ids, **rest)
 
 
-@mutant("VF-03", "VF-04", "VF-09", "VF-11", origin="the replacement drawn from the target, not from the residual")
+@mutant(
+    "VF-03",
+    "VF-04",
+    "VF-09",
+    "VF-11",
+    "VF-17",
+    "VF-20",
+    origin="the replacement drawn from the target, not from the residual",
+)
 def replaces_from_the_target(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     real = philox.gumbel
 
@@ -84,13 +101,24 @@ def replaces_from_the_target(reference: Any, target_logits: Tensor, draft_ids: T
     "VF-09",
     "VF-11",
     "VF-15",
+    "VF-17",
+    "VF-20",
     origin="draft laws ignored: strict acceptance for all (vLLM #40149)",
 )
 def draft_laws_ignored(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     return reference(target_logits, draft_ids, **{**rest, "draft_probs": None, "draft_logits": None})
 
 
-@mutant("VF-03", "VF-04", "VF-08", "VF-09", "VF-11", origin="acceptance and residual share one noise stream")
+@mutant(
+    "VF-03",
+    "VF-04",
+    "VF-08",
+    "VF-09",
+    "VF-11",
+    "VF-17",
+    "VF-20",
+    origin="acceptance and residual share one noise stream",
+)
 def one_stream(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     with patch.dict(f"{_OF}.STREAMS", {"residual": 2}):
         return reference(target_logits, draft_ids, **rest)
@@ -110,7 +138,7 @@ def sharpens_the_draft(reference: Any, target_logits: Tensor, draft_ids: Tensor,
     return reference(target_logits, draft_ids, **{**rest, "draft_logits": None if q is None else q / 0.8})
 
 
-@mutant("VF-06", "VF-03", "VF-04", "VF-11", origin="u q <= p + epsilon: drafts without mass pass")
+@mutant("VF-06", "VF-03", "VF-04", "VF-11", "VF-17", "VF-20", origin="u q <= p + epsilon: drafts without mass pass")
 def epsilon_accepts(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     with patch(f"{_OF}.uniform", lambda words: philox.uniform(words) - 0.05):
         return reference(target_logits, draft_ids, **rest)
@@ -151,14 +179,26 @@ def clamps_drafts(reference: Any, target_logits: Tensor, draft_ids: Tensor, **re
     return reference(target_logits, draft_ids.clamp(0, target_logits.shape[1] - 1), **rest)
 
 
-@mutant("VF-11", origin="a row without a law emits token 0")
+@mutant("VF-11", "VF-17", origin="a row without a law emits token 0")
 def empty_rows_emit(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     out = reference(target_logits, draft_ids, **rest)
     empty = (out.status & Status.EMPTY.value) != 0
     return replace(out, token=torch.where(empty, 0, out.token))
 
 
-@mutant("VF-12", "VF-02", "VF-03", "VF-04", "VF-09", "VF-11", "VF-13", origin="noise of the row's place in the batch")
+@mutant(
+    "VF-12",
+    "VF-02",
+    "VF-03",
+    "VF-04",
+    "VF-09",
+    "VF-11",
+    "VF-13",
+    "VF-17",
+    "VF-18",
+    "VF-20",
+    origin="noise of the row's place in the batch",
+)
 def noise_of_the_row(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     def draw(law: Any, requests: Any, stream: int) -> Tensor:
         return _drawn(law, requests._replace(step=requests.step + torch.arange(requests.step.shape[0])), stream)
@@ -178,6 +218,9 @@ def noise_of_the_row(reference: Any, target_logits: Tensor, draft_ids: Tensor, *
     "VF-11",
     "VF-13",
     "VF-15",
+    "VF-17",
+    "VF-18",
+    "VF-20",
     origin="the first request's parameters for all",
 )
 def first_requests_parameters(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
@@ -187,7 +230,7 @@ def first_requests_parameters(reference: Any, target_logits: Tensor, draft_ids: 
     )
 
 
-@mutant("VF-13", "VF-12", origin="a launch of zero blocks")
+@mutant("VF-13", "VF-12", "VF-18", origin="a launch of zero blocks")
 def no_drafts_fail(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
     if draft_ids.numel() == 0:
         raise RuntimeError("CUDA error: invalid configuration argument")
@@ -207,3 +250,39 @@ def anonymous_errors(reference: Any, target_logits: Tensor, draft_ids: Tensor, *
         return reference(target_logits, draft_ids, **rest)
     except ArgumentError as error:
         raise ArgumentError("input", error.got, "is wrong", "") from error
+
+
+@mutant("VF-17", origin="the mask of the first row for all rows")
+def one_mask_for_all(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
+    allowed = rest.get("allowed")
+    if allowed is not None:
+        rest["allowed"] = allowed[:1].expand_as(allowed)
+    return reference(target_logits, draft_ids, **rest)
+
+
+@mutant("VF-18", origin="split sums for large batches, declared invariant")
+def sums_depend_on_the_batch(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
+    out = reference(target_logits, draft_ids, **rest)
+    return replace(out, logprob=out.logprob * (1 + 2**-22 * (rest["cu_draft"].shape[0] > 64)))
+
+
+@mutant(
+    "VF-19",
+    "VF-10",
+    "VF-11",
+    "VF-18",
+    "VF-20",
+    "VF-12",
+    "VF-16",
+    origin="floating atomics, declared deterministic (RL.cu)",
+)
+def differs_from_call_to_call(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
+    _CALLS.append(None)
+    out = reference(target_logits, draft_ids, **rest)
+    lower = torch.nextafter(out.logprob, torch.full_like(out.logprob, -torch.inf))
+    return replace(out, logprob=lower if len(_CALLS) % 2 else out.logprob)
+
+
+@mutant("VF-20", origin="padded rows read to their end")
+def reads_the_padding(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
+    return reference(target_logits, draft_ids, **{**rest, "vocab_size": None})
