@@ -233,6 +233,7 @@ SPEC = OpSpec(
         Clause("SR-10", "bad arguments", "wrong sizes, choices, and what has no effect raise ArgumentError", "refusal"),
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
+        Clause("SR-13", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
         *owed("SR"),
     ),
     tolerances=(

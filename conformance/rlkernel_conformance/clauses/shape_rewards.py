@@ -16,6 +16,7 @@ from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.oracles import rewards as oracle
+from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
@@ -296,3 +297,21 @@ def it_may_run_in_a_graph(subject: Subject, case: Rewards) -> None:
     tensors = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in given]
     rest = {k: v for k, v in given[0].items() if not isinstance(v, Tensor)}
     replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+
+
+@attack("SR-13", full_cases, scale=0.4)
+def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
+    """Two and three ranks with shares of any size, one of them empty, against all rewards on one rank."""
+    case = replace(case, steps=tuple(s for s in case.steps if s.startswith("normalise")), output="auto")
+    given, B = case.arguments(subject), case.B
+    for world, cuts in ((2, (B,)), (2, (case.seed % B,)), (3, (1, 1))):
+        bounds = [0, *cuts, B]
+
+        def share(rank: int, group: Any, bounds: list[int] = bounds) -> Any:
+            mine = {k: v[bounds[rank] : bounds[rank + 1]] if isinstance(v, Tensor) else v for k, v in given.items()}
+            return subject(**mine, process_group=group)
+
+        found = on_ranks(subject, world, share)
+        holds(subject, given, replace(found[0], rewards=torch.cat([o.rewards for o in found])), case.dtype)
+        counts = [float(o.running.count) for o in found if o.running is not None]
+        require(all(n == B for n in counts), f"the running states are of {counts} rewards, there are {B}")

@@ -19,7 +19,7 @@ def reversed_k3(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **rest)
 
 
-@mutant("SR-01", "SR-02", "SR-04", "SR-08", origin="biased std declared unbiased")
+@mutant("SR-01", "SR-02", "SR-04", "SR-08", "SR-13", origin="biased std declared unbiased")
 def biased(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **{**rest, "ddof": 0})
 
@@ -99,11 +99,26 @@ def negative_factor_is_taken(reference: Any, rewards: Tensor, **rest: Any) -> An
     return reference(rewards, **{**rest, "overlong_factor": abs(rest.get("overlong_factor", 1.0))})
 
 
-@mutant("SR-11", "SR-01", "SR-02", "SR-03", "SR-06", "SR-12", origin="floating atomics, declared deterministic")
+@mutant(
+    "SR-11",
+    "SR-01",
+    "SR-02",
+    "SR-03",
+    "SR-06",
+    "SR-07",
+    "SR-12",
+    "SR-13",
+    origin="floating atomics, declared deterministic",
+)
 def differs_from_call_to_call(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
     out: ShapedRewards = reference(rewards, **rest)
     return replace(out, rewards=out.rewards * (1.0 + 2**-22 * (differs_from_call_to_call.calls % 2)))  # type: ignore[attr-defined]
+
+
+@mutant("SR-13", origin="moments of the rank at hand: data parallel runs differ from one rank")
+def local_moments(reference: Any, rewards: Tensor, **rest: Any) -> Any:
+    return reference(rewards, **{**rest, "process_group": None})
 
 
 @mutant("SR-12", origin="the host reads how many tokens there are")
