@@ -35,9 +35,25 @@ __all__ = ["advantage_groups", "advantage_steps"]
 EACH = tuple(Batch(kind, seed=3) for kind in KINDS)  # every kind at least once
 # Advantages that depend on more than a sequence and its group.
 OF_THE_BATCH = frozenset(k for k in KINDS if KINDS[k].whiten == "global") | {"gpg"}
+ASKING = (
+    *(Batch(kind, seed=6, option="weights") for kind in ("gae", "grpo")),
+    Batch("grpo", B=7, seed=6, option="others"),
+    Batch("dr_grpo", B=7, seed=6, option="others' mean"),
+    Batch("gae", seed=6, option="length_adaptive"),
+    Batch("grpo", seed=6, option="by token"),
+    Batch("returns", seed=6, ends=False, option="masked steps"),
+    Batch("gae", seed=6, option="carry"),
+    Batch("grpo", B=7, seed=6, option="alone"),
+    Batch("grpo", B=7, seed=6, option="out of range"),
+)
 
 
-@attack("AD-01", batches, scale=0.35, examples=(*EACH, Batch("grpo", seed=4, eps=0.05), Batch("gae", seed=5, T=200)))
+@attack(
+    "AD-01",
+    batches,
+    scale=0.35,
+    examples=(*EACH, *ASKING, Batch("grpo", seed=4, eps=0.05), Batch("gae", seed=5, T=200)),
+)
 @where_claimed
 def every_kind_is_its_definition(subject: Subject, case: Batch) -> None:
     """Advantages and returns against loops over rows and groups in float64."""

@@ -5,7 +5,7 @@ Legend: B sequences · T time · K rewards of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Final
@@ -29,6 +29,19 @@ UNCLAIMED: Final = "none"  # the kind of a case that no subject claims
 K = 3
 CLIPS: Final = (0.9, 1.2)  # of the ratio and of the trace: different, so that one cannot stand for the other
 STEP_WEIGHT = 0.8
+# What a call may ask for besides, and the features that it needs then.
+OPTIONS: Final[Mapping[str, frozenset[str]]] = {
+    "": frozenset(),
+    "weights": frozenset({"weights"}),
+    "others": frozenset({"leave_one_out", "peer"}),
+    "others' mean": frozenset({"leave_one_out"}),
+    "length_adaptive": frozenset({"length_adaptive"}),
+    "by token": frozenset({"token_output", "mask"}),
+    "masked steps": frozenset({"peer"}),
+    "carry": frozenset({"peer"}),
+    "alone": frozenset({"peer", "group_ids"}),
+    "out of range": frozenset({"peer", "sequence_masks"}),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Batch:
     levels: bool = False  # rewards of groups from 0, 1/4, ... 1, with ties, instead of normal ones
     ends: bool = True  # bootstrap and dones where the kind takes them
     whiten: bool = True  # as the kind says; False: not at all
+    option: str = ""  # of OPTIONS
 
     def takes(self, name: str) -> bool:
         """The kind takes the argument."""
@@ -58,7 +72,27 @@ class Batch:
         given = self._over_groups(subject) if self.kind in BY_SEQUENCE else self._over_time(subject)
         if not self.whiten or "whiten" not in subject.claims:
             given |= {"whiten": "none"} if KINDS[self.kind].whiten != "none" else {}
-        return {"kind": self.kind, **given}
+        return {"kind": self.kind, **given, **self._asked(subject, given)}
+
+    def _asked(self, subject: Subject, given: dict[str, Any]) -> dict[str, Any]:
+        """What the option changes; the definition's answer to it is read off the arguments."""
+        device, option = subject.device, self.option
+        if option == "weights":
+            return {"weights": (draw.integers((self.B,), 4, self.seed + 40, device) / 2).to(given["rewards"].dtype)}
+        if option == "by token":
+            mask = draw.integers((self.B, self.T), 10, self.seed + 41, device) < 7
+            return {"mask": mask, "output": "token"}
+        if option == "alone":
+            return {"group": torch.arange(self.B, device=device) // 2, "singleton": "raw"}
+        if option == "out of range":
+            return {"valid_range": (0.0, 1.0), "invalid": "raw", "ddof": 0, "eps": 1e-8, "min_std": 1e-8}
+        return {
+            "others": {"leave_one_out": True, "low_std": "center"},
+            "others' mean": {"leave_one_out": True},
+            "length_adaptive": {"length_adaptive": 0.4, "lam": 1.0},
+            "masked steps": {"masked_time": "step"},
+            "carry": {"masked_out": "carry"},
+        }.get(option, {})
 
     def noise(self, shape: tuple[int, ...], salt: int, subject: Subject) -> Tensor:
         """Normal values of the case's dtype."""
@@ -127,7 +161,7 @@ class Answer:
     """What the definition gives."""
 
     advantages: Any
-    returns: Any | None  # 0 at masked positions
+    returns: Any | None  # 0 at masked positions, unless they carry
     scale: Any  # what rounding errors are relative to
 
 
@@ -135,6 +169,11 @@ def expected(given: dict[str, Any]) -> Answer:
     """The definition's answer for padded arguments."""
     n = {k: plain(x, k) if isinstance(x, Tensor) else x for k, x in given.items()}
     answer = _by_sequence(n) if n["kind"] in BY_SEQUENCE else _by_token(n)
+    if "weights" in n:
+        weight = n["weights"].reshape(-1, *[1] * (answer.advantages.ndim - 1))
+        answer = replace(answer, advantages=answer.advantages * weight, scale=2 * answer.scale)
+    if n.get("output") == "token":
+        answer = replace(answer, advantages=np.where(n["mask"], answer.advantages[:, None], 0.0))
     whitened = KINDS[n["kind"]].whiten if n.get("whiten", "auto") == "auto" else n["whiten"]
     if whitened != "global":
         return answer
@@ -172,25 +211,33 @@ def _by_token(n: dict[str, Any]) -> Answer:
         done = n["dones"][i] if "dones" in n else None
         one = [n[k][i] for k in ("values", "q_values") if k in n]
         if kind == "gae":
-            rows.append(oracle.gae_row(r[i], *one, m[i], gamma, lam, end, done))
+            own = 1 - 1 / max(n["length_adaptive"] * m[i].sum(), 1) if "length_adaptive" in n else lam
+            carry = n.get("masked_out") == "carry"
+            rows.append(oracle.gae_row(r[i], *one, m[i], gamma, own, end, done, carry))
         elif kind == "vtrace":
             rows.append(oracle.vtrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, *CLIPS, end, done))
         elif kind == "retrace":
             rows.append(oracle.retrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, CLIPS[1], end, done))
         else:
-            g = oracle.returns_row(r[i], m[i], gamma, end, done)
+            g = oracle.returns_row(r[i], m[i], gamma, end, done, n.get("masked_time", "skip"))
             rows.append((np.where(m[i], g - (n["baseline"][i] if "baseline" in n else 0.0), 0.0), g))
     a, g = (np.array([row[k] for row in rows]).reshape(B, T) for k in (0, 1))
     horizon = min(T, 1 / (1 - gamma * lam)) if gamma * lam < 1 else T
     most = np.maximum(1.0, np.abs(np.stack([a, g, np.where(m, n.get("values", 0.0), 0.0)])).max((0, 2), initial=0.0))
-    return Answer(a, np.where(m, g, 0.0), most[:, None] * np.sqrt(max(horizon, 1)))
+    g = g if n.get("masked_out") == "carry" else np.where(m, g, 0.0)
+    return Answer(a, g, most[:, None] * np.sqrt(max(horizon, 1)))
 
 
 def _by_sequence(n: dict[str, Any]) -> Answer:
     kind, x = n["kind"], n["rewards"]
     ids = n["group"] if isinstance(n["group"], np.ndarray) else np.arange(len(x)) // n["group"]
     more = {"eps": n.get("eps", 1e-6), "mode": n.get("eps_mode", "std_add"), "ddof": n.get("ddof", 1)}
-    if kind == "gdpo":
+    more["singleton"] = n.get("singleton", "zero")
+    if n.get("invalid") == "raw":
+        a = oracle.tritonforge(x, ids, *n["valid_range"], eps=n["eps"])
+    elif n.get("leave_one_out"):
+        a = oracle.group(x, ids, "rloo") if kind == "dr_grpo" else oracle.nemo_grpo(x, ids, n["eps"])
+    elif kind == "gdpo":
         a = sum(w * oracle.group(x[:, k], ids, "grpo", **more) for k, w in enumerate(n["reward_weights"]))
     elif kind == "gigpo":
         pairs = np.array([f"{g}/{s}" for g, s in zip(ids, n["anchor"], strict=True)])
@@ -223,11 +270,12 @@ def claimed(subject: Subject, among: tuple[str, ...] = tuple(KINDS)) -> list[str
 
 
 def where_claimed(prop: Callable[[Subject, Batch], None]) -> Callable[[Subject, Batch], None]:
-    """Carry out the property on cases whose kind and dtype the subject claims; examples are written for all."""
+    """Carry out the property on cases whose kind, dtype and option the subject claims; examples are for all."""
 
     @wraps(prop)
     def fitting(subject: Subject, case: Batch) -> None:
-        if claimed(subject, (case.kind,)) and case.dtype in subject.dtypes:
+        asked = OPTIONS[case.option] <= subject.claims
+        if claimed(subject, (case.kind,)) and case.dtype in subject.dtypes and asked:
             prop(subject, case)
 
     return fitting

@@ -24,6 +24,7 @@ from rlkernel_conformance.clauses.advantage_batches import (
     where_claimed,
 )
 from rlkernel_conformance.compare import close, plain, require
+from rlkernel_conformance.conduct import refused
 from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_conformance.subject import Subject
 
@@ -56,7 +57,7 @@ def a_constant_group_gets_exactly_zero(subject: Subject, case: Batch) -> None:
 @attack("AD-12", lambda s: exact(s, BY_SEQUENCE, levels=False), scale=0.35, examples=(Batch("grpo"),))
 @where_claimed
 def a_group_of_one_gets_zero(subject: Subject, case: Batch) -> None:
-    """Every sequence alone; one alone beside a group."""
+    """Every sequence alone; one alone beside a group; and refused where the caller says so."""
     given = replace(case, whiten=False).arguments(subject)
     a = subject(**{**given, "group": 1}).advantages
     require(not bool(a.any() | a.isnan().any()), f"groups of one get {a.tolist()}")
@@ -66,6 +67,10 @@ def a_group_of_one_gets_zero(subject: Subject, case: Batch) -> None:
         a = subject(**{**given, "group": ids}).advantages
         require(float(a[0]) == 0.0, f"a group of one beside another gets {a[0].item()!r}")
         require(bool(a.isfinite().all()), "a group of one reaches another group")
+    if "singleton_error" in subject.claims:
+        whole = {**given, "group": case.B, "singleton": "error"}
+        alike(subject, subject(**whole).advantages, subject(**{**whole, "singleton": "zero"}).advantages, case.dtype)
+        refused(subject, "group", {**whole, "group": 1})
 
 
 @attack("AD-13", lambda s: exact(s, whiten=False), scale=0.5, examples=(Batch("grpo"), Batch("gae"), Batch("dr_grpo")))

@@ -37,6 +37,25 @@ def one_group_for_all(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **{**rest, "group": torch.zeros_like(group)} if isinstance(group, Tensor) else rest)
 
 
+@mutant("AD-01", origin="weights of sequences left to the loss, which has none")
+def weights_do_not_count(reference: Any, rewards: Tensor, **rest: Any) -> Any:
+    return reference(rewards, **{**rest, "weights": None})
+
+
+@mutant("AD-01", origin="leave one out, with the one left in")
+def counts_itself(reference: Any, rewards: Tensor, **rest: Any) -> Any:
+    return reference(rewards, **{**rest, "leave_one_out": False})
+
+
+@mutant("AD-01", origin="the length of the padded row instead of the number of valid tokens")
+def adapts_to_the_padding(reference: Any, rewards: Tensor, **rest: Any) -> Any:
+    alpha = rest.get("length_adaptive")
+    if alpha is None:
+        return reference(rewards, **rest)
+    lam = 1 - 1 / max(alpha * rewards.shape[-1], 1.0)
+    return reference(rewards, **{**rest, "length_adaptive": None, "lam": lam})
+
+
 @mutant("AD-02", origin="group boundary off by one: start + 1")
 def boundary_off_by_one(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     bounds = rest.get("cu_seqlens")
@@ -204,6 +223,11 @@ def local_moments(reference: Any, rewards: Tensor, **rest: Any) -> Any:
 def bf16_carry(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     out = reference(rewards, **rest)
     return replace(out, advantages=out.advantages.bfloat16().float()) if rewards.dtype == torch.bfloat16 else out
+
+
+@mutant("AD-12", origin="singleton='error' taken for 'zero': a prompt sampled once trains nothing, unseen")
+def a_group_of_one_passes(reference: Any, rewards: Tensor, **rest: Any) -> Any:
+    return reference(rewards, **{**rest, "singleton": "zero"} if rest.get("singleton") == "error" else rest)
 
 
 @mutant("AD-20", origin="the graph of the rewards is kept: the loss trains its own advantages")
