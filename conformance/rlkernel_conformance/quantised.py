@@ -33,7 +33,10 @@ FAMILIES: Final[Mapping[str, tuple[QuantSpec, ...]]] = {
         _named("int4_g32_asym", scale_dtype="float32"),
     ),
     "nf4": (_named("nf4"), _named("nf4", double_quant=True)),
-    "int8": (_named("int8_channel"), _named("int8_w8a8"), _named("int8_channel", scale_dtype="float16")),
+    "int8": (
+        *(_named("int8_channel"), _named("int8_w8a8")),
+        *(_named("int8_channel", scale_dtype=d) for d in ("float16", "bfloat16")),
+    ),
     "fp8": (
         *(_named(f) for f in FORMATS if f.startswith("fp8")),
         _named("fp8_block128", scale_rule="absmax/max_pow2"),

@@ -13,7 +13,7 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.conduct import refused, untouched
+from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.oracles import quant
 from rlkernel_conformance.quantised import (
     SPECS,
@@ -163,3 +163,9 @@ def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
     refused(subject, "w", {"w": w.parts["codes"]})
     for dtype in (torch.float64, torch.int8, "bfloat16?"):
         refused(subject, "dtype", {"w": w, "dtype": dtype})
+
+
+@attack("DQ-10", cases, scale=0.5)
+def the_same_weight_gives_the_same_bits(subject: Subject, case: Codes) -> None:
+    """Twice, on fresh storage."""
+    repeatable(subject, lambda: {"w": case.weight(subject)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 from hypothesis import strategies as st
@@ -11,9 +12,9 @@ import rlkernel
 from rlkernel import policy
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, untouched
+from rlkernel_conformance.conduct import leaves, repeatable, untouched
 from rlkernel_conformance.oracles import quant
-from rlkernel_conformance.quantised import STORED, Weight, of_other_layout, refuses_layout, weights
+from rlkernel_conformance.quantised import STORED, Weight, claims, of_other_layout, refuses_layout, weights
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError, LayoutError, ResolutionError
 from rlkernel_core.quant import CANONICAL, QuantTensor
@@ -40,9 +41,14 @@ def returned(subject: Subject, w: QuantTensor, layout: str | None = None) -> Non
         same_bits(name, back.parts[name], part, "after prepack and back")
 
 
-@attack("PP-01", cases)
+RARE: Final = ("fp8_channel[element=e5m2fnuz]", "int8_channel[scale_dtype=bfloat16]")  # formats that are seldom drawn
+
+
+@attack("PP-01", cases, examples=tuple(Weight(kind, 128, 128, 7, "graded") for kind in RARE))
 def packing_loses_nothing(subject: Subject, case: Weight) -> None:
     """There and back, from canonical, from packed, and by name."""
+    if not claims(subject, case.spec, STORED):
+        return
     w = case.stored(subject)
     returned(subject, w)
     packed = subject(w)
@@ -113,3 +119,9 @@ def an_unknown_layout_is_refused(subject: Subject, case: Weight) -> None:
     refuses_layout(subject, w, layout="tiles_of_nobody")
     refuses_layout(subject, of_other_layout(w))
     refuses_layout(subject, of_other_layout(w), layout=CANONICAL)
+
+
+@attack("PP-06", cases, scale=0.5)
+def the_same_weight_gives_the_same_bits(subject: Subject, case: Weight) -> None:
+    """Twice, on fresh storage."""
+    repeatable(subject, lambda: {"w": case.stored(subject)})

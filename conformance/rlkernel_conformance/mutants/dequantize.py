@@ -139,3 +139,11 @@ def anonymous_errors(reference: Any, w: QuantTensor, **rest: Any) -> Any:
         return reference(w, **rest)
     except ArgumentError as error:
         raise ArgumentError("input", error.got, "is wrong", "") from error
+
+
+@mutant(
+    "DQ-10", "DQ-01", "DQ-02", "DQ-03", "DQ-04", "DQ-05", "DQ-09", origin="floating atomics, declared deterministic"
+)
+def differs_from_call_to_call(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
+    return reference(w, **rest) * (1 + differs_from_call_to_call.calls % 2)  # type: ignore[attr-defined]

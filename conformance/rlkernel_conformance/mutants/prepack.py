@@ -75,3 +75,18 @@ def any_name_will_do(reference: Any, w: QuantTensor, *, layout: Any = None) -> A
         return reference(w, layout=layout)
     except LayoutError:
         return reference(replace(w, layout=CANONICAL))
+
+
+@mutant("PP-06", origin="padding left as fresh storage held it, declared deterministic")
+def differs_from_call_to_call(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
+    if not isinstance(w, QuantTensor) or "padding" not in w.parts:
+        out = reference(w, layout=layout)
+    else:
+        bare = replace(w, parts={n: x for n, x in w.parts.items() if n != "padding"})
+        out = reference(bare, layout=layout)
+        out = w if out.layout == w.layout else out
+    if out.layout in {w.layout, CANONICAL}:
+        return out
+    differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
+    padding = torch.full((1,), differs_from_call_to_call.calls, device=w.device)  # type: ignore[attr-defined]
+    return replace(out, parts={**out.parts, "padding": padding})
