@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpSpec, Tolerance, owed, spec_only
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpSpec,
+    Tolerance,
+    owed,
+    spec_only,
+)
 from rlkernel_core.spec.sample import check_request, request_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists, check_no_gradient
@@ -170,6 +180,10 @@ SPEC = OpSpec(
         Clause("LH-15", "no rows", "N = 0 gives empty results", "accuracy"),
         Clause("LH-16", "bad arguments", "wrong sizes, dtypes and numbers: ArgumentError naming it", "refusal"),
         Clause("LH-17", "capture", CAPTURABLE.text, "capture", "capturable"),
+        Clause("LH-18", "whole rows", "entropy, kept ids, top n and rank are those of sample(logits)", "accuracy"),
+        Clause("LH-19", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
+        Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
+        Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
         *owed("LH"),
     ),
     tolerances=(

@@ -13,7 +13,7 @@ import compile_gate as gate
 
 from rlkernel_triton.builds import MODULES
 
-TABLES = {m: gate.path_of(m) for m in MODULES if gate.path_of(m).exists()}
+TABLES = {m: gate.path_of(m) for m in MODULES}
 # What is launched most: nothing may be spilled.
 HOT = {("sweep", "bf16, entropy"), ("gradient", "bf16, entropy"), ("law", "8 parts")}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import Tensor
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, same_results, untouched
+from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.goodness import follows
 from rlkernel_conformance.sampling_batches import Batch, to
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.spec.sampling import SampleResult, Status
+from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
 
 
 @attack("LH-01", heads, scale=SCALE)
@@ -138,8 +139,15 @@ def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
 
 @attack("LH-06", lambda s: heads(s, edits=True), scale=SCALE)
 def edits_act_on_tiles_as_on_rows(subject: Subject, case: Heads) -> None:
-    """Masks and penalties at every tile."""
-    as_defined(subject, case.operands(subject))
+    """Masks and penalties at every tile; the masks as lists of banned ids too."""
+    made = case.operands(subject)
+    as_defined(subject, made)
+    if "banned" in subject.claims:
+        bans = [np.flatnonzero(~row.allowed) for row in made.batch.rows]
+        lists = TokenLists(
+            torch.from_numpy(np.concatenate(bans)), torch.tensor([0, *np.cumsum([len(b) for b in bans])])
+        )
+        as_defined(subject, made, allowed=None, banned=lists)
 
 
 @attack("LH-07", heads, scale=SCALE)
@@ -217,29 +225,27 @@ def operands_of_two_dtypes_are_exact(subject: Subject, case: Heads) -> None:
     as_defined(subject, Operands(fine.hidden, made.weight, batch, (size * atol).numpy(), {}))
 
 
+def in_other_batches(subject: Subject, made: Operands) -> Iterator[tuple[list[int], str, SampleResult]]:
+    """Rows of the call in batches of other sizes and orders, where rows have parameters of their own."""
+    back = list(range(len(made.batch.rows)))[::-1]
+    ways = {"in a reversed batch": back, "among 150 rows": back * 30, "alone": [2]}
+    for when, rows in ways.items() if "per_row_parameters" in subject.claims else ():
+        some = Batch(made.batch.logits[rows], [made.batch.rows[i] for i in rows])
+        part = replace(made, hidden=made.hidden[rows], batch=some, error=made.error[rows])
+        yield rows, when, subject(**part.arguments(subject))
+
+
 @attack("LH-13", lambda s: heads(s, N=5, D=16), scale=SCALE)
 def a_request_draws_the_same_token_in_any_batch(subject: Subject, case: Heads) -> None:
-    """Alone, reversed, among 150 rows, in strided memory; the very bits where batch invariance is claimed."""
+    """Alone, reversed, among 150 rows, in strided memory."""
     made = case.operands(subject)
     given = made.arguments(subject)
     want = subject(**given)
-    exact = "batch_invariant" in subject.claims
     sure = {i for i, _ in made.definitions()}
-
-    def same(rows: list[int], when: str) -> None:
-        some = Batch(made.batch.logits[rows], [made.batch.rows[i] for i in rows])
-        part = replace(made, hidden=made.hidden[rows], batch=some, error=made.error[rows])
-        out = subject(**part.arguments(subject))
+    for rows, when, out in in_other_batches(subject, made):
         for k, i in enumerate(rows):
-            if exact or i in sure:
+            if i in sure:
                 require(int(out.token[k]) == int(want.token[i]), f"row {i} draws another token {when}")
-            if exact:
-                same_bits("logprob", out.logprob[k], want.logprob[i], when)
-
-    if "per_row_parameters" in subject.claims:
-        same([4, 3, 2, 1, 0], "in a reversed batch")
-        same([4, 3, 2, 1, 0] * 30, "among 150 rows")
-        same([2], "alone")
     wide = torch.full((10, 32), math.nan, dtype=made.hidden.dtype, device=subject.device)
     wide[::2, 8:24] = given["hidden"]
     out = subject(**given | {"hidden": wide[::2, 8:24]})
@@ -291,3 +297,85 @@ def bad_arguments_are_named(subject: Subject, case: Heads) -> None:
     shared = {"hidden": h, "weight": w, "seed": 1, "step": 0}
     subject(**shared | {"hidden": h[:1]})
     refused(subject, "seed", shared)
+
+
+@attack("LH-18", heads, scale=SCALE)
+def results_of_whole_rows_match_float64(subject: Subject, case: Heads) -> None:
+    """Entropy, kept ids, the best tokens and the rank, as far as no allowed error of the logits changes them."""
+    made = case.operands(subject)
+    asked = {"entropy": {"entropy": True}, "kept_ids": {"kept_capacity": case.V}}
+    more = {n: v for f, given in asked.items() if f in subject.claims for n, v in given.items()}
+    n = min(3, case.V)
+    for source in [s for s in ("raw", "processed") if f"top_n:{s}" in subject.claims]:
+        ranked = subject(**made.arguments(subject, top_n=n, top_n_from=source, rank=True))
+        for i, law in made.definitions():
+            best_in_doubt(subject, made, ranked, i, law.log_raw if source == "raw" else law.log_p)
+    out = subject(**made.arguments(subject, **more))
+    dtype = "float64" if case.dtype == "float64" else "float32"
+    for i, law in made.definitions():
+        slack = 2 * float(made.error[i].max())
+        if out.entropy is not None:
+            off = slack / (made.batch.rows[i].temperature or 1.0) * (2 + law.entropy)
+            scale = 1 + off / subject.tolerance("entropy", dtype)[0]
+            close(subject, "entropy", out.entropy[i : i + 1], [law.entropy], dtype, scale=scale)
+        if out.kept_ids is not None:
+            ids = plain(out.kept_ids[i], "kept_ids")
+            kept = ids[: len(law.kept)]
+            require(sorted(kept) == sorted(law.kept), f"row {i} keeps {kept.tolist()}, expected {law.kept.tolist()}")
+            require(bool((ids[len(law.kept) :] == -1).all()), f"row {i}: ids behind the kept ones")
+            rise = np.diff(law.x[kept]).max(initial=-math.inf)
+            require(rise <= slack, f"row {i}: kept ids are not best first")
+
+
+def best_in_doubt(subject: Subject, made: Operands, out: SampleResult, i: int, log_p: Any) -> None:
+    """Best tokens and rank of a row under a law; tokens within the error of the logits may change places."""
+    slack = 2 * float(made.error[i].max()) / min(made.batch.rows[i].temperature or 1.0, 1.0) + 1e-9
+    ids, token = plain(out.top_ids, "top_ids")[i], int(out.token[i])
+    best = np.sort(log_p[log_p > -np.inf])[::-1][: len(ids)]
+    require(bool((ids[len(best) :] == -1).all()), f"row {i}: best ids {ids.tolist()} of {len(best)} tokens")
+    ids = ids[: len(best)]
+    require(len(set(ids.tolist())) == len(best) and bool((ids >= 0).all()), f"row {i}: best ids {ids.tolist()}")
+    require(
+        bool((np.abs(log_p[ids] - best) <= slack).all()), f"row {i}: best ids {ids.tolist()}, log p {best.tolist()}"
+    )
+    dtype = "float64" if made.batch.logits.dtype == torch.float64 else "float32"
+    scale = 2 * (1 + slack / subject.tolerance("raw_logprob", dtype)[0])
+    found = out.top_logprobs[i][: len(best)]  # type: ignore[index]
+    close(subject, "raw_logprob", found, log_p[ids], dtype, scale=scale)
+    low, high = int((log_p > log_p[token] + slack).sum()), int((log_p >= log_p[token] - slack).sum()) - 1
+    rank = int(plain(out.rank, "rank")[i])
+    require(low <= rank <= high, f"row {i}: token {token} has rank {rank}, not within {low} and {high}")
+
+
+@attack("LH-19", lambda s: heads(s, N=5, D=16), scale=SCALE)
+def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Heads) -> None:
+    """Alone, reversed, among 150 rows."""
+    made = case.operands(subject)
+    want = leaves(subject(**made.arguments(subject)))
+    for rows, when, out in in_other_batches(subject, made):
+        for name, value in leaves(out).items():
+            same_bits(name, value, want[name][rows], when)
+
+
+@attack("LH-20", heads, scale=SCALE)
+def the_same_call_gives_the_same_bits(subject: Subject, case: Heads) -> None:
+    """Twice, on storage made anew."""
+    repeatable(subject, lambda: case.operands(subject).arguments(subject))
+
+
+@attack("LH-21", lambda s: heads(s, N=5), scale=SCALE)
+def slots_gather_parameters(subject: Subject, case: Heads) -> None:
+    """Against the definition of the gathered rows; a padding row of NaN draws nothing."""
+    made = case.operands(subject)
+    slot = [4, 0, -1, 4, 2]
+    hidden = made.hidden[slot].clone()
+    hidden[2] = math.nan
+    where = torch.tensor(slot, device=subject.device)
+    out = subject(**made.arguments(subject, hidden=hidden, slot=where, invalid_token=-5))
+    laws = dict(made.definitions())
+    for i, j in enumerate(slot):
+        if j in laws:
+            require(int(out.token[i]) == laws[j].token, f"row {i} draws {int(out.token[i])}, slot {j} {laws[j].token}")
+    require(int(out.token[2]) == -5, f"a padding row draws {int(out.token[2])}")
+    for name in ("logprob", "log_kept_mass", "kept_count", "status"):
+        require(float(getattr(out, name)[2]) == 0, f"a padding row has {name} = {float(getattr(out, name)[2])}")

@@ -67,7 +67,7 @@ class Operands:
     def _set_is_sure(self, law: Drawn, row: Any, slack: float) -> bool:
         last = len(law.kept)
         x = np.sort(law.x[law.x > -np.inf])[::-1]
-        cut = last < x.size and row.top_k > 0
+        cut = last < x.size and (row.top_k > 0 or row.tie == "keep_all")
         return law.sure(2e-6 + slack, 8e-6 + slack) and (
             not cut or x[last - 1] - x[last] > slack * (row.temperature or 1)
         )
@@ -85,12 +85,23 @@ class Heads:
     filters: bool = False
     edits: bool = False
 
+    def ways(self, subject: Subject, *, plainly: bool) -> tuple[str, str, int]:
+        """Order of filters, ties and stream, of those that are claimed; ties are kept where a head is plain."""
+        orders = ["topk_topp", *(o for o in ("topp_topk", "joint") if f"filter_order:{o}" in subject.claims)]
+        ties = ["lowest_id", *(["keep_all"] if plainly and "tie:keep_all" in subject.claims else [])]
+        streams = [0, *([1, 2**32 - 1] if "stream" in subject.claims else [])]
+        filtered = self.seed if self.filters else 0
+        return orders[filtered % len(orders)], ties[filtered // 3 % len(ties)], streams[self.seed % len(streams)]
+
     def operands(self, subject: Subject, **head: Any) -> Operands:
         """The call, with `head` among its arguments: bias [V], logit_scale, softcap."""
         g = torch.Generator().manual_seed(self.seed)
         kind = getattr(torch, self.dtype)
         hidden = (torch.randn(self.N, self.D, generator=g, dtype=torch.float64) * 1.5).to(kind)
         weight = torch.randn(self.V, self.D, generator=g, dtype=torch.float64).to(kind)
+        order, tie, stream = self.ways(subject, plainly=not head)
+        if tie == "keep_all":  # products and sums that no order of summation rounds, many of them equal
+            hidden, weight = (torch.round(4 * t) / 4 for t in (hidden, weight))
         bias = head.get("bias")
         x = hidden.double() @ weight.double().T
         size = hidden.double().abs() @ weight.double().abs().T
@@ -102,6 +113,7 @@ class Heads:
         work = torch.float64 if kind == torch.float64 else torch.float32
         made = random_batch(self.seed, self.V, self.N, work, ("normal",), self.edits)
         rows = [replace(row, temperature=(1.0, 0.7, 1.3, 0.0)[i % 4]) for i, row in enumerate(made.rows)]
+        rows = [replace(row, filter_order=order, tie=tie, stream=stream) for row in rows]
         if not self.filters:
             rows = [replace(row, top_k=0, top_p=1.0, min_p=0.0) for row in rows]
         if self.edits:

@@ -15,6 +15,7 @@ from rlkernel_core.reference import philox
 from rlkernel_core.spec.sampling import Status
 
 _OF = "rlkernel_core.reference.lm_head_sample"
+_CALLS: list[None] = []
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -27,6 +28,8 @@ _FILTERS = ("top_k", "top_p", "min_p")
     "LH-10",
     "LH-11",
     "LH-12",
+    "LH-18",
+    "LH-21",
     origin="noise of the place in the tile, not of the token id",
 )
 def noise_starts_anew_in_every_tile(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
@@ -47,6 +50,8 @@ def noise_starts_anew_in_every_tile(reference: Any, hidden: Tensor, weight: Tens
     "LH-10",
     "LH-11",
     "LH-12",
+    "LH-18",
+    "LH-21",
     origin="logits rounded to bfloat16 on the way to the draw",
 )
 def logits_in_bfloat16(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
@@ -68,6 +73,8 @@ def _cap(x: Tensor, softcap: float | None) -> Tensor:
     "LH-10",
     "LH-11",
     "LH-12",
+    "LH-18",
+    "LH-21",
     origin="filters accepted and ignored by the streamed kernel (RL.cu)",
 )
 def filters_ignored(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
@@ -117,6 +124,8 @@ def stores_the_logits(reference: Any, hidden: Tensor, weight: Tensor, **rest: An
     "LH-11",
     "LH-12",
     "LH-16",
+    "LH-18",
+    "LH-21",
     origin="a later tile must win by a margin to replace the winner so far",
 )
 def later_tiles_lose(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
@@ -204,6 +213,7 @@ def rounds_the_hidden_states(reference: Any, hidden: Tensor, weight: Tensor, **r
     "LH-11",
     "LH-12",
     "LH-16",
+    "LH-19",
     origin="the row number enters the noise (FlashInfer)",
 )
 def noise_of_the_row(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
@@ -212,13 +222,23 @@ def noise_of_the_row(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any
     return reference(hidden, weight, **{**rest, "step": step + rows if rest.get("slot") is None else step})
 
 
-@mutant("LH-13", origin="split sums for large batches, declared invariant")
+@mutant("LH-19", origin="split sums for large batches, declared invariant")
 def sums_depend_on_the_batch(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
     out = reference(hidden, weight, **rest)
     return replace(out, logprob=out.logprob * (1 + 2**-22 * (hidden.shape[0] > 100)))
 
 
-@mutant("LH-14", "LH-05", "LH-09", "LH-13", "LH-17", origin="the scale folded into the head, in place")
+@mutant(
+    "LH-14",
+    "LH-05",
+    "LH-09",
+    "LH-13",
+    "LH-17",
+    "LH-06",
+    "LH-18",
+    "LH-19",
+    origin="the scale folded into the head, in place",
+)
 def scales_the_head_in_place(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
     out = reference(hidden, weight, **rest)
     with torch.no_grad():
@@ -244,3 +264,23 @@ def anonymous_errors(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any
         return reference(hidden, weight, **rest)
     except ArgumentError as error:
         raise ArgumentError("input", error.got, "is wrong", "") from error
+
+
+@mutant("LH-18", origin="ranks counted from 1")
+def ranks_from_one(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
+    out = reference(hidden, weight, **rest)
+    return out if out.rank is None else replace(out, rank=out.rank + 1)
+
+
+@mutant("LH-20", "LH-05", "LH-11", "LH-17", "LH-19", "LH-21", origin="floating atomics, declared deterministic (RL.cu)")
+def differs_from_call_to_call(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
+    _CALLS.append(None)
+    out = reference(hidden, weight, **rest)
+    lower = torch.nextafter(out.logprob, torch.full_like(out.logprob, -torch.inf))
+    return replace(out, logprob=lower if len(_CALLS) % 2 else out.logprob)
+
+
+@mutant("LH-21", origin="padding rows draw token 0")
+def padding_rows_draw(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
+    out, slot = reference(hidden, weight, **rest), rest.get("slot")
+    return out if slot is None else replace(out, token=torch.where(slot < 0, 0, out.token))
