@@ -115,16 +115,26 @@ def other_dtypes_are_rounded_once(subject: Subject, case: Codes) -> None:
         check(subject, replace(case, dtype=dtype))
 
 
-@attack("DQ-03", lambda s: cases(s).map(lambda c: replace(c, scales="extreme", N=min(c.N, 20))))
+@attack(
+    "DQ-03",
+    lambda s: cases(s).map(lambda c: replace(c, scales="extreme", N=min(c.N, 20))),
+    examples=tuple(Codes(kind, 6, 256, 3, "extreme") for kind in ("int8_channel", "nf4")),
+)
 def extreme_scales_multiply_as_ieee_says(subject: Subject, case: Codes) -> None:
     """0, subnormal, largest, inf and NaN."""
-    check(subject, case)
+    if claims(subject, SPECS[case.kind], STORED):
+        check(subject, case)
 
 
-@attack("DQ-04", lambda s: cases(s).map(lambda c: replace(c, N=1 + c.N % 5, K=1 + 2 * (c.K % 40))))
+@attack(
+    "DQ-04",
+    lambda s: cases(s).map(lambda c: replace(c, N=1 + c.N % 5, K=1 + 2 * (c.K % 40))),
+    examples=(Codes("nf4", 3, 5, 0), Codes("nf4", 4, 79, 1)),
+)
 def codes_stand_where_the_format_says(subject: Subject, case: Codes) -> None:
     """Odd rows and odd counts, so that a row of flat storage starts inside a byte."""
-    check(subject, case)
+    if claims(subject, SPECS[case.kind], STORED):
+        check(subject, case)
 
 
 @attack("DQ-05", lambda s: weights(s, STORED, rows=40))

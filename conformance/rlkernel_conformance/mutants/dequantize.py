@@ -27,7 +27,7 @@ def swapped_nibbles(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(_with(w, codes=codes >> 4 | codes << 4), **rest)
 
 
-@mutant("DQ-04", origin="rows of flat nf4 codes start at a byte")
+@mutant("DQ-04", "DQ-02", "DQ-03", "DQ-05", origin="rows of flat nf4 codes start at a byte")
 def rows_start_at_bytes(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     out = reference(w, **rest)
     if w.spec.element == "nf4" and w.shape[1] % 2 and w.shape[0] > 1:
@@ -35,7 +35,14 @@ def rows_start_at_bytes(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return out
 
 
-@mutant("DQ-01", origin="bytes of e4m3fnuz read as e4m3fn: twice as large (zoo 34)")
+@mutant(
+    "DQ-01",
+    "DQ-02",
+    "DQ-03",
+    "DQ-04",
+    "DQ-05",
+    origin="bytes of e4m3fnuz read as e4m3fn: twice as large (zoo 34)",
+)
 def other_exponent_bias(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     if isinstance(w, QuantTensor) and w.spec.element == "e4m3fnuz" and w.layout == CANONICAL:
         codes = w.parts["codes"].view(torch.uint8).view(torch.float8_e4m3fn)
@@ -94,13 +101,13 @@ def truncates_to_bfloat16(reference: Any, w: QuantTensor, *, dtype: Any = None) 
     return (reference(w, dtype=torch.float32).view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)
 
 
-@mutant("DQ-03", "DQ-01", origin="subnormal results flushed to zero")
+@mutant("DQ-03", "DQ-01", "DQ-02", "DQ-04", origin="subnormal results flushed to zero")
 def flushes_subnormals(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     out = reference(w, **rest)
     return torch.where(out.abs() < torch.finfo(torch.float32).smallest_normal, 0 * out.sign(), out)
 
 
-@mutant("DQ-03", "DQ-01", origin="inf and NaN cleaned up")
+@mutant("DQ-03", "DQ-01", "DQ-02", "DQ-04", "DQ-05", origin="inf and NaN cleaned up")
 def cleans_up(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(w, **rest).nan_to_num()
 
