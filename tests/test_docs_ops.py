@@ -15,7 +15,6 @@ ON_PAGE = {
     "quantize": "qmatmul",
     "dequantize": "qmatmul",
     "prepack": "qmatmul",
-    "affine_suffix_scan": "advantage",
     "whiten": "advantage",
     "group_filter": "advantage",
     "shape_rewards": "advantage",
