@@ -107,7 +107,8 @@ def test_a_self_test_that_calls_an_operator_starts_no_other(tmp_path, monkeypatc
 
 def test_an_interrupt_ends_the_self_test(tmp_path) -> None:
     code = (
-        "from tests.test_probe_processes import outcome; from pathlib import Path; import sys\n"
+        "from tests.test_probe_processes import outcome; from pathlib import Path; import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a run in the background may ignore interrupts
         "print('ready', flush=True)\n"
         f"outcome('starts_a_daemon', Path({str(tmp_path)!r}))"
     )

@@ -4,6 +4,7 @@ Gluon's and Triton's by the Triton that is installed, builds that plain calls ta
 does all of them. CUDA C++ by nvcc where there is one. Compiled is not the same as run: that takes test_gpu_*.py.
 """
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,19 +15,17 @@ import pytest
 
 from rlkernel_cuda import driver, head, products, variants
 
-TOOLS = Path(__file__).parents[1] / "tools"
+GATE = Path(__file__).parents[1] / "tools" / "compile_gate.py"
 SPILLED = 256  # bytes a thread: once a tile, beside 64 steps of wgmma
 
 
 @pytest.fixture(scope="module")
 def gate():
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import compile_gate
-
-        yield compile_gate
-    finally:
-        sys.path.remove(str(TOOLS))
+    spec = importlib.util.spec_from_file_location("cuda_compile_gate", GATE)  # another backend's has the same name
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 LABELS = ("STATS", "SAVE", "GRAD", "GRAD bias counted", "join", "saved {'CAP': False, 'COUNTED': False}")
