@@ -6,6 +6,7 @@ Clauses that every operator has are proved in `test_conformance_owed`.
 from __future__ import annotations
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 import rlkernel as rlk
 from rlkernel_conformance import clauses, mutants
@@ -29,7 +30,12 @@ def failed(subject: Subject, without: frozenset[str] = frozenset()) -> dict[str,
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
+    # Hypothesis also draws numbers that stand in the sources of what is loaded, which differs from worker to worker.
+    names = ("integers", "floats", "bytes", "strings")
+    none = providers.Constants(**{name: providers.SortedSet() for name in names})
+    monkeypatch.setattr(providers, "_get_local_constants", lambda: none)
+    monkeypatch.setattr(providers, "CONSTANTS_CACHE", type(providers.CONSTANTS_CACHE)(1024))
     rlk.refresh()
     yield
     rlk.refresh()

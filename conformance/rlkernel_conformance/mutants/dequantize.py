@@ -59,7 +59,7 @@ def zero_points_off_by_one(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(w, **rest)
 
 
-@mutant("DQ-01", "DQ-02", "DQ-03", origin="a zero-point masked to 4 bits: 16 is 0")
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", "DQ-05", origin="a zero-point masked to 4 bits: 16 is 0")
 def masks_zero_points(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     if isinstance(w, QuantTensor) and "zero" in w.parts:
         w = _with(w, zero=w.parts["zero"] & 15)
