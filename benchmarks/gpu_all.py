@@ -158,17 +158,16 @@ def conformance(session: Session, backends: list[str], device: str, profile: str
 
 def merged_conformance(session: Session, backend: str) -> dict[str, Any] | None:
     """The reports of one backend's operators as one report; what was not finished is not in it."""
-    from rlkernel_conformance.report import content_hash
+    from rlkernel_conformance.report import content_hash, worst
 
     files = sorted((session.work / "conformance" / backend).glob("*/report.json"))
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     if not reports:
         return None
     operators = {op: found for report in reports for op, found in report["operators"].items()}
-    verdicts = {found["verdict"] for found in operators.values()}
     summary = {k: sum(report["summary"][k] for report in reports) for k in reports[0]["summary"]}
-    worst = next((v for v in ("fails", "partial") if v in verdicts), "holds")
-    whole = {**reports[0], "operators": operators, "summary": summary, "verdict": worst}
+    verdict = worst(found["verdict"] for found in operators.values())
+    whole = {**reports[0], "operators": operators, "summary": summary, "verdict": verdict}
     whole["seconds"] = round(sum(report["seconds"] for report in reports), 1)
     return {**whole, "hash": content_hash(whole)}
 

@@ -5,6 +5,7 @@
 Each stage runs in a process of its own with a time limit, because a wrong barrier hangs. Writes
 $OUT/gpu_cuda_linear.json after every stage; prints one line a finding. The cases of the second stage run side by side,
 because most of their time is compilation. Ends within three minutes.
+One file over 400 lines, since it compares variants that do not ship: those that do are timed by `rlkernel bench`.
 
 Timing: device events, calls of all kinds in an order drawn anew each round ("mixed", the card at its power cap), and
 with 0.15 s of idleness before each call ("rested"). Ratios are medians over cuBLAS's median in the same rounds.

@@ -6,6 +6,7 @@ First every check and one untimed round of every timing run at once, in processe
 cache; then the timings alone, one after the other. Whatever has ended stands in $OUT/triton_logprob.json; what fails
 says so and stops nothing else. Matmul timings are medians of calls in random order, given beside cuBLAS's own logits
 matmul of the same rounds, because a card under its power cap has no other yardstick.
+One file over 400 lines, since it compares tiles that do not ship: those that do are timed by `rlkernel bench`.
 """
 
 from __future__ import annotations

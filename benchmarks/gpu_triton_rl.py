@@ -5,6 +5,7 @@
 Writes $OUT/gpu_triton_rl.json after every section and prints a line a finding; a section that raises loses itself only.
 Times are medians of CUDA graph replays over rotating inputs that exceed the L2, unless they say eager. Ends within
 about 100 s (`--seconds`); sections that find no time are left out and said so.
+One file over 400 lines, since it compares variants that do not ship: those that do are timed by `rlkernel bench`.
 
 Predictions, written before the first run (H200: copies at 4.3 TB/s; GAE reads 4 + 4 + 1 bytes a token, writes 4 + 4):
 
