@@ -152,3 +152,17 @@ def test_a_tree_survives_being_taken_apart(value):
     leaves, structure = flatten(value)
     assert value == structure.build(leaves)
     assert len(leaves) == len(structure.names())
+
+
+def test_filling_the_buffers_leaves_no_trace_for_autograd():
+    """A buffer that kept the history of its copies would keep every call's inputs alive."""
+    seen = []
+
+    def fn(x):
+        seen.append(x.grad_fn)
+        return x * 2
+
+    g = capture(fn, (torch.ones(2, requires_grad=True),), autograd=True)
+    g(torch.ones(2, requires_grad=True))
+    buffer = next(iter(g._table._graphs.values())).inputs.tensors[0]
+    assert (buffer.requires_grad, buffer.grad_fn, set(seen)) == (False, None, {None})

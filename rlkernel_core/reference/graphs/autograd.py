@@ -14,8 +14,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.graphs.recorder import Recording
+from rlkernel_core.reference.graphs.recorder import Program, Recording
 from rlkernel_core.tree import flatten
+
+
+def run(program: Program, inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Run fn; with autograd also the tensors whose gradients are wanted: inputs first, then parameters."""
+    if not program.autograd:
+        return program.call(inputs), []
+    with torch.enable_grad():
+        tensors = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, program.wants_grad, strict=True)]
+        return program.call(tensors), [x for x in tensors if x.requires_grad] + list(program.parameters)
+
+
+def check_graph(outputs: Any, sources: Sequence[Tensor]) -> None:
+    """Every tensor that would receive a gradient is among the sources: inputs and declared static tensors."""
+    known = {id(x) for x in sources}
+    stack = [x.grad_fn for x in flatten(outputs)[0] if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = {*stack, *(x.grad_fn for x in sources)}
+    while stack:
+        node: Any = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            raise CaptureError(
+                f"A tensor of shape {list(variable.shape)} that requires grad is used by fn but is neither an "
+                "input nor in static; its gradient would be lost. Pass static=(module,)."
+            )
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        stack += fresh
 
 
 @dataclass

@@ -5,8 +5,9 @@ Buffers are made outside inference mode, so that they can be filled in any mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from rlkernel_core.errors import CaptureError
 from rlkernel_core.reference.graphs.key import Reading, TensorKey
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import flatten
+
+PLANS: Final = 256  # sizes of one graph whose filling and cutting are kept ready
 
 
 class StaticInputs:
@@ -32,6 +35,8 @@ class StaticInputs:
         self.wants_grad = tuple(
             k.requires_grad for k in (reading.key[1][i] for i in self.copied) if isinstance(k, TensorKey)
         )
+        self._shielded = torch.is_inference_mode_enabled() or any(self.wants_grad)
+        self._plans: dict[Hashable, _Filling] = {}
 
     @property
     def nbytes(self) -> int:
@@ -40,19 +45,34 @@ class StaticInputs:
 
     def fill(self, reading: Reading) -> int:
         """Copy a call's tensors in and pad the rest; returns the bytes copied."""
-        copied = 0
-        with torch.no_grad(), torch.inference_mode(mode=False):
-            for i, buffer in zip(self.copied, self.tensors, strict=True):
-                source = reading.leaves[i]
-                for bucket, dim in self._layout.bucketed[i]:
-                    true, padded = reading.sizes[bucket]
-                    buffer.narrow(dim, true, padded - true).fill_(self._layout.pad[i])
-                self.cut_input(i, buffer, reading).copy_(source)
-                copied += source.nbytes
-            given = [size[0] for size, bucket in zip(reading.sizes, self._buckets, strict=True) if bucket.valid]
-            for valid, true in zip(self._valid, given, strict=True):
-                valid.fill_(true)
-        return copied
+        plan = self._plans.get((reading.sizes, reading.strangers)) or self._plan(reading)
+        if not self._shielded:  # the key holds both modes, so that this is so at every call
+            return plan.carry_out(reading.leaves)
+        with torch.inference_mode(mode=False), torch.no_grad():  # in this order: the former turns gradients on
+            return plan.carry_out(reading.leaves)
+
+    def _plan(self, reading: Reading) -> _Filling:
+        into = {i: self.cut_input(i, x, reading) for i, x in zip(self.copied, self.tensors, strict=True)}
+        # One launch copies all tensors of a dtype, but only within one device.
+        alike: dict[Hashable, list[int]] = {}
+        for i, x in into.items():
+            alike.setdefault(i if i in reading.strangers else x.dtype, []).append(i)
+        padded = [
+            (buffer.narrow(dim, true, size - true), self._layout.pad[i])
+            for i, buffer in zip(self.copied, self.tensors, strict=True)
+            for true, size, dim in ((*reading.sizes[bucket], dim) for bucket, dim in self._layout.bucketed[i])
+            if size > true
+        ]
+        given = [size[0] for size, bucket in zip(reading.sizes, self._buckets, strict=True) if bucket.valid]
+        plan = _Filling(
+            [([into[i] for i in at], at) for at in alike.values()],
+            [*padded, *zip(self._valid, given, strict=True)],
+            sum(x.nbytes for x in into.values()),
+        )
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        self._plans[reading.sizes, reading.strangers] = plan
+        return plan
 
     def cut_input(self, i: int, x: Tensor, reading: Reading) -> Tensor:
         """The rows of a padded input that hold the call's values."""
@@ -68,6 +88,23 @@ class StaticInputs:
         args, kwargs = self._structure.build(leaves)
         names = [bucket.valid for bucket in self._buckets if bucket.valid]
         return fn(*args, **kwargs, **dict(zip(names, self._valid, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """How the buffers are filled for one set of sizes."""
+
+    copies: list[tuple[list[Tensor], list[int]]]  # parts of buffers, and the leaves that go into them
+    constants: list[tuple[Tensor, float]]  # padding and true sizes: fn may have written there
+    nbytes: int
+
+    def carry_out(self, leaves: Sequence[Any]) -> int:
+        """Copy and pad; returns the bytes copied."""
+        for x, value in self.constants:
+            x.fill_(value)
+        for into, at in self.copies:
+            torch._foreach_copy_(into, [leaves[i] for i in at])
+        return self.nbytes
 
 
 def _allocate(key: Any, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlkernel_core.errors import CaptureError
 from rlkernel_core.reference.graphs.audit import Audit
+from rlkernel_core.reference.graphs.autograd import check_graph, run
 from rlkernel_core.reference.graphs.recorder import Program
 from rlkernel_core.tree import Structure, flatten
 
@@ -28,14 +29,14 @@ class EagerRecorder:
 
     def warm(self, program: Program) -> None:
         """Run fn."""
-        _run(program, program.inputs)
+        run(program, program.inputs)
 
     def record(self, program: Program) -> EagerRecording:
         """Audit one run and keep its outputs as the static ones."""
         with Audit(program.generators, collectives=program.collectives):
-            outputs, sources = _run(program, program.inputs)
+            outputs, sources = run(program, program.inputs)
         if program.autograd:
-            _check_graph(outputs, sources)
+            check_graph(outputs, sources)
         return EagerRecording(program, outputs)
 
     def synchronize(self) -> None:
@@ -58,7 +59,7 @@ class EagerRecording:
     def replay(self) -> None:
         """Run fn and overwrite the outputs."""
         program = self._open()
-        outputs, sources = _run(program, program.inputs)
+        outputs, sources = run(program, program.inputs)
         leaves, structure = flatten(outputs)
         _check_same(self._leaves, self._structure, leaves, structure)
         with torch.no_grad():
@@ -86,15 +87,6 @@ class EagerRecording:
         return self._program
 
 
-def _run(program: Program, inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Run fn; with autograd also the tensors whose gradients are wanted: inputs first, then parameters."""
-    if not program.autograd:
-        return program.call(inputs), []
-    with torch.enable_grad():
-        tensors = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, program.wants_grad, strict=True)]
-        return program.call(tensors), [x for x in tensors if x.requires_grad] + list(program.parameters)
-
-
 def _keep(x: Tensor) -> Tensor:
     """The static tensor that replays write this output into."""
     x = x.detach()
@@ -113,21 +105,3 @@ def _check_same(kept: list[Any], was: Structure, new: list[Any], now: Structure)
         tensors = isinstance(a, Tensor), isinstance(b, Tensor)
         if tensors[0] != tensors[1] or (all(tensors) and (a.shape, a.dtype) != (b.shape, b.dtype)):
             raise CaptureError(f"Output {name or 'of fn'} is no longer what it was when captured: shapes are frozen.")
-
-
-def _check_graph(outputs: Any, sources: Sequence[Tensor]) -> None:
-    """Every tensor that would receive a gradient is among the sources: inputs and declared static tensors."""
-    known = {id(x) for x in sources}
-    stack = [x.grad_fn for x in flatten(outputs)[0] if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = {*stack, *(x.grad_fn for x in sources)}
-    while stack:
-        node: Any = stack.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise CaptureError(
-                f"A tensor of shape {list(variable.shape)} that requires grad is used by fn but is neither an "
-                "input nor in static; its gradient would be lost. Pass static=(module,)."
-            )
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
-        stack += fresh

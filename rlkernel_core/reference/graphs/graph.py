@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 from torch import Generator, Tensor
 
 from rlkernel_core.reference.graphs.autograd import Latest, replay_with_grad
-from rlkernel_core.reference.graphs.buffers import StaticInputs, cut_outputs
+from rlkernel_core.reference.graphs.buffers import PLANS, StaticInputs, cut_outputs
 from rlkernel_core.reference.graphs.key import Reading
 from rlkernel_core.reference.graphs.recorder import Program, Recording
 from rlkernel_core.reference.graphs.verify import clone_tensors
 from rlkernel_core.spec.graphed import Bucket
+from rlkernel_core.tree import Structure, flatten
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Graph:
     program: Program
     verified: bool = False
     latest: Latest = field(default_factory=Latest)
+    _cut_at: dict[Hashable, tuple[list[Any], Structure]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +64,15 @@ class Graph:
             outputs = replay_with_grad(kept, self.latest, sources, cut, kept.differentiable, clone)
             return cut_outputs(outputs, reading, options.buckets)
         self.recording.replay()
-        outputs = cut_outputs(self.recording.outputs, reading, options.buckets)
-        return clone_tensors(outputs) if clone else outputs
+        leaves, structure = self._cut_at.get(reading.sizes) or self._ready(reading, options)
+        return structure.build([x.clone() if isinstance(x, Tensor) else x for x in leaves] if clone else leaves)
+
+    def _ready(self, reading: Reading, options: Options) -> tuple[list[Any], Structure]:
+        """Outputs keep their addresses, so that views of them are made once for each size."""
+        if len(self._cut_at) >= PLANS:
+            self._cut_at.clear()
+        cut = self._cut_at[reading.sizes] = flatten(cut_outputs(self.recording.outputs, reading, options.buckets))
+        return cut
 
     def plain(self, reading: Reading, options: Options) -> Any:
         """What fn itself returns on clones of the filled inputs."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,18 @@ from rlkernel_core.reference.graphs.static import StaticSet
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import Structure, flatten
 
-Key = tuple[Structure, tuple[Hashable, ...], tuple[Hashable, ...], tuple[bool, ...]]
+SEEN: Final = 1024  # calls that are remembered as they were made, so that the next one like them is not read again
+_PLAIN: Final = frozenset({int, bool, str, type(None)})  # values that are equal exactly if their keys are
+
+
+class Key(tuple[Structure, tuple[Hashable, ...], tuple[Hashable, ...], tuple[bool, ...]]):  # noqa: SLOT001  slots of a tuple hold nothing
+    """A key that is hashed once: it is looked up at every call."""
+
+    def __init__(self, _: object) -> None:
+        self._hash = tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class TensorKey(NamedTuple):
@@ -53,7 +64,7 @@ class Layout:
     pad: tuple[float, ...]  # per leaf
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which would triple the cost of making one at every call
 class Reading:
     """One call, read."""
 
@@ -62,6 +73,7 @@ class Reading:
     layout: Layout
     sizes: tuple[tuple[int, int], ...]  # per bucket: (true, padded)
     over: str | None = None  # set when a size is above its largest bucket and the bucket says "eager"
+    strangers: tuple[int, ...] = ()  # leaves that are tensors of another device than the graph's
 
 
 class Reader:
@@ -78,20 +90,56 @@ class Reader:
         self._signature = _signature(fn)
         self._buckets, self._pad, self._static, self._device = tuple(buckets), dict(pad), static, device
         self._layouts: dict[Structure, Layout] = {}
+        self._seen: dict[Hashable, Reading] = {}
         for i, bucket in enumerate(self._buckets):
             if bucket.valid and self._signature is not None:
                 _keyword(f"buckets[{i}].valid", bucket.valid, self._signature)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
         """Read a call into its key, or say which argument cannot be captured."""
+        likeness = self._likeness(args, kwargs)
+        known = self._seen.get(likeness) if likeness is not None else None
+        if known is not None:
+            leaves = [*args, *kwargs.values()]
+            return Reading(known.key, leaves, known.layout, known.sizes, known.over, known.strangers)
+        reading = self._read(args, kwargs)
+        if likeness is not None:
+            if len(self._seen) >= SEEN:
+                self._seen.clear()
+            self._seen[likeness] = replace(reading, leaves=[])  # keeps no tensor alive
+        return reading
+
+    def _likeness(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What a call's key follows from, if that is told sooner than the key; None for nested arguments.
+
+        Two calls alike in this have one key, sizes and layout. The other way round need not be: this knows exact
+        sizes and strides.
+        """
+        seen: list[Hashable] = [len(args), *kwargs, ambient(self._device.type), self._static.training()]
+        name_of = self._static.name_of
+        for leaf in (*args, *kwargs.values()):
+            cls = leaf.__class__
+            if cls is Tensor or cls is torch.nn.Parameter:
+                strides = None if leaf.is_contiguous() else leaf.stride()
+                seen += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides, name_of(leaf))
+            elif cls in _PLAIN:
+                seen += (cls, leaf)
+            elif cls is float:
+                seen += (cls, leaf.hex())
+            else:
+                return None
+        return tuple(seen)
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
         leaves, structure = flatten((args, kwargs))
         layout = self._layouts.get(structure) or self._lay_out(structure, args, kwargs)
         over, sizes = None, tuple[tuple[int, int], ...]()
         if self._buckets:
             sizes, over = self._sizes(leaves, layout)
         leaf_keys = tuple([self._leaf_key(i, leaf, layout, sizes) for i, leaf in enumerate(leaves)])
-        key = (structure, leaf_keys, ambient(self._device.type), self._static.training())
-        return Reading(key, leaves, layout, sizes, over)
+        key = Key((structure, leaf_keys, ambient(self._device.type), self._static.training()))
+        strangers = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device != self._device)
+        return Reading(key, leaves, layout, sizes, over, strangers)
 
     def _lay_out(self, structure: Structure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
         supplied = dict.fromkeys(b.valid for b in self._buckets if b.valid)
