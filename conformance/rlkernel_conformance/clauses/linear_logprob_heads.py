@@ -97,7 +97,8 @@ def check_gradients(
         have = plain(found[name], f"d_{name}").astype(np.float64)
         require(have.shape == expected.shape, f"d_{name} has shape {have.shape}, not {expected.shape}")
         error = float(np.linalg.norm(have - expected))
-        # The tolerance is that of many roundings together; where few elements hold the norm, they may err more.
+        # The tolerance is that of many roundings together; where few elements hold the norm, they may err more. Two
+        # roundings to bf16 of normal values, 1 to 50 of them, came to 0.92 of it at most, 36 million times.
         squares = np.square(expected)
         few = 1 + 3 * float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 4.0
         bound = atol + rtol * few * max(float(np.linalg.norm(expected)), size)

@@ -8,7 +8,9 @@ Legend: B sequences · T padded length · D hidden · V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Final
 
 import numpy as np
@@ -37,10 +39,18 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.oracles import policy_loss as oracle
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.spec.policy_loss import LossResult
+from rlkernel_core.spec.policy_loss import KINDS, LossResult
 
 # Divergences whose bounds a small head does not reach: a probability near one would decide by its rounding.
 WIDE: Final = {"dppo_tv": {"clip": (0.9, 0.9)}, "dppo_kl": {"clip": (0.9, 0.9)}}
+# What a step may ask for besides what its batch and its head say, and the features that this needs.
+OPTIONS: Final[Mapping[str, frozenset[str]]] = {
+    "dual_clip": frozenset({"dual_clip"}),
+    "entropy_aggregate": frozenset({"entropy", "entropy_aggregate"}),
+    "per_row_temperature": frozenset({"per_row_temperature"}),
+    "mixed_dtypes": frozenset({"mixed_dtypes"}),
+}
+FINENESS: Final = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,25 @@ class Step:
 
     batch: Batch
     head: Head  # N is B * T
+    option: str = ""  # a name of OPTIONS
+
+    def dtype(self, subject: Subject) -> str:
+        """The coarser dtype of the operands, whose tolerances count."""
+        return min(self.head.dtype, self._other(subject), key=FINENESS.index)
+
+    def _other(self, subject: Subject) -> str:
+        """The dtype of weight."""
+        others = (d for d in subject.dtypes if self.option == "mixed_dtypes" and d != self.head.dtype)
+        return next(others, self.head.dtype)
+
+    def operands(self, subject: Subject) -> dict[str, Any]:
+        """Arguments of the head: hidden [N, D], ids [N], temperature a number or [N]."""
+        out = self.head.given(subject)
+        out["weight"] = replace(self.head, dtype=self._other(subject)).given(subject)["weight"]
+        if self.option == "per_row_temperature":
+            rows = torch.arange(self.head.N, device=subject.device)
+            out["temperature"] = self.head.temperature * (1 + (rows % 3) / 4)
+        return out
 
     def arrays(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arrays of the batch around the head's own log-probabilities; float64, [B, T]."""
@@ -58,20 +87,24 @@ class Step:
         x = b.arrays()
         g = np.random.default_rng(b.seed + 1)
         lp = law.logprob.reshape(shape)
-        old = lp - g.integers(-14, 15, shape) / 32
+
+        def beside(x: Any, gap: Any) -> Any:
+            return np.where(x + gap > 0, x - gap, x + gap)  # no log-probability is above 0
+
+        old = beside(lp, -g.integers(-14, 15, shape) / 32)
         gaps = {
             "old": old,
-            "ref": lp - (2 * g.integers(-24, 24, shape) + 1) / 64,
-            "roll": old + g.integers(-14, 15, shape) / 32,
+            "ref": beside(lp, -(2 * g.integers(-24, 24, shape) + 1) / 64),
+            "roll": beside(old, g.integers(-14, 15, shape) / 32),
         }
         if b.on_policy:
-            gaps["roll"] = lp + g.integers(-14, 15, shape) / 32
+            gaps["roll"] = beside(lp, g.integers(-14, 15, shape) / 32)
         return {**x, **gaps, "lp": lp, "entropy": law.entropy.reshape(shape)}
 
     def given(self, subject: Subject, **change: Any) -> dict[str, Any]:
         """Arguments of the operator; `change` holds arrays of the batch and arguments by name."""
         b = self.batch
-        head = self.head.given(subject)
+        head = self.operands(subject)
         x = self.arrays(head) | {k: v for k, v in change.items() if k in ARRAYS and not isinstance(v, Tensor)}
         wide = torch.float64 if self.head.dtype == "float64" else torch.float32
 
@@ -84,6 +117,8 @@ class Step:
         if not b.packed:
             head["hidden"] = head["hidden"].reshape(b.B, b.T, -1)
             head["ids"] = head["ids"].reshape(b.B, b.T)
+            if self.option == "per_row_temperature":
+                head["temperature"] = head["temperature"].reshape(b.B, b.T)
         out = {**head, "old_logprob": None if b.on_policy else tensor(x["old"])}
         out["advantages"] = tensor(x["adv"])[:, None] if b.packed and x["adv"].ndim == 1 else tensor(x["adv"])
         if b.packed:
@@ -96,15 +131,24 @@ class Step:
             out["entropy"] = True
         if b.rollout or b.correction or b.rejection:
             out["rollout_logprob"] = tensor(x["roll"])
-        options = {**b.options(), **WIDE.get(b.kind, {})}
+        options = {**b.options(), **self.options()}
         return {**out, **options, **{k: v for k, v in change.items() if k not in ARRAYS or isinstance(v, Tensor)}}
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the loss that are not the batch's."""
+        out: dict[str, Any] = dict(WIDE.get(self.batch.kind, {}))
+        if self.option == "dual_clip":
+            out["dual_clip"] = 1.3
+        if self.option == "entropy_aggregate":
+            out["entropy_aggregate"] = "token_sum" if self.batch.aggregate != "token_sum" else "token_mean"
+        return out
 
     def expected(self, subject: Subject, **change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of the loss's definition at the head's own log-probabilities."""
-        x = self.arrays(self.head.given(subject))
+        x = self.arrays(self.operands(subject))
         arrays = {**{n: x[n] for n in ARRAYS}, **{k: v for k, v in change.items() if k in ARRAYS}}
         rest = {k: v for k, v in change.items() if k not in ARRAYS}
-        return self.batch.definition(**arrays, **WIDE.get(self.batch.kind, {}), **rest)
+        return self.batch.definition(**arrays, **self.options(), **rest)
 
     def gradients(self, subject: Subject, **change: Any) -> dict[str, Any]:
         """The definition's gradients of the operands, hidden as [N, D]."""
@@ -112,7 +156,7 @@ class Step:
         g = {"logprob": oracle.gradient(*args, **named).reshape(-1)}
         if self.batch.bonus:
             g["entropy"] = oracle.gradient(*args, of="entropy", **named).reshape(-1)
-        given = self.head.given(subject)
+        given = self.operands(subject)
         return operand_gradients(given, definition(given, g).grad)
 
 
@@ -143,7 +187,7 @@ def check_loss(subject: Subject, step: Step, loss: Tensor, **change: Any) -> Non
     """The loss is the definition's, but for errors of log p."""
     args, named = step.expected(subject, **change)
     want = oracle.loss(*args, **named)
-    atol, rtol = subject.tolerance("loss", step.head.dtype)
+    atol, rtol = subject.tolerance("loss", step.dtype(subject))
     have = plain(loss, "loss").item()
     bound = (atol + rtol) * (1 + 4 * size_of(step, subject, **change))
     error = abs(have - want) / bound
@@ -156,10 +200,10 @@ def check_operands(
 ) -> None:
     """The gradients of the operands are the definition's."""
     want = {n: scale * x for n, x in step.gradients(subject, **change).items()}
-    weight = plain(step.head.given(subject)["weight"], "weight")
+    weight = plain(step.operands(subject)["weight"], "weight")
     row = float(np.linalg.norm(weight)) / len(weight) ** 0.5  # of the head
-    size = 0.02 * scale * size_of(step, subject, **change) * row / step.head.temperature
-    check_gradients(subject, grads, want, step.head.dtype, size)
+    size = 0.02 * abs(scale) * size_of(step, subject, **change) * row / step.head.temperature
+    check_gradients(subject, grads, want, step.dtype(subject), size)
 
 
 def steps(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.SearchStrategy[Step]:
@@ -191,16 +235,49 @@ def steps(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.Search
         "bias": st.booleans() if "bias" in names else st.just(False),
         "softcap": some("softcap", (0.0, 5.0)),
         "logit_scale": some("logit_scale", (1.0, 0.5, 2.0)),
+        "option": st.just("")
+        if plainly
+        else st.sampled_from(("", *(o for o, f in OPTIONS.items() if f <= subject.claims))),
     }
     fields |= {k: st.just(v) for k, v in fixed.items() if k not in {"kind", "level"}}
     of_head = ("seed", "D", "V", "dtype", "temperature", "bias", "softcap", "logit_scale")
 
     def build(kind: tuple[str, str], **values: Any) -> Step:
-        head = {n: values[n] for n in of_head}
+        option, head = values.pop("option"), {n: values[n] for n in of_head}
         rest = {n: v for n, v in values.items() if n not in of_head or n in {"seed", "dtype"}}
         rest["kl_importance"] = bool(rest["kl"]) and rest["kl_importance"]
         if not takes(kind[0], rest["correction"]):
             rest["correction"] = ""
-        return Step(Batch(kind=kind[0], level=kind[1], **rest), Head(N=rest["B"] * rest["T"], **head))
+        step = Step(Batch(kind=kind[0], level=kind[1], **rest), Head(N=rest["B"] * rest["T"], **head), option)
+        return _asking(step)
 
     return st.builds(build, st.sampled_from(kinds), **fields)
+
+
+def _asking(step: Step) -> Step:
+    """The step with what its option needs of it, or without the option where its kind has none."""
+    if step.option == "dual_clip" and KINDS[step.batch.kind].surrogate != "clip":
+        return replace(step, option="")
+    return replace(step, batch=replace(step.batch, bonus=True)) if step.option == "entropy_aggregate" else step
+
+
+def one_of_each() -> tuple[Step, ...]:
+    """A step of every option, for an attack to try before it draws."""
+    batch, heads = Batch(B=3, T=4, seed=5, masked=False, per_token=True), dict.fromkeys(OPTIONS, "float32")
+    heads["mixed_dtypes"] = "bfloat16"  # beside a weight of 32 bits, which must not be rounded to it
+    return tuple(_asking(Step(batch, Head(12, 6, 33, 5, dtype), option)) for option, dtype in heads.items())
+
+
+def where_claimed(prop: Callable[[Subject, Step], None]) -> Callable[[Subject, Step], None]:
+    """Carry out the property in a claimed dtype, where kind, aggregation and option are claimed."""
+
+    @wraps(prop)
+    def fitting(subject: Subject, case: Step) -> None:
+        b = case.batch
+        claims = {f"kind:{b.kind}", f"aggregate:{b.aggregate}"} | OPTIONS.get(case.option, frozenset())
+        if case.head.dtype not in subject.dtypes:
+            case = replace(case, head=replace(case.head, dtype=subject.dtypes[0]))
+        if claims <= subject.claims:
+            prop(subject, case)
+
+    return fitting

@@ -40,6 +40,30 @@ def bonus_left_out(reference: Any, *args: Any, **rest: Any) -> LossResult:
     return reference(*args, **{**rest, "entropy_coef": 0.0})
 
 
+VALUES = ("LPL-01", "LPL-02", "LPL-07", "LPL-12")
+
+
+@mutant(*VALUES, origin="dual_clip read by the plain loss only")
+def dual_clip_left_out(reference: Any, *args: Any, **rest: Any) -> LossResult:
+    return reference(*args, **{**rest, "dual_clip": None})
+
+
+@mutant(*VALUES, origin="one weight a token, for the bonus as well")
+def the_bonus_is_aggregated_as_the_loss(reference: Any, *args: Any, **rest: Any) -> LossResult:
+    return reference(*args, **{**rest, "entropy_aggregate": None})
+
+
+@mutant(*VALUES, origin="one temperature passed to the kernel by value")
+def the_first_temperature_is_for_all(reference: Any, *args: Any, **rest: Any) -> LossResult:
+    T = rest.get("temperature", 1.0)
+    return reference(*args, **{**rest, "temperature": T.flatten()[0].expand(T.shape) if isinstance(T, Tensor) else T})
+
+
+@mutant(*VALUES, origin="operands of two dtypes brought to that of hidden")
+def the_head_is_rounded(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LossResult:
+    return reference(hidden, weight.to(hidden.dtype), *args, **rest)
+
+
 @mutant("LPL-02", origin="the gradient made with the loss, the upstream one never applied")
 def upstream_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
     out = reference(*args, **rest)
@@ -48,7 +72,8 @@ def upstream_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
 
 @mutant("LPL-03", origin="constant memory claimed, logits of all rows made (RL-Kernel)")
 def makes_all_logits(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LossResult:
-    logits = hidden.detach() @ weight.detach().T if hidden.shape[-1] == weight.shape[-1] else None
+    fits = hidden.shape[-1] == weight.shape[-1] and hidden.dtype == weight.dtype
+    logits = hidden.detach() @ weight.detach().T if fits else None
     out = reference(hidden, weight, *args, **rest)
     del logits
     return out
@@ -108,7 +133,7 @@ def another_kernel_returns_them(reference: Any, *args: Any, **rest: Any) -> Loss
     return replace(out, logprob=lower(out.logprob))
 
 
-@mutant("LPL-10", origin="sequence-level ratios made token by token in one pass")
+@mutant("LPL-10", *VALUES, origin="sequence-level ratios made token by token in one pass")
 def sequences_by_token(reference: Any, *args: Any, **rest: Any) -> LossResult:
     return reference(*args, **{**rest, "level": None} if rest["kind"] in {"ppo", "grpo", "dapo", "dr_grpo"} else rest)
 
