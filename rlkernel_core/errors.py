@@ -15,6 +15,7 @@
     ├── BufferFullError (RuntimeError)     a rollout buffer has no room; nothing was written
     ├── StaleBatchError (RuntimeError)     a released rollout batch was used
     ├── SpecError (RuntimeError)           a spec function was called instead of an operator
+    ├── HostError (RuntimeError)           a host framework is absent, of an untested version, or changed underneath
     └── NotWrittenError (NotImplementedError)  a plugin's function is yet to be written
 
     RLKernelWarning (UserWarning)
@@ -127,6 +128,10 @@ class StaleBatchError(RLKernelError, RuntimeError):
 
 class SpecError(RLKernelError, RuntimeError):
     """A spec function is the contract, not an implementation: call the operator of that name in `rlkernel`."""
+
+
+class HostError(RLKernelError, RuntimeError):
+    """A host framework is not what an integration was made for; the message names versions, symbol and remedy."""
 
 
 class NotWrittenError(RLKernelError, NotImplementedError):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from rlkernel.integrations import host
 from rlkernel.provenance import Ran, decisions_hash, status
 from rlkernel_core import __version__
 from rlkernel_core.decision import Call, Decision, OpPolicy, Rejected
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.reasons import Reason
+
+T = TypeVar("T")
 
 FILE: Final = "decisions.json"
 VERSION: Final = 1
@@ -20,7 +24,9 @@ VERSION: Final = 1
 def content() -> dict[str, Any]:
     """What has run in this process so far, JSON-ready."""
     decisions = [r.as_dict() for r in status()]
-    return {"version": VERSION, "rlkernel": __version__, "hash": decisions_hash(), "decisions": decisions}
+    through = [entry.as_dict() for entry in host.seen()]
+    known = {"version": VERSION, "rlkernel": __version__, "hash": decisions_hash(), "decisions": decisions}
+    return {**known, "hosts": through}
 
 
 def write(folder: str | Path) -> Path:
@@ -40,6 +46,25 @@ def read(run: str | Path) -> tuple[str, list[Ran]]:
     Raises:
         ConfigError: there is none, or it is not one of this version.
     """
+    return _read(run, lambda found: (str(found["hash"]), [_ran(r) for r in found["decisions"]]))
+
+
+def through(run: str | Path) -> list[host.Active]:
+    """The host frameworks whose calls a run served; none in a record of before there were any.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    return _read(
+        run,
+        lambda found: [
+            host.Active(h["host"], h["version"], tuple(h["symbols"]), Counter(h["calls"]))
+            for h in found.get("hosts", ())
+        ],
+    )
+
+
+def _read(run: str | Path, part: Callable[[Any], T]) -> T:
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
@@ -47,12 +72,11 @@ def read(run: str | Path) -> tuple[str, list[Ran]]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         version = found["version"]
-        digest, ran = (str(found["hash"]), [_ran(r) for r in found["decisions"]]) if version == VERSION else ("", [])
+        if version == VERSION:
+            return part(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a record of decisions: {error!r}") from error
-    if version != VERSION:
-        raise ConfigError(f"{path} has version {version}, this rlkernel reads {VERSION}")
-    return digest, ran
+    raise ConfigError(f"{path} has version {version}, this rlkernel reads {VERSION}")
 
 
 def _ran(found: Mapping[str, Any]) -> Ran:

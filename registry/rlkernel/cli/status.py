@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from rlkernel import policy, record
+from rlkernel import integrations, policy, record
 from rlkernel.cli.options import Json, Order, ordered
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel.probe import arch_of, device_here
@@ -52,8 +52,8 @@ def command(
         lock = policy.current().policy.lock
     training = [d for d in training if "grad" in OPERATORS[d.call.op.partition("@")[0]].feature_names]
     if json:
-        decisions = [d.as_dict() for d in (*plain_calls, *training)]
-        print_json({"device": where, "arch": situations[0].arch, "lock": lock, "decisions": decisions})
+        found = {"decisions": [d.as_dict() for d in (*plain_calls, *training)], "hosts": _hosts()}
+        print_json({"device": where, "arch": situations[0].arch, "lock": lock, **found})
     else:
         _print_here(where, situations[0].arch, lock, plain_calls, {d.call.op: d for d in training})
     if not all(served(d) for d in (*plain_calls, *training)):
@@ -71,7 +71,20 @@ def _print_here(
         rows.append((d.call.op, _served_by(d), gradients, plain(d.target or ""), plain(d.version or ""), plain(said)))
     columns = ("operator", "served by", "with gradients", "implementation", "from", "")
     print_table(columns, rows, title=f"{where} {arch or ''}".strip())
+    for name, host in _hosts().items():
+        typer.echo(
+            f"host  {name} {host['installed']}: {'supported' if host['supported'] else 'needs ' + host['needs']}"
+        )
     typer.echo(f"lock  {lock or 'none'}")
+
+
+def _hosts() -> dict[str, dict[str, Any]]:
+    """The host frameworks that are installed here, and whether rlkernel plugs into these versions."""
+    return {
+        host.name: {"installed": host.installed, "supported": host.supported, "needs": host.versions}
+        for host in integrations.hosts()
+        if host.installed is not None
+    }
 
 
 def _served_by(decision: Decision) -> str:
@@ -80,8 +93,10 @@ def _served_by(decision: Decision) -> str:
 
 def _print_run(run: Path, *, json: bool) -> None:
     digest, ran = record.read(run)
+    hosts = record.through(run)
     if json:
-        print_json({"hash": digest, "decisions": [r.as_dict() for r in ran]})
+        found = {"decisions": [r.as_dict() for r in ran], "hosts": [h.as_dict() for h in hosts]}
+        print_json({"hash": digest, **found})
         return
     rows = []
     for r in ran:
@@ -101,4 +116,6 @@ def _print_run(run: Path, *, json: bool) -> None:
         )
     columns = ("operator", "call", "calls", "served by", "implementation", "from", "decision", "")
     print_table(columns, rows, title=str(run))
+    for through in hosts:
+        typer.echo(f"through {through}")
     typer.echo(f"decisions {digest}")

@@ -1,0 +1,118 @@
+"""What stands where TRL's tiled head stood: `linear_logprob`, and the metrics that it does not compute.
+
+    log sum_j p_j^2 = lse(2 z) - 2 lse(z):  a second lse at half the temperature
+    mean_j z_j = (hidden . mean(weight) + mean(bias)) * scale / T without a softcap: one row instead of V
+    is_top1: settled where p > 1/2; the other tokens look for their argmax, in tiles
+
+Legend: N tokens · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel_core.errors import HostError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS: Final = 4096  # tokens of a tile, as in TRL
+_METRICS: Final = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class LinearHead:
+    """The interface of TRL's autograd function: `apply` with its arguments, and its five results."""
+
+    def __init__(self, calls: Counter[str]) -> None:
+        self.calls = calls
+
+    def apply(
+        self,
+        hidden: Tensor,  # [N, D]
+        weight: Tensor,  # [V, D]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [N]
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = _METRICS,
+    ) -> tuple[Tensor | None, ...]:
+        """Log-probabilities [N] and, where `outputs` names them, entropy and the metrics, which have no gradient.
+
+        Raises:
+            HostError: the head is partitioned by DeepSpeed ZeRO-3, which gathers it for the forward pass alone.
+        """
+        import torch
+
+        import rlkernel as rlk
+
+        if hasattr(weight, "ds_id"):
+            raise HostError(
+                "trl: DeepSpeed ZeRO-3 takes the head away before the backward pass of linear_logprob; "
+                "use ZeRO-2 or FSDP2, or leave rlkernel.integrations.trl.enabled() away"
+            )
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        law: dict[str, Any] = {"bias": bias, "softcap": final_logit_softcapping, "logit_scale": logit_scale}
+        with torch.autocast(device, enabled=False):
+            wanted = "entropy" in outputs
+            out = rlk.linear_logprob(hidden, weight, targets, temperature=temperature, entropy=wanted, **law)
+            self.calls["linear_logprob"] += 1
+            with torch.no_grad():
+                squares = means = top = None
+                if "log_sum_sq_probs" in outputs:
+                    twice = rlk.linear_logprob(hidden, weight, targets, temperature=temperature / 2, **law)
+                    self.calls["linear_logprob"] += 1
+                    squares = twice.lse - 2 * out.lse
+                if "mean_logits" in outputs:
+                    means = _mean(hidden, weight, bias, chunk_size, final_logit_softcapping, logit_scale) / temperature
+                if "is_top1" in outputs:
+                    top = _is_top1(hidden, weight, bias, targets, out.logprob, chunk_size)
+        return out.logprob, out.entropy, squares, means, top
+
+
+def _is_top1(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, logprob: Tensor, chunk: int
+) -> Tensor:
+    """Whether each target is the most likely id, the first of equals: scale, cap and temperature keep the order."""
+    import torch
+
+    top = logprob > -math.log(2)
+    for rows in torch.split((~top).nonzero().squeeze(-1), ROWS):
+        best = torch.full((len(rows),), -math.inf, device=hidden.device)
+        first = torch.zeros_like(rows)
+        for start, x in _tiles(hidden[rows], weight, bias, chunk):
+            value, at = x.max(-1)
+            better = value > best
+            best, first = torch.where(better, value, best), torch.where(better, at + start, first)
+        top[rows] = first == targets[rows]
+    return top
+
+
+def _mean(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int, softcap: float | None, scale: float
+) -> Tensor:
+    """Mean over the vocabulary of the logits before the temperature, [N]."""
+    import torch
+
+    if softcap is None:
+        mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+        return (mean if bias is None else mean + bias.mean(dtype=torch.float32)) * scale
+    sums = torch.zeros(len(hidden), device=hidden.device)
+    for rows, total in zip(torch.split(hidden, ROWS), torch.split(sums, ROWS), strict=True):
+        for _, x in _tiles(rows, weight, bias, chunk):
+            total.add_((softcap * torch.tanh(x * scale / softcap)).sum(-1))
+    return sums / weight.shape[0]
+
+
+def _tiles(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, weight.shape[0], chunk):
+        x = hidden @ weight[start : start + chunk].T
+        yield start, (x if bias is None else x + bias[start : start + chunk]).float()

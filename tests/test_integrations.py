@@ -1,0 +1,74 @@
+"""What an integration looks at before it touches its host, with a module of the test's own as the host."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import rlkernel as rlk
+from rlkernel.integrations import Host, Symbol, active, hosts
+from rlkernel.integrations.host import replaced
+
+SCORE = Symbol("acme_host", "score", ("x", "y"))
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    module = ModuleType("acme_host")
+    module.score = lambda x, y: x + y
+    monkeypatch.setitem(sys.modules, "acme_host", module)
+    return module
+
+
+def host(versions: str = ">=1", distribution: str = "pytest", **options) -> Host:
+    return Host("acme", distribution, versions, "1.0", "scores", options.pop("symbols", (SCORE,)))
+
+
+def test_a_global_is_replaced_for_the_block_and_the_calls_are_counted(acme) -> None:
+    original = acme.score
+
+    def make(was, calls):
+        return lambda x, y: (calls.update(["score"]), 10 * was(x, y))[1]
+
+    with replaced(host(), SCORE, make) as entry:
+        assert acme.score(1, 2) == 30
+        assert str(entry) == f"acme {pytest.__version__}: acme_host.score (score x1)"
+        assert active() == [entry]
+    assert acme.score is original
+    assert active() == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (host(distribution="no-such-thing"), "acme is not installed; pip install 'no-such-thing>=1'"),
+        (host("<1"), r"acme \d.* is installed, and this integration was made for <1; pip install .*force=True"),
+        (host(symbols=(Symbol("acme_host", "gone"),)), "acme_host.gone is gone .*Nothing was changed"),
+        (host(symbols=(Symbol("acme_absent", "x"),)), "acme_absent.x is gone"),
+        (host(symbols=(Symbol("acme_host", "score", ("x", "z")),)), r"score takes \(x, y\), not \(x, z\)"),
+    ],
+)
+def test_a_host_that_is_not_what_it_was_is_refused_before_anything_is_touched(acme, wanted, said) -> None:
+    original = acme.score
+    with (
+        pytest.raises(rlk.HostError, match=said),
+        replaced(wanted, SCORE, lambda *_: pytest.fail("was replaced")),
+    ):
+        pass
+    assert acme.score is original
+
+
+def test_force_takes_another_version_and_no_other_symbol(acme) -> None:
+    assert host("<1").require(force=True) == pytest.__version__
+    with pytest.raises(rlk.HostError, match="gone"):
+        host("<1", symbols=(Symbol("acme_host", "gone"),)).require(force=True)
+
+
+def test_every_integration_says_what_it_was_made_for() -> None:
+    for known in hosts():
+        assert known.tested in SpecifierSet(known.versions)
+        assert known.symbols
+        assert known.does
