@@ -15,6 +15,7 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
     Step,
+    check_factor,
     check_loss,
     check_operands,
     kind_levels,
@@ -42,6 +43,8 @@ ROUNDED_TWICE = Step(
     Batch(B=3, T=4, seed=3822, per_token=True, kl="k3", kl_importance=True, correction="truncated tokens"),
     Head(N=12, D=6, V=33, seed=3822, dtype="bfloat16", softcap=5.0),
 )
+
+MANY = Step(Batch(B=10, T=60, seed=1, per_token=True, masked=False), Head(N=600, D=16, V=33, seed=1, dtype="bfloat16"))
 
 
 def clip_kind(subject: Subject, level: str = "token") -> str | None:
@@ -94,6 +97,11 @@ def gradients_match_float64(subject: Subject, case: Step) -> None:
     scale = (1.7, 0.3, -2.9)[case.batch.seed % 3]
     _, grads = run(subject, case.given(subject), scale=scale)
     check_operands(subject, case, grads, scale=scale)
+    if case == ROUNDED_TWICE:
+        for dtype in {"bfloat16", "float16"} & set(subject.dtypes):
+            many = replace(MANY, head=replace(MANY.head, dtype=dtype)).given(subject)
+            (_, once), (_, scaled) = run(subject, many), run(subject, many, scale=0.3)
+            check_factor(once, scaled, 0.3)
 
 
 def extra(subject: Subject, case: Step, rows: int, **more: Any) -> int:

@@ -206,6 +206,22 @@ def check_operands(
     check_gradients(subject, grads, want, step.dtype(subject), size)
 
 
+def check_factor(once: dict[str, Tensor], scaled: dict[str, Tensor], scale: float) -> None:
+    """Gradients of many elements, scaled, are `scale` times those that are not, in the mean.
+
+    What each element rounds falls out of the mean; an upstream gradient that was itself rounded to 16 bits does not.
+    Four roundings of a relative variance of u^2 / 6 or less leave 0.8 u times `spread`, of which five are allowed.
+    """
+    for name, x in once.items():
+        unscaled = plain(x, f"d_{name}")
+        squares = np.square(unscaled)
+        factor = float((plain(scaled[name], f"d_{name}") * unscaled).sum() / squares.sum())
+        spread = float(np.linalg.norm(squares) / squares.sum())
+        allowed = 4 * torch.finfo(x.dtype).eps / 2 * spread
+        text = f"d_{name} of {scale} times the loss is {factor:.5f} times d_{name}"
+        require(abs(factor / scale - 1) <= allowed, text)
+
+
 def steps(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.SearchStrategy[Step]:
     """Steps of everything that is claimed; plainly: without further terms. `fixed` holds fields of batch or head."""
     names = set(OPERANDS) & subject.claims

@@ -29,6 +29,18 @@ class _Ones(torch.autograd.Function):
         return torch.ones_like(upstream[0])
 
 
+class _Rounded(torch.autograd.Function):
+    """The same value; the gradient from above is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *upstream: Tensor) -> Tensor:
+        return upstream[0].bfloat16().to(upstream[0].dtype)
+
+
 def lower(x: Tensor) -> Tensor:
     """One step of the dtype towards minus infinity, where x is a number but 0."""
     step = torch.nextafter(x.detach(), torch.full_like(x, -torch.inf)) - x.detach()
@@ -68,6 +80,13 @@ def the_head_is_rounded(reference: Any, hidden: Tensor, weight: Tensor, *args: A
 def upstream_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
     out = reference(*args, **rest)
     return replace(out, loss=_Ones.apply(out.loss)) if out.loss.requires_grad else out  # type: ignore[no-untyped-call]
+
+
+@mutant("LPL-02", origin="a factor without dimensions takes the dtype of what it multiplies (torch)")
+def upstream_rounded(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LossResult:
+    out = reference(hidden, *args, **rest)
+    fits = out.loss.requires_grad and hidden.dtype == torch.bfloat16
+    return replace(out, loss=_Rounded.apply(out.loss)) if fits else out  # type: ignore[no-untyped-call]
 
 
 @mutant("LPL-03", origin="constant memory claimed, logits of all rows made (RL-Kernel)")
