@@ -25,13 +25,22 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """The scope in which kernels on x may be launched.
 
     Raises:
-        RLKernelError: x is on a CPU and Triton's interpreter is off.
+        RLKernelError: x is on a CPU, Triton's interpreter is off and no driver of Triton's serves the CPU.
     """
     if x.is_cuda:
         return torch.cuda.device_of(x)
-    if not INTERPRETED:
+    if not INTERPRETED and _driven() != x.device.type:
         raise RLKernelError(
             f"Triton cannot launch kernels on {x.device}. Set TRITON_INTERPRET=1 before Triton is imported to run "
             "them in its interpreter, or move the tensors to a GPU."
         )
     return nullcontext()
+
+
+def _driven() -> str | None:
+    """Type of the device that Triton's driver serves, such as "cpu" for a simulated GPU; None without a driver."""
+    try:
+        device: torch.device = triton.runtime.driver.active.get_active_torch_device()
+    except RuntimeError:  # what Triton raises where it finds no GPU
+        return None
+    return device.type
