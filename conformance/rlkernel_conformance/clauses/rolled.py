@@ -17,10 +17,12 @@ from torch import Tensor
 from rlkernel_conformance.compare import require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import BufferFullError
-from rlkernel_core.spec.rollouts import RolloutBatch, RolloutBuffer, Slots
+from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBatch, RolloutBuffer, Slots
 
 PAGE, PAGES, SEQS, GROUPS = 4, 8, 6, 4
 FIRST_TOKEN: Final = 7  # no token of a life is 0, which is what fresh storage holds
+# Fields of the caller's choice: two numbers a token, and one that no append gives.
+OWN: Final = {**DEFAULT_FIELDS, "pair": Field("float64", (2,)), "tag": Field("int16", default=-3)}
 
 Step = tuple[Any, ...]
 
@@ -31,6 +33,7 @@ class Rolling:
 
     steps: tuple[Step, ...]
     on_full: str = "raise"
+    own_fields: bool = False
 
 
 @dataclass
@@ -60,12 +63,15 @@ POP: Final = st.tuples(st.just("pop"), st.integers(1, 2))
 REST: Final = st.one_of(st.just(("release",)), st.tuples(st.just("discard"), st.integers(0, 5)))
 
 
-def lives(subject: Subject, *steps: st.SearchStrategy[Step], longest: int = 20) -> st.SearchStrategy[Rolling]:
-    """Lives of these steps, of all unless given, with every claimed answer to a full buffer."""
+def lives(
+    subject: Subject, *steps: st.SearchStrategy[Step], longest: int = 20, any_fields: bool = False
+) -> st.SearchStrategy[Rolling]:
+    """Lives of these steps, of all unless given, with every claimed answer to a full buffer; some with own fields."""
     policies = [f.partition(":")[2] for f in sorted(subject.claims) if f.startswith("on_full:")]
     chosen = steps or (RESERVE, RESERVE, APPEND, APPEND, APPEND, FINISH, FINISH, POP, REST)
     life = st.lists(st.one_of(*chosen), min_size=4, max_size=longest).map(tuple)
-    return st.builds(Rolling, steps=life, on_full=st.sampled_from(policies))
+    own = st.booleans() if any_fields and "fields" in subject.claims else st.just(value=False)
+    return st.builds(Rolling, steps=life, on_full=st.sampled_from(policies), own_fields=own)
 
 
 def values(tokens: list[int], device: str) -> dict[str, Tensor]:
@@ -104,7 +110,8 @@ class Machine:
 
     def __init__(self, subject: Subject, life: Rolling) -> None:
         self.life, self.device = life, subject.device
-        self.buffer = small(subject, on_full=life.on_full)
+        own = {"fields": OWN} if life.own_fields else {}
+        self.buffer = small(subject, on_full=life.on_full, **own)
         self.items: dict[int, list[Item]] = {}  # group -> members, in order of first reservation
         self.gone: list[Item] = []
         self.batch: RolloutBatch | None = None
@@ -198,7 +205,11 @@ class Machine:
         counts = torch.tensor([0, *(n for _, n, _ in chosen.values())], device=self.device)
         alive_rows = torch.tensor([ok for _, _, ok in chosen.values()], device=self.device)
         places = self.slots([i for i, _, _ in chosen.values()])
-        self.buffer.append(places, values(given, self.device), cu_seqlens=counts.cumsum(0), alive=alive_rows)
+        more = values(given, self.device)
+        if self.life.own_fields:
+            token = more["token"].double()
+            more["pair"] = torch.stack([token, -token / 3], 1)
+        self.buffer.append(places, more, cu_seqlens=counts.cumsum(0), alive=alive_rows)
 
     def finish(self, which: tuple[int, ...]) -> None:
         """Some open sequences end."""
@@ -261,3 +272,6 @@ class Machine:
             flat = [t for _, row in self.expected for t in row]
             self.differ("other fields", self.batch["logprob"].tolist(), [-t / 8 for t in flat])
             self.differ("other fields", self.batch["mask"].tolist(), [1] * len(flat))
+            if self.life.own_fields:
+                self.differ("other fields", self.batch["pair"].tolist(), [[t, -t / 3] for t in flat])
+                self.differ("other fields", self.batch["tag"].tolist(), [-3] * len(flat))

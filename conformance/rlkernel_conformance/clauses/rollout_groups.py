@@ -27,6 +27,7 @@ class Judged:
     rules: GroupRules
     version: int = 4
     open: int = 0  # members that are still being written
+    size: int | None = None  # members that make a group whole
 
 
 def judged(subject: Subject) -> st.SearchStrategy[Judged]:
@@ -38,7 +39,8 @@ def judged(subject: Subject) -> st.SearchStrategy[Judged]:
     )
     rules = st.builds(GroupRules, st.booleans(), st.integers(1, 3), st.sampled_from((None, 0, 1, 2)), st.booleans())
     members = st.lists(member, min_size=1, max_size=4).map(tuple)
-    return st.builds(Judged, members, rules, st.integers(4, 6), st.integers(0, 1))
+    sizes = (None, 1, 2, 4) if "group_size" in subject.claims else (None,)
+    return st.builds(Judged, members, rules, st.integers(4, 6), st.integers(0, 1), st.sampled_from(sizes))
 
 
 GOOD: Final = (("stop", 0.0, 4), ("length", 1.0, 4))
@@ -54,11 +56,18 @@ GOOD: Final = (("stop", 0.0, 4), ("length", 1.0, 4))
         Judged((("stop", 1.0, 2), ("stop", 0.0, 4)), GroupRules(max_age=1)),
         Judged((("stop", 1.0, 4), ("stop", 1.0, 4)), GroupRules(distinct_rewards=True)),
         Judged((("stop", 1.0, 4), ("abort", 0.0, 4)), GroupRules(distinct_rewards=True)),
+        Judged(GOOD, GroupRules(), size=2),
+        Judged(GOOD, GroupRules(), size=3),
+        Judged(GOOD, GroupRules(complete=False), size=3),
+        Judged(GOOD, GroupRules(complete=False, min_valid=3), size=3),  # it may still get a third
     ),
 )
 def a_rule_holds_a_group_back(subject: Subject, case: Judged) -> None:
     """Readiness, what is pruned for good, and what pop takes."""
-    buffer = small(subject, max_tokens=PAGE * 20, max_seqs=20)
+    if case.size is not None and "group_size" not in subject.claims:
+        return
+    size = {} if case.size is None else {"group_size": case.size}
+    buffer = small(subject, max_tokens=PAGE * 20, max_seqs=20, **size)
     for status, reward, version in case.members:
         fill(buffer, subject.device, 5, 2, status=status, reward=[reward], version=version)
     if case.open:
@@ -72,17 +81,21 @@ def a_rule_holds_a_group_back(subject: Subject, case: Judged) -> None:
     require(counts == want, f"members, finished, tokens and age are {counts}, expected {want}")
     pruned = sum(buffer.prune(case.rules, version=case.version).values())
     too_old = case.rules.max_age is not None and case.version - oldest > case.rules.max_age
-    hopeless = too_old or (not ready and not case.open)
+    hopeless = too_old or (not ready and not case.open and not _lacks_members(case))
     require(pruned == hopeless, f"{pruned} groups are pruned, expected {int(hopeless)}")
     batch = buffer.pop(groups=1, rules=case.rules, version=case.version)
     require((batch is not None) == ready, f"pop gives {'a batch' if batch else 'nothing'}, ready is {ready}")
+
+
+def _lacks_members(case: Judged) -> bool:
+    return case.size is not None and len(case.members) + case.open < case.size
 
 
 def _is_ready(case: Judged) -> bool:
     rules, oldest = case.rules, min(v for *_, v in case.members)
     valid = [r for status, r, _ in case.members if status in {"stop", "length"} and r == r]  # noqa: PLR0124  NaN
     return (
-        not (rules.complete and case.open)
+        not (rules.complete and (case.open or _lacks_members(case)))
         and len(valid) >= rules.min_valid
         and (rules.max_age is None or case.version - oldest <= rules.max_age)
         and not (rules.distinct_rewards and len(set(valid)) <= 1)

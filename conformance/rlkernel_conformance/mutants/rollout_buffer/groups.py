@@ -149,6 +149,11 @@ def constant_groups_pass(reference: Any, max_tokens: int, max_seqs: int, **rest:
     return ruled(reference(max_tokens, max_seqs, **rest), lambda r: replace(r, distinct_rewards=False))
 
 
+@mutant("RB-14", "RB-18", origin="group_size read by nobody: the first members of a group go without the others")
+def groups_of_any_size_are_whole(reference: Any, max_tokens: int, max_seqs: int, **rest: Any) -> Any:
+    return reference(max_tokens, max_seqs, **{**rest, "group_size": None})
+
+
 def batched(buffer: Any, change: Callable[[Any], object]) -> Any:
     """Change every batch that is given out."""
 

@@ -36,6 +36,19 @@ def defaults_are_zero(reference: Any, max_tokens: int, max_seqs: int, **rest: An
     return buffer
 
 
+@mutant("RB-01", origin="a field is one number a token")
+def the_first_number_of_a_field_is_all(reference: Any, max_tokens: int, max_seqs: int, **rest: Any) -> Any:
+    buffer = reference(max_tokens, max_seqs, **rest)
+
+    def gather(true: Any, slots: Any, cu_seqlens: Any, into: Any) -> None:
+        true(slots, cu_seqlens, into)
+        for x in into.values():
+            x.copy_(x[:, :1].expand_as(x) if x.dim() > 1 else x)
+
+    replaced(buffer._pages, "gather", gather)
+    return buffer
+
+
 @mutant("RB-02", "RB-17", origin="what a discard throws away is not counted")
 def discarded_tokens_are_forgotten(reference: Any, max_tokens: int, max_seqs: int, **rest: Any) -> Any:
     buffer = reference(max_tokens, max_seqs, **rest)
