@@ -24,12 +24,14 @@ class Claim:
     dtypes: tuple[str, ...] = FLOATS  # of the primary tensor; empty for any
     without: frozenset[str] = frozenset()  # features of the spec that are not claimed
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
+    kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:logprob"),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
+    "capture": Claim("rlkernel_triton.graphs.capture:capture", dtypes=(), kernels=False),
     "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
     "affine_suffix_scan": Claim(
         "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
@@ -55,4 +57,5 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             check=claim.check,
         )
 
-    return Backend(name=name, api=API_VERSION, impls=tuple(impl(op, claim) for op, claim in CLAIMS.items()))
+    offered = {op: claim for op, claim in CLAIMS.items() if claim.kernels or device != "cpu"}
+    return Backend(name=name, api=API_VERSION, impls=tuple(impl(op, claim) for op, claim in offered.items()))

@@ -49,6 +49,7 @@ class Graphed:
         self._verify = recorder.verify if options.verify == "auto" else options.verify
         self._state, self._moved = READY, tuple[str, ...]()
         with group.lock:
+            self._recorder.order()
             args, kwargs = as_call(example)
             self._example = self._reader.read(args, kwargs)
             if not self._example.over:
@@ -58,6 +59,7 @@ class Graphed:
         """Replay fn on these inputs."""
         with self.group.lock:
             self._require_open()
+            self._recorder.order()
             if self._options.guard == "call" and self._state == READY:
                 self.check_static()
             reading = self._reader.read(args, kwargs)
@@ -80,6 +82,7 @@ class Graphed:
             check_examples(examples)
         with self.group.lock:
             self._require_open()
+            self._recorder.order()
             if examples is None:
                 calls = at_every_size(self._example, self._options.buckets)
             else:
@@ -231,6 +234,7 @@ class Graphed:
         return self._eagerly("capture failed", reading)
 
     def _verify_canary(self, reading: Reading) -> None:
+        self._recorder.order()
         graph = None if reading.over else self._table.of(reading)
         if graph is None:
             return

@@ -55,6 +55,10 @@ class Recorder(Protocol):
     verify: str  # what verify="auto" means here: "never" or "first"
     evict: str  # "lru": graphs go one by one; "generation": all of a callable's graphs go together
 
+    def order(self) -> None:
+        """Called before a call touches memory of the group: let it come after what another stream does there."""
+        ...
+
     def warm(self, program: Program) -> None:
         """Run the program once without recording, where recording will take place (a side stream), and wait for it."""
         ...

@@ -1,0 +1,99 @@
+"""Where the graphs of a group live: one stream to record on, one memory pool, one order of replays.
+
+Graphs that share a pool write to the same memory between their outputs, so their replays must follow each other. On
+one stream they do by themselves; a caller that changes streams is made to wait for the stream it was on before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import cuda
+
+from rlkernel_core.spec.graphed import CaptureGroup
+from rlkernel_triton.graphs.taking import take
+
+
+def stream_number(device: torch.device) -> int:
+    """The stream that is current on a device, as a number: telling it costs a tenth of asking for the object."""
+    number: int = torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001  as Triton does
+    return number
+
+
+class Pool:
+    """Memory that graphs share, alive while one of them is.
+
+    torch ends a pool with the last graph in it, and its handle then serves no further capture. An empty graph of our
+    own keeps it alive, whatever becomes of a user's graphs.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self.handle = cuda.graph_pool_handle()
+        self.users = 0
+        with lane.aside():
+            self._keeper, _ = take(lambda: None, self.handle, lane.device, ())
+
+    def close(self) -> None:
+        """Give the memory back to torch's allocator."""
+        self._keeper.reset()
+
+
+class Lane:
+    """The side stream and the pool of one group on one device, and the stream of its latest replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = cuda.Stream(device)
+        self._pool: Pool | None = None
+        self._number: int | None = None
+        self._latest: cuda.Stream | None = None
+
+    def order(self) -> None:
+        """Let the current stream wait for the one that the group's memory was last used on."""
+        number = stream_number(self.device)
+        if number != self._number:
+            current = cuda.current_stream(self.device)
+            if self._latest is not None:
+                current.wait_stream(self._latest)
+            self._number, self._latest = number, current
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The side stream is current: after what was there before, before what comes after."""
+        here = cuda.current_stream(self.device)
+        self.side.wait_stream(here)
+        try:
+            with cuda.stream(self.side):
+                yield
+        finally:
+            here.wait_stream(self.side)
+
+    def join(self) -> Pool:
+        """The group's pool, with one user more."""
+        if self._pool is None:
+            self._pool = Pool(self)
+        self._pool.users += 1
+        return self._pool
+
+    def leave(self, pool: Pool) -> None:
+        """One user less; the last one ends the pool."""
+        pool.users -= 1
+        if pool.users == 0:
+            pool.close()
+            self.retire(pool)
+
+    def retire(self, pool: Pool) -> None:
+        """Use another pool from now on; graphs that are in this one stay."""
+        if self._pool is pool:
+            self._pool = None
+
+
+def lane_of(group: CaptureGroup, device: torch.device) -> Lane:
+    """The lane of a group on a device."""
+    with group.lock:
+        lane: Lane | None = group.pools.get(f"torch {device}")
+        if lane is None:
+            lane = group.pools[f"torch {device}"] = Lane(device)
+        return lane
