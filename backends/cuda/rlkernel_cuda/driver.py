@@ -91,8 +91,12 @@ def shape(tile: Tile) -> dict[str, int]:
 def function(paths: tuple[Path, ...], options: tuple[str, ...], name: str, shared: int, device: int) -> ctypes.c_void_p:
     """A kernel of some source files, loaded on a device; `device` must be the current one."""
     torch.cuda.current_stream(device)  # the context exists
+    return loaded(compiled("\n".join(path.read_text() for path in paths), options), name, shared)
+
+
+def loaded(code: bytes, name: str, shared: int) -> ctypes.c_void_p:
+    """A kernel of some machine code, on the current device, which has a context; `shared` bytes a block."""
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-    code = compiled("\n".join(path.read_text() for path in paths), options)
     _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
     _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
     _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")

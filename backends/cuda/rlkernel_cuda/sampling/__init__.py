@@ -1,0 +1,1 @@
+"""Sampling in CUDA C++ for Hopper: one launch, a cluster of blocks per row."""

@@ -1,0 +1,457 @@
+"""sample@1 of the cuda backend on one Hopper GPU: right against the reference, then timed beside its peers.
+
+    PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda OUT=. python benchmarks/gpu_cuda_sampler.py
+
+Each stage runs in a process of its own with a time limit, because a wrong barrier hangs. Writes
+$OUT/gpu_cuda_sampler.json after every stage; prints one line a finding. Ends within 90 seconds.
+
+Timing: calls over rotating inputs (256 MB of them, two at least) in one CUDA graph, median of seven replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+LIMITS = {"build": 40, "right": 28, "time": 42}
+TOTAL = 88
+START = time.monotonic()
+V = 128256
+# (threads, blocks a row, blocks a multiprocessor) tried at each number of rows
+SWEEP = {
+    1: ((512, 8, 1), (256, 8, 3), (256, 8, 2)),
+    32: ((256, 8, 3), (256, 4, 3), (512, 4, 1), (256, 8, 2)),
+    64: ((256, 4, 3), (256, 8, 3), (512, 4, 1), (256, 2, 3)),
+    256: ((256, 2, 3), (256, 4, 3), (256, 1, 3), (256, 2, 2)),
+    1024: ((256, 1, 3), (256, 2, 3), (256, 1, 2), (256, 4, 3)),
+}
+PLAIN_SWEEP = {
+    1: ((512, 8, 1),),
+    32: ((256, 4, 2), (512, 8, 1)),
+    64: ((256, 4, 2), (256, 2, 2)),
+    256: ((256, 1, 2), (256, 1, 3), (256, 2, 2)),
+    1024: ((256, 1, 2), (256, 1, 3)),
+}
+
+
+def packages() -> None:
+    """Make the backends importable."""
+    for folder in ("", "registry", "backends/triton", "backends/cuda"):
+        if str(HERE / folder) not in sys.path:
+            sys.path.insert(0, str(HERE / folder))
+
+
+# ---------------------------------------------------------------------------------------------------------- builds
+
+
+def needed() -> list[tuple[Any, str, bool]]:
+    """(shape, dtype, plain) of every kernel that a later stage launches."""
+    from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sampling.launch import Shape
+
+    found = {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
+    found |= {(Shape(*s), "float32", True) for s in itertools.chain(*PLAIN_SWEEP.values())}
+    found |= {(s, d, False) for _, s in call.FILTERED for d in ("float32", "bfloat16")}
+    found |= {(s, "float32", True) for _, s in call.PLAIN}
+    found |= {(call.FILTERED[-1][1], "float16", False), (call.PLAIN[-1][1], "bfloat16", True)}
+    return sorted(found, key=repr)
+
+
+def build(part: int, parts: int) -> dict[str, Any]:
+    """Build a share of what is needed."""
+    import torch
+
+    from rlkernel_cuda.sampling import launch
+
+    took = {}
+    for shape, dtype, plain in needed()[part::parts]:
+        at = time.monotonic()
+        launch.built(launch.flags(shape, getattr(torch, dtype), plain=plain))
+        took[f"{shape} {dtype} plain={plain}"] = round(time.monotonic() - at, 2)
+    return took
+
+
+def all_builds() -> dict[str, Any]:
+    """Build everything, on all cores."""
+    parts = min(16, os.cpu_count() or 1)
+    command = [sys.executable, __file__, "--stage", "part"]
+    running = [
+        subprocess.Popen(
+            [*command, "--part", f"{i}/{parts}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for i in range(parts)
+    ]
+    took: dict[str, Any] = {}
+    for process in running:
+        out = process.communicate()[0]
+        if process.returncode:
+            return {"error": out[-3000:]}
+        took |= json.loads(out.splitlines()[-1])
+    return {"builds": len(took), "slowest": max(took.values()), "took": took}
+
+
+# ----------------------------------------------------------------------------------------------------- correctness
+
+
+def cases() -> Any:
+    """(name, logits, parameters) with mixed parameters per row; seeds are fixed."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(7)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(*shape, device="cuda", generator=g)
+
+    def pick(values: list[float], n: int) -> Any:
+        return torch.tensor(values, device="cuda")[torch.randint(0, len(values), (n,), device="cuda", generator=g)]
+
+    def law(n: int, width: int, **given: float) -> dict[str, Any]:
+        some = {
+            "temperature": pick([0.0, 0.3, 0.7, 1.0, 1.0, 2.0], n),
+            "top_k": pick([0, 1, 2, 5, 50, 50, 300, width, width + 5], n).int(),
+            "top_p": pick([1.0, 0.95, 0.95, 0.5, 0.999, 0.0, 2.0, float("nan")], n),
+            "min_p": pick([0.0, 0.0, 0.0, 0.01, 0.1, 2.0], n),
+        }
+        return {k: torch.full((n,), given[k], device="cuda").to(x.dtype) if k in given else x for k, x in some.items()}
+
+    inf = float("inf")
+    for width in (1, 2, 31, 33, 1000, 1025, 4096, 32000):
+        for sigma in (0.1, 1.0, 5.0, 30.0):
+            yield f"V{width} sigma {sigma}", normal(8, width) * sigma, law(8, width)
+        yield f"V{width} ties", (normal(8, width) * 2).round(), law(8, width)
+        yield f"V{width} equal", torch.full((6, width), 1.25, device="cuda"), law(6, width)
+    x = normal(8, 1000)
+    x[:, 100:900] = -inf
+    yield "block of -inf", x, law(8, 1000)
+    x = normal(8, 1000) * 3
+    x[:, ::3], x[0], x[1, 1:] = -inf, -inf, -inf
+    yield "-inf", x, law(8, 1000)
+    x = normal(8, 1000) * 3
+    x[:, 5], x[3, ::2], x[4] = torch.nan, torch.nan, torch.nan
+    yield "NaN", x, law(8, 1000)
+    x = normal(8, 1000) * 3
+    x[:, 7], x[3, ::5] = inf, inf
+    yield "+inf", x, law(8, 1000)
+    x = normal(8, 1000)
+    x[:, 500:], x[2:4, 0] = -1e30, 1e30
+    yield "1e30", x, law(8, 1000)
+    x = normal(8, 1000) * 3e38
+    yield "3e38", x.clamp(-3.4e38, 3.4e38), law(8, 1000)
+    x = normal(8, 1000)
+    bad = law(8, 1000)
+    bad["temperature"][:4] = torch.tensor([-1.0, torch.nan, inf, 0.5])
+    yield "bad T", x, bad
+    yield "sigma 3, 50, 0.95", normal(8, V) * 3, law(8, V, temperature=1.0, top_k=50, top_p=0.95, min_p=0.0)
+    yield "sigma 3", normal(16, V) * 3, law(16, V)
+    yield "flat, 0.95", normal(3, V) * 0.1, law(3, V, temperature=1.0, top_k=0, top_p=0.95, min_p=0.0)
+    yield "flat, 50", normal(3, V) * 0.1, law(3, V, temperature=1.0, top_k=50, top_p=0.95, min_p=0.0)
+    yield "flat, 5000, 0.9", normal(2, V) * 0.1, law(2, V, temperature=1.0, top_k=5000, top_p=0.9)
+    yield "2000", normal(2, V) * 3, law(2, V, temperature=1.0, top_k=2000, top_p=1.0)
+    yield "no filter", normal(6, V) * 3, law(6, V, temperature=0.8, top_k=0, top_p=1.0, min_p=0.0)
+    yield (
+        "zeros, no filter",
+        torch.zeros(2, V, device="cuda"),
+        law(2, V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    )
+    yield "ties", normal(4, V).round(), law(4, V, temperature=1.0, top_k=50, top_p=0.95)
+    yield "zeros, 0.9", torch.zeros(2, V, device="cuda"), law(2, V, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0)
+    yield "zeros, 50", torch.zeros(2, V, device="cuda"), law(2, V, temperature=1.0, top_k=50, top_p=0.9, min_p=0.0)
+    ids = torch.arange(V, device="cuda")
+    z = -2 * (ids + 2.0).log() + normal(4, V) * 0.5 + 20
+    yield "skewed, 50", z, law(4, V, temperature=1.0, top_k=50, top_p=0.95)
+    yield "skewed, 0.95", z, law(4, V, temperature=1.0, top_k=0, top_p=0.95, min_p=0.0)
+    x = normal(3, V) * 3
+    x[:, 30000:], x[:, :5] = -1e30, -inf
+    yield "masked", x, law(3, V, temperature=1.0, top_k=50, top_p=0.95)
+
+
+def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
+    """How the results of one call compare with the reference's: rows wrong, rows at a rounding boundary, errors."""
+    import torch
+
+    from rlkernel_core.reference.philox import gumbel, range_words
+    from rlkernel_core.reference.requests import decode
+    from rlkernel_core.reference.sample import sample as reference
+    from rlkernel_core.reference.truncation import running_sum, truncate, weigh
+
+    want = reference(x, **args)
+    equal = (out.token == want.token) & (out.kept_count == want.kept_count)
+    equal &= (out.threshold == want.threshold) & (out.threshold_id == want.threshold_id)
+    equal &= (out.status & ~32) == want.status
+    worst = 0.0
+    for name in ("logprob", "log_kept_mass", "raw_logprob"):
+        a, b = getattr(out, name), getattr(want, name)
+        if a is None:
+            continue
+        error = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs() / b.abs().clamp(min=1))
+        error = torch.where(equal, error, 0.0)
+        worst = max(worst, float(error.nan_to_num(1e9).max()))
+        equal &= error.nan_to_num(1e9) < 2e-6
+    wrong, near = [], 0
+    for row in (~equal).nonzero()[:, 0].tolist():
+        one = {k: v[row : row + 1] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in args.items()}
+        law = {k: one.get(k) for k in ("temperature", "top_k", "top_p", "min_p", "seed", "step")}
+        y = torch.where(x[row : row + 1].isnan(), -torch.inf, x[row : row + 1]).float()
+        requests = decode(1, x.device, torch.float32, penalties=None, slot=None, **law)
+        kept = truncate(y, requests, filter_order="topk_topp", tie="lowest_id")
+        scores = kept.weights.y + gumbel(range_words(requests.seed, requests.step, 0, y.shape[1], 0), torch.float64)
+        best = torch.where(kept.keep, scores, -torch.inf)[0].sort(descending=True).values
+        gap = float(best[0] - best[1]) if best.numel() > 1 else 1.0
+        w = weigh(y, requests.temperature).w[0].sort(descending=True).values[None]
+        k = int(requests.top_k[0]) if requests.top_k is not None and requests.top_k[0] > 0 else w.shape[1]
+        mass = running_sum(w)[0]
+        edge = float((mass / mass[min(k, w.shape[1]) - 1] - float(requests.top_p[0])).abs().min())
+        close = abs(int(out.kept_count[row]) - int(want.kept_count[row])) <= max(2, 1e-4 * int(want.kept_count[row]))
+        if (edge < 4e-6 and close) or (gap < 4e-6 and out.kept_count[row] == want.kept_count[row]):
+            near += 1
+            continue
+        have = {n: getattr(out, n)[row].item() for n in vars(want) if getattr(want, n) is not None}
+        right = {n: getattr(want, n)[row].item() for n in have}
+        told = {n: v.item() for n, v in law.items() if isinstance(v, torch.Tensor)}
+        wrong.append({"row": row, "gap": gap, "edge": edge, "law": told, "have": have, "want": right})
+    return {
+        "rows": len(out.token),
+        "wrong": wrong,
+        "near": near,
+        "slow": int((out.status & 32 != 0).sum()),
+        "worst": worst,
+    }
+
+
+def right() -> dict[str, Any]:
+    """Every case, each with two shapes, against the reference."""
+    import torch
+
+    from rlkernel_cuda.sampling import call
+
+    total: dict[str, Any] = {"rows": 0, "near": 0, "slow": 0, "worst": 0.0, "wrong": [], "bits": []}
+    tables = call.FILTERED, call.PLAIN
+    shapes = [s for _, s in call.FILTERED]
+    at = time.monotonic()
+    for i, (name, x, law) in enumerate(cases()):
+        n = x.shape[0]
+        g = torch.Generator("cuda").manual_seed(i)
+        noise = {k: torch.randint(0, 2**62, (n,), device="cuda", generator=g) for k in ("seed", "step")}
+        args = {**law, **noise, "raw_logprob": True}
+        outs = []
+        for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 2) % len(shapes)])):
+            call.FILTERED = ((2**31, shape),)
+            outs.append(call.sample(x, **args))
+        call.FILTERED = tables[0]
+        torch.cuda.synchronize()
+        found = judged(x, args, outs[0])
+        total["rows"] += found["rows"]
+        total["near"] += found["near"]
+        total["slow"] += found["slow"]
+        total["worst"] = max(total["worst"], found["worst"])
+        total["wrong"] += [{"case": name, **w} for w in found["wrong"]][:3]
+        for field, value in vars(outs[0]).items():
+            for other in outs[1:]:
+                if value is not None and not torch.equal(
+                    torch.nan_to_num(value), torch.nan_to_num(getattr(other, field))
+                ):
+                    total["bits"].append(f"{name}: {field} differs between shapes")
+        if len(total["wrong"]) > 40 or time.monotonic() - at > 20:
+            total["cut short at"] = name
+            break
+    total["seconds"] = round(time.monotonic() - at, 1)
+    return total
+
+
+def right_more() -> dict[str, Any]:
+    """Dtypes, no filter at all, places, strides, slots, numbers, vocab_size."""
+    import torch
+
+    from rlkernel_cuda.sampling import call
+
+    g = torch.Generator("cuda").manual_seed(3)
+    found: dict[str, Any] = {"wrong": []}
+
+    def tried(name: str, x: Any, **args: Any) -> Any:
+        out = call.sample(x, **args)
+        told = judged(x[:, : args.pop("vocab_size", None) or x.shape[1]], args, out)
+        found[name] = {k: told[k] for k in ("rows", "near", "slow", "worst")}
+        found["wrong"] += [{"case": name, **w} for w in told["wrong"]][:3]
+        return out
+
+    x = torch.randn(300, 32003, device="cuda", generator=g) * 3
+    noise = {"seed": torch.arange(300, device="cuda"), "step": 5}
+    usual = {"top_k": 50, "top_p": 0.95, "temperature": 0.9, **noise}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tried(f"{dtype}", x.to(dtype), **usual)
+    for n in (1, 3, 40, 100, 300):
+        tried(f"no filter {n}", x[:n], temperature=torch.tensor(0.9, device="cuda"), seed=noise["seed"][:n], step=5)
+    whole = tried("padded columns", x, **usual, vocab_size=32000)
+    same = call.sample(x[:, :32000].contiguous(), **usual)
+    turned = call.sample(x.flip(0), **{**usual, "seed": noise["seed"].flip(0)}, vocab_size=32000)
+    part = call.sample(x[7:8], **{**usual, "seed": noise["seed"][7:8]}, vocab_size=32000)
+    slot = torch.arange(300, device="cuda").flip(0)
+    slot[5] = -1
+    slotted = call.sample(x.flip(0), **usual, vocab_size=32000, slot=slot)
+    for field in ("token", "logprob", "log_kept_mass", "kept_count", "threshold", "threshold_id"):
+        a = getattr(whole, field)
+        found[f"bits {field}"] = [
+            torch.equal(a, getattr(same, field)),
+            torch.equal(a, getattr(turned, field).flip(0)),
+            torch.equal(a[7:8], getattr(part, field)),
+            int((a != getattr(slotted, field).flip(0)).sum()),
+        ]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- timing
+
+
+def logits(kind: str, B: int, dtype: Any, seed: int) -> Any:
+    """[B, V] logits."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(B, V, device="cuda", generator=g)
+    if kind == "skewed":
+        x = -2 * (torch.arange(V, device="cuda") + 2.0).log() + 0.5 * x
+    else:
+        x *= {"normal": 3.0, "flat": 0.1}[kind]
+    return x.to(dtype)
+
+
+def timed(call: Any, inputs: list[Any], calls: int) -> float:
+    """Microseconds a call, inside a graph of `calls` of them."""
+    import torch
+
+    call(inputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(inputs[i % len(inputs)])
+    times = []
+    for _ in range(8):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) * 1000 / calls)
+    return round(statistics.median(times[1:]), 2)
+
+
+def timing(save: Any) -> dict[str, Any]:
+    """Every workload at every number of rows."""
+    import torch
+
+    from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sampling.launch import Shape
+
+    tables = call.FILTERED, call.PLAIN
+    out: dict[str, Any] = {}
+    at = time.monotonic()
+    for B, shapes in SWEEP.items():
+        buffers = max(2, min(256, -(-(256 << 20) // (B * V * 4))))
+        calls = max(4, buffers)
+        ids = torch.arange(B, device="cuda")
+        base = {"temperature": torch.ones(B, device="cuda"), "seed": ids, "step": ids}
+        both = {**base, "top_k": torch.full((B,), 50, device="cuda", dtype=torch.int32)}
+        both["top_p"] = torch.full((B,), 0.95, device="cuda")
+        nucleus = {**base, "top_p": both["top_p"]}
+        rows: dict[str, Any] = {}
+        inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
+        for s in shapes:
+            call.FILTERED = ((2**31, Shape(*s)),)
+            rows[f"50, 0.95 {s}"] = timed(partial(call.sample, **both), inputs, calls)
+        call.FILTERED = tables[0]
+        for s in PLAIN_SWEEP[B]:
+            call.PLAIN = ((2**31, Shape(*s)),)
+            rows[f"no filter {s}"] = timed(partial(call.sample, **base), inputs, calls)
+        call.PLAIN = tables[1]
+        rows["one read"] = timed(lambda x: x.sum(), inputs, calls)
+        try:
+            from rlkernel_triton.sampling.call import sample as portable
+
+            rows["portable 50, 0.95"] = timed(partial(portable, **both), inputs, calls)
+        except Exception:
+            rows["portable error"] = traceback.format_exc()[-400:]
+        for kind, args in (("flat", nucleus), ("skewed", both), ("skewed", nucleus)):
+            for i, x in enumerate(inputs):
+                x.copy_(logits(kind, B, torch.float32, i)) if i < 2 else x.copy_(inputs[i % 2])
+            name = "0.95" if args is nucleus else "50, 0.95"
+            rows[f"{kind} {name}"] = timed(partial(call.sample, **args), inputs, calls)
+        start = time.perf_counter()
+        for i in range(50):
+            call.sample(inputs[i % 2], **both)
+        rows["host us"] = round((time.perf_counter() - start) / 50 * 1e6, 1)
+        torch.cuda.synchronize()
+        out[str(B)] = rows
+        save(out)
+        print(B, json.dumps(rows), flush=True)
+        del inputs
+        torch.cuda.empty_cache()
+        if time.monotonic() - at > 38:
+            break
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def main() -> None:
+    """Run all stages, or one."""
+    packages()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage")
+    parser.add_argument("--part", default="0/1")
+    given = parser.parse_args()
+    folder = Path(os.environ.get("OUT", "."))
+    os.environ.setdefault("RLKERNEL_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
+    if given.stage == "part":
+        part, parts = (int(n) for n in given.part.split("/"))
+        print(json.dumps(build(part, parts)))
+        return
+    if given.stage:
+        place = folder / f"gpu_cuda_sampler_{given.stage}.json"
+
+        def save(found: Any) -> None:
+            place.write_text(json.dumps(found, indent=1))
+
+        stages = {"build": all_builds, "right": right, "more": right_more}
+        found = timing(save) if given.stage == "time" else stages[given.stage]()
+        save(found)
+        if given.stage != "time":
+            print(json.dumps(found)[:4000])
+        return
+    report: dict[str, Any] = {}
+    for stage in ("build", "right", "time", "more"):
+        left = TOTAL - (time.monotonic() - START)
+        if left < 5:
+            break
+        at = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, "--stage", stage], timeout=min(left, LIMITS.get(stage, 20)), check=False
+            )
+            report[stage] = {"rc": done.returncode}
+        except subprocess.TimeoutExpired:
+            report[stage] = {"rc": "time limit"}
+        report[stage]["seconds"] = round(time.monotonic() - at, 1)
+        place = folder / f"gpu_cuda_sampler_{stage}.json"
+        if place.exists():
+            report[stage]["found"] = json.loads(place.read_text())
+            place.unlink()
+        (folder / "gpu_cuda_sampler.json").write_text(json.dumps(report, indent=1))
+        print(f"== {stage}: {report[stage]['rc']}, {report[stage]['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
