@@ -314,11 +314,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
     // Blocks of a row that may need the exact way wait for it; the others leave.
     stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
     padding = R.padding;
+    __syncthreads();
     cluster_wait();
     Stats* to = &in_block(&sm, 0)->st;
     if (!padding)
       while (tile < P.tiles) {
-        stream_tile(P, R, src, tile, x, &sm.best, to);
+        stream_tile(P, R, sm.row, src, tile, x, &sm.best, to);
         tile += step;
         if (tile < P.tiles) load_tile(x, P, src, tile);
       }

@@ -278,7 +278,8 @@ __device__ __noinline__ Winner noise_again(const Params& P, const Row& R, const 
   return noise_tile(P, R, tile, x, top, sum, row_best);
 }
 #endif
-__device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const Stored* src, int tile, Tile& x, u32* row_best, Stats* st) {
+// R: the row's parameters in registers; `row`: the same in memory.
+__device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const Row& row, const Stored* src, int tile, Tile& x, u32* row_best, Stats* st) {
   const int lane = threadIdx.x & 31, count = clean(x, P, tile);
   float top;
   if (PLAIN) {
@@ -322,7 +323,7 @@ __device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const
 #if PLAIN
     w = noise_tile(P, R, tile, x, top, sum, row_best);
 #else
-    w = noise_again(P, R, src, tile, top, sum, row_best);
+    w = noise_again(P, row, src, tile, top, sum, row_best);
 #endif
   }
   if (lane == 0) st->winner[tile] = w;
