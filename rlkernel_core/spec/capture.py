@@ -288,6 +288,13 @@ SPEC = OpSpec(
         ),
         Clause("GC-24", "no rows", "a bucketed size of 0 gives empty outputs", "accuracy", "buckets"),
         Clause("GC-25", "bad arguments", "a wrong argument raises ArgumentError that names it", "refusal"),
+        Clause(
+            "GC-26",
+            "collectives",
+            "every replay carries out the collectives of fn on every rank; without collectives=True they are refused",
+            "accuracy",
+            "collectives",
+        ),
         *owed("GC"),
     ),
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import capture_arguments, capture_conduct, captured
+from rlkernel_conformance.clauses import capture_arguments, capture_collectives, capture_conduct, captured
 from rlkernel_conformance.clauses.captured import EVENTS, SEEDS, WRITES, Life, Machine, equal, lives
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.memory import growth
@@ -21,7 +21,7 @@ from rlkernel_core.errors import CaptureError
 from rlkernel_core.reference.capture import capture as reference
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 
-__all__ = ["capture_arguments", "capture_conduct"]  # their attacks belong to this operator
+__all__ = ["capture_arguments", "capture_collectives", "capture_conduct"]  # their attacks belong to this operator
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from rlkernel_core.reference.graphs.eager import EagerRecorder
 
 def without_restore(captured: Any, *, random: bool, written: bool) -> Any:
     """A capture that fails does not put everything back."""
+    if captured._options.collectives:  # ranks are threads, which would patch what they share
+        return captured
     table = captured._table
     capture = table._capture
 
@@ -101,6 +103,8 @@ def a_failure_is_for_good(reference: Any, fn: Any, example: Any, **rest: Any) ->
 
 @mutant("GC-15", origin="a function that cannot be captured runs eagerly and nobody hears of it")
 def eager_without_a_word(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
+    if rest.get("collectives"):  # ranks are threads, which would patch what they share
+        return reference(fn, example, **rest)
     with patch("rlkernel_core.reference.graphs.table.warnings.warn"):
         return reference(fn, example, **rest)
 
@@ -181,8 +185,10 @@ class Lax(EagerRecorder):
             return super().record(program)
 
 
-@mutant("GC-19", "GC-14", "GC-15", origin="a graph with a value of its capture baked in")
+@mutant("GC-19", "GC-14", "GC-15", "GC-26", origin="a graph with a value of its capture baked in")
 def records_whatever_it_is_given(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
+    if rest.get("collectives"):  # ranks are threads, which would patch what they share
+        return reference(fn, example, **rest)
     with patch.object(door, "EagerRecorder", Lax):
         return reference(fn, example, **rest)
 
@@ -269,5 +275,25 @@ def what_is_too_large_is_cut(reference: Any, fn: Any, example: Any, **rest: Any)
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         return captured(x[:8] if isinstance(x, Tensor) and rest.get("buckets") else x, *args, **kwargs)
+
+    return Changed(captured, call=call)
+
+
+@mutant("GC-26", origin="collectives recorded without a word: ranks that differ in what they capture wait for ever")
+def collectives_need_no_leave(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
+    return reference(fn, example, **{**rest, "collectives": True})
+
+
+@mutant("GC-26", origin="a collective carried out when captured, its result replayed ever after")
+def collectives_are_frozen(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
+    captured = reference(fn, example, **rest)
+    if not rest.get("collectives"):
+        return captured
+    first: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = captured(*args, **kwargs)
+        first.append(out)
+        return first[0]
 
     return Changed(captured, call=call)

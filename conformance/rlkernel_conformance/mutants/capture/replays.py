@@ -32,7 +32,7 @@ def padding_is_what_was_left(reference: Any, fn: Any, example: Any, **rest: Any)
 STALE = ("GC-01", "GC-03", "GC-04", "GC-07", "GC-12", "GC-13", "GC-18", "GC-21", "GC-22")
 
 
-@mutant("GC-02", *STALE, origin="a graph keeps the inputs it was captured with (FlashInfer, mini-sglang)")
+@mutant("GC-02", *STALE, "GC-26", origin="a graph keeps the inputs it was captured with (FlashInfer, mini-sglang)")
 def inputs_are_those_of_the_capture(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
     return each_graph(reference(fn, example, **rest), lambda g: filled_by(g, lambda _, reading: 0))
 
@@ -196,7 +196,7 @@ def views_are_clones(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
     return reference(fn, example, **{**rest, "outputs": "clone"})
 
 
-@mutant("GC-11", "GC-21", origin="results are the graph's own memory")
+@mutant("GC-11", "GC-21", "GC-26", origin="results are the graph's own memory")
 def clones_are_views(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
     return reference(fn, example, **{**rest, "outputs": "view"})
 
