@@ -87,6 +87,7 @@ def test_what_is_no_report_is_refused(tmp_path, text) -> None:
         ({"status": "violated", "fault": "wrong_result"}, "fails"),
         ({"status": "fault", "fault": "segfault", "executed": 0}, "fails"),
         ({"status": "not_attacked", "executed": 0, "features": ()}, "partial"),
+        ({"status": "no_room", "executed": 0, "features": ()}, "partial"),
         ({"status": "not_run", "executed": 0, "features": ()}, "unfinished"),
     ],
 )
@@ -97,6 +98,14 @@ def test_the_verdict_is_the_worst_that_was_found(changes, expected) -> None:
 def test_a_clause_that_is_not_attacked_excuses_no_claim() -> None:
     outcomes = [*found(features=CLAIMS[1:]), *found(clause="GF-02", status="not_attacked", executed=0, features=())]
     assert reports.report({SUBJECT: outcomes}, EFFORT)["verdict"] == "fails"
+
+
+def test_a_clause_that_needs_a_larger_device_is_listed_and_excuses_no_claim() -> None:
+    large = found(clause="GF-02", status="no_room", executed=0, features=(), message="needs a device with 64 GiB free")
+    content = reports.report({SUBJECT: [*found(), *large]}, EFFORT)
+    assert content["verdict"] == "holds"
+    assert "GF-02" in documents.markdown(content)
+    assert reports.report({SUBJECT: [*found(features=CLAIMS[1:]), *large]}, EFFORT)["verdict"] == "fails"
 
 
 def test_a_quick_run_that_drew_no_case_of_a_claim_is_partial() -> None:

@@ -85,6 +85,11 @@ def markdown(content: Mapping[str, Any]) -> str:
     for op, found in content["operators"].items():
         if found["unproved_claims"]:
             lines += ["", f"`{op}` claims without an executed case: {', '.join(found['unproved_claims'])}."]
+        lines += [
+            f"\n`{op}` {c['clause']} {c['title']} was not executed here: it {c['message']}."
+            for c in found["clauses"]
+            if c["status"] == "no_room"
+        ]
         for clause in found["clauses"]:
             lines += _failure(op, clause) if clause["status"] in {*REFUTED, "waived", "not_run"} else []
     return "\n".join(lines) + "\n"

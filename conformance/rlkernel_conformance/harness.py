@@ -27,7 +27,7 @@ class Outcome:
     op: str
     clause: str  # "LP-08"
     title: str
-    status: str  # held | violated | fault | not_claimed | not_attacked | not_run
+    status: str  # held | violated | fault | not_claimed | not_attacked | no_room | not_run
     fault: str | None = None  # a name of faults.FAULTS, where violated or fault
     message: str = ""
     reproduce: str = ""  # a script that shows the failure alone
@@ -56,7 +56,7 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
             )
         elif attacks[clause.id].memory > room(subject.device):
             text = f"needs a device with {attacks[clause.id].memory >> 30} GiB free; {subject.device} is not one"
-            rest.append(Outcome(subject.op, clause.id, clause.title, "not_attacked", message=text))
+            rest.append(Outcome(subject.op, clause.id, clause.title, "no_room", message=text))
         else:
             due.append(attacks[clause.id])
     return due, rest

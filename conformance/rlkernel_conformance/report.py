@@ -7,7 +7,8 @@ covers all the rest. Verdicts, the worst first:
     unfinished  a device failed and clauses were not run: a failure of the run, not of the backend
     waived      what is refuted is waived
     partial     clauses have no attack yet, or a quick run drew no case of a claim
-    holds       every clause that the claims call for held
+    holds       every clause that the claims call for held, those apart for which the device has no room: they are
+                listed, and a claim that only they try is one without an executed case
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rlkernel_conformance.waivers import Waiver, needless
 from rlkernel_core import __version__
 
 SCHEMA: Final = 1
-STATUSES: Final = ("held", "violated", "fault", "waived", "not_claimed", "not_attacked", "not_run")
+STATUSES: Final = ("held", "violated", "fault", "waived", "not_claimed", "not_attacked", "no_room", "not_run")
 REFUTED: Final = ("violated", "fault")
 VERDICTS: Final = ("fails", "unfinished", "waived", "partial", "holds")
 # Variables that change what a kernel computes, or what computes it.
@@ -104,7 +105,7 @@ def _operator(
         "fails": bool(statuses & {*REFUTED}) or hollow or (profile.thorough and tried and bool(unproved)),
         "unfinished": "not_run" in statuses,
         "waived": "waived" in statuses,
-        "partial": "not_attacked" in statuses or bool(unproved),
+        "partial": "not_attacked" in statuses or bool(unproved) or statuses <= {"no_room", "not_claimed"},
     }
     return {
         "implementations": sorted(i.target for i in subject.impls),

@@ -81,12 +81,15 @@ def write(path: Path, folder: Path) -> None:
 
 
 def _cell(operator: dict[str, Any]) -> str:
-    """A verdict with what it stands for: `holds 25`, or `fails, 24 of 25 hold, 2 claims untried`."""
+    """A verdict with what it stands for: `holds 25`, or `fails, 24 of 25 hold, 2 claims untried`.
+
+    `holds 33 of 34`: one needs more memory than the device has.
+    """
     statuses = [c["status"] for c in operator["clauses"] if c["status"] != "not_claimed"]
     held = statuses.count("held")
     verdict = operator["verdict"]
     if verdict == "holds":
-        return f"holds {held}"
+        return f"holds {held}" if held == len(statuses) else f"holds {held} of {len(statuses)}"
     untried = len(operator["unproved_claims"])
     claims = f", {untried} claim{'s' * (untried > 1)} untried" if untried else ""
     return f"{verdict}, {held} of {len(statuses)} hold{claims}"
