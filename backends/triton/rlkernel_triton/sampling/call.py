@@ -22,24 +22,28 @@ from rlkernel_core.spec.sampling import FILTER_ORDERS, LogitBias, Penalties, Sam
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.sampling.extras import kept_ids, rank_of, top_of
 from rlkernel_triton.sampling.finish import finish
+from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut. TILE, GROUP, K, C and BLOCK decide bits and never depend on the batch."""
+    """How the work is cut. TILE, GROUP, K, C, FEW and BLOCK decide bits and never depend on the batch."""
 
     TILE: int = 1024  # tokens of a tile
-    GROUP: int = 128  # tokens whose maximum is kept
+    GROUP: int = 64  # tokens whose maximum is kept
     K: int = 64  # groups that are read again, and the largest top-k of the quick way
-    C: int = 256  # candidates that are sorted
-    BLOCK: int = 4096  # tokens a step of the exact search
-    stream_warps: int = 4
+    C: int = 128  # candidates that are told apart
+    FEW: int = 1024  # tokens that the exact search tells apart without the row
+    BLOCK: int = 8192  # tokens a step of the exact search
+    stream_warps: int = 4  # decides the order of a sum too
     finish_warps: int = 8
+    search_warps: int = 16
+    per: int = 0  # tiles a program of the stream; 0: by the batch
 
     def tiles_a_program(self, N: int) -> int:
         """One tile each until the rows alone fill a large GPU; then fewer, longer programs."""
-        return 1 if N < 64 else 4
+        return self.per or (1 if N < 8 else 4)
 
 
 SHAPE: Final = Shape()
@@ -92,6 +96,7 @@ def sample(
         spoiled=spoiled,
         entropy=entropy,
         invalid_token=invalid_token,
+        with_laws=top_n > 0,
     )
     padding = torch.zeros_like(out.status, dtype=torch.bool) if slot is None else slot < 0
     extra: dict[str, Tensor] = {}
@@ -104,7 +109,7 @@ def sample(
         extra["status"] = out.status + over.to(torch.int32) * Status.KEPT_OVERFLOW.value
     if rank:
         extra["rank"] = torch.where(none, -1, rank_of(masked(given, None) if ranked_raw else x, out.token))
-    if top_n:
+    if laws is not None:
         source = masked(given, None) if ranked_raw else x
         count = None if ranked_raw else out.kept_count
         extra["top_ids"], extra["top_logprobs"] = top_of(
@@ -138,45 +143,51 @@ class Law:
     slot: Tensor | None
     stream: int
 
-    def arguments(self, unused: Tensor) -> tuple[dict[str, Any], dict[str, int]]:
+    def arguments(self) -> tuple[dict[str, Any], dict[str, int]]:
         """(kernel arguments, the `EACH` of every parameter)."""
-        names = {"temperature": "T", "top_k": "K", "top_p": "P", "min_p": "M", "seed": "SEED", "step": "STEP"}
-        numbers = {
-            "temperature": "temperature",
-            "top_k": "k",
-            "top_p": "p",
-            "min_p": "m",
-            "seed": "seed",
-            "step": "step",
-        }
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"slot": None if self.slot is None else self.slot.contiguous()}
         each: dict[str, int] = {}
         slots = 2**31
-        for name, short in names.items():
+        for name, short in EACH.items():
             value = getattr(self, name)
-            number: float = 0 if name in {"top_k", "seed", "step"} else 0.0
-            tensor = unused
             if isinstance(value, Tensor):
-                tensor = value.reshape(-1).contiguous()
-                each[f"{short}_EACH"] = int(tensor.shape[0] != 1)
-                slots = slots if tensor.shape[0] == 1 else min(slots, tensor.shape[0])
+                value = value.reshape(-1).contiguous()
+                each[short] = int(value.shape[0] != 1)
+                slots = slots if value.shape[0] == 1 else min(slots, value.shape[0])
             elif value is not None:
-                number = as_int64(value) if name in {"seed", "step"} else value
-                number = max(-1, min(value, 2**31 - 1)) if name == "top_k" else number
-                each[f"{short}_EACH"] = -1
+                each[short] = -1
+                if name in {"seed", "step"}:
+                    value = as_int64(value)
+                value = max(-1, min(value, 2**31 - 1)) if name == "top_k" else value
             else:
-                each[f"{short}_EACH"] = -2
-            given[name], given[f"{numbers[name]}_number"] = tensor, number
-        given["slot"] = unused if self.slot is None else self.slot.contiguous()
+                each[short] = -2
+            given[name] = value
         given["last_slot"], given["noise_stream"] = slots - 1, self.stream
         return given, each
+
+    def searches(self, K: int) -> bool:
+        """Whether the candidates of a row, at least its K best tokens, may not tell what it keeps."""
+        if self.top_k is self.top_p is self.min_p is None:
+            return False
+        few = isinstance(self.top_k, int) and 0 < self.top_k <= K
+        by_order = self.filter_order == "topp_topk" and self.min_p is not None
+        return not few or by_order or self.tie == "keep_all"
+
+
+EACH: Final = {
+    "temperature": "T_EACH",
+    "top_k": "K_EACH",
+    "top_p": "P_EACH",
+    "min_p": "M_EACH",
+    "seed": "SEED_EACH",
+    "step": "STEP_EACH",
+}
 
 
 def padded(V: int, shape: Shape) -> dict[str, int]:
     """Sizes of the finish for a vocabulary, powers of two."""
     S = triton.next_power_of_2(triton.cdiv(V, shape.TILE))
-    GP = max(S * shape.TILE // shape.GROUP, shape.K)
-    return {"SP": S, "GP": GP, "K": shape.K, "C": shape.C, "BLOCK": shape.BLOCK}
+    return {"SP": S, "GP": max(S * shape.TILE // shape.GROUP, shape.K), "K": shape.K, "C": shape.C}
 
 
 def as_int64(number: int) -> int:
@@ -193,94 +204,70 @@ def draw(
     spoiled: Tensor | None = None,
     entropy: bool = False,
     invalid_token: int = 0,
+    with_laws: bool = False,
     shape: Shape = SHAPE,
-) -> tuple[SampleResult, Tensor]:
+) -> tuple[SampleResult, Tensor | None]:
     """The draw, and [N, 5] of its laws: best logit, T, log of the kept weights; best raw logit, log of its weights."""
     N, V = x.shape
     S = triton.cdiv(V, shape.TILE)
-    G = shape.TILE // shape.GROUP
-
-    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=x.device)
-
-    token, kept, status = new(N, dtype=torch.int64), new(N, dtype=torch.int32), new(N, dtype=torch.int32)
+    filters = not law.top_k is law.top_p is law.min_p is None
+    search = law.searches(shape.K)
+    longs = torch.empty(2, N, dtype=torch.int64, device=x.device)
+    ints = torch.empty(3, N, dtype=torch.int32, device=x.device)
+    floats = torch.empty(3 + (2 if entropy else raw is not None), N, dtype=torch.float32, device=x.device)
+    laws = torch.empty(N, 5, dtype=torch.float32, device=x.device) if with_laws else None
     out = SampleResult(
-        token=token,
-        logprob=new(N),
-        log_kept_mass=new(N),
-        kept_count=kept,
-        status=status,
-        threshold=new(N),
-        threshold_id=new(N, dtype=torch.int64),
-        raw_logprob=None if raw is None else new(N),
-        entropy=new(N) if entropy else None,
+        token=longs[0],
+        logprob=floats[0],
+        log_kept_mass=floats[1],
+        kept_count=ints[0],
+        status=ints[1],
+        threshold=floats[2],
+        threshold_id=longs[1],
+        raw_logprob=None if raw is None else floats[3],
+        entropy=floats[4] if entropy else None,
     )
-    laws = new(N, 5)
     if N == 0:
         return out, laws
-    given, each = law.arguments(token)
-    filters = any(each[f"{name}_EACH"] > -2 for name in "KPM")
-    best, total, best_id, count = new(N, S), new(N, S), new(N, S, dtype=torch.int32), new(N, S, dtype=torch.int32)
-    partial = {"best": best, "best_id": best_id, "count": count, "total": total}
-    partial |= {"moment": new(N, S) if entropy else total, "group_best": new(N, S * G) if filters else total}
-    partial |= {"winners": new(N, S, 2, dtype=torch.int32)}
+    given, each = law.arguments()
+    numbers = S * (5 + (shape.TILE // shape.GROUP if filters else 0))
+    work = torch.empty(2 if raw is not None else 1, N, numbers, dtype=torch.float32, device=x.device)
+    counts = work.view(torch.int32)
     view = {"x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "V": V}
-    view |= {"allowed": token if allowed is None else allowed.contiguous()}
-    view |= {"allowed_stride": 0 if allowed is None else allowed.shape[1]}
+    view |= {"allowed": None if allowed is None else allowed.contiguous()}
+    view |= {"allowed_stride": 0 if allowed is None else allowed.shape[1], "words": numbers, "S": S}
     flags: dict[str, Any] = {"HAS_ALLOWED": allowed is not None, "HAS_SLOT": law.slot is not None}
-    flags |= {"TILE": shape.TILE, "GROUP": shape.GROUP, "ENTROPY": entropy}
+    flags |= {"UNIT": x.stride(1) == 1, "ENTROPY": entropy}
+    sizes = padded(V, shape)
     per = shape.tiles_a_program(N)
-    grid = (N, triton.cdiv(S, per))
+    grid = (N * triton.cdiv(S, per),)
+    cut = {"TILE": shape.TILE, "GROUP": shape.GROUP}
+    tail = {"N": N, "spoiled": spoiled, "raw": raw, "invalid_token": invalid_token, "longs": longs, "ints": ints}
+    tail |= {"floats": floats, "laws": laws, "raw_row_stride": 0, "raw_column_stride": 0, "raw_work": work[-1]}
+    tail |= {"HAS_SPOILED": spoiled is not None, "ORDER": FILTER_ORDERS.index(law.filter_order)}
+    tail |= {"KEEP_ALL": law.tie == "keep_all", "RAW": raw is not None, "LAWS": with_laws}
     with on_device_of(x):
         tiles[grid](
-            **view, **given, **partial, S=S, **each, **flags, RAW=False, PER=per, num_warps=shape.stream_warps, **FUSED
-        )
-        of_raw = {"raw": token, "raw_row_stride": 0, "raw_column_stride": 0, "raw_best": best, "raw_total": total}
+            **view, **given, work=work, counts=counts, **each, **flags, **cut, RAW=False, PER=per,
+            num_warps=shape.stream_warps, **FUSED,
+        )  # fmt: skip
         if raw is not None:
-            of_raw |= {"raw": raw, "raw_row_stride": raw.stride(0), "raw_column_stride": raw.stride(1)}
-            of_raw |= {"raw_best": new(N, S), "raw_total": new(N, S)}
-            as_given = view | {"x": raw, "row_stride": raw.stride(0), "column_stride": raw.stride(1)}
-            sums = partial | {"best": of_raw["raw_best"], "total": of_raw["raw_total"]}
-            plain = flags | {"HAS_ALLOWED": False, "HAS_SLOT": False, "ENTROPY": False}
+            tail |= {"raw_row_stride": raw.stride(0), "raw_column_stride": raw.stride(1)}
+            as_given = view | {"x": raw, "row_stride": raw.stride(0), "column_stride": raw.stride(1), "allowed": None}
+            plain = {"HAS_ALLOWED": False, "HAS_SLOT": False, "UNIT": raw.stride(1) == 1, "ENTROPY": False}
             tiles[grid](
-                **as_given,
-                **given,
-                **sums,
-                S=S,
-                **each,
-                **plain,
-                RAW=True,
-                PER=per,
-                num_warps=shape.stream_warps,
-                **FUSED,
-            )
+                **as_given, **given, work=work[1], counts=counts[1], **each, **plain, **cut, RAW=True, PER=per,
+                num_warps=shape.stream_warps, **FUSED,
+            )  # fmt: skip
+        scratch = torch.empty(N, shape.K + shape.C, dtype=torch.int64, device=x.device) if filters else None
         finish[(N,)](
-            **view,
-            **given,
-            **partial,
-            S=S,
-            scratch=new(N, 2 * shape.C, dtype=torch.int64) if filters else token,
-            spoiled=status if spoiled is None else spoiled,
-            **of_raw,
-            invalid_token=invalid_token,
-            token=token,
-            logprob=out.logprob,
-            log_kept_mass=out.log_kept_mass,
-            kept_count=kept,
-            status=status,
-            threshold=out.threshold,
-            threshold_id=out.threshold_id,
-            raw_logprob=out.logprob if raw is None else out.raw_logprob,
-            entropy=out.logprob if out.entropy is None else out.entropy,
-            laws=laws,
-            **each,
-            **flags,
-            HAS_SPOILED=spoiled is not None,
-            ORDER=FILTER_ORDERS.index(law.filter_order),
-            KEEP_ALL=law.tie == "keep_all",
-            RAW=raw is not None,
-            **padded(V, shape),
-            num_warps=shape.finish_warps,
-            **FUSED,
-        )
+            **view, **given, work=work, counts=counts, **tail, **each, **flags, **cut, **sizes, per=per,
+            scratch=scratch, SEARCH=search, num_warps=shape.finish_warps, **FUSED,
+        )  # fmt: skip
+        if search:
+            few = torch.empty(N, shape.FEW, dtype=torch.float32, device=x.device)
+            searched[(N,)](
+                **view, **given, work=work, counts=counts, **tail, **each, **flags, SP=sizes["SP"], few=few,
+                BLOCK=shape.BLOCK, FEW=shape.FEW, num_warps=shape.search_warps, **FUSED,
+            )  # fmt: skip
     return out, laws

@@ -1,6 +1,7 @@
 """The end of a draw, one program a row: add the tiles up, find what the filters keep, draw, and say under which law.
 
-Results of a row depend on the row alone: tiles are merged in order, candidates are sorted, sums have fixed shapes.
+Rows whose filters keep more than the candidates tell are left to `search.py`, which is marked in the results.
+Results of a row depend on the row alone: tiles are merged in order, and sums have fixed shapes.
 Legend: N rows · V vocabulary · S tiles a row · SP = S padded to a power of two. Imports Triton.
 """
 
@@ -9,38 +10,75 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.candidates import gather, kept_by_candidates
+from rlkernel_triton.sampling.candidates import gather, kept_of
 from rlkernel_triton.sampling.noise import gumbel
-from rlkernel_triton.sampling.rows import (
-    MOST,
-    NOTHING,
-    floor_of,
-    id_of,
-    logits_at,
-    parameter,
-    place_of,
-    ranked,
-    unordered,
-    value_of,
-)
-from rlkernel_triton.sampling.search import block_of, kept_by_search
-from rlkernel_triton.sampling.stream import filtered
+from rlkernel_triton.sampling.results import PENDING, request, settle, summed
+from rlkernel_triton.sampling.rows import MOST, NOTHING, floor_of, id_of, logits_at, parameter, ranked, value_of
+from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, filtered
 
 
 @triton.jit
-def merged(best, total, S, SP: tl.constexpr):
-    """(best logit of the row, sum of exp(x - best), which tiles count) of the raw law."""
+def first_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SP: tl.constexpr):
+    """The lowest id of the best logit: it is in the first tile that has it."""
     t = tl.arange(0, SP)
-    m = tl.load(best + t, mask=t < S, other=-float("inf"))
-    z = tl.load(total + t, mask=t < S, other=0.0)
-    top = tl.max(m, 0)
-    y = tl.where(m == top, 0.0, m - top)
-    return top, tl.sum(tl.where(m > -float("inf"), z * tl.exp(y), 0.0), 0)
+    m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
+    tile = tl.min(tl.where((m == top) & (t < S), t, S - 1), 0)
+    ids = tile * TILE + tl.arange(0, TILE)
+    v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    return tl.min(tl.where(v == top, ids, V - 1), 0).to(tl.int64)
+
+
+@triton.jit
+def last_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
+    """The highest id of the best logit, tile by tile."""
+    last = tl.full((), -1, tl.int32)
+    for tile in range(S):
+        if tl.load(work + BEST * S + tile) == top:
+            ids = tile * TILE + tl.arange(0, TILE)
+            v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+            last = tl.max(tl.where(v == top, ids, -1), 0)
+    return last.to(tl.int64)
+
+
+@triton.jit
+def score_of(x, ids, there, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr):
+    """`ranked` noised scores of ids, NOTHING where no token can be drawn."""
+    v = logits_at(x, ids, there, column_stride, allowed, HAS_ALLOWED, UNIT)
+    y = tl.where(v == top, 0.0, (v - top) / T)
+    score = ranked(y + gumbel(seed, step, ids, noise_stream), ids)
+    return tl.where(there & (v > floor_of(top)), score, NOTHING)
+
+
+@triton.jit
+def winner_of(
+    x, V, counts, S, per, top, T, seed, step, noise_stream, column_stride, allowed,
+    HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """The token that wins without a filter: the best of the programs' winners, and of all tokens of undecided ones."""
+    parts = tl.cdiv(S, per)
+    c = tl.arange(0, SP)
+    ids = tl.load(counts + WINNER * S + c, mask=c < parts, other=V)
+    there = (ids >= 0) & (ids < V)
+    best = tl.max(
+        score_of(x, ids, there, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT), 0
+    )
+    if tl.min(ids, 0) < 0:
+        for part in range(parts):
+            if tl.load(counts + WINNER * S + part) < 0:
+                for start in range(part * per * TILE, (part + 1) * per * TILE, TILE):
+                    all_of = start + tl.arange(0, TILE)
+                    score = score_of(
+                        x, all_of, all_of < V, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT
+                    )
+                    best = tl.maximum(best, tl.max(score, 0))
+    return id_of(best)
 
 
 @triton.jit(
-    do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot", "invalid_token"]
-)
+    do_not_specialize=[
+        "noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "per", "N",
+    ]
+)  # fmt: skip
 def finish(
     x,  # [N, V] logits
     row_stride,
@@ -51,46 +89,32 @@ def finish(
     slot,
     last_slot,
     temperature,
-    temperature_number,
     top_k,
-    k_number,
     top_p,
-    p_number,
     min_p,
-    m_number,
     seed,
-    seed_number,
     step,
-    step_number,
     noise_stream,
-    best,
-    best_id,
-    count,
-    total,
-    moment,
-    group_best,
-    winners,
+    work,  # [N, words] of `stream.tiles`
+    counts,
+    words,
     S,
-    scratch,  # [N, 2 * C] int64
+    N,
+    per,  # tiles a program of `stream.tiles`
+    scratch,  # [N, K + C] int64
     spoiled,  # [N] int32: 1 the logits held NaN, 2 the edits or their parameters have no meaning
     raw,  # [N, V] logits before the edits
     raw_row_stride,
     raw_column_stride,
-    raw_best,
-    raw_total,
+    raw_work,  # [N, words] of the raw law
     invalid_token,
-    token,  # out [N] int64, as everything below: [N]
-    logprob,
-    log_kept_mass,
-    kept_count,
-    status,
-    threshold,
-    threshold_id,
-    raw_logprob,
-    entropy,
-    laws,  # out [N, 5] fp32: best logit, T, log of the kept weights, best raw logit, log of the raw weights
+    longs,
+    ints,
+    floats,
+    laws,
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
     HAS_SPOILED: tl.constexpr,
     T_EACH: tl.constexpr,
     K_EACH: tl.constexpr,
@@ -100,183 +124,101 @@ def finish(
     STEP_EACH: tl.constexpr,
     ORDER: tl.constexpr,
     KEEP_ALL: tl.constexpr,
+    SEARCH: tl.constexpr,  # rows may be left to a search
     RAW: tl.constexpr,
     ENTROPY: tl.constexpr,
+    LAWS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     SP: tl.constexpr,
     GP: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """One row: its results, from its tiles."""
     row = tl.program_id(0).to(tl.int64)
-    place, padding, foreign = place_of(row, slot, last_slot, HAS_SLOT)
-    T = parameter(temperature, temperature_number, place, T_EACH).to(tl.float32)
-    sound = (T >= 0.0) & (T < float("inf"))
-    bad = foreign | (sound == 0)
-    flags = row.to(tl.int32) * 0
-    if HAS_SPOILED:
-        flags = tl.load(spoiled + row)
-    bad = bad | ((flags & 2) != 0)
-    greedy = (T == 0.0) & (bad == 0)
-    T = tl.where(greedy | bad, 1.0, T)
-    noise_seed = parameter(seed, seed_number, place, SEED_EACH).to(tl.int64)
-    noise_step = parameter(step, step_number, place, STEP_EACH).to(tl.int64)
+    place, padding, bad, greedy, T, nan = request(
+        row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
+    )
+    noise_seed = parameter(seed, place, SEED_EACH).to(tl.int64)
+    noise_step = parameter(step, place, STEP_EACH).to(tl.int64)
     x += row * row_stride
-    allowed += row * allowed_stride
-
-    t = tl.arange(0, SP)
-    m = tl.load(best + row * S + t, mask=t < S, other=-float("inf"))
-    first = tl.load(best_id + row * S + t, mask=t < S, other=MOST)
-    n = tl.load(count + row * S + t, mask=t < S, other=0)
-    z = tl.load(total + row * S + t, mask=t < S, other=0.0)
-    nan = tl.max((n < 0).to(tl.int32), 0) | (flags & 1)
-    n = tl.where(n < 0, -1 - n, n)
-    top = tl.max(m, 0)
-    live = m > floor_of(top)
-    shift = tl.where(live, tl.where(m == top, 0.0, (m - top) / T), -float("inf"))
-    scale = tl.exp(shift)
-    Z = tl.sum(tl.where(live, z * scale, 0.0), 0)
-    tokens = tl.sum(tl.where(live, n, 0), 0)
-    nothing = bad | (tokens == 0)
-    best_token = tl.min(tl.where(m == top, first, MOST), 0).to(tl.int64)
-
-    kept = tokens
-    mass = Z
-    tilted = tl.full((), 0.0, tl.float32)  # sum of w * y over the kept
-    if ENTROPY:
-        h = tl.load(moment + row * S + t, mask=t < S, other=0.0)
-        tilted = tl.sum(tl.where(live & (scale > 0.0), scale * (h + z * tl.where(scale > 0.0, shift, 0.0)), 0.0), 0)
-    winner = best_token
+    work += row * words
+    counts += row * words
+    if HAS_ALLOWED:
+        allowed += row * allowed_stride
+    top, tokens, Z, tilted, held_nan = summed(work, counts, S, T, ENTROPY, SP)
+    nan = nan | held_nan
+    kept, mass = tokens, Z
+    winner = tl.full((), 0, tl.int64)
     cut = tl.full((), -float("inf"), tl.float32)
     cut_id = tl.full((), -1, tl.int64)
-    searched = tl.full((), 0, tl.int32)
-    if (nothing == 0) & (padding == 0):
-        filters = filtered(place, top_k, k_number, top_p, p_number, min_p, m_number, V, K_EACH, P_EACH, M_EACH)
+    search = row < 0
+    free = row < 0
+    if (bad == 0) & (tokens > 0) & (padding == 0):
         if greedy:
+            winner = first_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED, UNIT, TILE, SP)
             kept = tl.minimum(tokens, 1)
             mass = tl.full((), 1.0, tl.float32)
             tilted = tl.full((), 0.0, tl.float32)
             everything = (tokens == 1) & (top < float("inf"))
             cut = tl.where(everything, cut, top)
-            cut_id = tl.where(everything, cut_id, best_token)
+            cut_id = tl.where(everything, cut_id, winner)
         else:
-            search = top == float("inf")
-            if (filters == 0) & (search == 0):
-                c = tl.arange(0, 2 * SP)
-                ids = tl.load(winners + row * S * 2 + c, mask=c < 2 * S, other=-1).to(tl.int64)
-                there = (ids >= 0) & (ids < V)
-                v = logits_at(x, ids, there, column_stride, allowed, HAS_ALLOWED)
-                there = there & (v > -float("inf"))
-                y = tl.where(v == top, 0.0, (v - top) / T)
-                score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
-                winner = id_of(tl.max(tl.where(there, score, NOTHING), 0))
-            if filters | search:
-                k = tl.full((), 0, tl.int32)
-                p = tl.full((), 1.0, tl.float32)
-                low = tl.full((), 0.0, tl.float32)
-                if K_EACH > -2:
-                    k = tl.minimum(parameter(top_k, k_number, place, K_EACH).to(tl.int64), V).to(tl.int32)
-                if P_EACH > -2:
-                    p = parameter(top_p, p_number, place, P_EACH).to(tl.float32)
-                if M_EACH > -2:
-                    low = parameter(min_p, m_number, place, M_EACH).to(tl.float32)
-                if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
+            filters = filtered(place, top_k, top_p, min_p, V, K_EACH, P_EACH, M_EACH)
+            if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
+                if filters:
+                    k = tl.full((), 0, tl.int32)
+                    p = tl.full((), 1.0, tl.float32)
+                    low = tl.full((), 0.0, tl.float32)
+                    if K_EACH > -2:
+                        k = tl.minimum(parameter(top_k, place, K_EACH).to(tl.int64), V).to(tl.int32)
+                    if P_EACH > -2:
+                        p = parameter(top_p, place, P_EACH).to(tl.float32)
+                    if M_EACH > -2:
+                        low = parameter(min_p, place, M_EACH).to(tl.float32)
                     if KEEP_ALL:
-                        search = search | filters
+                        search = row >= 0
                     else:
-                        search = search | (k > K)
+                        search = k > K
                         if search == 0:
-                            at, found, certain = gather(
-                                x,
-                                V,
-                                top,
-                                tl.where(k > 0, k, K),
-                                S * (TILE // GROUP),
-                                group_best + row * S * (TILE // GROUP),
-                                scratch + row * 2 * C,
-                                column_stride,
-                                allowed,
-                                HAS_ALLOWED,
-                                GROUP,
-                                GP,
-                                K,
-                                C,
+                            row_scratch = scratch + row * (K + C)
+                            found, certain = gather(
+                                x, V, top, tl.where(k > 0, k, K - K // 4), S * (TILE // GROUP), work + GROUPS * S,
+                                row_scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, GP, K, C,
+                            )  # fmt: skip
+                            kept, key, y, order = kept_of(
+                                row_scratch, found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
                             )
-                            c = tl.arange(0, C)
-                            v = value_of(at)
-                            ids = id_of(at)
-                            y = tl.where(c < found, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
-                            kept = kept_by_candidates(y, certain, tokens, Z, k, p, low, ORDER, C)
                             search = (kept > certain) & (certain < tokens)
-                            if search == 0:
-                                keep = c < kept
-                                w = tl.where(keep, tl.exp(y), 0.0)
-                                mass = tl.sum(w, 0)
+                            keep = order < kept
+                            w = tl.where(keep, tl.exp(y), 0.0)
+                            mass = tl.sum(w, 0)
+                            if ENTROPY:
                                 tilted = tl.sum(tl.where(w > 0.0, w * y, 0.0), 0)
-                                score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
-                                winner = id_of(tl.max(tl.where(keep, score, NOTHING), 0))
-                                last = tl.min(tl.where(keep, at, 0x7FFFFFFFFFFFFFFF), 0)
-                                cut = tl.where(kept == tokens, cut, value_of(last))
-                                cut_id = tl.where(kept == tokens, cut_id, id_of(last))
-                if search:
-                    searched += 1
-                    kept, value, greater = kept_by_search(
-                        x, V, top, T, tokens, Z, k, p, low, column_stride, allowed, ORDER, KEEP_ALL, HAS_ALLOWED, BLOCK
-                    )
-                    ties = tl.full((), 0, tl.int32)
-                    mass = tl.full((), 0.0, tl.float32)
-                    tilted = tl.full((), 0.0, tl.float32)
-                    at_best = tl.full((), NOTHING, tl.int64)
-                    last_tie = tl.full((), -1, tl.int64)
-                    for start in range(0, V, BLOCK):
-                        ids, v, there = block_of(x, start, V, top, column_stride, allowed, HAS_ALLOWED, BLOCK)
-                        key = (ranked(v, ids) >> 32).to(tl.int64)
-                        tie = there & (key == value)
-                        inside = tie & (tl.cumsum(tie.to(tl.int32), 0) + ties <= kept - greater)
-                        keep = (there & (key > value)) | inside
-                        y = tl.where(keep, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
-                        w = tl.exp(y)
-                        mass += tl.sum(w, 0)
-                        tilted += tl.sum(tl.where(w > 0.0, w * y, 0.0), 0)
-                        score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
-                        at_best = tl.maximum(at_best, tl.max(tl.where(keep, score, NOTHING), 0))
-                        last_tie = tl.maximum(last_tie, tl.max(tl.where(inside, ids, -1), 0))
-                        ties += tl.sum(tie.to(tl.int32), 0)
-                    winner = id_of(at_best)
-                    everything = (kept == tokens) & (top < float("inf"))
-                    cut = tl.where(everything, -float("inf"), unordered(value.to(tl.int32)))
-                    cut_id = tl.where(everything, -1, last_tie)
-
-    dead = nothing | padding
-    safe = tl.where(dead, 0, winner)
-    v = logits_at(x, safe, dead == 0, column_stride, allowed, HAS_ALLOWED)
-    y = tl.where(v == top, 0.0, (v - top) / T)
-    log_mass = tl.log(mass)
-    lp = tl.where(greedy, 0.0, y - log_mass)
-    held = tl.where(greedy | (kept == tokens), 0.0, tl.minimum(tl.log(mass / Z), 0.0))
-    tl.store(token + row, tl.where(dead, invalid_token, safe))
-    tl.store(logprob + row, tl.where(padding, 0.0, tl.where(nothing, -float("inf"), lp)))
-    tl.store(log_kept_mass + row, tl.where(padding, 0.0, tl.where(nothing, -float("inf"), held)))
-    tl.store(kept_count + row, tl.where(dead, 0, kept))
-    told = nan * 2 + tl.where(bad, 0, (top == float("inf")).to(tl.int32) * 4)
-    told += tl.where(bad, 8, (tokens == 0).to(tl.int32)) + tl.where(searched > 0, 32, 0)
-    tl.store(status + row, tl.where(padding, 0, told))
-    tl.store(threshold + row, tl.where(padding, 0.0, tl.where(nothing, float("inf"), cut)))
-    tl.store(threshold_id + row, tl.where(dead, -1, cut_id))
-    if ENTROPY:
-        e = tl.where(greedy, 0.0, log_mass - tilted / mass)
-        tl.store(entropy + row, tl.where(padding, 0.0, tl.where(nothing, float("nan"), tl.maximum(e, 0.0))))
-    tl.store(laws + row * 5, top)
-    tl.store(laws + row * 5 + 1, T)
-    tl.store(laws + row * 5 + 2, log_mass)
-    if RAW:
-        raw_top, raw_Z = merged(raw_best + row * S, raw_total + row * S, S, SP)
-        r = tl.load(raw + row * raw_row_stride + safe * raw_column_stride).to(tl.float32)
-        r = tl.where(r != r, -float("inf"), r)
-        r = tl.where(r == raw_top, 0.0, r - raw_top) - tl.log(raw_Z)
-        tl.store(raw_logprob + row, tl.where(padding, 0.0, tl.where(nothing, float("nan"), r)))
-        tl.store(laws + row * 5 + 3, raw_top)
-        tl.store(laws + row * 5 + 4, tl.log(raw_Z))
+                            ids = id_of(key)
+                            score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
+                            winner = id_of(tl.max(tl.where(keep, score, NOTHING), 0))
+                            everything = (kept == tokens) & (top < float("inf"))
+                            last = tl.max(tl.where(order == kept - 1, key, NOTHING), 0)
+                            cut = tl.where(everything, cut, value_of(last))
+                            cut_id = tl.where(everything, cut_id, id_of(last))
+                else:
+                    free = row >= 0
+            else:
+                free = row >= 0
+        if free:
+            winner = winner_of(
+                x, V, counts, S, per, top, T, noise_seed, noise_step, noise_stream, column_stride, allowed, HAS_ALLOWED,
+                UNIT, TILE, SP,
+            )  # fmt: skip
+            if top == float("inf"):
+                cut = top
+                cut_id = last_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED, UNIT, TILE)
+    if SEARCH:
+        tl.store(ints + PENDING * N + row, search.to(tl.int32))
+    settle(
+        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, words, S, invalid_token,
+        longs, ints, floats, laws, padding, bad, greedy, nan, T, top, tokens, Z, winner, kept, mass, tilted, cut,
+        cut_id, row < 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, SP,
+    )  # fmt: skip

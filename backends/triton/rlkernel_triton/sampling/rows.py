@@ -12,16 +12,17 @@ import triton.language as tl
 
 MOST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+LOWEST: tl.constexpr = tl.constexpr(-0x80000000)  # an `ordered` value below that of -inf
 NOTHING: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every token
 
 
 @triton.jit
-def parameter(tensor, number, place, EACH: tl.constexpr):
-    """A parameter of the row at `place`. EACH: -1 a number, 0 one entry for all, 1 one per row or slot."""
+def parameter(given, place, EACH: tl.constexpr):
+    """A parameter of the row at `place`. EACH: -1 it is a number, 0 one entry for all, 1 one per row or slot."""
     if EACH < 0:
-        value = number
+        value = given
     else:
-        value = tl.load(tensor + place * EACH)
+        value = tl.load(given + place * EACH)
     return value
 
 
@@ -37,9 +38,13 @@ def place_of(row, slot, last_slot, HAS_SLOT: tl.constexpr):
 
 
 @triton.jit
-def logits_at(x, ids, inside, column_stride, allowed, HAS_ALLOWED: tl.constexpr):
-    """fp32 logits of ids (int64) of the row at x; -inf outside and where the bitmask says no. NaN stays."""
-    v = tl.load(x + ids * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
+def logits_at(x, ids, inside, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr):
+    """fp32 logits of ids of the row at x; -inf outside and where the bitmask says no. NaN stays. UNIT: stride 1."""
+    if UNIT:
+        at = x + ids
+    else:
+        at = x + ids.to(tl.int64) * column_stride
+    v = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_ALLOWED:
         word = tl.load(allowed + (ids >> 5), mask=inside, other=0)
         v = tl.where((((word >> (ids & 31).to(tl.int32)) & 1) != 0) | (v != v), v, -float("inf"))

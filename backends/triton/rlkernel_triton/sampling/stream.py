@@ -1,10 +1,11 @@
 """The pass over the logits: what every tile of a row adds up to, read once.
 
-Per tile of TILE tokens: its best token, how many there are, the sum of exp((x - best) / T) and, on request, the moment
-of the entropy; the maxima of its groups of GROUP tokens, which certify the candidates of the filters; and on rows
-without a filter the two tokens with the best noised scores. Tiles do not depend on the batch, so neither do the bits.
+Per tile of TILE tokens: its best logit, how many tokens there are, the sum of exp((x - best) / T) and, on request, the
+moment of the entropy; the maxima of its groups of GROUP tokens, which certify the candidates of the filters. On rows
+without a filter every program also leaves the token that wins the race among its own.
 
-A row with +inf is uniform over its +inf tokens: a tile whose best is +inf counts and sums those alone.
+A sum is one of groups, then one of the groups of a tile: neither depends on the batch or on PER, so neither do the
+bits. A row with +inf is uniform over its +inf tokens: a tile whose best is +inf counts and sums those alone.
 Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / GROUP groups a tile. Imports Triton.
 """
 
@@ -13,25 +14,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.noise import gumbel_from
-from rlkernel_triton.sampling.rows import NOTHING, floor_of, id_of, logits_at, parameter, place_of, ranked
+from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
+from rlkernel_triton.sampling.rows import MOST, floor_of, logits_at, parameter, place_of
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# Numbers of a row of the workspace: S of each, then S * G maxima of groups.
+BEST: tl.constexpr = tl.constexpr(0)
+TOTAL: tl.constexpr = tl.constexpr(1)
+COUNT: tl.constexpr = tl.constexpr(2)  # int32; -1 - count where the tile holds NaN
+WINNER: tl.constexpr = tl.constexpr(3)  # int32, one a program; -1: its race is not decided
+MOMENT: tl.constexpr = tl.constexpr(4)
+GROUPS: tl.constexpr = tl.constexpr(5)
 
 
 @triton.jit
-def filtered(place, top_k, k, top_p, p, min_p, m, V, K: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
+def filtered(place, top_k, top_p, min_p, V, K: tl.constexpr, P: tl.constexpr, M: tl.constexpr):
     """Whether a filter is on in this row. K, P, M: `EACH` of the parameter, or -2 where there is none."""
     on = V < 0
     if K > -2:
-        value = parameter(top_k, k, place, K)
+        value = parameter(top_k, place, K)
         on = on | ((value > 0) & (value < V))
     if P > -2:
-        on = on | (parameter(top_p, p, place, P).to(tl.float32) < 1.0)
+        on = on | (parameter(top_p, place, P).to(tl.float32) < 1.0)
     if M > -2:
-        on = on | (parameter(min_p, m, place, M).to(tl.float32) > 0.0)
+        on = on | (parameter(min_p, place, M).to(tl.float32) > 0.0)
     return on
 
 
-@triton.jit(do_not_specialize=["noise_stream", "V", "seed_number", "step_number", "k_number", "last_slot"])
+@triton.jit
+def race(v, ids, best, s, seed, step, first, noise_stream, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """The id in the block [first, first + ROWS * GROUP) that wins it, or -1 where two come too close to tell."""
+    block = (first >> 2) + tl.arange(0, ROWS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+    u = uniform(tl.reshape(words_of(seed, step, block, noise_stream), [ROWS, GROUP]))
+    time = early(u) * tl.where(v == best, 1.0, tl.exp2((best - v) * s))
+    soonest = tl.min(tl.reshape(time, [ROWS * GROUP]), 0)
+    at = tl.reshape(tl.where(time == soonest, ids, MOST), [ROWS * GROUP])
+    who = tl.min(at, 0)
+    own = tl.max(tl.reshape(tl.where(time == soonest, u, 0.0), [ROWS * GROUP]), 0)
+    next_one = tl.min(tl.reshape(tl.where(ids == who, float("inf"), time), [ROWS * GROUP]), 0)
+    return tl.where(next_one <= soonest * (late(own) / early(own)) * SLACK, -1, who)
+
+
+@triton.jit(do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words"])
 def tiles(
     x,  # [N, V] logits
     row_stride,
@@ -41,29 +66,20 @@ def tiles(
     allowed_stride,
     slot,  # [N]
     last_slot,
-    temperature,
-    temperature_number,
+    temperature,  # as every parameter: a number, or a tensor
     top_k,
-    k_number,
     top_p,
-    p_number,
     min_p,
-    m_number,
     seed,
-    seed_number,
     step,
-    step_number,
     noise_stream,
-    best,  # out [N, S] fp32
-    best_id,  # out [N, S] int32
-    count,  # out [N, S] int32; -1 - count where the tile holds NaN
-    total,  # out [N, S] fp32
-    moment,  # out [N, S] fp32
-    group_best,  # out [N, S * G] fp32
-    winners,  # out [N, S, 2] int32
+    work,  # out [N, words] fp32
+    counts,  # the same memory as int32
+    words,
     S,
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
+    UNIT: tl.constexpr,
     T_EACH: tl.constexpr,
     K_EACH: tl.constexpr,
     P_EACH: tl.constexpr,
@@ -74,52 +90,64 @@ def tiles(
     ENTROPY: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    PER: tl.constexpr,  # tiles a program
+    PER: tl.constexpr,  # tiles a program, a power of two
 ):
     """PER tiles of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    if RAW:
-        T = 1.0
-        place = row
-        filters = row < 0
-    else:
-        place, _, _ = place_of(row, slot, last_slot, HAS_SLOT)
-        T = parameter(temperature, temperature_number, place, T_EACH).to(tl.float32)
-        filters = filtered(place, top_k, k_number, top_p, p_number, min_p, m_number, V, K_EACH, P_EACH, M_EACH)
-    greedy = T == 0.0
-    T = tl.where(greedy, 1.0, T)
+    G: tl.constexpr = TILE // GROUP
+    ROWS: tl.constexpr = PER * G
+    parts = tl.cdiv(S, PER)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
     x += row * row_stride
-    allowed += row * allowed_stride
-    for i in tl.static_range(PER):
-        tile = tl.program_id(1) * PER + i
-        if tile < S:
-            first = tile.to(tl.int64) * TILE
-            ids = first + tl.arange(0, TILE)
-            v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED)
-            nan = tl.max((v != v).to(tl.int32), 0)
-            v = tl.where(v != v, -float("inf"), v)
-            top = tl.max(v, 0)
-            there = v > floor_of(top)
-            y = tl.where(there, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
-            w = tl.exp(y)
-            at = row * S + tile
-            tl.store(best + at, top)
-            tl.store(total + at, tl.sum(w, 0))
-            if not RAW:
-                tl.store(best_id + at, tl.min(tl.where(v == top, ids, V), 0).to(tl.int32))
-                n = tl.sum(there.to(tl.int32), 0)
-                tl.store(count + at, tl.where(nan > 0, -1 - n, n))
-                if ENTROPY:
-                    tl.store(moment + at, tl.sum(tl.where(w > 0.0, w * y, 0.0), 0))
-                if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
-                    of_groups = tl.max(tl.reshape(v, [TILE // GROUP, GROUP]), 1)
-                    tl.store(group_best + at * (TILE // GROUP) + tl.arange(0, TILE // GROUP), of_groups)
-                if (not filters) & (not greedy):
-                    s = parameter(seed, seed_number, place, SEED_EACH).to(tl.int64)
-                    k = parameter(step, step_number, place, STEP_EACH).to(tl.int64)
-                    noised = ranked(y + gumbel_from(s, k, first, noise_stream, TILE), ids)
-                    noised = tl.where(there, noised, NOTHING)
-                    one = tl.max(noised, 0)
-                    two = tl.max(tl.where(noised == one, NOTHING, noised), 0)
-                    tl.store(winners + at * 2, id_of(one).to(tl.int32))
-                    tl.store(winners + at * 2 + 1, id_of(two).to(tl.int32))
+    work += row * words
+    counts += row * words
+    first = part * (PER * TILE)
+    ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    if HAS_ALLOWED:
+        allowed += row * allowed_stride
+    raw = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    T = 1.0
+    if not RAW:
+        place, _, _ = place_of(row, slot, last_slot, HAS_SLOT)
+        T = parameter(temperature, place, T_EACH).to(tl.float32)
+        filters = filtered(place, top_k, top_p, min_p, V, K_EACH, P_EACH, M_EACH)
+        greedy = T == 0.0
+        T = tl.where(greedy, 1.0, T)
+    s = LOG2E / T
+    v = tl.where(raw != raw, -float("inf"), raw)
+    of_group = tl.max(v, 1)
+    best = tl.max(tl.reshape(of_group, [PER, G]), 1)
+    top = tl.reshape(tl.broadcast_to(best[:, None], [PER, G]), [ROWS])[:, None]
+    y = tl.where(v == top, 0.0, (v - top) * s)
+    w = tl.exp2(y)
+    total = tl.sum(tl.reshape(tl.sum(w, 1), [PER, G]), 1)
+    t = part * PER + tl.arange(0, PER)
+    tl.store(work + BEST * S + t, best, mask=t < S)
+    tl.store(work + TOTAL * S + t, tl.where(best > -float("inf"), total, 0.0), mask=t < S)
+    if not RAW:
+        n = tl.sum(tl.reshape(tl.sum((v > floor_of(top)).to(tl.int32), 1), [PER, G]), 1)
+        if tl.sum(n, 0) < tl.minimum(V - first, PER * TILE):
+            again = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+            nan = tl.max(tl.reshape(tl.max((again != again).to(tl.int32), 1), [PER, G]), 1)
+            n = tl.where(nan > 0, -1 - n, n)
+        tl.store(counts + COUNT * S + t, n, mask=t < S)
+        if ENTROPY:
+            h = tl.sum(tl.reshape(tl.sum(tl.where(w > 0.0, w * (y * LN2), 0.0), 1), [PER, G]), 1)
+            tl.store(work + MOMENT * S + t, h, mask=t < S)
+        if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
+            g = part * ROWS + tl.arange(0, ROWS)
+            tl.store(work + GROUPS * S + g, of_group, mask=g < S * G)
+        if (not filters) & (not greedy):
+            who = race(
+                v,
+                ids,
+                tl.max(best, 0),
+                s,
+                parameter(seed, place, SEED_EACH).to(tl.int64),
+                parameter(step, place, STEP_EACH).to(tl.int64),
+                first,
+                noise_stream,
+                ROWS,
+                GROUP,
+            )
+            tl.store(counts + WINNER * S + part, who)

@@ -11,7 +11,7 @@ from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_triton.sampling.call import Law, Shape, draw
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
-SMALL = Shape(TILE=64, GROUP=8, K=8, C=32, BLOCK=256)
+SMALL = Shape(TILE=64, GROUP=8, K=8, C=32, FEW=16, BLOCK=256)
 RESULTS = (
     "token", "logprob", "log_kept_mass", "kept_count", "status", "threshold", "threshold_id", "raw_logprob",
     "entropy", "kept_ids", "top_ids", "top_logprobs", "rank",
@@ -159,7 +159,7 @@ def test_a_full_vocabulary_with_the_shipped_cuts(device) -> None:
 def test_a_number_and_a_tensor_of_it_mean_the_same() -> None:
     given = {"top_k": None, "top_p": 0.9, "min_p": None, "filter_order": "topk_topp", "tie": "lowest_id", "slot": None}
     law = Law(temperature=0.5, seed=2**64 - 1, step=1, stream=0, **given)
-    arguments, each = law.arguments(torch.zeros(1))
+    arguments, each = law.arguments()
     off, number = -2, -1
-    assert arguments["seed_number"] == -1
+    assert arguments["seed"] == -1
     assert each == {f"{n}_EACH": off if n in "KM" else number for n in ("T", "K", "P", "M", "SEED", "STEP")}

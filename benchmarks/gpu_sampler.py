@@ -1,0 +1,394 @@
+"""The portable sampler on one GPU: right first, then timed, variants beside what ships.
+
+    PYTHONPATH=.:registry:conformance:backends/triton OUT=. python benchmarks/gpu_sampler.py
+
+Writes $OUT/gpu_sampler.json after every section and prints a line a finding; a section that raises loses itself only.
+Times are medians of CUDA graph replays over rotating inputs that exceed the L2, unless they say eager. Predictions and
+outcomes: benchmarks/notes/sampling.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+START = time.monotonic()
+V = 128256
+COLD = 320 << 20  # bytes of inputs of one graph: several times any L2
+BATCHES = (1, 32, 64, 256, 1024)
+OUTPUT: dict[str, Any] = {}
+
+
+def rows(kind: str, N: int, dtype: Any, seed: int = 0, width: int = V) -> Any:
+    """[N, width] logits on the GPU: normal, skewed (popular tokens at low ids) or flat."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(N, width, generator=g, device="cuda")
+    if kind == "skewed":
+        x = x * 0.5 - 2 * torch.log(torch.arange(width, device="cuda") + 2.0)
+    x = x * {"normal": 3.0, "flat": 0.1}.get(kind, 1.0)
+    return x.to(dtype)
+
+
+def replayed(calls: list[Callable[[], Any]], seconds: float = 0.12) -> float:
+    """Microseconds of one call in a CUDA graph of all of them."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times, until = [], time.monotonic() + seconds
+    while len(times) < 7 or (time.monotonic() < until and len(times) < 100):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) * 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def requested(N: int, case: str) -> dict[str, Any]:
+    """The law of a case, one entry a row on the device."""
+    import torch
+
+    each = {"temperature": torch.full((N,), 0.9, device="cuda"), "seed": torch.arange(N, device="cuda") + 7}
+    each["step"] = torch.full((N,), 5, device="cuda")
+    if case == "topk+topp":
+        each |= {"top_k": torch.full((N,), 50, device="cuda"), "top_p": torch.full((N,), 0.95, device="cuda")}
+    if case == "top_k=50 top_p=0.95":  # numbers
+        each |= {"top_k": 50, "top_p": 0.95}
+    if case == "topp":
+        each |= {"top_p": torch.full((N,), 0.95, device="cuda")}
+    return each
+
+
+def law_of(given: dict[str, Any]) -> Any:
+    from rlkernel_triton.sampling.call import Law
+
+    off = {"top_k": None, "top_p": None, "min_p": None, "filter_order": "topk_topp", "tie": "lowest_id"}
+    return Law(**{**off, "slot": None, "stream": 0, **given})
+
+
+# -------------------------------------------------------------------------------------------------------- correctness
+
+
+def hostile(width: int) -> Any:
+    """[24, width] rows that may go wrong."""
+    import torch
+
+    g = torch.Generator().manual_seed(3)
+    x = 3 * torch.randn(24, width, generator=g)
+    x[0] = -torch.inf
+    x[1] = 1.5
+    x[2, 5] = torch.nan
+    x[3] = torch.nan
+    x[4, torch.rand(width, generator=g) < 0.01] = torch.inf
+    x[5, width - 1] = torch.inf
+    x[6, torch.rand(width, generator=g) < 0.99] = -torch.inf
+    x[7] = x[7].round()
+    x[8] = (x[8] * 0.1).round()
+    x[9] *= 0.03
+    x[10] *= 10
+    x[11] = 3e38 * torch.sign(x[11])
+    x[12] *= 1e-40
+    x[13] = torch.where(torch.arange(width) == 77, 40.0, x[13])
+    x[14] = -2 * torch.log(torch.arange(width) + 2.0)
+    x[15] = -2 * torch.log(torch.arange(width) + 2.0) + 0.5 * x[15]
+    x[16, : width // 2] = -torch.inf
+    x[17] = torch.arange(width) * 1e-3
+    x[18] = -torch.arange(width) * 1e-3
+    x[19, :2000] = 9.0
+    return x
+
+
+def correctness() -> dict[str, Any]:
+    """Every result of hostile rows against the definition on the same device, for many laws and two dtypes."""
+    import torch
+
+    from rlkernel_core.reference.sample import sample as definition
+    from rlkernel_triton.sampling.call import sample
+
+    laws: list[dict[str, Any]] = [
+        {}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.95}, {"top_p": 0.3}, {"top_k": 1}, {"top_k": 64}, {"top_k": 65},
+        {"top_k": 3000, "top_p": 0.9}, {"min_p": 0.02, "top_p": 0.9}, {"top_k": 40, "tie": "keep_all"},
+        {"top_k": 20, "top_p": 0.8, "filter_order": "joint"}, {"top_p": 0.8, "top_k": 20, "filter_order": "topp_topk"},
+        {"top_p": 0.999}, {"min_p": 0.001}, {"temperature": 0.0}, {"top_p": 0.9, "temperature": 0.05},
+        {"top_p": 0.9, "temperature": 3.0, "tie": "keep_all"},
+    ]  # fmt: skip
+    wrong: list[str] = []
+    checked = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (V, 5000):
+            x = hostile(width).to(dtype).cuda()
+            seed = torch.arange(24, device="cuda") + 100
+            for asked in laws:
+                law = {"seed": seed, "step": 3, "entropy": True, "raw_logprob": True, "temperature": 0.9} | asked
+                want, got = definition(x, **law), sample(x, **law)
+                checked += 24
+                for name in ("token", "kept_count", "threshold_id", "status"):
+                    a, b = getattr(want, name), getattr(got, name)
+                    bad = a != (b & ~32 if name == "status" else b)
+                    for r in bad.nonzero().flatten().tolist():
+                        off = f"{name} {asked} row {r} {dtype} V={width}: {b[r].item()} for {a[r].item()}"
+                        wrong.append(f"{off} (kept {got.kept_count[r].item()} of {want.kept_count[r].item()})")
+                for name in ("logprob", "log_kept_mass", "raw_logprob", "entropy"):
+                    a, b = getattr(want, name).double(), getattr(got, name).double()
+                    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= 4e-6 * a.abs().clamp(min=1) * 2)
+                    wrong += [
+                        f"{name} {asked} row {r} {dtype} V={width}: {b[r].item()} for {a[r].item()}"
+                        for r in (~same).nonzero().flatten().tolist()
+                    ]
+    torch.cuda.empty_cache()
+    for line in wrong[:30]:
+        print("  wrong:", line)
+    return {"rows": checked, "wrong": len(wrong), "first": wrong[:60]}
+
+
+def draws() -> dict[str, Any]:
+    """Tokens of 2048 ordinary rows a law against the definition; mismatches are counted."""
+    import torch
+
+    from rlkernel_core.reference.sample import sample as definition
+    from rlkernel_triton.sampling.call import sample
+
+    found: dict[str, Any] = {}
+    for kind in ("normal", "skewed", "flat"):
+        for asked in ({}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.95}):
+            off = worst = fallback = 0
+            for part in range(4):
+                x = rows(kind, 64, torch.float32, seed=part)
+                law = {"seed": torch.arange(64, device="cuda") + 64 * part, "step": part, "temperature": 0.9} | asked
+                want, got = definition(x, **law), sample(x, **law)
+                same = want.token == got.token
+                off += int((~same).sum())
+                fallback += int(((got.status & 32) != 0).sum())
+                worst = max(worst, float((want.logprob - got.logprob)[same].abs().max()))
+                worst = max(worst, float((want.log_kept_mass - got.log_kept_mass).abs().max()))
+            found[f"{kind} {asked}"] = {"mismatches": off, "of": 256, "worst": worst, "searched": fallback}
+    torch.cuda.empty_cache()
+    return found
+
+
+def invariance() -> dict[str, Any]:
+    """The bits of a row alone, in a batch, and at every number of tiles a program."""
+    import torch
+
+    from rlkernel_triton.sampling.call import SHAPE, draw
+
+    differ = []
+    for kind in ("normal", "flat"):
+        x = rows(kind, 96, torch.float32)
+        for case in ("topk+topp", "none", "topp"):
+            given = requested(96, case)
+            want, _ = draw(x, None, law_of(given))
+            for per in (1, 2, 4, 8):
+                got, _ = draw(x, None, law_of(given), shape=replace(SHAPE, per=per))
+                alone, _ = draw(x[40:41], None, law_of({k: v[40:41] for k, v in given.items()}))
+                for name in ("token", "logprob", "log_kept_mass", "threshold"):
+                    if not torch.equal(getattr(want, name), getattr(got, name)):
+                        differ.append(f"{kind} {case} per {per}: {name}")
+                    if getattr(want, name)[40] != getattr(alone, name)[0]:
+                        differ.append(f"{kind} {case} alone: {name}")
+    return {"differ": differ}
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def timed(case: str, kind: str, dtype: Any, N: int, shape: Any) -> float:
+    """Microseconds a call in a graph over rotating inputs."""
+    import torch
+
+    from rlkernel_triton.sampling.call import draw
+
+    size = N * V * dtype.itemsize
+    copies = max(2, min(64, -(-COLD // size)))
+    xs = [rows(kind, N, dtype, seed=i) for i in range(copies)] if N > 1 else list(rows(kind, copies, dtype).split(1))
+    law = law_of(requested(N, case))
+    draw(xs[0], None, law, shape=shape)
+    torch.cuda.synchronize()
+    return replayed([lambda x=x: draw(x, None, law, shape=shape) for x in xs])
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Shapes that are compared, by name."""
+    from rlkernel_triton.sampling.call import SHAPE
+
+    return {
+        "ships": asdict(SHAPE),
+        "per 1": {"per": 1},
+        "per 2": {"per": 2},
+        "per 8": {"per": 8},
+        "finish 4 warps": {"finish_warps": 4},
+        "finish 16 warps": {"finish_warps": 16},
+        "group 128": {"GROUP": 128},
+        "group 32": {"GROUP": 32},
+    }
+
+
+def timings(limit: float) -> dict[str, Any]:
+    """What ships in every case, then variants of the shape at the usual law."""
+    import torch
+
+    from rlkernel_triton.sampling.call import SHAPE
+
+    found: dict[str, Any] = {}
+
+    def add(name: str, case: str, kind: str, dtype: Any, batches: tuple[int, ...], shape: Any) -> None:
+        if time.monotonic() - START > limit:
+            return
+        try:
+            found[name] = {N: round(timed(case, kind, dtype, N, shape), 2) for N in batches}
+        except Exception as error:  # noqa: BLE001 a variant that fails loses itself only
+            found[name] = repr(error)[:300]
+        torch.cuda.empty_cache()
+        print(f"  {name:44} {found[name]}", flush=True)
+        OUTPUT["timings"] = found
+        save()
+
+    f32, b16 = torch.float32, torch.bfloat16
+    add("topk+topp", "topk+topp", "normal", f32, BATCHES, SHAPE)
+    add("none", "none", "normal", f32, BATCHES, SHAPE)
+    add("numbers", "top_k=50 top_p=0.95", "normal", f32, BATCHES, SHAPE)
+    for name, change in list(variants().items())[1:]:
+        add(f"topk+topp, {name}", "topk+topp", "normal", f32, (1, 32, 64, 256, 1024), replace(SHAPE, **change))
+    for name in ("per 1", "per 2", "per 8"):
+        add(f"none, {name}", "none", "normal", f32, (1, 32, 64, 256, 1024), replace(SHAPE, **variants()[name]))
+    add("topp skewed", "topp", "skewed", f32, BATCHES, SHAPE)
+    add("topp flat", "topp", "flat", f32, BATCHES, SHAPE)
+    add("topp normal", "topp", "normal", f32, BATCHES, SHAPE)
+    add("topk+topp skewed", "topk+topp", "skewed", f32, BATCHES, SHAPE)
+    add("topk+topp bf16", "topk+topp", "normal", b16, BATCHES, SHAPE)
+    add("none bf16", "none", "normal", b16, BATCHES, SHAPE)
+    for warps in (8, 32):
+        add(f"topp flat, search {warps} warps", "topp", "flat", f32, (1, 64, 1024), replace(SHAPE, search_warps=warps))
+    return found
+
+
+def parts() -> dict[str, Any]:
+    """Microseconds of each kernel alone, by the profiler, at the usual law."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from rlkernel_triton.sampling.call import draw
+
+    found: dict[str, Any] = {}
+    for case, kind in (("topk+topp", "normal"), ("none", "normal"), ("topp", "flat")):
+        for N in (1, 64, 1024):
+            xs = [rows(kind, N, torch.float32, seed=i) for i in range(2)]
+            law = law_of(requested(N, case))
+            for x in xs:
+                draw(x, None, law)
+            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+                for _ in range(4):
+                    for x in xs:
+                        draw(x, None, law)
+                torch.cuda.synchronize()
+            found[f"{case} {kind} {N}"] = {
+                e.key: round(e.device_time_total / e.count, 2)
+                for e in recorded.key_averages()
+                if e.key in {"tiles", "finish", "searched"}
+            }
+    return found
+
+
+def eager() -> dict[str, float]:
+    """Host microseconds of one eager call, through the front door and straight."""
+    import torch
+
+    import rlkernel as rlk
+    from rlkernel_triton.sampling.call import sample
+
+    x = rows("normal", 32, torch.float32)
+    found = {}
+    for case in ("topk+topp", "none", "topp", "top_k=50 top_p=0.95"):
+        given = requested(32, case)
+        for name, call in (("straight", sample), ("front door", rlk.sample)):
+            for _ in range(20):
+                call(x, **given)
+            torch.cuda.synchronize()
+            times = []
+            for _ in range(30):
+                a = time.perf_counter()
+                call(x, **given)
+                times.append(time.perf_counter() - a)
+                torch.cuda.synchronize()
+            found[f"{case} {name}"] = round(statistics.median(times) * 1e6, 1)
+    return found
+
+
+def registers() -> list[dict[str, Any]]:
+    """Registers and spills of every build that ran."""
+    from rlkernel_triton.sampling import finish, searched, stream
+
+    found = []
+    for kernel in (stream.tiles, finish.finish, searched.searched):
+        for cache in kernel.device_caches.values():
+            found += [
+                {
+                    "kernel": kernel.__name__,
+                    "registers": k.n_regs,
+                    "spilled": k.n_spills,
+                    "shared": k.metadata.shared,
+                    "warps": k.metadata.num_warps,
+                }
+                for k in cache[0].values()
+            ]
+    return found
+
+
+def save() -> None:
+    """Write what is known."""
+    path = Path(os.environ.get("OUT", ".")) / "gpu_sampler.json"
+    path.write_text(json.dumps(OUTPUT, indent=1, default=str) + "\n")
+
+
+def main() -> None:
+    """Run the sections; each loses itself only."""
+    import torch
+
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seconds", type=float, default=75.0)
+    limit = arguments.parse_args().seconds
+    OUTPUT["device"] = torch.cuda.get_device_name()
+    OUTPUT["torch"] = torch.__version__
+    sections: dict[str, Callable[[], Any]] = {
+        "draws": draws,
+        "correctness": correctness,
+        "eager": eager,
+        "timings": lambda: timings(limit - 8),
+        "invariance": invariance,
+        "parts": parts,
+        "registers": registers,
+    }
+    for name, section in sections.items():
+        began = time.monotonic()
+        try:
+            OUTPUT[name] = section()
+        except Exception:  # noqa: BLE001 a section that fails loses itself only
+            OUTPUT[name] = traceback.format_exc()[-3000:]
+        print(f"{name} ({time.monotonic() - began:.1f} s):", str(OUTPUT[name])[:2500], flush=True)
+        save()
+
+
+if __name__ == "__main__":
+    main()
