@@ -1,0 +1,1 @@
+"""Quantised weights on Triton: `quantize`, `dequantize`, `prepack` and `qmatmul`."""

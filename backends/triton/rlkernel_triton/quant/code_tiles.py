@@ -1,0 +1,153 @@
+"""Tiles of packed codes in registers: read from and written to both layouts, and what a code stands for.
+
+Canonical 4-bit codes are bytes [N, K / 2] of two neighbours along K; nf4 is the same with the nibbles swapped. The
+layout `triton_w4` holds the fragments of a matrix instruction, so that a product needs no exchange between threads:
+
+    tiles of 16 rows x 64 columns, [N / 16, K / 64], each 128 words of 32 bits, word 16 r8 + 4 c4 + ks;
+    the word holds row r8 + 8 rh, column 16 ks + 8 kh + 2 c4 + p in its nibble 4 p + 2 kh + rh  (rh, kh, p in 0, 1).
+
+`(word >> 4 i) & 0x000f000f` is then a pair of neighbours along K, as two 16-bit halves.
+
+Legend: N rows · K columns of the weight · R x C a tile of it, both powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widened(x, INTERPRETED: tl.constexpr):
+    """fp32 of a 16- or 32-bit float; Triton's interpreter loses subnormal bfloat16 numbers."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 rounded to a type, ties to even; Triton's interpreter would cut bfloat16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        up = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, up, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def in_words(
+    bytes_,  # [R, C / 2] uint8 as int32, the even column in the low nibble
+    R: tl.constexpr,  # a multiple of 16
+    C: tl.constexpr,  # a multiple of 64
+):
+    """[R / 16, C / 64 * 128] int32: the words of a tile."""
+    x = tl.reshape(bytes_, (R // 16, 2, 8, C // 64, 4, 2, 4))  # tn rh r8 tk ks kh c4
+    x = tl.permute(x, (0, 3, 2, 6, 4, 5, 1))  # tn tk r8 c4 ks kh rh
+    x = tl.reshape(x, (R // 16, C * 2, 4))
+    at = 4 * tl.arange(0, 4)[None, None, :]
+    return tl.sum(((x & 15) << at) | ((x >> 4) << (16 + at)), axis=2)
+
+
+@triton.jit
+def of_words(
+    words,  # [R / 16, C / 64 * 128] int32
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """[R, C / 2] int32 bytes: inverse of `in_words`."""
+    at = 4 * tl.arange(0, 4)[None, None, :]
+    x = ((words[:, :, None] >> at) & 15) | (((words[:, :, None] >> (16 + at)) & 15) << 4)
+    x = tl.reshape(x, (R // 16, C // 64, 8, 4, 4, 2, 2))  # tn tk r8 c4 ks kh rh
+    x = tl.permute(x, (0, 6, 2, 1, 4, 5, 3))  # tn rh r8 tk ks kh c4
+    return tl.reshape(x, (R, C // 2))
+
+
+@triton.jit
+def swapped(bytes_):
+    """Nibbles of a byte exchanged."""
+    return ((bytes_ & 15) << 4) | (bytes_ >> 4)
+
+
+@triton.jit
+def _words_at(row, column, K, R: tl.constexpr, C: tl.constexpr):
+    tile = (row // 16 + tl.arange(0, R // 16)).to(tl.int64)[:, None] * (K // 64) + column // 64
+    return tile * 128 + tl.arange(0, C * 2)[None, :]
+
+
+@triton.jit
+def load_bytes(
+    codes, row, column, N, K, row_bytes, TILED: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """[R, C / 2] int32: bytes of two codes, the even column in the low nibble; 0 outside of the weight."""
+    if TILED:
+        tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
+        inside = tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K)
+        return of_words(tl.load(codes + _words_at(row, column, K, R, C), mask=inside, other=0), R, C)
+    n = row + tl.arange(0, R)
+    b = column // 2 + tl.arange(0, C // 2)
+    inside = (n < N)[:, None] & (b < (K + 1) // 2)[None, :]
+    found = tl.load(codes + n.to(tl.int64)[:, None] * row_bytes + b[None, :], mask=inside, other=0).to(tl.int32)
+    if HIGH_FIRST:
+        found = swapped(found)
+    return found
+
+
+@triton.jit
+def store_bytes(
+    codes, bytes_, row, column, N, K, row_bytes, TILED: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Inverse of `load_bytes`."""
+    if TILED:
+        tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
+        inside = tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K)
+        tl.store(codes + _words_at(row, column, K, R, C), in_words(bytes_, R, C), mask=inside)
+    else:
+        if HIGH_FIRST:
+            bytes_ = swapped(bytes_)
+        n = row + tl.arange(0, R)
+        b = column // 2 + tl.arange(0, C // 2)
+        inside = (n < N)[:, None] & (b < (K + 1) // 2)[None, :]
+        tl.store(codes + n.to(tl.int64)[:, None] * row_bytes + b[None, :], bytes_.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def pairs(bytes_, R: tl.constexpr, C: tl.constexpr):
+    """[R, C] int32 codes of [R, C / 2] bytes."""
+    return tl.reshape(tl.join(bytes_ & 15, bytes_ >> 4), (R, C))
+
+
+@triton.jit
+def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
+    """fp32 of the byte of an 8-bit float, given as int32; exact, subnormal numbers, inf and NaN included.
+
+    The bits of the magnitude, moved to where fp32 has them, are the value times 2^(BIAS - 127), subnormal or not.
+    """
+    magnitude = (code & 127) << (23 - MANTISSA)
+    value = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+    if FNUZ:  # neither -0 nor inf; the byte of -0 is NaN
+        value = tl.where(code & 255 == 128, float("nan"), value)
+    elif MANTISSA == 3:
+        value = tl.where(code & 127 == 127, float("nan"), value)
+    else:
+        value = tl.where(code & 127 > 124, float("nan"), tl.where(code & 127 == 124, float("inf"), value))
+    return tl.where(code & 128 != 0, -value, value)
+
+
+@triton.jit
+def float8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
+    """int32 byte of the nearest 8-bit float, ties to even, saturating; x is no NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(x), LARGEST)
+    magnitude = size.to(tl.int32, bitcast=True)
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    # Adding a number whose last bit is the smallest subnormal one lets the addition round.
+    magic = 2.0 ** (1 - BIAS - MANTISSA + 23)
+    subnormal = (size + magic).to(tl.int32, bitcast=True) - ((150 + 1 - BIAS - MANTISSA) << 23)
+    normal = (magnitude - ((127 - BIAS) << 23) + (1 << (SHIFT - 1)) - 1 + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    found = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
+    sign = (bits >> 24) & 128
+    if FNUZ:
+        sign = tl.where(found == 0, 0, sign)
+    return found | sign

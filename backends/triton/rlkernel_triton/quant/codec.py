@@ -1,0 +1,207 @@
+"""quantize@1, dequantize@1 and prepack@1 in Triton: the reference's bits, at the speed of memory.
+
+A weight in the layout `triton_w4` is quantised again in place: codes are written as words, nothing in between.
+
+Legend: N rows · K columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.float8 import FLOAT8
+from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
+from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.quant import encode_kernels, storage
+from rlkernel_triton.quant.storage import EXACT, W4, Element
+
+_LARGEST: Final = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0}
+_CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
+_NESTED: Final = 256  # nf4 scales that share a scale
+
+
+def quantize(
+    weight: Tensor,  # [N, K]
+    format: str | QuantSpec,  # noqa: A002  the noun of the field
+    *,
+    dtype: torch.dtype | None = None,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """See `rlkernel_core.spec.quantize.quantize`."""
+    spec = check_quantize(weight, format, dtype=dtype, out=out)
+    if weight.requires_grad and torch.is_grad_enabled():
+        remedy = "Pass weight.detach(), or call under torch.no_grad()."
+        raise ArgumentError("weight", "a tensor that requires grad", "cannot be differentiated through codes", remedy)
+    weight = weight.detach()
+    if out is not None:
+        storage.check_layouts("out", out)
+        _encode(out, weight)
+        return out
+    shape = (weight.shape[0], weight.shape[1])
+    parts = {
+        name: torch.empty(size, dtype=kind, device=weight.device)
+        for name, (size, kind) in codec_of(spec).storage(spec, shape).items()
+    }
+    for name, table in _constants(spec, weight.device).items():
+        parts[name].copy_(table)
+    default = torch.float32 if weight.dtype == torch.float64 else weight.dtype
+    made = QuantTensor(spec, shape, dtype or default, parts)
+    _encode(made, weight)
+    return made
+
+
+def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  # -> [N, K]
+    """See `rlkernel_core.spec.quantize.dequantize`."""
+    check_dequantize(w, dtype=dtype)
+    storage.check_layouts("w", w)
+    return storage.dequantised(w, dtype or w.dtype)
+
+
+def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
+    """See `rlkernel_core.spec.quantize.prepack`; the preferred layout is `triton_w4` where a weight fits it."""
+    check_prepack(w, layout=layout)
+    storage.check_layouts("w", w)
+    return storage.packed(w, layout or (W4 if storage.tiles(w.spec, w.shape) else CANONICAL))
+
+
+def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
+    """Tables of a format; moved to a device once, since a copy from the host is a synchronisation."""
+    key = (spec, device)
+    if key not in _CONSTANTS:
+        found = {name: table.to(device) for name, table in codec_of(spec).constants(spec).items()}
+        if spec.element == "nf4":
+            found["middles"] = (found["table"][:-1] + found["table"][1:]) / 2
+        _CONSTANTS[key] = found
+    return {name: table for name, table in _CONSTANTS[key].items() if name != "middles"}
+
+
+def _encode(w: QuantTensor, weight: Tensor) -> None:
+    """Quantise into the storage of `w`."""
+    spec = w.spec
+    by_group = spec.group > 0 and spec.rows == 1
+    scale = w.parts[storage.scale_name(spec)]
+    if spec.double_quant:
+        scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
+    with on_device_of(weight):
+        if by_group:
+            _by_group(w, weight, scale)
+        else:
+            _by_row(w, weight, scale)
+    if spec.double_quant:
+        _nest(w, scale)
+
+
+def _integers(spec: QuantSpec) -> dict[str, int]:
+    """Smallest and largest integer code as it is stored."""
+    if spec.element == "int8":
+        return {"LEAST": -127, "MOST": 127}
+    return {"LEAST": 1 if spec.scale_rule == "absmax/7" else 0, "MOST": 15}
+
+
+def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
+    spec, (N, K) = w.spec, w.shape
+    middles = scale
+    if spec.element == "nf4":
+        _constants(spec, weight.device)
+        middles = _CONSTANTS[spec, weight.device]["middles"]
+        if K % spec.group:  # blocks go on from row to row
+            weight, N, K = weight.reshape(1, N * K), 1, N * K
+    R, C = (16, 128) if w.layout == W4 else (1, 2048) if N == 1 else (16, 128)
+    grid = storage.scale_grid(w)
+    encode_kernels.encode_groups[(triton.cdiv(N, R) * triton.cdiv(K, C),)](
+        w=weight,
+        row_stride=weight.stride(0),
+        column_stride=weight.stride(1),
+        codes=storage.codes(w),
+        row_bytes=(K + 1) // 2,
+        scale=scale,
+        zero=w.parts.get("zero", scale),
+        scale_row=grid["scale_row"],
+        scale_group=grid["scale_group"],
+        middles=middles,
+        largest=_LARGEST[spec.scale_rule],
+        N=N,
+        K=K,
+        GROUP=spec.group,
+        R=R,
+        C=C,
+        ELEMENT=Element.of(spec).ELEMENT,
+        TILED=w.layout == W4,
+        SYMMETRIC=spec.symmetric,
+        **_integers(spec),
+        INTERPRETED=INTERPRETED,
+        num_warps=4,
+        **EXACT,
+    )
+
+
+def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
+    spec, (N, K) = w.spec, w.shape
+    form = FLOAT8.get(spec.element)
+    largest = _LARGEST.get(spec.scale_rule) or (form.max if form else 1.0)
+    R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else (4, 1024)
+    tiles = triton.cdiv(N, R)
+    given: dict[str, Any] = {
+        "w": weight,
+        "row_stride": weight.stride(0),
+        "column_stride": weight.stride(1),
+        "N": N,
+        "K": K,
+    }
+    partial = scale
+    if spec.rows == 0:
+        partial = torch.empty(tiles, dtype=torch.int32, device=weight.device)
+        encode_kernels.largest_bits[(tiles,)](
+            **given, partial=partial, INTERPRETED=INTERPRETED, R=R, C=C, num_warps=4, **EXACT
+        )
+    encode_kernels.encode_rows[(tiles, triton.cdiv(K, C) if spec.rows == 128 else 1)](
+        **given,
+        codes=storage.codes(w),
+        row_bytes=(K + 1) // 2,
+        scale=scale,
+        zero=w.parts.get("zero", scale),
+        largest=largest,
+        partial=partial,
+        parts=tiles,
+        R=R,
+        C=C,
+        ROWS={0: 0, 1: 1, 128: 2}[spec.rows],
+        **Element.of(spec).constants,
+        TILED=w.layout == W4,
+        SYMMETRIC=spec.symmetric,
+        POWER=spec.scale_rule == "absmax/max_pow2",
+        **_integers(spec),
+        LARGEST=form.max if form else 0.0,
+        PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
+        INTERPRETED=INTERPRETED,
+        num_warps=8 if spec.rows == 128 else 4,
+        **EXACT,
+    )
+
+
+def _nest(w: QuantTensor, absmax: Tensor) -> None:
+    """Quantise the scales of nf4 blocks: 1/64 of the weight's size, in torch, in the order of the flat weight."""
+    parts = w.parts
+    tiled = w.layout == W4
+    flat = absmax.t().reshape(-1) if tiled else absmax
+    finite = flat.isfinite()
+    total = torch.where(finite, flat, 0).double().sum() / finite.sum().clamp(min=1)
+    parts["nested_offset"].copy_(total)
+    rest = flat - parts["nested_offset"]
+    padded = torch.nn.functional.pad(rest, (0, -rest.numel() % _NESTED)).view(-1, _NESTED)
+    nested = padded.abs().amax(1)
+    nested = torch.where(nested.isfinite(), nested, torch.nan)
+    parts["nested_absmax"].copy_(nested)
+    ratio = padded / torch.where(nested > 0, nested, torch.inf).unsqueeze(1)
+    table = parts["nested_table"]
+    ratio = ratio.flatten()[: rest.numel()].nan_to_num_(nan=0.0)
+    coded = torch.bucketize(ratio, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
+    parts["absmax"].copy_(coded.view(absmax.shape[::-1]).t() if tiled else coded)

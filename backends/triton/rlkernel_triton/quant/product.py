@@ -1,0 +1,242 @@
+"""qmatmul@1 in Triton.
+
+A weight in `triton_w4` is decoded in registers and multiplied, up to the largest class of M; above it, the weight is
+dequantised in pieces that stay in the cache and torch multiplies them. Canonical weights of any shape take a kernel
+that reads bytes. Inputs that a format quantises are coded first, and products of 8-bit floats are taken of their exact
+16-bit values, since the 8-bit instructions of some GPUs keep fewer bits of a sum than the contract allows.
+
+Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.quant.activations import quantize_activation
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.spec.qmatmul import PAIRS, LoRA
+from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.quant import choice, product_kernels, storage
+from rlkernel_triton.quant.choice import Cut
+from rlkernel_triton.quant.storage import W4, Element
+from rlkernel_triton.quant.tickets import tickets
+
+STEP: Final = 128  # columns a step, unless groups are smaller
+
+
+@dataclass(frozen=True)
+class After:
+    """What follows the product."""
+
+    bias: Tensor | None = None  # [N]
+    lora: LoRA | None = None
+    activation: str | None = None
+    residual: Tensor | None = None  # [M, R]
+
+    @property
+    def pair(self) -> bool:
+        """The rows of the weight are a gate's and a value's."""
+        return self.activation in PAIRS
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the kernels; `x` stands for what is not there."""
+        given: dict[str, Any] = {
+            "bias": x if self.bias is None else self.bias.contiguous(),
+            "BIAS": self.bias is not None,
+            "residual": x if self.residual is None else self.residual,
+            "residual_row": 0,
+            "RESIDUAL": self.residual is not None,
+            "PAIR": self.pair,
+            "ACTIVATION": self.activation or "none",
+            "INTERPRETED": INTERPRETED,
+            "xa": x,
+            "lora_b": x,
+            "lora_row": 0,
+            "lora_rank": 0,
+            "lora_scale": 0.0,
+            "RANK": 0,
+            "WIDE_LORA": False,
+        }
+        if self.residual is not None:
+            residual = self.residual if self.residual.stride(1) == 1 else self.residual.contiguous()
+            given |= {"residual": residual, "residual_row": residual.stride(0)}
+        if self.lora is not None and self.lora.A.shape[0]:
+            B = self.lora.B.contiguous()
+            xa = inner(x, self.lora.A)
+            given |= {"xa": xa, "lora_b": B, "lora_row": B.stride(0), "lora_rank": B.shape[1]}
+            given |= {"lora_scale": float(self.lora.scale), "RANK": triton.cdiv(B.shape[1], 16) * 16}
+            given |= {"WIDE_LORA": INTERPRETED or B.dtype != xa.dtype or B.dtype == torch.float32}
+        return given
+
+
+def inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
+    """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
+    if x.dtype == A.dtype and not INTERPRETED:
+        return torch.nn.functional.linear(x, A)
+    return torch.nn.functional.linear(x.float(), A.float())
+
+
+def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch.dtype | None = None) -> Tensor:
+    """act(x w'^T + lora + bias) + residual for contiguous x [M, K], as [M, R] of a dtype, that of x unless said."""
+    M, (N, _) = x.shape[0], w.shape
+    width = N // 2 if after.pair else N
+    y = torch.empty(M, width, dtype=dtype or x.dtype, device=x.device)
+    if M == 0:
+        return y
+    fits = w.layout == W4 and x.dtype != torch.float32 and not (w.spec.element == "nf4" and rounding == "none")
+    with on_device_of(x):
+        if fits:
+            step = min(w.spec.group or STEP, STEP)
+            cut = choice.cut(M, *w.shape, step, pair=after.pair, rounded=rounding == "dtype")
+            if cut is not None:
+                by_words(x, w, after, cut, y)
+            else:
+                by_pieces(x, w, after, y)
+        else:
+            by_bytes(x, storage.packed(w, "canonical"), after, rounding, y)
+    return y
+
+
+def matrix_instructions() -> tuple[bool, bool]:
+    """(inline PTX is understood, weights are the operand of `mma.sync`)."""
+    if INTERPRETED or torch.version.hip:
+        return False, False
+    return True, torch.cuda.get_device_capability()[0] != 9
+
+
+def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
+    """The product of a weight in `triton_w4`."""
+    spec, M, (N, K) = w.spec, x.shape[0], w.shape
+    asm, sync = matrix_instructions()
+    step = min(spec.group or STEP, cut.step)
+    tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
+    partial, counters = x, x
+    if cut.parts > 1:
+        halves = 2 if after.pair else 1
+        partial = torch.empty(cut.parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
+        counters = tickets(tiles, x.device)
+    scales = storage.scales(w)
+    product_kernels.word_product[(tiles * cut.parts,)](
+        x=x,
+        x_row=x.stride(0),
+        codes=w.parts["codes"],
+        **scales,
+        y=y,
+        partial=partial,
+        tickets=counters,
+        **after.arguments(x),
+        M=M,
+        N=N,
+        K=K,
+        BM=cut.BM,
+        BN=cut.BN,
+        BK=step,
+        PARTS=cut.parts,
+        STAGES=cut.stages,
+        GROUP=spec.group,
+        SYMMETRIC=spec.symmetric,
+        IS_NF4=spec.element == "nf4",
+        NESTED=spec.double_quant,
+        FOLD=cut.fold,
+        PERMUTED=sync if permuted is None else permuted,
+        ASM=asm,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **FUSED,
+    )
+
+
+PIECE: Final = 32 << 20  # bytes of a dequantised piece: what a large cache keeps
+
+
+def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
+    """Pieces of the dequantised weight, multiplied by torch; sums are kept in fp32 where something follows."""
+    N, K = w.shape
+    rows = max(64, PIECE // (K * x.element_size()) // 64 * 64)
+    buffer = torch.empty(min(rows, N), K, dtype=x.dtype, device=x.device)
+    plain = after == After()
+    h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
+    for first in range(0, N, rows):
+        last = min(first + rows, N)
+        piece = storage.dequantised(w, x.dtype, (first, last), buffer[: last - first])
+        if plain:
+            torch.mm(x, piece.t(), out=h[:, first:last])
+        else:
+            h[:, first:last] = wide_product(x, piece)
+    if not plain:
+        finish(x, h, after, y)
+
+
+def wide_product(x: Tensor, piece: Tensor) -> Tensor:
+    """x piece^T in fp32, not rounded to the dtype of x."""
+    if x.is_cuda:
+        return torch.mm(x, piece.t(), out_dtype=torch.float32)
+    return x.float() @ piece.float().t()
+
+
+def finish(x: Tensor, h: Tensor, after: After, y: Tensor) -> None:
+    """What follows a product that lies in memory."""
+    M, N = h.shape
+    given = after.arguments(x)
+    product_kernels.follow[(triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64),)](
+        h, y, **given, M=M, N=N, BM=32, BN=64, num_warps=4, **FUSED
+    )
+
+
+def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) -> None:
+    """The product of a canonical weight."""
+    spec, M, (N, K) = w.spec, x.shape[0], w.shape
+    element = Element.of(spec)
+    rank_of = after.arguments(x)
+    scale, coded, form = x, x, 0
+    if spec.act != "none":
+        q = quantize_activation(x.float(), spec)
+        integers = spec.act == "token_int8"
+        scale, form = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
+        # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.
+        exact = torch.bfloat16 if x.dtype == torch.float32 and rounding != "dtype" else x.dtype
+        coded = q.codes if integers else q.codes.float().to(exact)
+    wide = coded.dtype == torch.float32 or (spec.element == "nf4" and rounding == "none")
+    ragged = spec.element == "nf4" and K % spec.group != 0
+    step = 32 if wide else 64
+    if spec.group and not ragged:
+        step = min(step, spec.group) if form != 2 else 128
+    BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
+    grid = storage.scale_grid(w)
+    product_kernels.byte_product[(triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64),)](
+        x=coded,
+        x_row=coded.stride(0),
+        x_scale=scale,
+        x_scale_row=scale.stride(0),
+        codes=storage.codes(w),
+        row_bytes=(K + 1) // 2,
+        **storage.scales(w),
+        **grid,
+        y=y,
+        **rank_of,
+        M=M,
+        N=N,
+        K=K,
+        BM=BM,
+        BN=64,
+        BK=step,
+        STAGES=2,
+        ELEMENT=element.ELEMENT,
+        SYMMETRIC=spec.symmetric,
+        NESTED=spec.double_quant,
+        MANTISSA=element.MANTISSA,
+        FLOAT_BIAS=element.BIAS,
+        FNUZ=element.FNUZ,
+        RAGGED=ragged,
+        FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"),
+        WIDE=wide,
+        X_SCALE=form,
+        num_warps=4,
+        num_stages=2,
+        **FUSED,
+    )

@@ -1,0 +1,166 @@
+"""Tiles of codes as operands of a matrix instruction, and what follows a product.
+
+4-bit codes become 16-bit floats by bits: 0x4300 | q is the bfloat16 128 + q, 0x6400 | q the float16 1024 + q, and one
+fused subtraction gives q - 8, exactly. Other targets, and Triton's interpreter, take shifts and casts.
+
+Legend: M tokens · N rows · K columns of the weight · BN x BM tile of the transposed result · BK columns a step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rlkernel_triton.arithmetic import tanh
+
+
+@triton.jit
+def eight_bfloat16(word, offset):
+    """Eight bfloat16 of the nibbles of a word, less an offset given as two bfloat16 with their signs turned."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 t, a0, a1, a2, a3, one;
+        mov.b32 one, 0x3f803f80;
+        lop3.b32 a0, $8, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 t, $8, 4;
+        lop3.b32 a1, t, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 t, $8, 8;
+        lop3.b32 a2, t, 0x000f000f, 0x43004300, 0xea;
+        shr.u32 t, $8, 12;
+        lop3.b32 a3, t, 0x000f000f, 0x43004300, 0xea;
+        fma.rn.bf16x2 a0, a0, one, $9;
+        fma.rn.bf16x2 a1, a1, one, $9;
+        fma.rn.bf16x2 a2, a2, one, $9;
+        fma.rn.bf16x2 a3, a3, one, $9;
+        mov.b32 {$0,$1}, a0;
+        mov.b32 {$2,$3}, a1;
+        mov.b32 {$4,$5}, a2;
+        mov.b32 {$6,$7}, a3;
+        }""",
+        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        args=[word, offset],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def eight_float16(word, offset):
+    """As `eight_bfloat16`."""
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 t, a0, a1, a2, a3, one;
+        mov.b32 one, 0x3c003c00;
+        lop3.b32 a0, $8, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 t, $8, 4;
+        lop3.b32 a1, t, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 t, $8, 8;
+        lop3.b32 a2, t, 0x000f000f, 0x64006400, 0xea;
+        shr.u32 t, $8, 12;
+        lop3.b32 a3, t, 0x000f000f, 0x64006400, 0xea;
+        fma.rn.f16x2 a0, a0, one, $9;
+        fma.rn.f16x2 a1, a1, one, $9;
+        fma.rn.f16x2 a2, a2, one, $9;
+        fma.rn.f16x2 a3, a3, one, $9;
+        mov.b32 {$0,$1}, a0;
+        mov.b32 {$2,$3}, a1;
+        mov.b32 {$4,$5}, a2;
+        mov.b32 {$6,$7}, a3;
+        }""",
+        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+        args=[word, offset],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def word_indices(BK: tl.constexpr, k):
+    """Where the words of columns k .. k + BK of a row tile stand: [BK * 2], k a multiple of BK."""
+    i = tl.arange(0, BK * 2)
+    if BK == 32:
+        return k // 64 * 128 + i // 2 * 4 + k % 64 // 32 * 2 + i % 2
+    return k * 2 + i
+
+
+@triton.jit
+def permuted(BK: tl.constexpr, PERMUTED: tl.constexpr):
+    """[BK]: the column of the weight that a product takes at each place.
+
+    `mma.sync` wants four neighbours along K in a thread where a word holds two; any order along K gives the same sum,
+    so the other operand is permuted instead.
+    """
+    i = tl.arange(0, BK)
+    if PERMUTED:  # i = 32 ch + 16 kh + 4 c4 + 2 ii + p
+        return i // 32 * 32 + i // 2 % 2 * 16 + i // 16 % 2 * 8 + i // 4 % 4 * 2 + i % 2
+    return i
+
+
+@triton.jit
+def word_tile(
+    words,  # [TN, BK * 2] int32
+    table,  # fp32, nf4 alone
+    DTYPE: tl.constexpr,
+    TN: tl.constexpr,
+    BK: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    NF4: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """[16 TN, BK] of DTYPE: q - 8 (symmetric), q, or the table's value rounded."""
+    if ASM and not NF4 and DTYPE == tl.bfloat16:
+        offset = tl.full(words.shape, -1022835960 if SYMMETRIC else -1023360256, tl.int32)  # -136 or -128, twice
+        v0, v1, v2, v3, v4, v5, v6, v7 = eight_bfloat16(words, offset)
+    elif ASM and not NF4 and DTYPE == tl.float16:
+        offset = tl.full(words.shape, -469179384 if SYMMETRIC else -469703680, tl.int32)  # -1032 or -1024, twice
+        v0, v1, v2, v3, v4, v5, v6, v7 = eight_float16(words, offset)
+    else:
+        v0, v1 = _value(words, 0, table, DTYPE, SYMMETRIC, NF4), _value(words, 16, table, DTYPE, SYMMETRIC, NF4)
+        v2, v3 = _value(words, 4, table, DTYPE, SYMMETRIC, NF4), _value(words, 20, table, DTYPE, SYMMETRIC, NF4)
+        v4, v5 = _value(words, 8, table, DTYPE, SYMMETRIC, NF4), _value(words, 24, table, DTYPE, SYMMETRIC, NF4)
+        v6, v7 = _value(words, 12, table, DTYPE, SYMMETRIC, NF4), _value(words, 28, table, DTYPE, SYMMETRIC, NF4)
+    y = tl.join(
+        tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    )  # [TN, BK * 2, kh, rh, p]
+    TK: tl.constexpr = (BK + 63) // 64
+    KS: tl.constexpr = BK // 16 // TK
+    if PERMUTED:
+        y = tl.reshape(y, (TN, TK, 8, 4, KS // 2, 2, 2, 2, 2))  # tn tk r8 c4 ch ii kh rh p
+        y = tl.permute(y, (0, 7, 2, 1, 4, 6, 3, 5, 8))  # tn rh r8 tk ch kh c4 ii p
+    else:
+        y = tl.reshape(y, (TN, TK, 8, 4, KS, 2, 2, 2))  # tn tk r8 c4 ks kh rh p
+        y = tl.permute(y, (0, 6, 2, 1, 4, 5, 3, 7))  # tn rh r8 tk ks kh c4 p
+    return tl.reshape(y, (TN * 16, BK))
+
+
+@triton.jit
+def _value(words, SHIFT: tl.constexpr, table, DTYPE: tl.constexpr, SYMMETRIC: tl.constexpr, NF4: tl.constexpr):
+    q = (words >> SHIFT) & 15
+    if NF4:
+        return tl.load(table + q).to(DTYPE)
+    return (q - (8 if SYMMETRIC else 0)).to(DTYPE)
+
+
+@triton.jit
+def sigmoid(h):
+    """1 / (1 + e^-h)."""
+    return 1.0 / (1.0 + tl.exp(-h))
+
+
+@triton.jit
+def activated(h, ACTIVATION: tl.constexpr):
+    """An activation of `rlkernel_core.spec.qmatmul.ACTIVATIONS`, of fp32; a pair's is that of its gate."""
+    if ACTIVATION == "relu":
+        return tl.where(h > 0, h, tl.where(h == h, 0.0, h))
+    if ACTIVATION == "silu" or ACTIVATION == "swiglu":
+        return h * sigmoid(h)
+    if ACTIVATION == "gelu":
+        return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+    if ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":
+        return 0.5 * h * (1.0 + tanh(0.7978845608028654 * (h + 0.044715 * h * h * h)))
+    return h

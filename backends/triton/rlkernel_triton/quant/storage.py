@@ -1,0 +1,181 @@
+"""What the kernels are told of a format, and the layout `triton_w4` that qmatmul reads fastest.
+
+`triton_w4` holds 4-bit codes as int32 words [N / 16, K / 64, 128] (see `code_tiles`), and scales and zero-points
+transposed, [groups, N], so that neighbouring rows are neighbours in memory. It wants N in multiples of 64 and K in
+multiples of 128, and of whole groups; other weights stay canonical. 8-bit formats are read fastest as they are.
+
+Legend: N rows · K columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
+from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.quant import decode_kernels, encode_kernels
+
+W4: Final = "triton_w4"
+KNOWN: Final = (CANONICAL, W4)
+# No product is ever contracted with the sum that follows it: codecs promise bits.
+EXACT: Final = {"enable_fp_fusion": False}
+BIAS: Final = {"e4m3fn": 7, "e5m2": 15, "e4m3fnuz": 8, "e5m2fnuz": 16}
+
+
+@dataclass(frozen=True)
+class Element:
+    """A stored element, as the kernels' constants say it."""
+
+    ELEMENT: int
+    MANTISSA: int = 0
+    BIAS: int = 0
+    FNUZ: bool = False
+
+    @staticmethod
+    def of(spec: QuantSpec) -> Element:
+        """The element of a format."""
+        if spec.element in FLOAT8_FORMS:
+            form = FLOAT8_FORMS[spec.element]
+            fnuz = spec.element.endswith("fnuz")
+            return Element(encode_kernels.FLOAT8.value, form.mantissa, BIAS[spec.element], fnuz)
+        kinds = {"int4": encode_kernels.INT4, "int8": encode_kernels.INT8, "nf4": encode_kernels.NF4}
+        return Element(kinds[spec.element].value)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """As keyword arguments."""
+        return {"ELEMENT": self.ELEMENT, "MANTISSA": self.MANTISSA, "BIAS": self.BIAS, "FNUZ": self.FNUZ}
+
+
+def four_bits(spec: QuantSpec) -> bool:
+    """Two codes a byte."""
+    return spec.element in {"int4", "nf4"}
+
+
+def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
+    """A weight of this format and shape can be held as `triton_w4`."""
+    rows, columns = shape
+    return four_bits(spec) and rows % 64 == 0 and columns % 128 == 0
+
+
+def scale_name(spec: QuantSpec) -> str:
+    """The part that holds the scales of groups."""
+    return "absmax" if spec.element == "nf4" else "scale"
+
+
+def scale_grid(w: QuantTensor) -> dict[str, Any]:
+    """Where the scale of a row and a group stands: strides of both, and how many rows share one."""
+    spec, (rows, columns) = w.spec, w.shape
+    if w.layout == W4:
+        return {"scale_row": 1, "scale_group": rows, "SCALE_ROWS": 1, "GROUP": spec.group}
+    groups = -(-columns // spec.group) if spec.group else 1
+    return {"scale_row": groups, "scale_group": 1, "SCALE_ROWS": spec.rows, "GROUP": spec.group}
+
+
+def scales(w: QuantTensor) -> dict[str, Any]:
+    """Scales, zero-points and tables as keyword arguments; what a format lacks is any tensor."""
+    scale = w.parts[scale_name(w.spec)]
+    parts = {name: w.parts.get(name, scale) for name in ("zero", "table", "nested_table")}
+    parts |= {name: w.parts.get(name, scale) for name in ("nested_absmax", "nested_offset")}
+    return {"scale": scale, **parts}
+
+
+def codes(w: QuantTensor) -> Tensor:
+    """The codes as the kernels read them: float8 as bytes."""
+    found = w.parts["codes"]
+    return found if found.dtype in (torch.int8, torch.int32) else found.view(torch.uint8)
+
+
+def check_layouts(name: str, w: QuantTensor) -> None:
+    """The layout of `w` is read here."""
+    if w.layout not in KNOWN:
+        raise LayoutError(
+            f"{name}: is packed as {w.layout!r}; read here: {', '.join(KNOWN)}. Run it on the backend that packed it, "
+            f"or undo that there with prepack({name}, layout={CANONICAL!r})."
+        )
+
+
+def packed(w: QuantTensor, layout: str) -> QuantTensor:
+    """The weight in another layout; see `rlkernel_core.spec.quantize.prepack`."""
+    if layout not in KNOWN:
+        raise LayoutError(f"layout: {layout!r} is not known here. Choose from {', '.join(KNOWN)}.")
+    check_layouts("w", w)
+    if w.layout == layout:
+        return w
+    if layout == W4 and not tiles(w.spec, w.shape):
+        need = f"{W4} holds 4-bit codes of N in multiples of 64 and K in multiples of 128, not {w.spec} of {w.shape}"
+        raise ArgumentError("layout", layout, need, "Leave layout=None, which keeps such a weight canonical.")
+    parts = dict(w.parts)
+    for name in (scale_name(w.spec), "zero"):
+        if name in parts:
+            parts[name] = _turned(parts[name], w, layout)
+    parts["codes"] = torch.empty(_size(w, layout), dtype=_dtype(layout), device=w.device)
+    with on_device_of(parts["codes"]):
+        rows, columns = w.shape
+        decode_kernels.move[(rows // 64 * (columns // 128),)](
+            w.parts["codes"], parts["codes"], columns // 2, rows, columns, layout == W4, w.spec.element == "nf4", 64,
+            128, num_warps=4, **EXACT,
+        )  # fmt: skip
+    return QuantTensor(w.spec, w.shape, w.dtype, parts, layout)
+
+
+def _size(w: QuantTensor, layout: str) -> tuple[int, ...]:
+    rows, columns = w.shape
+    if layout == W4:
+        return (rows // 16, columns // 64, 128)
+    return (rows * columns // 2,) if w.spec.element == "nf4" else (rows, columns // 2)
+
+
+def _dtype(layout: str) -> torch.dtype:
+    return torch.int32 if layout == W4 else torch.uint8
+
+
+def _turned(part: Tensor, w: QuantTensor, layout: str) -> Tensor:
+    """[N, groups] as [groups, N], or back; nf4's are flat where canonical. Always memory of its own."""
+    grid = part.view(w.shape[0], -1) if layout == W4 else part.view(-1, w.shape[0])
+    found = grid.t().clone(memory_format=torch.contiguous_format)
+    return found if layout == W4 or w.spec.element != "nf4" else found.view(-1)
+
+
+def dequantised(
+    w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
+) -> Tensor:  # -> [rows, K]
+    """The weight, or a range of its rows that starts at a multiple of 16."""
+    first, last = rows or (0, w.shape[0])
+    result = torch.empty(last - first, w.shape[1], dtype=dtype, device=w.device) if out is None else out
+    N, K = last, w.shape[1]
+    if w.spec.element == "nf4" and K % w.spec.group:  # blocks go on from row to row
+        if rows is not None:
+            return result.copy_(dequantised(w, dtype)[first:last])
+        N, K = 1, w.shape[0] * K
+    R, C = (16, 256) if w.layout == W4 else (1, 2048) if N == 1 else (8, 512)
+    grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C),)
+    with on_device_of(result):
+        decode_kernels.dequantise[grid](
+            codes=codes(w),
+            row_bytes=(K + 1) // 2,
+            **scales(w),
+            **scale_grid(w),
+            out=result,
+            first=first,
+            N=N,
+            K=K,
+            R=R,
+            C=C,
+            TILED=w.layout == W4,
+            SYMMETRIC=w.spec.symmetric,
+            NESTED=w.spec.double_quant,
+            INTERPRETED=INTERPRETED,
+            **Element.of(w.spec).constants,
+            num_warps=4,
+            **EXACT,
+        )
+    return result

@@ -1,0 +1,38 @@
+"""Counters that programs of one launch draw tickets from: zero before a launch, and zero again after it.
+
+Two launches that may run at the same time must not share counters. Launches on one stream follow one another, so a
+stream has one set; a launch that is being captured may be replayed beside anything, so it gets counters of its own,
+which are never given to another.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_ARENA: Final = 1 << 20  # counters that are set aside at once: 4 MiB
+_of_stream: Final[dict[tuple[torch.device, int], Tensor]] = {}
+_unused: Final[dict[torch.device, Tensor]] = {}
+
+
+def tickets(count: int, device: torch.device) -> Tensor:  # -> [count] int32
+    """Counters for one launch on the current stream."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        left = _unused.get(device)
+        if left is None or left.numel() < count:
+            # No memory outside of the graph's own may be asked for now: cleared at every replay instead.
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        _unused[device] = left[count:]
+        return left[:count]
+    if device not in _unused or _unused[device].numel() < _ARENA // 4:
+        _unused[device] = torch.zeros(_ARENA, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams find zeros
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    found = _of_stream.get(key)
+    if found is None or found.numel() < count:
+        found = _of_stream[key] = torch.zeros(max(count, 4096), dtype=torch.int32, device=device)
+    return found[:count]
