@@ -36,9 +36,9 @@ def test_a_global_is_replaced_for_the_block_and_the_calls_are_counted(acme) -> N
     with replaced(host(), SCORE, make) as entry:
         assert acme.score(1, 2) == 30
         assert str(entry) == f"acme {pytest.__version__}: acme_host.score (score x1)"
-        assert active() == [entry]
+        assert entry in active()
     assert acme.score is original
-    assert active() == []
+    assert "acme" not in {a.host for a in active()}
 
 
 @pytest.mark.parametrize(

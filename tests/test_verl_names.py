@@ -1,0 +1,78 @@
+"""What our names in verl's registries compute, without verl: its recorded losses, and a registry of the test's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel.integrations import verl as ours
+from rlkernel_core.spec.policy_presets import PRESETS
+
+_FILE = json.loads((Path(__file__).parent / "peers" / "losses.json").read_text())
+INPUTS = {
+    name: torch.tensor(x, dtype=torch.bool if name == "mask" else torch.float64) for name, x in _FILE["inputs"].items()
+}
+BY_PRESET = {preset: name for name, (preset, _) in ours.LOSSES.items()}
+RECORDS = [r for r in _FILE["records"] if len(r["presets"]) == 1 and r["presets"][0] in BY_PRESET]
+
+
+class Config(SimpleNamespace):
+    """As verl's configurations: attributes, and `get`."""
+
+    def get(self, name, default=None):
+        return getattr(self, name, default)
+
+
+def actor(**batch):
+    bounds = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
+    rest = {"tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": Config(dro_beta=0.3)}
+    return Config(**bounds, **rest, global_batch_info=batch)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{r['presets'][0]}-{r['args']['old_logprob']}")
+def test_the_recorded_loss_and_gradient_of_verl(record) -> None:
+    name = BY_PRESET[record["presets"][0]]
+    logprob = INPUTS["logprob"].clone().requires_grad_()
+    old = INPUTS[record["args"]["old_logprob"]]
+    loss, _ = ours.loss(name, old, logprob, INPUTS["adv"], INPUTS["mask"], config=actor())
+    loss.backward()
+    assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
+    torch.testing.assert_close(logprob.grad, torch.tensor(record["grad"], dtype=torch.float64), rtol=1e-6, atol=1e-8)
+
+
+def test_every_loss_has_a_record() -> None:
+    assert {BY_PRESET[r["presets"][0]] for r in RECORDS} == set(ours.LOSSES)
+    assert BY_PRESET.keys() <= PRESETS.keys()
+
+
+def test_ranks_without_global_counts_are_refused() -> None:
+    args = (INPUTS["old"], INPUTS["logprob"], INPUTS["adv"], INPUTS["mask"])
+    with pytest.raises(rlk.HostError, match="rlkernel_vanilla: token-mean over 2 ranks needs the global counts"):
+        ours.loss("vanilla", *args, config=actor(dp_size=2))
+
+
+def test_groups_may_have_any_names() -> None:
+    rewards, mask = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]]), torch.ones(3, 2)
+    adv, returns = ours.estimate("rloo", rewards, mask, index=np.array(["x", "y", "x"], dtype=object))
+    assert adv[:, 0].tolist() == [-4.0, 3.0, 4.0]  # verl gives a group of one its raw reward
+    assert torch.equal(adv, returns)
+
+
+def test_the_plugin_says_why_it_registers_nothing() -> None:
+    with pytest.warns(rlk.PluginWarning, match=r"rlkernel_\* is not registered with verl: verl is not installed"):
+        _import_plugin_without_verl()
+
+
+def _import_plugin_without_verl() -> None:
+    import importlib
+    from unittest import mock
+
+    absent = rlk.HostError("verl is not installed; pip install 'verl>=0.9.1,<0.10'")
+    with mock.patch.object(ours, "register", side_effect=absent):
+        importlib.reload(importlib.import_module("rlkernel.integrations.verl_plugin"))
