@@ -243,6 +243,8 @@ def encode_rows(
         z += 8.0
     if ROWS == 1:
         divisor, z = divisor[:, None], z[:, None]
+    else:
+        divisor, z = divisor + tl.zeros((1, 1), tl.float32), z + tl.zeros((1, 1), tl.float32)
     if ROWS == 2:
         ratio = ratio_of(x, divisor, INTERPRETED)
         store_codes(
