@@ -49,6 +49,7 @@ __device__ __forceinline__ void load4(float* x, const u16* p) {
   x[0] = value_of_bits(u16(a)), x[1] = value_of_bits(u16(a >> 16)), x[2] = value_of_bits(u16(b)), x[3] = value_of_bits(u16(b >> 16));
 #endif
 }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Keeps one copy of the key schedule in registers.
 __device__ __forceinline__ void keep(u32& a, u32& b) { asm volatile("" : "+r"(a), "+r"(b)); }
 

@@ -132,7 +132,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
     const u64 g = i < groups ? sm.st.group[i] : u64(ordered(-INF)) << 32;
     const float v = unordered(u32(g >> 32));
     const bool mine = passes(v, M, inv, cut), more = mine && passes(unordered(u32(g) & 0xffff0000u), M, inv, cut);
-    append(mine && !more, make_key(v, i * GROUP + int(u32(g) & 127)), sm);
+    append(mine && !more, make_key(v, i / 8 * TILE + int(u32(g) & (TILE - 1))), sm);
     if (more) {
       const int a = atomicAdd(&sm.n_again, 1);
       if (a < REREAD) sm.again[a] = i;
@@ -144,7 +144,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   if (again) {
 #pragma unroll 1
     for (int i = warp; i < again; i += WARPS) {
-      const int id = sm.again[i] * GROUP + lane * 4;
+      const int group = sm.again[i], id = group / 8 * TILE + lane / 4 * GROUP + (group % 8 * 4 + lane % 4) * 4;
       float x[4];
       if ((P.whole & 2) && id < P.V) load4(x, src + id);
       else
@@ -304,26 +304,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   cluster_arrive();     // this block runs: others may write to its memory
   const Stored* src = static_cast<const Stored*>(P.logits) + row * P.row_stride;
   int tile = rank + CLUSTER * (tid >> 5);
-  bool stays, padding;
-  {
-    Tile x;
-    if (tile < P.tiles) load_tile(x, P, src, tile);
-    const Row R = row_of(P, row);
-    for (int i = tid; i < COARSE; i += NT) sm.bins[i] = 0;
-    if (tid == 0) sm.n_found = sm.n_again = 0, sm.best = 0, sm.row = R;
-    // Blocks of a row that may need the exact way wait for it; the others leave.
-    stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
-    padding = R.padding;
-    __syncthreads();
-    cluster_wait();
-    Stats* to = &in_block(&sm, 0)->st;
-    if (!padding)
-      while (tile < P.tiles) {
-        stream_tile(P, R, sm.row, src, tile, x, &sm.best, to);
-        tile += step;
-        if (tile < P.tiles) load_tile(x, P, src, tile);
-      }
-  }
+  if (tile < P.tiles) prefetch(src + min(tile * TILE + (tid & 31) * (TILE / 32), P.V - 1));
+  const Row R = row_of(P, row);
+  for (int i = tid; i < COARSE; i += NT) sm.bins[i] = 0;
+  if (tid == 0) sm.n_found = sm.n_again = 0, sm.best = 0, sm.row = R;
+  // Blocks of a row that may need the exact way wait for it; the others leave.
+  const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
+  __syncthreads();
+  cluster_wait();
+  Stats* to = &in_block(&sm, 0)->st;
+  if (!R.padding)
+#pragma unroll 1
+    for (; tile < P.tiles; tile += step) {
+      Tile x;
+      load_tile(x, P, src, tile);
+      stream_tile(P, R, sm.row, src, tile, x, &sm.best, to);
+    }
   cluster_arrive();
   if (rank) {
     if (stays) cluster_wait(), serve(P, src, rank, sm);

@@ -4,7 +4,7 @@
 // Order everywhere: value descending, token id ascending. NaN counts as -inf.
 // Noise: Philox4x32-10 (Salmon et al., SC 2011), key = seed, counter = (id div 4, step, stream), word = id mod 4.
 
-#define GROUP 128
+#define GROUP 128      // tokens that a warp reads at once, and tokens of a group: those of four lanes
 #define TILE 1024
 #define TILES 256      // most tiles of a row
 #define GROUPS (8 * TILES)
@@ -94,7 +94,8 @@ struct Stats {         // of every tile of a row, in the block that finishes it
   float top[TILES], sum[TILES], raw[TILES];  // best logit; sum of exp((x - top) / T); the same with T = 1
   int count[TILES];    // tokens above -inf; bit 16: the tile holds NaN
   Winner winner[TILES];
-  u64 group[GROUPS];   // high: ordered maximum; low: upper half of the second, rounded up, and the id of the first
+  // High: maximum, as `ordered`; low: upper half of the second, rounded up, and where in the tile the first is.
+  u64 group[GROUPS];
 };
 
 // ---- noise
@@ -285,21 +286,31 @@ __device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const
   if (PLAIN) {
     top = top_of(x);
   } else {
-    u32 most = 0;
+    // A group is what four neighbouring lanes hold: each finds its best and second, then two steps across lanes.
+    float best, second;
 #pragma unroll
     for (int g = 0; g < 8; ++g) {
       const float a = fmaxf(x[g][0], x[g][1]), b = fminf(x[g][0], x[g][1]), c = fmaxf(x[g][2], x[g][3]), d = fminf(x[g][2], x[g][3]);
-      const float own = fmaxf(a, c);
-      const u32 mine = ordered(own), best = lanes_max(mine);
-      const int first = first_bit(lanes_where(mine == best));
-      const u32 second = lanes_max(ordered(lane == first ? fmaxf(fminf(a, c), fmaxf(b, d)) : own));
-      most = max(most, best);
-      if (lane == first) {
-        const int j = x[g][0] == own ? 0 : x[g][1] == own ? 1 : x[g][2] == own ? 2 : 3;
-        st->group[tile * 8 + g] = u64(best) << 32 | ((second + 0xffffu) & 0xffff0000u) | u32(lane * 4 + j);
-      }
+      const float one = fmaxf(a, c), two = fmaxf(fminf(a, c), fmaxf(b, d));
+      second = g ? fmaxf(fminf(best, one), fmaxf(second, two)) : two;
+      best = g ? fmaxf(best, one) : one;
     }
-    top = unordered(most);
+    int id = 0;
+#pragma unroll
+    for (int g = 0; g < 8; ++g)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (x[g][j] == best) id = g * GROUP + j;
+    id += lane * 4;
+    top = unordered(lanes_max(ordered(best)));
+#pragma unroll
+    for (int o = 1; o < 4; o <<= 1) {
+      const float one = from_across(best, o), two = from_across(second, o);
+      const int its = from_across(id, o);
+      if (one > best) id = its;
+      second = fmaxf(fminf(best, one), fmaxf(second, two)), best = fmaxf(best, one);
+    }
+    if (!(lane & 3)) st->group[tile * 8 + lane / 4] = u64(ordered(best)) << 32 | ((ordered(second) + 0xffffu) & 0xffff0000u) | u32(id);
   }
   float sum = 0.f, raw = 0.f;
   if (fabsf(top) < INF) {

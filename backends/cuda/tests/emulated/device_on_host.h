@@ -93,6 +93,7 @@ static inline float value_of_bits(u16 b) {
 static inline float value_at(const float* p) { return *p; }
 static inline float value_at(const u16* p) { return value_of_bits(*p); }
 template <typename P> static inline void load4(float* x, const P* p) { for (int i = 0; i < 4; ++i) x[i] = value_at(p + i); }
+static inline void prefetch(const void*) {}
 static inline void keep(u32&, u32&) {}
 #if CLUSTER > 1
 static inline void cluster_complete() {  // a thread that has returned is not waited for
