@@ -16,7 +16,7 @@ _TYPES: Final = {
     "row_stride": "i32", "V": "i32", "allowed": "*i32", "allowed_stride": "i32", "slot": "*i64", "last_slot": "i32",
     "temperature": "*fp32", "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64", "step": "*i64",
     "noise_stream": "i32", "work": "*fp32", "counts": "*i32", "words": "i32", "S": "i32", "N": "i32", "per": "i32",
-    "scratch": "*i64", "few": "*fp32", "spoiled": "*i32", "raw_row_stride": "i32", "raw_work": "*fp32",
+    "scratch": "*i32", "few": "*fp32", "spoiled": "*i32", "raw_row_stride": "i32", "raw_work": "*fp32",
     "invalid_token": "i32", "longs": "*i64", "ints": "*i32", "floats": "*fp32", "laws": "*fp32",
 }  # fmt: skip
 _ALIGNED: Final = ("row_stride", "V", "raw_row_stride")  # multiples of 16, beside pointers

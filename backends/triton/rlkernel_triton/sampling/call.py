@@ -259,7 +259,7 @@ def draw(
                 **as_given, **given, work=work[1], counts=counts[1], **each, **plain, **cut, RAW=True, PER=per,
                 num_warps=shape.stream_warps, **FUSED,
             )  # fmt: skip
-        scratch = torch.empty(N, shape.K + shape.C, dtype=torch.int64, device=x.device) if filters else None
+        scratch = torch.empty(N, shape.K + 2 * shape.C, dtype=torch.int32, device=x.device) if filters else None
         finish[(N,)](
             **view, **given, work=work, counts=counts, **tail, **each, **flags, **cut, **sizes, per=per,
             scratch=scratch, SEARCH=search, num_warps=shape.finish_warps, **FUSED,

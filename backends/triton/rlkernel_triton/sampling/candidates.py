@@ -14,14 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.rows import LOWEST, MOST, NOTHING, floor_of, logits_at, ordered, ranked, value_of
+from rlkernel_triton.sampling.rows import LOWEST, MOST, NOTHING, floor_of, logits_at, ordered, value_of
 
 AT_ONCE: tl.constexpr = tl.constexpr(32)  # candidates that all others are compared with at a time
 
 
 @triton.jit
 def threshold(key, low, high, n, most):
-    """The largest int64 found with at least n of the int32 keys at or above it; at most `most` where ties allow that.
+    """A value with at least n of the int32 keys at or above it, and at most `most` where ties allow that.
 
     Args:
         key: keys; those that do not count are LOWEST.
@@ -35,7 +35,7 @@ def threshold(key, low, high, n, most):
         count = tl.sum((key >= trial.to(tl.int32)).to(tl.int32), 0)
         low = tl.where(count >= n, trial, low)
         high = tl.where(count < n, trial, tl.where(count <= most, low + 1, high))
-    return low
+    return low.to(tl.int32)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def gather(
     n,  # at most K
     groups,  # how many there are
     group_best,  # [groups] of this row
-    scratch,  # [K + C] int64 of this row
+    scratch,  # [K + 2 * C] int32 of this row
     column_stride,
     allowed,
     HAS_ALLOWED: tl.constexpr,
@@ -64,7 +64,8 @@ def gather(
     K: tl.constexpr,
     C: tl.constexpr,
 ):
-    """(how many candidates there are, how many of them are certain); their keys are in scratch[K:], in no order.
+    """(how many candidates there are, how many of them are certain); their ids are in scratch[K:], in no order, their
+    `ordered` logits behind.
 
     The candidates are the first tokens of the order, at most C, among those of the groups that are read.
     """
@@ -74,13 +75,13 @@ def gather(
     least = tl.min(tl.where(g < groups, key, 0x7FFFFFFF), 0).to(tl.int64)
     tau = threshold(key, least, tl.where(groups > K, ordered(top).to(tl.int64) + 1, least + 1), n, K)
     chosen = first_of(key, tau, K) & (g < groups)
-    tl.store(scratch + tl.cumsum(chosen.to(tl.int32), 0) - 1, g.to(tl.int64), mask=chosen)
+    tl.store(scratch + tl.cumsum(chosen.to(tl.int32), 0) - 1, g, mask=chosen)
     some = tl.sum(chosen.to(tl.int32), 0)
     missed = tl.sum(((key >= tau) & (g < groups)).to(tl.int32), 0) > some
     tl.debug_barrier()
     r = tl.arange(0, K)
     read = r < some
-    ids = tl.load(scratch + r, mask=read, other=0).to(tl.int32)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    ids = tl.load(scratch + r, mask=read, other=0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     v = logits_at(x, ids, read[:, None] & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
     v = tl.where(v != v, -float("inf"), v)
     order = ordered(v)
@@ -90,16 +91,25 @@ def gather(
     bar = tau
     if found > C:
         flat = tl.reshape(tl.where(there, order, LOWEST), [K * GROUP])
-        bar = threshold(flat, tau, ordered(top).to(tl.int64) + 1, C // 2, C)
+        bar = threshold(flat, tau.to(tl.int64), ordered(top).to(tl.int64) + 1, C // 2, C)
         there = tl.reshape(first_of(flat, bar, C) & (flat > LOWEST), [K, GROUP])
         each = tl.sum(there.to(tl.int32), 1)
     at = (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(there.to(tl.int32), 1) - 1
-    tl.store(scratch + K + at, ranked(v, ids), mask=there & (at < C))
+    tl.store(scratch + K + at, ids, mask=there & (at < C))
+    tl.store(scratch + K + C + at, order, mask=there & (at < C))
     surely = tl.sum(tl.sum((there & (order > tau)).to(tl.int32), 1), 0)
     tl.debug_barrier()
     held = tl.sum(each, 0)
     # Where ties of the last group's maximum were left out, the first K tokens and all above that maximum are certain.
     return held, tl.where(missed, tl.maximum(tl.minimum(K, held), surely), held)
+
+
+@triton.jit
+def candidate(scratch, c, found, K: tl.constexpr, C: tl.constexpr):
+    """int64 of `ranked` of the candidates c, NOTHING behind the last."""
+    ids = tl.load(scratch + K + c, mask=c < found, other=0)
+    order = tl.load(scratch + K + C + c, mask=c < found, other=0)
+    return tl.where(c < found, (order.to(tl.int64) << 32) | (ids ^ MOST), NOTHING)
 
 
 @triton.jit
@@ -111,7 +121,7 @@ def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.const
     row; k <= 0, p not < 1 and m not > 0 are off.
     """
     c = tl.arange(0, C)
-    key = tl.load(scratch + K + c, mask=c < found, other=NOTHING)
+    key = candidate(scratch, c, found, K, C)
     v = value_of(key)
     y = tl.where(c < found, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
     w = tl.exp(y)
@@ -119,7 +129,7 @@ def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.const
     before = tl.zeros([C], tl.float32)
     for start in range(0, C, AT_ONCE):
         j = start + tl.arange(0, AT_ONCE)
-        other = tl.load(scratch + K + j, mask=j < found, other=NOTHING)
+        other = candidate(scratch, j, found, K, C)
         u = value_of(other)
         share = tl.where(j < found, tl.exp(tl.where(u == top, 0.0, (u - top) / T)), 0.0)
         earlier = other[None, :] > key[:, None]

@@ -101,7 +101,7 @@ def finish(
     S,
     N,
     per,  # tiles a program of `stream.tiles`
-    scratch,  # [N, K + C] int64
+    scratch,  # [N, K + 2 * C] int32
     spoiled,  # [N] int32: 1 the logits held NaN, 2 the edits or their parameters have no meaning
     raw,  # [N, V] logits before the edits
     raw_row_stride,
@@ -182,7 +182,7 @@ def finish(
                     else:
                         search = k > K
                         if search == 0:
-                            row_scratch = scratch + row * (K + C)
+                            row_scratch = scratch + row * (K + 2 * C)
                             found, certain = gather(
                                 x, V, top, tl.where(k > 0, k, K - K // 4), S * (TILE // GROUP), work + GROUPS * S,
                                 row_scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, GP, K, C,
