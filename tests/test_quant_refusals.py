@@ -18,7 +18,7 @@ def normal(*shape):
     ("format", "options", "error", "message"),
     [
         ("nf5", {}, UnknownNameError, "did you mean 'nf4'"),
-        ("mxfp4", {}, UnknownNameError, "unknown format 'mxfp4'"),
+        ("mxfp6", {}, UnknownNameError, "unknown format 'mxfp6'"),
         (4, {}, ArgumentTypeError, "must be the name of a format"),
         ("nf4", {"doublequant": True}, UnknownNameError, "did you mean 'double_quant'"),
         ("nf4", {"double_quant": 2}, ArgumentError, "choose from|Choose from False, True"),

@@ -25,16 +25,37 @@ _FP8: Final = ("e5m2", "e4m3fnuz", "e5m2fnuz")
 FAMILIES: Final[Mapping[str, tuple[QuantSpec, ...]]] = {
     "integers": (
         *(_named(f) for f in FORMATS if f.startswith("int4") and not f.endswith("asym")),
+        *(_named("q4l"), _named("gguf_q4_0"), _named("int4_g32", act_order=True)),
         _named("int4_g64", scale_rule="absmax/7"),
         _named("int4_g32", scale_dtype="float16"),
     ),
     "asymmetric": (
         *(_named(f) for f in FORMATS if f.endswith("asym")),
         _named("int4_g32_asym", scale_dtype="float32"),
+        _named("int4_g64_asym", act_order=True),
     ),
-    "nf4": (_named("nf4"), _named("nf4", double_quant=True)),
+    "float zero": (
+        *(
+            _named("hqq4"),
+            _named("hqq4", scale_dtype="bfloat16"),
+            *(_named(f"hqq4_g{g}") for g in (32, 128)),
+        ),
+    ),
+    "tables": (
+        *(_named(f, double_quant=d) for f in ("nf4", "fp4") for d in (False, True)),
+        *(_named(f"{f}_g128") for f in ("nf4", "fp4")),
+    ),
+    "powers of two": (
+        *(_named(f) for f in ("mxfp4", "mxfp8")),
+        *(_named("mxfp4", scale_rule="rceil"), _named("mxfp8", scale_rule="even")),
+        *(_named("mxfp8", element="e5m2"), _named("mxfp4", rounding="away")),
+    ),
+    "two scales": (
+        _named("nvfp4"),
+        *(_named(f"gguf_q{bits}_k") for bits in (4, 5, 6)),
+    ),
     "int8": (
-        *(_named("int8_channel"), _named("int8_w8a8")),
+        *(_named("int8_channel"), _named("int8_w8a8"), _named("gguf_q8_0")),
         *(_named("int8_channel", scale_dtype=d) for d in ("float16", "bfloat16")),
     ),
     "fp8": (
@@ -50,9 +71,9 @@ FAMILIES: Final[Mapping[str, tuple[QuantSpec, ...]]] = {
 }
 SPECS: Final[Mapping[str, QuantSpec]] = {s.kind: s for family in FAMILIES.values() for s in family}
 
-# Of these an operator other than quantize takes note; see rlkernel_core.spec.quantize and .qmatmul.
-SCALE_RULES: Final = ("element", "scale_dtype", "double_quant", "scale_rule")
-STORED: Final = ("element", "scale_dtype", "double_quant")
+# Of these an operator takes note; see rlkernel_core.spec.quantize and .qmatmul.
+STORED: Final = ("element", "scale_dtype", "double_quant", "act_order")
+SCALE_RULES: Final = (*STORED, "scale_rule", "rounding")
 MULTIPLIED: Final = (*STORED, "act")
 
 
@@ -187,6 +208,8 @@ def is_nan_or_equal(found: Tensor, expected: Tensor) -> bool:
     """Equal bit for bit; any NaN equals any other, since its payload is no part of a value."""
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         return False
+    if expected.is_floating_point() and expected.element_size() == 1:
+        found, expected = found.float(), expected.float()  # exact, and no two bytes of numbers become one
     nan = expected.isnan()
     a, b = (x.masked_fill(nan, 0).contiguous().view(torch.uint8) for x in (found, expected))
     return torch.equal(nan, found.isnan()) and torch.equal(a, b)

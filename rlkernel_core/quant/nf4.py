@@ -1,7 +1,7 @@
-"""NF4: 4-bit codes into a table of normal quantiles, blocks of 64, scales quantised again if asked for.
+"""NF4: 4-bit codes into a table of normal quantiles, blocks of 64 or 128, scales quantised again if asked for.
 
-The storage of bitsandbytes (QLoRA, arXiv 2305.14314): the weight is flattened row-major, a block is 64 consecutive
-elements whatever the row length, and the first code of a byte is its high nibble.
+The storage of bitsandbytes (QLoRA, arXiv 2305.14314): the weight is flattened row-major, a block is 64 (or 128)
+consecutive elements whatever the row length, and the first code of a byte is its high nibble.
 
 Quantise, in fp32: a = max |w| of the block; x = w / a; code = number of midpoints between table entries that are
 below x (a tie takes the lower code).
@@ -45,6 +45,13 @@ TABLE: Final = (
 class NF4:
     """The codec; `Codec` says what each method promises."""
 
+    table: tuple[float, ...] = TABLE
+    widest_gap: float = max(b - a for a, b in pairwise(TABLE))
+
+    def code(self, ratio: Tensor, table: Tensor) -> Tensor:
+        """Codes of ratios in [-1, 1]."""
+        return _nearest_by_cell(ratio, table)
+
     def storage(self, spec: QuantSpec, shape: tuple[int, int]) -> codec.Storage:
         """Codes, scales or nested scales, tables."""
         elements = shape[0] * shape[1]
@@ -63,7 +70,7 @@ class NF4:
 
     def constants(self, spec: QuantSpec) -> dict[str, Tensor]:
         """The tables."""
-        tables = {"table": torch.tensor(TABLE, dtype=torch.float32)}
+        tables = {"table": torch.tensor(self.table, dtype=torch.float32)}
         return tables | {"nested_table": dynamic_map()} if spec.double_quant else tables
 
     def encode_(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
@@ -75,7 +82,7 @@ class NF4:
             part = flat[start : start + _BLOCK].float()
             of_part = divisor[start // spec.group : -(-(start + part.numel()) // spec.group)]
             ratio = (part / _spread(of_part, spec.group, part.numel())).nan_to_num_(nan=0.0)
-            packed = nibbles.pack_high_first(_nearest_by_cell(ratio, parts["table"]))
+            packed = nibbles.pack_high_first(self.code(ratio, parts["table"]))
             parts["codes"][start // 2 : start // 2 + packed.numel()] = packed
         if not spec.double_quant:
             parts["absmax"].copy_(absmax)
@@ -87,7 +94,7 @@ class NF4:
         nested = _absmax(rest, _NESTED)
         parts["nested_absmax"].copy_(nested)
         ratio = rest / _spread(torch.where(nested > 0, nested, torch.inf), _NESTED, rest.numel())
-        parts["absmax"].copy_(_nearest(ratio.nan_to_num_(nan=0.0), parts["nested_table"]))
+        parts["absmax"].copy_(nearest(ratio.nan_to_num_(nan=0.0), parts["nested_table"]))
 
     def decode(
         self, parts: dict[str, Tensor], spec: QuantSpec, shape: tuple[int, int], start: int, stop: int
@@ -104,8 +111,7 @@ class NF4:
         flat = weight.detach().reshape(-1)
         exact = _absmax(flat, spec.group).double()
         stored = _scales(parts, spec, 0, exact.numel()).double()
-        gap = max(b - a for a, b in pairwise(TABLE))
-        bound = exact * (gap / 2 + 2.0**-22) + (exact - stored).abs()
+        bound = exact * (self.widest_gap / 2 + 2.0**-22) + (exact - stored).abs()
         return _spread(bound, spec.group, flat.numel()).view(weight.shape)
 
 
@@ -151,13 +157,13 @@ def _spread(per_block: Tensor, block: int, count: int) -> Tensor:  # [B] -> [cou
     return per_block.repeat_interleave(block)[:count]
 
 
-def _nearest(x: Tensor, table: Tensor) -> Tensor:
+def nearest(x: Tensor, table: Tensor) -> Tensor:
     """Index of the nearest entry of an ascending table, as uint8; ties to the lower one."""
     return torch.bucketize(x, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def _nearest_by_cell(x: Tensor, table: Tensor) -> Tensor:
-    """`_nearest` for x in [-1, 1] and the 16 entries of NF4, five times as fast as a search.
+    """`nearest` for x in [-1, 1] and the 16 entries of NF4, five times as fast as a search.
 
     Midpoints are more than 1/16 apart, so a cell of that width holds at most one: an index is the number of midpoints
     in lower cells, and one more where x is above its own cell's. The cell is a monotone function of x however it is

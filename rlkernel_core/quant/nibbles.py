@@ -1,4 +1,4 @@
-"""Two 4-bit codes in a byte: pack and unpack, low or high nibble first.
+"""Several codes in a byte: two of 4 bits, low or high nibble first; eight of 1 bit or four of 2.
 
 Legend: codes uint8 of 0..15 along the last dimension, C of them; bytes ceil(C / 2). An odd C leaves a nibble of 0.
 """
@@ -29,6 +29,22 @@ def pack_high_first(codes: Tensor) -> Tensor:  # [..., C] uint8 -> [..., ceil(C 
 def unpack_high_first(packed: Tensor, count: int) -> Tensor:  # [..., ceil(C / 2)] -> [..., C] uint8
     """Inverse of `pack_high_first`."""
     return torch.stack((packed >> 4, packed & 15), dim=-1).flatten(-2)[..., :count]
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:  # [..., C] uint8 below 2^bits -> [..., ceil(C bits / 8)]
+    """Code c at bits (c % n) * bits of byte c // n, n = 8 / bits."""
+    many = 8 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % many))
+    packed = torch.zeros_like(codes[..., ::many])
+    for place in range(many):
+        packed |= codes[..., place::many] << (place * bits)
+    return packed
+
+
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., ceil(C bits / 8)] -> [..., C] uint8
+    """Inverse of `pack_bits`."""
+    spread = [(packed >> place) & ((1 << bits) - 1) for place in range(0, 8, bits)]
+    return torch.stack(spread, dim=-1).flatten(-2)[..., :count]
 
 
 def _pairs(codes: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,14 +25,17 @@ class QuantSpec:
     """
 
     format: str  # a name of FORMATS
-    element: str  # "int4", "int8", "nf4", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"
+    element: str  # "int4", "int5", "int6", "int8", "nf4", "fp4", "e2m1", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"
     rows: int = 1  # rows that share a scale; 0: all
-    group: int = 0  # columns that share a scale; 0: all. nf4: elements of the flattened weight
-    symmetric: bool = True  # False: an integer zero-point per group
-    scale_dtype: str = "float32"
+    group: int = 0  # columns that share a scale; 0: all. nf4, fp4: elements of the flattened weight
+    symmetric: bool = True  # False: a zero-point (k-quants: a minimum) per group
+    scale_dtype: str = "float32"  # of the scales; "e8m0": powers of two; "int6", "int8": multiples of another scale
     scale_rule: str = "absmax"  # how the quantiser finds a scale; dequantising does not depend on it
-    double_quant: bool = False  # scales are quantised themselves (nf4)
+    double_quant: bool = False  # scales are quantised themselves (nf4, fp4)
     act: str = "none"  # how qmatmul quantises x: "none", "token_int8", "token_fp8", "block128_fp8"
+    rounding: str = "even"  # which code a tie takes; dequantising does not depend on it
+    float_zero: bool = False  # zero-points are floats of scale_dtype
+    act_order: bool = False  # columns are put into groups in an order of their own, the part g_idx
 
     @classmethod
     def named(cls, format: str, **options: Any) -> QuantSpec:  # noqa: A002  the field's noun
@@ -83,6 +86,14 @@ class Format:
 _SCALE_DTYPES: Final = ("bfloat16", "float16", "float32")
 _FP8: Final = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
 _FP8_RULES: Final = ("absmax/max", "absmax/max_pow2")
+_POWERS: Final = ("floor", "rceil", "even")  # powers of two: see rlkernel_core.quant.mx
+_ROUNDINGS: Final = ("even", "away")
+_NF4: Final = "4-bit codes of a normal law's quantiles (arXiv 2305.14314)"
+_FP4: Final = "4-bit floats as bitsandbytes has them"
+_TABLES: Final = (
+    *(("nf4", "nf4", 64, _NF4), ("nf4_g128", "nf4", 128, _NF4)),
+    *(("fp4", "fp4", 64, _FP4), ("fp4_g128", "fp4", 128, _FP4)),
+)
 
 
 def _int4(name: str, group: int, *, symmetric: bool) -> Format:
@@ -91,7 +102,8 @@ def _int4(name: str, group: int, *, symmetric: bool) -> Format:
     spec = QuantSpec(name, "int4", group=group, symmetric=symmetric, scale_dtype="bfloat16", scale_rule=rules[0])
     per = f"{group} columns" if group else "a row"
     text = f"4-bit integers, a scale{'' if symmetric else ' and a zero-point'} per {per}"
-    return Format(spec, "grid", text, {"scale_dtype": _SCALE_DTYPES, "scale_rule": rules})
+    options: dict[str, tuple[Any, ...]] = {"scale_dtype": _SCALE_DTYPES, "scale_rule": rules}
+    return Format(spec, "grid", text, options | ({"act_order": (False, True)} if group else {}))
 
 
 def _int8(name: str, text: str, act: str) -> Format:
@@ -104,18 +116,77 @@ def _fp8(name: str, text: str, rows: int, group: int, act: str) -> Format:
     return Format(spec, "grid", text, {"element": _FP8, "scale_rule": _FP8_RULES, "act": ("none", act)})
 
 
+def _table(name: str, element: str, group: int, text: str) -> Format:
+    spec = QuantSpec(name, element, group=group)
+    text = f"{text}, a scale per {group} elements of the flat weight"
+    return Format(spec, element, text, {"double_quant": (False, True)})
+
+
+def _float_zero(name: str, group: int) -> Format:
+    spec = QuantSpec(name, "int4", group=group, symmetric=False, scale_dtype="float16", scale_rule="minmax/15")
+    text = f"4-bit integers, a scale and a zero-point per {group} columns, both floats (HQQ)"
+    return Format(replace(spec, float_zero=True), "grid", text, {"scale_dtype": ("float16", "bfloat16", "float32")})
+
+
+def _mx(name: str, default: str, text: str, **options: tuple[Any, ...]) -> Format:
+    spec = QuantSpec(name, default, group=32, scale_dtype="e8m0", scale_rule=_POWERS[0])
+    return Format(spec, "mx", text, {"scale_rule": _POWERS, **options})
+
+
+def _kquant(name: str, element: str, text: str) -> Format:
+    signed = element == "int6"
+    kind, rule = ("int8", "signed_max") if signed else ("int6", "minmax")
+    spec = QuantSpec(name, element, group=256, symmetric=signed, scale_dtype=kind, scale_rule=rule)
+    return Format(spec, "kquants", text)
+
+
 def _rows() -> tuple[Format, ...]:
     widths = (("g128", 128), ("g64", 64), ("g32", 32), ("channel", 0))
-    nf4 = QuantSpec("nf4", "nf4", group=64, scale_rule="absmax")
     return (
         *(_int4(f"int4_{suffix}", group, symmetric=True) for suffix, group in widths),
         *(_int4(f"int4_{suffix}_asym", group, symmetric=False) for suffix, group in widths),
+        *(_table(*row) for row in _TABLES),
         Format(
-            nf4,
-            "nf4",
-            "4-bit codes of a normal law's quantiles (arXiv 2305.14314), a scale per 64 elements of the flat weight",
-            {"double_quant": (False, True)},
+            QuantSpec("q4l", "int4", group=64, scale_rule="absmax/7.5"),
+            "grid",
+            "4-bit integers, an fp32 scale per 64 columns",
         ),
+        *(_float_zero(*row) for row in (("hqq4", 64), ("hqq4_g32", 32), ("hqq4_g128", 128))),
+        _mx("mxfp4", "e2m1", "4-bit floats, a power of two per 32 columns (OCP MX)", rounding=_ROUNDINGS),
+        _mx("mxfp8", "e4m3fn", "8-bit floats, a power of two per 32 columns (OCP MX)", element=("e4m3fn", "e5m2")),
+        Format(
+            QuantSpec("nvfp4", "e2m1", group=16, scale_dtype="float8_e4m3fn", scale_rule="absmax/6"),
+            "nvfp4",
+            "4-bit floats, an e4m3 scale per 16 columns and an fp32 one for all",
+            {"rounding": _ROUNDINGS},
+        ),
+        Format(
+            QuantSpec(
+                "gguf_q4_0",
+                "int4",
+                group=32,
+                scale_dtype="float16",
+                scale_rule="signed_max/-8_then_round",
+                rounding="up",
+            ),
+            "grid",
+            "4-bit integers, an fp16 scale per 32 columns (llama.cpp)",
+        ),
+        Format(
+            QuantSpec(
+                "gguf_q8_0",
+                "int8",
+                group=32,
+                scale_dtype="float16",
+                scale_rule="absmax/127_then_round",
+                rounding="away",
+            ),
+            "grid",
+            "8-bit integers, an fp16 scale per 32 columns (llama.cpp)",
+        ),
+        _kquant("gguf_q4_k", "int4", "4-bit integers, a 6-bit scale and minimum per 32 of 256 columns (llama.cpp)"),
+        _kquant("gguf_q5_k", "int5", "5-bit integers, a 6-bit scale and minimum per 32 of 256 columns (llama.cpp)"),
+        _kquant("gguf_q6_k", "int6", "6-bit integers, an 8-bit scale per 16 of 256 columns (llama.cpp)"),
         _int8("int8_channel", "8-bit integers, a scale per row; x stays as it is", "none"),
         _int8("int8_w8a8", "8-bit integers, a scale per row; x quantised per token to 8 bits", "token_int8"),
         _fp8("fp8_tensor", "8-bit floats, one scale", 0, 0, "token_fp8"),

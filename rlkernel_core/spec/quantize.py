@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Options of a spec that dequantising and prepacking depend on; quantising depends on the scale rule as well.
-STORED: Final = ("element", "scale_dtype", "double_quant")
-QUANTISED: Final = (*STORED, "scale_rule")
+# Options of a spec that dequantising and prepacking depend on; quantising depends on its rules as well.
+STORED: Final = ("element", "scale_dtype", "double_quant", "act_order")
+QUANTISED: Final = (*STORED, "scale_rule", "rounding")
 _DTYPES: Final = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 

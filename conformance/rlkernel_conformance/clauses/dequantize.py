@@ -56,9 +56,13 @@ class Codes:
             raw = part.view(torch.uint8).view(-1)
             if name == "codes" and raw.numel() >= 256:
                 raw.copy_(_BYTES[torch.arange(raw.numel()).remainder(256)])
-            elif name == "codes" or part.dtype == torch.uint8:
+            elif name == "g_idx":
+                part.copy_(part[torch.randperm(part.numel(), generator=g)])
+            elif name == "codes" or part.element_size() == 1:
                 high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantisers
                 raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
+            elif name == "zero":
+                part.copy_(torch.rand(part.shape, generator=g) * 15)
             elif "table" not in name:
                 part.copy_(SCALES[self.scales](part, g))
         return w.to(subject.device)
@@ -118,7 +122,9 @@ def other_dtypes_are_rounded_once(subject: Subject, case: Codes) -> None:
 @attack(
     "DQ-03",
     lambda s: cases(s).map(lambda c: replace(c, scales="extreme", N=min(c.N, 20))),
-    examples=tuple(Codes(kind, 6, 256, 3, "extreme") for kind in ("int8_channel", "nf4")),
+    examples=tuple(
+        Codes(kind, 6, 256, 3, "extreme") for kind in ("int8_channel", "nf4", "mxfp4", "mxfp8", "nvfp4", "gguf_q4_k")
+    ),
 )
 def extreme_scales_multiply_as_ieee_says(subject: Subject, case: Codes) -> None:
     """0, subnormal, largest, inf and NaN."""

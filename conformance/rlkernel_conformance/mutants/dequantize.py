@@ -59,10 +59,49 @@ def zero_points_off_by_one(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(w, **rest)
 
 
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", origin="groups in the order of columns, g_idx not looked at")
+def ignores_g_idx(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    if isinstance(w, QuantTensor) and "g_idx" in w.parts:
+        w = _with(w, g_idx=w.parts["g_idx"].sort().values)
+    return reference(w, **rest)
+
+
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", origin="an e8m0 byte of 255 taken for 2^128 instead of NaN")
+def no_nan_in_e8m0(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    if isinstance(w, QuantTensor) and w.spec.scale_dtype == "e8m0":
+        w = _with(w, scale=w.parts["scale"].clamp(max=254))
+    return reference(w, **rest)
+
+
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", origin="an e8m0 byte of 0 taken for 0 instead of 2^-127")
+def no_subnormal_scale(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    out = reference(w, **rest)
+    if isinstance(w, QuantTensor) and w.spec.scale_dtype == "e8m0":
+        of_column = w.parts["scale"].repeat_interleave(w.spec.group, 1)[:, : w.shape[1]]
+        out = torch.where(of_column == 0, 0, out)
+    return out
+
+
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", origin="bitsandbytes' fp4 read by the table of e2m1 over 6")
+def other_four_bit_float(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    if isinstance(w, QuantTensor) and w.spec.element == "fp4":
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]) / 6
+        w = _with(w, table=torch.cat((magnitudes, -magnitudes)).to(w.device))
+    return reference(w, **rest)
+
+
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", origin="the fifth and sixth bits of llama.cpp's codes in another order")
+def shuffled_high_bits(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    if isinstance(w, QuantTensor) and "high" in w.parts:
+        high = w.parts["high"]
+        w = _with(w, high=high >> 4 | high << 4)
+    return reference(w, **rest)
+
+
 @mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", "DQ-05", origin="a zero-point masked to 4 bits: 16 is 0")
 def masks_zero_points(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     if isinstance(w, QuantTensor) and "zero" in w.parts:
-        w = _with(w, zero=w.parts["zero"] & 15)
+        w = _with(w, zero=w.parts["zero"] & 15 if w.parts["zero"].dtype == torch.uint8 else w.parts["zero"])
     return reference(w, **rest)
 
 

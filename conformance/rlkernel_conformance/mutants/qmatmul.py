@@ -43,7 +43,7 @@ def swapped_nibbles(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> A
 
 @mutant("QM-01", "QM-04", origin="scales of the next group")
 def scales_of_the_wrong_group(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
-    if isinstance(w, QuantTensor) and w.spec.format == "int4_g32":
+    if isinstance(w, QuantTensor) and w.spec.kind == "int4_g32[scale_dtype=float16]":
         w = _with(w, scale=w.parts["scale"].roll(1, 1))
     return reference(x, w, **rest)
 
@@ -222,7 +222,7 @@ def residual_comes_first(reference: Any, x: Tensor, w: QuantTensor, **rest: Any)
 
 @mutant("QM-15", origin="the dequantised weight remembered by address")
 def remembers_the_weight(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
-    if not isinstance(w, QuantTensor) or w.spec.element != "int8" or w.layout != CANONICAL:
+    if not isinstance(w, QuantTensor) or w.layout != CANONICAL:
         return reference(x, w, **rest)
     if getattr(x, "requires_grad", True):
         return reference(x, w, **rest)

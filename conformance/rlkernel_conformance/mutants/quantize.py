@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,10 +37,76 @@ def rounds_scales_down(reference: Any, weight: Tensor, format: Any, **rest: Any)
     return w
 
 
-@mutant("QZ-01", "QZ-02", "QZ-03", origin="zero-points rounded down")
+@mutant("QZ-01", "QZ-03", "QZ-05", "QZ-10", origin="e8m0 scales rounded up where the rule is to round down (zoo 33)")
+def other_power_of_two(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    spec = spec_of(format)
+    if spec.scale_dtype != "e8m0" or spec.scale_rule != "floor" or rest.get("out") is not None:
+        return reference(weight, format, **rest)
+    w = reference(weight, replace(spec, scale_rule="rceil"), **rest)
+    return replace(w, spec=spec)
+
+
+@mutant(
+    "QZ-02",
+    "QZ-10",
+    "QZ-13",
+    origin="ties of e2m1 to the larger magnitude, as triton_kernels has them, for ties to even",
+)
+def ties_away(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    spec = spec_of(format)
+    if spec.format != "mxfp4" or spec.rounding != "even" or rest.get("out") is not None:
+        return reference(weight, format, **rest)
+    w = reference(weight, replace(spec, rounding="away"), **rest)
+    return replace(w, spec=spec)
+
+
+@mutant(
+    "QZ-02", "QZ-03", "QZ-05", origin="e2m1 codes in a table of bitsandbytes' fp4, whose codes are in another order"
+)
+def other_four_bit_float(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    w = reference(weight, format, **rest)
+    if w.spec.element == "fp4" and rest.get("out") is None:
+        codes = w.parts["codes"]
+        order = torch.tensor([0, 1, 6, 7, 4, 5, 2, 3], dtype=torch.uint8, device=codes.device)
+        high, low = codes >> 4, codes & 15
+        swap = [(x & 8) | order[(x & 7).long()] for x in (high, low)]
+        codes.copy_(swap[0] << 4 | swap[1])
+    return w
+
+
+@mutant("QZ-01", "QZ-02", "QZ-03", "QZ-05", origin="a tensor's scale left out of the scales of nvfp4 blocks")
+def forgets_the_scale_of_all(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    w = reference(weight, format, **rest)
+    if "global_scale" in w.parts:
+        w.parts["global_scale"].mul_(448)
+        w.parts["scale"].copy_(w.parts["scale"].float() / 448)
+    return w
+
+
+@mutant(
+    "QZ-01",
+    "QZ-02",
+    "QZ-03",
+    "QZ-05",
+    origin="columns put into groups from the smallest, where act-order starts with the largest",
+)
+def ascending_order(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    w = reference(weight, format, **rest)
+    if "g_idx" in w.parts and w.layout == CANONICAL:
+        w.parts["g_idx"].copy_(w.parts["g_idx"].amax() - w.parts["g_idx"])
+    return w
+
+
+@mutant("QZ-01", "QZ-02", origin="the largest magnitude without its sign: llama.cpp's -8 is never used")
+def unsigned_extreme(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
+    with patch("rlkernel_core.quant.grid.signed_extreme", lambda x, group: grid.extremes(x.abs(), 1, group)[1]):
+        return reference(weight, format, **rest)
+
+
+@mutant("QZ-01", "QZ-02", "QZ-03", "QZ-05", origin="zero-points rounded down")
 def zero_points_rounded_down(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     w = reference(weight, format, **rest)
-    if "zero" in w.parts:
+    if "zero" in w.parts and not w.spec.act_order and not w.spec.float_zero:
         low, _ = grid.extremes(weight.detach(), w.spec.rows, w.spec.group)
         ratio = -low.clamp(max=0) / w.parts["scale"].float()
         w.parts["zero"].copy_(ratio.nan_to_num(0.0).floor().clamp(0, 15))
@@ -49,7 +116,7 @@ def zero_points_rounded_down(reference: Any, weight: Tensor, format: Any, **rest
 @mutant("QZ-02", "QZ-03", "QZ-05", "QZ-10", origin="codes truncated towards zero")
 def truncated(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     w = reference(weight, format, **rest)
-    if w.spec.element == "int8" and w.layout == CANONICAL:
+    if w.spec.element == "int8" and _per_row(w.spec) and w.layout == CANONICAL:
         w.parts["codes"].copy_((weight / w.parts["scale"].float()).nan_to_num(0.0, 0.0, 0.0).trunc())
     return w
 
@@ -85,7 +152,7 @@ def narrow_range(reference: Any, weight: Tensor, format: Any, **rest: Any) -> An
 )
 def epsilon_in_the_scale(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     w = reference(weight, format, **rest)
-    if w.spec.element not in {"nf4", "int4"}:
+    if w.spec.format.startswith(("int8", "fp8")):
         w.parts["scale"].add_(1e-5)
     return w
 
@@ -163,6 +230,7 @@ def scales_in_place(reference: Any, weight: Tensor, format: Any, **rest: Any) ->
     "QZ-03",
     "QZ-04",
     "QZ-05",
+    "QZ-06",
     "QZ-07",
     "QZ-08",
     "QZ-09",

@@ -87,7 +87,7 @@ def exact(x, w, *, rounding="any", bias=None, lora=None, activation=None, residu
     spec, dtype = w.spec, str(x.dtype).removeprefix("torch.")
     w = w.to("cpu")
     if spec.act == "token_int8":  # exact sums of integers, then scales: there is no w' to round
-        value = quant.integers(w).double() * quant.spread(w.parts["scale"], spec, w.shape).double()
+        value = quant.integers(w).double() * quant.spread(w, w.parts["scale"]).double()
     else:
         value = quant.decode(w)
         value = (value.to(x.dtype) if rounding == "dtype" else value).double()

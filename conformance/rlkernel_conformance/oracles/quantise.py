@@ -5,10 +5,12 @@ Scales are fp32 divisions, so their bits are known. Codes are known but where w 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from rlkernel_conformance.oracles import quant
+from rlkernel_conformance.oracles import quant, quant_scales
 
 BORDER = 2.0**-20  # relative; the tolerance row "codes" of quantize@1
 LARGEST = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0}
@@ -31,15 +33,32 @@ def stored(scale, dtype):
 def scales(weight, spec):
     """Part name -> expected tensor, for every part but codes and tables. The weight is finite."""
     x = weight.detach().cpu().float().numpy()
-    if spec.element == "nf4":
+    if spec.element in quant.TABLES:
         return nf4_scales(x, spec)
+    if spec.scale_dtype == "e8m0":
+        return quant_scales.powers_of_two(x, spec)
+    if spec.format == "nvfp4":
+        return quant_scales.nvfp4(x, spec)
+    if spec.format.endswith("_k"):
+        return quant_scales.k_quant(x, spec)
+    if spec.scale_rule.endswith("_then_round"):
+        return {"scale": quant_scales.half(quant_scales.before_rounding(x, spec))[0]}
+    if spec.act_order:
+        order = quant_scales.columns_in_order(x)
+        g_idx = np.empty(len(order), np.int32)
+        g_idx[order] = np.arange(len(order)) // spec.group
+        plain = scales(torch.from_numpy(x[:, order]), replace(spec, act_order=False))
+        return {**plain, "g_idx": torch.from_numpy(g_idx)}
     if not spec.symmetric:
         low = np.minimum(grouped(x, spec.rows, spec.group, np.min), np.float32(0))
         high = np.maximum(grouped(x, spec.rows, spec.group, np.max), np.float32(0))
         with np.errstate(over="ignore"):
             s = stored((high - low) / np.float32(15), spec.scale_dtype)
         wide = s.float().numpy()
-        zero = np.where(wide > 0, np.rint(-low / np.where(wide > 0, wide, np.float32(1))), 0)
+        zero = np.where(wide > 0, np.abs(low) / np.where(wide > 0, wide, np.float32(1)), np.float32(0))
+        if spec.float_zero:
+            return {"scale": s, "zero": torch.from_numpy(zero).to(s.dtype)}
+        zero = np.rint(zero)
         return {"scale": s, "zero": torch.from_numpy(zero.clip(0, 15).astype(np.uint8))}
     largest = LARGEST.get(spec.scale_rule) or TOP[spec.element]
     s = grouped(np.abs(x), spec.rows, spec.group, np.max) / np.float32(largest)
@@ -88,7 +107,8 @@ def range_of(spec):
 
 def levels_of(element):
     """Finite values of a code, ascending, each once."""
-    table = quant.NF4 if element == "nf4" else quant.float8_table(element)
+    table = quant.TABLES.get(element, quant.E2M1 if element == "e2m1" else None)
+    table = quant.float8_table(element) if table is None else table
     values = np.unique(table.double().numpy())
     return values[np.isfinite(values)] + 0.0
 
@@ -112,33 +132,67 @@ def divided(weight, w):
     """w / s in float64 [N, K], 0 where the scale is 0."""
     spec, shape = w.spec, tuple(weight.shape)
     x = weight.detach().cpu().float().double().numpy()
-    if spec.element == "nf4":
+    if spec.element in quant.TABLES:
         a = grouped(np.abs(x.reshape(1, -1)), 1, spec.group, np.max)[0]
         s = np.repeat(a, spec.group)[: x.size].reshape(shape)
+    elif spec.format.endswith("_k"):
+        _, step, least = quant.k_quant(w)
+        s, x = step.double().numpy(), x + least.double().numpy()
+    elif spec.scale_dtype in {"e8m0", "float8_e4m3fn"}:
+        s = quant.small_scales(w).numpy()
+    elif spec.scale_rule.endswith("_then_round"):
+        s = quant_scales.before_rounding(x.astype(np.float32), spec).astype(np.float64)
+        s = np.repeat(np.where(w.parts["scale"].numpy() == 0, 0.0, s), spec.group, 1)[:, : shape[1]]
     else:
-        s = quant.spread(w.parts["scale"].double(), spec, shape).numpy()
-    return np.where(s > 0, x / np.where(s > 0, s, 1.0), 0.0)
+        s = quant.spread(w, w.parts["scale"].double()).numpy()
+    usable = np.isfinite(s) & (s != 0)
+    return np.where(usable, x / np.where(usable, s, 1.0), 0.0)
 
 
 def codes_are_right(weight, w):
     """[N, K] bool: the code of an element is the nearest, or the other where the ratio is at a border."""
     w = w.to("cpu")
     spec, ratio = w.spec, divided(weight, w)
-    if spec.element in {"int4", "int8"}:
-        zero = 0 if spec.symmetric else quant.spread(w.parts["zero"].int(), spec, w.shape).numpy()
-        low, high = rounded(ratio, zero, *range_of(spec))
-        found = quant.integers(w).numpy() + zero
+    if spec.format.endswith("_k"):
+        bits = int(spec.element[-1])
+        least, most = (-32, 31) if spec.symmetric else (0, 2**bits - 1)
+        low, high = rounded(ratio, 0, least, most)
+        found = quant.k_quant(w)[0].numpy()
         return (low <= found) & (found <= high)
-    if spec.element == "nf4":
+    if spec.element in {"int4", "int8"}:
+        zero = 0 if spec.symmetric else quant.spread(w, w.parts["zero"].float()).double().numpy()
+        if spec.float_zero:
+            low, high = rounded(ratio + zero, 0, 0, 15)
+        else:
+            low, high = rounded(ratio, zero, *range_of(spec))
+        found = quant.integers(w).double().numpy() + (np.float32(zero) if spec.float_zero else zero)
+        found = np.rint(found)
+        return (low <= found) & (found <= high)
+    if spec.element in quant.TABLES:
         packed = w.parts["codes"]
-        found = torch.stack((packed >> 4, packed & 15), 1).flatten()[: ratio.size].view(w.shape).numpy()
+        index = torch.stack((packed >> 4, packed & 15), 1).flatten()[: ratio.size].view(w.shape)
+        value = quant.TABLES[spec.element][index.long()].double().numpy()
     else:
-        value = quant.float8_table(spec.element)[w.parts["codes"].view(torch.uint8).long()].double().numpy()
-        levels = levels_of(spec.element)
-        found = np.searchsorted(levels, value)
-        found = np.where(levels[found.clip(max=levels.size - 1)] == value, found, -1)
+        value = quant.small_floats(w).double().numpy()
+    if spec.scale_dtype == "e8m0":  # ratios are exact, so ties are too
+        return (value == tied(ratio, spec)) & (np.signbit(value) == np.signbit(ratio))
+    levels = levels_of(spec.element)
+    found = np.searchsorted(levels, value)
+    found = np.where(levels[found.clip(max=levels.size - 1)] == value, found, -1)
     low, high = nearest(ratio, spec.element)
     return (low <= found) & (found <= high)
+
+
+def tied(ratio, spec):
+    """The nearest value to an exact ratio; a tie takes the even mantissa, or the larger magnitude."""
+    levels = levels_of(spec.element)
+    levels = levels[levels >= 0]  # their index is their bit pattern
+    magnitude = np.abs(ratio).clip(max=levels[-1])
+    above = np.searchsorted(levels, magnitude).clip(1, levels.size - 1)
+    below, middle = above - 1, (levels[above] + levels[above - 1]) / 2
+    on_tie = above if spec.rounding == "away" else np.where(above % 2 == 0, above, below)
+    found = np.where(magnitude == middle, on_tie, np.where(magnitude > middle, above, below))
+    return np.copysign(levels[found], ratio)
 
 
 def activation(x, spec):
