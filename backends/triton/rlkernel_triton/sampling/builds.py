@@ -15,15 +15,15 @@ _V: Final = 128256
 _TYPES: Final = {
     "row_stride": "i32", "V": "i32", "allowed": "*i32", "allowed_stride": "i32", "slot": "*i64", "last_slot": "i32",
     "temperature": "*fp32", "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seed": "*i64", "step": "*i64",
-    "noise_stream": "i32", "work": "*fp32", "counts": "*i32", "words": "i32", "S": "i32", "N": "i32", "per": "i32",
-    "scratch": "*i32", "few": "*fp32", "spoiled": "*i32", "raw_row_stride": "i32", "raw_work": "*fp32",
+    "noise_stream": "i32", "work": "*fp32", "words": "i32", "S": "i32", "N": "i32", "per": "i32",
+    "spoiled": "*i32", "raw_row_stride": "i32",
     "invalid_token": "i32", "longs": "*i64", "ints": "*i32", "floats": "*fp32", "laws": "*fp32",
 }  # fmt: skip
-_ALIGNED: Final = ("row_stride", "V", "raw_row_stride")  # multiples of 16, beside pointers
+_ALIGNED: Final = ("row_stride", "raw_row_stride")  # multiples of 16, beside pointers
 _NONE: Final = {
     "T_EACH": 1, "K_EACH": -2, "P_EACH": -2, "M_EACH": -2, "SEED_EACH": 1, "STEP_EACH": 1, "HAS_ALLOWED": False,
     "HAS_SLOT": False, "HAS_SPOILED": False, "ENTROPY": False, "RAW": False, "LAWS": False, "KEEP_ALL": False,
-    "ORDER": 0, "UNIT": True, "column_stride": 1, "raw_column_stride": 1,
+    "ORDER": 0, "UNIT": True, "WHOLE": True, "column_stride": 1, "raw_column_stride": 1,
 }  # fmt: skip
 _CASES: Final[dict[str, dict[str, Any]]] = {
     "no filter": _NONE,
@@ -42,7 +42,7 @@ _GIVEN: Final = {
 
 def builds(arch: str) -> Iterator[Build]:
     """Every build that is compiled for an architecture."""
-    from rlkernel_triton.sampling.call import SHAPE, padded
+    from rlkernel_triton.sampling.plan import SHAPE, padded
 
     for dtype in ("fp32", "bf16"):
         for label, case in _CASES.items():
@@ -56,7 +56,7 @@ def builds(arch: str) -> Iterator[Build]:
                 types = {"x": f"*{dtype}", "raw": f"*{dtype}", **_TYPES}
                 constants = {**case, **sizes, **own}
                 constants |= {name: None for name, there in _GIVEN.items() if not case[there]}
-                constants |= {"top_k": None, "top_p": None, "scratch": None} if not filters else {}
+                constants |= {"top_k": None, "top_p": None} if not filters else {}
                 constants |= {"min_p": None} if case["M_EACH"] == -2 else {}
                 names = set(kernel.arg_names)
                 constants = {n: v for n, v in constants.items() if n in names}

@@ -14,11 +14,23 @@ from rlkernel_triton.sampling.candidates import gather, kept_of
 from rlkernel_triton.sampling.noise import gumbel
 from rlkernel_triton.sampling.results import PENDING, request, settle, summed
 from rlkernel_triton.sampling.rows import MOST, NOTHING, floor_of, id_of, logits_at, parameter, ranked, value_of
-from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, filtered
+from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, as_int32, filtered
 
 
 @triton.jit
-def first_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SP: tl.constexpr):
+def first_best(
+    x,
+    V,
+    work,
+    S,
+    top,
+    column_stride,
+    allowed,
+    HAS_ALLOWED: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SP: tl.constexpr,
+):
     """The lowest id of the best logit: it is in the first tile that has it."""
     t = tl.arange(0, SP)
     m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
@@ -29,7 +41,9 @@ def first_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.const
 
 
 @triton.jit
-def last_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
+def last_best(
+    x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr
+):
     """The highest id of the best logit, tile by tile."""
     last = tl.full((), -1, tl.int32)
     for tile in range(S):
@@ -41,7 +55,20 @@ def last_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.conste
 
 
 @triton.jit
-def score_of(x, ids, there, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr):
+def score_of(
+    x,
+    ids,
+    there,
+    top,
+    T,
+    seed,
+    step,
+    noise_stream,
+    column_stride,
+    allowed,
+    HAS_ALLOWED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """`ranked` noised scores of ids, NOTHING where no token can be drawn."""
     v = logits_at(x, ids, there, column_stride, allowed, HAS_ALLOWED, UNIT)
     y = tl.where(v == top, 0.0, (v - top) / T)
@@ -68,7 +95,18 @@ def winner_of(
                 for start in range(part * per * TILE, (part + 1) * per * TILE, TILE):
                     all_of = start + tl.arange(0, TILE)
                     score = score_of(
-                        x, all_of, all_of < V, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT
+                        x,
+                        all_of,
+                        all_of < V,
+                        top,
+                        T,
+                        seed,
+                        step,
+                        noise_stream,
+                        column_stride,
+                        allowed,
+                        HAS_ALLOWED,
+                        UNIT,
                     )
                     best = tl.maximum(best, tl.max(score, 0))
     return id_of(best)
@@ -76,7 +114,7 @@ def winner_of(
 
 @triton.jit(
     do_not_specialize=[
-        "noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "per", "N",
+        "noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "V", "S", "per", "N",
     ]
 )  # fmt: skip
 def finish(
@@ -95,18 +133,15 @@ def finish(
     seed,
     step,
     noise_stream,
-    work,  # [N, words] of `stream.tiles`
-    counts,
+    work,  # [N, words] of `stream.tiles`; behind the groups, K + 2 * C int32 to work in
     words,
     S,
     N,
     per,  # tiles a program of `stream.tiles`
-    scratch,  # [N, K + 2 * C] int32
     spoiled,  # [N] int32: 1 the logits held NaN, 2 the edits or their parameters have no meaning
     raw,  # [N, V] logits before the edits
     raw_row_stride,
     raw_column_stride,
-    raw_work,  # [N, words] of the raw law
     invalid_token,
     longs,
     ints,
@@ -115,6 +150,7 @@ def finish(
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     UNIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_SPOILED: tl.constexpr,
     T_EACH: tl.constexpr,
     K_EACH: tl.constexpr,
@@ -136,6 +172,8 @@ def finish(
     C: tl.constexpr,
 ):
     """One row: its results, from its tiles."""
+    if WHOLE:
+        V = V // 16 * 16
     row = tl.program_id(0).to(tl.int64)
     place, padding, bad, greedy, T, nan = request(
         row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
@@ -143,11 +181,12 @@ def finish(
     noise_seed = parameter(seed, place, SEED_EACH).to(tl.int64)
     noise_step = parameter(step, place, STEP_EACH).to(tl.int64)
     x += row * row_stride
+    raw_work = work + (N.to(tl.int64) + row) * words
     work += row * words
-    counts += row * words
+    counts = as_int32(work)
     if HAS_ALLOWED:
         allowed += row * allowed_stride
-    top, tokens, Z, tilted, held_nan = summed(work, counts, S, T, ENTROPY, SP)
+    top, tokens, Z, tilted, held_nan = summed(work, S, T, ENTROPY, SP)
     nan = nan | held_nan
     kept, mass = tokens, Z
     winner = tl.full((), 0, tl.int64)
@@ -182,13 +221,13 @@ def finish(
                     else:
                         search = k > K
                         if search == 0:
-                            row_scratch = scratch + row * (K + 2 * C)
+                            scratch = counts + GROUPS * S + S * (TILE // GROUP)
                             found, certain = gather(
                                 x, V, top, tl.where(k > 0, k, K - K // 4), S * (TILE // GROUP), work + GROUPS * S,
-                                row_scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, GP, K, C,
+                                scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, GP, K, C,
                             )  # fmt: skip
                             kept, key, y, order = kept_of(
-                                row_scratch, found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
+                                scratch, found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
                             )
                             search = (kept > certain) & (certain < tokens)
                             keep = order < kept
@@ -218,7 +257,7 @@ def finish(
     if SEARCH:
         tl.store(ints + PENDING * N + row, search.to(tl.int32))
     settle(
-        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, words, S, invalid_token,
+        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S, invalid_token,
         longs, ints, floats, laws, padding, bad, greedy, nan, T, top, tokens, Z, winner, kept, mass, tilted, cut,
         cut_id, row < 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, SP,
     )  # fmt: skip

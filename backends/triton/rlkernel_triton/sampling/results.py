@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.rows import floor_of, logits_at, parameter, place_of
-from rlkernel_triton.sampling.stream import BEST, COUNT, MOMENT, TOTAL
+from rlkernel_triton.sampling.stream import BEST, COUNT, MOMENT, TOTAL, as_int32
 
 # Rows of the results: [., N] each.
 TOKEN: tl.constexpr = tl.constexpr(0)  # of int64
@@ -25,7 +25,9 @@ ENTROPY_OF: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
-def request(row, slot, last_slot, temperature, spoiled, HAS_SLOT: tl.constexpr, HAS_SPOILED: tl.constexpr, T_EACH: tl.constexpr):
+def request(
+    row, slot, last_slot, temperature, spoiled, HAS_SLOT: tl.constexpr, HAS_SPOILED: tl.constexpr, T_EACH: tl.constexpr
+):
     """(place of the parameters, padding, without meaning, greedy, T or 1, whether the logits held NaN)."""
     place, padding, foreign = place_of(row, slot, last_slot, HAS_SLOT)
     T = parameter(temperature, place, T_EACH).to(tl.float32)
@@ -41,11 +43,11 @@ def request(row, slot, last_slot, temperature, spoiled, HAS_SLOT: tl.constexpr, 
 
 
 @triton.jit
-def summed(work, counts, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
+def summed(work, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
     """(best logit, tokens that can be drawn, their mass, their sum of w * y, whether there is NaN) of the row."""
     t = tl.arange(0, SP)
     m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
-    n = tl.load(counts + COUNT * S + t, mask=t < S, other=0)
+    n = tl.load(as_int32(work) + COUNT * S + t, mask=t < S, other=0)
     z = tl.load(work + TOTAL * S + t, mask=t < S, other=0.0)
     nan = tl.max((n < 0).to(tl.int32), 0)
     n = tl.where(n < 0, -1 - n, n)
@@ -82,8 +84,7 @@ def settle(
     raw,
     raw_row_stride,
     raw_column_stride,
-    raw_work,
-    words,
+    raw_work,  # [words] of the raw law of this row
     S,
     invalid_token,
     longs,  # out [2, N] int64
@@ -139,7 +140,7 @@ def settle(
         tl.store(laws + row * 5 + 1, T)
         tl.store(laws + row * 5 + 2, log_mass)
     if RAW:
-        raw_top, raw_Z = summed_raw(raw_work + row * words, S, SP)
+        raw_top, raw_Z = summed_raw(raw_work, S, SP)
         r = tl.load(raw + row * raw_row_stride + safe * raw_column_stride).to(tl.float32)
         r = tl.where(r != r, -float("inf"), r)
         r = tl.where(r == raw_top, 0.0, r - raw_top) - tl.log(raw_Z)

@@ -12,6 +12,7 @@ from rlkernel_triton.sampling.noise import SLACK, early, exponential, uniform, w
 from rlkernel_triton.sampling.results import PENDING, request, settle, summed
 from rlkernel_triton.sampling.rows import ordered, parameter, unordered
 from rlkernel_triton.sampling.search import block_of, kept_by_search, total
+from rlkernel_triton.sampling.stream import GROUPS
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def drawn(
 
 
 @triton.jit(
-    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "N"]
+    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "V", "S", "N"]
 )  # fmt: skip
 def searched(
     x,  # as everything here, of `finish.finish`
@@ -81,17 +82,14 @@ def searched(
     seed,
     step,
     noise_stream,
-    work,
-    counts,
+    work,  # behind the groups, FEW fp32 to work in
     words,
     S,
     N,
-    few,  # [N, FEW] fp32
     spoiled,
     raw,
     raw_row_stride,
     raw_column_stride,
-    raw_work,
     invalid_token,
     longs,
     ints,
@@ -100,6 +98,7 @@ def searched(
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     UNIT: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_SPOILED: tl.constexpr,
     T_EACH: tl.constexpr,
     K_EACH: tl.constexpr,
@@ -112,11 +111,15 @@ def searched(
     RAW: tl.constexpr,
     ENTROPY: tl.constexpr,
     LAWS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
 ):
     """One row that was left to the search."""
+    if WHOLE:
+        V = V // 16 * 16
     row = tl.program_id(0).to(tl.int64)
     if tl.load(ints + PENDING * N + row) != 0:
         place, padding, bad, greedy, T, nan = request(
@@ -125,7 +128,10 @@ def searched(
         x += row * row_stride
         if HAS_ALLOWED:
             allowed += row * allowed_stride
-        top, tokens, Z, tilted, held_nan = summed(work + row * words, counts + row * words, S, T, False, SP)
+        raw_work = work + (N.to(tl.int64) + row) * words
+        work += row * words
+        few = work + GROUPS * S + S * (TILE // GROUP)
+        top, tokens, Z, tilted, held_nan = summed(work, S, T, False, SP)
         k = tl.full((), 0, tl.int32)
         p = tl.full((), 1.0, tl.float32)
         low = tl.full((), 0.0, tl.float32)
@@ -136,7 +142,7 @@ def searched(
         if M_EACH > -2:
             low = parameter(min_p, place, M_EACH).to(tl.float32)
         kept, value, greater = kept_by_search(
-            x, V, top, T, tokens, Z, k, p, low, few + row * FEW, column_stride, allowed, ORDER, KEEP_ALL, HAS_ALLOWED,
+            x, V, top, T, tokens, Z, k, p, low, few, column_stride, allowed, ORDER, KEEP_ALL, HAS_ALLOWED,
             UNIT, BLOCK, FEW,
         )  # fmt: skip
         winner, mass, tilted, last = drawn(
@@ -147,7 +153,7 @@ def searched(
         everything = (kept == tokens) & (top < float("inf"))
         cut = tl.where(everything, -float("inf"), unordered(value.to(tl.int32)))
         settle(
-            row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, words, S,
+            row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S,
             invalid_token, longs, ints, floats, laws, padding, bad, greedy, nan | held_nan, T, top, tokens, Z, winner,
             kept, mass, tilted, cut, tl.where(everything, -1, last), row >= 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, SP,
         )  # fmt: skip

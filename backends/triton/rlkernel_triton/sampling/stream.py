@@ -19,13 +19,19 @@ from rlkernel_triton.sampling.rows import MOST, floor_of, logits_at, parameter, 
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Numbers of a row of the workspace: S of each, then S * G maxima of groups.
+# Numbers of a row of the workspace: S of each, then S * G maxima of groups, then what `finish` and `searched` need.
 BEST: tl.constexpr = tl.constexpr(0)
 TOTAL: tl.constexpr = tl.constexpr(1)
 COUNT: tl.constexpr = tl.constexpr(2)  # int32; -1 - count where the tile holds NaN
 WINNER: tl.constexpr = tl.constexpr(3)  # int32, one a program; -1: its race is not decided
 MOMENT: tl.constexpr = tl.constexpr(4)
 GROUPS: tl.constexpr = tl.constexpr(5)
+
+
+@triton.jit
+def as_int32(work):
+    """The same memory as int32."""
+    return work.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
@@ -56,7 +62,9 @@ def race(v, ids, best, s, seed, step, first, noise_stream, ROWS: tl.constexpr, G
     return tl.where(next_one <= soonest * (late(own) / early(own)) * SLACK, -1, who)
 
 
-@triton.jit(do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words"])
+@triton.jit(
+    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "V", "S"]
+)
 def tiles(
     x,  # [N, V] logits
     row_stride,
@@ -73,13 +81,13 @@ def tiles(
     seed,
     step,
     noise_stream,
-    work,  # out [N, words] fp32
-    counts,  # the same memory as int32
+    work,  # out [N, words] fp32, some of it read as int32
     words,
     S,
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     UNIT: tl.constexpr,
+    WHOLE: tl.constexpr,  # V is a multiple of 16
     T_EACH: tl.constexpr,
     K_EACH: tl.constexpr,
     P_EACH: tl.constexpr,
@@ -95,12 +103,14 @@ def tiles(
     """PER tiles of a row."""
     G: tl.constexpr = TILE // GROUP
     ROWS: tl.constexpr = PER * G
+    if WHOLE:
+        V = V // 16 * 16  # so that the compiler knows
     parts = tl.cdiv(S, PER)
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     x += row * row_stride
     work += row * words
-    counts += row * words
+    counts = as_int32(work)
     first = part * (PER * TILE)
     ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if HAS_ALLOWED:

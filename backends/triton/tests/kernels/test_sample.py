@@ -8,7 +8,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.reference.sample import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
-from rlkernel_triton.sampling.call import Law, Shape, draw
+from rlkernel_triton.sampling.call import sample
+from rlkernel_triton.sampling.plan import Shape, draw
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
 SMALL = Shape(TILE=64, GROUP=8, K=8, C=32, FEW=16, BLOCK=256)
@@ -156,10 +157,19 @@ def test_a_full_vocabulary_with_the_shipped_cuts(device) -> None:
     agree(x, {"temperature": 0.8, "seed": torch.arange(2), "step": 0, "entropy": True}, device)
 
 
-def test_a_number_and_a_tensor_of_it_mean_the_same() -> None:
-    given = {"top_k": None, "top_p": 0.9, "min_p": None, "filter_order": "topk_topp", "tie": "lowest_id", "slot": None}
-    law = Law(temperature=0.5, seed=2**64 - 1, step=1, stream=0, **given)
-    arguments, each = law.arguments()
-    off, number = -2, -1
-    assert arguments["seed"] == -1
-    assert each == {f"{n}_EACH": off if n in "KM" else number for n in ("T", "K", "P", "M", "SEED", "STEP")}
+def test_a_number_and_a_tensor_of_it_mean_the_same(small, device) -> None:
+    x = (3 * torch.randn(1, 300, generator=torch.Generator().manual_seed(5))).to(device)
+    numbers = {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 2**64 - 1, "step": 2**40}
+    tensors = {n: torch.tensor([v if v < 2**63 else v - 2**64], device=device) for n, v in numbers.items()}
+    one, other = rlk.sample(x, **numbers), rlk.sample(x, **tensors)
+    for name in ("token", "logprob", "log_kept_mass", "threshold", "threshold_id"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+
+
+def test_a_call_that_was_checked_lets_no_other_pass(small, device) -> None:
+    x = torch.randn(2, 40, device=device)
+    asked = {"seed": torch.arange(2, device=device), "step": 1}
+    rlk.sample(x, **asked, top_n=3)
+    for wrong in ({"top_n": 41}, {"top_n": True}, {"temperature": -1.0}, {"step": -1}, {"seed": 5}, {"top_p": [0.5]}):
+        with pytest.raises(rlk.RLKernelError):
+            sample(x, **{**asked, **wrong})

@@ -1,0 +1,255 @@
+"""A draw prepared: for calls of one kind and size, what is launched, with which constants and on how much memory.
+
+A call of a kind that was seen before costs the host its allocations and launches; nothing is decided again.
+Legend: N rows · V vocabulary · S tiles a row. Imports torch and Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
+from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.sampling.finish import finish
+from rlkernel_triton.sampling.searched import searched
+from rlkernel_triton.sampling.stream import tiles
+
+MANY: Final = 4096  # prepared draws that are kept
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the work is cut. TILE, GROUP, K, C, FEW and BLOCK decide bits and never depend on the batch."""
+
+    TILE: int = 1024  # tokens of a tile
+    GROUP: int = 64  # tokens whose maximum is kept
+    K: int = 64  # groups that are read again, and the largest top-k of the quick way
+    C: int = 128  # candidates that are told apart
+    FEW: int = 1024  # tokens that the exact search tells apart without the row
+    BLOCK: int = 8192  # tokens a step of the exact search
+    stream_warps: int = 4  # decides the order of a sum too
+    finish_warps: int = 8
+    search_warps: int = 16
+    per: int = 0  # tiles a program of the stream; 0: by the batch
+
+    def tiles_a_program(self, N: int) -> int:
+        """One tile each until the rows alone fill a large GPU; then fewer, longer programs."""
+        return self.per or (1 if N < 8 else 4)
+
+
+SHAPE: Final = Shape()
+
+
+@dataclass(frozen=True)
+class Law:
+    """The parameters of a draw, as the operator takes them."""
+
+    temperature: float | Tensor
+    top_k: int | Tensor | None
+    top_p: float | Tensor | None
+    min_p: float | Tensor | None
+    seed: int | Tensor
+    step: int | Tensor
+    filter_order: str
+    tie: str
+    slot: Tensor | None
+    stream: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What kernels take, numbers or contiguous tensors: temperature, top_k, top_p, min_p, seed, step; slot."""
+        k = max(-1, min(self.top_k, 2**31 - 1)) if isinstance(self.top_k, int) else self.top_k
+        given = (self.temperature, k, self.top_p, self.min_p, as_int64(self.seed), as_int64(self.step), self.slot)
+        return tuple(flat(value) if isinstance(value, Tensor) else value for value in given)
+
+    def searches(self, K: int) -> bool:
+        """Whether the candidates of a row, at least its K best tokens, may not tell what it keeps."""
+        if self.top_k is self.top_p is self.min_p is None:
+            return False
+        few = isinstance(self.top_k, int) and 0 < self.top_k <= K
+        by_order = self.filter_order == "topp_topk" and self.min_p is not None
+        return not few or by_order or self.tie == "keep_all"
+
+
+def flat(x: Tensor) -> Tensor:
+    """[n] contiguous."""
+    return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1).contiguous()
+
+
+def as_int64(number: int | Tensor) -> int | Tensor:
+    """The bits of an unsigned 64-bit number as a signed one; a tensor holds them so already."""
+    return number - 2**64 if isinstance(number, int) and number >= 2**63 else number
+
+
+def padded(V: int, shape: Shape) -> dict[str, int]:
+    """Sizes of the finish for a vocabulary, powers of two."""
+    S = triton.next_power_of_2(triton.cdiv(V, shape.TILE))
+    return {"SP": S, "GP": max(S * shape.TILE // shape.GROUP, shape.K), "K": shape.K, "C": shape.C}
+
+
+def kind_of(x: Any) -> Any:
+    """All of an argument that decides what is compiled for it; of a number, how wide it is."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
+    return x.__class__, isinstance(x, int) and -(2**31) <= x < 2**31
+
+
+def each_of(x: Any) -> int:
+    """The `EACH` of a parameter."""
+    if isinstance(x, Tensor):
+        return int(x.shape[0] != 1)
+    return -2 if x is None else -1
+
+
+class Plan:
+    """What is launched for one kind of call."""
+
+    def __init__(
+        self,
+        x: Tensor,  # [N, V]
+        raw: Tensor | None,  # [N, V]
+        law: Law,
+        parameters: tuple[Any, ...],
+        *,
+        allowed: Tensor | None,
+        spoiled: Tensor | None,
+        entropy: bool,
+        laws: bool,
+        shape: Shape,
+    ) -> None:
+        N, V = x.shape
+        S, G = triton.cdiv(V, shape.TILE), shape.TILE // shape.GROUP
+        filters = not law.top_k is law.top_p is law.min_p is None
+        self.search = law.searches(shape.K)
+        self.compiled: list[Any] = [None] * 4
+        self.N, self.S, self.V = N, S, V
+        room = max(shape.K + 2 * shape.C, shape.FEW if self.search else 0)
+        self.words = S * (5 + G) + room if filters else S * 5
+        self.works = 1 if raw is None else 2
+        self.entropy, self.laws, self.raw = entropy, laws, raw is not None
+        self.floats = 5 if entropy else 4 if self.raw else 3
+        self.per = shape.tiles_a_program(N)
+        self.grid = (N * triton.cdiv(S, self.per), 1, 1)
+        counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
+        self.last_slot = min(counts, default=2**31) - 1
+        self.warps = (shape.stream_warps, shape.stream_warps, shape.finish_warps, shape.search_warps)
+        sizes = padded(V, shape)
+        there = (allowed is not None, law.slot is not None, x.stride(1) == 1, V % 16 == 0)
+        each = tuple(map(each_of, parameters[:6]))
+        way = (FILTER_ORDERS.index(law.filter_order), law.tie == "keep_all")
+        cut = (shape.TILE, shape.GROUP)
+        self.of_tiles = (*there, *each, False, entropy, *cut, self.per)
+        unit = raw is not None and raw.stride(1) == 1
+        self.of_raw = (False, False, unit, V % 16 == 0, *each, True, False, *cut, self.per)
+        on_request = (self.raw, entropy, laws)
+        self.of_finish = (*there, spoiled is not None, *each, *way, self.search, *on_request, *cut, *sizes.values())
+        tail = (*cut, sizes["SP"], shape.BLOCK, shape.FEW)
+        self.of_search = (*there, spoiled is not None, *each, *way, *on_request, *tail)
+
+    def launch(self, place: int, kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
+        """Run a kernel; what the first call compiled is what later calls of this kind run."""
+        compiled = self.compiled[place]
+        if compiled is None:
+            self.compiled[place] = kernel[grid](*given, num_warps=self.warps[place], **FUSED)
+        else:
+            compiled[grid](*given)
+
+    def __call__(
+        self,
+        x: Tensor,  # [N, V]
+        raw: Tensor | None,  # [N, V]
+        parameters: tuple[Any, ...],
+        stream: int,
+        allowed: Tensor | None,  # [N, words] int32
+        spoiled: Tensor | None,  # [N] int32
+        invalid_token: int,
+    ) -> tuple[SampleResult, Tensor | None]:
+        """The draw, and [N, 5] of its laws."""
+        N, device = self.N, x.device
+        longs = torch.empty((2, N), dtype=torch.int64, device=device)
+        ints = torch.empty((3, N), dtype=torch.int32, device=device)
+        floats = torch.empty((self.floats, N), dtype=torch.float32, device=device)
+        laws = torch.empty((N, 5), dtype=torch.float32, device=device) if self.laws else None
+        token, threshold_id = longs.unbind()
+        kept, status, _ = ints.unbind()
+        of_floats = floats.unbind()
+        out = SampleResult(
+            token,
+            of_floats[0],
+            of_floats[1],
+            kept,
+            status,
+            of_floats[2],
+            threshold_id,
+            of_floats[3] if self.raw else None,
+            of_floats[4] if self.entropy else None,
+        )
+        if N == 0:
+            return out, laws
+        work = torch.empty((self.works, N * self.words), dtype=torch.float32, device=device)
+        wide = 0 if allowed is None else allowed.stride(0)
+        *asked, slot = parameters
+        asked = (slot, self.last_slot, *asked, stream)
+        view = (x, *x.stride(), self.V, allowed, wide, *asked, work, self.words, self.S)
+        with on_device_of(x):
+            self.launch(0, tiles, self.grid, view + self.of_tiles)
+            of_raw: tuple[Any, ...] = (None, 0, 0)
+            if raw is not None:
+                of_raw = (raw, *raw.stride())
+                as_given = (*of_raw, self.V, None, 0, *asked, work[1], self.words, self.S)
+                self.launch(1, tiles, self.grid, as_given + self.of_raw)
+            out_of = (spoiled, *of_raw, invalid_token, longs, ints, floats, laws)
+            self.launch(2, finish, (N, 1, 1), (*view, N, self.per, *out_of, *self.of_finish))
+            if self.search:
+                self.launch(3, searched, (N, 1, 1), (*view, N, *out_of, *self.of_search))
+        return out, laws
+
+
+_PLANS: Final[dict[Any, Plan]] = {}
+
+
+def draw(
+    x: Tensor,  # [N, V]
+    raw: Tensor | None,  # [N, V]
+    law: Law,
+    *,
+    allowed: Tensor | None = None,
+    spoiled: Tensor | None = None,
+    entropy: bool = False,
+    invalid_token: int = 0,
+    with_laws: bool = False,
+    shape: Shape = SHAPE,
+) -> tuple[SampleResult, Tensor | None]:
+    """The draw, and [N, 5] of its laws: best logit, T, log of the kept weights; best raw logit, log of its weights."""
+    parameters = law.arguments()
+    if allowed is not None:
+        allowed = allowed.contiguous()
+    key = (
+        x.device,
+        kind_of(x),
+        kind_of(raw),
+        tuple(map(kind_of, parameters)),
+        law.searches(shape.K),
+        law.filter_order,
+        law.tie,
+        law.stream,
+        kind_of(allowed),
+        kind_of(spoiled),
+        kind_of(invalid_token),
+        entropy,
+        with_laws,
+        shape,
+    )
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= MANY:
+            _PLANS.clear()
+        plan = Plan(
+            x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=entropy, laws=with_laws, shape=shape
+        )
+        _PLANS[key] = plan
+    return plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)
