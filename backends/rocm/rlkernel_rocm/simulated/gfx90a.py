@@ -1,0 +1,20 @@
+"""The Triton kernels as gfx90a machine code on a CPU: `--manifest rlkernel_rocm.simulated.gfx90a:backend`.
+
+Claims only; an implementation is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlkernel_rocm.simulated.manifests import manifest
+from rlkernel_rocm.simulated.operators import on
+
+backend = manifest("gfx90a")
+
+
+def __getattr__(op: str) -> Callable[..., Any]:
+    if op.startswith("__"):
+        raise AttributeError(op)
+    return on("gfx90a", op)

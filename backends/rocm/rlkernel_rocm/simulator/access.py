@@ -1,0 +1,199 @@
+"""Global memory: scalar loads, and vector accesses with a 64-bit address or through a buffer descriptor.
+
+Semantics: CDNA3 ISA, chapters "Scalar memory operations" and "Vector memory operations". A buffer access beyond its
+descriptor's size reads 0 and writes nothing; everything else outside the launch's memory is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from rlkernel_rocm.simulator import lds
+from rlkernel_rocm.simulator.assembly import Instruction, Operand
+from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U8, U32, U64, Array
+from rlkernel_rocm.simulator.operands import Step, full, u32, u64, unknown
+from rlkernel_rocm.simulator.team import M0, Team
+from rlkernel_rocm.simulator.transfer import WIDTHS, Lanes, put_loaded, taken
+
+Compute = Callable[..., Any]
+Place = Callable[[Team], tuple[Lanes, Array]]  # active lanes, their addresses [k]
+# name -> (numpy type, (old, operand) -> new)
+ATOMICS: Final[Mapping[str, tuple[Any, Compute]]] = {
+    "add": (U32, np.add), "sub": (U32, np.subtract), "and": (U32, np.bitwise_and), "or": (U32, np.bitwise_or),
+    "xor": (U32, np.bitwise_xor), "umax": (U32, np.maximum), "umin": (U32, np.minimum), "smax": (I32, np.maximum),
+    "smin": (I32, np.minimum), "swap": (U32, lambda _, new: new), "add_f32": (F32, np.add),
+    "add_x2": (U64, np.add), "and_x2": (U64, np.bitwise_and), "or_x2": (U64, np.bitwise_or),
+    "xor_x2": (U64, np.bitwise_xor), "umax_x2": (U64, np.maximum), "umin_x2": (U64, np.minimum),
+    "smax_x2": (I64, np.maximum), "smin_x2": (I64, np.minimum), "swap_x2": (U64, lambda _, new: new),
+    "add_f64": (F64, np.add), "max_f64": (F64, np.fmax), "min_f64": (F64, np.fmin),
+}  # fmt: skip
+
+
+def scalar_load(ins: Instruction) -> Step:
+    """s_load_dword…: consecutive words into consecutive scalar registers."""
+    count = int(ins.name.removeprefix("s_load_dword").lstrip("x") or 1)
+    to, base, offset = ins.operands
+    start = u64(base)
+    plus = I64(((offset.value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000) if offset.kind == "k" else None
+    more = None if plus is not None else u32(offset)
+    extra = ins.number("offset")
+
+    def step(t: Team) -> None:
+        address = np.array(start(t)).astype(I64) + (plus if more is None else more(t).astype(I64)) + extra
+        got = t.memory.read(address[t.live], 4 * count).view(U32)  # [live waves, count]
+        t.s[t.live[:, 0], to.index : to.index + count] = got
+
+    return step
+
+
+def _global_place(ops: tuple[Operand, ...], offset: int) -> Place:
+    """A 64-bit address a lane, or a scalar address and 32 bits a lane."""
+    if len(ops) > 1 and ops[1].kind == "s":
+        base, lane = u64(ops[1]), full(u32(ops[0]))
+        read = lambda t: base(t).astype(I64) + lane(t).astype(I64)  # noqa: E731 one of two readers
+    else:
+        wide = u64(ops[0])
+        read = lambda t: np.broadcast_to(wide(t), (t.W, 64)).astype(I64)  # noqa: E731
+
+    def place(t: Team) -> tuple[Lanes, Array]:
+        lanes = np.nonzero(t.mask)
+        return lanes, read(t)[lanes] + offset
+
+    return place
+
+
+def _buffer_places(ins: Instruction, ops: tuple[Operand, ...], size: int) -> tuple[Place, Place]:
+    """Raw buffers: the lanes within the descriptor's size, and those beyond it."""
+    lane = full(u32(ops[0])) if "offen" in ins.modifiers else None
+    descriptor, scalar, offset = ops[1].index, u32(ops[2]), ins.number("offset")
+    if "idxen" in ins.modifiers:
+        raise unknown(ins)
+
+    def place(t: Team, *, inside: bool) -> tuple[Lanes, Array]:
+        words = t.s[:, descriptor : descriptor + 4].astype(I64)
+        base = (words[:, 0] | (words[:, 1] & 0xFFFF) << 32)[:, None]
+        own = lane(t).astype(I64) if lane else np.zeros((t.W, 64), I64)
+        at = own + offset + np.asarray(scalar(t)).astype(I64)
+        within = at + size <= words[:, 2:3]
+        lanes = np.nonzero(t.mask & (within if inside else ~within))
+        return lanes, (base + at)[lanes]
+
+    return (lambda t: place(t, inside=True)), (lambda t: place(t, inside=False))
+
+
+def _nowhere(_: Team) -> tuple[Lanes, Array]:
+    none = np.empty(0, I64)
+    return (none, none), none
+
+
+def bind(ins: Instruction) -> Step:
+    """The function that executes a global_, flat_ or buffer_ instruction."""
+    found = re.fullmatch(r"(global|flat|buffer)_(load|store|atomic)_(\w+)", ins.name)
+    if not found or (found[2] != "atomic" and found[3] not in WIDTHS):
+        raise unknown(ins)
+    space, what, of = found.groups()
+    ops = ins.operands
+    returns = what == "atomic" and bool({"sc0", "glc"} & set(ins.modifiers))
+    to_lds = "lds" in ins.modifiers
+    if to_lds:
+        data, address = ops[0], ops
+    elif space == "buffer":
+        data, address = ops[0], ops[1:]
+    elif returns:
+        data, address = ops[2], (ops[1], *ops[3:])
+    elif what == "load":
+        data, address = ops[0], ops[1:]
+    else:
+        data, address = ops[1], (ops[0], *ops[2:])
+    size = (8 if of.endswith(("_x2", "f64")) else 4) if what == "atomic" else WIDTHS[of].size
+    if space == "buffer":
+        inside, outside = _buffer_places(ins, address, size)
+    else:
+        inside, outside = _global_place(address, ins.number("offset")), _nowhere
+    if what == "atomic":
+        return _atomic(ins, of, data, ops[0] if returns else None, inside)
+    if to_lds:
+        return _load_to_lds(ins, size, inside, outside)
+    return _load(of, data, inside, outside) if what == "load" else _store(of, data, inside)
+
+
+def _load(of: str, data: Operand, inside: Place, outside: Place) -> Step:
+    width = WIDTHS[of]
+
+    def step(t: Team) -> None:
+        lanes, at = inside(t)
+        beyond, _ = outside(t)
+        if len(at):
+            put_loaded(t, data, lanes, t.memory.read(at, width.size), width)
+        if len(beyond[0]):
+            put_loaded(t, data, beyond, np.zeros((len(beyond[0]), width.size), U8), width)
+
+    return step
+
+
+def _store(of: str, data: Operand, inside: Place) -> Step:
+    width = WIDTHS[of]
+
+    def step(t: Team) -> None:
+        lanes, at = inside(t)
+        if len(at):
+            t.memory.write(at, taken(t, data, lanes, width))
+
+    return step
+
+
+def _load_to_lds(ins: Instruction, size: int, inside: Place, outside: Place) -> Step:
+    """A load that goes to LDS, at M0 and the instruction's offset, lane after lane."""
+    offset = ins.number("offset")
+
+    def put(t: Team, lanes: Lanes, data: Array) -> None:
+        waves, lane = lanes
+        here = (t.s[waves, M0] & U32(0xFFFF)).astype(I64) + offset + lane * size
+        t.lds.write(lds.at(t, lanes, here, size), data)
+
+    def step(t: Team) -> None:
+        lanes, at = inside(t)
+        beyond, _ = outside(t)
+        if len(at):
+            put(t, lanes, t.memory.read(at, size))
+        if len(beyond[0]):
+            put(t, beyond, np.zeros((len(beyond[0]), size), U8))
+
+    return step
+
+
+def _atomic(ins: Instruction, of: str, data: Operand, to: Operand | None, place: Place) -> Step:
+    """Read-modify-writes, one lane after another."""
+    if of in {"cmpswap", "cmpswap_x2"}:
+        n = 2 if of.endswith("_x2") else 1
+        kind: Any = U64 if n == 2 else U32
+    elif of in ATOMICS:
+        kind, compute = ATOMICS[of]
+        n = np.dtype(kind).itemsize // 4
+    else:
+        raise unknown(ins)
+
+    def given(t: Team, first: int, lanes: Lanes) -> Array:
+        held = [t.v[data.index + first + r][lanes] for r in range(n)]
+        return np.stack(held, axis=1).view(kind)[:, 0]
+
+    def step(t: Team) -> None:
+        lanes, at = place(t)
+        if not len(at):
+            return
+        new = given(t, 0, lanes)
+        if of.startswith("cmpswap"):
+            expected = given(t, n, lanes)
+            old = t.memory.update(at, lambda i, x: new[i] if x == expected[i] else x, kind)
+        else:
+            old = t.memory.update(at, lambda i, x: compute(x, new[i]), kind)
+        if to is not None:
+            back = old[:, None].view(U32)
+            for r in range(n):
+                t.v[to.index + r][lanes] = back[:, r]
+
+    return step

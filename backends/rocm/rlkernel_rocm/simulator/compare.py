@@ -1,0 +1,280 @@
+"""Vector instructions that make or read masks of lanes: comparisons, selection, sums with a carry, exact division.
+
+Semantics: CDNA3 ISA, chapter "Vector ALU operations". A mask is a pair of scalar registers; inactive lanes are 0 in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from rlkernel_rocm.simulator.assembly import Instruction, Operand
+from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
+from rlkernel_rocm.simulator.lanes import dpp, sdwa
+from rlkernel_rocm.simulator.operands import Reader, Step, f32, full, half, lane_mask, u32, u64, unknown
+from rlkernel_rocm.simulator.team import EXEC, VCC, Team
+
+Compute = Callable[..., Any]
+_VCC: Final = Operand("s", VCC, 2)
+
+
+def _unordered(a: Array, b: Array) -> Array:
+    return np.isnan(a) | np.isnan(b)
+
+
+FLOAT_TESTS: Final[Mapping[str, Compute]] = {
+    "lt": np.less,
+    "eq": np.equal,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lg": lambda a, b: (a < b) | (a > b),
+    "o": lambda a, b: ~_unordered(a, b),
+    "u": _unordered,
+    "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "ngt": lambda a, b: ~(a > b),
+    "nle": lambda a, b: ~(a <= b),
+    "neq": np.not_equal,
+    "nlt": lambda a, b: ~(a < b),
+}
+INTEGER_TESTS: Final[Mapping[str, Compute]] = {
+    "lt": np.less, "eq": np.equal, "le": np.less_equal, "gt": np.greater, "ne": np.not_equal, "ge": np.greater_equal,
+}  # fmt: skip
+
+
+def _class(a: Array, wanted: Array) -> Array:
+    """v_cmp_class: whether a float is one of the ten kinds that bits 0 to 9 name."""
+    bits = np.asarray(a).view(U32)
+    minus = (bits >> U32(31)).astype(bool)
+    exponent, rest = (bits >> U32(23)) & U32(255), bits & U32(0x7FFFFF)
+    nan = (exponent == 255) & (rest != 0)
+    quiet = (rest >> U32(22)).astype(bool)
+    # magnitude -> bit for minus, bit for plus
+    kinds = [
+        (nan & ~quiet, 0, 0),
+        (nan & quiet, 1, 1),
+        ((exponent == 255) & (rest == 0), 2, 9),
+        ((exponent > 0) & (exponent < 255), 3, 8),
+        ((exponent == 0) & (rest != 0), 4, 7),
+        ((exponent == 0) & (rest == 0), 5, 6),
+    ]
+    found = np.zeros(np.broadcast_shapes(bits.shape, np.shape(wanted)), bool)
+    for is_kind, below, above in kinds:
+        bit = np.where(minus, U32(below), U32(above))
+        found |= is_kind & ((wanted >> bit) & U32(1)).astype(bool)
+    return found
+
+
+def _halfword(x: Any, *, signed: bool) -> Any:
+    low = np.asarray(x, U32).astype(np.uint16)
+    return low.view(np.int16) if signed else low
+
+
+def _comparison(ins: Instruction, test: str, kind: str) -> Step:
+    to = ins.operands[0].index
+    a, b = ins.operands[1:3]
+    if test == "class":
+        reads: list[Reader] = [f32(a), u32(b)]
+        compute: Compute = _class
+    elif kind == "f32":
+        reads, compute = [f32(a), f32(b)], FLOAT_TESTS[test]
+    elif kind == "f16":
+        reads, compute = [half(a), half(b)], FLOAT_TESTS[test]
+    elif kind in {"i64", "u64"}:
+        reads = [u64(a), u64(b)]
+        plain = INTEGER_TESTS[test]
+        compute = (lambda x, y: plain(x.view(I64), y.view(I64))) if kind == "i64" else plain
+    else:
+        reads, plain = [u32(a), u32(b)], INTEGER_TESTS[test]
+        compute = plain
+        if kind == "i32":
+            compute = lambda x, y: plain(np.asarray(x, U32).view(I32), np.asarray(y, U32).view(I32))  # noqa: E731
+        elif kind in {"i16", "u16"}:
+            compute = lambda x, y: plain(  # noqa: E731
+                _halfword(x, signed=kind == "i16"), _halfword(y, signed=kind == "i16")
+            )
+    if ins.encoding == "sdwa":
+        if kind in {"f32", "f16"}:
+            raise unknown(ins)
+        reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
+    elif ins.modifiers:
+        raise unknown(ins)
+    first, second = reads
+    writes_exec = ins.name.startswith("v_cmpx")
+
+    def step(t: Team) -> None:
+        found = compute(first(t), second(t))
+        t.put_lanes(to, found)
+        if writes_exec:
+            t.put_lanes(EXEC, found)
+
+    return step
+
+
+def _select(ins: Instruction) -> Step:
+    """v_cndmask: the second operand where the mask is set, else the first."""
+    ops = ins.operands
+    mask = lane_mask(ops[3] if len(ops) > 3 else _VCC)
+    reads = [u32(o) for o in ops[1:3]]
+    signed = any(o.negate or o.absolute for o in ops[1:3])
+    if signed:
+        floats = [f32(o) for o in ops[1:3]]
+        reads = [lambda t, r=r: np.asarray(r(t)).view(U32) for r in floats]  # type: ignore[misc]
+    if ins.encoding == "sdwa":
+        reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
+    if ins.encoding == "dpp":
+        first = dpp(ins, full(reads[0]))
+
+        def moved(t: Team) -> None:
+            value, enable = first(t)
+            t.put(ops[0].index, np.where(mask(t), reads[1](t), value), enable)
+
+        return moved
+    return lambda t: t.put(ops[0].index, np.where(mask(t), reads[1](t), reads[0](t)))
+
+
+# name -> (sign of each operand and of the carry in, or None without one)
+SUMS: Final[Mapping[str, tuple[int, int, int | None]]] = {
+    "v_add_co_u32": (1, 1, None),
+    "v_sub_co_u32": (1, -1, None),
+    "v_subrev_co_u32": (-1, 1, None),
+    "v_addc_co_u32": (1, 1, 1),
+    "v_subb_co_u32": (1, -1, -1),
+    "v_subbrev_co_u32": (-1, 1, -1),
+}
+
+
+def _sum(ins: Instruction) -> Step:
+    sign_a, sign_b, carry = SUMS[ins.name]
+    to, out, *ops = ins.operands
+    a, b = u32(ops[0]), u32(ops[1])
+    carried = None if carry is None else lane_mask(ops[2])
+    if ins.encoding in {"dpp", "sdwa"} or ins.modifiers:
+        raise unknown(ins)
+
+    def step(t: Team) -> None:
+        total = np.asarray(a(t)).astype(I64) * sign_a + np.asarray(b(t)).astype(I64) * sign_b
+        if carried is not None:
+            total = total + carry * carried(t)
+        t.put(to.index, (total & 0xFFFFFFFF).astype(U32))
+        t.put_lanes(out.index, (total < 0) | (total > 0xFFFFFFFF))
+
+    return step
+
+
+def _multiply_wide(ins: Instruction) -> Step:
+    """v_mad_u64_u32 and v_mad_i64_i32: a 64-bit product and sum; the carry out is written."""
+    to, out, *ops = ins.operands
+    signed = ins.name == "v_mad_i64_i32"
+    a, b, c = u32(ops[0]), u32(ops[1]), u64(ops[2])
+
+    def step(t: Team) -> None:
+        x, y = np.asarray(a(t)), np.asarray(b(t))
+        plus = np.asarray(c(t))
+        if signed:
+            product = x.view(I32).astype(I64) * y.view(I32).astype(I64)
+            total = (product + plus.view(I64)).view(U64)
+            beyond = (product < 0) ^ (plus.view(I64) < 0) ^ (total < plus)  # bit 64 of the sum of sign-extended words
+        else:
+            total = x.astype(U64) * y.astype(U64) + plus
+            beyond = total < plus
+        t.put64(to.index, np.broadcast_to(total, (t.W, 64)))
+        t.put_lanes(out.index, beyond)
+
+    return step
+
+
+def _exponent(x: Array) -> Array:
+    return ((x.view(U32) >> U32(23)) & U32(255)).astype(I32)
+
+
+def _scaled(x: Array, power: int) -> Array:
+    return (x.astype(F64) * 2.0**power).astype(F32)
+
+
+def _div_scale(ins: Instruction) -> Step:
+    """v_div_scale: bring numerator and denominator where a division by Newton's method is exact."""
+    to, out, *ops = ins.operands
+    reads = [full(f32(o)) for o in ops]
+
+    def step(t: Team) -> None:
+        x, b, c = (r(t) for r in reads)  # x is the denominator b or the numerator c
+        eb, ec = _exponent(np.ascontiguousarray(b)), _exponent(np.ascontiguousarray(c))
+        quotient = np.abs(c.astype(F64) / b.astype(F64))
+        tiny_quotient = (quotient < 2.0**-126) & (quotient != 0)
+        tiny_reciprocal = eb >= 253
+        rules = [  # (when, result, mask)
+            ((b == 0) | (c == 0), np.full_like(x, np.nan), False),
+            (ec - eb >= 96, np.where(x == b, _scaled(x, 64), x), True),
+            (eb == 0, _scaled(x, 64), False),
+            (tiny_reciprocal & tiny_quotient, np.where(x == b, _scaled(x, 64), x), True),
+            (tiny_reciprocal, _scaled(x, -64), False),
+            (tiny_quotient, np.where(x == c, _scaled(x, 64), x), True),
+            (ec <= 23, _scaled(x, 64), False),
+        ]
+        when = [r[0] for r in rules]
+        t.put(to.index, np.select(when, [r[1] for r in rules], x).astype(F32).view(U32))
+        t.put_lanes(out.index, np.select(when, [np.full(x.shape, r[2]) for r in rules], np.zeros(x.shape, bool)))
+
+    return step
+
+
+def _div_fmas(ins: Instruction) -> Step:
+    """v_div_fmas: a multiply-add, scaled back where VCC says so: up if the quotient is large, down if it is small.
+
+    The ISA's text scales by 2 ** 32, which would undo neither scaling of v_div_scale.
+    """
+    to, *ops = ins.operands
+    reads, mask = [f32(o) for o in ops], lane_mask(_VCC)
+
+    def step(t: Team) -> None:
+        a, b, c = np.broadcast_arrays(*[read(t) for read in reads])
+        scale = np.where(mask(t), np.where(_exponent(np.ascontiguousarray(c)) > 127, 2.0**64, 2.0**-64), 1.0)
+        t.put(to.index, fma(a * scale, b, c * scale).view(U32))
+
+    return step
+
+
+def _div_fixup(ins: Instruction) -> Step:
+    """v_div_fixup: the quotient's sign, and its value where an operand is zero, infinite or NaN, or it underflows."""
+    to, *ops = ins.operands
+    reads = [f32(o) for o in ops]
+
+    def step(t: Team) -> None:
+        q, b, c = (np.ascontiguousarray(x) for x in np.broadcast_arrays(*[read(t) for read in reads]))
+        sign = np.where(np.signbit(b) ^ np.signbit(c), F32(-1), F32(1))
+        bad = ((b == 0) & (c == 0)) | (np.isinf(b) & np.isinf(c)) | np.isnan(b) | np.isnan(c)
+        beyond = (b == 0) | np.isinf(c)
+        nothing = np.isinf(b) | (c == 0) | (_exponent(c) - _exponent(b) < -150)
+        overflowed = np.isnan(q)  # Newton's steps towards a quotient beyond the largest float end in NaN
+        cases, inf = [bad, beyond, nothing, overflowed], F32(np.inf)
+        r = np.select(cases, [F32(np.nan), inf, F32(0), inf], np.abs(q))
+        t.put(to.index, (r.astype(F32) * sign).view(U32))
+
+    return step
+
+
+_NAMED: Final[Mapping[str, Callable[[Instruction], Step]]] = {
+    "v_cndmask_b32": _select,
+    "v_mad_u64_u32": _multiply_wide,
+    "v_mad_i64_i32": _multiply_wide,
+    "v_div_scale_f32": _div_scale,
+    "v_div_fmas_f32": _div_fmas,
+    "v_div_fixup_f32": _div_fixup,
+    **dict.fromkeys(SUMS, _sum),
+}
+
+
+def bind(ins: Instruction) -> Step | None:
+    """The function that executes an instruction of this module; None for any other."""
+    if ins.name in _NAMED:
+        return _NAMED[ins.name](ins)
+    found = re.fullmatch(r"v_cmpx?_(\w+)_(f(?:16|32)|[iu](?:16|32|64))", ins.name)
+    known = {"class": ("f32",), **dict.fromkeys(FLOAT_TESTS, ("f32", "f16"))}
+    if found and (found[2] in known.get(found[1], ()) or (found[2][0] != "f" and found[1] in INTEGER_TESTS)):
+        return _comparison(ins, found[1], found[2])
+    return None

@@ -1,0 +1,285 @@
+"""Conversions between number formats, and arithmetic on pairs: two float32 or two halves in one instruction.
+
+Semantics: CDNA3 and CDNA4 ISA. fp8 is FNUZ on gfx942 and OCP elsewhere, in every instruction that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from rlkernel_rocm.simulator.assembly import Instruction
+from rlkernel_rocm.simulator.formats import (
+    BF8,
+    F32,
+    F64,
+    FP4,
+    FP8,
+    I32,
+    U32,
+    Array,
+    Small,
+    encode,
+    fma,
+    from_bf16,
+    from_f16,
+    to_bf16,
+    to_f16,
+    values,
+)
+from rlkernel_rocm.simulator.lanes import sdwa
+from rlkernel_rocm.simulator.operands import Reader, Step, f32, half, u32, unknown
+from rlkernel_rocm.simulator.team import Team
+from rlkernel_rocm.simulator.vector import Sink
+
+Compute = Callable[..., Any]
+FNUZ: Final = frozenset({"gfx940", "gfx941", "gfx942"})
+
+
+def small(kind: str, arch: str) -> Small:
+    """The format that `fp8`, `bf8` or `fp4` is on an architecture."""
+    return FP4 if kind == "fp4" else (FP8 if kind == "fp8" else BF8)[arch in FNUZ]
+
+
+def _whole(low: int, high: int, kind: Any) -> Compute:
+    """Round towards zero and stop at the ends; NaN is 0."""
+    return lambda x: np.clip(np.where(np.isnan(x), 0, np.trunc(np.asarray(x, F64))), low, high).astype(kind).view(U32)
+
+
+# name -> (from float32 to bits) ; results that are halves clear the upper half
+FROM_F32: Final[Mapping[str, Compute]] = {
+    "v_cvt_i32_f32": _whole(-(2**31), 2**31 - 1, I32),
+    "v_cvt_u32_f32": _whole(0, 2**32 - 1, U32),
+    "v_cvt_f16_f32": to_f16,
+}
+TO_F32: Final[Mapping[str, Compute]] = {
+    "v_cvt_f32_i32": lambda x: np.asarray(x, U32).view(I32).astype(F32),
+    "v_cvt_f32_u32": lambda x: np.asarray(x, U32).astype(F32),
+    "v_cvt_f32_f16": lambda x: from_f16(np.asarray(x, U32)),
+    "v_cvt_f32_bf16": lambda x: from_bf16(np.asarray(x, U32)),
+    "v_cvt_f32_ubyte0": lambda x: (x & U32(255)).astype(F32),
+    "v_cvt_f32_ubyte1": lambda x: (x >> U32(8) & U32(255)).astype(F32),
+    "v_cvt_f32_ubyte2": lambda x: (x >> U32(16) & U32(255)).astype(F32),
+    "v_cvt_f32_ubyte3": lambda x: (x >> U32(24)).astype(F32),
+}
+# Two float32 -> a word of two halves.
+PACK: Final[Mapping[str, Compute]] = {
+    "v_cvt_pk_bf16_f32": to_bf16,
+    "v_cvt_pk_f16_f32": to_f16,
+}
+PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": np.multiply, "v_pk_fma_f32": fma}
+HALVES: Final[Mapping[str, Compute]] = {
+    "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
+}  # fmt: skip
+HALF: Final[Mapping[str, Compute]] = {
+    "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_mul_f16": np.multiply, "v_max_f16": np.fmax, "v_min_f16": np.fmin,
+}  # fmt: skip
+_SOURCES: Final = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
+
+
+def _pair(ins: Instruction) -> Step:
+    """Two float32 operations; op_sel and op_sel_hi name the register of each source, neg_lo and neg_hi its sign."""
+    n = len(ins.operands) - 1
+    chosen = {m: ins.bits(m, n, int(m == "op_sel_hi")) for m in _SOURCES}
+
+    def source(k: int, which: str, sign: str) -> Reader:
+        op = ins.operands[k + 1]
+        read = f32(op, chosen[which][k] if op.count > 1 else 0)
+        return (lambda t: -read(t)) if chosen[sign][k] else read
+
+    low = [source(k, "op_sel", "neg_lo") for k in range(n)]
+    high = [source(k, "op_sel_hi", "neg_hi") for k in range(n)]
+    to, compute = ins.operands[0].index, PAIRS[ins.name]
+
+    def step(t: Team) -> None:
+        x = np.asarray(compute(*[r(t) for r in low]), F32)
+        y = np.asarray(compute(*[r(t) for r in high]), F32)
+        t.put(to, x.view(U32))
+        t.put(to + 1, y.view(U32))
+
+    return step
+
+
+def _pair_move(ins: Instruction) -> Step:
+    """v_pk_mov_b32: the low word from the first source, the high word from the second."""
+    to, a, b = ins.operands
+    sel = ins.bits("op_sel", 2, 0)
+    reads = [u32(op, s if op.count > 1 else 0) for op, s in ((a, sel[0]), (b, sel[1]))]
+
+    def step(t: Team) -> None:
+        x, y = (np.array(r(t)) for r in reads)
+        t.put(to.index, x)
+        t.put(to.index + 1, y)
+
+    return step
+
+
+def _halves(ins: Instruction) -> Step:
+    n = len(ins.operands) - 1
+    chosen = {m: ins.bits(m, n, int(m == "op_sel_hi")) for m in _SOURCES}
+    reads, compute = [u32(o) for o in ins.operands[1:]], HALVES[ins.name]
+
+    def part(t: Team, which: str, sign: str) -> Array:
+        xs = [
+            from_f16(np.asarray(r(t)) >> U32(16 * s)).astype(np.float16)
+            for r, s in zip(reads, chosen[which], strict=True)
+        ]
+        return np.asarray(compute(*[-x if m else x for x, m in zip(xs, chosen[sign], strict=True)])).view(np.uint16)
+
+    def step(t: Team) -> None:
+        low, high = part(t, "op_sel", "neg_lo"), part(t, "op_sel_hi", "neg_hi")
+        t.put(ins.operands[0].index, low.astype(U32) | high.astype(U32) << U32(16))
+
+    return step
+
+
+def _half_arithmetic(ins: Instruction) -> Step:
+    """Float16 in the low half: computed in float32, which holds every sum and product, and rounded."""
+    compute, to = HALF[ins.name], ins.operands[0].index
+    if ins.modifiers or ins.encoding in {"dpp", "sdwa"}:
+        raise unknown(ins)
+    reads = [half(o) for o in ins.operands[1:]]
+    return lambda t: t.put(to, to_f16(np.asarray(compute(*[r(t) for r in reads]), F32)))
+
+
+def _bit_table(ins: Instruction) -> Step:
+    """v_bitop3: any function of three bits, as a table of eight."""
+    table, reads = ins.number("bitop3"), [u32(o) for o in ins.operands[1:]]
+    half = ins.name.endswith("16")
+
+    def step(t: Team) -> None:
+        a, b, c = (r(t) for r in reads)
+        out = U32(0)
+        for k in range(8):
+            if table >> k & 1:
+                out = out | (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
+        t.put(ins.operands[0].index, out & U32(0xFFFF) if half else out)
+
+    return step
+
+
+def _mixed(ins: Instruction) -> Step:
+    """v_fma_mix_f32: a multiply-add whose sources are float32 or, by op_sel_hi, one half of a word."""
+    wide, upper = ins.bits("op_sel_hi", 3, 0), ins.bits("op_sel", 3, 0)
+
+    def source(k: int) -> Reader:
+        op = ins.operands[k + 1]
+        return half(op, 16 * upper[k]) if wide[k] else f32(op)
+
+    reads, to = [source(k) for k in range(3)], ins.operands[0].index
+    return lambda t: t.put(to, fma(*[r(t) for r in reads]).view(U32))
+
+
+def _to_small(ins: Instruction, kind: str) -> Step:
+    """v_cvt_pk_fp8_f32: two float32 into the low or the high half of a word."""
+    to, a, b = ins.operands[0].index, f32(ins.operands[1]), f32(ins.operands[2])
+    high = ins.bits("op_sel", 3, 0)[2] == 1
+
+    def step(t: Team) -> None:
+        form = small(kind, t.arch)
+        low8, high8 = (encode(np.asarray(r(t)), form, saturate=t.saturate) for r in (a, b))
+        pair = low8 | high8 << U32(8)
+        held = t.v[to]
+        t.put(to, (held & U32(0xFFFF)) | pair << U32(16) if high else (held & U32(0xFFFF0000)) | pair)
+
+    return step
+
+
+def _from_small(ins: Instruction, kind: str, *, pair: bool) -> Step:
+    """v_cvt_f32_fp8 and v_cvt_pk_f32_fp8: a byte, or the two of a half, named by SDWA or op_sel."""
+    read = u32(ins.operands[1])
+    if ins.encoding == "sdwa":
+        read = sdwa(ins, 0, read)
+    sel = ins.bits("op_sel", 2, 0)
+    shift = U32(16 * sel[0] if pair else 8 * (2 * sel[1] + sel[0]))
+    to = ins.operands[0].index
+
+    def step(t: Team) -> None:
+        table, x = values(small(kind, t.arch)), np.asarray(read(t)) >> shift
+        t.put(to, table[x & U32(255)].view(U32))
+        if pair:
+            t.put(to + 1, table[x >> U32(8) & U32(255)].view(U32))
+
+    return step
+
+
+def _scaled_small(ins: Instruction, to_kind: str, from_kind: str) -> Step:
+    """v_cvt_scalef32_pk_…: a pair between float32 (or halves) and a small format, times a power of two."""
+    ops, sel = ins.operands, ins.bits("op_sel", 4, 0)
+    if to_kind in {"fp8", "bf8", "fp4"} and from_kind == "f32":
+        a, b, scale = (f32(o) for o in ops[1:4])
+        to = ops[0].index
+        bits = small(to_kind, "gfx950").bits
+        width = 2 * bits
+        at = (sel[3] * 16) if bits == 8 else 8 * (sel[2] + 2 * sel[3])
+
+        def pack(t: Team) -> None:
+            form, s = small(to_kind, t.arch), _power(scale(t))
+            codes = [encode((np.asarray(r(t), F64) / s).astype(F32), form, saturate=t.saturate) for r in (a, b)]
+            pair = (codes[0] | codes[1] << U32(bits)) << U32(at)
+            t.put(to, (t.v[to] & ~U32(((1 << width) - 1) << at)) | pair)
+
+        return pack
+    if from_kind in {"fp8", "bf8", "fp4"} and to_kind in {"f32", "bf16", "f16"}:
+        read, scale, to = u32(ops[1]), f32(ops[2]), ops[0].index
+        bits = small(from_kind, "gfx950").bits
+        at = 16 * sel[0] if bits == 8 else 8 * (sel[0] + 2 * sel[1])
+
+        def unpack_(t: Team) -> None:
+            table, x, s = values(small(from_kind, t.arch)), np.asarray(read(t)) >> U32(at), _power(scale(t))
+            mask = U32((1 << bits) - 1)
+            low, high = ((table[x >> U32(k) & mask] * s).astype(F32) for k in (0, bits))
+            if to_kind == "f32":
+                t.put(to, low.view(U32))
+                t.put(to + 1, high.view(U32))
+            else:
+                bits_of = to_bf16 if to_kind == "bf16" else to_f16
+                t.put(to, bits_of(low) | bits_of(high) << U32(16))
+
+        return unpack_
+    raise unknown(ins)
+
+
+def _power(scale: Any) -> Any:
+    """The power of two that a scale's exponent names."""
+    exponent = ((np.asarray(scale).view(U32) >> U32(23)) & U32(255)).astype(np.int64) - 127
+    return np.ldexp(1.0, exponent)
+
+
+def bind(ins: Instruction) -> Step | None:
+    """The function that executes an instruction of this module; None for any other."""
+    name = ins.name
+    if name in FROM_F32 or name in TO_F32:
+        sink, to_bits = Sink(ins), name in FROM_F32
+        compute = (FROM_F32 if to_bits else TO_F32)[name]
+        read = f32(ins.operands[1]) if to_bits else u32(ins.operands[1])
+        if ins.encoding == "sdwa":
+            if to_bits and ins.modifiers.get("src0_sel", "DWORD") != "DWORD":
+                raise unknown(ins)
+            read = read if to_bits else sdwa(ins, 0, read)
+        elif ins.encoding == "dpp" or "op_sel" in ins.modifiers:
+            raise unknown(ins)
+        return lambda t: sink.put(t, compute(read(t)))
+    if name in PACK:
+        a, b, bits = f32(ins.operands[1]), f32(ins.operands[2]), PACK[name]
+        to = ins.operands[0].index
+        return lambda t: t.put(to, bits(np.asarray(a(t))) | bits(np.asarray(b(t))) << U32(16))
+    for table, binder in ((PAIRS, _pair), (HALVES, _halves), (HALF, _half_arithmetic)):
+        if name in table:
+            return binder(ins)
+    if name in {"v_bitop3_b32", "v_bitop3_b16"}:
+        return _bit_table(ins)
+    if name == "v_pk_mov_b32":
+        return _pair_move(ins)
+    if name == "v_fma_mix_f32":
+        return _mixed(ins)
+    if found := re.fullmatch(r"v_cvt_pk_(fp8|bf8)_f32", name):
+        return _to_small(ins, found[1])
+    if found := re.fullmatch(r"v_cvt_(pk_)?f32_(fp8|bf8)", name):
+        return _from_small(ins, found[2], pair=bool(found[1]))
+    if found := re.fullmatch(r"v_cvt_scalef32_pk_(\w+?)_(f32|bf16|f16|fp8|bf8|fp4)", name):
+        return _scaled_small(ins, found[1], found[2])
+    return None

@@ -1,0 +1,32 @@
+"""What stops a simulated kernel: an instruction nobody knows, an access outside its memory, a hang.
+
+SimulationError
+├── UnknownInstructionError   the simulator does not know it; it is named
+├── OutOfBoundsError          an address outside what the launch was given, in global memory or LDS
+├── HangError                 more instructions than the limit, or a barrier that a wave never reaches
+└── UnsupportedKernelError    scratch memory, or an architecture without 64-wide waves
+"""
+
+from __future__ import annotations
+
+from rlkernel_core.errors import RLKernelError
+
+
+class SimulationError(RLKernelError):
+    """A simulated kernel cannot go on."""
+
+
+class UnknownInstructionError(SimulationError):
+    """The instruction, or one of its modifiers, is not modelled."""
+
+
+class OutOfBoundsError(SimulationError):
+    """An access outside the memory that the launch was given."""
+
+
+class HangError(SimulationError):
+    """The kernel does not end."""
+
+
+class UnsupportedKernelError(SimulationError):
+    """The kernel needs something that the simulator does not have."""

@@ -1,0 +1,104 @@
+"""How an instruction reads its operands: for each operand a function from a team to its value.
+
+Values broadcast: [W, 64] from a vector register, [W, 1] from a scalar one, a number from a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlkernel_rocm.simulator.assembly import Instruction, Operand
+from rlkernel_rocm.simulator.faults import UnknownInstructionError
+from rlkernel_rocm.simulator.formats import F32, I32, U32, U64, Array, from_f16
+from rlkernel_rocm.simulator.team import Team, bits
+
+Reader = Callable[[Team], Any]
+Step = Callable[[Team], Any]  # executes one instruction; what it returns steers (see machine.py)
+
+
+def unknown(ins: Instruction) -> UnknownInstructionError:
+    """The error for an instruction that is not modelled."""
+    return UnknownInstructionError(
+        f"the simulator does not know `{ins.text}`. Add {ins.name!r} to a table of rlkernel_rocm.simulator."
+    )
+
+
+def u32(op: Operand, word: int = 0) -> Reader:
+    """32 bits: word 0 or 1 of the operand."""
+    index = op.index + word
+    if op.kind == "v":
+        return lambda t: t.v[index]
+    if op.kind == "s":
+        return lambda t: t.s[:, index : index + 1]
+    if op.kind == "k":
+        low = op.floating and word
+        value = U32(0 if low else (op.value >> (32 * word)) & 0xFFFFFFFF)
+        return lambda _: value
+    if op.kind == "scc":
+        return lambda t: t.scc.astype(U32)
+    raise UnknownInstructionError(f"operand {op} has no 32-bit value")
+
+
+def i32(op: Operand) -> Reader:
+    """32 bits, signed."""
+    read = u32(op)
+    return lambda t: read(t).view(I32)
+
+
+def f32(op: Operand, word: int = 0) -> Reader:
+    """A float with its sign and its bars."""
+    read, negate, absolute = u32(op, word), op.negate, op.absolute
+    if not (negate or absolute):
+        return lambda t: read(t).view(F32)
+
+    def signed(t: Team) -> Array:
+        x = read(t).view(F32)
+        x = np.abs(x) if absolute else x
+        return -x if negate else x
+
+    return signed
+
+
+def half(op: Operand, shift: int = 0) -> Reader:
+    """The float16 in the low or (16) the high half, as float32; a decimal constant stands for itself."""
+    read, negate, absolute = u32(op), op.negate, op.absolute
+
+    def value(t: Team) -> Array:
+        x = read(t).view(F32) if op.floating else from_f16(np.asarray(read(t)) >> U32(shift))
+        x = np.abs(x) if absolute else x
+        return -x if negate else x
+
+    return value
+
+
+def u64(op: Operand) -> Reader:
+    """64 bits: a pair of registers, or a constant (a decimal fills the low word)."""
+    if op.kind == "s" and op.count > 1:
+        index = op.index
+        if index % 2 == 0:
+            return lambda t: t.s[:, index : index + 2].view(U64)
+    if op.kind == "k":
+        value = U64(op.value)
+        return lambda _: value
+    low = u32(op)
+    if op.count < 2:
+        return lambda t: low(t).astype(U64)
+    high = u32(op, 1)
+    return lambda t: low(t).astype(U64) | (high(t).astype(U64) << U64(32))
+
+
+def lane_mask(op: Operand) -> Reader:
+    """A pair of scalar registers as a mask of lanes."""
+    if op.kind == "k":
+        value = bool(op.value)
+        return lambda t: np.full((t.W, 64), value)
+    index = op.index
+    return lambda t: bits(t.s[:, index : index + 2])
+
+
+def full(read: Reader) -> Reader:
+    """Broadcast to [W, 64]."""
+    return lambda t: np.broadcast_to(read(t), (t.W, 64))
