@@ -179,7 +179,7 @@ def _report(path: str, *, effort: _Effort) -> bool:
 def _mutants(*, effort: _Effort) -> bool:
     from rlkernel_conformance.hostile import hostiles, meet
     from rlkernel_conformance.mutants import MODULES
-    from rlkernel_conformance.run import zoo
+    from rlkernel_conformance.zoo import zoo
 
     def tell(as_stated: bool, op: str, name: str, found: tuple[str, ...]) -> None:
         if not effort.json:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase
 
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
@@ -17,6 +16,7 @@ from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.memory import room
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.reproduce import script
+from rlkernel_conformance.search import search
 from rlkernel_conformance.subject import Subject
 
 
@@ -62,9 +62,6 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
     return due, rest
 
 
-SEARCH: Final = (Phase.explicit, Phase.generate, Phase.target)
-
-
 def carry_out(
     subject: Subject, attack: Attack, profile: Profile, *, manifest: str | None = None, shrink: bool = True
 ) -> Outcome:
@@ -84,21 +81,12 @@ def carry_out(
         if subject.measures:  # hypothesis climbs towards the worst case
             hypothesis.target(max(subject.measures.values()), label="error over tolerance")
 
-    search = hypothesis.settings(
-        max_examples=max(1, round(profile.examples * attack.scale)),
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        print_blob=False,
-        phases=(*SEARCH, Phase.shrink) if shrink else SEARCH,
-        suppress_health_check=list(HealthCheck),
-    )
-    test: Any = hypothesis.given(attack.cases(subject))(body)
-    for case in attack.examples:
-        test = hypothesis.example(case)(test)
+    def attacked() -> None:
+        examples = max(1, round(profile.examples * attack.scale))
+        search(body, attack.cases(subject), first=attack.examples, examples=examples, shrink=shrink)
+
     began = time.perf_counter()
-    _, error = guarded(search(test))
+    _, error = guarded(attacked)
     told: dict[str, Any] = {"executed": len(seen), "measures": worst}
     told["seconds"] = time.perf_counter() - began
     clause = attack.clause

@@ -78,7 +78,7 @@ def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manif
         "op": subject.op,
         "device": subject.device,
         "profile": asdict(profile),
-        "clauses": [a.clause.id for a in attacks],
+        "clauses": {a.clause.id: a.scale for a in attacks},
         "manifest": manifest,
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }

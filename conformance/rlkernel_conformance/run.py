@@ -20,7 +20,6 @@ from rlkernel_conformance.harness import Outcome, clauses_of
 from rlkernel_conformance.isolation import attack_apart
 from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
 from rlkernel_conformance.manifests import load, provider
-from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.report import report
@@ -127,30 +126,3 @@ def _named(manifest: Any, backend: str) -> Any:
     if manifest.name != backend:
         raise ConfigError(f"the manifest is of {manifest.name!r}, not of {backend!r}")
     return manifest
-
-
-@dataclass(frozen=True)
-class Death:
-    """How a mutant died, or that it did not."""
-
-    mutant: Mutant
-    killed_by: tuple[str, ...]
-
-    @property
-    def as_stated(self) -> bool:
-        """It died on the clause it was planted for, and on no other than it names."""
-        return self.mutant.planted in self.killed_by and set(self.killed_by) <= self.mutant.kills
-
-
-def zoo(op: str, profile: Profile, *, watch: Callable[[Death], None] = lambda _: None) -> list[Death]:
-    """Attack every mutant of an operator."""
-    deaths = []
-    for bug in mutants_of(op):
-        with policy.registered(bug.manifest):
-            subject = Subject(bug.manifest.name, op)
-            outcomes = attack_apart(subject, clauses_of(subject)[0], profile, manifest=bug.where)
-        # Tampering is found by any clause, so that it speaks for none.
-        death = Death(bug, tuple(o.clause for o in outcomes if o.failed and o.fault != "tampering"))
-        deaths.append(death)
-        watch(death)
-    return deaths

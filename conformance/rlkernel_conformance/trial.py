@@ -61,9 +61,9 @@ class Trial:
         scope.enter_context(self.subject.chosen())
         self.integrity = Integrity()
 
-    def of(self, clause: str) -> Outcome:
-        """Attack one clause."""
-        attack = self.attacks[clause]
+    def of(self, clause: str, scale: float) -> Outcome:
+        """Attack one clause with `scale` times the profile's cases."""
+        attack = replace(self.attacks[clause], scale=scale)
         self.subject.needed.clear()
         self.case = None
         os.ftruncate(self.last_case, 0)

@@ -49,9 +49,9 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         if trial is None:
             say("unable", fault=faults.of_error(error), message=brief(error))
             return
-        for clause in job["clauses"]:
+        for clause, scale in job["clauses"].items():
             say("begin", clause=clause)
-            outcome, error = guarded(lambda: trial.of(clause))  # noqa: B023  called at once
+            outcome, error = guarded(lambda: trial.of(clause, scale))  # noqa: B023  called at once
             if outcome is None:  # the suite's own mistake, or one that only looks like it
                 text = f"its attack could not be carried out: {brief(error)}"
                 outcome = Outcome(job["op"], clause, clause, "fault", faults.of_error(error), text)
