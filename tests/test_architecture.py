@@ -17,8 +17,16 @@ OURS = {"rlkernel", "rlkernel_core", "rlkernel_conformance", "rlkernel_bench"}
 CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
 LIBRARY = sorted(path for package in (CORE, REGISTRY, CONFORMANCE, BENCH) for path in package.rglob("*.py"))
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
-# torch traces, the demo, the proof, and the measuring.
-TORCH_HOMES = (CORE / "reference", CORE / "quant", REGISTRY / "torchlib", REGISTRY / "demo", CONFORMANCE, BENCH)
+# torch traces, the demo, the drift, the proof, and the measuring.
+TORCH_HOMES = (
+    CORE / "reference",
+    CORE / "quant",
+    REGISTRY / "torchlib",
+    REGISTRY / "demo",
+    REGISTRY / "agree",
+    CONFORMANCE,
+    BENCH,
+)
 
 
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:

@@ -33,6 +33,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "lock": ("rlkernel.cli.lock", SETTLE),
     "schema": ("rlkernel.cli.schema", SETTLE),
     "demo": ("rlkernel.cli.demo", TRY),
+    "agree": ("rlkernel.cli.agree", TRY),
     "conformance": ("rlkernel_conformance.cli", TRY),
     "judge": ("rlkernel_conformance.judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),

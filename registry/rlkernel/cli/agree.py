@@ -1,0 +1,133 @@
+"""`rlkernel agree`: how far the rollout's log-probabilities are from the trainer's, and with which kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from rlkernel import lock
+from rlkernel.cli.options import Json
+from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlkernel.agree import Agreement
+
+EXAMPLES: Final = (
+    ("rlkernel agree", "the built-in decoder with random weights, the kernels that the policy chooses"),
+    ("rlkernel agree --invariant --score linear_logprob --limit 0", "batch invariant on both sides: equal to the bit"),
+    ("rlkernel agree --trainer reference --output rlkernel.lock", "another order on one side; pin both"),
+    ("rlkernel agree runs/checkpoint --dtype bfloat16", "a model of save_pretrained, by transformers"),
+)
+EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --limit"}
+
+
+def command(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="Folder of a model, or a config.json for random weights; left out, ours."),
+    ] = None,
+    *,
+    rollout: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Order of backends of the rollout; default the configured one.")
+    ] = None,
+    trainer: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Order of backends of the trainer; default the configured one.")
+    ] = None,
+    score: Annotated[
+        str, typer.Option(metavar="NAME", help="The rollout's log-probability: of the sampler, or linear_logprob's.")
+    ] = "sampler",
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Our decoder computes token by token what it computes at once.")
+    ] = False,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences drawn together.")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens drawn a sequence.")] = 24,
+    temperature: Annotated[float, typer.Option(min=1e-6, help="Of the law, on both sides.")] = 1.0,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of weights and hidden states.")] = "float32",
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Where; default cuda if torch sees one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and draws.")] = 0,
+    limit: Annotated[float | None, typer.Option(min=0.0, help="Exit with 1 where |dlogp| is larger somewhere.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a lock file that pins both sides.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw with the rollout's kernels, score with the trainer's, compare.
+
+    Rollout and trainer compute the same log-probabilities by different
+    programs, and the difference is an error in every importance ratio. The
+    head's kernels alone are told apart from the rest of the model.
+    """
+    from rlkernel.agree import builtin, measure
+    from rlkernel.probe import device_here
+
+    kind, where = _dtype(dtype), device or device_here()
+    if model is None:
+        subject: Any = builtin(seed=seed, invariant=invariant, dtype=kind, device=where, context=_room(prompt + tokens))
+    elif invariant:
+        raise ConfigError("--invariant is of the built-in decoder; leave MODEL or --invariant away")
+    else:
+        from rlkernel.agree.pretrained import pretrained
+
+        subject = pretrained(model, seed=seed, dtype=kind, device=where)
+    found = measure(
+        subject,
+        rollout=_names(rollout),
+        trainer=_names(trainer),
+        score=score,
+        sequences=sequences,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    if output is not None:
+        lock.write(output, (*found.rollout, *found.trainer))
+    if json:
+        print_json({**found.as_dict(), "lock": str(output) if output else None})
+    else:
+        _print(found, output)
+    if limit is not None and found.drift.max > limit:
+        typer.echo(f"the drift is beyond the limit: {found.drift.max:.3g} > {limit:.3g}", err=True)
+        raise typer.Exit(1)
+
+
+def _names(order: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (order or "").split(",") if name.strip())
+
+
+def _room(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"--dtype {name} is no floating type; use float32, bfloat16 or float16")
+    return found
+
+
+def _print(found: Agreement, output: Path | None) -> None:
+    rows = [
+        (
+            name,
+            *(f"{getattr(d, column):.3g}" for column in ("max", "mean", "p99", "kl")),
+            f"{d.clip:.2%}",
+            f"{d.equal:.1%}",
+        )
+        for name, d in (("whole path", found.drift), ("kernels of the head", found.kernels))
+    ]
+    columns = ("|dlogp|", "max", "mean", "p99", "KL", "clipped", "same bits")
+    print_table(columns, rows, title=f"{found.model}: {found.drift.tokens} tokens")
+    typer.echo(f"hidden states differ by {found.hidden:.3g} of their largest entry")
+    for side in ("rollout", "trainer"):
+        for d in getattr(found, side):
+            typer.echo(plain(f"{side}  {d.call.op} -> {d.backend}: {d.target} [{d.version}]").replace("\\[", "["))
+    typer.echo(f"{output} pins both sides" if output else "--output rlkernel.lock pins both sides")
