@@ -78,7 +78,12 @@ EFFECTS: Final[Mapping[str, tuple[dict[str, Any], dict[str, Any], Any, Any]]] = 
 }
 
 
-@attack("PL-09", lambda s: st.builds(Batch, B=st.just(4), T=st.just(24), seed=st.sampled_from((3, 4, 5))), scale=0.1)
+def _tall(subject: Subject) -> st.SearchStrategy[Batch]:
+    seeds, dtypes = st.sampled_from((3, 4, 5)), st.sampled_from(subject.dtypes)
+    return st.builds(Batch, B=st.just(4), T=st.just(24), seed=seeds, dtype=dtypes)
+
+
+@attack("PL-09", _tall, scale=0.1)
 def every_argument_has_an_effect(subject: Subject, case: Batch) -> None:
     """Two values of every option that is claimed, all else equal; some sequence is empty."""
     signature = inspect.signature(subject.spec.signature)
@@ -290,7 +295,7 @@ def no_tokens_at_all_work(subject: Subject, case: Batch) -> None:
     """B = 0, T = 0, and no packed token."""
     shapes: list[tuple[int, ...]] = [(0, 4), (3, 0), (0, 0)]
     for shape in [*shapes, (0,)] if "packed" in subject.claims else shapes:
-        x = torch.zeros(shape, device=subject.device)
+        x = torch.zeros(shape, dtype=getattr(torch, case.dtype), device=subject.device)
         leaf = x.clone().requires_grad_(grad(subject))
         given: dict[str, Any] = {"kind": case.kind, "aggregate": case.aggregate, "horizon": None}
         given |= {"level": case.level, **OPTIONS.get(case.kind, {})}
