@@ -35,29 +35,37 @@ def cuts(M: int) -> Iterator[dict[str, Any]]:
         for parts in (1, 2, 4, 8):
             yield {"BM": 8, "BN": 64, "parts": parts, "stages": 4, "warps": 4, "permuted": True}
             yield {"BM": 16, "BN": 64, "parts": parts, "stages": 4, "warps": 4}
-            yield {"BM": 16, "BN": 64, "parts": parts, "stages": 6, "warps": 4}
             yield {"BM": 16, "BN": 128, "parts": parts, "stages": 4, "warps": 4}
-            yield {"BM": 16, "BN": 128, "parts": parts, "stages": 4, "warps": 8}
+            yield {"BM": 16, "BN": 128, "parts": parts, "stages": 3, "warps": 4}
+        yield {"BM": 8, "BN": 64, "parts": 2, "stages": 3, "warps": 4, "permuted": True}
+        yield {"BM": 8, "BN": 128, "parts": 1, "stages": 4, "warps": 4, "permuted": True}
+        yield {"BM": 8, "BN": 128, "parts": 2, "stages": 4, "warps": 4, "permuted": True}
     elif M <= 64:
+        BM = 32 if M <= 32 else 64
         for parts in (1, 2, 4):
-            for fold in (False, True):
-                yield {"BM": 64, "BN": 64, "parts": parts, "stages": 3, "warps": 4, "fold": fold}
-                yield {"BM": 64, "BN": 128, "parts": parts, "stages": 3, "warps": 8, "fold": fold}
-        yield {"BM": 64, "BN": 128, "parts": 1, "stages": 4, "warps": 4, "fold": True}
-        yield {"BM": 64, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 64}
-    else:
+            yield {"BM": BM, "BN": 64, "parts": parts, "stages": 3, "warps": 4}
+            yield {"BM": BM, "BN": 128, "parts": parts, "stages": 3, "warps": 8}
+            yield {"BM": BM, "BN": 128, "parts": parts, "stages": 3, "warps": 4}
+        yield {"BM": BM, "BN": 128, "parts": 1, "stages": 4, "warps": 8}
+        yield {"BM": BM, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 64}
+    elif M <= 256:
         for parts in (1, 2):
-            for fold in (False, True):
-                yield {"BM": 128, "BN": 128, "parts": parts, "stages": 3, "warps": 8, "fold": fold}
-                yield {"BM": 128, "BN": 64, "parts": parts, "stages": 3, "warps": 4, "fold": fold}
-        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 4, "warps": 4, "fold": True, "step": 64}
-        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 64}
+            yield {"BM": 128, "BN": 128, "parts": parts, "stages": 4, "warps": 8, "fold": True, "step": 64}
+            yield {"BM": 128, "BN": 64, "parts": parts, "stages": 3, "warps": 4}
+        yield {"BM": 128, "BN": 64, "parts": 1, "stages": 4, "warps": 4, "fold": True, "step": 64}
+        yield {"BM": 128, "BN": 64, "parts": 2, "stages": 4, "warps": 4, "fold": True, "step": 64}
+        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 3, "warps": 8}
+        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 5, "warps": 8, "fold": True, "step": 64}
+        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 32}
+    if M >= 256:
         yield {"BM": 256, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 64}
-        yield {"BM": 256, "BN": 64, "parts": 1, "stages": 3, "warps": 4, "fold": True}
-        yield {"BM": 256, "BN": 128, "parts": 1, "stages": 3, "warps": 8, "fold": True}
+        yield {"BM": 256, "BN": 128, "parts": 1, "stages": 3, "warps": 8, "fold": True, "step": 64}
+        yield {"BM": 256, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 32}
+    if M > 256:
+        yield {"BM": 128, "BN": 128, "parts": 1, "stages": 4, "warps": 8, "fold": True, "step": 64}
 
 
-MS = (1, 16, 64, 128, 256)
+MS = (1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def jobs() -> list[tuple[str, int, dict[str, Any]]]:
@@ -69,7 +77,12 @@ def jobs() -> list[tuple[str, int, dict[str, Any]]]:
                 tiles = N // cut["BN"] * -(-M // cut["BM"])
                 busy = tiles * cut["parts"] / 132
                 fits = cut["BM"] >= M or cut["BM"] >= 128
-                if fits and (busy >= 0.6 or cut["parts"] > 1) and busy <= 16 and K // 128 % cut["parts"] == 0:
+                if (
+                    fits
+                    and (busy >= 0.6 or cut["parts"] > 1)
+                    and (busy <= 16 or M > 256)
+                    and K // 128 % cut["parts"] == 0
+                ):
                     found.append((shape, M, cut))
     return found
 
@@ -348,11 +361,11 @@ def time_large() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for shape, (N, K) in SHAPES.items():
         full, copies = weights(shape)
-        for M in (512, 1024, 2048, 4096):
+        for M in (1024, 4096):
             x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
             y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
             row = {"cublas bf16": replayed([partial(torch.mm, x, full.t(), out=y)] * 2)}
-            for size in (8, 16, 32, 64, 1024):
+            for size in (32, 256):
                 product.PIECE = size << 20  # type: ignore[misc]
                 row[f"{size} MiB"] = replayed(
                     [partial(product.by_pieces, x, w, product.After(), y) for w in copies[:4]]
@@ -386,6 +399,16 @@ def time_codecs() -> dict[str, Any]:
     ):
         try:
             w = codec.quantize(full, kind)
+            if kind == "int4_g128":
+                for tile in ((16, 128), (16, 256), (32, 128), (32, 256), (16, 512)):
+                    codec.TILE = tile  # type: ignore[misc]
+                    p = codec.prepack(w)
+                    took = replayed([lambda w=w: codec.quantize(full, w.spec, out=w)] * 4)
+                    took_tiles = replayed([lambda p=p: codec.quantize(full, p.spec, out=p)] * 4)
+                    bytes_ = w.nbytes + full.numel() * 2
+                    found[f"int4_g128 in tiles of {tile}"] = [round(bytes_ / t / 1e6, 3) for t in (took, took_tiles)]
+                print(found, flush=True)
+                codec.TILE = (16, 128)  # type: ignore[misc]
             moved = w.nbytes + full.numel() * 2
             took = replayed([lambda w=w: codec.quantize(full, w.spec, out=w)] * 4)
             back = replayed([lambda w=w: codec.dequantize(w)] * 4)
@@ -403,6 +426,47 @@ def time_codecs() -> dict[str, Any]:
     return found
 
 
+def time_formats() -> dict[str, Any]:
+    """Microseconds of the operator as it ships, in every family of formats, at 4096 x 28672."""
+    import torch
+
+    from rlkernel_triton.quant import codec, product
+    from rlkernel_triton.quant.product import After
+
+    found: dict[str, Any] = {}
+    N, K = SHAPES["4096x28672"]
+    for kind in (
+        "int4_g128",
+        "int4_g32",
+        "int4_g128_asym",
+        "int4_channel",
+        "nf4",
+        "int8_channel",
+        "int8_w8a8",
+        "fp8_channel",
+    ):
+        try:
+            full = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+            first = codec.prepack(codec.quantize(full, kind))
+            copies = [first]
+            while sum(w.nbytes for w in copies) < COLD:
+                parts = {n: t.clone() for n, t in first.parts.items()}
+                copies.append(type(first)(first.spec, first.shape, first.dtype, parts, first.layout))
+            for M in (1, 16, 64):
+                x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+                calls = [partial(product.product, x, w, After(), "any") for w in copies]
+                found[f"{kind} M={M}"] = replayed(calls)
+            if kind == "int4_g128":
+                pair = After(activation="swiglu")
+                for M in (1, 16, 64):
+                    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+                    found[f"swiglu M={M}"] = replayed([partial(product.product, x, w, pair, "any") for w in copies])
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {str(error)[-300:]}"
+        print(kind, {k: v for k, v in found.items() if k.startswith(kind)}, flush=True)
+    return found
+
+
 SECTIONS: dict[str, Callable[..., Any]] = {
     "right_codecs": right_codecs,
     "right_products": right_products,
@@ -410,6 +474,7 @@ SECTIONS: dict[str, Callable[..., Any]] = {
     "time_cuts": time_cuts,
     "time_large": time_large,
     "time_codecs": time_codecs,
+    "time_formats": time_formats,
 }
 
 
@@ -470,10 +535,14 @@ def main() -> None:
             print(text.strip()[-3000:], flush=True)
 
     running = [start("check_cuts", i) for i in range(WORKERS)]
-    codecs, products = start("right_codecs"), start("right_products")
+    codecs, products, warm = start("right_codecs"), start("right_products"), start("time_formats")
+    chosen = "what_follows or every_cut or same_bits or lose_nothing"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen]
+    command.append("backends/triton/tests/kernels/test_quant.py")
+    tests = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     checked: dict[str, Any] = {}
     for process in running:
-        found, _ = result(process, left() - 30)
+        found, _ = result(process, left() - 45)
         checked |= found
     note("check_cuts", checked)
     bad = {
@@ -483,15 +552,25 @@ def main() -> None:
     }
     print("cuts checked", len(checked), "bad", json.dumps(bad)[:1500], f"{left():.0f} s left", flush=True)
     for name, process in (("right_codecs", codecs), ("right_products", products)):
-        found, text = result(process, left() - 30)
+        found, text = result(process, left() - 45)
         note(name, found, text if "failed" in found and found["failed"] == "out of time" else "")
         print(
             name, json.dumps({k: v for k, v in found.items() if k != "used"})[:2500], f"{left():.0f} s left", flush=True
         )
+    for name, process in (("tests", tests), ("warm", warm)):
+        try:
+            text, _ = process.communicate(timeout=max(1.0, left() - 42))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text, _ = process.communicate()
+        if name == "tests":
+            note("tests", text[-3000:], text[-1200:])
+    print(f"{left():.0f} s left", flush=True)
     for name, argument in (
         ("time_cuts", "4096x28672"),
         ("time_cuts", "4096x6144"),
         ("time_codecs", ""),
+        ("time_formats", ""),
         ("time_large", ""),
     ):
         if left() < 6:

@@ -23,14 +23,34 @@ class Claim:
     target: str  # "package.module:function"
     dtypes: tuple[str, ...] = FLOATS  # of the primary tensor; empty for any
     without: frozenset[str] = frozenset()  # features of the spec that are not claimed
+    only: frozenset[str] | None = None  # features that are claimed; None for all
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
+
+_GROUPS: Final = ("g128", "g64", "g32", "channel")
+# Formats of weights and their options; others may be added to the core that no kernel here reads.
+_FORMATS: Final = frozenset({
+    *(f"format:int4_{group}{kind}" for group in _GROUPS for kind in ("", "_asym")),
+    *("format:nf4", "double_quant", "group:128", "format:int8_channel", "format:int8_w8a8"),
+    *("format:fp8_tensor", "format:fp8_channel", "format:fp8_block128"),
+    *("element:e5m2", "element:e4m3fnuz", "element:e5m2fnuz"),
+    *("scale_dtype:bfloat16", "scale_dtype:float16", "scale_dtype:float32"),
+})  # fmt: skip
+_QUANTISED: Final = _FORMATS | {"scale_rule:absmax/7", "scale_rule:absmax/max_pow2", "out"}
+_ALWAYS: Final = frozenset({"deterministic", "capturable"})
+_AFTER: Final = frozenset({
+    *("grad", "bias", "lora", "residual", "weight_rounding:none", "weight_rounding:dtype"),
+    *("act:token_fp8", "act:block128_fp8"),
+    *(f"activation:{name}" for name in ("relu", "silu", "gelu", "gelu_tanh", "swiglu", "geglu_tanh")),
+})  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:logprob"),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
+    "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
+    "verify": Claim("rlkernel_triton.verify:verify"),
     "capture": Claim("rlkernel_triton.graphs.capture:capture", dtypes=(), kernels=False),
     "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
     "affine_suffix_scan": Claim(
@@ -40,6 +60,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"group", "mixed_dtypes", "support"})
     ),
     "policy_loss": Claim("rlkernel_triton.policy_loss:policy_loss", check="rlkernel_triton.policy_loss:fits"),
+    "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
+    "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
+    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:qmatmul", only=_FORMATS | _AFTER | _ALWAYS),
     "whiten": Claim("rlkernel_triton.whitening:whiten", REALS, check="rlkernel_triton.whitening:fits"),
 }
 
@@ -53,7 +77,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             op=spec.id,
             target=claim.target,
             requires=Requires(device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=arch_excluded),
-            supports=spec.feature_names - claim.without,
+            supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             check=claim.check,
         )
 

@@ -71,8 +71,8 @@ def swapped(bytes_):
 
 @triton.jit
 def _words_at(row, column, K, R: tl.constexpr, C: tl.constexpr):
-    tile = (row // 16 + tl.arange(0, R // 16)).to(tl.int64)[:, None] * (K // 64) + column // 64
-    return tile * 128 + tl.arange(0, C * 2)[None, :]
+    first = (row // 16).to(tl.int64) * (K * 2) + column * 2
+    return first + (tl.arange(0, R // 16)[:, None] * (K * 2) + tl.arange(0, C * 2)[None, :])
 
 
 @triton.jit
@@ -95,21 +95,25 @@ def load_bytes(
 
 @triton.jit
 def store_bytes(
-    codes, bytes_, row, column, N, K, row_bytes, TILED: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    codes, bytes_, row, column, N, K, row_bytes, TILED: tl.constexpr, HIGH_FIRST: tl.constexpr, WHOLE: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Inverse of `load_bytes`."""
+    """Inverse of `load_bytes`. WHOLE: the tile lies in the weight."""
     if TILED:
-        tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
-        inside = tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K)
-        tl.store(codes + _words_at(row, column, K, R, C), in_words(bytes_, R, C), mask=inside)
+        inside = (row // 16 + tl.arange(0, R // 16)[:, None] < N // 16) & (
+            column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K
+        )
+        at = codes + _words_at(row, column, K, R, C)
+        found = in_words(bytes_, R, C)
     else:
-        if HIGH_FIRST:
-            bytes_ = swapped(bytes_)
-        n = row + tl.arange(0, R)
-        b = column // 2 + tl.arange(0, C // 2)
-        inside = (n < N)[:, None] & (b < (K + 1) // 2)[None, :]
-        tl.store(codes + n.to(tl.int64)[:, None] * row_bytes + b[None, :], bytes_.to(tl.uint8), mask=inside)
+        n, b = tl.arange(0, R)[:, None], tl.arange(0, C // 2)[None, :]
+        inside = (row + n < N) & (column // 2 + b < (K + 1) // 2)
+        at = codes + row.to(tl.int64) * row_bytes + column // 2 + (n * row_bytes + b)
+        found = (swapped(bytes_) if HIGH_FIRST else bytes_).to(tl.uint8)
+    if WHOLE:
+        tl.store(at, found)
+    else:
+        tl.store(at, found, mask=inside)
 
 
 @triton.jit

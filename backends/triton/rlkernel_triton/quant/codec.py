@@ -7,6 +7,7 @@ Legend: N rows · K columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ from rlkernel_triton.quant.storage import EXACT, W4, Element
 
 _LARGEST: Final = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0}
 _CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
+TILE: Final = (16, 128)  # rows and columns of a program, where scales belong to groups
 _NESTED: Final = 256  # nf4 scales that share a scale
 
 
@@ -43,7 +45,11 @@ def quantize(
     weight = weight.detach()
     if out is not None:
         storage.check_layouts("out", out)
-        _encode(out, weight)
+        whole = {name: part.contiguous() for name, part in out.parts.items()}
+        _encode(replace(out, parts=whole), weight)
+        for name, part in out.parts.items():
+            if part is not whole[name]:  # strided: written beside it, then copied
+                part.copy_(whole[name])
         return out
     shape = (weight.shape[0], weight.shape[1])
     parts = {
@@ -99,6 +105,12 @@ def _encode(w: QuantTensor, weight: Tensor) -> None:
         _nest(w, scale)
 
 
+def _near(weight: Tensor, R: int, C: int) -> Tensor:
+    """The weight, contiguous where offsets in a tile of R x C would not fit 31 bits."""
+    row, column = weight.stride()
+    return weight if (R - 1) * row + (C - 1) * column < 2**31 else weight.contiguous()
+
+
 def _integers(spec: QuantSpec) -> dict[str, int]:
     """Smallest and largest integer code as it is stored."""
     if spec.element == "int8":
@@ -114,7 +126,8 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         middles = _CONSTANTS[spec, weight.device]["middles"]
         if K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
-    R, C = (16, 128) if w.layout == W4 else (1, 2048) if N == 1 else (16, 128)
+    R, C = (1, 2048) if N == 1 else TILE
+    weight = _near(weight, R, C)
     grid = storage.scale_grid(w)
     encode_kernels.encode_groups[(triton.cdiv(N, R) * triton.cdiv(K, C),)](
         w=weight,
@@ -137,6 +150,7 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         TILED=w.layout == W4,
         SYMMETRIC=spec.symmetric,
         **_integers(spec),
+        WHOLE=N % R == 0 and K % C == 0,
         INTERPRETED=INTERPRETED,
         num_warps=4,
         **EXACT,
@@ -149,19 +163,20 @@ def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
     largest = _LARGEST.get(spec.scale_rule) or (form.max if form else 1.0)
     R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else (4, 1024)
     tiles = triton.cdiv(N, R)
+    weight = _near(weight, R, K)
     given: dict[str, Any] = {
         "w": weight,
         "row_stride": weight.stride(0),
         "column_stride": weight.stride(1),
         "N": N,
         "K": K,
+        "WHOLE": N % R == 0 and K % C == 0,
+        "INTERPRETED": INTERPRETED,
     }
     partial = scale
     if spec.rows == 0:
         partial = torch.empty(tiles, dtype=torch.int32, device=weight.device)
-        encode_kernels.largest_bits[(tiles,)](
-            **given, partial=partial, INTERPRETED=INTERPRETED, R=R, C=C, num_warps=4, **EXACT
-        )
+        encode_kernels.largest_bits[(tiles,)](**given, partial=partial, R=R, C=C, num_warps=4, **EXACT)
     encode_kernels.encode_rows[(tiles, triton.cdiv(K, C) if spec.rows == 128 else 1)](
         **given,
         codes=storage.codes(w),
@@ -181,7 +196,6 @@ def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         **_integers(spec),
         LARGEST=form.max if form else 0.0,
         PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
-        INTERPRETED=INTERPRETED,
         num_warps=8 if spec.rows == 128 else 4,
         **EXACT,
     )

@@ -88,4 +88,4 @@ def move(
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
     found = load_bytes(source, row, column, N, K, row_bytes, not TO_TILES, HIGH_FIRST, R, C)
-    store_bytes(target, found, row, column, N, K, row_bytes, TO_TILES, HIGH_FIRST, R, C)
+    store_bytes(target, found, row, column, N, K, row_bytes, TO_TILES, HIGH_FIRST, True, R, C)

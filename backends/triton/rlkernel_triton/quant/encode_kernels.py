@@ -25,13 +25,16 @@ _INFINITE: Final = tl.constexpr(0x7F800000)
 
 @triton.jit
 def weights(
-    w, row_stride, column_stride, row, column, N, K, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    w, row_stride, column_stride, row, column, N, K, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """[R, C] fp32, 0 outside of the weight."""
-    n = (row + tl.arange(0, R)).to(tl.int64)[:, None]
-    k = (column + tl.arange(0, C)).to(tl.int64)[None, :]
-    found = tl.load(w + n * row_stride + k * column_stride, mask=(n < N) & (k < K), other=0.0)
-    return widened(found, INTERPRETED)
+    """[R, C] fp32, 0 outside of the weight; WHOLE: nothing is. Offsets within a tile are below 2^31."""
+    n, k = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    zero = tl.zeros((1, 1), tl.int64)
+    at = w + ((zero + row) * row_stride + (zero + column) * column_stride) + (n * row_stride + k * column_stride)
+    if WHOLE:
+        return widened(tl.load(at), INTERPRETED)
+    return widened(tl.load(at, mask=(row + n < N) & (column + k < K), other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -94,21 +97,21 @@ def ratio_of(x, divisor, INTERPRETED: tl.constexpr):
     """x / divisor correctly rounded where it is no smaller than 2^-30, and 0 for NaN.
 
     One division for a group: r = 1 / d, q = x r, and a fused step of q + r (x - q d), which is the rounded quotient
-    where nothing over- or underflows (Markstein 1990); other divisors take the division.
+    where nothing over- or underflows (Markstein 1990). A tile with another divisor takes the division.
     """
     if INTERPRETED:  # whose fma rounds twice
         ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
     else:
-        usual = (divisor > 2.0**-90) & (divisor < 2.0**90) | (divisor == float("inf"))
-        if tl.min(usual.to(tl.int32)) == 1:
+        usual = (divisor > 2.0**-90) & (divisor < 2.0**90)
+        if tl.min(tl.reshape(usual.to(tl.int32), (usual.numel,))) == 1:
             reciprocal = tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)
-            d = tl.where(divisor == float("inf"), 1.0, divisor)
             q = x * reciprocal
-            ratio = tl.fma(tl.fma(-q, d + tl.zeros_like(x), x), reciprocal + tl.zeros_like(x), q)
-            ratio = tl.where(divisor == float("inf"), 0.0, ratio)
+            ratio = tl.fma(tl.fma(-q, divisor + tl.zeros_like(x), x), reciprocal + tl.zeros_like(x), q)
         else:
             ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
-    return tl.where(ratio == ratio, ratio, 0.0)
+            ratio = tl.where(ratio == ratio, ratio, 0.0)
+    return ratio
 
 
 @triton.jit
@@ -129,8 +132,12 @@ def nearest_of_table(x, middles):
 
 @triton.jit
 def integer_codes(ratio, zero, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """int32: rint(w / s) + z between two numbers."""
-    return tl.minimum(tl.maximum(rint(ratio) + zero, LEAST), MOST).to(tl.int32)
+    """int32: rint(w / s) + z between two numbers.
+
+    Cut first, since the ends are integers; adding 1.5 * 2^23 then rounds, and leaves the integer in the last bits.
+    """
+    cut = tl.minimum(tl.maximum(ratio, LEAST - zero), MOST - zero)
+    return (cut + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero.to(tl.int32)
 
 
 @triton.jit
@@ -144,37 +151,45 @@ def paired_bytes(codes, R: tl.constexpr, C: tl.constexpr):
 def store_codes(
     codes, ratio, zero, row, column, N, K, row_bytes, middles, ELEMENT: tl.constexpr, TILED: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Code a tile of w / s and write it."""
     n = (row + tl.arange(0, R)).to(tl.int64)[:, None]
     k = column + tl.arange(0, C)[None, :]
-    inside = (n < N) & (k < K)
+    inside = (n < N) & (k < K)  # all true where WHOLE, which the compiler cannot know
+    if WHOLE:
+        inside = None
     if ELEMENT == INT8:
-        tl.store(codes + n * K + k, integer_codes(ratio, 0.0, LEAST, MOST).to(tl.int8), mask=inside)
+        tl.store(
+            codes + n * K + k, integer_codes(ratio, tl.zeros((1, 1), tl.float32), LEAST, MOST).to(tl.int8), mask=inside
+        )
     elif ELEMENT == FLOAT8:
         found = float8_code(ratio, MANTISSA, BIAS, FNUZ, LARGEST)
         tl.store(codes + n * K + k, found.to(tl.uint8), mask=inside)
     elif ELEMENT == NF4:
-        found = tl.where(inside, nearest_of_table(ratio, middles), 0)
-        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, True, R, C)
+        found = nearest_of_table(ratio, middles)
+        if not WHOLE:
+            found = tl.where(inside, found, 0)
+        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, True, WHOLE, R, C)
     else:
-        found = tl.where(inside, integer_codes(ratio, zero, LEAST, MOST), 0)
-        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, False, R, C)
+        found = integer_codes(ratio, zero, LEAST, MOST)
+        if not WHOLE:
+            found = tl.where(inside, found, 0)
+        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, False, WHOLE, R, C)
 
 
 @triton.jit
 def encode_groups(
     w, row_stride, column_stride, codes, row_bytes, scale, zero, scale_row, scale_group, middles, largest, N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, INTERPRETED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Groups of GROUP columns of a row: 4-bit integers and nf4. Grid: row tiles x column tiles."""
     column_tiles = tl.cdiv(K, C)
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
     G: tl.constexpr = C // GROUP
-    x = tl.reshape(weights(w, row_stride, column_stride, row, column, N, K, INTERPRETED, R, C), (R * G, GROUP))
+    x = tl.reshape(weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C), (R * G, GROUP))
     bits = tl.max(size_bits(x), axis=1)
     low, high = bits.to(tl.float32), bits.to(tl.float32)
     if not SYMMETRIC:
@@ -186,15 +201,16 @@ def encode_groups(
     inside = (n < N) & (group < tl.cdiv(K, GROUP))
     at = n * scale_row + group.to(tl.int64) * scale_group
     tl.store(scale + at, stored, mask=inside)
-    if SYMMETRIC:
-        z += 8.0
-    else:
+    if not SYMMETRIC:
         tl.store(zero + at, z.to(tl.uint8), mask=inside)
     ratio = ratio_of(x, divisor[:, None], INTERPRETED)
-    zeros = tl.reshape(z[:, None] + tl.zeros_like(ratio), (R, C))
+    if SYMMETRIC:
+        zeros = tl.full((1, 1), 8.0, tl.float32)
+    else:
+        zeros = tl.reshape(z[:, None] + tl.zeros_like(ratio), (R, C))
     store_codes(
         codes, tl.reshape(ratio, (R, C)), zeros, row, column, N, K, row_bytes, middles, ELEMENT, TILED, LEAST, MOST, 0,
-        0, False, 0.0, R, C,
+        0, False, 0.0, WHOLE, R, C,
     )  # fmt: skip
 
 
@@ -203,7 +219,8 @@ def encode_rows(
     w, row_stride, column_stride, codes, row_bytes, scale, zero, largest, partial, N, K, parts,
     R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
     SYMMETRIC: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, INTERPRETED: tl.constexpr,
+    BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A scale per row (ROWS 1: the row is read twice), per R x C block (ROWS 2: once), or one in all (ROWS 0).
 
@@ -212,7 +229,7 @@ def encode_rows(
     row = tl.program_id(0) * R
     first = tl.program_id(1) * C
     if ROWS == 2:
-        x = weights(w, row_stride, column_stride, row, first, N, K, INTERPRETED, R, C)
+        x = weights(w, row_stride, column_stride, row, first, N, K, WHOLE, INTERPRETED, R, C)
         bits = tl.max(tl.max(size_bits(x), axis=1), axis=0)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
     elif ROWS == 0:
@@ -222,7 +239,7 @@ def encode_rows(
     else:
         most, least, top = tl.zeros((R,), tl.int32), tl.zeros((R,), tl.float32), tl.zeros((R,), tl.float32)
         for column in range(0, K, C):
-            x = weights(w, row_stride, column_stride, row, column, N, K, INTERPRETED, R, C)
+            x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
             most = tl.maximum(most, tl.max(size_bits(x), axis=1))
             if not SYMMETRIC:
                 least, top = tl.minimum(least, tl.min(x, axis=1)), tl.maximum(top, tl.max(x, axis=1))
@@ -249,26 +266,27 @@ def encode_rows(
         ratio = ratio_of(x, divisor, INTERPRETED)
         store_codes(
             codes, ratio, z, row, first, N, K, row_bytes, codes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS, FNUZ,
-            LARGEST, R, C,
+            LARGEST, WHOLE, R, C,
         )  # fmt: skip
     else:
         for column in range(0, K, C):
-            x = weights(w, row_stride, column_stride, row, column, N, K, INTERPRETED, R, C)
+            x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
             ratio = ratio_of(x, divisor, INTERPRETED)
             store_codes(
                 codes, ratio, z, row, column, N, K, row_bytes, codes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS,
-                FNUZ, LARGEST, R, C,
+                FNUZ, LARGEST, WHOLE, R, C,
             )  # fmt: skip
 
 
 @triton.jit
 def largest_bits(
-    w, row_stride, column_stride, partial, N, K, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    w, row_stride, column_stride, partial, N, K, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """The largest bits of |w| of every tile of R rows."""
     row = tl.program_id(0) * R
     most = tl.zeros((R,), tl.int32)
     for column in range(0, K, C):
-        x = weights(w, row_stride, column_stride, row, column, N, K, INTERPRETED, R, C)
+        x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
         most = tl.maximum(most, tl.max(size_bits(x), axis=1))
     tl.store(partial + tl.program_id(0), tl.max(most, axis=0))

@@ -10,7 +10,7 @@ Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoR
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -26,7 +26,7 @@ from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.storage import W4, Element
 from rlkernel_triton.quant.tickets import tickets
 
-STEP: Final = 128  # columns a step, unless groups are smaller
+MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class After:
     def pair(self) -> bool:
         """The rows of the weight are a gate's and a value's."""
         return self.activation in PAIRS
+
+    @property
+    def nothing(self) -> bool:
+        """The result is the product."""
+        return self.bias is self.lora is self.activation is self.residual is None
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         """Keyword arguments of the kernels; `x` stands for what is not there."""
@@ -88,15 +93,21 @@ def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch
     y = torch.empty(M, width, dtype=dtype or x.dtype, device=x.device)
     if M == 0:
         return y
-    fits = w.layout == W4 and x.dtype != torch.float32 and not (w.spec.element == "nf4" and rounding == "none")
     with on_device_of(x):
-        if fits:
-            step = min(w.spec.group or STEP, STEP)
-            cut = choice.cut(M, *w.shape, step, pair=after.pair, rounded=rounding == "dtype")
-            if cut is not None:
-                by_words(x, w, after, cut, y)
-            else:
-                by_pieces(x, w, after, y)
+        if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
+            h = product(x, w, After(), rounding, torch.float32)
+            h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
+            finish(x, h, replace(after, lora=None), y)
+            return y
+        half = x.dtype != torch.float32 and w.spec.act == "none"
+        exact_table = w.spec.element == "nf4" and rounding == "none"
+        cut = None
+        if half and not exact_table and w.layout == W4:
+            cut = choice.cut(M, *w.shape, group=w.spec.group, pair=after.pair, rounding=rounding)
+        if cut is not None:
+            by_words(x, w, after, cut, y)
+        elif half and rounding != "none" and choice.class_of(M) is None:
+            by_pieces(x, w, after, y)
         else:
             by_bytes(x, storage.packed(w, "canonical"), after, rounding, y)
     return y
@@ -113,19 +124,18 @@ def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, pe
     """The product of a weight in `triton_w4`."""
     spec, M, (N, K) = w.spec, x.shape[0], w.shape
     asm, sync = matrix_instructions()
-    step = min(spec.group or STEP, cut.step)
+    step = min(spec.group or cut.step, cut.step)
     tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
     partial, counters = x, x
     if cut.parts > 1:
         halves = 2 if after.pair else 1
         partial = torch.empty(cut.parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
         counters = tickets(tiles, x.device)
-    scales = storage.scales(w)
     product_kernels.word_product[(tiles * cut.parts,)](
         x=x,
         x_row=x.stride(0),
-        codes=w.parts["codes"],
-        **scales,
+        codes=storage.codes(w),
+        **storage.scales(w),
         y=y,
         partial=partial,
         tickets=counters,
@@ -159,7 +169,7 @@ def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
     N, K = w.shape
     rows = max(64, PIECE // (K * x.element_size()) // 64 * 64)
     buffer = torch.empty(min(rows, N), K, dtype=x.dtype, device=x.device)
-    plain = after == After()
+    plain = after.nothing and y.dtype == x.dtype
     h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
     for first in range(0, N, rows):
         last = min(first + rows, N)
@@ -168,7 +178,11 @@ def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
             torch.mm(x, piece.t(), out=h[:, first:last])
         else:
             h[:, first:last] = wide_product(x, piece)
-    if not plain:
+    if plain:
+        return
+    if after.nothing:
+        y.copy_(h)
+    else:
         finish(x, h, after, y)
 
 

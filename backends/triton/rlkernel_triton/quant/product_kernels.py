@@ -20,7 +20,7 @@ import triton.language as tl
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
 from rlkernel_triton.quant.decode_kernels import nested_scales
 from rlkernel_triton.quant.encode_kernels import FLOAT8, INT8, NF4
-from rlkernel_triton.quant.product_tiles import activated, permuted, word_indices, word_tile
+from rlkernel_triton.quant.product_tiles import activated, permuted, word_indices, word_start, word_tile
 
 
 @triton.jit
@@ -164,11 +164,12 @@ def word_product(
     m = tile % m_tiles * BM + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
     columns = permuted(BK, PERMUTED)
-    x_at = x + m.to(tl.int64)[None, :] * x_row + (k0 + columns)[:, None]
+    x_at = x + tile % m_tiles * BM * x_row.to(tl.int64) + k0
+    x_at += tl.arange(0, BM)[None, :] * x_row + columns[:, None]
     of_m = (m < M)[None, :]
     row_words = K * 2
-    tiles_at = (n0 // 16 + tl.arange(0, TN)).to(tl.int64)[:, None] * row_words
-    words_at = codes + tiles_at
+    words_at = codes + n0 // 16 * row_words.to(tl.int64)
+    words_at += tl.arange(0, TN)[:, None] * row_words + word_indices(BK)[None, :]
     beyond = width // 16 * row_words.to(tl.int64) if PAIR else 0
     acc = tl.zeros((BN, BM), tl.float32)
     other = acc if PAIR else tl.zeros((1, 1), tl.float32)
@@ -190,7 +191,7 @@ def word_product(
         if PAIR:
             t = widened(tl.load(scale + n + width), INTERPRETED)
     for step in tl.range(0, steps, num_stages=STAGES):
-        at = words_at + word_indices(BK, k0 + step * BK)[None, :]
+        at = words_at + word_start(BK, k0 + step * BK)
         words = tl.load(at, eviction_policy="evict_first")
         xt = tl.load(x_at + step * BK, mask=of_m, other=0.0)
         if INTERPRETED:

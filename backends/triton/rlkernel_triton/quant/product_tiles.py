@@ -79,12 +79,20 @@ def eight_float16(word, offset):
 
 
 @triton.jit
-def word_indices(BK: tl.constexpr, k):
-    """Where the words of columns k .. k + BK of a row tile stand: [BK * 2], k a multiple of BK."""
+def word_indices(BK: tl.constexpr):
+    """[BK * 2]: where the words of BK columns stand from the first of them on."""
     i = tl.arange(0, BK * 2)
+    if BK == 32:  # two words of the four of a thread
+        return i // 2 * 4 + i % 2
+    return i
+
+
+@triton.jit
+def word_start(BK: tl.constexpr, k):
+    """Where the words of columns k .. k + BK start, k a multiple of BK."""
     if BK == 32:
-        return k // 64 * 128 + i // 2 * 4 + k % 64 // 32 * 2 + i % 2
-    return k * 2 + i
+        return k // 64 * 128 + k % 64 // 32 * 2
+    return k * 2
 
 
 @triton.jit

@@ -83,14 +83,13 @@ def scale_grid(w: QuantTensor) -> dict[str, Any]:
 def scales(w: QuantTensor) -> dict[str, Any]:
     """Scales, zero-points and tables as keyword arguments; what a format lacks is any tensor."""
     scale = w.parts[scale_name(w.spec)]
-    parts = {name: w.parts.get(name, scale) for name in ("zero", "table", "nested_table")}
-    parts |= {name: w.parts.get(name, scale) for name in ("nested_absmax", "nested_offset")}
-    return {"scale": scale, **parts}
+    names = ("zero", "table", "nested_table", "nested_absmax", "nested_offset")
+    return {"scale": scale.contiguous(), **{name: w.parts.get(name, scale).contiguous() for name in names}}
 
 
 def codes(w: QuantTensor) -> Tensor:
     """The codes as the kernels read them: float8 as bytes."""
-    found = w.parts["codes"]
+    found = w.parts["codes"].contiguous()
     return found if found.dtype in (torch.int8, torch.int32) else found.view(torch.uint8)
 
 
@@ -121,7 +120,7 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
     with on_device_of(parts["codes"]):
         rows, columns = w.shape
         decode_kernels.move[(rows // 64 * (columns // 128),)](
-            w.parts["codes"], parts["codes"], columns // 2, rows, columns, layout == W4, w.spec.element == "nf4", 64,
+            codes(w), parts["codes"], columns // 2, rows, columns, layout == W4, w.spec.element == "nf4", 64,
             128, num_warps=4, **EXACT,
         )  # fmt: skip
     return QuantTensor(w.spec, w.shape, w.dtype, parts, layout)

@@ -1,0 +1,184 @@
+"""Quantised weights on Triton: the bits of the reference's codecs, and products within the contract's bound.
+
+In Triton's interpreter bfloat16 is widened as it is loaded, so there it shows what is multiplied and not how; on a GPU
+the same tests multiply in bfloat16.
+"""
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core import quant as reference
+from rlkernel_core.quant import QuantSpec
+from rlkernel_core.quant.activations import quantize_activation
+from rlkernel_core.reference.qmatmul import qmatmul as definition
+from rlkernel_core.spec.qmatmul import UNITS, LoRA, accumulation_bound
+from rlkernel_triton.quant import storage
+from rlkernel_triton.quant.choice import Cut
+from rlkernel_triton.quant.product import After, by_words
+
+named = QuantSpec.named
+SPECS = [
+    *(named(f"int4_{group}{kind}") for group in ("g128", "g64", "g32", "channel") for kind in ("", "_asym")),
+    named("int4_g64", scale_rule="absmax/7"),
+    named("int4_g32", scale_dtype="float16"),
+    named("nf4"),
+    named("nf4", double_quant=True),
+    named("int8_channel"),
+    named("fp8_tensor"),
+    named("fp8_channel", element="e5m2"),
+    named("fp8_channel", element="e4m3fnuz"),
+    named("fp8_block128", scale_rule="absmax/max_pow2"),
+]
+ids = {"ids": str}
+
+
+def weight(N, K, device, dtype=torch.float32):
+    """Normal numbers with an inf, a NaN, zeros, subnormal numbers and ties."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N + K))
+    w[0, 0], w[1, 3], w[2] = torch.inf, torch.nan, 0
+    w[2, 1] = 1e-40
+    if N > 40:
+        w[20] = torch.randint(-15, 16, (K,), generator=torch.Generator().manual_seed(1)) / 2
+        w[20, ::32] = 7.5
+        w[33] *= 1e-38
+    return w.to(dtype).to(device)
+
+
+def same(a, b):
+    """Equal, NaN where the other is."""
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def same_parts(a, b):
+    return all(same(a.parts[n].float(), b.parts[n].float()) for n in a.parts)
+
+
+@pytest.mark.parametrize("spec", SPECS, **ids)
+@pytest.mark.parametrize(("N", "K"), [(64, 256), (7, 301)])
+def test_codes_scales_and_values_have_the_bits_of_the_reference(device, spec, N, K) -> None:
+    w = weight(N, K, device)
+    want, found = reference.quantize(w, spec), rlk.quantize(w, spec)
+    assert same_parts(found, want)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert same(rlk.dequantize(want, dtype=dtype), reference.dequantize(want, dtype=dtype))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if storage.four_bits(s)], **ids)
+def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, spec) -> None:
+    first, second = weight(64, 256, device), 3 * weight(64, 256, device).flip(0)
+    w = rlk.quantize(first, spec)
+    tiles = rlk.prepack(w)
+    assert tiles.layout == storage.W4
+    assert rlk.prepack(tiles, layout="canonical").same_bits(w)
+    assert same(rlk.dequantize(tiles), rlk.dequantize(w))
+    assert same(storage.dequantised(tiles, torch.float32, (32, 64)), rlk.dequantize(w, dtype=torch.float32)[32:])
+    kept = {name: part.data_ptr() for name, part in tiles.parts.items()}
+    assert rlk.quantize(second, spec, out=tiles) is tiles
+    assert {name: part.data_ptr() for name, part in tiles.parts.items()} == kept
+    assert same_parts(rlk.prepack(tiles, layout="canonical"), reference.quantize(second, spec))
+
+
+def test_strided_weights_have_the_codes_of_contiguous_ones(device) -> None:
+    w = weight(64, 256, device)
+    for view in (w.t().contiguous().t(), torch.cat([w, w], 1)[:, :256]):
+        assert rlk.quantize(view, "int4_g128").same_bits(rlk.quantize(w, "int4_g128"))
+
+
+def test_a_weight_that_no_tile_fits_stays_canonical_and_is_refused_by_name(device) -> None:
+    w = rlk.quantize(torch.randn(70, 256, device=device), "int4_g128")
+    assert rlk.prepack(w) is w
+    with pytest.raises(rlk.ArgumentError, match="multiples of 64"):
+        rlk.prepack(w, layout=storage.W4)
+    with pytest.raises(rlk.LayoutError, match="reference_tiled"):
+        rlk.dequantize(reference.pack(w))
+
+
+def bound_of(x, w, want, rounding="any", more=0.0):
+    """The contract's bound for a plain product."""
+    exact = reference.dequantize(w, dtype=x.dtype if rounding == "dtype" else torch.float32).double()
+    left = x.double() if w.spec.act == "none" else quantize_activation(x.float(), w.spec).value().double()
+    unit = UNITS[str(x.dtype).removeprefix("torch.")]
+    reach = left.abs() @ exact.abs().t() + more
+    return accumulation_bound(want, reach, unit=unit, inner=x.shape[-1], weight_rounding=rounding)
+
+
+def exactly(x, w, rounding="any"):
+    """The plain product in float64."""
+    exact = reference.dequantize(w, dtype=x.dtype if rounding == "dtype" else torch.float32).double()
+    left = x.double() if w.spec.act == "none" else quantize_activation(x.float(), w.spec).value().double()
+    return left @ exact.t()
+
+
+PRODUCTS = [
+    *(named(f) for f in ("int4_g128", "int4_g64_asym", "int4_channel_asym", "nf4")),
+    named("int4_g32", scale_dtype="float16"),
+    named("nf4", double_quant=True),
+]
+
+
+@pytest.mark.parametrize("spec", PRODUCTS, **ids)
+@pytest.mark.parametrize("rounding", ["any", "none", "dtype"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_product_of_tiles_is_within_the_bound(device, spec, rounding, dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    w = reference.quantize(torch.randn(64, 512, generator=g).to(device), spec)
+    x = torch.randn(5, 512, generator=g).to(device, dtype)
+    y, want = rlk.qmatmul(x, rlk.prepack(w), weight_rounding=rounding), exactly(x, w, rounding)
+    assert y.dtype == dtype
+    assert bool(((y.double() - want).abs() <= bound_of(x, w, want, rounding)).all())
+
+
+BYTES = [*PRODUCTS, *(named(f) for f in ("int8_channel", "int8_w8a8", "fp8_tensor", "fp8_block128"))]
+BYTES += [named("fp8_channel", element="e5m2", act="token_fp8"), named("fp8_block128", act="block128_fp8")]
+
+
+@pytest.mark.parametrize("spec", BYTES, **ids)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_product_of_any_shape_is_within_the_bound(device, spec, dtype) -> None:
+    g = torch.Generator().manual_seed(4)
+    w = reference.quantize(torch.randn(70, 301, generator=g).to(device), spec)
+    x = torch.randn(3, 301, generator=g).to(device, dtype)
+    want = exactly(x, w)
+    assert bool(((rlk.qmatmul(x, w).double() - want).abs() <= bound_of(x, w, want)).all())
+
+
+@pytest.mark.parametrize("cut", [Cut(16, 64, 4, 2, 4), Cut(16, 64, 2, 2, 4, True, 64), Cut(8, 128, 1, 2, 4)], ids=str)
+def test_every_cut_adds_up_the_same_product(device, cut) -> None:
+    """Parts of K, folded scales, half steps, and the order that `mma.sync` wants."""
+    w = reference.quantize(torch.randn(128, 512, generator=torch.Generator().manual_seed(5)).to(device), "int4_g128")
+    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
+    y = torch.full((20, 128), torch.nan, dtype=torch.float16, device=device)
+    for permuted in (False, True):
+        by_words(x, rlk.prepack(w), After(), cut, y, permuted=permuted)
+        want = exactly(x, w)
+        assert bool(((y.double() - want).abs() <= bound_of(x, w, want)).all())
+
+
+@pytest.mark.parametrize("M", [5, 300])  # 300: dequantised in pieces
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_what_follows_the_product_and_its_gradients(device, M, activation) -> None:
+    g = torch.Generator().manual_seed(7)
+
+    def new(*size):
+        return torch.randn(size, generator=g).to(device)
+
+    w = reference.quantize(new(128, 256) / 16, "int4_g128", dtype=torch.float16)
+    x, bias, a, b = new(M, 256), new(128), new(8, 256) / 16, new(128, 8)
+    residual, dy = new(M, 64 if activation == "swiglu" else 128), new(M, 64 if activation == "swiglu" else 128)
+    results = []
+    for f, v, dtype in ((rlk.qmatmul, rlk.prepack(w), torch.float16), (definition, w, torch.float64)):
+        leaves = [t.to(torch.float16).to(dtype).requires_grad_() for t in (x, bias, a, b, residual)]
+        of = {"bias": leaves[1], "lora": LoRA(leaves[2], leaves[3], 0.5), "residual": leaves[4]}
+        y = f(leaves[0], v, activation=activation, **of)
+        grads = torch.autograd.grad(y, leaves, dy.to(torch.float16).to(dtype))
+        results.append([y.detach(), *grads])
+    for mine, theirs in zip(*results, strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1.5e-3  # three roundings to float16
+
+
+def test_a_row_has_the_same_bits_in_every_batch_of_its_class(device) -> None:
+    w = rlk.prepack(rlk.quantize(torch.randn(64, 512, device=device), "int4_g128"))
+    x = torch.randn(16, 512, device=device).to(torch.float16)
+    rows = torch.cat([rlk.qmatmul(x[i : i + 1], w) for i in range(0, 16, 5)])
+    assert torch.equal(rlk.qmatmul(x, w)[::5], rows)
