@@ -32,7 +32,7 @@ class Structure(NamedTuple):
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """The nested value whose leaves, in order, are `leaves`."""
-        return self._build(iter(leaves))
+        return leaves[0] if self.container is None else self._build(iter(leaves))
 
     def _build(self, leaves: Iterator[Any]) -> Any:
         cls = self.container

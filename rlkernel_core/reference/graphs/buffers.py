@@ -65,7 +65,7 @@ class StaticInputs:
         ]
         given = [size[0] for size, bucket in zip(reading.sizes, self._buckets, strict=True) if bucket.valid]
         plan = _Filling(
-            [([into[i] for i in at], at) for at in alike.values()],
+            [([into[i] for i in at], None if at == list(range(len(reading.leaves))) else at) for at in alike.values()],
             [*padded, *zip(self._valid, given, strict=True)],
             sum(x.nbytes for x in into.values()),
         )
@@ -94,16 +94,16 @@ class StaticInputs:
 class _Filling:
     """How the buffers are filled for one set of sizes."""
 
-    copies: list[tuple[list[Tensor], list[int]]]  # parts of buffers, and the leaves that go into them
+    copies: list[tuple[list[Tensor], list[int] | None]]  # parts of buffers, and the leaves that go there; None: all
     constants: list[tuple[Tensor, float]]  # padding and true sizes: fn may have written there
     nbytes: int
 
-    def carry_out(self, leaves: Sequence[Any]) -> int:
+    def carry_out(self, leaves: list[Any]) -> int:
         """Copy and pad; returns the bytes copied."""
         for x, value in self.constants:
             x.fill_(value)
         for into, at in self.copies:
-            torch._foreach_copy_(into, [leaves[i] for i in at])
+            torch._foreach_copy_(into, leaves if at is None else [leaves[i] for i in at])
         return self.nbytes
 
 

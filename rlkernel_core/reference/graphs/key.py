@@ -116,12 +116,14 @@ class Reader:
         sizes and strides.
         """
         seen: list[Hashable] = [len(args), *kwargs, ambient(self._device.type), self._static.training()]
-        name_of = self._static.name_of
+        names = self._static.names
         for leaf in (*args, *kwargs.values()):
             cls = leaf.__class__
             if cls is Tensor or cls is torch.nn.Parameter:
                 strides = None if leaf.is_contiguous() else leaf.stride()
-                seen += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides, name_of(leaf))
+                seen += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides)
+                if names:
+                    seen.append(names.get(id(leaf)))
             elif cls in _PLAIN:
                 seen += (cls, leaf)
             elif cls is float:
@@ -181,7 +183,7 @@ class Reader:
     def _leaf_key(self, i: int, leaf: Any, layout: Layout, sizes: tuple[tuple[int, int], ...]) -> Hashable:
         if not isinstance(leaf, Tensor):
             return _value_key(layout.names[i], leaf)
-        name = self._static.name_of(leaf)
+        name = self._static.names.get(id(leaf))
         if name is not None:
             return StaticKey(name)
         if leaf.device != self._device and not leaf.is_cpu:
@@ -199,8 +201,8 @@ def ambient(device_type: str) -> tuple[Hashable, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        torch._C._get_deterministic_algorithms(),  # noqa: SLF001  asked at every call, without a detour
+        torch._C._get_float32_matmul_precision(),  # noqa: SLF001
         torch.get_default_dtype(),
     )
 

@@ -37,7 +37,7 @@ class StaticSet:
         self._modules = [m for name, s in self._sources for m in _modules(s)]
         self._held = self.tensors()
         self._prints = {name: fingerprint(x) for name, x in self._held.items()}
-        self._names = {id(x): name for name, x in self._held.items()}
+        self.names = {id(x): name for name, x in self._held.items()}  # by identity, while `_held` keeps them alive
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors as the sources hold them now."""
@@ -51,10 +51,6 @@ class StaticSet:
         """Names whose tensors moved, changed, appeared or vanished since they were accepted."""
         now = {name: fingerprint(x) for name, x in self.tensors().items()}
         return tuple(sorted(n for n in now.keys() | self._prints.keys() if now.get(n) != self._prints.get(n)))
-
-    def name_of(self, x: Tensor) -> str | None:
-        """Name under which this very tensor was accepted."""
-        return self._names.get(id(x))
 
     def training(self) -> tuple[bool, ...]:
         """Training flags of the modules: dropout and normalisation read them."""

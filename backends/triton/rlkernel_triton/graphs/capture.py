@@ -45,13 +45,13 @@ def capture(
 ) -> GraphedCallable:
     """See `rlkernel_core.spec.capture.capture`."""
     given: dict[str, Any] = {
-        "buckets": buckets or (),
-        "pad": pad or {},
-        "static": static or (),
-        "mutates": mutates or (),
+        "buckets": buckets,
+        "pad": pad,
+        "static": static,
+        "mutates": mutates,
         "outputs": outputs,
         "rng": rng,
-        "generators": generators or (),
+        "generators": generators,
         "verify": verify,
         "guard": guard,
         "on_guard_fail": on_guard_fail,
@@ -62,6 +62,9 @@ def capture(
         "autograd": autograd,
     }
     spec.check(fn, example, group=group, **given)
+    for name in ("buckets", "static", "mutates", "generators"):
+        given[name] = given[name] or ()
+    given["pad"] = pad or {}
     tensor = first_tensor([example, *given["static"]])
     if tensor is None:
         remedy = "Pass a tensor on the device, or name static tensors."

@@ -6,20 +6,18 @@ one stream they do by themselves; a caller that changes streams is made to wait 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import cuda
 
+from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import CaptureGroup
 from rlkernel_triton.graphs.taking import take
 
-
-def stream_number(device: torch.device) -> int:
-    """The stream that is current on a device, as a number: telling it costs a tenth of asking for the object."""
-    number: int = torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001  as Triton does
-    return number
+# The stream that is current on a device of this index, as a number: a tenth of what asking for the object costs.
+stream_number: Callable[[int | None], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
 
 
 class Pool:
@@ -46,13 +44,16 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.side = cuda.Stream(device)
+        if stream_number is None:
+            raise CaptureError("This torch was built without CUDA and HIP, so it records no graphs.")
+        self._ask, self._index = stream_number, device.index
         self._pool: Pool | None = None
         self._number: int | None = None
         self._latest: cuda.Stream | None = None
 
     def order(self) -> None:
         """Let the current stream wait for the one that the group's memory was last used on."""
-        number = stream_number(self.device)
+        number = self._ask(self._index)
         if number != self._number:
             current = cuda.current_stream(self.device)
             if self._latest is not None:

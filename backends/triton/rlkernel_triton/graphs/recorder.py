@@ -49,10 +49,7 @@ class TorchGraphRecorder:
         # HIP before ROCm 7.14 records illegal work in silence.
         self.verify = "first" if torch.version.hip else "never"
         self._lane = lane_of(group, device)
-
-    def order(self) -> None:
-        """Come after what another stream does with the group's memory."""
-        self._lane.order()
+        self.order = self._lane.order  # called at every call: nothing stands between
 
     def synchronize(self) -> None:
         """Wait for the device."""

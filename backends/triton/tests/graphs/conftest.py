@@ -173,7 +173,7 @@ class FakeCuda:
         """Put this in torch's place."""
         for module in ("lane", "taking", "recording", "recorder"):
             monkeypatch.setattr(f"rlkernel_triton.graphs.{module}.cuda", self)
-        monkeypatch.setattr("rlkernel_triton.graphs.lane.stream_number", lambda device: self.current.number)
+        monkeypatch.setattr("rlkernel_triton.graphs.lane.stream_number", lambda index: self.current.number)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
 

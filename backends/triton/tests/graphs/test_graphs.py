@@ -212,3 +212,8 @@ def test_hip_graphs_are_verified_first(capture, monkeypatch) -> None:
 def test_an_example_without_a_tensor_names_the_remedy(capture) -> None:
     with pytest.raises(ArgumentError, match="which device"):
         capture(torch.ones, (3,))
+
+
+def test_empty_arguments_are_checked_before_they_mean_none(capture) -> None:
+    with pytest.raises(ArgumentError, match="buckets"):
+        capture(torch.neg, (torch.ones(2),), buckets=0)
