@@ -25,24 +25,25 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-LIMITS = {"build": 40, "right": 28, "time": 42}
+LIMITS = {"build": 40, "right": 28, "time": 42, "peers": 25}
 TOTAL = 88
 START = time.monotonic()
 V = 128256
 # (threads, blocks a row, blocks a multiprocessor) tried at each number of rows
 SWEEP = {
-    1: ((512, 8, 1), (256, 8, 3), (256, 8, 2)),
-    32: ((256, 8, 3), (256, 4, 3), (512, 4, 1), (256, 8, 2)),
-    64: ((256, 4, 3), (256, 8, 3), (512, 4, 1), (256, 2, 3)),
-    256: ((256, 2, 3), (256, 4, 3), (256, 1, 3), (256, 2, 2)),
-    1024: ((256, 1, 3), (256, 2, 3), (256, 1, 2), (256, 4, 3)),
+    1: ((512, 8, 1), (256, 8, 3), (512, 8, 2)),
+    32: ((256, 8, 3), (256, 4, 3), (512, 4, 1), (512, 4, 2)),
+    64: ((256, 4, 3), (256, 2, 3), (512, 2, 1), (512, 2, 2)),
+    256: ((256, 2, 3), (256, 1, 3), (256, 1, 4), (512, 1, 2)),
+    1024: ((256, 1, 3), (256, 1, 4), (512, 1, 1), (512, 1, 2), (256, 2, 4)),
 }
+CLOCKED = {1: ((512, 8, 1), (256, 8, 3)), 64: ((256, 4, 3),), 1024: ((256, 1, 3),)}
 PLAIN_SWEEP = {
-    1: ((512, 8, 1),),
-    32: ((256, 4, 2), (512, 8, 1)),
+    1: ((512, 8, 1), (256, 8, 2)),
+    32: ((256, 4, 2), (512, 4, 1)),
     64: ((256, 4, 2), (256, 2, 2)),
-    256: ((256, 1, 2), (256, 1, 3), (256, 2, 2)),
-    1024: ((256, 1, 2), (256, 1, 3)),
+    256: ((256, 1, 2), (512, 1, 1), (256, 1, 3)),
+    1024: ((256, 1, 2), (256, 1, 3), (512, 1, 1)),
 }
 
 
@@ -56,30 +57,32 @@ def packages() -> None:
 # ---------------------------------------------------------------------------------------------------------- builds
 
 
-def needed() -> list[tuple[Any, str, bool]]:
-    """(shape, dtype, plain) of every kernel that a later stage launches."""
+def needed() -> list[tuple[str, ...]]:
+    """Options of every kernel that a later stage launches."""
+    import torch
+
     from rlkernel_cuda.sampling import call
-    from rlkernel_cuda.sampling.launch import Shape
+    from rlkernel_cuda.sampling.launch import Shape, flags
 
     found = {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
     found |= {(Shape(*s), "float32", True) for s in itertools.chain(*PLAIN_SWEEP.values())}
     found |= {(s, d, False) for _, s in call.FILTERED for d in ("float32", "bfloat16")}
     found |= {(s, "float32", True) for _, s in call.PLAIN}
     found |= {(call.FILTERED[-1][1], "float16", False), (call.PLAIN[-1][1], "bfloat16", True)}
-    return sorted(found, key=repr)
+    options = {flags(s, getattr(torch, d), plain=p) for s, d, p in found}
+    clocked = {flags(Shape(*s), torch.float32, plain=False) for s in itertools.chain(*CLOCKED.values())}
+    return sorted(options | {(*o, "-DCLOCKS=1") for o in clocked})
 
 
 def build(part: int, parts: int) -> dict[str, Any]:
     """Build a share of what is needed."""
-    import torch
-
     from rlkernel_cuda.sampling import launch
 
     took = {}
-    for shape, dtype, plain in needed()[part::parts]:
+    for options in needed()[part::parts]:
         at = time.monotonic()
-        launch.built(launch.flags(shape, getattr(torch, dtype), plain=plain))
-        took[f"{shape} {dtype} plain={plain}"] = round(time.monotonic() - at, 2)
+        launch.built(options)
+        took[" ".join(options)] = round(time.monotonic() - at, 2)
     return took
 
 
@@ -248,8 +251,10 @@ def right() -> dict[str, Any]:
         outs = []
         for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 2) % len(shapes)])):
             call.FILTERED = ((2**31, shape),)
+            call.PLANS.clear()
             outs.append(call.sample(x, **args))
         call.FILTERED = tables[0]
+        call.PLANS.clear()
         torch.cuda.synchronize()
         found = judged(x, args, outs[0])
         total["rows"] += found["rows"]
@@ -370,12 +375,16 @@ def timing(save: Any) -> dict[str, Any]:
         inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
         for s in shapes:
             call.FILTERED = ((2**31, Shape(*s)),)
+            call.PLANS.clear()
             rows[f"50, 0.95 {s}"] = timed(partial(call.sample, **both), inputs, calls)
         call.FILTERED = tables[0]
+        call.PLANS.clear()
         for s in PLAIN_SWEEP[B]:
             call.PLAIN = ((2**31, Shape(*s)),)
+            call.PLANS.clear()
             rows[f"no filter {s}"] = timed(partial(call.sample, **base), inputs, calls)
         call.PLAIN = tables[1]
+        call.PLANS.clear()
         rows["one read"] = timed(lambda x: x.sum(), inputs, calls)
         try:
             from rlkernel_triton.sampling.call import sample as portable
@@ -403,6 +412,85 @@ def timing(save: Any) -> dict[str, Any]:
     return out
 
 
+def clocks() -> dict[str, Any]:
+    """Cycles of the finishing block between its marks, medians over rows."""
+    import ctypes
+
+    import torch
+
+    from rlkernel_cuda import driver
+    from rlkernel_cuda.sampling import call, launch
+
+    out: dict[str, Any] = {}
+    for B, shapes in CLOCKED.items():
+        x, ids = logits("normal", B, torch.float32, 0), torch.arange(B, device="cuda")
+        k, p = torch.full((B,), 50, device="cuda"), torch.full((B,), 0.95, device="cuda")
+        T = torch.ones(B, device="cuda")
+        held = [call._given(T, 1.0, real=True), call._given(k, 0), call._given(p, 1.0, real=True)]
+        held += [call._given(None, 0.0, real=True), call._given(ids, 0), call._given(ids, 0)]
+        for s in shapes:
+            shape = launch.Shape(*s)
+            options = (*launch.flags(shape, torch.float32, plain=False), "-DCLOCKS=1")
+            kernel = driver.loaded(launch.built(options), "sample", launch.SHARED)
+            results, marks = torch.empty(8, 2 * B, device="cuda"), torch.empty(B, 14, dtype=torch.int64, device="cuda")
+            at = [r.data_ptr() for r in results]
+            params = launch.PARAMS.pack(
+                x.data_ptr(), V, B, V, -(-V // 1024), 3, *(v for _, g in held for v in g), 0, 0, 0, 0, 0, 0,
+                at[0], marks.data_ptr(), *at[1:7],
+            )  # fmt: skip
+            found = []
+            for _ in range(6):
+                driver.launched(
+                    kernel, B * shape.cluster, shape.threads, launch.SHARED, None, (ctypes.c_char_p * 1)(params)
+                )
+                torch.cuda.synchronize()
+                found.append(marks.diff(dim=1).float().median(0).values.tolist())
+            steps = [int(statistics.median(f[i] for f in found[2:])) for i in range(13)]
+            out[f"{B} {s}"] = steps
+    return out
+
+
+def peers() -> dict[str, Any]:
+    """FlashInfer's ways to the same draw, which return a token alone, beside ours."""
+    import flashinfer
+    import torch
+    from flashinfer import sampling as fi
+
+    from rlkernel_cuda.sampling import call
+
+    out: dict[str, Any] = {"version": flashinfer.__version__}
+    for B in SWEEP:
+        buffers = max(2, min(64, -(-(256 << 20) // (B * V * 4))))
+        inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
+        ids = torch.arange(B, device="cuda")
+        noise = {"seed": ids, "offset": torch.zeros_like(ids)}
+        k, p = torch.full((B,), 50, device="cuda", dtype=torch.int32), torch.full((B,), 0.95, device="cuda")
+        ours = {"temperature": torch.ones(B, device="cuda"), "top_k": k, "top_p": p, "seed": ids, "step": ids}
+        law = {n: ours[n] for n in ("temperature", "seed", "step")}
+        ways = {
+            "ours 50, 0.95": lambda x, a=ours: call.sample(x, **a),
+            "joint": lambda x, k=k, p=p, n=noise: fi.top_k_top_p_sampling_from_logits(
+                x, k, p, filter_apply_order="joint", **n
+            ),
+            "top-k first": lambda x, k=k, p=p, n=noise: fi.top_k_top_p_sampling_from_logits(x, k, p, **n),
+            "softmax + cake": lambda x, k=k, p=p: flashinfer.cake_top_k_top_p_sampling_from_probs(
+                fi.softmax(x), k, p, top_k_max=64, philox_seed=1, philox_offset=0
+            ),
+            "ours no filter": lambda x, a=law: call.sample(x, **a),
+            "gumbel": lambda x, n=noise: fi.sampling_from_logits(x, **n),
+        }
+        out[str(B)] = {}
+        for name, way in ways.items():
+            try:
+                out[str(B)][name] = timed(way, inputs, buffers)
+            except Exception as error:
+                out[str(B)][name] = repr(error)[:200]
+        print(B, json.dumps(out[str(B)]), flush=True)
+        del inputs, ways
+        torch.cuda.empty_cache()
+    return out
+
+
 # ------------------------------------------------------------------------------------------------------------ stages
 
 
@@ -425,22 +513,27 @@ def main() -> None:
         def save(found: Any) -> None:
             place.write_text(json.dumps(found, indent=1))
 
-        stages = {"build": all_builds, "right": right, "more": right_more}
+        stages = {"build": all_builds, "right": right, "more": right_more, "clocks": clocks, "peers": peers}
         found = timing(save) if given.stage == "time" else stages[given.stage]()
         save(found)
         if given.stage != "time":
             print(json.dumps(found)[:4000])
         return
     report: dict[str, Any] = {}
-    for stage in ("build", "right", "time", "more"):
+    for stage in ("build", "right", "clocks", "time", "peers", "more"):
         left = TOTAL - (time.monotonic() - START)
         if left < 5:
             break
         at = time.monotonic()
+        command = [sys.executable, __file__, "--stage", stage]
+        if stage == "peers":  # FlashInfer is carried in a folder of its own, and only this stage sees it
+            if not Path(".fi").exists():
+                continue
+            place = Path(tempfile.gettempdir()) / "flashinfer"
+            ready = f"mkdir -p {place} && tar xf .fi/fi_carry.tar.xz -C {place} && . .fi/fi_env.sh {place}/fi_carry"
+            command = ["bash", "-c", f"{ready} && {' '.join(command)}"]
         try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--stage", stage], timeout=min(left, LIMITS.get(stage, 20)), check=False
-            )
+            done = subprocess.run(command, timeout=min(left, LIMITS.get(stage, 20)), check=False)
             report[stage] = {"rc": done.returncode}
         except subprocess.TimeoutExpired:
             report[stage] = {"rc": "time limit"}

@@ -10,14 +10,22 @@ from typing import Any, Final
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 
-# wgmma and TMA: compute capability 9.0 and no other.
+# wgmma, TMA, clusters: compute capability 9.0 and no other.
 HOPPER: Final = Requires(device="cuda", dtypes=("bfloat16",), arch=("sm90",), packages=("triton>=3.6",))
+SAMPLER: Final = Requires(device="cuda", dtypes=("bfloat16", "float16", "float32"), arch=("sm90",))
 
 # operator -> features that are not claimed. batch_invariant: log p and entropy are, dX by cuBLAS is not.
 WITHOUT: Final = {
     "linear_logprob": frozenset({"batch_invariant", "group", "mixed_dtypes", "support"}),
     "linear_policy_loss": frozenset({"group", "mixed_dtypes", "support"}),
 }
+# What the one launch of `sample` does: no edits, no ranks, one order of filters.
+CLAIMED: Final = frozenset(
+    {
+        "deterministic", "batch_invariant", "capturable", "per_row_parameters", "top_k", "top_p", "min_p", "vocab_size",
+        "slot", "raw_logprob", "stream",
+    }
+)  # fmt: skip
 
 
 def _impl(op: str) -> Impl:
@@ -31,4 +39,12 @@ def _impl(op: str) -> Impl:
     )
 
 
-backend = Backend(name="cuda", api=API_VERSION, impls=tuple(_impl(op) for op in WITHOUT))
+SAMPLE: Final = Impl(
+    op=OPERATORS["sample"].id,
+    target="rlkernel_cuda.sampling.call:sample",
+    requires=SAMPLER,
+    supports=CLAIMED,
+    check="rlkernel_cuda.sampling.call:fits",
+)
+
+backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), SAMPLE))

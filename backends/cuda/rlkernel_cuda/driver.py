@@ -130,6 +130,14 @@ def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, argu
         held.append(number)
         places.append(ctypes.addressof(number))
     array = (ctypes.c_void_p * len(places))(*places)
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    result = _driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, array, None)
-    _check(result, "launching a kernel of rlkernel-cuda")
+    launched(kernel, blocks, threads, shared, None, array)
+
+
+def launched(
+    kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, device: int | None, places: Any
+) -> None:  # fmt: skip
+    """Launch on the current stream of a device (None: of the current one), given an array of the arguments' places."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    result = _driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+    if result:
+        _check(result, "launching a kernel of rlkernel-cuda")

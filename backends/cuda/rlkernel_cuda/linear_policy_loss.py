@@ -152,7 +152,7 @@ def linear_policy_loss(
         batch = LossBatch.of(
             config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
             ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
-            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef,
+            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, span=BLOCK,
         )  # fmt: skip
         made = _block_by_block(hidden, weight, ids, counted, batch, logprob, way.block, of_head, entropy=entropy)
         value, stats = batch.summary(made.partial, entropy=entropy)

@@ -5,15 +5,19 @@ Legend: N rows · V vocabulary · W stored columns.
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.sample import check
+from rlkernel_core.spec.sample import SPEC, check
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
-from rlkernel_cuda.sampling.launch import TILE, TILES, Params, Shape, given, kernel, launch
+from rlkernel_cuda import CLAIMED
+from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Shape, kernel, launch
 
 # (most rows, shape), measured at V = 128256: with a filter, and without one.
 FILTERED: Final = (
@@ -92,45 +96,42 @@ def sample(
     invalid_token: int = 0,
     stream: int = 0,
 ) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.sample.sample is the contract."""
-    check(**locals())
-    N, V = logits.shape[0], vocab_size or logits.shape[1]
-    plain = top_k is top_p is min_p is None
-    device = logits.device
-    with torch.cuda.device_of(logits):
-        ids = torch.empty((2, N), dtype=torch.int64, device=device)
-        reals = torch.empty((4, N), dtype=torch.float32, device=device)
-        counts = torch.empty((2, N), dtype=torch.int32, device=device)
-        token, threshold_id = ids.unbind()
-        logprob, log_kept_mass, threshold, raw = reals.unbind()
-        kept_count, status = counts.unbind()
-        if N:
-            laws = {
-                "temperature": given(temperature, 1.0, torch.float32),
-                "top_k": given(top_k, 0, None),
-                "top_p": given(top_p, 1.0, torch.float32),
-                "min_p": given(min_p, 0.0, torch.float32),
-                "seed": given(seed, 0, None),
-                "step": given(step, 0, None),
-            }
-            entries = [t.numel() for _, t in laws.values() if t is not None and t.numel() != 1]
-            slots = None if slot is None else slot.contiguous()
-            if slots is not None and slots.dtype not in {torch.int64, torch.int32}:
-                slots = slots.to(torch.int64)
-            size = logits.element_size()
-            quads = logits.data_ptr() % (4 * size) == 0 and (N == 1 or logits.stride(0) % 4 == 0)
-            place, row = ids.data_ptr(), 4 * N
-            real, count = reals.data_ptr(), counts.data_ptr()
-            params = Params(
-                logits.data_ptr(), logits.stride(0), N, V, -(-V // TILE), quads + 2 * (quads and V % 4 == 0),
-                *(g for g, _ in laws.values()),
-                None if slots is None else slots.data_ptr(), int(slots is not None and slots.dtype == torch.int64),
-                min(entries, default=2**31 - 1) - 1 if entries else 2**31 - 1,
-                stream, int(raw_logprob), invalid_token,
-                place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
-            )  # fmt: skip
-            shape = next(shape for most, shape in (PLAIN if plain else FILTERED) if most >= N)
-            launch(kernel(shape, logits.dtype, plain, device.index), shape, params)
+    """Draw one token per row: rlkernel_core.spec.sample.sample is the contract.
+
+    Raises:
+        RLKernelError: an argument whose feature is not claimed.
+    """
+    args = locals()
+    # What the arguments are, without where they lie: calls that agree in it share their checks and their plan.
+    key = (_seen(logits), logits.stride(), *map(_seen, list(args.values())[1:]), torch.is_grad_enabled())
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = _planned(key, args)
+    N, device = plan.rows, logits.device
+    ids = torch.empty((2, N), dtype=torch.int64, device=device)
+    reals = torch.empty((4, N), dtype=torch.float32, device=device)
+    counts = torch.empty((2, N), dtype=torch.int32, device=device)
+    token, threshold_id = ids.unbind()
+    logprob, log_kept_mass, threshold, raw = reals.unbind()
+    kept_count, status = counts.unbind()
+    if N:
+        place, real, count, row = ids.data_ptr(), reals.data_ptr(), counts.data_ptr(), 4 * N
+        at = logits.data_ptr()
+        quads = plan.quads and at % (4 * logits.element_size()) == 0
+        slots = None if slot is None else _whole(slot)
+        held = (
+            _given(temperature, 1.0, real=True), _given(top_k, 0), _given(top_p, 1.0, real=True),
+            _given(min_p, 0.0, real=True), _given(seed, 0), _given(step, 0),
+        )  # fmt: skip
+        params = PARAMS.pack(
+            at, plan.stride, N, plan.vocab, plan.tiles, quads + 2 * (quads and plan.vocab % 4 == 0),
+            *(value for _, values in held for value in values),
+            0 if slots is None else slots.data_ptr(), int(slots is not None and slots.dtype == torch.int64),
+            plan.last_slot, stream, int(raw_logprob), invalid_token,
+            place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
+        )  # fmt: skip
+        with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device_of(logits):
+            launch(kernel(plan.shape, logits.dtype, plan.plain, device.index), plan.shape, N, params, device.index)
     return SampleResult(
         token=token,
         logprob=logprob,
@@ -141,3 +142,73 @@ def sample(
         threshold_id=threshold_id,
         raw_logprob=raw if raw_logprob else None,
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What calls with arguments of the same kind share."""
+
+    rows: int
+    vocab: int
+    tiles: int
+    stride: int
+    quads: bool  # rows begin at multiples of four elements, if the first one does
+    last_slot: int
+    plain: bool  # no filter
+    shape: Shape
+
+
+PLANS: Final[dict[Any, Plan]] = {}
+MOST_PLANS: Final = 512  # numbers are part of a plan's key, and some callers change theirs at every step
+
+
+def _seen(x: Any) -> Any:
+    """What a plan depends on in an argument."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.device, x.requires_grad
+    return type(x), x
+
+
+def _planned(key: Any, args: dict[str, Any]) -> Plan:
+    check(**args)
+    logits, V = args["logits"], args["vocab_size"] or args["logits"].shape[1]
+    if missing := sorted(SPEC.needs(args) - CLAIMED):
+        raise RLKernelError(f"The cuda backend's sample does not claim {', '.join(missing)}. Call rlkernel.sample.")
+    N = logits.shape[0]
+    plain = args["top_k"] is args["top_p"] is args["min_p"] is None
+    law = [args[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")]
+    entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
+    plan = Plan(
+        rows=N,
+        vocab=V,
+        tiles=-(-V // TILE),
+        stride=logits.stride(0),
+        quads=N <= 1 or logits.stride(0) % 4 == 0,
+        last_slot=min(entries, default=2**31) - 1,
+        plain=plain,
+        shape=next(shape for most, shape in (PLAIN if plain else FILTERED) if most >= N),
+    )
+    if len(PLANS) >= MOST_PLANS:
+        PLANS.clear()
+    PLANS[key] = plan
+    return plan
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Integers that the kernel reads."""
+    x = x if x.dtype in _INTEGERS else x.to(torch.int64)
+    return x.contiguous()
+
+
+_INTEGERS: Final = frozenset((torch.int64, torch.int32))
+
+
+def _given(value: float | Tensor | None, off: float, *, real: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
+    """What must outlive the launch, and a parameter as the kernel takes it; `off` is the number that means None."""
+    if isinstance(value, Tensor):
+        value = value.to(torch.float32).contiguous() if real else _whole(value)
+        return value, (value.data_ptr(), 0, int(value.numel() != 1), int(value.dtype == torch.int64))
+    number = off if value is None else value
+    if real:
+        return None, (0, WORD.unpack(NUMBER.pack(number))[0], -1, 0)
+    return None, (0, int(number) & (2**64 - 1), -1, 1)

@@ -11,6 +11,7 @@ __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(u32 b) { return __uint_as_float(b); }
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ int to_int(float x) { return __float2int_rz(x); }  // the nearest where it is out of range, 0 of NaN
 __device__ __forceinline__ int first_bit(u32 b) { return __ffs(b) - 1; }
 
@@ -34,6 +35,7 @@ __device__ __forceinline__ float value_of_bits(u16 b) {
   return y;
 #endif
 }
+__device__ __forceinline__ u32 load_word(const u32* p) { u32 v; asm volatile("ld.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
 __device__ __forceinline__ float value_at(const float* p) { return __ldg(p); }
 __device__ __forceinline__ float value_at(const u16* p) { return value_of_bits(__ldg(p)); }
 __device__ __forceinline__ void load4(float* x, const float* p) {
@@ -48,6 +50,14 @@ __device__ __forceinline__ void load4(float* x, const u16* p) {
 #else
   x[0] = value_of_bits(u16(a)), x[1] = value_of_bits(u16(a >> 16)), x[2] = value_of_bits(u16(b)), x[3] = value_of_bits(u16(b >> 16));
 #endif
+}
+__device__ __forceinline__ void load4_again(float* x, const float* p) {
+  const float4 v = __ldg(reinterpret_cast<const float4*>(p));
+  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+}
+__device__ __forceinline__ void load4_again(float* x, const u16* p) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) x[j] = value_at(p + j);
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Keeps one copy of the key schedule in registers.
@@ -68,4 +78,12 @@ template <typename S> __device__ __forceinline__ S* in_block(S* mine, int rank) 
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() { __syncthreads(); }
 template <typename S> __device__ __forceinline__ S* in_block(S* mine, int) { return mine; }
+#endif
+
+// Cycles at which the finishing block passes some points, for measurements: the first thread's, in the results' place.
+#ifdef CLOCKS
+__device__ __forceinline__ long long ticks() { return clock64(); }
+#define MARK(i) if (threadIdx.x == 0) sm.marks[i] = ticks()
+#else
+#define MARK(i)
 #endif

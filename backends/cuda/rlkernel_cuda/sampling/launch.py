@@ -15,14 +15,12 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from rlkernel_cuda import driver
 
-_FLOAT, _BITS = struct.Struct("f"), struct.Struct("I")
 SOURCES: Final = tuple(Path(__file__).with_name(n) for n in ("device.cuh", "tile.cuh", "wide.cuh", "sample.cu"))
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE: Final = 1024
@@ -39,33 +37,11 @@ class Shape:
     per_sm: int
 
 
-class Given(ctypes.Structure):
-    """A parameter of the law: `Given` of tile.cuh."""
-
-    _fields_ = (("at", ctypes.c_void_p), ("number", ctypes.c_uint64), ("each", ctypes.c_int), ("wide", ctypes.c_int))
-
-
-class Params(ctypes.Structure):
-    """`Params` of tile.cuh."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        *((n, ctypes.c_int) for n in ("N", "V", "tiles", "whole")),
-        *((n, Given) for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")),
-        ("slot", ctypes.c_void_p),
-        ("slot_wide", ctypes.c_int),
-        ("last_slot", ctypes.c_int),
-        ("stream", ctypes.c_uint32),
-        ("raw", ctypes.c_int),
-        ("invalid_token", ctypes.c_int64),
-        *(
-            (n, ctypes.c_void_p)
-            for n in (
-                "token", "threshold_id", "logprob", "log_kept_mass", "threshold", "raw_logprob", "kept_count", "status",
-            )
-        ),
-    )  # fmt: skip
+# `Params` of tile.cuh. A parameter is (address, number, stride in entries, whether its integers have 64 bits).
+_GIVEN: Final = "PQii"
+PARAMS: Final = struct.Struct("Pq4i" + 6 * _GIVEN + "PiiIiq8P")
+NUMBER: Final = struct.Struct("f")
+WORD: Final = struct.Struct("I")
 
 
 def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
@@ -118,29 +94,6 @@ def kernel(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes
     return driver.loaded(built(flags(shape, dtype, plain=plain)), "sample", SHARED)
 
 
-def launch(of: ctypes.c_void_p, shape: Shape, params: Params) -> None:
-    """All rows of `params`, on the current stream."""
-    place: Any = (params, ctypes.addressof(params))
-    driver.launch(of, params.N * shape.cluster, shape.threads, SHARED, (place,))
-
-
-def given(value: float | Tensor | None, off: float, dtype: torch.dtype | None) -> tuple[Given, Tensor | None]:
-    """A parameter as the kernel takes it, and the tensor that must outlive the launch.
-
-    Args:
-        value: a number, a tensor of one or of many entries, or None.
-        off: the number that means None.
-        dtype: float32, or None for integers, whose width the kernel minds itself.
-    """
-    if not isinstance(value, Tensor):
-        number = off if value is None else value
-        if dtype is None:
-            return Given(None, int(number) & (2**64 - 1), -1, 1), None
-        return Given(None, _BITS.unpack(_FLOAT.pack(number))[0], -1, 0), None
-    if dtype is not None:
-        value = value.to(dtype)
-    elif value.dtype not in {torch.int64, torch.int32}:
-        value = value.to(torch.int64)
-    if value.dim() and not value.is_contiguous():
-        value = value.contiguous()
-    return Given(value.data_ptr(), 0, int(value.numel() != 1), int(value.dtype == torch.int64)), value
+def launch(of: ctypes.c_void_p, shape: Shape, rows: int, params: bytes, device: int) -> None:
+    """All rows, on the current stream of a device, which must be the current one."""
+    driver.launched(of, rows * shape.cluster, shape.threads, SHARED, device, (ctypes.c_char_p * 1)(params))

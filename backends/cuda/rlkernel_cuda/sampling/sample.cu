@@ -17,6 +17,7 @@ __device__ __forceinline__ Merged merge(const Params& P, const Row& R, Shared& s
   const int lane = threadIdx.x & 31;
   u32 most = 0, least = FULL;
   int n = 0, nan = 0, live = 0;
+#pragma unroll 2
   for (int t = lane; t < P.tiles; t += 32) {
     const u32 top = ordered(sm.st.top[t]);
     const int c = sm.st.count[t];
@@ -28,6 +29,7 @@ __device__ __forceinline__ Merged merge(const Params& P, const Row& R, Shared& s
   m.tokens = lanes_add(n), m.live = lanes_add(live), m.nan = any_lane(nan);
   m.Z = m.raw = 0.f;
   if (fabsf(m.top) < INF) {
+#pragma unroll 2
     for (int t = lane; t < P.tiles; t += 32) {
       const float top = sm.st.top[t];
       if (top == -INF) continue;
@@ -100,6 +102,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   float low = m.low, inv;
   if (want > m.live) {  // fewer tiles than groups asked for
     u32 least = FULL;
+#pragma unroll 1
     for (int i = lane; i < groups; i += 32) {
       const u32 v = u32(sm.st.group[i] >> 32);
       if (v > ordered(-INF)) least = min(least, v);
@@ -107,26 +110,32 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
     low = unordered(lanes_min(least));
   }
   int cut, upto;
+#pragma unroll 1
   for (int round = 0;; ++round) {
     inv = M > low ? (COARSE - 2) / (M - low) : 0.f;
     if (round || !first) {
       __syncthreads();
+#pragma unroll 1
       for (int i = tid; i < COARSE; i += NT) sm.bins[i] = 0;
       if (tid == 0) sm.n_found = sm.n_again = 0;
       __syncthreads();
     }
+#pragma unroll 2
     for (int i = tid; i < groups; i += NT) {
       const float v = unordered(u32(sm.st.group[i] >> 32));
       const int b = to_int((M - v) * inv);
       if (v > -INF && b < COARSE) atomicAdd(&sm.bins[(b % (COARSE / 32)) * 32 + b / (COARSE / 32)], 1u);
     }
     __syncthreads();
+    MARK(4);
     cut = coarse_cut(want, sm, upto);
+    MARK(5);
     if (upto <= want + max(64, want / 2) || cut >= COARSE / 2 || round == 3) break;
     low = M - (cut + 1) / inv;       // an outlier far below: again over the range that qualified
   }
   if (cut == COARSE) cut = 0x7fffffff;
   // A group is a candidate by its maximum, or is read again where its second could be one too.
+#pragma unroll 1
   for (int i0 = warp * 32; i0 < groups; i0 += NT) {
     const int i = i0 + lane;
     const u64 g = i < groups ? sm.st.group[i] : u64(ordered(-INF)) << 32;
@@ -139,17 +148,59 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
     }
   }
   __syncthreads();
+  MARK(6);
   const int again = sm.n_again;
   if (again > REREAD) return false;
+  auto read = [&](int i, float(&x)[4]) {
+    const int group = sm.again[i], id = group / 8 * TILE + lane / 4 * GROUP + (group % 8 * 4 + lane % 4) * 4;
+    if ((P.whole & 2) && id < P.V) {
+      load4_again(x, src + id);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] = id + j < P.V ? value_at(src + id + j) : -INF;
+    }
+    return id;
+  };
+  if (again > 4 && inv > 0.f) {      // popular tokens share groups: a finer cut, by all tokens of the groups read again
+    const int coarse = cut, enough = R.k ? R.k : 8 * want;
+    const float inv2 = (COARSE - 1) / (cut < COARSE ? (cut + 1) / inv : M - low);
+    auto count = [&](float v) {
+      const int bin = min(COARSE - 1, to_int((M - v) * inv2));
+      if (passes(v, M, inv, coarse)) atomicAdd(&sm.bins[(bin % (COARSE / 32)) * 32 + bin / (COARSE / 32)], 1u);
+    };
+#pragma unroll 1
+    for (int i = tid; i < COARSE; i += NT) sm.bins[i] = 0;
+    if (tid == 0) sm.n_found = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = tid; i < groups; i += NT) {
+      const u64 g = sm.st.group[i];
+      if (!passes(unordered(u32(g) & 0xffff0000u), M, inv, coarse)) count(unordered(u32(g >> 32)));
+    }
+#pragma unroll 1
+    for (int i = warp; i < again; i += WARPS) {
+      float x[4];
+      read(i, x);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) count(x[j]);
+    }
+    __syncthreads();
+    const int fine = min(coarse_cut(enough, sm, upto), COARSE - 1);
+    const bool all = fine == COARSE - 1;
+#pragma unroll 1
+    for (int i0 = warp * 32; i0 < groups; i0 += NT) {
+      const u64 g = i0 + lane < groups ? sm.st.group[i0 + lane] : u64(ordered(-INF)) << 32;
+      const float v = unordered(u32(g >> 32));
+      const bool mine = passes(v, M, inv, coarse) && !passes(unordered(u32(g) & 0xffff0000u), M, inv, coarse);
+      append(mine && (all || passes(v, M, inv2, fine)), make_key(v, (i0 + lane) / 8 * TILE + int(u32(g) & (TILE - 1))), sm);
+    }
+    if (!all) inv = inv2, cut = fine;
+  }
   if (again) {
 #pragma unroll 1
     for (int i = warp; i < again; i += WARPS) {
-      const int group = sm.again[i], id = group / 8 * TILE + lane / 4 * GROUP + (group % 8 * 4 + lane % 4) * 4;
       float x[4];
-      if ((P.whole & 2) && id < P.V) load4(x, src + id);
-      else
-#pragma unroll
-        for (int j = 0; j < 4; ++j) x[j] = id + j < P.V ? value_at(src + id + j) : -INF;
+      const int id = read(i, x);
 #pragma unroll
       for (int j = 0; j < 4; ++j) append(passes(x[j], M, inv, cut), make_key(x[j], id + j), sm);
     }
@@ -157,12 +208,13 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   }
   const int n = sm.n_found;
   if (n > CANDIDATES) return false;
+  MARK(7);
   u64* sorted = sm.sorted;
   if (n <= NT) {        // a candidate's place is the number of those before it
     if (tid < n) {
       const u64 own = sm.found[tid];
       int place = 0;
-#pragma unroll 4
+#pragma unroll 8
       for (int i = 0; i < n; ++i) place += sm.found[i] > own;
       sorted[place] = own;
     }
@@ -171,6 +223,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
     sorted = sm.found;
     sort_descending(sorted, n, sm);
   }
+  MARK(8);
   // Every warp cuts for itself.
   const bool complete = n == m.tokens;
   int left = n;
@@ -178,6 +231,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   if (R.m > 0.f) {
     const float log_m = logf(R.m);
     int by_m = 0;
+#pragma unroll 1
     for (int i = lane; i < n; i += 32) by_m += scaled(key_value(sorted[i]), M, R) >= log_m;
     left = max(lanes_add(by_m), 1);
     sure = complete || left < n;
@@ -185,6 +239,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   if (R.k && R.k <= left) left = R.k, sure = true;
   const int per = (left + 31) / 32, i0 = min(left, lane * per), i1 = min(left, i0 + per);
   float part = 0.f;
+#pragma unroll 1
   for (int i = i0; i < i1; ++i) part += weight(key_value(sorted[i]), M, R);
   const float incl = warp_scan(part), total = from_lane(incl, 31);
   double goal = INF;    // equal logits add up exactly, and then p decides to its last bit
@@ -196,6 +251,7 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   if (!sure) return false;
   int kept = 0;
   float run = incl - part, mass = 0.f;
+#pragma unroll 1
   for (int i = i0; i < i1; ++i) {
     if (run < goal || i == 0) {
       ++kept, run += weight(key_value(sorted[i]), M, R), mass = run;
@@ -205,14 +261,18 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   }
   kept = lanes_add(kept);
   mass = float_of(lanes_max(bits_of(mass)));
+  MARK(9);
   u64 best = 0;
   float best_x = 0.f;
+#pragma unroll 1
   for (int i = tid; i < kept; i += NT) {
     const u64 k = sorted[i];
     const u64 key = make_key(scaled(key_value(k), M, R) + token_noise(key_id(k), R, P.stream), key_id(k));
     if (key > best) best = key, best_x = key_value(k);
   }
+  MARK(10);
   const u64 winner = block_max(best, sm);
+  MARK(11);
   out.kept = kept, out.mass = mass, out.last = sorted[kept - 1], out.token = key_id(winner), out.x = best_x;
   if (best != winner) out.token = -1;  // another thread's
   return true;
@@ -228,26 +288,27 @@ __device__ __noinline__ int count_peers(const Params& P, const Stored* src, int 
   return n;
 }
 // The exact way, for rows that need it.
-__device__ __noinline__ Cut widely(const Params& P, const Stored* src, Merged& m, int crew, Shared& sm) {
+__device__ __noinline__ void widely(const Params& P, const Stored* src, float top, float low, float Z, int tokens, int crew, Shared& sm) {
   const Row& R = sm.row;
-  int left = m.tokens;
+  int left = tokens;
   if (R.m > 0.f) {
     Order o = {};
-    o.kind = COUNT, o.top = m.top, o.log_m = logf(R.m);
+    o.kind = COUNT, o.top = top, o.log_m = logf(R.m);
     command(P, src, o, crew, sm);
     mass_of_tiles(P, sm, left);
     left = max(left, 1);
   }
   if (R.k) left = min(left, R.k);
-  const float reach = m.top < INF ? m.top - 2.f * (m.top - m.low) : 0.f;
-  if (!(R.p < 1.f)) return select(P, src, m.top, reach, m.Z, false, left, 0., true, crew, sm);
-  float mass = m.Z;
-  if (left < m.tokens) mass = select(P, src, m.top, reach, m.Z, false, left, 0., false, crew, sm).mass;
-  return select(P, src, m.top, reach, m.Z, true, 0, double(R.p) * mass, true, crew, sm);
+  const float reach = top < INF ? top - 2.f * (top - low) : 0.f;
+  const bool nucleus = R.p < 1.f;
+  float mass = Z;
+  if (nucleus && left < tokens) mass = select(P, src, top, reach, Z, false, left, 0., false, crew, sm).mass;
+  const Cut c = select(P, src, top, reach, Z, nucleus, left, double(R.p) * mass, true, crew, sm);
+  if (threadIdx.x == 0) sm.cut = c;
+  __syncthreads();
 }
-
 // One row, from its tiles, by the block that they were written to.
-__device__ __noinline__ void finish(const Params& P, const Stored* src, int row, int crew, Shared& sm) {
+__device__ __forceinline__ void finish(const Params& P, const Stored* src, int row, int crew, Shared& sm) {
   const int tid = threadIdx.x;
   const Row& R = sm.row;
   Merged m = {};
@@ -256,10 +317,12 @@ __device__ __noinline__ void finish(const Params& P, const Stored* src, int row,
   int flags = 0;
   bool mine = tid == 0; // whether this thread writes the results
   if (!R.padding) m = merge(P, R, sm);
+  MARK(3);
   if (m.top == INF && !R.bad) m.tokens = count_peers(P, src, crew, sm), m.Z = m.raw = float(m.tokens);
   if (R.padding || R.bad || m.top == -INF) {
   } else if (R.greedy) {
     u64 key = 0;
+#pragma unroll 1
     for (int t = tid; t < P.tiles; t += NT)
       if (sm.st.top[t] == m.top) key = max(key, make_key(m.top, sm.st.winner[t].id));
     key = block_max(key, sm);
@@ -268,6 +331,7 @@ __device__ __noinline__ void finish(const Params& P, const Stored* src, int row,
     bool done = false;
 #if !PLAIN
     if (R.filtered && m.top < INF && R.k <= REREAD)
+#pragma unroll 1
       for (int want = R.k ? R.k : 32; want <= REREAD && !done; want *= 4) {
         done = quick(P, R, src, m, want, want == (R.k ? R.k : 32), sm, c);
         if (R.k && !(R.m > 0.f)) break;
@@ -275,6 +339,7 @@ __device__ __noinline__ void finish(const Params& P, const Stored* src, int row,
 #endif
     if (!R.filtered && m.top < INF) {
       u64 best = 0;
+#pragma unroll 1
       for (int t = tid; t < P.tiles; t += NT) {
         const Winner w = sm.st.winner[t];
         if (w.id < 0) continue;
@@ -287,9 +352,15 @@ __device__ __noinline__ void finish(const Params& P, const Stored* src, int row,
       done = true;
     }
     if (done) mine = c.token >= 0;
-    else c = widely(P, src, m, crew, sm), flags = 32;
+    else widely(P, src, m.top, m.low, m.Z, m.tokens, crew, sm), c = sm.cut, flags = 32;
   }
+  MARK(12);
   if (mine) write(P, R, row, m, c, flags);
+  MARK(13);
+#ifdef CLOCKS
+  __syncthreads();
+  if (tid < 14) P.threshold_id[row * 14 + tid] = sm.marks[tid];
+#endif
   if (crew > 1) {
     __syncthreads();
     if (tid < crew) in_block(&sm, tid)->order.kind = LEAVE;
@@ -301,18 +372,18 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   extern __shared__ __align__(16) char memory[];
   Shared& sm = *reinterpret_cast<Shared*>(memory);
   const int tid = threadIdx.x, row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, step = CLUSTER * WARPS;
+  MARK(0);
   cluster_arrive();     // this block runs: others may write to its memory
   const Stored* src = static_cast<const Stored*>(P.logits) + row * P.row_stride;
   int tile = rank + CLUSTER * (tid >> 5);
+  const Undecoded given = parameters_of(P, row);
+  Stats* to = &in_block(&sm, 0)->st;
   if (tile < P.tiles) prefetch(src + min(tile * TILE + (tid & 31) * (TILE / 32), P.V - 1));
-  const Row R = row_of(P, row);
   for (int i = tid; i < COARSE; i += NT) sm.bins[i] = 0;
+  const Row R = row_of(P, given);
   if (tid == 0) sm.n_found = sm.n_again = 0, sm.best = 0, sm.row = R;
-  // Blocks of a row that may need the exact way wait for it; the others leave.
-  const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
   __syncthreads();
   cluster_wait();
-  Stats* to = &in_block(&sm, 0)->st;
   if (!R.padding)
 #pragma unroll 1
     for (; tile < P.tiles; tile += step) {
@@ -320,11 +391,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
       load_tile(x, P, src, tile);
       stream_tile(P, R, sm.row, src, tile, x, &sm.best, to);
     }
+  // Blocks of a row that may need the exact way wait for it; the others leave.
+  const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
+  MARK(1);
   cluster_arrive();
   if (rank) {
     if (stays) cluster_wait(), serve(P, src, rank, sm);
     return;
   }
   cluster_wait();
+  MARK(2);
   finish(P, src, row, stays ? CLUSTER : 1, sm);
 }

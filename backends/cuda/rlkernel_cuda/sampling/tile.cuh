@@ -48,44 +48,57 @@ __device__ __forceinline__ u64 make_key(float x, int id) { return u64(ordered(x)
 __device__ __forceinline__ float key_value(u64 k) { return unordered(u32(k >> 32)); }
 __device__ __forceinline__ int key_id(u64 k) { return int(~u32(k)); }
 
-__device__ __forceinline__ float real_of(const Given& g, i64 place) {
-  return g.each < 0 ? float_of(u32(g.number)) : static_cast<const float*>(g.at)[place * g.each];
-}
-__device__ __forceinline__ i64 integer_of(const Given& g, i64 place) {
-  if (g.each < 0) return i64(g.number);
-  return g.wide ? static_cast<const i64*>(g.at)[place * g.each] : i64(static_cast<const int*>(g.at)[place * g.each]);
-}
-
 struct Row {           // one row's parameters, decoded
   float T, s, p, m;    // s = log2(e) / T; p = 1 and m = 0 are off
   int k;               // 0 is off
   bool greedy, filtered, bad, padding;
   u32 key0, key1, step0, step1;
 };
-__device__ __forceinline__ Row row_of(const Params& P, int r) {
+struct Stored64 { u32 low, high; };
+struct Undecoded {     // the same as it lies in memory: all loads are under way before one is waited for
+  i64 place;
+  u32 T, p, m;
+  Stored64 k, seed, step;
+};
+__device__ __forceinline__ const u32* place_of(const Given& g, i64 place, int words) {
+  return g.each < 0 ? reinterpret_cast<const u32*>(&g.number) : static_cast<const u32*>(g.at) + place * g.each * words;
+}
+__device__ __forceinline__ Stored64 integer_of(const Given& g, i64 place) {
+  const u32* p = place_of(g, place, 1 + g.wide);
+  Stored64 v = {load_word(p), load_word(p + g.wide)};
+  return v;
+}
+__device__ __forceinline__ i64 decoded(Stored64 v, const Given& g) {
+  return g.wide ? i64(u64(v.high) << 32 | v.low) : i64(int(v.low));
+}
+__device__ __forceinline__ Undecoded parameters_of(const Params& P, int r) {
+  Undecoded u;
+  u.place = r;
+  if (P.slot) u.place = P.slot_wide ? static_cast<const i64*>(P.slot)[r] : i64(static_cast<const int*>(P.slot)[r]);
+  const i64 at = u.place < 0 || !P.slot ? max(u.place, 0ll) : min(u.place, i64(P.last_slot));
+  u.T = load_word(place_of(P.temperature, at, 1));
+  u.k = integer_of(P.top_k, at);
+  u.p = load_word(place_of(P.top_p, at, 1)), u.m = load_word(place_of(P.min_p, at, 1));
+  u.seed = integer_of(P.seed, at), u.step = integer_of(P.step, at);
+  return u;
+}
+__device__ __forceinline__ Row row_of(const Params& P, const Undecoded& u) {
   Row R;
-  i64 place = r;
-  R.padding = R.bad = false;
-  if (P.slot) {
-    place = P.slot_wide ? static_cast<const i64*>(P.slot)[r] : i64(static_cast<const int*>(P.slot)[r]);
-    R.padding = place < 0, R.bad = place > P.last_slot;
-    place = place < 0 ? 0 : place > P.last_slot ? P.last_slot : place;
-  }
-  R.T = real_of(P.temperature, place);
+  R.padding = P.slot && u.place < 0, R.bad = P.slot && u.place > P.last_slot;
+  R.T = float_of(u.T);
   R.bad |= !(R.T >= 0.f && R.T < INF);
   R.greedy = R.T == 0.f && !R.bad;
   if (R.greedy || R.bad) R.T = 1.f;
-  R.s = fminf(divide(LOG2E, R.T), 3e38f);
-  const i64 k = integer_of(P.top_k, place);
+  const float one = reciprocal(R.T), s = LOG2E * one;
+  R.s = fminf(fmaf(fmaf(-s, R.T, LOG2E), one, s), 3e38f);
+  const i64 k = decoded(u.k, P.top_k), seed = decoded(u.seed, P.seed), step = decoded(u.step, P.step);
   R.k = k <= 0 || k >= P.V ? 0 : int(k);
-  R.p = real_of(P.top_p, place);
+  R.p = float_of(u.p), R.m = float_of(u.m);
   if (!(R.p < 1.f)) R.p = 1.f;
-  R.m = real_of(P.min_p, place);
   if (!(R.m > 0.f)) R.m = 0.f;
   if (R.p <= 0.f || R.m > 1.f) R.k = 1, R.p = 1.f, R.m = 0.f;  // the first of the order alone
   R.filtered = R.bad || R.k > 0 || R.p < 1.f || R.m > 0.f;
-  const u64 seed = u64(integer_of(P.seed, place)), step = u64(integer_of(P.step, place));
-  R.key0 = u32(seed), R.key1 = u32(seed >> 32), R.step0 = u32(step), R.step1 = u32(step >> 32);
+  R.key0 = u32(seed), R.key1 = u32(u64(seed) >> 32), R.step0 = u32(step), R.step1 = u32(u64(step) >> 32);
   return R;
 }
 
@@ -257,7 +270,7 @@ __device__ __forceinline__ Winner noise_tile(const Params& P, const Row& R, int 
       const u32 id = lanes_max(u32(key >> 32) == score ? u32(key) : 0u);
       const int owner = first_bit(lanes_where(key == (u64(score) << 32 | id)));
       best.x = from_lane(best.x, owner), best.g = from_lane(best.g, owner), best.id = from_lane(best.id, owner);
-      const float of_row = unordered(score) + divide(top, R.T);
+      const float of_row = unordered(score) + hi * 0.69314718f;
       if (lane == 0 && fabsf(of_row) < INF) atomicMax(row_best, ordered(of_row));
     }
     // Every token that was passed over has E / w above the bound.

@@ -12,6 +12,12 @@ struct Order {          // what the crew does next
   u32 prefix, shift;    // levels 0 to 2: bits of the logit above `shift + bits` are `prefix`
   u64 cut;              // level 3: tokens at or above it
 };
+struct Cut {            // the kept: how many, their mass, the last of them (0: none is dropped); the drawn token
+  int kept;
+  float mass, x;
+  u64 last;
+  int token;
+};
 struct Shared {
   Stats st;
   Row row;
@@ -26,6 +32,10 @@ struct Shared {
   u64 before;
   u32 best;
   Order order;
+  Cut cut;
+#ifdef CLOCKS
+  i64 marks[14];
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && NT <= BINS / 2, "what the launch asks for");
 
@@ -39,6 +49,7 @@ __device__ u64 block_max(u64 v, Shared& sm) {
   if ((threadIdx.x & 31) == 0) sm.red[0][threadIdx.x >> 5] = u64(high) << 32 | low;
   __syncthreads();
   u64 best = 0;
+#pragma unroll 1
   for (int i = 0; i < WARPS; ++i) best = max(best, sm.red[0][i]);
   return best;
 }
@@ -84,22 +95,26 @@ __device__ __noinline__ void sort_descending(u64* a, int n, Shared&) {
     }
   __syncthreads();
 }
-// Bin of a token in an order's level, best first; -1: above all bins, BINS: below. Level 3 tells kept from dropped.
-__device__ __forceinline__ int bin_of(const Order& o, float x, int id, float M) {
-  if (o.level < 0) return M == INF ? 0 : min(BINS - 1, to_int((M - x) * o.inv));
+// Bin of a token in an order's level 0 to 2, best first; -1: above all bins, BINS: below. Level 3 tells kept from dropped.
+__device__ __noinline__ int bin_of(const Order& o, float x, int id) {
   if (o.level == 3) return make_key(x, id) >= o.cut ? -1 : BINS;
   const int bits = o.level < 2 ? 11 : 10;
   const u32 v = ordered(x), high = o.level ? v >> (o.shift + bits) : 0u;
   if (high != o.prefix) return high > o.prefix ? -1 : BINS;
   return (1 << bits) - 1 - int((v >> o.shift) & ((1u << bits) - 1));
 }
+__device__ __forceinline__ int id_at(int tile, int i) {  // of what a lane holds at x[i / 4][i % 4]
+  return tile * TILE + (i >> 2) * GROUP + (threadIdx.x & 31) * 4 + (i & 3);
+}
 // What one block of the crew does for an order; the answers go to the block that finishes.
 __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, int crew, Shared& sm, Shared& head) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Order o = sm.order;
-  const Row R = sm.row;
-  const float M = o.top, floor = M < INF ? -INF : LARGEST;
-  if (o.kind == FILL) {
+  const Order& o = sm.order;
+  const Row& R = sm.row;
+  const float M = o.top, floor = M < INF ? -INF : LARGEST, inv = o.inv, s = R.s;
+  const bool linear = o.level < 0, peers = M == INF;
+  const int kind = o.kind;
+  if (kind == FILL) {
     for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] = 0;
     __syncthreads();
   }
@@ -108,8 +123,7 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     Tile x;
     load_tile(x, P, src, tile);
     clean(x, P, tile);
-    const int base = tile * TILE + lane * 4;
-    if (o.kind == COUNT) {
+    if (kind == COUNT) {
       int n = 0;
 #pragma unroll
       for (int g = 0; g < 8; ++g)
@@ -117,48 +131,57 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
         for (int j = 0; j < 4; ++j) n += x[g][j] > floor && scaled(x[g][j], M, R) >= o.log_m;
       n = lanes_add(n);
       if (lane == 0) head.st.count[tile] = n;
-    } else if (o.kind == FILL) {
+      continue;
+    }
+    const float lo = o.bin, hi = o.bin < BINS - 1 ? lo + 1.f : INF;
+    u32 kept = 0, inside = 0;
+    float part[4] = {0.f, 0.f, 0.f, 0.f};
+    if (linear) {
 #pragma unroll
       for (int g = 0; g < 8; ++g)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int b = x[g][j] > floor ? bin_of(o, x[g][j], base + g * GROUP + j, M) : -1;
-          const u32 amount = o.by_mass ? u32(weight(x[g][j], M, R) * o.scale + 0.5f) : 1u;
-          if (b >= 0 && b < BINS && amount) atomicAdd(&sm.bins[b], amount);
+          const float v = x[g][j], at = (M - v) * inv;
+          if (kind == FILL) {
+            const u32 amount = !(v > floor) ? 0u : o.by_mass ? u32((peers ? 1.f : ex2((v - M) * s)) * o.scale + 0.5f) : 1u;
+            if (amount) atomicAdd(&sm.bins[min(BINS - 1, to_int(at))], amount);
+          } else if (v > floor) {
+            if (at < lo) kept |= 1u << (g * 4 + j);
+            else if (!(at >= hi)) inside |= 1u << (g * 4 + j);
+          }
         }
     } else {
-      int n = 0;
-      float part[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int g = 0; g < 8; ++g)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float v = x[g][j];
-          const int b = v > floor ? bin_of(o, v, base + g * GROUP + j, M) : BINS;
-          if (b == o.bin && b >= 0) {
-            const int a = atomicAdd(&head.n_found, 1);
-            if (a < CANDIDATES) head.found[a] = make_key(v, base + g * GROUP + j);
-          }
-          if (b < o.bin) ++n, part[j] += weight(v, M, R);
-          else x[g][j] = -INF;
-        }
-      const float sum = warp_sum((part[0] + part[1]) + (part[2] + part[3]));
-      n = lanes_add(n);
-      if (lane == 0) head.st.count[tile] = n, head.st.raw[tile] = sum;
-      if (o.draw) {
-        Winner w = {0.f, 0.f, -1};
-        if (n) {
-          if (M == INF) {
-#pragma unroll
-            for (int g = 0; g < 8; ++g)
-#pragma unroll
-              for (int j = 0; j < 4; ++j) x[g][j] = x[g][j] > floor ? 0.f : -INF;
-          }
-          const float top = top_of(x);
-          w = noise_tile(P, R, tile, x, top, sum_of(x, top, R.s), &sm.best);
-        }
-        if (lane == 0) head.st.winner[tile] = w;
+#pragma unroll 1
+      for (int i = 0; i < 32; ++i) {
+        const int id = id_at(tile, i);
+        const float v = id < P.V ? value_at(src + id) : -INF;
+        if (!(v > floor)) continue;
+        const int b = bin_of(o, v, id);
+        if (kind == PASS) kept |= u32(b < o.bin) << i, inside |= u32(b == o.bin && b >= 0) << i;
+        else if (b >= 0 && b < BINS) atomicAdd(&sm.bins[b], o.by_mass ? u32(weight(v, M, R) * o.scale + 0.5f) : 1u);
       }
+    }
+    if (kind == FILL) continue;
+#pragma unroll
+    for (int g = 0; g < 8; ++g)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool in = kept >> (g * 4 + j) & 1;
+        part[j] += !in ? 0.f : peers ? 1.f : ex2((x[g][j] - M) * s);
+        x[g][j] = !in ? -INF : peers ? 0.f : x[g][j];
+      }
+    for (; inside; inside &= inside - 1) {
+      const int id = id_at(tile, first_bit(inside)), a = atomicAdd(&head.n_found, 1);
+      if (a < CANDIDATES) head.found[a] = make_key(value_at(src + id), id);
+    }
+    __syncwarp();
+    const float sum = warp_sum((part[0] + part[1]) + (part[2] + part[3]));
+    const int n = lanes_add(__popc(kept));
+    if (lane == 0) head.st.count[tile] = n, head.st.raw[tile] = sum;
+    if (o.draw) {
+      Winner w = {0.f, 0.f, -1};
+      if (n) w = noise_tile(P, R, tile, x, peers ? 0.f : M, sum, &sm.best);
+      if (lane == 0) head.st.winner[tile] = w;
     }
   }
 }
@@ -193,12 +216,6 @@ __device__ __noinline__ void serve(const Params& P, const Stored* src, int rank,
   }
 }
 
-struct Cut {            // the kept: how many, their mass, the last of them (0: none is dropped); the drawn token
-  int kept;
-  float mass, x;
-  u64 last;
-  int token;
-};
 // Sums of the tiles of the last pass: the same for all lanes of all warps.
 __device__ __forceinline__ float mass_of_tiles(const Params& P, Shared& sm, int& n) {
   float s = 0.f;

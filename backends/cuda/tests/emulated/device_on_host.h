@@ -65,6 +65,7 @@ static inline float float_of(u32 b) { float x; memcpy(&x, &b, 4); return x; }
 static inline float __int_as_float(int b) { return float_of(u32(b)); }
 static inline float ex2(float x) { const float y = exp2f(x); return y < 1.17549435e-38f ? 0.f : y; }
 static inline float divide(float a, float b) { return a / b; }
+static inline float reciprocal(float x) { return 1 / x; }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline int first_bit(u32 b) { return b ? __builtin_ctz(b) : -1; }
 static inline int __popc(u32 b) { return __builtin_popcount(b); }
@@ -74,6 +75,7 @@ static inline u32 lanes_max(u32 v) { const u64* a = exchange(v); u32 r = 0; for 
 static inline u32 lanes_min(u32 v) { const u64* a = exchange(v); u32 r = FULL; for (int i = 0; i < LANES; ++i) r = min(r, u32(a[i])); return r; }
 static inline int lanes_add(int v) { const u64* a = exchange(u32(v)); u32 r = 0; for (int i = 0; i < LANES; ++i) r += u32(a[i]); return int(r); }
 static inline u32 lanes_where(bool v) { const u64* a = exchange(v); u32 r = 0; for (int i = 0; i < LANES; ++i) r |= u32(a[i] != 0) << i; return r; }
+static inline void __syncwarp() { exchange(0); }
 static inline bool any_lane(bool v) { return lanes_where(v) != 0; }
 template <typename V> static inline u64 packed(V v) { u64 b = 0; memcpy(&b, &v, sizeof v); return b; }
 template <typename V> static inline V unpacked(u64 b) { V v; memcpy(&v, &b, sizeof v); return v; }
@@ -90,10 +92,13 @@ static inline float value_of_bits(u16 b) {
   _Float16 h; memcpy(&h, &b, 2); return float(h);
 #endif
 }
+static inline u32 load_word(const u32* p) { return *p; }
 static inline float value_at(const float* p) { return *p; }
 static inline float value_at(const u16* p) { return value_of_bits(*p); }
 template <typename P> static inline void load4(float* x, const P* p) { for (int i = 0; i < 4; ++i) x[i] = value_at(p + i); }
+template <typename P> static inline void load4_again(float* x, const P* p) { load4(x, p); }
 static inline void prefetch(const void*) {}
+#define MARK(i)
 static inline void keep(u32&, u32&) {}
 #if CLUSTER > 1
 static inline void cluster_complete() {  // a thread that has returned is not waited for
