@@ -8,8 +8,9 @@ it is imported and what is run here uses none, so empty modules stand for them w
 
 `head`: the tiled head alone (log-probability and entropy), held against float64 on some rows first. `step`: a GRPO step
 of a random Qwen2 through `add_fused_lm_head` as TRL's trainers call it, forward and backward, with the loss of
-`loss_type="dapo"` written as in TRL for stock, and `policy_loss` with the preset for ours. Sections run in processes of
-their own; what has ended stands in $OUT/trl.json.
+`loss_type="dapo"` written as in TRL for stock, and `policy_loss` with the preset for ours; `ours_fused` is head and
+loss in one, as in `grpo_trainer(fused=True)`. Sections run in processes of their own; what has ended stands in
+$OUT/trl.json.
 """
 
 from __future__ import annotations
@@ -97,12 +98,13 @@ def inside(which: str) -> Iterator[None]:
     import rlkernel as rlk
     from rlkernel.integrations import trl
 
-    order = {"ours": ("auto",), "ours_portable": ("triton", "reference")}.get(which)
+    order = {"stock": None, "ours_portable": ("triton", "reference")}.get(which, ("auto",))
     with trl.enabled() if order else nullcontext(), rlk.use(*order) if order else nullcontext():
         yield
 
 
 VARIANTS = ("stock", "ours", "ours_portable") if DEVICE == "cuda" else ("stock", "ours")
+STEPS = (*VARIANTS, "ours_fused")
 
 
 def head() -> dict[str, Any]:
@@ -134,9 +136,11 @@ def head_of(N: int, D: int, V: int) -> dict[str, Any]:
             return torch.autograd.grad(out[0].mean() + 0.01 * out[1].mean(), leaves)
         return out[0]
 
-    row: dict[str, Any] = {"error": {w: (run(w, False)[:64] - true).abs().max().item() for w in VARIANTS}}
-    with inside("ours"):
-        row["kernel"] = str(rlk.last_decision("linear_logprob").target)
+    row: dict[str, Any] = {"error": {}, "kernel": {}}
+    for which in VARIANTS:
+        row["error"][which] = (run(which, False)[:64] - true).abs().max().item()
+        ran = rlk.last_decision("linear_logprob")
+        row["kernel"][which] = ran.target if ran is not None and which != "stock" else "TRL"
     row["forward"] = measured({w: lambda w=w: run(w, False) for w in VARIANTS})
     row["forward_backward"] = measured({w: lambda w=w: run(w, True) for w in VARIANTS})
     return row
@@ -149,6 +153,8 @@ def step() -> dict[str, Any]:
     from trl.trainer.utils import add_fused_lm_head
 
     import rlkernel as rlk
+    from rlkernel.integrations import trl
+    from rlkernel.integrations.trl_head import Wanted
 
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -172,21 +178,32 @@ def step() -> dict[str, Any]:
         each = -torch.min(ratio * adv[:, None], clipped * adv[:, None])
         return (each * mask).sum() / mask.sum()
 
+    preset = rlk.policy_loss_preset("trl_dapo")
+
     def our_loss(logprob: Any) -> Any:
-        return rlk.policy_loss(logprob, old, adv, mask=mask, **rlk.policy_loss_preset("trl_dapo")).loss
+        return rlk.policy_loss(logprob, old, adv, mask=mask, **preset).loss
+
+    def fused_loss() -> Any:
+        wanted = Wanted(mask, mask, {"old_logprob": old, "advantages": adv}, preset, packed=DEVICE == "cuda")
+        with trl.HEAD.find().fusing(wanted):
+            model(input_ids=ids, labels=labels, fused_lm_head=True)
+        return wanted.result.loss
 
     losses: dict[str, float] = {}
 
     def run(which: str) -> None:
         model.zero_grad(set_to_none=True)
         with inside(which):
-            out = model(input_ids=ids, labels=labels, fused_lm_head=True)
-            loss = (stock_loss if which == "stock" else our_loss)(out.log_probs[:, -COMPLETION:])
+            if which == "ours_fused":
+                loss = fused_loss()
+            else:
+                out = model(input_ids=ids, labels=labels, fused_lm_head=True)
+                loss = (stock_loss if which == "stock" else our_loss)(out.log_probs[:, -COMPLETION:])
             loss.backward()
         losses[which] = loss.item()
 
     gradients = {}
-    for which in VARIANTS:
+    for which in STEPS:
         run(which)
         gradients[which] = model.lm_head.weight.grad.float()
     reference = gradients["stock"]
@@ -196,7 +213,7 @@ def step() -> dict[str, Any]:
         "model": {**MODEL, "batch": BATCH, "prompt": PROMPT, "completion": COMPLETION, "scored": int(mask.sum())},
         "loss": losses,
         "head_gradient_apart_from_stock": apart,
-        "step": measured({w: lambda w=w: run(w) for w in VARIANTS}),
+        "step": measured({w: lambda w=w: run(w) for w in STEPS}),
         "decisions": [str(r) for r in rlk.status()],
     }
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import ModuleType
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
 from rlkernel.integrations import Host, Symbol, active, hosts
 from rlkernel.integrations.host import replaced
+from rlkernel.integrations.trl_head import LinearHead, Wanted
 
 SCORE = Symbol("acme_host", "score", ("x", "y"))
 
@@ -72,3 +75,39 @@ def test_every_integration_says_what_it_was_made_for() -> None:
         assert known.tested in SpecifierSet(known.versions)
         assert known.symbols
         assert known.does
+
+
+@pytest.mark.parametrize("tokens_have_advantages", [False, True])
+def test_the_fused_loss_is_the_same_whether_trl_picks_the_tokens_or_takes_all(tokens_have_advantages) -> None:
+    torch.manual_seed(0)
+    B, P, T, D, V = 3, 2, 5, 8, 31
+    counted = torch.arange(T) < torch.tensor([[5], [2], [4]])
+    mask = counted & (torch.rand(B, T) > 0.3)
+    adv = torch.randn(B, T) if tokens_have_advantages else torch.randn(B)
+    per_token = {"old_logprob": -torch.rand(B, T) * 4, "ref_logprob": -torch.rand(B, T) * 4, "advantages": adv}
+    options = rlk.policy_loss_preset("trl_grpo", "trl_kl") | {"kl_coef": 0.1}
+    states, ids = torch.randn(B, P + T - 1, D), torch.randint(0, V, (B, P + T - 1))
+    scored = torch.nn.functional.pad(counted, (P - 1, 0))
+    found = []
+    for packed in (False, True):
+        hidden, weight = states.clone().requires_grad_(), torch.randn(V, D, generator=_seeded()).requires_grad_()
+        head = LinearHead(Counter())
+        rows = (hidden[scored], ids[scored]) if packed else (hidden.flatten(0, 1), ids.flatten())
+        with head.fusing(wanted := Wanted(counted, mask, per_token, dict(options), packed)):
+            logprob, entropy, *_ = head.apply(rows[0], weight, None, rows[1], 0.7, 8)
+        wanted.result.loss.backward()
+        at = torch.nn.functional.pad(mask, (P - 1, 0))[scored] if packed else torch.nn.functional.pad(mask, (P - 1, 0))
+        found.append(
+            (wanted.result.loss.detach(), logprob[at.flatten()], entropy[at.flatten()], hidden.grad, weight.grad)
+        )
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    plain = rlk.linear_logprob(states, weight, ids, temperature=0.7).logprob[:, P - 1 :]
+    whole = rlk.policy_loss(
+        plain, per_token.pop("old_logprob"), per_token.pop("advantages"), mask=mask, **per_token, **options
+    )
+    torch.testing.assert_close(found[0][0], whole.loss.detach(), rtol=1e-5, atol=1e-6)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)

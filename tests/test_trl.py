@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +78,10 @@ LOSSES = {
 def test_the_trainer_with_presets_equals_stock_trl_whatever_the_loss(kind, tmp_path) -> None:
     options = {"loss_type": kind, "num_iterations": 2, "steps": 4, **LOSSES[kind]}
     stock = trl_runs.grpo(tmp_path / "stock", **options)
-    same(stock, trl_runs.grpo(tmp_path / "ours", trainer=ours.grpo_trainer(), **options))
+    for fused in (False, True):
+        mine = trl_runs.grpo(tmp_path / f"{fused}", trainer=ours.grpo_trainer(fused=fused), **options)
+        same(stock, mine)
+    assert mine.rlkernel.calls["linear_policy_loss"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -144,3 +150,14 @@ def test_somebody_elses_replacement_is_told_of_and_left_alone() -> None:
         utils._ChunkedLogProbFunction = theirs
     assert utils._ChunkedLogProbFunction is theirs
     utils._ChunkedLogProbFunction = before
+
+
+def test_the_example_gives_one_reward_with_and_without_rlkernel(tmp_path) -> None:
+    script = Path(__file__).parents[1] / "examples" / "trl_grpo" / "train.py"
+    said = []
+    for more in ([], ["--rlkernel"]):
+        command = [sys.executable, str(script), "--steps", "4", "--out", str(tmp_path), *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        said.append(next(line for line in done.stdout.splitlines() if line.startswith("reward")))
+    assert said[0] == said[1]

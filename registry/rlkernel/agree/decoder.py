@@ -10,7 +10,7 @@ Legend: B sequences · T tokens · N rows · D hidden · H heads · d of a head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Decoder:
         x = self.policy.tokens.weight[ids] + self.policy.positions.weight[at]
         own = torch.arange(len(ids), device=ids.device)
         places = torch.full_like(own, at)
-        for block, cached in zip(self.policy.blocks, self.cache, strict=True):
+        for block, cached in zip(self._blocks(), self.cache, strict=True):
             q, k, v = self._qkv(block, x)
             cached[0, :, :, at], cached[1, :, :, at] = k, v
             x = self._rest(block, x, self._attend(q, cached[0], cached[1], own, places))
@@ -80,12 +80,15 @@ class Decoder:
         own = torch.arange(B, device=ids.device).repeat_interleave(T)
         places = torch.arange(T, device=ids.device).repeat(B)
         x = self.policy.tokens.weight[ids.flatten()] + self.policy.positions.weight[places]
-        for block, cached in zip(self.policy.blocks, self.cache, strict=True):
+        for block, cached in zip(self._blocks(), self.cache, strict=True):
             q, k, v = self._qkv(block, x)
             for kind, new in enumerate((k, v)):
                 cached[kind, :, :, :T] = new.view(B, T, *new.shape[1:]).transpose(1, 2)
             x = self._rest(block, x, self._attend(q, cached[0], cached[1], own, places))
         return self._norm(x).view(B, T, -1)
+
+    def _blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.policy.blocks))
 
     def _qkv(self, block: Block, x: Tensor) -> tuple[Tensor, ...]:
         return self._linear(self._norm(x), block.qkv.weight).view(len(x), 3, block.heads, -1).unbind(1)
@@ -128,7 +131,7 @@ def _in_blocks(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`run` on blocks of ROWS rows, the last one filled up with zeros."""
     missing = -len(x) % ROWS
     filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-    return torch.cat([run(rows) for rows in filled.split(ROWS)])[: len(x)]
+    return torch.cat([run(rows) for rows in torch.split(filled, ROWS)])[: len(x)]
 
 
 def _tree(x: Tensor) -> Tensor:

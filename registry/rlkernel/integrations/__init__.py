@@ -20,7 +20,7 @@ from rlkernel.integrations.host import Active, Host, Symbol, active
 
 __all__ = ["HOSTS", "Active", "Host", "Symbol", "active", "hosts"]
 
-HOSTS: Final = ("trl", "verl", "verl_engine")  # modules here, each with a `HOST`
+HOSTS: Final = ("trl", "verl", "verl_engine", "transformers", "sglang", "vllm")  # modules here, each with a `HOST`
 
 
 def hosts() -> list[Host]:

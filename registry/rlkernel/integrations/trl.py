@@ -60,6 +60,7 @@ GRPO: Final = replace(
     HOST,
     symbols=(
         *HOST.symbols,
+        Symbol("trl.trainer.utils", "_use_triton", ("device",)),
         *(
             Symbol("trl.trainer.grpo_trainer", f"GRPOTrainer.{name}", ("self", *parameters))
             for name, parameters in {
@@ -125,11 +126,12 @@ def callback(*, force: bool = False) -> Any:
     return trl_trainers.callback(force=force)
 
 
-def grpo_trainer(base: Any = None, *, force: bool = False) -> Any:
+def grpo_trainer(base: Any = None, *, fused: bool = False, force: bool = False) -> Any:
     """A subclass of `GRPOTrainer` whose log-probabilities, advantages and losses are rlkernel's, by TRL's presets.
 
     Args:
         base: the class to derive from; TRL's own by default.
+        fused: head and loss in one by `linear_policy_loss`, with the gradient made in the forward pass.
         force: as in `enabled`.
 
     Raises:
@@ -138,4 +140,4 @@ def grpo_trainer(base: Any = None, *, force: bool = False) -> Any:
     GRPO.require(force=force)
     from rlkernel.integrations import trl_trainers
 
-    return trl_trainers.grpo(base, force=force)
+    return trl_trainers.grpo(base, fused=fused, force=force)

@@ -1,10 +1,13 @@
 """What stands where TRL's tiled head stood: `linear_logprob`, and the metrics that it does not compute.
 
+Where a trainer has said what the loss will be (`fusing`), it is `linear_policy_loss` instead: loss and gradient are
+made together, with a matmul less, and what goes back to TRL are log-probabilities without a gradient.
+
     log sum_j p_j^2 = lse(2 z) - 2 lse(z):  a second lse at half the temperature
     mean_j z_j = (hidden . mean(weight) + mean(bias)) * scale / T without a softcap: one row instead of V
     is_top1: settled where p > 1/2; the other tokens look for their argmax, in tiles
 
-Legend: N tokens · D hidden · V vocabulary.
+Legend: N tokens · D hidden · V vocabulary · B sequences · T completion length.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core.errors import HostError
+from rlkernel_core.spec.policy_loss import LossResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +29,46 @@ ROWS: Final = 4096  # tokens of a tile, as in TRL
 _METRICS: Final = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
+@dataclass
+class Wanted:
+    """The loss that a trainer wants of the tokens that the head is about to see."""
+
+    counted: Tensor  # [B, T] bool: completion tokens, which TRL scores
+    mask: Tensor  # [B, T] bool: those in the loss
+    per_token: dict[str, Tensor | None]  # [B, T]: old_logprob, ref_logprob, advantages ([B] too)
+    options: dict[str, Any]  # of linear_policy_loss
+    packed: bool  # whether TRL picks the counted tokens, as it does on a GPU, or takes all
+    result: LossResult | None = None
+
+    def laid_out(self, n: int) -> dict[str, Any]:
+        """Arguments in the layout of n rows: packed [N], or padded on the left to [B, n / B]."""
+        import torch
+
+        given = {"mask": self.mask, **{name: x for name, x in self.per_token.items() if x is not None}}
+        if self.packed:
+            lengths = self.counted.sum(-1)
+            starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            rows = {name: x[:, None] if x.dim() == 1 else x[self.counted] for name, x in given.items()}
+            return {**rows, "cu_seqlens": starts}
+        missing = n // len(self.mask) - self.mask.shape[1]
+        return {name: x if x.dim() == 1 else torch.nn.functional.pad(x, (missing, 0)) for name, x in given.items()}
+
+
 class LinearHead:
     """The interface of TRL's autograd function: `apply` with its arguments, and its five results."""
 
     def __init__(self, calls: Counter[str]) -> None:
         self.calls = calls
+        self.wanted: Wanted | None = None
+
+    @contextmanager
+    def fusing(self, wanted: Wanted) -> Iterator[None]:
+        """The next call is of a training step with this loss."""
+        self.wanted = wanted
+        try:
+            yield
+        finally:
+            self.wanted = None
 
     def apply(
         self,
@@ -61,6 +102,9 @@ class LinearHead:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
         law: dict[str, Any] = {"bias": bias, "softcap": final_logit_softcapping, "logit_scale": logit_scale}
+        if self.wanted is not None:
+            with torch.autocast(device, enabled=False):
+                return self._fused(self.wanted, hidden, weight, targets, temperature, law)
         with torch.autocast(device, enabled=False):
             wanted = "entropy" in outputs
             out = rlk.linear_logprob(hidden, weight, targets, temperature=temperature, entropy=wanted, **law)
@@ -76,6 +120,29 @@ class LinearHead:
                 if "is_top1" in outputs:
                     top = _is_top1(hidden, weight, bias, targets, out.logprob, chunk_size)
         return out.logprob, out.entropy, squares, means, top
+
+    def _fused(
+        self, wanted: Wanted, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, law: dict[str, Any]
+    ) -> tuple[Tensor | None, ...]:
+        import rlkernel as rlk
+
+        given = wanted.laid_out(len(targets))
+        shape = given["mask"].shape
+        wanted.result = rlk.linear_policy_loss(
+            hidden.view(*shape, -1),
+            weight,
+            targets.view(shape),
+            given.pop("old_logprob", None),
+            given.pop("advantages"),
+            temperature=temperature,
+            entropy=True,
+            **given,
+            **law,
+            **wanted.options,
+        )
+        self.calls["linear_policy_loss"] += 1
+        logprob, entropy = wanted.result.logprob, wanted.result.entropy
+        return None if logprob is None else logprob.view(-1), None if entropy is None else entropy.view(-1), *[None] * 3
 
 
 def _is_top1(

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel import record
 from rlkernel.integrations import trl
+from rlkernel.integrations.trl_head import Wanted
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.advantage_presets import advantage_preset
 from rlkernel_core.spec.policy_presets import policy_loss_preset
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlkernel_core.spec.policy_loss import LossStats
 
 # loss_type -> the preset; the numbers of a preset that GRPOConfig has an option for are taken from there.
 LOSSES: Final = {
@@ -109,49 +112,73 @@ def advantages(trainer: Any, rewards: Tensor) -> Tensor:
     return rlk.advantage(scored, group=group, **advantage_preset("trl", ADVANTAGES[scale])).advantages
 
 
-def loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
-    """The loss of one micro-batch by `rlkernel.policy_loss`, with TRL's entropy, KL and clip metrics logged."""
+def loss(trainer: Any, model: Any, inputs: dict[str, Any], *, fused: bool) -> Tensor:
+    """The loss of one micro-batch by rlkernel, with TRL's entropy, KL and clip metrics logged."""
     import torch
 
     import rlkernel as rlk
 
-    known = loss_arguments(trainer)
     mode = "train" if trainer.model.training else "eval"
-    mask = inputs["completion_mask"]
-    mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()  # [B, T]
-    logprob, entropy, _ = trainer._get_per_token_logps_and_entropies(
-        model,
-        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        mask.shape[1],
-        compute_entropy=True,
-        **{name: inputs[name] for name in IMAGES if inputs.get(name) is not None},
-    )
+    counted = inputs["completion_mask"].bool()
+    mask = counted & inputs["tool_mask"].bool() if "tool_mask" in inputs else counted  # [B, T]
     accumulated = float(trainer.current_gradient_accumulation_steps) if mode == "train" else 1.0
-    whole = trainer.loss_type in GLOBAL
+    known, whole = loss_arguments(trainer), trainer.loss_type in GLOBAL
     if whole:
         share = accumulated / trainer.args.steps_per_generation if mode == "train" else 1.0
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         known["denominator"] = (items / trainer.accelerator.num_processes * share).float()
-    if trainer.entropy_coef:
-        known["entropy"] = entropy
-        if whole:
-            known["entropy_denominator"] = (mask.sum().clamp(min=1) * accumulated).float()
-    if trainer.beta:
-        known["ref_logprob"] = inputs["ref_per_token_logps"]
-    result = rlk.policy_loss(logprob, inputs.get("old_per_token_logps"), inputs["advantages"], mask=mask, **known)
-    stats = result.stats
+    if trainer.entropy_coef and whole:
+        known["entropy_denominator"] = (mask.sum().clamp(min=1) * accumulated).float()
+    old, adv = inputs.get("old_per_token_logps"), inputs["advantages"]
+    reference = inputs["ref_per_token_logps"] if trainer.beta else None
+    if fused and torch.is_grad_enabled():
+        head = trl.HEAD.find()
+        packed = import_module(trl.HEAD.module)._use_triton(mask.device)
+        per_token = {"old_logprob": old, "advantages": adv, "ref_logprob": reference}
+        with head.fusing(wanted := Wanted(counted, mask, per_token, known, packed)):
+            logprob, entropy = _scored(trainer, model, inputs)
+        result = wanted.result
+        if result is None:
+            raise HostError("grpo_trainer: the model did not come through TRL's fused head; use fused=False")
+    else:
+        logprob, entropy = _scored(trainer, model, inputs)
+        known["entropy"] = entropy if trainer.entropy_coef else None
+        result = rlk.policy_loss(logprob, old, adv, mask=mask, ref_logprob=reference, **known)
+        trainer.rlkernel.calls["policy_loss"] += 1
+    with torch.no_grad():
+        _log(trainer, mode, result.stats, logprob, entropy, mask, inputs)
+    return result.loss if whole else result.loss / accumulated
+
+
+def _scored(trainer: Any, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy [B, T] of the completions."""
+    import torch
+
+    logprob, entropy, _ = trainer._get_per_token_logps_and_entropies(
+        model,
+        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].shape[1],
+        compute_entropy=True,
+        **{name: inputs[name] for name in IMAGES if inputs.get(name) is not None},
+    )
+    return logprob, entropy
+
+
+def _log(
+    trainer: Any, mode: str, stats: LossStats, logprob: Tensor, entropy: Tensor, mask: Tensor, inputs: dict[str, Any]
+) -> None:
+    import torch
+
     said = {"entropy": (entropy * mask).sum() / mask.sum().clamp(min=1)}
     if trainer.beta:
-        with torch.no_grad():
-            said["kl"] = _kl(trainer, logprob, inputs, mask)
+        said["kl"] = _kl(trainer, logprob, inputs, mask)
     if trainer.loss_type in CLIPPED:
         said["clip_ratio/low_mean"], said["clip_ratio/high_mean"] = stats.clip_low, stats.clip_high
         said["clip_ratio/region_mean"] = stats.clip_low + stats.clip_high
     for name, mean in said.items():  # means over the tokens of all ranks
         totals = trainer.accelerator.reduce(torch.stack([mean * stats.tokens, stats.tokens.to(mean.dtype)]), "sum")
         trainer._metrics[mode][name].append((totals[0] / totals[1].clamp(min=1.0)).item())
-    return result.loss if whole else result.loss / accumulated
 
 
 def _kl(trainer: Any, logprob: Tensor, inputs: dict[str, Any], mask: Tensor) -> Tensor:
@@ -168,7 +195,7 @@ def _kl(trainer: Any, logprob: Tensor, inputs: dict[str, Any], mask: Tensor) -> 
     return mean
 
 
-def grpo(base: Any, *, force: bool) -> Any:
+def grpo(base: Any, *, fused: bool, force: bool) -> Any:
     """The class of `trl.grpo_trainer`."""
     parent = import_module("trl").GRPOTrainer if base is None else base
 
@@ -201,8 +228,7 @@ def grpo(base: Any, *, force: bool) -> Any:
             return found
 
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
-            self.rlkernel.calls["policy_loss"] += 1
-            return loss(self, model, inputs)
+            return loss(self, model, inputs, fused=fused)
 
     return RLKernelGRPOTrainer
 

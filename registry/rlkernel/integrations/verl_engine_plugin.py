@@ -1,10 +1,13 @@
-"""Imported because VERL_USE_EXTERNAL_MODULES names it: `verl_engine.enabled()` until the process ends."""
+"""Imported because VERL_USE_EXTERNAL_MODULES names it: `verl_engine.enabled()` until the process ends.
+
+Does nothing where it was not verl that imported it.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import sys
 
 from rlkernel.integrations import verl_engine
 
-BLOCK: Final = verl_engine.enabled()
-BLOCK.__enter__()
+if "verl" in sys.modules:
+    verl_engine.enabled().__enter__()

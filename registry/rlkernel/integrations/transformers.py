@@ -1,0 +1,115 @@
+"""transformers: `generate` that draws with `rlkernel.sample`, by its own `custom_generate`; nothing is patched.
+
+    from rlkernel.integrations import transformers
+
+    drawing = transformers.drawing(seeds=[1, 2, 3])
+    model.generate(**inputs, do_sample=True, top_p=0.9, custom_generate=drawing)
+    drawing.logprob  # [B, T] under the law it drew from
+
+Processors and warpers are those of `generate`, and so is the law; what differs is the draw. Noise is keyed by a
+request's seed and the number of its token: a request draws the same whoever else is in the batch, wherever it stands.
+
+Legend: B requests · T tokens drawn · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rlkernel.integrations.host import Active, Host, Symbol, registered
+from rlkernel_core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIXIN: Final = "transformers.generation.utils"
+HOST: Final = Host(
+    name="transformers",
+    distribution="transformers",
+    versions=">=5.23,<5.24",
+    tested="5.23.0",
+    does="sample in generate, by custom_generate",
+    symbols=(
+        Symbol(
+            _MIXIN,
+            "GenerationMixin._prefill",
+            ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+        ),
+        Symbol(
+            _MIXIN,
+            "GenerationMixin._update_model_kwargs_for_generation",
+            ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
+        ),
+        Symbol(_MIXIN, "GenerationMixin.prepare_inputs_for_generation"),
+    ),
+)
+
+
+class Drawing:
+    """What `custom_generate` takes; `logprob` and `tokens` are those of the last call."""
+
+    def __init__(self, seeds: Sequence[int], entry: Active) -> None:
+        self.seeds, self.entry = tuple(seeds), entry
+        self.tokens: Tensor | None = None  # [B, T] int64, the pad token after the end
+        self.logprob: Tensor | None = None  # [B, T] fp32 under the processed law; 0 after the end
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,  # [B, P]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The decoding loop of `generate`.
+
+        Raises:
+            ArgumentError: not one seed a row.
+        """
+        import torch
+
+        import rlkernel as rlk
+
+        B, device = input_ids.shape[0], input_ids.device
+        if len(self.seeds) != B:
+            raise ArgumentError("seeds", len(self.seeds), f"must be one for each of {B} rows", "Pass a seed a request.")
+        seeds = torch.tensor(self.seeds, dtype=torch.int64, device=device)
+        greedy = 0.0 if not generation_config.do_sample else 1.0
+        pad = generation_config._pad_token_tensor
+        going = torch.ones(B, dtype=torch.bool, device=device)
+        tokens: list[Tensor] = []
+        said: list[Tensor] = []
+        with torch.no_grad():
+            outputs = model._prefill(input_ids, generation_config, model_kwargs)
+            while True:
+                model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+                scores = logits_processor(input_ids, outputs.logits[:, -1].float())
+                draw = rlk.sample(scores, temperature=greedy, seed=seeds, step=len(tokens))
+                self.entry.calls["sample"] += 1
+                token = draw.token if pad is None else torch.where(going, draw.token, pad)
+                tokens.append(token)
+                said.append(torch.where(going, draw.logprob, 0.0))
+                input_ids = torch.cat([input_ids, token[:, None]], dim=-1)
+                going = going & ~stopping_criteria(input_ids, None)
+                if not going.any():
+                    break
+                length = 1 if model_kwargs["use_cache"] else None
+                inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **model_kwargs)
+                outputs = model(**inputs, return_dict=True)
+        self.tokens, self.logprob = torch.stack(tokens, 1), torch.stack(said, 1)
+        return input_ids
+
+
+def drawing(seeds: Sequence[int], *, force: bool = False) -> Drawing:
+    """A decoding loop for `model.generate(custom_generate=...)`.
+
+    Args:
+        seeds: of the requests, one a row.
+        force: take a version outside the window, too, if its symbols are what they were.
+
+    Raises:
+        HostError: transformers is absent, of a version that this was not made for, or has changed.
+    """
+    return Drawing(seeds, registered(HOST, HOST.require(force=force), "generate(custom_generate=drawing)"))

@@ -1,0 +1,104 @@
+"""What hosts' sources say about the symbols that integrations use, read out of their wheels without importing them.
+
+    pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0
+    python tests/host_contracts.py wheels/*.whl        # writes tests/host_contracts.json
+
+The file is small and committed, so that the integrations are held against it where no host is installed; a new version
+of a host is held against them by running this on its wheel.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from rlkernel.integrations import hosts
+from rlkernel.integrations.trl import GRPO
+
+FILE = Path(__file__).with_suffix(".json")
+
+
+def known() -> list[Any]:
+    return [*hosts(), GRPO]
+
+
+class Wheel:
+    """The Python sources of a distribution."""
+
+    def __init__(self, path: Path) -> None:
+        self.archive = zipfile.ZipFile(path)
+        self.names = set(self.archive.namelist())
+        self.distribution, self.version = path.name.split("-")[:2]
+
+    def module(self, name: str) -> ast.Module | None:
+        stem = name.replace(".", "/")
+        found = next((p for p in (f"{stem}.py", f"{stem}/__init__.py") if p in self.names), None)
+        return ast.parse(self.archive.read(found)) if found else None
+
+    def find(self, module: str, name: str) -> ast.AST | None:
+        """The statement that binds a dotted name, through imports of the same distribution."""
+        tree = self.module(module)
+        if tree is None:
+            return None
+        head, _, rest = name.partition(".")
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == head:
+                return self.inside(node, rest) if rest else node
+            if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == head for t in node.targets):
+                return None if rest else node
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == head:
+                        origin = absolute(module, node, package=f"{module.replace('.', '/')}/__init__.py" in self.names)
+                        return self.find(origin, f"{alias.name}.{rest}" if rest else alias.name)
+        return None
+
+    @staticmethod
+    def inside(node: ast.AST, name: str) -> ast.AST | None:
+        return next((n for n in getattr(node, "body", ()) if getattr(n, "name", None) == name), None)
+
+
+def absolute(module: str, node: ast.ImportFrom, *, package: bool) -> str:
+    if not node.level:
+        return str(node.module)
+    parts = module.split(".")
+    kept = parts[: len(parts) - node.level + package]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def parameters(node: ast.AST) -> list[str] | None:
+    """Names in order; None for what is no function."""
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    a = node.args
+    listed = [
+        *a.posonlyargs,
+        *a.args,
+        *([a.vararg] if a.vararg else []),
+        *a.kwonlyargs,
+        *([a.kwarg] if a.kwarg else []),
+    ]
+    return [p.arg for p in listed]
+
+
+def read(wheels: list[Path]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in wheels:
+        wheel = Wheel(path)
+        symbols: dict[str, Any] = {}
+        for host in known():
+            if host.distribution == wheel.distribution:
+                for symbol in host.symbols:
+                    node = wheel.find(symbol.module, symbol.name)
+                    symbols[str(symbol)] = "gone" if node is None else parameters(node)
+        found[wheel.distribution] = {"version": wheel.version, "symbols": symbols}
+    return found
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(read([Path(p) for p in sys.argv[1:]]), indent=1, sort_keys=True) + "\n")
+    print(FILE.read_text())

@@ -1,0 +1,140 @@
+"""Every integration against what its host's source says, recorded by tests/host_contracts.py; and thin ones alone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+import rlkernel as rlk
+from rlkernel.integrations import Active, sglang, transformers, vllm
+from tests.host_contracts import FILE, Wheel, absolute, known, parameters
+
+RECORDED = json.loads(FILE.read_text())
+HOSTS = known()
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda h: f"{h.name}-{len(h.symbols)}")
+def test_the_symbols_are_those_of_the_hosts_source(host) -> None:
+    source = RECORDED[host.distribution]
+    assert source["version"] == host.tested
+    assert source["version"] in SpecifierSet(host.versions)
+    for symbol in host.symbols:
+        said = source["symbols"][str(symbol)]
+        assert said != "gone", symbol
+        if symbol.parameters is not None:
+            assert said == list(symbol.parameters), symbol
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda h: f"{h.name}-{len(h.symbols)}")
+def test_the_symbols_are_those_of_the_installed_host(host) -> None:
+    if host.installed is None or not host.ran:
+        pytest.skip(f"{host.name} is not installed, or needs a GPU build")
+    if not host.supported:
+        pytest.skip(f"{host.name} {host.installed} is not one of {host.versions}")
+    assert [symbol.problem() for symbol in host.symbols if symbol.problem()] == []
+
+
+def test_a_moved_symbol_would_be_seen(tmp_path) -> None:
+    import zipfile
+
+    path = tmp_path / "acme-2.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("acme/__init__.py", "from .deep import score as points\n")
+        archive.writestr("acme/deep.py", "class score:\n    def forward(self, x, *rest, y=1, **more): pass\n")
+    wheel = Wheel(path)
+    assert parameters(wheel.find("acme", "points.forward")) == ["self", "x", "rest", "y", "more"]
+    assert wheel.find("acme", "score") is None
+    assert wheel.find("acme.gone", "x") is None
+    assert absolute("a.b.c", SimpleNamespace(level=2, module="d"), package=False) == "a.d"
+
+
+def batch(**more):
+    info = {"sampling_mask_batch_indices": None, "sampling_seed": torch.tensor([5, 6, 7]), **more}
+    filters = {
+        "top_ks": torch.tensor([1 << 30, 2, 5]),
+        "top_ps": torch.tensor([1.0, 1.0, 0.5]),
+        "min_ps": torch.zeros(3),
+    }
+    return SimpleNamespace(**info, **filters)
+
+
+def test_the_draw_for_sglang_is_keyed_by_request_and_position() -> None:
+    torch.manual_seed(0)
+    probs, at = torch.rand(3, 40).softmax(-1), torch.tensor([3, 4, 5])
+    token = sglang.draw(probs, batch(), at, filtered=True)
+    alone = [
+        rlk.sample(probs[i : i + 1].log(), seed=s, step=p, **f).token
+        for i, (s, p, f) in enumerate(
+            [(5, 3, {}), (6, 4, {"top_k": 2}), (7, 5, {"top_k": 5, "top_p": 0.5, "filter_order": "joint"})]
+        )
+    ]
+    assert torch.equal(token, torch.cat(alone))
+    base = type("Base", (), {})
+    entry = Active("sglang", "0.5.23", ())
+    made = sglang.sampler(base, entry)()
+    assert torch.equal(made._sample_from_probs(probs, batch(), at, False)[0], token)
+    assert entry.calls == {"sample": 1}
+
+
+def test_what_sglangs_backend_cannot_return_is_refused() -> None:
+    info = batch(sampling_mask_batch_indices=torch.tensor([0]))
+    with pytest.raises(rlk.HostError, match="sampling masks"):
+        sglang.draw(torch.rand(3, 4), info, torch.zeros(3), filtered=False)
+
+
+def test_the_draw_for_vllm_is_greedy_at_temperature_zero_and_keyed_by_slot() -> None:
+    torch.manual_seed(0)
+    logits, slots = torch.randn(3, 40), torch.tensor([2, 0, 2], dtype=torch.int32)
+    heat, seed, pos = torch.tensor([0.0, 9.0, 0.7]), torch.tensor([1, 2, 3]), torch.tensor([8, 9, 10])
+    token = vllm.draw(logits, slots, heat, seed, pos, apply_temperature=False, is_drafting=False)
+    assert token[1] == logits[1].argmax()
+    assert token[0] == rlk.sample(logits[:1], seed=3, step=8).token[0]
+    warm = vllm.draw(logits, slots, heat, seed, pos, apply_temperature=True, is_drafting=False)
+    assert warm[2] == rlk.sample(logits[2:], temperature=0.7, seed=3, step=10).token[0]
+    with pytest.raises(rlk.HostError, match="drafting"):
+        vllm.draw(logits, slots, heat, seed, pos, apply_temperature=False, is_drafting=True)
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_an_absent_host_is_refused_with_the_line_that_installs_it(name) -> None:
+    host = {"sglang": sglang, "vllm": vllm}[name].HOST
+    if host.installed is not None:
+        pytest.skip("it is here")
+    with pytest.raises(rlk.HostError, match=f"{name} is not installed; pip install '{name}>="):
+        sglang.register() if name == "sglang" else vllm.enabled().__enter__()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_draws_with_our_sampler_and_a_request_does_not_depend_on_its_batch(tmp_path) -> None:
+    pytest.importorskip("transformers", exc_type=ImportError)
+    from tests.trl_runs import model
+
+    tiny = model(tmp_path).eval()
+    asked = torch.tensor([[5, 6, 7], [9, 8, 7], [5, 6, 7]])
+    rules = {
+        "do_sample": True,
+        "top_k": 20,
+        "temperature": 0.9,
+        "max_new_tokens": 6,
+        "attention_mask": torch.ones(3, 3),
+    }
+    drawing = transformers.drawing([11, 12, 13])
+    out = tiny.generate(asked, custom_generate=drawing, **rules)
+    assert torch.equal(out[:, 3:], drawing.tokens)
+    swapped = tiny.generate(asked[[1, 0, 2]], custom_generate=transformers.drawing([12, 11, 13]), **rules)
+    assert torch.equal(swapped, out[[1, 0, 2]])
+    assert not torch.equal(out[0], out[2])  # one prompt, two seeds
+    law = torch.log_softmax(tiny(out[:, :-1]).logits[:, 2:].float() / 0.9, -1)
+    kept = law.topk(20).values.logsumexp(-1)
+    ended = (drawing.tokens == 1).cumsum(-1) > (drawing.tokens == 1)
+    mine = law.gather(-1, drawing.tokens[..., None])[..., 0] - kept
+    torch.testing.assert_close(drawing.logprob, mine.masked_fill(ended, 0.0).detach(), rtol=1e-4, atol=1e-4)
+    stock = tiny.generate(asked, **{**rules, "do_sample": False})
+    greedy = tiny.generate(asked, custom_generate=transformers.drawing([1, 2, 3]), **{**rules, "do_sample": False})
+    assert torch.equal(greedy, stock)
+    with pytest.raises(rlk.ArgumentError, match="seeds"):
+        tiny.generate(asked, custom_generate=transformers.drawing([1]), **rules)
