@@ -24,6 +24,7 @@ TORCH_HOMES = (
     REGISTRY / "torchlib",
     REGISTRY / "demo",
     REGISTRY / "agree",
+    REGISTRY / "nn",
     CONFORMANCE,
     BENCH,
 )
