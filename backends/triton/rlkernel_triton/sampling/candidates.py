@@ -81,7 +81,9 @@ def gather(
     tl.debug_barrier()
     r = tl.arange(0, K)
     read = r < some
-    ids = tl.load(scratch + r, mask=read, other=0)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    # Hidden from the compiler that these ids stand together, so that one layout serves the loads and the scatter.
+    lane = tl.arange(0, GROUP) ^ (V < 0).to(tl.int32)
+    ids = tl.load(scratch + r, mask=read, other=0)[:, None] * GROUP + lane[None, :]
     v = logits_at(x, ids, read[:, None] & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
     v = tl.where(v != v, -float("inf"), v)
     order = ordered(v)
