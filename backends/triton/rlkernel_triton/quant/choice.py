@@ -24,52 +24,67 @@ class Cut(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Cuts for a class of M, measured on an H200 (benchmarks/notes/qmatmul.md)."""
+    """Cuts for a class of M."""
 
     wide: Cut  # where 128 rows a tile make a tile for every multiprocessor
     narrow: Cut
 
 
-# Largest M of a class -> its cuts. Above the last class a weight is dequantised and torch multiplies.
-TABLE: Final[dict[int, Row]] = {
-    16: Row(Cut(16, 128, 0, 4, 4), Cut(16, 128, 0, 4, 4)),
-    32: Row(Cut(32, 128, 1, 3, 8), Cut(32, 64, 0, 3, 4)),
-    64: Row(Cut(64, 128, 1, 3, 8), Cut(64, 64, 0, 3, 4)),
-    128: Row(Cut(128, 128, 1, 4, 8, True, 64), Cut(128, 64, 2, 3, 4)),
-    256: Row(Cut(256, 128, 1, 4, 8, True, 64), Cut(128, 128, 1, 3, 8)),
+class Device(NamedTuple):
+    """What is known of a kind of GPU."""
+
+    table: dict[int, Row]  # largest M of a class -> its cuts; above them a weight is dequantised and torch multiplies
+    unrounded: Cut  # large M where no weight may be rounded, and pairs
+
+
+# sm90: measured on an H200 (benchmarks/notes/qmatmul.md). Others: chosen to fit 64 KiB of shared memory, unmeasured.
+_SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 4), 64: Cut(64, 64, 0, 2, 4)}
+DEVICES: Final[dict[str, Device]] = {
+    "sm90": Device(
+        {
+            16: Row(Cut(16, 128, 0, 4, 4), Cut(16, 128, 0, 4, 4)),
+            32: Row(Cut(32, 128, 1, 3, 8), Cut(32, 64, 0, 3, 4)),
+            64: Row(Cut(64, 128, 1, 3, 8), Cut(64, 64, 0, 3, 4)),
+            128: Row(Cut(128, 128, 1, 4, 8, True, 64), Cut(128, 64, 2, 3, 4)),
+            256: Row(Cut(256, 128, 1, 4, 8, True, 64), Cut(128, 128, 1, 3, 8)),
+        },
+        Cut(64, 64, 0, 3, 4),
+    ),
+    "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, _SMALL[64]),
 }
-UNROUNDED: Final = Cut(64, 64, 0, 3, 4)  # large M where no weight may be rounded, and pairs
-MULTIPROCESSORS: Final = 132
 PROGRAMS: Final = 3  # a multiprocessor, at most, where K is split
 
 
-def class_of(M: int) -> int | None:
+def class_of(M: int, kind: str) -> int | None:
     """The class of M, as its largest member; None above them all."""
-    return next((c for c in TABLE if c >= M), None)
+    return next((c for c in DEVICES[kind].table if c >= M), None)
 
 
-def parts_of(tiles: int, steps: int) -> int:
+def parts_of(tiles: int, steps: int, multiprocessors: int) -> int:
     """A power of two that divides the steps of K, for `PROGRAMS` programs a multiprocessor, and 8 at most."""
     parts = 1
-    while parts < 8 and tiles * parts * 2 <= PROGRAMS * MULTIPROCESSORS and steps % (parts * 2) == 0:
+    while parts < 8 and tiles * parts * 2 <= PROGRAMS * multiprocessors and steps % (parts * 2) == 0:
         parts *= 2
     return parts
 
 
-def cut(M: int, N: int, K: int, *, group: int, pair: bool, rounding: str) -> Cut | None:
+def cut(
+    M: int, N: int, K: int, *, group: int, pair: bool, rounding: str, kind: str = "sm90", multiprocessors: int = 132
+) -> Cut | None:
     """The cut for a weight in `triton_w4`; None where it is better dequantised, which rounds it."""
-    of = class_of(M)
+    of = class_of(M, kind)
     if of is None and rounding != "none":
         return None
+    device = DEVICES[kind]
     rows = N // 2 if pair else N
-    row = None if of is None else TABLE[of]
-    found = UNROUNDED if row is None else row.wide if rows // 128 >= MULTIPROCESSORS else row.narrow
+    row = None if of is None else device.table[of]
+    found = device.unrounded if row is None else row.wide if rows // 128 >= multiprocessors else row.narrow
     if pair or (found.fold and rounding == "none"):
-        found = UNROUNDED._replace(BM=min(UNROUNDED.BM, found.BM))
-    elif rows % found.BN:
-        found = found._replace(BN=64, warps=4)
+        found = device.unrounded._replace(BM=min(device.unrounded.BM, found.BM))
+    if rows % found.BN:
+        found = found._replace(BN=64 if rows % 64 == 0 else 32, warps=4)
     if rounding == "dtype":
         found = found._replace(fold=True, warps=8 if found.BN == 128 else 4)  # 4 warps on 128 rows: a known race
     steps = K // min(group or found.step, found.step)
-    parts = found.parts if found.parts and steps % found.parts == 0 else parts_of(rows // found.BN, steps)
-    return found._replace(parts=parts)
+    given = found.parts if found.parts and steps % found.parts == 0 else 0
+    return found._replace(parts=given or parts_of(rows // found.BN, steps, multiprocessors))

@@ -11,7 +11,8 @@ Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoR
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -101,29 +102,51 @@ def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch
             return y
         half = x.dtype != torch.float32 and w.spec.act == "none"
         exact_table = w.spec.element == "nf4" and rounding == "none"
+        on = machine(x.device)
         cut = None
         if half and not exact_table and w.layout == W4:
-            cut = choice.cut(M, *w.shape, group=w.spec.group, pair=after.pair, rounding=rounding)
+            cut = choice.cut(
+                M,
+                *w.shape,
+                group=w.spec.group,
+                pair=after.pair,
+                rounding=rounding,
+                kind=on.kind,
+                multiprocessors=on.multiprocessors,
+            )
         if cut is not None:
             by_words(x, w, after, cut, y)
-        elif half and rounding != "none" and choice.class_of(M) is None:
+        elif half and rounding != "none" and choice.class_of(M, on.kind) is None:
             by_pieces(x, w, after, y)
         else:
             by_bytes(x, storage.packed(w, "canonical"), after, rounding, y)
     return y
 
 
-def matrix_instructions() -> tuple[bool, bool]:
-    """(inline PTX is understood, weights are the operand of `mma.sync`)."""
-    if INTERPRETED or torch.version.hip:
-        return False, False
-    return True, torch.cuda.get_device_capability()[0] != 9
+class Machine(NamedTuple):
+    """What decides how a product is cut and decoded."""
+
+    kind: str  # of `choice.DEVICES`
+    multiprocessors: int
+    ptx: bool  # inline PTX is understood
+    sync: bool  # weights are the operand of `mma.sync`
+
+
+@lru_cache
+def machine(device: torch.device) -> Machine:
+    """The machine behind a device; the interpreter stands for a large GPU."""
+    if INTERPRETED:
+        return Machine("sm90", 132, ptx=False, sync=False)
+    found = torch.cuda.get_device_properties(device)
+    hopper = not torch.version.hip and found.major == 9
+    nvidia = torch.version.hip is None
+    return Machine("sm90" if hopper else "other", found.multi_processor_count, ptx=nvidia, sync=nvidia and not hopper)
 
 
 def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
     """The product of a weight in `triton_w4`."""
     spec, M, (N, K) = w.spec, x.shape[0], w.shape
-    asm, sync = matrix_instructions()
+    on = machine(x.device)
     step = min(spec.group or cut.step, cut.step)
     tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
     partial, counters = x, x
@@ -153,8 +176,8 @@ def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, pe
         IS_NF4=spec.element == "nf4",
         NESTED=spec.double_quant,
         FOLD=cut.fold,
-        PERMUTED=sync if permuted is None else permuted,
-        ASM=asm,
+        PERMUTED=on.sync if permuted is None else permuted,
+        ASM=on.ptx,
         num_warps=cut.warps,
         num_stages=cut.stages,
         **FUSED,

@@ -60,7 +60,7 @@ def test_codes_scales_and_values_have_the_bits_of_the_reference(device, spec, N,
     w = weight(N, K, device)
     want, found = reference.quantize(w, spec), rlk.quantize(w, spec)
     assert same_parts(found, want)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16) if N < 64 else (torch.float16,):
         assert same(rlk.dequantize(want, dtype=dtype), reference.dequantize(want, dtype=dtype))
 
 
@@ -117,13 +117,15 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize("spec", PRODUCTS, **ids)
-@pytest.mark.parametrize("rounding", ["any", "none", "dtype"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+CASES = [(spec, rounding, torch.float16) for spec in PRODUCTS for rounding in ("any", "none", "dtype")]
+CASES += [(spec, "any", torch.bfloat16) for spec in PRODUCTS[:2]]
+
+
+@pytest.mark.parametrize(("spec", "rounding", "dtype"), CASES, **ids)
 def test_a_product_of_tiles_is_within_the_bound(device, spec, rounding, dtype) -> None:
     g = torch.Generator().manual_seed(3)
-    w = reference.quantize(torch.randn(64, 512, generator=g).to(device), spec)
-    x = torch.randn(5, 512, generator=g).to(device, dtype)
+    w = reference.quantize(torch.randn(64, 256, generator=g).to(device), spec)
+    x = torch.randn(5, 256, generator=g).to(device, dtype)
     y, want = rlk.qmatmul(x, rlk.prepack(w), weight_rounding=rounding), exactly(x, w, rounding)
     assert y.dtype == dtype
     assert bool(((y.double() - want).abs() <= bound_of(x, w, want, rounding)).all())
@@ -133,11 +135,14 @@ BYTES = [*PRODUCTS, *(named(f) for f in ("int8_channel", "int8_w8a8", "fp8_tenso
 BYTES += [named("fp8_channel", element="e5m2", act="token_fp8"), named("fp8_block128", act="block128_fp8")]
 
 
-@pytest.mark.parametrize("spec", BYTES, **ids)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [*((spec, torch.float16) for spec in BYTES), *((spec, torch.float32) for spec in (BYTES[0], BYTES[3], BYTES[-1]))],
+    **ids,
+)
 def test_a_product_of_any_shape_is_within_the_bound(device, spec, dtype) -> None:
     g = torch.Generator().manual_seed(4)
-    w = reference.quantize(torch.randn(70, 301, generator=g).to(device), spec)
+    w = reference.quantize(torch.randn(66, 301, generator=g).to(device), spec)
     x = torch.randn(3, 301, generator=g).to(device, dtype)
     want = exactly(x, w)
     assert bool(((rlk.qmatmul(x, w).double() - want).abs() <= bound_of(x, w, want)).all())
@@ -180,5 +185,5 @@ def test_what_follows_the_product_and_its_gradients(device, M, activation) -> No
 def test_a_row_has_the_same_bits_in_every_batch_of_its_class(device) -> None:
     w = rlk.prepack(rlk.quantize(torch.randn(64, 512, device=device), "int4_g128"))
     x = torch.randn(16, 512, device=device).to(torch.float16)
-    rows = torch.cat([rlk.qmatmul(x[i : i + 1], w) for i in range(0, 16, 5)])
-    assert torch.equal(rlk.qmatmul(x, w)[::5], rows)
+    rows = torch.cat([rlk.qmatmul(x[i : i + 1], w) for i in (0, 7)])
+    assert torch.equal(rlk.qmatmul(x, w)[[0, 7]], rows)
