@@ -87,8 +87,8 @@ class Grid:
         early = spec.scale_rule.endswith(_THEN_ROUND)
         divisor = torch.where(usable, exact if early else parts["scale"].float(), torch.inf)
         if not spec.symmetric:
-            zero = (low.clamp(max=0).abs() / divisor).nan_to_num_()  # no zero of -0
-            parts["zero"].copy_(zero if spec.float_zero else zero.round_().clamp_(0, 15))
+            below = (low.clamp(max=0).abs() / divisor).nan_to_num_()  # no zero-point of -0
+            parts["zero"].copy_(below if spec.float_zero else below.round_().clamp_(0, 15))
         for start, stop in codec.row_blocks((weight.shape[0], weight.shape[1])):
             ratio = _grouped(weight[start:stop].float(), 1 if spec.act_order else spec.group)
             of_block = _of_rows(_by_column(divisor, parts), spec.rows, start, stop)
