@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "conformance": ("rlkernel_conformance.cli", TRY),
     "judge": ("rlkernel_conformance.judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),
+    "quant": ("rlkernel.cli.quant", TRY),
     "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }
 
