@@ -25,6 +25,7 @@ class Claim:
     without: frozenset[str] = frozenset()  # features of the spec that are not claimed
     only: frozenset[str] | None = None  # features that are claimed; None for all
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
+    arch_excluded: tuple[str, ...] = ()  # besides those of the backend
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
@@ -51,7 +52,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
     "verify": Claim("rlkernel_triton.verify:verify"),
-    "capture": Claim("rlkernel_triton.graphs.capture:capture", dtypes=(), kernels=False),
+    # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
+    "capture": Claim(
+        "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
+    ),
     "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
     "affine_suffix_scan": Claim(
         "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
@@ -76,7 +80,9 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
         return Impl(
             op=spec.id,
             target=claim.target,
-            requires=Requires(device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=arch_excluded),
+            requires=Requires(
+                device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=(*arch_excluded, *claim.arch_excluded)
+            ),
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             check=claim.check,
         )

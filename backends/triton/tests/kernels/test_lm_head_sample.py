@@ -1,0 +1,71 @@
+"""lm_head_sample: the draws of the reference without stored logits, and through sample where rows are asked for."""
+
+import pytest
+import torch
+
+from rlkernel_core.reference.lm_head_sample import lm_head_sample as reference
+from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
+from rlkernel_triton.head_sampling import ROOM, TILE, lm_head_sample, slabs
+
+N, V, D = 6, 2500, 16
+
+
+def operands(seed: int):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(N, D, generator=g), torch.randn(V, D, generator=g), g
+
+
+def law(seed: int):
+    return {
+        "seed": torch.arange(N) + seed,
+        "step": seed,
+        "temperature": torch.where(torch.arange(N) % 4 == 3, 0.0, 0.8),
+    }
+
+
+def assert_as_reference(hidden, weight, given, device) -> None:
+    want = reference(hidden, weight, **given)
+    moved = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    have = lm_head_sample(hidden.to(device), weight.to(device), **moved)
+    for name in ("token", "kept_count", "threshold_id"):
+        assert torch.equal(getattr(want, name), getattr(have, name).cpu())
+    assert torch.equal(want.status, have.status.cpu() & ~Status.FALLBACK.value)
+    for name in ("logprob", "log_kept_mass", "threshold"):
+        torch.testing.assert_close(getattr(have, name).cpu(), getattr(want, name), atol=3e-5, rtol=1e-5)
+    if want.raw_logprob is not None:
+        torch.testing.assert_close(have.raw_logprob.cpu(), want.raw_logprob, atol=3e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 40, "top_p": 0.9}])
+def test_draws_are_the_references(options, device) -> None:
+    hidden, weight, g = operands(1)
+    given = law(1) | {"raw_logprob": True, "softcap": 3.0, "bias": torch.randn(V, generator=g), **options}
+    assert_as_reference(hidden, weight, given, device)
+
+
+def test_rows_without_a_law_and_with_infinities(device) -> None:
+    hidden, weight, _ = operands(2)
+    hidden[0], hidden[1], hidden[2] = torch.nan, torch.inf, 0.0
+    assert_as_reference(hidden, weight, law(2) | {"slot": torch.tensor([0, 1, 2, -1, 4, 5])}, device)
+
+
+def test_edits_act_on_slabs(device) -> None:
+    if device != "cpu":
+        pytest.skip("lists of the reference stay on the CPU")
+    hidden, weight, g = operands(3)
+    words = torch.randint(-(2**31), 2**31 - 1, (N, -(-V // 32)), dtype=torch.int32, generator=g)
+    assert_as_reference(hidden, weight, law(3) | {"allowed": words}, device)
+    banned = TokenLists(torch.randint(0, V, (3 * N,), generator=g), torch.arange(0, 3 * N + 1, 3))
+    bias = LogitBias(torch.randint(0, V, (N,), generator=g), torch.full((N,), 6.0), torch.arange(N + 1))
+    given = law(3) | {"banned": banned, "logit_bias": bias, "raw_logprob": True}
+    assert_as_reference(hidden, weight, given, device)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 4096, 1 << 20])
+def test_slabs_are_whole_tiles_that_cover_the_vocabulary(rows) -> None:
+    for size in (1, 1024, 128256):
+        cut = list(slabs(rows, size))
+        assert [first for first, _ in cut] == [sum(width for _, width in cut[:i]) for i in range(len(cut))]
+        assert sum(width for _, width in cut) == size
+        assert all(width % TILE == 0 for _, width in cut[:-1])
+        assert all(rows * width <= max(ROOM, rows * TILE) + rows * TILE for _, width in cut)
