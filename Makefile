@@ -8,7 +8,7 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
 STAMP   = $(VENV)/.rlkernel-ready
 
-.PHONY: help setup demo test check conform bench docs build clean
+.PHONY: help setup demo test check conform bench docs site hosts build clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -43,9 +43,17 @@ bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a 
 docs: $(STAMP) ## run every code block and command of README and docs
 	$(RUN) -m pytest -q tests/test_docs.py
 
+site: $(STAMP) ## the documentation as a site in site/
+	$(RUN) -m pip install --quiet -e '.[docs]'
+	$(VENV)/bin/mkdocs build --strict
+
+hosts: $(STAMP) ## train with TRL and transformers, stock and with rlkernel inside, and compare
+	$(RUN) -m pip install --quiet -e '.[hosts]'
+	$(RUN) -m pytest -q tests/test_trl.py tests/test_host_contracts.py tests/test_agree.py
+
 build: $(STAMP) ## sdist and wheel in dist/
 	$(RUN) -m build --no-isolation
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

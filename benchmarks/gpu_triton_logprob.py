@@ -357,11 +357,11 @@ def linear_logprob_tiles() -> dict[str, Any]:
 
     def to_hidden(head: head_calls.Head) -> None:
         for v in range(0, V, 8192):
-            head._product(big, w[v:], 0, acc, add=True, limit="rows")  # noqa: SLF001
+            head._product(big, w[v:], 0, acc, add=True, limit="rows")
 
     def to_weight(head: head_calls.Head) -> None:
         for _ in range(8):
-            head._product(big.t(), h, 0, small, add=False, limit="sum")  # noqa: SLF001
+            head._product(big.t(), h, 0, small, add=False, limit="sum")
 
     shapes = {
         "sweep": (lambda head: head.statistics(plan, moment=True),
