@@ -15,6 +15,7 @@
     ├── BufferFullError (RuntimeError)     a rollout buffer has no room; nothing was written
     ├── StaleBatchError (RuntimeError)     a released rollout batch was used
     ├── SpecError (RuntimeError)           a spec function was called instead of an operator
+    ├── RankError (RuntimeError)           a rank of a process group did not answer in time
     ├── HostError (RuntimeError)           a host framework is absent, of an untested version, or changed underneath
     └── NotWrittenError (NotImplementedError)  a plugin's function is yet to be written
 
@@ -132,6 +133,14 @@ class SpecError(RLKernelError, RuntimeError):
 
 class HostError(RLKernelError, RuntimeError):
     """A host framework is not what an integration was made for; the message names versions, symbol and remedy."""
+
+
+class RankError(RLKernelError, RuntimeError):
+    """A rank did not answer in time. `ranks` are those that did not."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class NotWrittenError(RLKernelError, NotImplementedError):

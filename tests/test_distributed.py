@@ -10,7 +10,7 @@ from torch import distributed
 from torch import multiprocessing as mp
 
 import rlkernel as rlk
-from rlkernel.distributed import assert_same_decisions
+from rlkernel.distributed import assert_same_decisions, assert_same_install
 from rlkernel_core.errors import ResolutionError
 from tests.implementations import acme
 
@@ -46,3 +46,25 @@ def rank(index: int, folder: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["same", "extra", "differ", "order"])
 def test_ranks_are_compared(tmp_path, mode) -> None:
     mp.spawn(rank, args=(str(tmp_path), mode), nprocs=2)
+
+
+def troubled(index: int, folder: str) -> None:
+    store = distributed.FileStore(f"{folder}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=60))
+    assert assert_same_install()["rlkernel"] == rlk.__version__
+    if index == 0:
+        rlk.logprob(LOGITS, IDS)
+    assert [assert_same_decisions() for _ in range(2)] == [0, 0]  # a rank without work; and the question again
+    if index == 1:
+        rlk.configure("reference", fallback="error")
+    with pytest.raises(ResolutionError, match=r"policy order: rank 0: auto; rank 1: reference"):
+        assert_same_install()
+    if index == 0:  # and the other has left
+        with pytest.raises(rlk.RankError, match=r"rank 1 of 2 did not answer within 1 s when decisions") as caught:
+            assert_same_decisions(timeout=1.0)
+        assert caught.value.ranks == (1,)
+    distributed.destroy_process_group()
+
+
+def test_a_rank_in_trouble_is_named_and_nobody_hangs(tmp_path) -> None:
+    mp.spawn(troubled, args=(str(tmp_path),), nprocs=2)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import LockError as LockError
     from rlkernel_core.errors import NotWrittenError as NotWrittenError
     from rlkernel_core.errors import PluginWarning as PluginWarning
+    from rlkernel_core.errors import RankError as RankError
     from rlkernel_core.errors import ResolutionError as ResolutionError
     from rlkernel_core.errors import RLKernelError as RLKernelError
     from rlkernel_core.errors import RLKernelWarning as RLKernelWarning
@@ -146,6 +147,7 @@ _HOMES: Final = {
         "PluginWarning",
         "RLKernelError",
         "RLKernelWarning",
+        "RankError",
         "ResolutionError",
         "SpecError",
         "StaleBatchError",
