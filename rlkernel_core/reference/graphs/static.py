@@ -37,6 +37,8 @@ class StaticSet:
         self._modules = [m for name, s in self._sources for m in _modules(s)]
         self._held = self.tensors()
         self._prints = {name: fingerprint(x) for name, x in self._held.items()}
+        plain = all(checks.is_tensor(source) for _, source in self._sources)
+        self._plain = (list(self._held.values()), list(self._prints.values())) if plain else None
         self.names = {id(x): name for name, x in self._held.items()}  # by identity, while `_held` keeps them alive
 
     def tensors(self) -> dict[str, Tensor]:
@@ -49,6 +51,8 @@ class StaticSet:
 
     def changed(self) -> tuple[str, ...]:
         """Names whose tensors moved, changed, appeared or vanished since they were accepted."""
+        if self._plain is not None and [fingerprint(x) for x in self._plain[0]] == self._plain[1]:
+            return ()  # tensors that were passed themselves: nothing to walk through
         now = {name: fingerprint(x) for name, x in self.tensors().items()}
         return tuple(sorted(n for n in now.keys() | self._prints.keys() if now.get(n) != self._prints.get(n)))
 
