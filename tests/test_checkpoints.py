@@ -198,6 +198,19 @@ def test_own_files_hold_any_format(dense, tmp_path) -> None:
         assert quantize(load_file(dense)["a.weight"], name).same_bits(found)
 
 
+def test_stacked_experts_come_apart_and_together(tmp_path) -> None:
+    tensors = {f"m.gate_up_proj{k}": v for k, v in MX.items()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    assert checkpoints.convert(tmp_path / "x.safetensors", tmp_path / "y.safetensors", scheme="gpt-oss").kept == 3
+    assert {k: v.tolist() for k, v in tensors.items()} == {
+        k: v.tolist() for k, v in load_file(tmp_path / "y.safetensors").items()
+    }
+    checkpoints.convert(tmp_path / "x.safetensors", tmp_path / "z.safetensors", scheme="dense")
+    held = load_file(tmp_path / "z.safetensors")
+    expected = oracle.mxfp4(MX["_blocks"], MX["_scales"]).bfloat16()
+    assert torch.equal(expected, torch.stack([held[f"m.gate_up_proj.{i}.weight"] for i in range(3)]))
+
+
 def test_gguf_files_are_written_and_read(dense, tmp_path) -> None:
     checkpoints.convert(dense, tmp_path / "m.gguf", format="gguf_q4_k", scheme="gguf")
     with checkpoints.opened(tmp_path / "m.gguf") as source:

@@ -1,0 +1,92 @@
+"""How fast a whole quantised model is renewed on its device: formats by GB/s, and the bits beside the definition's.
+
+    python benchmarks/gpu_quant_sync.py          on a GPU; writes quant_sync.json into $OUT
+
+The model is four decoder layers of Llama-3-8B (fused qkv, o, gate_up, down; 872 M weights) in bf16. Each format is
+checked first: the parts of one renewed layer have the bits of the reference on the same device, codes apart that are
+within 2^-20 of a border. Then the whole model is renewed five times and the best is kept: bytes read and written over
+the time of the device. Each format is tried in a child process, and its result is written at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import rlkernel as rlk
+from rlkernel import nn
+from rlkernel_core.quant import codec
+
+FORMATS = ("int4_g128", "int4_g32_asym", "nf4", "fp8_channel", "fp8_block128", "int8_channel", "mxfp4", "nvfp4")
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+LAYERS, TIMES, LIMIT_S = 4, 5, 20
+
+
+def model(device: str) -> torch.nn.Module:
+    """Layers of random weights."""
+    layers = {
+        f"{i}_{name}": torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device=device)
+        for i in range(LAYERS)
+        for name, (n, k) in SHAPES.items()
+    }
+    return torch.nn.ModuleDict(layers)
+
+
+def renewed(kind: str, device: str) -> dict[str, object]:
+    """One format: checked, then timed."""
+    torch.manual_seed(0)
+    policy, trainer = model(device), {name: w.detach() * 1.5 for name, w in model(device).state_dict().items()}
+    nn.quantize_model(policy, nn.QuantPolicy(kind, skip=()))
+    nn.requantize_(policy, trainer)
+    layer: nn.QuantLinear = policy["0_o"]
+    expected = codec.quantize(trainer["0_o.weight"], layer.weight.spec)
+    scales_same = all(
+        torch.equal(expected.parts[n].view(torch.uint8), p.view(torch.uint8))
+        for n, p in layer.weight.parts.items()
+        if n != "codes"
+    )
+    other = expected.parts["codes"].view(torch.uint8) != layer.weight.parts["codes"].view(torch.uint8)
+    reports = [nn.requantize_(policy, trainer) for _ in range(TIMES)]
+    best = max(reports, key=lambda report: report.gb_per_s)
+    decision = rlk.last_decision("quantize")
+    return {
+        "format": kind,
+        "scales_same": scales_same,
+        "bytes_of_codes_that_differ": other.float().mean().item(),
+        "ms": best.seconds * 1e3,
+        "gb_per_s": best.gb_per_s,
+        "backend": str(getattr(decision, "chosen", decision)),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    """Every format, each in a process of its own."""
+    out = Path(os.environ.get("OUT", ".")) / "quant_sync.json"
+    rows: list[dict[str, object]] = []
+    for kind in FORMATS:
+        command = [sys.executable, __file__, kind]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            said = done.stdout.strip().splitlines()
+            failed = {"format": kind, "error": done.stderr[-600:]}
+            rows.append(json.loads(said[-1]) if done.returncode == 0 and said else failed)
+        except subprocess.TimeoutExpired:
+            rows.append({"format": kind, "error": f"more than {LIMIT_S} s"})
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        print(
+            {k: v for k, v in rows[-1].items() if k in {"format", "gb_per_s", "ms", "scales_same", "error", "backend"}}
+        )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(renewed(sys.argv[1], "cuda" if torch.cuda.is_available() else "cpu")))
+    else:
+        main()
