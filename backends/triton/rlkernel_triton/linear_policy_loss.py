@@ -148,7 +148,7 @@ def linear_policy_loss(
         batch = LossBatch.of(
             config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
             ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
-            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, block=BLOCK,
+            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, span=BLOCK,
         )  # fmt: skip
         partial = batch.partials(ids.device)
         if not any(needs):

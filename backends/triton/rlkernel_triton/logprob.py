@@ -205,13 +205,15 @@ def slopes(
     rows = rows_of(logits)
     g = [None if x is None else x.reshape(-1).contiguous() for x in upstream]
     g_mask = [x is not None for x in g]
+    repeats = next(k for fewest, k in reversed(logprob_kernels.REPEATS) if fewest <= N)
     with on_device_of(ids):
-        logprob_kernels.gradient[(N, triton.cdiv(V, logprob_kernels.COLUMNS))](
+        logprob_kernels.gradient[(N, triton.cdiv(V, repeats * logprob_kernels.COLUMNS))](
             rows.data, ids, _or(mask, ids), invalid.view(torch.int8), T, softcap or 0.0,
             ids if kept is None else kept.bytes, saved, *(_or(x, saved) for x in g), out, N, V, *rows.places,
             0 if kept is None else kept.row_bytes, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor),
             HAS_CAP=softcap is not None, SUPPORT=kept is not None, G=g_mask[0], G_LSE=g_mask[1], G_ENTROPY=g_mask[2],
-            G_MASS=g_mask[3], COLUMNS=logprob_kernels.COLUMNS, INTERPRETED=INTERPRETED,
+            G_MASS=g_mask[3], COLUMNS=logprob_kernels.COLUMNS, REPEATS=repeats,
+            INTERPRETED=INTERPRETED,
             num_warps=logprob_kernels.GRADIENT_WARPS, **FUSED,
         )  # fmt: skip
 

@@ -28,7 +28,9 @@ from rlkernel_triton.builds import Build
 PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
 TILE: Final = 1024  # columns read at a time; 0.50 ms at 8192 x 128256 on an H200, where 2048 on 4 warps takes 0.52
 PLANES: Final = {False: 4, True: 8}  # by whether there is a support
-COLUMNS: Final = 4096  # columns of a program of the gradient
+COLUMNS: Final = 2048  # columns that a program of the gradient takes at a time
+# (fewest rows, how often): 1.05 ms at 8192 x 128256, where one 4096 a program takes 1.09; few rows need all programs.
+REPEATS: Final = ((0, 1), (256, 16))
 SWEEP_WARPS: Final = 2
 GRADIENT_WARPS: Final = 4
 LOG_LANES: Final = (TILE // 8).bit_length() - 1
@@ -239,16 +241,18 @@ def gradient(
     G_ENTROPY: tl.constexpr,
     G_MASS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REPEATS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Gradient of some columns of one row: one read, one write. A masked row is not read."""
     row = tl.program_id(0)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = at < V
-    to = out + row.to(tl.int64) * V + at
+    to_row = out + row.to(tl.int64) * V
+    first = tl.program_id(1) * (REPEATS * COLUMNS)
     if HAS_MASK:
         if tl.load(mask + row) == 0:
-            tl.store(to, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside)
+            for k in range(REPEATS):
+                at = first + k * COLUMNS + tl.arange(0, COLUMNS)
+                tl.store(to_row + at, tl.zeros([COLUMNS], out.dtype.element_ty), mask=at < V)
             return
     bad = tl.load(invalid + row) != 0
     id = tl.where(bad, -1, tl.load(ids + row).to(tl.int64))  # valid here, or -1
@@ -262,27 +266,31 @@ def gradient(
         up_entropy = tl.load(g_entropy + row)
     if G_MASS:
         up_mass = tl.where(bad, 0.0, tl.load(g_mass + row))
-    kept_top, kept_log_total, among = 0.0, 0.0, inside
+    kept_top, kept_log_total = 0.0, 0.0
     if SUPPORT:
         kept_top, kept_log_total = tl.load(saved + 4 * N + row), tl.load(saved + 5 * N + row)
-        bits = tl.load(kept + row.to(tl.int64) * kept_stride + at // 8, mask=inside, other=0)
-        among = ((bits >> (at % 8)) & 1) == 1
-    x = logits + row_offset(row, inner, outer_stride, inner_stride) + at.to(tl.int64) * stride
-    x = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    y = x
-    if HAS_CAP:
-        y = cap(x, softcap)
     top, log_total = tl.load(saved + row), tl.load(saved + N + row)
     mean, rest = tl.load(saved + 2 * N + row), tl.load(saved + 3 * N + row)
-    chosen = at == id.to(tl.int32)
-    dy = slope(
-        y, chosen, among, scale, top, log_total, mean, rest, kept_top, kept_log_total,
-        up, up_lse, up_entropy, up_mass, SUPPORT, G_ENTROPY, INTERPRETED,
-    )  # fmt: skip
-    if HAS_CAP:
-        bend = tanh(x / softcap)
-        dy = dy * (1.0 - bend * bend)
-    tl.store(to, stored_as(dy, out.dtype.element_ty, INTERPRETED), mask=inside)
+    from_row = logits + row_offset(row, inner, outer_stride, inner_stride)
+    for k in range(REPEATS):
+        at = first + k * COLUMNS + tl.arange(0, COLUMNS)
+        inside = at < V
+        among = inside
+        if SUPPORT:
+            bits = tl.load(kept + row.to(tl.int64) * kept_stride + at // 8, mask=inside, other=0)
+            among = ((bits >> (at % 8)) & 1) == 1
+        x = tl.load(from_row + at.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
+        y = x
+        if HAS_CAP:
+            y = cap(x, softcap)
+        dy = slope(
+            y, at == id.to(tl.int32), among, scale, top, log_total, mean, rest, kept_top, kept_log_total,
+            up, up_lse, up_entropy, up_mass, SUPPORT, G_ENTROPY, INTERPRETED,
+        )  # fmt: skip
+        if HAS_CAP:
+            bend = tanh(x / softcap)
+            dy = dy * (1.0 - bend * bend)
+        tl.store(to_row + at, stored_as(dy, out.dtype.element_ty, INTERPRETED), mask=inside)
 
 
 def types(dtype: str, index: str = "i64") -> dict[str, str]:
@@ -318,7 +326,7 @@ def builds(arch: str) -> Iterator[Build]:
             up = dict.fromkeys(("saved", "g", "g_lse", "g_entropy", "g_mass"), "*fp32")
             every = label == "everything"
             wanted = {"G": True, "G_LSE": every, "G_ENTROPY": True, "G_MASS": every}
-            block = {"stride": 1, "COLUMNS": COLUMNS, "INTERPRETED": False}
+            block = {"stride": 1, "COLUMNS": COLUMNS, "REPEATS": REPEATS[-1][1], "INTERPRETED": False}
             own = {k: v for k, v in flags.items() if k != "MOMENT"}
             yield Build(
                 gradient, f"{dtype}, {label}", {**types(dtype), **T, **up, "invalid": "*i1", "out": f"*{dtype}"},

@@ -20,10 +20,18 @@ from rlkernel_core.reference.loss_batch import prepare
 from rlkernel_core.reference.sequences import Packed, layout
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.loss_kernels import K, loss_kernel, total_kernel
+from rlkernel_triton.loss_kernels import K, count_kernel, loss_kernel, scale_kernel, tokens_kernel, total_kernel
 
-BLOCK: Final = 64 if INTERPRETED else 1024
+BLOCK: Final = 64 if INTERPRETED else 1024  # a span of tokens is a multiple of this, where a batch is taken in blocks
+TILE: Final = 64 if INTERPRETED else 256  # tokens that a program goes through at a time
+WARPS: Final = 4
+# (fewest tokens of a batch, tokens of a program): the lanes of a program are added once, which costs as much as some
+# tiles, but few tokens need all programs they can have. Bits of sums depend on it, and so on the size of the batch.
+SPANS: Final = ((0, 64), (257, 128)) if INTERPRETED else ((0, 256), (1 << 18, 2048), (1 << 21, 8192))
 _TOTALS: Final = 16 if INTERPRETED else 1024
+_PART: Final = 128 if INTERPRETED else 16384  # tokens of a row that one program counts
+_SCALED: Final = 256 if INTERPRETED else 1024
+_COUNTED: Final = 64 if INTERPRETED else 2048
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class LossBatch:
     tokens: Tensor  # [] int64, in the loss
     filled: Tensor | None  # [] int64, sequences with such tokens; None where nobody told of sequences
     offered: Tensor | None  # [] int64, tokens before rejection
-    block: int = BLOCK  # tokens of a program
+    span: int  # tokens of a program
 
     @classmethod
     def of(
@@ -66,9 +74,9 @@ class LossBatch:
         entropy_denominator: float | Tensor | None,
         kl_coef: float | Tensor,
         entropy_coef: float | Tensor,
-        block: int = BLOCK,
+        span: int | None = None,
     ) -> LossBatch:
-        """The batch of a checked call."""
+        """The batch of a checked call; `span` divides the blocks in which it will be taken."""
         shape = tuple(like.shape)
         offered, weight, outside = None, None, None
         rule = config.correction
@@ -86,7 +94,8 @@ class LossBatch:
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
         per_row = advantages.numel() != like.numel() or advantages.dim() != like.dim()
         counts = _counts(shape, mask, bounds, like.device)
-        tokens, filled = counts.sum(), (counts > 0).sum()
+        tokens, filled = _totals(counts)
+        span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
         known = mask is None and bounds is None
         local = (None, None) if known else (tokens, filled)
         omega = _omega(config, config.aggregate, denominator, shape, local, counts.shape[0])
@@ -111,8 +120,12 @@ class LossBatch:
             "ADVANTAGE": "row" if per_row else "token",
             "T": shape[-1],
             "sequences": sequences,
+            "LONG": shape[-1] >= span,
+            "TAME": config.log_ratio_limit == 20.0,
+            "SPAN": span,
+            "BLOCK": min(TILE, span),
         }
-        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, block)
+        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, span)
 
     @property
     def programs(self) -> int:
@@ -121,7 +134,7 @@ class LossBatch:
         for size in self.shape:
             n *= size
         if self.config.level == "token":
-            return triton.cdiv(n, self.block)
+            return triton.cdiv(n, self.span)
         return self.sequences if n else 0
 
     def partials(self, device: torch.device) -> Tensor:  # [K, P]
@@ -139,10 +152,10 @@ class LossBatch:
         first: int = 0,
         tokens: int | None = None,
     ) -> None:
-        """Loss, gradients and statistics of all tokens, or of `tokens` from `first` on, a multiple of `block`."""
+        """Loss, gradients and statistics of all tokens, or of `tokens` from `first` on, a multiple of `span`."""
         n = logprob.numel()
         stop = n if tokens is None else first + tokens
-        programs = self.programs if tokens is None else triton.cdiv(tokens, self.block)
+        programs = self.programs if tokens is None else triton.cdiv(tokens, self.span)
         if not programs:
             return
         given = {n: partial if x is None else x for n, x in self.arguments.items()}
@@ -157,26 +170,27 @@ class LossBatch:
                 N=stop,
                 P=self.programs,
                 first=first,
-                slot=first // self.block,
+                slot=first // self.span,
                 ENTROPY=entropy is not None,
                 BONUS=dentropy is not None,
                 GRAD=dlogprob is not None,
-                BLOCK=self.block,
+                num_warps=WARPS,
                 **FUSED,
             )
 
     def summary(self, partial: Tensor, *, entropy: bool) -> tuple[Tensor, LossStats]:
         """The scalar loss and what happened, all on the device."""
         out = torch.empty(K, dtype=torch.float32, device=partial.device)
+        loss = torch.empty((), dtype=torch.float32, device=partial.device)
         with on_device_of(partial):
-            total_kernel[(K,)](partial, out, self.programs, SIZE=_TOTALS, **FUSED)
+            total_kernel[(K,)](partial, loss, out, self.programs, SIZE=_TOTALS, **FUSED)
         of = out.unbind()
         given = self.arguments
         weighed = given["W"] != "none"
         rejected = None
         if self.config.rejection is not None and self.offered is not None:
             rejected = (self.offered - self.tokens).float() / self.offered.float().clamp(min=1)
-        return of[0], LossStats(
+        return loss, LossStats(
             tokens=self.tokens,
             sequences=self.filled,
             policy_loss=of[1],
@@ -208,9 +222,39 @@ def _counts(shape: tuple[int, ...], mask: Tensor | None, bounds: Tensor | None, 
         running = torch.cat([places.new_zeros(1), mask.long().cumsum(0)])
         return running[places].diff()
     if mask is not None:
-        return mask.sum(-1).reshape(-1)
+        return _counted(mask.contiguous())
     rows = shape[:-1]
     return torch.full((rows[0] if rows else 1,), shape[-1], dtype=torch.int64, device=device)
+
+
+def _counted(mask: Tensor) -> Tensor:  # [B, T] or [N]
+    """[B] int64, or [1]. torch would first write the mask out in 8 bytes a token."""
+    B, T = mask.shape if mask.dim() == 2 else (1, mask.shape[0])
+    parts = triton.cdiv(T, _PART)
+    counts = torch.empty(B, parts, dtype=torch.int64, device=mask.device)
+    if counts.numel():
+        with on_device_of(mask):
+            count_kernel[(B, parts)](mask.view(torch.uint8), counts, T, parts, PART=_PART, BLOCK=_COUNTED, **FUSED)
+    return counts[:, 0] if parts == 1 else counts.sum(-1)
+
+
+def _totals(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """[] int64: tokens in the loss, and sequences that have some."""
+    out = torch.empty(2, dtype=torch.int64, device=counts.device)
+    with on_device_of(counts):
+        tokens_kernel[(1,)](counts, out, counts.shape[0], SIZE=_TOTALS, **FUSED)
+    tokens, filled = out.unbind()
+    return tokens, filled
+
+
+def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient times a scalar, in fp32, rounded once; torch takes five times as long for a scalar on the device."""
+    out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+    if out.numel():
+        with on_device_of(out):
+            grid = (triton.cdiv(out.numel(), _SCALED),)
+            scale_kernel[grid](upstream, gradient, out, out.numel(), BLOCK=_SCALED, **FUSED)
+    return out
 
 
 def _omega(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.loss_kernels import loss_kernel, total_kernel
+from rlkernel_triton.loss_kernels import count_kernel, loss_kernel, scale_kernel, tokens_kernel, total_kernel
 
-_BLOCK: Final = 1024
+_BLOCK: Final = 256
 _POINTERS: Final = {
     "logprob": "*fp32", "entropy": "*fp32", "old": "*fp32", "advantages": "*fp32", "ref": "*fp32", "rollout": "*fp32",
     "weight": "*fp32", "outside": "*u8", "mask": "*u8", "bounds": "*i64", "index": "*i64", "counts": "*i64",
@@ -28,7 +28,8 @@ _PLAIN: Final[dict[str, Any]] = {
     "KIND": "clip", "LEVEL": "token", "SHARED": False, "DUAL": False, "OLD": True, "KL": "none", "STRAIGHT": False,
     "IMPORTANCE": "none", "ENTROPY": False, "BONUS": False, "ROLLOUT": False, "W": "none", "DROP": False, "MASK": True,
     "PACKED": False, "ADVANTAGE": "row", "PER": True, "PER2": False, "DEN": True, "DEN2": False, "KL_AT": False,
-    "ENTROPY_AT": False, "GRAD": True, "BLOCK": _BLOCK,
+    "ENTROPY_AT": False, "GRAD": True, "LONG": True, "TAME": True, "SPAN": 8192,
+    "BLOCK": _BLOCK,
 }  # fmt: skip
 _CASES: Final[dict[str, dict[str, Any]]] = {
     "grpo, mask": {},
@@ -52,4 +53,13 @@ def builds(arch: str) -> Iterator[Build]:
         yield Build(
             loss_kernel, label, {**_POINTERS, **_SIZES, **_NUMBERS}, {**_PLAIN, **case}, divisible=tuple(_POINTERS)
         )
-    yield Build(total_kernel, "any", {"partial": "*fp32", "out": "*fp32", "P": "i32"}, {"SIZE": 1024})
+    yield Build(
+        count_kernel, "any", {"mask": "*u8", "counts": "*i64", "T": "i32", "parts": "i32"},
+        {"PART": 16384, "BLOCK": 2048}, divisible=("mask", "counts", "T"),
+    )  # fmt: skip
+    yield Build(
+        scale_kernel, "any", {"upstream": "*fp32", "gradient": "*fp32", "out": "*fp32", "N": "i32"}, {"BLOCK": 1024},
+        divisible=("gradient", "out", "N"),
+    )  # fmt: skip
+    yield Build(tokens_kernel, "any", {"counts": "*i64", "out": "*i64", "sequences": "i32"}, {"SIZE": 1024})
+    yield Build(total_kernel, "any", {"partial": "*fp32", "loss": "*fp32", "out": "*fp32", "P": "i32"}, {"SIZE": 1024})

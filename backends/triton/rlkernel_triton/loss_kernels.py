@@ -1,7 +1,8 @@
 """The loss of a batch: each tensor read once for token-level ratios, gradients written with it, statistics by parts.
 
-A program takes a block of tokens, or, for ratios per sequence, a sequence: its mean log-ratio, then the flow of the
-gradient that all its tokens share, then each token. Sums of programs are kept apart and added in a fixed order.
+A program takes a span of tokens, or, for ratios per sequence, a sequence: its mean log-ratio, then the flow of the
+gradient that all its tokens share, then each token. It goes through them tile by tile and keeps a sum for every lane;
+lanes are added once, at its end. Sums of programs are kept apart and added in a fixed order.
 
 Legend: N tokens · B sequences · T padded length · P programs · K statistics.
 """
@@ -79,14 +80,16 @@ def loss_kernel(
     KL: tl.constexpr, STRAIGHT: tl.constexpr, IMPORTANCE: tl.constexpr, ENTROPY: tl.constexpr, BONUS: tl.constexpr,
     ROLLOUT: tl.constexpr, W: tl.constexpr, DROP: tl.constexpr, MASK: tl.constexpr, PACKED: tl.constexpr,
     ADVANTAGE: tl.constexpr, PER: tl.constexpr, PER2: tl.constexpr, DEN: tl.constexpr, DEN2: tl.constexpr,
-    KL_AT: tl.constexpr, ENTROPY_AT: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    KL_AT: tl.constexpr, ENTROPY_AT: tl.constexpr, GRAD: tl.constexpr, LONG: tl.constexpr, TAME: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss, gradients and partial statistics of a block of tokens (LEVEL token), or of a sequence (sequence).
+    """Loss, gradients and partial statistics of SPAN tokens (LEVEL token), or of a sequence (sequence).
 
     omega and omega2 are the weights of a token in the policy term and in the entropy bonus, over the denominators on
-    the device, over the tokens of the sequence where PER says so.
+    the device, over the tokens of the sequence where PER says so. LONG says that T is no less than SPAN; TAME,
+    that log-ratios stay within EXPONENT_LIMIT, so that sums of squared ratios do.
     """
-    CAPPED: tl.constexpr = KIND == "dppo_tv" or KIND == "dppo_kl"  # noqa: PLR1714 a constant of Triton
+    CAPPED: tl.constexpr = KIND == "dppo_tv" or KIND == "dppo_kl"
     program = tl.program_id(0).to(tl.int64)
     N = N + tl.zeros((), tl.int64)
     omega, omega2 = _over(omega, denominator, DEN), _over(omega2, denominator2, DEN2)
@@ -96,8 +99,8 @@ def loss_kernel(
         begin = tl.minimum(tl.maximum(tl.load(bounds).to(tl.int64), 0), N)
         end = tl.minimum(tl.maximum(tl.load(bounds + sequences).to(tl.int64), 0), N)
     if LEVEL == "token":
-        start = first + program * BLOCK
-        width = tl.minimum(N - start, BLOCK).to(tl.int32)
+        start = first + program * SPAN
+        width = tl.minimum(N - start, SPAN).to(tl.int32)
     elif PACKED:
         start = tl.minimum(tl.maximum(tl.load(bounds + program).to(tl.int64), 0), N)
         stop = tl.minimum(tl.maximum(tl.load(bounds + program + 1).to(tl.int64), 0), N)
@@ -106,13 +109,22 @@ def loss_kernel(
         start = program * T
         width = (T + tl.zeros((), tl.int64)).to(tl.int32)
     i = tl.arange(0, BLOCK)
+    zero = tl.zeros([BLOCK], tl.float32)
+    ROWS: tl.constexpr = LEVEL == "token" and (ADVANTAGE == "row" or PER or PER2)
+    first_row, offset, edge = start, start, width
+    if ROWS and not PACKED:  # one division in 64 bits a program, and none a token where at most one row ends in it
+        first_row = start // T
+        offset = start - first_row * T
+        edge = tl.minimum(T - offset, SPAN).to(tl.int32)
 
     shared, flow, kl_flow, mean, count = 1.0, 0.0, 0.0, 0.0, 1.0
     if LEVEL == "sequence":
-        n, total = 0.0, 0.0
+        n, total = zero, zero
         for c in range(tl.cdiv(width, BLOCK)):
             t = c * BLOCK + i
-            valid = (t < width) & (start + t >= begin) & (start + t < end)
+            valid = t < width
+            if PACKED:
+                valid = valid & (start + t >= begin) & (start + t < end)
             if MASK:
                 valid = valid & (tl.load(mask + start + t, mask=valid, other=0) != 0)
             lp = _read(logprob + start + t, valid, True)
@@ -128,9 +140,10 @@ def loss_kernel(
                     gap = tl.where(valid & (r == r), o - r, 0.0)
                     w, _out = _weigh(gap, start + t, weight, outside, valid, w_low, w_high, W, DROP)
                     d = d + within(tl.log(w), LOG_FLOOR, EXPONENT_LIMIT)
-            n += tl.sum(tl.where(valid, 1.0, 0.0), 0)
-            total += tl.sum(tl.where(valid, d, 0.0), 0)
-        count = tl.maximum(n, 1.0)
+            n += tl.where(valid, 1.0, 0.0)
+            total += tl.where(valid, d, 0.0)
+        count = tl.maximum(tl.sum(n, 0), 1.0)
+        total = tl.sum(total, 0)
         if KIND == "vespo":
             shared = tl.exp(within(total, LOG_FLOOR, EXPONENT_LIMIT))
         elif KIND == "gmpo":
@@ -139,26 +152,33 @@ def loss_kernel(
             mean = total / count
             shared = tl.exp(within(mean, -limit, limit))
 
-    loss_sum, policy_sum, tokens, ratio_sum, share, squares = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    loss_sum, policy_sum, tokens, ratio_sum, share, squares = zero, zero, zero, zero, zero, zero
     lows, highs, duals, k1, k3, entropies, kls, gaps, missings, weights, outs = (
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
+        zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero,
     )  # fmt: skip
-    least, most, top = float("inf"), float("-inf"), 0.0
+    least, most, top = zero + float("inf"), zero + float("-inf"), zero
+    flows, kl_flows = zero, zero
     # Sequence ratios whose gradient all tokens share are gone through twice: for the flow, then for each token.
     for turn in tl.static_range(2 if LEVEL == "sequence" and SHARED else 1):
         for c in range(tl.cdiv(width, BLOCK)):
             t = c * BLOCK + i
             at = start + t
-            valid = (t < width) & (at >= begin) & (at < end)
+            valid = t < width
+            if PACKED:
+                valid = valid & (at >= begin) & (at < end)
             here = valid if LEVEL == "sequence" else t < width
             if MASK:
                 valid = valid & (tl.load(mask + at, mask=valid, other=0) != 0)
             if LEVEL == "sequence":
                 row = program + t.to(tl.int64) * 0
+            elif not ROWS:
+                row = at * 0
             elif PACKED:
-                row = tl.load(index + at, mask=valid, other=0) if ADVANTAGE == "row" or PER or PER2 else at * 0
+                row = tl.load(index + at, mask=valid, other=0)
+            elif LONG:
+                row = first_row + (t >= edge)
             else:
-                row = at // T if ADVANTAGE == "row" or PER or PER2 else at * 0
+                row = first_row + (offset.to(tl.int32) + t) // (T + tl.zeros((), tl.int32))
             lp = _read(logprob + at, valid, True)
             o = _read(old + at, valid, True) if OLD else lp
             A = _read(advantages + (at if ADVANTAGE == "token" else row), valid, True)
@@ -209,8 +229,8 @@ def loss_kernel(
                     grad += step * by * slope
                     kl_along = tl.where(step * kl != 0, step * kl * by, 0.0)
             if LEVEL == "sequence" and SHARED and turn == 0:
-                flow += tl.sum(tl.where(valid, along, 0.0), 0)
-                kl_flow += tl.sum(tl.where(valid, kl_along, 0.0), 0)
+                flows += tl.where(valid, along, 0.0)
+                kl_flows += tl.where(valid, kl_along, 0.0)
             else:
                 if LEVEL == "sequence" and SHARED:
                     grad += tl.where(moves, flow / count, 0.0)
@@ -234,62 +254,109 @@ def loss_kernel(
                 if GRAD:
                     tl.store(dlogprob + at, tl.where(valid, grad, 0.0), mask=here)
 
-                one = tl.where(valid, 1.0, 0.0)
-                loss_sum += tl.sum(tl.where(valid, loss, 0.0), 0)
-                policy_sum += tl.sum(tl.where(valid, o1 * policy, 0.0), 0)
-                tokens += tl.sum(one, 0)
-                ratio_sum += tl.sum(tl.where(valid, rho, 0.0), 0)
-                least = tl.minimum(least, tl.min(tl.where(valid, rho, float("inf")), 0))
-                most = tl.maximum(most, tl.max(tl.where(valid, rho, float("-inf")), 0))
-                lows += tl.sum(tl.where(valid & low, 1.0, 0.0), 0)
-                highs += tl.sum(tl.where(valid & high, 1.0, 0.0), 0)
+                loss_sum += tl.where(valid, loss, 0.0)
+                policy_sum += tl.where(valid, o1 * policy, 0.0)
+                tokens += tl.where(valid, 1.0, 0.0)
+                ratio_sum += tl.where(valid, rho, 0.0)
+                least = tl.minimum(least, tl.where(valid, rho, float("inf")))
+                most = tl.maximum(most, tl.where(valid, rho, float("-inf")))
+                lows += tl.where(valid & low, 1.0, 0.0)
+                highs += tl.where(valid & high, 1.0, 0.0)
                 if DUAL or CAPPED:
-                    duals += tl.sum(tl.where(valid & dual, 1.0, 0.0), 0)
-                k1 += tl.sum(tl.where(valid, -d, 0.0), 0)
-                k3 += tl.sum(tl.where(valid, above(within(d, -EXPONENT_LIMIT, EXPONENT_LIMIT)), 0.0), 0)
+                    duals += tl.where(valid & dual, 1.0, 0.0)
+                k1 += tl.where(valid, -d, 0.0)
+                if TAME:
+                    k3 += tl.where(valid, above(near, own), 0.0)
+                else:
+                    x = within(d, -EXPONENT_LIMIT, EXPONENT_LIMIT)
+                    k3 += tl.where(valid, above(x, tl.exp(x)), 0.0)
                 v = tl.where(valid, rho if plain else rho * w, 0.0)
-                higher = tl.maximum(top, tl.max(v, 0))
-                unit = tl.where(higher > 0, higher, 1.0)
-                u = v / unit
-                share = share * (top / unit) + tl.sum(u, 0)
-                squares = squares * (top / unit) * (top / unit) + tl.sum(u * u, 0)
-                top = higher
+                if TAME and plain:
+                    squares += v * v
+                else:  # in units of the largest so far, lane by lane
+                    higher = tl.maximum(top, v)
+                    unit = 1.0 / tl.where(higher > 0, higher, 1.0)
+                    u, less = v * unit, top * unit
+                    share = share * less + u
+                    squares = squares * less * less + u * u
+                    top = higher
                 if ENTROPY:
-                    entropies += tl.sum(tl.where(valid, h, 0.0), 0)
+                    entropies += tl.where(valid, h, 0.0)
                 if KL != "none":
-                    kls += tl.sum(tl.where(valid, kl, 0.0), 0)
+                    kls += tl.where(valid, kl, 0.0)
                 if ROLLOUT:
-                    gaps += tl.sum(tl.where(valid, above(within(gap, -EXPONENT_LIMIT, EXPONENT_LIMIT)), 0.0), 0)
-                    missings += tl.sum(tl.where(valid & unknown, 1.0, 0.0), 0)
+                    x = within(gap, -EXPONENT_LIMIT, EXPONENT_LIMIT)
+                    gaps += tl.where(valid, above(x, tl.exp(x)), 0.0)
+                    missings += tl.where(valid & unknown, 1.0, 0.0)
                 if W != "none":
-                    weights += tl.sum(tl.where(valid, w, 0.0), 0)
-                    outs += tl.sum(tl.where(valid & out, 1.0, 0.0), 0)
+                    weights += tl.where(valid, w, 0.0)
+                    outs += tl.where(valid & out, 1.0, 0.0)
+        if LEVEL == "sequence" and SHARED and turn == 0:
+            flow, kl_flow = tl.sum(flows, 0), tl.sum(kl_flows, 0)
 
+    if TAME and (W == "none" or KIND == "vespo"):
+        share, largest, less = ratio_sum, 1.0, zero + 1.0
+    else:
+        largest = tl.max(top, 0)
+        less = top / tl.where(largest > 0, largest, 1.0)
     to = partial + slot + program
-    tl.store(to, loss_sum)
-    tl.store(to + P, policy_sum)
-    tl.store(to + 2 * P, tokens)
-    tl.store(to + 3 * P, ratio_sum)
-    tl.store(to + 4 * P, least)
-    tl.store(to + 5 * P, most)
-    tl.store(to + 6 * P, lows)
-    tl.store(to + 7 * P, highs)
-    tl.store(to + 8 * P, duals)
-    tl.store(to + 9 * P, k1)
-    tl.store(to + 10 * P, k3)
-    tl.store(to + 11 * P, top)
-    tl.store(to + 12 * P, share)
-    tl.store(to + 13 * P, squares)
-    tl.store(to + 14 * P, entropies)
-    tl.store(to + 15 * P, kls)
-    tl.store(to + 16 * P, gaps)
-    tl.store(to + 17 * P, missings)
-    tl.store(to + 18 * P, weights)
-    tl.store(to + 19 * P, outs)
+    tl.store(to, tl.sum(loss_sum, 0))
+    tl.store(to + P, tl.sum(policy_sum, 0))
+    tl.store(to + 2 * P, tl.sum(tokens, 0))
+    tl.store(to + 3 * P, tl.sum(ratio_sum, 0))
+    tl.store(to + 4 * P, tl.min(least, 0))
+    tl.store(to + 5 * P, tl.max(most, 0))
+    tl.store(to + 6 * P, tl.sum(lows, 0))
+    tl.store(to + 7 * P, tl.sum(highs, 0))
+    tl.store(to + 8 * P, tl.sum(duals, 0))
+    tl.store(to + 9 * P, tl.sum(k1, 0))
+    tl.store(to + 10 * P, tl.sum(k3, 0))
+    tl.store(to + 11 * P, largest)
+    tl.store(to + 12 * P, tl.sum(share * less, 0))
+    tl.store(to + 13 * P, tl.sum(squares * less * less, 0))
+    tl.store(to + 14 * P, tl.sum(entropies, 0))
+    tl.store(to + 15 * P, tl.sum(kls, 0))
+    tl.store(to + 16 * P, tl.sum(gaps, 0))
+    tl.store(to + 17 * P, tl.sum(missings, 0))
+    tl.store(to + 18 * P, tl.sum(weights, 0))
+    tl.store(to + 19 * P, tl.sum(outs, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def count_kernel(mask, counts, T, parts, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Tokens in the loss of one part of one row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    n = tl.zeros([BLOCK], tl.int32)
+    for c in range(PART // BLOCK):
+        t = part.to(tl.int64) * PART + c * BLOCK + i
+        n += (tl.load(mask + row * T + t, mask=t < T, other=0) != 0).to(tl.int32)
+    tl.store(counts + row * parts + part, tl.sum(n, 0).to(tl.int64))
+
+
+@triton.jit
+def scale_kernel(upstream, gradient, out, N, BLOCK: tl.constexpr):
+    """A gradient times the one that arrives, rounded once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gradient + i, mask=i < N, other=0.0) * tl.load(upstream).to(tl.float32)
+    tl.store(out + i, g.to(out.dtype.element_ty), mask=i < N)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def tokens_kernel(counts, out, sequences, SIZE: tl.constexpr):
+    """Tokens in the loss, and sequences that have some; one program."""
+    i = tl.arange(0, SIZE)
+    tokens, filled = tl.zeros([SIZE], tl.int64), tl.zeros([SIZE], tl.int64)
+    for c in range(tl.cdiv(sequences, SIZE)):
+        n = tl.load(counts + c * SIZE + i, mask=c * SIZE + i < sequences, other=0)
+        tokens += n
+        filled += (n > 0).to(tl.int64)
+    tl.store(out, tl.sum(tokens, 0))
+    tl.store(out + 1, tl.sum(filled, 0))
 
 
 @triton.jit(do_not_specialize=["P"])
-def total_kernel(partial, out, P, SIZE: tl.constexpr):
+def total_kernel(partial, loss, out, P, SIZE: tl.constexpr):
     """One statistic of the whole batch: partials in order, then over the tokens where it is a mean."""
     k = tl.program_id(0)
     i = tl.arange(0, SIZE)
@@ -328,3 +395,5 @@ def total_kernel(partial, out, P, SIZE: tl.constexpr):
     else:
         result = whole / n
     tl.store(out + k, result)
+    if k == LOSS:
+        tl.store(loss, result)

@@ -13,28 +13,18 @@ EXPONENT_LIMIT = tl.constexpr(20.0)
 
 
 @triton.jit
-def expm1(x):
-    """e^x - 1 to 2e-7 relative, where e^x - 1 itself would lose a small x."""
-    series = 1.0 + x * (1.0 / 7) * (1.0 + x * (1.0 / 8))
-    series = 1.0 + x * (1.0 / 4) * (1.0 + x * (1.0 / 5) * (1.0 + x * (1.0 / 6) * series))
-    series = x * (1.0 + x * 0.5 * (1.0 + x * (1.0 / 3) * series))
-    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1.0)
-
-
-@triton.jit
-def above(x):
-    """e^x - 1 - x >= 0, without the cancellation."""
-    series = 1.0 + x * (1.0 / 7) * (1.0 + x * (1.0 / 8))
-    series = 1.0 + x * (1.0 / 4) * (1.0 + x * (1.0 / 5) * (1.0 + x * (1.0 / 6) * series))
-    series = 0.5 * x * x * (1.0 + x * (1.0 / 3) * series)
-    return tl.where(tl.abs(x) < 0.5, series, tl.exp(x) - 1.0 - x)
+def above(x, e):
+    """e^x - 1 - x >= 0 without the cancellation; e is e^x."""
+    series = 1.0 / 5040 + x * (1.0 / 40320)
+    series = 1.0 / 24 + x * (1.0 / 120 + x * (1.0 / 720 + x * series))
+    series = x * x * (0.5 + x * (1.0 / 6 + x * series))
+    return tl.where(tl.abs(x) < 0.5, series, e - 1.0 - x)
 
 
 @triton.jit
 def within(x, low, high):
     """The nearest number in [low, high]; NaN stays."""
-    x = tl.where(x < low, low, x)
-    return tl.where(x > high, high, x)
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -102,12 +92,13 @@ def estimate(q, input_clamp, clamp, KL: tl.constexpr, STRAIGHT: tl.constexpr):
     elif KL == "k2":
         value, slope = 0.5 * q * q, q
     elif KL == "k3":
-        value, slope = above(-q), -expm1(-q)
+        value = above(-q, tl.exp(-q))
+        slope = q - value  # 1 - e^-q
     else:
         x = within(q, -input_clamp, input_clamp)
-        full = above(-x)
+        full = above(-x, tl.exp(-x))
         value = tl.where(full > clamp, clamp, full)
-        slope = tl.where((tl.abs(q) <= input_clamp) & (full <= clamp), -expm1(-x), 0.0)
+        slope = tl.where((tl.abs(q) <= input_clamp) & (full <= clamp), x - full, 0.0)
     if STRAIGHT:
         slope = q
     return value, slope

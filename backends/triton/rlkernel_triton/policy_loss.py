@@ -13,7 +13,7 @@ from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.spec import policy_loss as spec
 from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossResult, Rejection
-from rlkernel_triton.loss_batch import LossBatch
+from rlkernel_triton.loss_batch import LossBatch, scaled
 from rlkernel_triton.suffix_scan import refused_float64
 
 
@@ -98,7 +98,7 @@ def policy_loss(
         current = None if entropy is None else entropy.detach().contiguous()
         batch.run(logprob.detach().contiguous(), current, dlogprob, dentropy, partial)
         value, stats = batch.summary(partial, entropy=entropy is not None)
-    return LossResult(attach(value, (dlogprob, logprob), (dentropy, entropy)), stats)
+    return LossResult(attach(value, (dlogprob, logprob), (dentropy, entropy), by=scaled), stats)
 
 
 def fits(

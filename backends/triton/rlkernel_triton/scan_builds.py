@@ -22,7 +22,7 @@ _NUMBERS: Final = {
 _PLAIN: Final = {
     "STAGE": "rows", "J": _TILE, "A": False, "VALUES": False, "Q": False, "LAM": "number", "LAM2": "none",
     "MASK": False, "STOP": False, "INIT": False, "OUTCOME": False, "BASELINE": False, "ENDS": False, "PACKED": False,
-    "MASKED": "skip", "EXCLUSIVE": False, "CARRY": False,
+    "MASKED": "skip", "EXCLUSIVE": False, "CARRY": False, "STAGES": 1,
 }  # fmt: skip
 _CASES: Final[dict[str, dict[str, Any]]] = {
     "scan": {"RULE": "scan", "A": True, "INIT": True},

@@ -155,7 +155,7 @@ def scan_kernel(
     RULE: tl.constexpr, STAGE: tl.constexpr, J: tl.constexpr,
     A: tl.constexpr, VALUES: tl.constexpr, Q: tl.constexpr, LAM: tl.constexpr, LAM2: tl.constexpr, MASK: tl.constexpr,
     STOP: tl.constexpr, INIT: tl.constexpr, OUTCOME: tl.constexpr, BASELINE: tl.constexpr, ENDS: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, EXCLUSIVE: tl.constexpr, CARRY: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr, EXCLUSIVE: tl.constexpr, CARRY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One recursion over one sequence (STAGE rows), or over one chunk of it (part, apply).
 
@@ -185,10 +185,11 @@ def scan_kernel(
     if LAM2 != "none":
         state2 = state
     if STAGE == "rows":
-        c, stop_at = tl.cdiv(width, J * 8) - 1, -1
+        last = tl.cdiv(width, J * 8) - 1
+        chunks = last + 1
     else:
-        c = (program % C).to(tl.int32)
-        stop_at = c - 1
+        last = (program % C).to(tl.int32)
+        chunks = 1
     if STAGE == "apply":
         state = tl.load(chain + program)
         if LAM2 != "none":
@@ -196,8 +197,9 @@ def scan_kernel(
         if RULE != "scan":
             count = tl.where(tl.load(invalid + row) != 0, 0, count)
     bad = tl.zeros((J, 8), tl.int32)
-    while c > stop_at:
-        t, inside, valid = _tokens(c, start, count, mask, J, MASK)
+    # Right to left; what does not depend on the state is fetched some chunks ahead.
+    for k in tl.range(0, chunks, num_stages=STAGES):
+        t, inside, valid = _tokens(last - k, start, count, mask, J, MASK)
         r = tl.where(t == count - 1, final, 0.0) if OUTCOME else _load(b + start + t, valid, True)
         x = _load(v + start + t, valid, VALUES)
         on = tl.full((J, 8), 1.0, tl.float32)
@@ -268,7 +270,6 @@ def scan_kernel(
                     target = r + on * y2
                 tl.store(adv + start + t, tl.where(valid, result, 0.0), mask=here)
                 tl.store(ret + start + t, tl.where(valid, target, 0.0), mask=here)
-        c -= 1
     if STAGE == "part":
         tl.store(flags + program, (tl.max(tl.max(bad, 1), 0) | odd.to(tl.int32)).to(tl.uint8))
     elif STAGE == "rows":
