@@ -8,6 +8,7 @@ from typing import Any, Final
 from rlkernel_triton.builds import Build
 from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernels
 from rlkernel_triton.quant.choice import DEVICES, Cut
+from rlkernel_triton.quant.codec import TILE
 
 _INT4, _INT8, _FLOAT8, _NF4 = range(4)
 _SIZES: Final = {"N": "i32", "K": "i32"}
@@ -56,20 +57,18 @@ def builds(arch: str) -> Iterator[Build]:
 
 
 def _codecs() -> Iterator[Build]:
-    groups = {**_INTEGERS, **_ELEMENT, "GROUP": 128, "R": 16, "C": 128, "TILED": False}
+    groups = {**_INTEGERS, **_ELEMENT, "GROUP": 128, "R": TILE[0], "C": TILE[1], "TILED": False}
     words = {**_ENCODED, "codes": "*i32"}
     nf4 = {"ELEMENT": _NF4, "GROUP": 64}
     encode = encode_kernels.encode_groups
-    yield _build(encode, "int4_g128", _ENCODED, groups)
+    yield _build(encode, "int4_g128_asym", _ENCODED, {**groups, "SYMMETRIC": False})
     yield _build(encode, "int4_g128, tiles", words, {**groups, "TILED": True})
-    yield _build(encode, "int4_g128_asym, tiles", words, {**groups, "TILED": True, "SYMMETRIC": False})
     yield _build(encode, "nf4, tiles", {**words, "scale": "*fp32"}, {**groups, **nf4, "TILED": True})
     rows = {**_INTEGERS, **_ELEMENT, "R": 4, "C": 1024, "ROWS": 1, "POWER": False, "PARTS": 1, "TILED": False}
     rows |= {"LEAST": -127, "MOST": 127, "LARGEST": 0.0}
     wide = {**_ENCODED, "scale": "*fp32"}
     encode = encode_kernels.encode_rows
     yield _build(encode, "int8_channel", {**wide, "codes": "*i8"}, {**rows, "ELEMENT": _INT8})
-    yield _build(encode, "fp8_channel", wide, {**rows, **_E4M3})
     yield _build(encode, "fp8_tensor", wide, {**rows, **_E4M3, "ROWS": 0, "PARTS": 1024})
     yield _build(encode, "fp8_block128", wide, {**rows, **_E4M3, "ROWS": 2, "R": 128, "C": 128}, warps=8)
     yield _build(encode_kernels.largest_bits, "bf16", wide, rows)
@@ -77,7 +76,6 @@ def _codecs() -> Iterator[Build]:
     value = {**_INTEGERS, **_ELEMENT, "GROUP": 128, "SCALE_ROWS": 1, "NESTED": False, "R": 8, "C": 512, "TILED": False}
     tiles = {**value, "R": 16, "C": 256, "TILED": True}
     decode = decode_kernels.dequantise
-    yield _build(decode, "int4_g128", decoded, value)
     yield _build(decode, "int4_g128, tiles", {**decoded, "codes": "*i32"}, tiles)
     nested = {**decoded, "codes": "*i32", "scale": "*u8"}
     yield _build(decode, "nf4, double_quant, tiles", nested, {**tiles, **nf4, "NESTED": True})
@@ -108,18 +106,14 @@ def _products(arch: str) -> Iterator[Build]:
                 yield word(f"int4_g128, M <= {M}, {name}", cut)
     few = device.table[16].narrow
     yield word("int4_g128_asym, M <= 16", few, SYMMETRIC=False)
-    yield word("int4_g32, M <= 16", few, GROUP=32)
     yield word("nf4, M <= 16", few, IS_NF4=True, GROUP=64)
-    yield word(
-        "int4_g128, M <= 64, swiglu, LoRA, bias, residual", device.unrounded, PAIR=True, ACTIVATION="swiglu", **_ALL
-    )
+    yield word("int4_g128, swiglu, LoRA, bias, residual", device.unrounded, PAIR=True, ACTIVATION="swiglu", **_ALL)
     byte = {**_PLAIN, "BM": 16, "BN": 64, "BK": 64, "STAGES": 2, "GROUP": 0, "SCALE_ROWS": 1, "SYMMETRIC": True}
     byte |= {"NESTED": False, "RAGGED": False, "FOLD": False, "WIDE": False, "X_SCALE": 0, "ELEMENT": _INT4}
     byte |= {"MANTISSA": 0, "FLOAT_BIAS": 0, "FNUZ": False}
     product = product_kernels.byte_product
     yield _build(product, "int4_g128, any shape", _PRODUCT, {**byte, "GROUP": 128})
     integers = {**_PRODUCT, "codes": "*i8", "scale": "*fp32"}
-    yield _build(product, "int8_channel", integers, {**byte, "ELEMENT": _INT8})
     yield _build(
         product, "int8_w8a8, M > 32", {**integers, "x": "*i8"}, {**byte, "ELEMENT": _INT8, "BM": 64, "X_SCALE": 1}
     )

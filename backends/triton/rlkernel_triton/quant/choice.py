@@ -38,7 +38,7 @@ class Device(NamedTuple):
 
 
 # sm90: measured on an H200 (benchmarks/notes/qmatmul.md). Others: chosen to fit 64 KiB of shared memory, unmeasured.
-_SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 4), 64: Cut(64, 64, 0, 2, 4)}
+_SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 4), 64: Cut(64, 64, 0, 2, 8)}
 DEVICES: Final[dict[str, Device]] = {
     "sm90": Device(
         {
@@ -50,7 +50,7 @@ DEVICES: Final[dict[str, Device]] = {
         },
         Cut(64, 64, 0, 3, 4),
     ),
-    "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, _SMALL[64]),
+    "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, Cut(16, 32, 0, 2, 4)),
 }
 PROGRAMS: Final = 3  # a multiprocessor, at most, where K is split
 
@@ -84,7 +84,9 @@ def cut(
     if rows % found.BN:
         found = found._replace(BN=64 if rows % 64 == 0 else 32, warps=4)
     if rounding == "dtype":
-        found = found._replace(fold=True, warps=8 if found.BN == 128 else 4)  # 4 warps on 128 rows: a known race
+        found = found._replace(
+            fold=True, warps=max(found.warps, 8 if found.BN == 128 else 4)
+        )  # 4 warps on 128 rows: a known race
     steps = K // min(group or found.step, found.step)
     given = found.parts if found.parts and steps % found.parts == 0 else 0
     return found._replace(parts=given or parts_of(rows // found.BN, steps, multiprocessors))

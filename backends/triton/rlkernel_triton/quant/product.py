@@ -82,9 +82,15 @@ class After:
 
 def inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
     """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
-    if x.dtype == A.dtype and not INTERPRETED:
-        return torch.nn.functional.linear(x, A)
-    return torch.nn.functional.linear(x.float(), A.float())
+    half = x.dtype == A.dtype and not INTERPRETED
+    x, A = (_settled(t if half else t.float()) for t in (x, A))
+    return torch.nn.functional.linear(x, A)
+
+
+def _settled(x: Tensor) -> Tensor:
+    """Contiguous and aligned: a BLAS adds up in another order where strides or alignment are others."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch.dtype | None = None) -> Tensor:

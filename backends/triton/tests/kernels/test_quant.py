@@ -187,3 +187,11 @@ def test_a_row_has_the_same_bits_in_every_batch_of_its_class(device) -> None:
     x = torch.randn(16, 512, device=device).to(torch.float16)
     rows = torch.cat([rlk.qmatmul(x[i : i + 1], w) for i in (0, 7)])
     assert torch.equal(rlk.qmatmul(x, w)[[0, 7]], rows)
+
+
+def test_strided_factors_of_a_lora_change_no_bit(device) -> None:
+    g = torch.Generator().manual_seed(8)
+    w = rlk.quantize(torch.randn(2, 6, generator=g).to(device), "int4_g128")
+    x, a, b = (torch.randn(*size, generator=g).to(device) for size in ((1, 6), (4, 6), (2, 4)))
+    want = rlk.qmatmul(x, w, lora=LoRA(a, b, 0.5))
+    assert torch.equal(rlk.qmatmul(x, w, lora=LoRA(a.t().contiguous().t(), b.repeat(1, 2)[:, :4], 0.5)), want)
