@@ -155,11 +155,11 @@ def _is_modifier(word: str) -> bool:
 
 
 def operand(text: str) -> Operand:
-    """Read one operand with its sign, its bars and its sext()."""
-    extend = text.startswith("sext(")
-    text = text[5:-1] if extend else text
-    negate = text.startswith("-") and not _NUMBER.match(text) and text not in _FLOATS
-    text = text[1:] if negate else text
+    """Read one operand with its sign (of a number: neg()), its bars and its sext()."""
+    extend, negative = text.startswith("sext("), text.startswith("neg(")
+    text = text.partition("(")[2][:-1] if extend or negative else text
+    negate = negative or (text.startswith("-") and not _NUMBER.match(text) and text not in _FLOATS)
+    text = text[1:] if negate and not negative else text
     absolute = text.startswith("|")
     text = text.strip("|")
     marks = {"negate": negate, "absolute": absolute, "extend": extend}

@@ -162,7 +162,10 @@ def _bit_table(ins: Instruction) -> Step:
 
 
 def _mixed(ins: Instruction) -> Step:
-    """v_fma_mix_f32: a multiply-add whose sources are float32 or, by op_sel_hi, one half of a word."""
+    """v_fma_mix: a multiply-add whose sources are float32 or, by op_sel_hi, one half of a word.
+
+    v_fma_mixlo_f16 and v_fma_mixhi_f16 round it to a half and write that half of the destination alone.
+    """
     wide, upper = ins.bits("op_sel_hi", 3, 0), ins.bits("op_sel", 3, 0)
 
     def source(k: int) -> Reader:
@@ -170,7 +173,16 @@ def _mixed(ins: Instruction) -> Step:
         return half(op, 16 * upper[k]) if wide[k] else f32(op)
 
     reads, to = [source(k) for k in range(3)], ins.operands[0].index
-    return lambda t: t.put(to, fma(*[r(t) for r in reads]).view(U32))
+    if ins.name == "v_fma_mix_f32":
+        return lambda t: t.put(to, fma(*[r(t) for r in reads]).view(U32))
+    low = ins.name == "v_fma_mixlo_f16"
+
+    def to_half(t: Team) -> None:
+        bits = to_f16(fma(*[r(t) for r in reads]))
+        held = t.v[to]
+        t.put(to, (held & U32(0xFFFF0000)) | bits if low else (held & U32(0xFFFF)) | bits << U32(16))
+
+    return to_half
 
 
 def _to_small(ins: Instruction, kind: str) -> Step:
@@ -274,7 +286,7 @@ def bind(ins: Instruction) -> Step | None:
         return _bit_table(ins)
     if name == "v_pk_mov_b32":
         return _pair_move(ins)
-    if name == "v_fma_mix_f32":
+    if name in {"v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"}:
         return _mixed(ins)
     if found := re.fullmatch(r"v_cvt_pk_(fp8|bf8)_f32", name):
         return _to_small(ins, found[1])

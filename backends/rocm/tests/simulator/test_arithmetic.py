@@ -119,6 +119,22 @@ def test_signs_bars_and_output_modifiers() -> None:
     assert (set(floats(t, 4)[0]), set(floats(t, 5)[0])) == ({12.0}, {1.0})
 
 
+def test_a_multiply_add_mixes_floats_and_halves() -> None:
+    t = team()
+    t.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
+    t.v[2].view(F32)[...] = 10
+    run(
+        t,
+        "v_fma_mix_f32 v4, v1, v2, v2 op_sel_hi:[1,0,0]",
+        "v_fma_mix_f32 v5, v1, v2, neg(0) op_sel:[1,0,0] op_sel_hi:[1,0,1]",
+        "v_fma_mix_f32 v6, -v1, 1.0, |v1| op_sel:[1,0,0] op_sel_hi:[1,1,1]",
+        "v_fma_mixlo_f16 v7, v1, v2, neg(0) op_sel_hi:[1,0,1]",
+        "v_fma_mixhi_f16 v7, v1, v2, 0 op_sel:[1,0,0] op_sel_hi:[1,0,1]",
+    )
+    assert t.v[7][0, :1].view(np.float16).tolist() == [30.0, 5.0]
+    assert [floats(t, i)[0, 0] for i in (4, 5, 6)] == [40.0, 5.0, 2.5]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_multiply_add_rounds_once(seed) -> None:
     rng = np.random.default_rng(seed)

@@ -1,0 +1,41 @@
+"""What every shipped kernel needs on AMD GPUs, as the tables of offline compilation have it."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from rlkernel_rocm.architectures import ARCHITECTURES
+from rlkernel_triton.builds import MODULES
+
+TABLES = Path(__file__).parents[2] / "triton" / "builds"
+COMPILED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+CDNA = ("gfx90a", "gfx942", "gfx950")
+ROWS = [row for path in sorted(TABLES.glob("*.json")) for row in json.loads(path.read_text())["rows"]]
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_every_build_is_within_the_lds_of_a_workgroup(arch) -> None:
+    rows = [r for r in ROWS if r["arch"] == arch]
+    assert rows
+    assert [r for r in rows if r["shared"] > ARCHITECTURES[arch].lds] == []
+
+
+@pytest.mark.parametrize("arch", CDNA)
+def test_no_build_spills_to_scratch_on_cdna(arch) -> None:
+    assert [(r["kernel"], r["build"]) for r in ROWS if r["arch"] == arch and r["spilled"]] == []
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_no_workgroup_has_more_than_1024_threads(arch) -> None:
+    builds = [b for m in MODULES for b in importlib.import_module(m).builds(arch)]
+    assert [(b.kernel.__name__, b.label) for b in builds if b.num_warps * ARCHITECTURES[arch].wave > 1024] == []
+
+
+@pytest.mark.parametrize(("arch", "instruction"), [("gfx942", "v_mfma_f32_32x32x8_bf16"), ("gfx950", "32x32x16_bf16")])
+def test_products_use_the_matrix_instruction_of_the_architecture(arch, instruction) -> None:
+    import toy_kernels as toy
+
+    made = toy.compiled(arch, toy.product, {"a": "*bf16", "b": "*bf16", "c": "*fp32"}, {"M": 64, "K": 64})
+    assert instruction in made.asm["amdgcn"]
