@@ -19,6 +19,7 @@ from rlkernel_core.reasons import Reason
 
 H100 = Gpu("NVIDIA H100", "sm90")
 MI300 = Gpu("AMD GPU", "gfx942")
+MI350 = Gpu("AMD GPU", "gfx950")
 ORIN = Gpu("NVIDIA Jetson AGX Orin", "sm87")
 CU128 = TorchBuild("2.9.0+cu128", "12.8", None, ("sm_80", "sm_90", "sm_100", "compute_100"), seen=True, devices=(H100,))
 ROCM = TorchBuild("2.9.0+rocm7.0", None, "7.0.5", ("gfx90a", "gfx942"), seen=True, devices=(MI300,))
@@ -158,6 +159,22 @@ CASES = [
         "disagree",
         "pip install flashinfer-cubin==0.7.2",
     ),
+    ("rocm/mixed", "warning", machine(hardware=Hardware(amd=(MI300, MI350))), "gfx942, gfx950", "HIP_VISIBLE_DEVICES"),
+    (
+        "rocm/triton",
+        "problem",
+        machine(torch=ROCM, packages=packages(triton="3.5.0"), torch_triton="triton-rocm==3.5.0"),
+        "asks for triton-rocm==3.5.0",
+        "--no-deps",
+    ),
+    (
+        "rocm/aiter-torch",
+        "warning",
+        machine(torch=replace(ROCM, version="2.13.0+rocm7.2"), packages=packages(amd_aiter="0.1.20")),
+        "2.13.0",
+        "older than 2.13",
+    ),
+    ("rocm/fp8-flavour", "note", machine(hardware=AMD), "FNUZ", "to_fnuz"),
     ("aiter/unrelated", "problem", machine(packages=packages(aiter="0.13.20191203")), "asyncio", "pip uninstall aiter"),
     ("aiter/old", "problem", machine(packages=packages(amd_aiter="0.1.7.post2.dev18")), "0.1.12", "ROCm/aiter"),
     (

@@ -14,13 +14,14 @@ from rlkernel.doctor.finding import Finding as Finding
 from rlkernel.doctor.machine import Machine as Machine
 from rlkernel.doctor.machine import examine as examine
 from rlkernel.doctor.plugins import CHECKS as _PLUGINS
+from rlkernel.doctor.rocm import CHECKS as _ROCM
 from rlkernel.doctor.software import CHECKS as _SOFTWARE
 from rlkernel.doctor.system import CHECKS as _SYSTEM
 
 # section -> its checks, in the order in which they are printed
 SECTIONS: Final[dict[str, tuple[Callable[[Machine], Iterator[Finding]], ...]]] = {
     "Machine": _SYSTEM,
-    "Packages": _SOFTWARE,
+    "Packages": (*_SOFTWARE, *_ROCM),
     "rlkernel": _PLUGINS,
 }
 
