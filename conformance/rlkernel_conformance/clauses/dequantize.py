@@ -174,11 +174,10 @@ def the_weight_and_global_state_stay_as_they_were(subject: Subject, case: Weight
 def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
     """No QuantTensor; a dtype that is none of the three."""
     w = case.stored(subject)
-    subject(w)
-    refused(subject, "w", {"w": rlkernel.dequantize})
-    refused(subject, "w", {"w": w.parts["codes"]})
-    for dtype in (torch.float64, torch.int8, "bfloat16?"):
-        refused(subject, "dtype", {"w": w, "dtype": dtype})
+    refused(subject, "w", {"w": rlkernel.dequantize}, {"w": w})
+    refused(subject, "w", {"w": w.parts["codes"]}, {"w": w})
+    for dtype, fine in ((torch.float64, torch.float32), (torch.int8, torch.float32), ("bfloat16?", torch.bfloat16)):
+        refused(subject, "dtype", {"w": w, "dtype": dtype}, {"w": w, "dtype": fine})
 
 
 @attack("DQ-10", cases, scale=0.5)

@@ -287,13 +287,17 @@ def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
         ("weight", {"weight": weight[:0]}),
         ("dtype", {"dtype": torch.int8}),
         ("format", {"format": QuantSpec("nf4", "nf4", group=63)}),
-        ("weight", {"out": other}),
     ]
+    plainly = {"weight": weight, "format": case.spec}
     for name, change in wrong:
-        refused(subject, name, {"weight": weight, "format": case.spec, **change})
+        refused(subject, name, {**plainly, **change}, plainly)
+    if "out" not in subject.claims:
+        return
+    good = {**plainly, "out": subject(weight, case.spec)}
+    refused(subject, "weight", {**good, "out": other}, good)
     for another in SPECS.values():
         if another != case.spec and claims(subject, another, SCALE_RULES):
-            refused(subject, "out", {"weight": weight, "format": case.spec, "out": subject(weight, another)})
+            refused(subject, "out", {**good, "out": subject(weight, another)}, good)
             break
 
 

@@ -201,6 +201,7 @@ def depends_on_the_batch(reference: Any, logits: Tensor, ids: Tensor, **rest: An
 @mutant(
     "LP-22",
     "LP-01",
+    "LP-07",
     "LP-13",
     "LP-17",
     "LP-18",

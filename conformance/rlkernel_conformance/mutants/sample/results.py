@@ -110,7 +110,7 @@ def step_on_the_host(reference: Any, logits: Tensor, **rest: Any) -> Any:
     return reference(logits, **{**rest, "step": baked})
 
 
-@mutant("SA-34", "SA-22", "SA-24", "SA-38", origin="results remembered by address (KernelBench)")
+@mutant("SA-34", "SA-22", "SA-24", "SA-30", "SA-38", origin="results remembered by address (KernelBench)")
 def remembers_by_address(reference: Any, logits: Tensor, **rest: Any) -> Any:
     key = (logits.data_ptr(), torch.as_tensor(rest["seed"]).data_ptr())
     if key not in _SEEN:
