@@ -1,0 +1,129 @@
+"""The sampler's CUDA C++ on a CPU: compiled by g++ with coroutines for threads, against the reference, row by row.
+
+What the sampler asks of the hardware is in one file of its sources, device.cuh; emulated/device_on_host.h takes its
+place. Logic, barriers that not all threads come to, and results are tried here; races, speed and the hardware's own
+rounding by test_gpu_sample.py.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlkernel_core.reference.sample import sample as reference
+from rlkernel_cuda.sampling.call import _given
+from rlkernel_cuda.sampling.launch import PARAMS, SHARED, SOURCES, TILE
+
+HERE = Path(__file__).parent / "emulated"
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+INF, NAN = torch.inf, torch.nan
+
+
+def built(folder: Path, **macros: int) -> ctypes.CDLL:
+    kernel = "\n".join(p.read_text() for p in SOURCES[1:])
+    kernel = kernel.replace("extern __shared__ __align__(16) char memory[];", "")
+    source = folder / "sampler.cpp"
+    source.write_text((HERE / "device_on_host.h").read_text() + kernel + (HERE / "run_on_host.h").read_text())
+    flags = [f"-D{n}={v}" for n, v in {"PER_SM": 1, "SHARED_BYTES": SHARED, **macros}.items()]
+    command = ["g++", "-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w", *flags]
+    subprocess.run([*command, "-o", str(folder / "sampler.so"), str(source)], check=True)
+    return ctypes.CDLL(str(folder / "sampler.so"))
+
+
+@pytest.fixture(scope="module")
+def filtered(tmp_path_factory) -> ctypes.CDLL:
+    return built(tmp_path_factory.mktemp("filtered"), NT=64, CLUSTER=2, TYPE=0, PLAIN=0)
+
+
+def run(library, logits, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, step=0):
+    """What the kernel answers, and what the reference does."""
+    N, V = logits.shape
+    ids, counts = torch.full((2, N), -7), torch.full((2, N), -7, dtype=torch.int32)
+    reals = torch.full((4, N), -7.0)
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "step": step}
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "step": 0}
+    held = [_given(x, off[n], real=isinstance(off[n], float)) for n, x in law.items()]
+    quads = int(logits.stride(0) % 4 == 0)
+    params = PARAMS.pack(
+        logits.data_ptr(), logits.stride(0), N, V, -(-V // TILE), quads + 2 * (quads and V % 4 == 0),
+        *(v for _, values in held for v in values), 0, 0, 0, 0, 1, 0,
+        *(x.data_ptr() for x in (*ids, *reals, *counts)),
+    )  # fmt: skip
+    stuck = library.run(params)
+    assert stuck == 0, f"row {stuck - 1} waits for ever"
+    names = ("token", "threshold_id", "logprob", "log_kept_mass", "threshold", "raw_logprob", "kept_count", "status")
+    have = dict(zip(names, (*ids, *reals, *counts), strict=True))
+    return have, reference(logits, **law, raw_logprob=True)
+
+
+def same(library, logits, **law) -> torch.Tensor:
+    """Every result as the reference's; returns which rows went the exact way."""
+    have, want = run(library, logits, **law)
+    for name in ("token", "kept_count", "threshold", "threshold_id"):
+        assert have[name].tolist() == getattr(want, name).tolist(), name
+    assert (have["status"] & ~32).tolist() == want.status.tolist()
+    for name in ("logprob", "log_kept_mass", "raw_logprob"):
+        torch.testing.assert_close(have[name], getattr(want, name), atol=2e-6, rtol=2e-6, equal_nan=True)
+    return have["status"] & 32 != 0
+
+
+def laws(n: int, V: int, g: torch.Generator) -> dict[str, torch.Tensor]:
+    def pick(*values: float) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), (n,), generator=g)]
+
+    return {
+        "temperature": pick(0.0, 0.3, 1.0, 1.0, 2.0),
+        "top_k": pick(0, 0, 1, 5, 50, 50, 600, V, V + 5).int(),
+        "top_p": pick(1.0, 0.95, 0.95, 0.5, 0.999, 0.0, 2.0, NAN),
+        "min_p": pick(0.0, 0.0, 0.0, 0.01, 0.1, 2.0),
+        "seed": torch.randint(0, 2**62, (n,), generator=g),
+        "step": torch.randint(0, 2**40, (n,), generator=g),
+    }
+
+
+ROWS = {
+    "one id": lambda x: x[:, :1] * 3,
+    "sigma 0.1": lambda x: x * 0.1,
+    "sigma 3": lambda x: x[:, :1025] * 3,
+    "sigma 30": lambda x: x[:, :999] * 30,
+    "ties": lambda x: x.mul(2).round(),
+    "equal": lambda x: x * 0 + 1.25,
+    "-inf": lambda x: x.where(x > 0, -INF).where(torch.arange(len(x))[:, None] != 3, -INF),
+    "NaN": lambda x: x.where(x < 1, NAN).where(torch.arange(len(x))[:, None] != 3, NAN),
+    "+inf": lambda x: x.where(x < 1.5, INF),
+    "1e30": lambda x: x.where(x < 2, 1e30).where(x > 0, -1e30),
+    "3e38": lambda x: (x * 3e38).clamp(-3.4e38, 3.4e38),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_mixed_parameters_answer_as_the_reference_does(filtered, name) -> None:
+    g = torch.Generator().manual_seed(len(name))
+    x = ROWS[name](torch.randn(12, 2600, generator=g)).contiguous()
+    same(filtered, x, **laws(*x.shape, g))
+
+
+def test_usual_rows_take_the_quick_way_and_flat_nuclei_the_exact_one(filtered) -> None:
+    g = torch.Generator().manual_seed(3)
+    seeds = {"seed": torch.arange(2), "step": 1}
+    x = torch.randn(2, 20000, generator=g)
+    popular = -2 * (torch.arange(20000) + 2.0).log() + 0.5 * x
+    ways = [
+        same(filtered, 3 * x, top_k=50, top_p=0.95, **seeds),
+        same(filtered, popular, top_k=50, top_p=0.95, **seeds),
+        same(filtered, popular, top_p=0.9, **seeds),
+        same(filtered, 0.1 * x, top_p=0.95, **seeds),
+        same(filtered, x * 0, top_k=5000, top_p=0.9, **seeds),
+    ]
+    assert [way.tolist() for way in ways] == [[False] * 2] * 3 + [[True] * 2] * 2
+
+
+def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
+    plain = built(tmp_path, NT=128, CLUSTER=1, TYPE=1, PLAIN=1)
+    g = torch.Generator().manual_seed(5)
+    x = (torch.randn(24, 5000, generator=g) * torch.tensor([0.1, 3.0, 30.0]).repeat(8)[:, None]).bfloat16()
+    x[3, ::2], x[4, 7], x[5] = -INF, NAN, 0
+    same(plain, x, temperature=torch.linspace(0, 2, 24), seed=torch.arange(24), step=2**40)
