@@ -1,8 +1,8 @@
 """What the site has beside the pages of this folder; a hook of mkdocs, see mkdocs.yml.
 
 README.md is the first page. A page of reference per operator is written from its spec: signature, arguments, features,
-clauses, tolerances. Sections of the navigation that name a folder list its pages. A link to a file of the repository
-that is no page becomes its path.
+clauses, tolerances. Sections of the navigation that name a folder list its pages, and a page that none names stands
+under More. A link to a file of the repository that is no page becomes its path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {f"reference/{name}.md": reference(spec) for name, spec in OPERATORS.items()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
-    config.nav = listed(config.nav, sorted(f.src_uri for f in files.documentation_pages()))
+    there = sorted(f.src_uri for f in files.documentation_pages())
+    nav = listed(config.nav, there)
+    if more := [page for page in there if page not in set(named(nav))]:
+        nav.append({"More": more})
+    config.nav = nav
     return files
 
 
@@ -60,6 +64,13 @@ def listed(nav: Any, pages: list[str]) -> Any:
         inside = [page for page in pages if page.startswith(nav)]
         return sorted(inside, key=lambda page: (not page.endswith("/index.md"), page))
     return nav
+
+
+def named(nav: Any) -> list[str]:
+    """Every page of a navigation."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in named(entry)]
 
 
 def reference(spec: Any) -> str:
