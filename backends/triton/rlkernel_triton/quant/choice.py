@@ -38,7 +38,7 @@ class Device(NamedTuple):
 
 
 # sm90: measured on an H200 (benchmarks/notes/qmatmul.md). Others: chosen to fit 64 KiB of shared memory, unmeasured.
-_SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 4), 64: Cut(64, 64, 0, 2, 8)}
+_SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 8), 64: Cut(64, 64, 0, 2, 8)}
 DEVICES: Final[dict[str, Device]] = {
     "sm90": Device(
         {
@@ -50,7 +50,7 @@ DEVICES: Final[dict[str, Device]] = {
         },
         Cut(64, 64, 0, 3, 4),
     ),
-    "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, Cut(16, 32, 0, 2, 4)),
+    "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, Cut(16, 64, 0, 2, 8)),
 }
 PROGRAMS: Final = 3  # a multiprocessor, at most, where K is split
 

@@ -1,0 +1,155 @@
+"""qmatmul@1 in Triton: the operator's function, and gradients of x, bias, LoRA and residual.
+
+The backward pass dequantises the weight again, to the dtype of x and in pieces, and multiplies with torch; where an
+activation needs the product it is computed once more, in fp32.
+
+Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
+from rlkernel_core.spec.qmatmul import PAIRS, LoRA, check
+from rlkernel_triton.quant import storage
+from rlkernel_triton.quant.product import PIECE, After, product, wide_product
+
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+_ACTIVATIONS: Final = {
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": lambda gate, value: functional.silu(gate) * value,
+    "geglu_tanh": lambda gate, value: _gelu_tanh(gate) * value,
+}
+
+
+def qmatmul(
+    x: Tensor,  # [..., K]
+    w: QuantTensor,  # [N, K]
+    *,
+    bias: Tensor | None = None,  # [N]
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,  # [..., R]
+    weight_rounding: str = "any",
+) -> Tensor:  # -> [..., R]
+    """See `rlkernel_core.spec.qmatmul.qmatmul`."""
+    check(x, w, bias=bias, lora=lora, activation=activation, residual=residual, weight_rounding=weight_rounding)
+    storage.check_layouts("w", w)
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
+    a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, float(lora.scale))
+    tensors, meta = w.flatten()
+    how = _How(meta, scale, activation, weight_rounding)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
+        y: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, *tensors)  # type: ignore[no-untyped-call]
+    else:
+        y = how.run(rows, bias, a, b, added, w)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@dataclass(frozen=True)
+class _How:
+    """What a call says beside tensors."""
+
+    meta: QuantMeta
+    lora_scale: float
+    activation: str | None
+    weight_rounding: str
+
+    def run(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        residual: Tensor | None,
+        w: QuantTensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:  # -> [M, R]
+        """The forward pass."""
+        lora = None if a is None or b is None else LoRA(a, b, self.lora_scale)
+        after = After(bias, lora, self.activation, residual)
+        return product(x.contiguous(), w, after, self.weight_rounding, dtype)
+
+
+class _QMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: _How,
+        x: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        residual: Tensor | None,
+        *parts: Tensor,
+    ) -> Tensor:
+        ctx.how = how
+        ctx.rows, ctx.dtype = x.shape[0], x.dtype
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
+        # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
+        ctx.save_for_backward(x if how.activation or a is not None else None, bias, a, b, *parts)
+        return how.run(x, bias, a, b, residual, QuantTensor.unflatten(parts, how.meta))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        how: _How = ctx.how
+        x, bias, a, b, *parts = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:6]
+        w = QuantTensor.unflatten(parts, how.meta)
+        dh = dy if how.activation is None else _through(how, x, bias, a, b, w, dy)  # [M, N]
+        dx = _times_weight(dh.to(ctx.dtype), w) if wanted[0] else None
+        da = db = None
+        if a is not None and any((wanted[0], wanted[2], wanted[3])):
+            low = _wide(dh, b) * how.lora_scale  # [M, r] = s dh B
+            if dx is not None:
+                dx += _wide(low, a)
+            if wanted[2]:
+                da = _wide(low.t(), x)
+            if wanted[3]:
+                db = _wide(dh.t(), _wide(x, a.t())) * how.lora_scale
+        dbias = dh.sum(0, dtype=torch.float32) if wanted[1] else None
+        found = (dx, dbias, da, db, dy if wanted[4] else None)
+        cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (None, *cast, *[None] * len(parts))
+
+
+def _through(
+    how: _How, x: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, w: QuantTensor, dy: Tensor
+) -> Tensor:  # -> [M, N] fp32
+    """The gradient of h from that of y."""
+    h = replace(how, activation=None).run(x, bias, a, b, None, w, torch.float32)
+    with torch.enable_grad():
+        leaf = h.requires_grad_()
+        given = leaf.chunk(2, 1) if how.activation in PAIRS else (leaf,)
+        y = _ACTIVATIONS[how.activation](*given)  # type: ignore[index]
+    return torch.autograd.grad(y, leaf, dy.float())[0]
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """A small product in fp32."""
+    return left.float() @ right.float()
+
+
+def _times_weight(dh: Tensor, w: QuantTensor) -> Tensor:  # [M, N] -> [M, K] fp32
+    """Dh w', the weight rounded to the dtype of dh, in pieces of its rows."""
+    N, K = w.shape
+    rows = max(64, 8 * PIECE // (K * dh.element_size()) // 64 * 64)
+    total = None
+    for first in range(0, N, rows):
+        last = min(first + rows, N)
+        part = wide_product(dh[:, first:last], storage.dequantised(w, dh.dtype, (first, last)).t())
+        total = part if total is None else total.add_(part)
+    return dh.new_zeros(dh.shape[0], K, dtype=torch.float32) if total is None else total
