@@ -60,7 +60,7 @@ def renewed(kind: str, device: str) -> dict[str, object]:
         "bytes_of_codes_that_differ": other.float().mean().item(),
         "ms": best.seconds * 1e3,
         "gb_per_s": best.gb_per_s,
-        "backend": str(getattr(decision, "chosen", decision)),
+        "backend": getattr(decision, "backend", None),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "torch": torch.__version__,
     }

@@ -1,11 +1,13 @@
 """quantize@1, dequantize@1, prepack@1: a weight in a packed format, and the way back.
 
-    w' = (q - z) * s          q the code, s and z the scale and zero-point of its group (integers and 8-bit floats)
-    w' = table[q] * a         a the largest absolute value of its block (nf4)
+    w' = (q - z) * s          q the code, s and z the scale and zero-point of its group (integers and small floats)
+    w' = table[q] * a         a the largest absolute value of its block (nf4, fp4)
+    w' = (d c) q - (e m)      c and m integers of a sub-block, d and e of a super-block (the k-quants of GGUF)
 
 The formats are the rows of `rlkernel_core.quant.FORMATS`; each codec's docstring there gives the storage, the rule for
 scales, and the order of operations. Dequantising is exact: every backend gives the same bits. Quantising gives the
-same scales, and the same codes except where w / s is within 2^-20 of the border between two.
+same scales, and the same codes except where w / s is within 2^-20 of the border between two; where s is a power of two
+the quotient is exact, and so is the code.
 
 Legend: Nout rows (outputs), K columns (inputs) of the weight.
 Imports no torch.
@@ -200,7 +202,8 @@ QUANTIZE = OpSpec(
         Clause(
             "QZ-02",
             "codes",
-            "codes equal the reference's, except where w / s is within 2^-20 relative of the border between two codes",
+            "codes equal the reference's, except where w / s is within 2^-20 relative of the border between two codes; "
+            "under a power of two they equal it always",
             "accuracy",
         ),
         Clause("QZ-03", "error bound", "no value is further from the weight than the codec's error_bound", "accuracy"),
