@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-
 from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.spec.sample import check
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, Status, TokenLists
+from torch import Tensor
+
 from rlkernel_triton.sampling.extras import kept_ids, rank_of, top_of
 from rlkernel_triton.sampling.plan import MANY, SHAPE, Law, Shape, as_int64, draw
 
@@ -116,7 +116,7 @@ def checked(args: dict[str, Any]) -> None:
 
 
 def metadata(name: str, value: Any) -> Any:
-    """All of an argument that a check may look at; seeds and steps go on, so of them alone whether they have 64 bits."""
+    """All of an argument that a check may look at. Seeds and steps go on: of them alone whether they have 64 bits."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
     if value.__class__ is int and name in {"seed", "step"}:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from rlkernel_triton.sampling.rows import LOWEST, MOST, NOTHING, floor_of, logits_at, ordered, value_of
 
-AT_ONCE: tl.constexpr = tl.constexpr(32)  # candidates that all others are compared with at a time
+AT_ONCE: tl.constexpr = tl.constexpr(16)  # candidates that all others are compared with at a time
 
 
 @triton.jit
@@ -39,11 +39,16 @@ def threshold(key, low, high, n, most):
 
 
 @triton.jit
-def first_of(key, low, most):
-    """Which keys are at or above `low`; of those that are at it, the first, so that there are at most `most`."""
-    above = key > low
-    tie = key == low
-    return above | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= most - tl.sum(above.to(tl.int32), 0)))
+def of_groups(
+    x, i, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """(ids, `ordered` logits) of the i-th tokens of the groups listed in scratch; LOWEST where none can be drawn."""
+    read = i // GROUP < some
+    ids = tl.load(scratch + i // GROUP, mask=read, other=0) * GROUP + i % GROUP
+    v = logits_at(x, ids, read & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
+    v = tl.where(v != v, -float("inf"), v)
+    return ids, tl.where(v > floor_of(top), ordered(v), LOWEST)
 
 
 @triton.jit
@@ -64,44 +69,58 @@ def gather(
     K: tl.constexpr,
     C: tl.constexpr,
 ):
-    """(how many candidates there are, how many of them are certain); their ids are in scratch[K:], in no order, their
-    `ordered` logits behind.
+    """(how many candidates there are, how many of them are certain).
 
-    The candidates are the first tokens of the order, at most C, among those of the groups that are read.
+    The candidates are the first tokens of the order, at most C, among those of the groups that are read. Their ids are
+    in scratch[K:], ascending, and their `ordered` logits behind.
     """
     g = tl.arange(0, GP)
-    best = tl.load(group_best + g, mask=g < groups, other=-float("inf"))
-    key = tl.where(g < groups, ordered(best), LOWEST)
+    key = ordered(tl.load(group_best + g, mask=g < groups, other=-float("inf")))
+    key = tl.where(g < groups, key, LOWEST)
     least = tl.min(tl.where(g < groups, key, 0x7FFFFFFF), 0).to(tl.int64)
     tau = threshold(key, least, tl.where(groups > K, ordered(top).to(tl.int64) + 1, least + 1), n, K)
-    chosen = first_of(key, tau, K) & (g < groups)
-    tl.store(scratch + tl.cumsum(chosen.to(tl.int32), 0) - 1, g, mask=chosen)
-    some = tl.sum(chosen.to(tl.int32), 0)
-    missed = tl.sum(((key >= tau) & (g < groups)).to(tl.int32), 0) > some
+    # One scan for both: groups above it in the low half of a number, groups at it in the high half.
+    HALF: tl.constexpr = 16 if GP < 32768 else 32
+    LOW: tl.constexpr = (1 << HALF) - 1
+    above = (key > tau).to(tl.int32 if GP < 32768 else tl.int64)
+    level = (key == tau).to(tl.int32 if GP < 32768 else tl.int64)
+    place = tl.cumsum(above + (level << HALF), 0)
+    every = tl.sum(above + (level << HALF), 0)
+    room = K - (every & LOW)
+    chosen = (key > tau) | ((key == tau) & (place >> HALF <= room))
+    tl.store(scratch + (place & LOW) + tl.minimum(place >> HALF, room) - 1, g, mask=chosen)
+    some = tl.minimum((every & LOW) + (every >> HALF), K).to(tl.int32)
+    missed = every >> HALF > room
     tl.debug_barrier()
-    r = tl.arange(0, K)
-    read = r < some
-    # Hidden from the compiler that these ids stand together, so that one layout serves the loads and the scatter.
-    lane = tl.arange(0, GROUP) ^ (V < 0).to(tl.int32)
-    ids = tl.load(scratch + r, mask=read, other=0)[:, None] * GROUP + lane[None, :]
-    v = logits_at(x, ids, read[:, None] & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
-    v = tl.where(v != v, -float("inf"), v)
-    order = ordered(v)
-    there = (v > floor_of(top)) & (order >= tau)
-    each = tl.sum(there.to(tl.int32), 1)
-    found = tl.sum(each, 0)
+    ALL: tl.constexpr = K * GROUP
+    _ids, order = of_groups(
+        x, tl.arange(0, ALL), V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
+    )
+    found = tl.sum((order >= tau).to(tl.int32), 0)
     bar = tau
     if found > C:
-        flat = tl.reshape(tl.where(there, order, LOWEST), [K * GROUP])
-        bar = threshold(flat, tau.to(tl.int64), ordered(top).to(tl.int64) + 1, C // 2, C)
-        there = tl.reshape(first_of(flat, bar, C) & (flat > LOWEST), [K, GROUP])
-        each = tl.sum(there.to(tl.int32), 1)
-    at = (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(there.to(tl.int32), 1) - 1
-    tl.store(scratch + K + at, ids, mask=there & (at < C))
-    tl.store(scratch + K + C + at, order, mask=there & (at < C))
-    surely = tl.sum(tl.sum((there & (order > tau)).to(tl.int32), 1), 0)
+        bar = threshold(order, tau.to(tl.int64), ordered(top).to(tl.int64) + 1, C // 2, C)
+    greater = tl.sum((order > bar).to(tl.int32), 0)
+    held = tl.minimum(tl.sum((order >= bar).to(tl.int32), 0), C)
+    # Again, a few at a time: all at once would hold too many addresses.
+    PART: tl.constexpr = ALL if ALL < 1024 else 1024  # noqa: FURB136 a constant of the compiler
+    before = tl.full((), 0, tl.int32)
+    ties = tl.full((), 0, tl.int32)
+    for start in range(0, ALL, PART):
+        i = start + tl.arange(0, PART)
+        ids, now = of_groups(x, i, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+        both = (now > bar).to(tl.int32) + ((now == bar).to(tl.int32) << 16)
+        until = tl.cumsum(both, 0)
+        tied = ties + (until >> 16)
+        at = before + (until & 0xFFFF) + tl.minimum(tied, C - greater) - 1
+        there = (now > bar) | ((now == bar) & (tied <= C - greater))
+        tl.store(scratch + K + at, ids, mask=there)
+        tl.store(scratch + K + C + at, now, mask=there)
+        whole = tl.sum(both, 0)
+        before += whole & 0xFFFF
+        ties += whole >> 16
     tl.debug_barrier()
-    held = tl.sum(each, 0)
+    surely = tl.where(bar > tau, held, tl.minimum(greater, held))
     # Where ties of the last group's maximum were left out, the first K tokens and all above that maximum are certain.
     return held, tl.where(missed, tl.maximum(tl.minimum(K, held), surely), held)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from rlkernel_triton.sampling.candidates import gather, kept_of
 from rlkernel_triton.sampling.noise import gumbel
 from rlkernel_triton.sampling.results import PENDING, request, settle, summed
-from rlkernel_triton.sampling.rows import MOST, NOTHING, floor_of, id_of, logits_at, parameter, ranked, value_of
+from rlkernel_triton.sampling.rows import NOTHING, floor_of, id_of, logits_at, parameter, ranked, value_of
 from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, as_int32, filtered
 
 
@@ -114,9 +114,20 @@ def winner_of(
 
 @triton.jit(
     do_not_specialize=[
-        "noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "V", "S", "per", "N",
+        "noise_stream",
+        "seed",
+        "step",
+        "top_k",
+        "last_slot",
+        "allowed_stride",
+        "words",
+        "invalid_token",
+        "V",
+        "S",
+        "per",
+        "N",
     ]
-)  # fmt: skip
+)
 def finish(
     x,  # [N, V] logits
     row_stride,

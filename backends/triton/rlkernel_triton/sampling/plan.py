@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 import triton
+from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from torch import Tensor
 
-from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
@@ -39,7 +39,7 @@ class Shape:
 
     def tiles_a_program(self, N: int) -> int:
         """One tile each until the rows alone fill a large GPU; then fewer, longer programs."""
-        return self.per or (1 if N < 8 else 4)
+        return self.per or (1 if N < 8 else 2)
 
 
 SHAPE: Final = Shape()
@@ -134,6 +134,8 @@ class Plan:
         self.floats = 5 if entropy else 4 if self.raw else 3
         self.per = shape.tiles_a_program(N)
         self.grid = (N * triton.cdiv(S, self.per), 1, 1)
+        cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+        self.searchers = (min(N, cores), 1, 1)
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
         self.warps = (shape.stream_warps, shape.stream_warps, shape.finish_warps, shape.search_warps)
@@ -205,7 +207,7 @@ class Plan:
             out_of = (spoiled, *of_raw, invalid_token, longs, ints, floats, laws)
             self.launch(2, finish, (N, 1, 1), (*view, N, self.per, *out_of, *self.of_finish))
             if self.search:
-                self.launch(3, searched, (N, 1, 1), (*view, N, *out_of, *self.of_search))
+                self.launch(3, searched, self.searchers, (*view, N, *out_of, *self.of_search))
         return out, laws
 
 

@@ -1,6 +1,7 @@
-"""The kernel of the rows whose filters keep more than the candidates tell: the exact search, and a draw from what is kept.
+"""The kernel of the rows whose filters keep more than the candidates tell: the exact search, then the draw.
 
-One row is one program; rows that `finish` answered leave at once. Legend: N rows · V vocabulary. Imports Triton.
+A program takes rows at equal distances, one after the other; where `finish` answered them all it ends at once.
+Legend: N rows · V vocabulary. Imports Triton.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from rlkernel_triton.sampling.results import PENDING, request, settle, summed
 from rlkernel_triton.sampling.rows import ordered, parameter, unordered
 from rlkernel_triton.sampling.search import block_of, kept_by_search, total
 from rlkernel_triton.sampling.stream import GROUPS
+
+AHEAD: tl.constexpr = tl.constexpr(16)  # rows whose marks are read at a time
 
 
 @triton.jit
@@ -64,8 +67,20 @@ def drawn(
 
 
 @triton.jit(
-    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "invalid_token", "V", "S", "N"]
-)  # fmt: skip
+    do_not_specialize=[
+        "noise_stream",
+        "seed",
+        "step",
+        "top_k",
+        "last_slot",
+        "allowed_stride",
+        "words",
+        "invalid_token",
+        "V",
+        "S",
+        "N",
+    ]
+)
 def searched(
     x,  # as everything here, of `finish.finish`
     row_stride,
@@ -117,43 +132,108 @@ def searched(
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """One row that was left to the search."""
+    """The rows of a program that were left to the search: every `programs`-th."""
     if WHOLE:
         V = V // 16 * 16
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(ints + PENDING * N + row) != 0:
-        place, padding, bad, greedy, T, nan = request(
-            row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
-        )
-        x += row * row_stride
-        if HAS_ALLOWED:
-            allowed += row * allowed_stride
-        raw_work = work + (N.to(tl.int64) + row) * words
-        work += row * words
-        few = work + GROUPS * S + S * (TILE // GROUP)
-        top, tokens, Z, tilted, held_nan = summed(work, S, T, False, SP)
-        k = tl.full((), 0, tl.int32)
-        p = tl.full((), 1.0, tl.float32)
-        low = tl.full((), 0.0, tl.float32)
-        if K_EACH > -2:
-            k = tl.minimum(parameter(top_k, place, K_EACH).to(tl.int64), V).to(tl.int32)
-        if P_EACH > -2:
-            p = parameter(top_p, place, P_EACH).to(tl.float32)
-        if M_EACH > -2:
-            low = parameter(min_p, place, M_EACH).to(tl.float32)
-        kept, value, greater = kept_by_search(
-            x, V, top, T, tokens, Z, k, p, low, few, column_stride, allowed, ORDER, KEEP_ALL, HAS_ALLOWED,
-            UNIT, BLOCK, FEW,
-        )  # fmt: skip
-        winner, mass, tilted, last = drawn(
-            x, V, top, T, kept, value, greater, parameter(seed, place, SEED_EACH).to(tl.int64),
-            parameter(step, place, STEP_EACH).to(tl.int64), noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT,
-            ENTROPY, BLOCK,
-        )  # fmt: skip
-        everything = (kept == tokens) & (top < float("inf"))
-        cut = tl.where(everything, -float("inf"), unordered(value.to(tl.int32)))
-        settle(
-            row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S,
-            invalid_token, longs, ints, floats, laws, padding, bad, greedy, nan | held_nan, T, top, tokens, Z, winner,
-            kept, mass, tilted, cut, tl.where(everything, -1, last), row >= 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, SP,
-        )  # fmt: skip
+    programs = tl.num_programs(0)
+    for first in range(tl.program_id(0), N, programs * AHEAD):
+        ahead = first + tl.arange(0, AHEAD) * programs
+        if tl.max(tl.load(ints + PENDING * N + ahead, mask=ahead < N, other=0), 0) != 0:
+            for j in range(AHEAD):
+                row = (first + j * programs).to(tl.int64)
+                if tl.load(ints + PENDING * N + row, mask=row < N, other=0) != 0:
+                    place, padding, bad, greedy, T, nan = request(
+                        row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
+                    )
+                    at = x + row * row_stride
+                    bits = allowed + row * allowed_stride if HAS_ALLOWED else allowed
+                    sums = work + row * words
+                    few = sums + GROUPS * S + S * (TILE // GROUP)
+                    top, tokens, Z, tilted, held_nan = summed(sums, S, T, False, SP)
+                    k = tl.full((), 0, tl.int32)
+                    p = tl.full((), 1.0, tl.float32)
+                    low = tl.full((), 0.0, tl.float32)
+                    if K_EACH > -2:
+                        k = tl.minimum(parameter(top_k, place, K_EACH).to(tl.int64), V).to(tl.int32)
+                    if P_EACH > -2:
+                        p = parameter(top_p, place, P_EACH).to(tl.float32)
+                    if M_EACH > -2:
+                        low = parameter(min_p, place, M_EACH).to(tl.float32)
+                    kept, value, greater = kept_by_search(
+                        at,
+                        V,
+                        top,
+                        T,
+                        tokens,
+                        Z,
+                        k,
+                        p,
+                        low,
+                        few,
+                        column_stride,
+                        bits,
+                        ORDER,
+                        KEEP_ALL,
+                        HAS_ALLOWED,
+                        UNIT,
+                        BLOCK,
+                        FEW,
+                    )
+                    winner, mass, tilted, last = drawn(
+                        at,
+                        V,
+                        top,
+                        T,
+                        kept,
+                        value,
+                        greater,
+                        parameter(seed, place, SEED_EACH).to(tl.int64),
+                        parameter(step, place, STEP_EACH).to(tl.int64),
+                        noise_stream,
+                        column_stride,
+                        bits,
+                        HAS_ALLOWED,
+                        UNIT,
+                        ENTROPY,
+                        BLOCK,
+                    )
+                    everything = (kept == tokens) & (top < float("inf"))
+                    cut = tl.where(everything, -float("inf"), unordered(value.to(tl.int32)))
+                    settle(
+                        row,
+                        N,
+                        at,
+                        column_stride,
+                        bits,
+                        raw,
+                        raw_row_stride,
+                        raw_column_stride,
+                        sums + N.to(tl.int64) * words,
+                        S,
+                        invalid_token,
+                        longs,
+                        ints,
+                        floats,
+                        laws,
+                        padding,
+                        bad,
+                        greedy,
+                        nan | held_nan,
+                        T,
+                        top,
+                        tokens,
+                        Z,
+                        winner,
+                        kept,
+                        mass,
+                        tilted,
+                        cut,
+                        tl.where(everything, -1, last),
+                        row >= 0,
+                        HAS_ALLOWED,
+                        UNIT,
+                        RAW,
+                        ENTROPY,
+                        LAWS,
+                        SP,
+                    )

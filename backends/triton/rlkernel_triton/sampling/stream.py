@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
-from rlkernel_triton.sampling.rows import MOST, floor_of, logits_at, parameter, place_of
+from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, logits_at, parameter, place_of
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -50,16 +50,20 @@ def filtered(place, top_k, top_p, min_p, V, K: tl.constexpr, P: tl.constexpr, M:
 
 @triton.jit
 def race(v, ids, best, s, seed, step, first, noise_stream, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """The id in the block [first, first + ROWS * GROUP) that wins it, or -1 where two come too close to tell."""
+    """The id in the block [first, first + ROWS * GROUP) that wins it, or -1 where that is too close to tell.
+
+    No difference is told beside +inf.
+    """
     block = (first >> 2) + tl.arange(0, ROWS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
     u = uniform(tl.reshape(words_of(seed, step, block, noise_stream), [ROWS, GROUP]))
-    time = early(u) * tl.where(v == best, 1.0, tl.exp2((best - v) * s))
+    time = early(u) * tl.exp2((best - v) * s)
     soonest = tl.min(tl.reshape(time, [ROWS * GROUP]), 0)
     at = tl.reshape(tl.where(time == soonest, ids, MOST), [ROWS * GROUP])
     who = tl.min(at, 0)
     own = tl.max(tl.reshape(tl.where(time == soonest, u, 0.0), [ROWS * GROUP]), 0)
     next_one = tl.min(tl.reshape(tl.where(ids == who, float("inf"), time), [ROWS * GROUP]), 0)
-    return tl.where(next_one <= soonest * (late(own) / early(own)) * SLACK, -1, who)
+    close = (next_one <= soonest * (late(own) / early(own)) * SLACK) | (best == float("inf"))
+    return tl.where(close, -1, who)
 
 
 @triton.jit(
@@ -123,26 +127,33 @@ def tiles(
         filters = filtered(place, top_k, top_p, min_p, V, K_EACH, P_EACH, M_EACH)
         greedy = T == 0.0
         T = tl.where(greedy, 1.0, T)
-    s = LOG2E / T
-    v = tl.where(raw != raw, -float("inf"), raw)
+    s = tl.minimum(LOG2E / T, LARGEST)
+    v = raw
+    t = part * PER + tl.arange(0, PER)
+    n = t * 0 + TILE
+    nan = t * 0
+    odd = tl.sum(tl.reshape(raw * 0.0, [ROWS * GROUP]), 0)
+    if odd != odd:  # there is NaN or an infinity
+        nan = tl.max(tl.reshape(tl.max((raw != raw).to(tl.int32), 1), [PER, G]), 1)
+        v = tl.where(raw != raw, -float("inf"), raw)
+        high = tl.max(tl.reshape(tl.max(v, 1), [PER, G]), 1)
+        high = tl.reshape(tl.broadcast_to(high[:, None], [PER, G]), [ROWS])[:, None]
+        n = tl.sum(tl.reshape(tl.sum((v > floor_of(high)).to(tl.int32), 1), [PER, G]), 1)
     of_group = tl.max(v, 1)
     best = tl.max(tl.reshape(of_group, [PER, G]), 1)
     top = tl.reshape(tl.broadcast_to(best[:, None], [PER, G]), [ROWS])[:, None]
-    y = tl.where(v == top, 0.0, (v - top) * s)
+    y = (v - top) * s
     w = tl.exp2(y)
     total = tl.sum(tl.reshape(tl.sum(w, 1), [PER, G]), 1)
-    t = part * PER + tl.arange(0, PER)
+    # An infinite best has no differences: +inf counts its like, and -inf counts nothing.
+    total = tl.where(best < float("inf"), tl.where(best > -float("inf"), total, 0.0), n.to(tl.float32))
     tl.store(work + BEST * S + t, best, mask=t < S)
-    tl.store(work + TOTAL * S + t, tl.where(best > -float("inf"), total, 0.0), mask=t < S)
+    tl.store(work + TOTAL * S + t, total, mask=t < S)
     if not RAW:
-        n = tl.sum(tl.reshape(tl.sum((v > floor_of(top)).to(tl.int32), 1), [PER, G]), 1)
-        if tl.sum(n, 0) < tl.minimum(V - first, PER * TILE):
-            again = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
-            nan = tl.max(tl.reshape(tl.max((again != again).to(tl.int32), 1), [PER, G]), 1)
-            n = tl.where(nan > 0, -1 - n, n)
-        tl.store(counts + COUNT * S + t, n, mask=t < S)
+        tl.store(counts + COUNT * S + t, tl.where(nan > 0, -1 - n, n), mask=t < S)
         if ENTROPY:
             h = tl.sum(tl.reshape(tl.sum(tl.where(w > 0.0, w * (y * LN2), 0.0), 1), [PER, G]), 1)
+            h = tl.where((best < float("inf")) & (best > -float("inf")), h, 0.0)
             tl.store(work + MOMENT * S + t, h, mask=t < S)
         if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
             g = part * ROWS + tl.arange(0, ROWS)
