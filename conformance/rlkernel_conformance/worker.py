@@ -7,6 +7,7 @@ script of the case at hand lies in a file, so that a case that ends the process 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -49,6 +50,8 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         if trial is None:
             say("unable", fault=faults.of_error(error), message=brief(error))
             return
+        gc.collect()
+        gc.freeze()  # attacks on memory collect garbage: what is loaded by now need not be looked through each time
         for clause, scale in job["clauses"].items():
             say("begin", clause=clause)
             outcome, error = guarded(lambda: trial.of(clause, scale))  # noqa: B023  called at once
