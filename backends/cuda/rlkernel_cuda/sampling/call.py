@@ -23,11 +23,11 @@ from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Sha
 FILTERED: Final = (
     (8, Shape(512, 8, 1)),
     (48, Shape(256, 8, 3)),
-    (128, Shape(256, 4, 3)),
-    (512, Shape(256, 2, 3)),
-    (2**31, Shape(256, 1, 3)),
+    (128, Shape(512, 2, 1)),
+    (512, Shape(256, 1, 3)),
+    (2**31, Shape(256, 1, 4)),
 )
-PLAIN: Final = ((8, Shape(512, 8, 1)), (128, Shape(256, 4, 2)), (2**31, Shape(256, 1, 2)))
+PLAIN: Final = ((8, Shape(512, 8, 1)), (48, Shape(256, 4, 2)), (128, Shape(256, 2, 2)), (2**31, Shape(256, 1, 2)))
 
 
 def fits(

@@ -17,7 +17,7 @@ __device__ __forceinline__ Merged merge(const Params& P, const Row& R, Shared& s
   const int lane = threadIdx.x & 31;
   u32 most = 0, least = FULL;
   int n = 0, nan = 0, live = 0;
-#pragma unroll 2
+#pragma unroll 4
   for (int t = lane; t < P.tiles; t += 32) {
     const u32 top = ordered(sm.st.top[t]);
     const int c = sm.st.count[t];
@@ -29,7 +29,7 @@ __device__ __forceinline__ Merged merge(const Params& P, const Row& R, Shared& s
   m.tokens = lanes_add(n), m.live = lanes_add(live), m.nan = any_lane(nan);
   m.Z = m.raw = 0.f;
   if (fabsf(m.top) < INF) {
-#pragma unroll 2
+#pragma unroll 4
     for (int t = lane; t < P.tiles; t += 32) {
       const float top = sm.st.top[t];
       if (top == -INF) continue;
@@ -210,14 +210,17 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
   if (n > CANDIDATES) return false;
   MARK(7);
   u64* sorted = sm.sorted;
-  if (n <= NT) {        // a candidate's place is the number of those before it
-    if (tid < n) {
-      const u64 own = sm.found[tid];
-      int place = 0;
-#pragma unroll 8
-      for (int i = 0; i < n; ++i) place += sm.found[i] > own;
-      sorted[place] = own;
+  if (n <= NT) {        // a candidate's place is the number of those before it, counted by four threads where they suffice
+    const int split = n <= NT / 4 ? 2 : 0, i = tid >> split;
+    const u64 own = sm.found[min(i, n - 1)];
+    int place = 0;
+#pragma unroll 4
+    for (int j = tid & ((1 << split) - 1); j < n; j += 1 << split) place += sm.found[j] > own;
+    if (split) {
+      place += from_across(place, 1);
+      place += from_across(place, 2);
     }
+    if (i < n) sorted[place] = own;
     __syncthreads();
   } else {
     sorted = sm.found;
@@ -249,11 +252,17 @@ __device__ __forceinline__ bool quick(const Params& P, const Row& R, const Store
     if (!sure) sure = R.k == 0 && R.m == 0.f && total >= goal * 1.000001;
   }
   if (!sure) return false;
+  // run < goal, as floats: below the first float that is not.
+  float bar = INF;
+  if (goal < INF) {
+    bar = float(goal);
+    if (double(bar) < goal) bar = float_of(bits_of(bar) + 1);
+  }
   int kept = 0;
   float run = incl - part, mass = 0.f;
 #pragma unroll 1
   for (int i = i0; i < i1; ++i) {
-    if (run < goal || i == 0) {
+    if (run < bar || i == 0) {
       ++kept, run += weight(key_value(sorted[i]), M, R), mass = run;
     } else {
       break;
@@ -303,7 +312,9 @@ __device__ __noinline__ void widely(const Params& P, const Stored* src, float to
   const bool nucleus = R.p < 1.f;
   float mass = Z;
   if (nucleus && left < tokens) mass = select(P, src, top, reach, Z, false, left, 0., false, crew, sm).mass;
-  const Cut c = select(P, src, top, reach, Z, nucleus, left, double(R.p) * mass, true, crew, sm);
+  // All tokens below (1 - p) / (tokens) of the mass weigh less than what a nucleus leaves out: it ends above them.
+  const float least = top + logf(0.5f * (1.f - R.p) * mass / float(left)) * R.T;
+  const Cut c = select(P, src, top, nucleus && top < INF ? least : reach, Z, nucleus, left, double(R.p) * mass, true, crew, sm);
   if (threadIdx.x == 0) sm.cut = c;
   __syncthreads();
 }

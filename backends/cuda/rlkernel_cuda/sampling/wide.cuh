@@ -1,7 +1,7 @@
 // The exact way to what a row keeps, whatever it keeps: all blocks of the row (the crew) read it again, tile by tile.
 //
 // A filter keeps a prefix of the order, so it ends at a token: found by a histogram of the row, then by sorting the tokens
-// of the one bin where it ends. The first histogram is linear in the logits, below it come three over the bits of the logits;
+// of the one bin where it ends. The first histogram is linear in the logits that matter, then come three over the bits of all;
 // what is left after those are ties, told apart by id. Masses in histograms are integers and guide only: what counts is
 // summed in fp32, tile by tile in order. The draw is made in the pass that collects the bin.
 
@@ -48,10 +48,9 @@ __device__ u64 block_max(u64 v, Shared& sm) {
   __syncthreads();
   if ((threadIdx.x & 31) == 0) sm.red[0][threadIdx.x >> 5] = u64(high) << 32 | low;
   __syncthreads();
-  u64 best = 0;
-#pragma unroll 1
-  for (int i = 0; i < WARPS; ++i) best = max(best, sm.red[0][i]);
-  return best;
+  const u64 of = sm.red[0][(threadIdx.x & 31) % WARPS];
+  const u32 best = lanes_max(u32(of >> 32));
+  return u64(best) << 32 | lanes_max(u32(of >> 32) == best ? u32(of) : 0u);
 }
 // First bin whose running sum reaches `target` -> sm.at (BINS if none does), and the sum before it -> sm.before.
 __device__ __noinline__ void find(u64 before, u64 target, Shared& sm) {
@@ -133,7 +132,7 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
       if (lane == 0) head.st.count[tile] = n;
       continue;
     }
-    const float lo = o.bin, hi = o.bin < BINS - 1 ? lo + 1.f : INF;
+    const float lo = o.bin, hi = lo + 1.f;
     u32 kept = 0, inside = 0;
     float part[4] = {0.f, 0.f, 0.f, 0.f};
     if (linear) {
@@ -144,7 +143,7 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
           const float v = x[g][j], at = (M - v) * inv;
           if (kind == FILL) {
             const u32 amount = !(v > floor) ? 0u : o.by_mass ? u32((peers ? 1.f : ex2((v - M) * s)) * o.scale + 0.5f) : 1u;
-            if (amount) atomicAdd(&sm.bins[min(BINS - 1, to_int(at))], amount);
+            if (amount && !(at >= BINS)) atomicAdd(&sm.bins[to_int(at)], amount);
           } else if (v > floor) {
             if (at < lo) kept |= 1u << (g * 4 + j);
             else if (!(at >= hi)) inside |= 1u << (g * 4 + j);
@@ -224,7 +223,7 @@ __device__ __forceinline__ float mass_of_tiles(const Params& P, Shared& sm, int&
   n = lanes_add(n);
   return warp_sum(s);
 }
-// The prefix with `count` tokens or, by mass, the shortest one with the mass `goal`.
+// The prefix with `count` tokens or, by mass, the shortest one with the mass `goal`; it ends above `reach`, as a rule.
 __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, float reach, float Z, bool by_mass, int count, double goal, bool draw, int crew, Shared& sm) {
   const Row& R = sm.row;
   const int tid = threadIdx.x, lane = tid & 31;
@@ -240,6 +239,10 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
     o.kind = FILL;
     command(P, src, o, crew, sm);
     find(before, target, sm);
+    if (o.level < 0 && sm.at == BINS) {  // it ends below the range
+      o.level = 0, o.shift = 21;
+      continue;
+    }
     o.kind = PASS, o.draw = draw;
     o.bin = min(sm.at, BINS - 1);
     const u64 upto = sm.before;
