@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+
 from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.spec.sample import check
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, Status, TokenLists
-from torch import Tensor
-
 from rlkernel_triton.sampling.extras import kept_ids, rank_of, top_of
 from rlkernel_triton.sampling.plan import MANY, SHAPE, Law, Shape, as_int64, draw
 

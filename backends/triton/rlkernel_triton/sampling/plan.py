@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import torch
 import triton
-from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from torch import Tensor
 
+from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
@@ -31,7 +31,7 @@ class Shape:
     K: int = 64  # groups that are read again, and the largest top-k of the quick way
     C: int = 128  # candidates that are told apart
     FEW: int = 1024  # tokens that the exact search tells apart without the row
-    BLOCK: int = 8192  # tokens a step of the exact search
+    BLOCK: int = 4096  # tokens a step of the exact search
     stream_warps: int = 4  # decides the order of a sum too
     finish_warps: int = 8
     search_warps: int = 16
