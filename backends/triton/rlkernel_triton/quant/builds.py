@@ -88,16 +88,15 @@ def _products(arch: str) -> Iterator[Build]:
     device = DEVICES["sm90" if arch == "sm90" else "other"]
     nvidia = arch.startswith("sm")
     words = {**_PRODUCT, "codes": "*i32"}
-    base = {**_PLAIN, "GROUP": 128, "SYMMETRIC": True, "IS_NF4": False, "NESTED": False, "ASM": nvidia}
+    base = {**_PLAIN, "GROUP": 128, "SYMMETRIC": True, "ASM": nvidia}
     base |= {"PERMUTED": nvidia and arch != "sm90"}
 
     def word(label: str, cut: Cut, **more: Any) -> Build:
         given = {**base, **more}
         step = min(given["GROUP"] or cut.step, cut.step)
         shape = {"BM": cut.BM, "BN": cut.BN, "BK": step, "PARTS": cut.parts or 4, "STAGES": cut.stages}
-        types = {**words, "scale": "*fp32"} if given["IS_NF4"] else words
         return _build(
-            product_kernels.word_product, label, types, {**given, **shape, "FOLD": cut.fold}, cut.warps, cut.stages
+            product_kernels.word_product, label, words, {**given, **shape, "FOLD": cut.fold}, cut.warps, cut.stages
         )
 
     for M, row in device.table.items():
@@ -106,7 +105,6 @@ def _products(arch: str) -> Iterator[Build]:
                 yield word(f"int4_g128, M <= {M}, {name}", cut)
     few = device.table[16].narrow
     yield word("int4_g128_asym, M <= 16", few, SYMMETRIC=False)
-    yield word("nf4, M <= 16", few, IS_NF4=True, GROUP=64)
     yield word("int4_g128, swiglu, LoRA, bias, residual", device.unrounded, PAIR=True, ACTIVATION="swiglu", **_ALL)
     byte = {**_PLAIN, "BM": 16, "BN": 64, "BK": 64, "STAGES": 2, "GROUP": 0, "SCALE_ROWS": 1, "SYMMETRIC": True}
     byte |= {"NESTED": False, "RAGGED": False, "FOLD": False, "WIDE": False, "X_SCALE": 0, "ELEMENT": _INT4}

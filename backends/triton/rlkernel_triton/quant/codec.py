@@ -26,7 +26,7 @@ from rlkernel_triton.quant.storage import EXACT, W4, Element
 
 _LARGEST: Final = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0}
 _CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
-TILE: Final = (16, 128)  # rows and columns of a program, where scales belong to groups
+TILE: Final = (16, 256)  # rows and columns of a program, where scales belong to groups
 _NESTED: Final = 256  # nf4 scales that share a scale
 
 

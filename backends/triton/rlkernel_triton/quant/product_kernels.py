@@ -109,31 +109,16 @@ def finished(
 
 
 @triton.jit
-def word_scale(
-    scale, n, group, N, K, nested_table, nested_absmax, nested_offset, GROUP: tl.constexpr, NESTED: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """[BN] fp32 scales of a group of columns, from [groups, N]."""
-    at = group.to(tl.int64) * N + n
-    if NESTED:
-        block = n.to(tl.int64) * (K // GROUP) + group
-        return nested_scales(scale + at, block, n < N, nested_table, nested_absmax, nested_offset)
-    return widened(tl.load(scale + at), INTERPRETED)
-
-
-@triton.jit
 def decoded_words(
-    words, zero_at, s, table, DTYPE: tl.constexpr, X_TYPE: tl.constexpr, TN: tl.constexpr, BK: tl.constexpr,
-    PERMUTED: tl.constexpr, SYMMETRIC: tl.constexpr, FOLD: tl.constexpr, IS_NF4: tl.constexpr, ASM: tl.constexpr,
-    SAME_TYPE: tl.constexpr, INTERPRETED: tl.constexpr,
+    words, z, s, DTYPE: tl.constexpr, X_TYPE: tl.constexpr, TN: tl.constexpr, BK: tl.constexpr, PERMUTED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, FOLD: tl.constexpr, ASM: tl.constexpr, SAME_TYPE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """[16 TN, BK] of DTYPE: codes less zero-points; times scales where FOLD."""
-    EXACT_TABLE: tl.constexpr = tl.float32 if IS_NF4 and FOLD else DTYPE
-    w = word_tile(words, table, EXACT_TABLE, TN, BK, PERMUTED, SYMMETRIC, IS_NF4, ASM)
+    w = word_tile(words, DTYPE, TN, BK, PERMUTED, SYMMETRIC, ASM)
     if not SYMMETRIC:
-        w -= tl.load(zero_at).to(DTYPE)[:, None]
+        w -= z.to(DTYPE)[:, None]
     if FOLD:
-        if SAME_TYPE and not IS_NF4 and not INTERPRETED:  # one rounding of an exact product, in 16 bits
+        if SAME_TYPE and not INTERPRETED:  # one rounding of an exact product, in 16 bits
             w *= s.to(DTYPE)[:, None]
         else:
             w = widened(narrowed(w.to(tl.float32) * s[:, None], X_TYPE, INTERPRETED), INTERPRETED).to(DTYPE)
@@ -142,14 +127,14 @@ def decoded_words(
 
 @triton.jit(do_not_specialize=["M"])
 def word_product(
-    x, x_row, codes, scale, zero, table, nested_table, nested_absmax, nested_offset, y, partial, tickets, bias, xa,
-    lora_b, lora_row, lora_rank, lora_scale, residual, residual_row, M, N, K,
+    x, x_row, codes, scale, zero, y, partial, tickets, bias, xa, lora_b, lora_row, lora_rank, lora_scale, residual,
+    residual_row, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, IS_NF4: tl.constexpr, NESTED: tl.constexpr, FOLD: tl.constexpr,
-    PERMUTED: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
-    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, FOLD: tl.constexpr, PERMUTED: tl.constexpr, ASM: tl.constexpr,
+    BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr, PAIR: tl.constexpr,
+    ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A weight in the layout `triton_w4`. GROUP 0 is a scale per row. N is a multiple of BN, K of BK * PARTS."""
+    """An int4 weight in the layout `triton_w4`. GROUP 0 is a scale per row. N is a multiple of BN, K of BK * PARTS."""
     m_tiles = tl.cdiv(M, BM)
     width = N // 2 if PAIR else N
     n_tiles = width // BN
@@ -159,8 +144,12 @@ def word_product(
     TN: tl.constexpr = BN // 16
     X_TYPE: tl.constexpr = x.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if INTERPRETED else X_TYPE
+    SCALED: tl.constexpr = GROUP > 0
+    SAME_TYPE: tl.constexpr = scale.dtype.element_ty == X_TYPE
+    A_GROUP: tl.constexpr = GROUP // BK if SCALED else 1  # steps of a group
     steps = K // BK // PARTS
-    k0 = part * steps * BK
+    first = part * steps
+    k0 = first * BK
     m = tile % m_tiles * BM + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
     columns = permuted(BK, PERMUTED)
@@ -173,77 +162,60 @@ def word_product(
     beyond = width // 16 * row_words.to(tl.int64) if PAIR else 0
     acc = tl.zeros((BN, BM), tl.float32)
     other = acc if PAIR else tl.zeros((1, 1), tl.float32)
-    SCALED: tl.constexpr = GROUP > 0
-    SAME_TYPE: tl.constexpr = scale.dtype.element_ty == X_TYPE
-    A_GROUP: tl.constexpr = GROUP // BK if SCALED else 1  # steps of a group
-    first = k0 // BK
-    group = first // A_GROUP
-    s = tl.zeros((BN,), tl.float32)
-    t = s
-    if SCALED:
-        s = word_scale(scale, n, group, N, K, nested_table, nested_absmax, nested_offset, GROUP, NESTED, INTERPRETED)
-        if PAIR:
-            t = word_scale(
-                scale, n + width, group, N, K, nested_table, nested_absmax, nested_offset, GROUP, NESTED, INTERPRETED
-            )
-    elif FOLD:
-        s = widened(tl.load(scale + n), INTERPRETED)
-        if PAIR:
-            t = widened(tl.load(scale + n + width), INTERPRETED)
+    row = N.to(tl.int64) if SCALED else 0  # from group to group
+    at_group = first // A_GROUP * row + n
+    s = widened(tl.load(scale + at_group), INTERPRETED)
+    z, s_value, z_value = s, s, s
+    if not SYMMETRIC:
+        z = tl.load(zero + at_group)
+    if PAIR:
+        s_value = widened(tl.load(scale + at_group + width), INTERPRETED)
+        if not SYMMETRIC:
+            z_value = tl.load(zero + at_group + width)
     for step in tl.range(0, steps, num_stages=STAGES):
         at = words_at + word_start(BK, k0 + step * BK)
         words = tl.load(at, eviction_policy="evict_first")
         xt = tl.load(x_at + step * BK, mask=of_m, other=0.0)
         if INTERPRETED:
             xt = widened(xt, INTERPRETED)
-        zero_group = (first + step) // A_GROUP if SCALED else 0
-        zero_at = zero + zero_group * N.to(tl.int64) + n if not SYMMETRIC else zero
-        # The next scale is asked for a step ahead: its load is too small to be pipelined.
-        following = (tl.minimum(step + 1, steps - 1) + first) // A_GROUP
+        # Scales and zero-points are asked for a step ahead: their loads are too small to be pipelined.
+        at_group = (tl.minimum(step + 1, steps - 1) + first) // A_GROUP * row + n
         if SCALED:
-            s_next = word_scale(
-                scale, n, following, N, K, nested_table, nested_absmax, nested_offset, GROUP, NESTED, INTERPRETED
-            )
+            s_next = widened(tl.load(scale + at_group), INTERPRETED)
+        if not SYMMETRIC:
+            z_next = tl.load(zero + at_group)
         w = decoded_words(
-            words,
-            zero_at,
-            s,
-            table,
-            DTYPE,
-            X_TYPE,
-            TN,
-            BK,
-            PERMUTED,
-            SYMMETRIC,
-            FOLD,
-            IS_NF4,
-            ASM,
-            SAME_TYPE,
-            INTERPRETED,
-        )
-        if FOLD or not SCALED:
+            words, z, s, DTYPE, X_TYPE, TN, BK, PERMUTED, SYMMETRIC, FOLD, ASM, SAME_TYPE, INTERPRETED
+        )  # fmt: skip
+        if FOLD:
             acc = tl.dot(w, xt, acc, input_precision="ieee")
-        else:
+        elif SCALED:
             acc += tl.dot(w, xt, input_precision="ieee") * s[:, None]
+        else:
+            acc += tl.dot(w, xt, input_precision="ieee")
         if PAIR:
             words = tl.load(at + beyond, eviction_policy="evict_first")
             if SCALED:
-                t_next = word_scale(
-                    scale, n + width, following, N, K, nested_table, nested_absmax, nested_offset, GROUP, NESTED,
-                    INTERPRETED,
-                )  # fmt: skip
+                s_value_next = widened(tl.load(scale + at_group + width), INTERPRETED)
+            if not SYMMETRIC:
+                z_value_next = tl.load(zero + at_group + width)
             w = decoded_words(
-                words, zero_at + width, t, table, DTYPE, X_TYPE, TN, BK, PERMUTED, SYMMETRIC, FOLD, IS_NF4, ASM,
-                SAME_TYPE, INTERPRETED,
+                words, z_value, s_value, DTYPE, X_TYPE, TN, BK, PERMUTED, SYMMETRIC, FOLD, ASM, SAME_TYPE, INTERPRETED
             )  # fmt: skip
-            if FOLD or not SCALED:
+            if FOLD:
                 other = tl.dot(w, xt, other, input_precision="ieee")
+            elif SCALED:
+                other += tl.dot(w, xt, input_precision="ieee") * s_value[:, None]
             else:
-                other += tl.dot(w, xt, input_precision="ieee") * t[:, None]
+                other += tl.dot(w, xt, input_precision="ieee")
             if SCALED:
-                t = t_next
+                s_value = s_value_next
+            if not SYMMETRIC:
+                z_value = z_value_next
         if SCALED:
             s = s_next
+        if not SYMMETRIC:
+            z = z_next
     last = True
     if PARTS > 1:
         acc, other, last = added_up(acc, other, partial, tickets, tile, m_tiles * n_tiles, part, PARTS, PAIR, BN, BM)

@@ -111,27 +111,25 @@ def permuted(BK: tl.constexpr, PERMUTED: tl.constexpr):
 @triton.jit
 def word_tile(
     words,  # [TN, BK * 2] int32
-    table,  # fp32, nf4 alone
     DTYPE: tl.constexpr,
     TN: tl.constexpr,
     BK: tl.constexpr,
     PERMUTED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-    NF4: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """[16 TN, BK] of DTYPE: q - 8 (symmetric), q, or the table's value rounded."""
-    if ASM and not NF4 and DTYPE == tl.bfloat16:
+    """[16 TN, BK] of DTYPE: q - 8 (symmetric), or q."""
+    if ASM and DTYPE == tl.bfloat16:
         offset = tl.full(words.shape, -1022835960 if SYMMETRIC else -1023360256, tl.int32)  # -136 or -128, twice
         v0, v1, v2, v3, v4, v5, v6, v7 = eight_bfloat16(words, offset)
-    elif ASM and not NF4 and DTYPE == tl.float16:
+    elif ASM and DTYPE == tl.float16:
         offset = tl.full(words.shape, -469179384 if SYMMETRIC else -469703680, tl.int32)  # -1032 or -1024, twice
         v0, v1, v2, v3, v4, v5, v6, v7 = eight_float16(words, offset)
     else:
-        v0, v1 = _value(words, 0, table, DTYPE, SYMMETRIC, NF4), _value(words, 16, table, DTYPE, SYMMETRIC, NF4)
-        v2, v3 = _value(words, 4, table, DTYPE, SYMMETRIC, NF4), _value(words, 20, table, DTYPE, SYMMETRIC, NF4)
-        v4, v5 = _value(words, 8, table, DTYPE, SYMMETRIC, NF4), _value(words, 24, table, DTYPE, SYMMETRIC, NF4)
-        v6, v7 = _value(words, 12, table, DTYPE, SYMMETRIC, NF4), _value(words, 28, table, DTYPE, SYMMETRIC, NF4)
+        v0, v1 = _value(words, 0, DTYPE, SYMMETRIC), _value(words, 16, DTYPE, SYMMETRIC)
+        v2, v3 = _value(words, 4, DTYPE, SYMMETRIC), _value(words, 20, DTYPE, SYMMETRIC)
+        v4, v5 = _value(words, 8, DTYPE, SYMMETRIC), _value(words, 24, DTYPE, SYMMETRIC)
+        v6, v7 = _value(words, 12, DTYPE, SYMMETRIC), _value(words, 28, DTYPE, SYMMETRIC)
     y = tl.join(
         tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
     )  # [TN, BK * 2, kh, rh, p]
@@ -147,11 +145,8 @@ def word_tile(
 
 
 @triton.jit
-def _value(words, SHIFT: tl.constexpr, table, DTYPE: tl.constexpr, SYMMETRIC: tl.constexpr, NF4: tl.constexpr):
-    q = (words >> SHIFT) & 15
-    if NF4:
-        return tl.load(table + q).to(DTYPE)
-    return (q - (8 if SYMMETRIC else 0)).to(DTYPE)
+def _value(words, SHIFT: tl.constexpr, DTYPE: tl.constexpr, SYMMETRIC: tl.constexpr):
+    return (((words >> SHIFT) & 15) - (8 if SYMMETRIC else 0)).to(DTYPE)
 
 
 @triton.jit
