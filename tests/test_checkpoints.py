@@ -188,6 +188,17 @@ def test_a_conversion_quantises_what_no_pattern_skips_and_comes_back(dense, tmp_
     assert torch.equal(expected, load_file(tmp_path / "d.safetensors")["a.weight"])
 
 
+def test_quantising_anew_starts_from_the_value_in_full_and_leaves_what_is_skipped(dense, tmp_path) -> None:
+    first, second, kept = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "kept"))
+    checkpoints.convert(dense, first, format="fp8_channel", scheme="scaled")
+    assert checkpoints.convert(first, second, format="nf4").quantised == 1
+    assert checkpoints.convert(first, kept, format="nf4", skip=("a*",)).kept == 1
+    value = dequantize(quantize(load_file(dense)["a.weight"], "fp8_channel"), dtype=torch.float32)
+    with checkpoints.opened(second) as source:
+        (found,) = next(item for item in checkpoints.items(source) if item.scheme == "rlkernel").read(source)
+    assert quantize(value, "nf4", dtype=torch.bfloat16).same_bits(found)
+
+
 def test_own_files_hold_any_format(dense, tmp_path) -> None:
     for name in ("gguf_q6_k", "mxfp8", "nf4"):
         path = tmp_path / f"{name}.safetensors"

@@ -20,7 +20,7 @@ from rlkernel_core.quant.spec import row_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-SKIPPED: Final = ("*embed*", "*norm*", "*lm_head*", "output.weight", "*.bias", "*router*", "*.gate.weight")
+SKIPPED: Final = ("*embed*", "*embd*", "*norm*", "*lm_head*", "output.weight", "*.bias", "*router*", "*.gate.weight")
 OWN: Final = "rlkernel"
 TARGETS: Final = (OWN, "dense", "gguf", "gpt-oss", *(name for name, s in SCHEMES.items() if s.write is not None))
 
@@ -53,7 +53,7 @@ def convert(
         scheme: how weights are spelt: a name of TARGETS; "dense" dequantises them, "gguf" writes a GGUF file.
         format: a name of a format: every weight [N, K] that no pattern of `skip` matches is quantised to it, from its
             dequantised value where it has another. None leaves each in its own.
-        skip: shell patterns of names that stay dense.
+        skip: shell patterns of names that stay as they are.
         config: in place of the `quantization_config` beside the source: {"checkpoint_format": "gptq_v2"}.
         progress: called with weights done, weights in all, and a name.
 
@@ -104,15 +104,17 @@ def _wanted(
     summary: Summary,
 ) -> list[QuantTensor] | Tensor:
     """The weights of an item in the format they are to have."""
+    import torch
+
     from rlkernel_core.quant import dequantize, quantize
 
+    named = any(fnmatch.fnmatch(item.name, pattern) for pattern in skip)
     if isinstance(weights, list):
-        if format is None or all(w.format == format for w in weights):
+        if format is None or named or all(w.format == format for w in weights):
             summary.kept += len(weights)
             return weights
         summary.quantised += len(weights)
-        return [quantize(dequantize(w), format) for w in weights]
-    named = any(fnmatch.fnmatch(item.name, pattern) for pattern in skip)
+        return [quantize(dequantize(w, dtype=torch.float32), format, dtype=w.dtype) for w in weights]
     if format is None or named or weights.dim() != 2 or not weights.is_floating_point():
         summary.dense += 1
         return weights
