@@ -348,7 +348,7 @@ def drafts() -> dict[str, Any]:
     from rlkernel_triton.verify import verify
 
     wrong, worst = [], 0.0
-    for seed in range(60):
+    for seed in range(9):
         g = torch.Generator().manual_seed(seed)
         k = torch.randint(0, 5, (12,), generator=g)
         cu = torch.cat((torch.zeros(1, dtype=torch.int64), k.cumsum(0)))
@@ -393,7 +393,7 @@ def heads() -> dict[str, Any]:
     from rlkernel_triton.head_sampling import lm_head_sample
 
     wrong, worst = [], 0.0
-    for seed in range(24):
+    for seed in range(9):
         g = torch.Generator().manual_seed(seed)
         N, V, D = (1, 5, 70)[seed % 3], (50, 2500, 9000)[seed // 3 % 3], 64
         hidden, weight = (torch.randn(n, D, generator=g) for n in (N, V))

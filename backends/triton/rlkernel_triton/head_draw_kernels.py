@@ -15,7 +15,7 @@ import triton.language as tl
 
 from rlkernel_triton.arithmetic import cap
 from rlkernel_triton.head_kernels import place_of, tile_logits
-from rlkernel_triton.sampling.noise import gumbel
+from rlkernel_triton.sampling.noise import gumbel_from
 from rlkernel_triton.sampling.rows import floor_of
 
 NEVER: tl.constexpr = tl.constexpr(-float("inf"))
@@ -92,7 +92,8 @@ def draw_tile(
     top, best = first_of(v, ids, inside, V)
     there = inside & (v > floor_of(top))
     y = tl.where(there, tl.where(v == top, 0.0, (v - top) / t), NEVER)
-    noise = gumbel(tl.load(seed + row), tl.load(step + row), ids, noise_stream)
+    at_tile = first + tl.program_id(1) * TILE
+    noise = gumbel_from(tl.load(seed + row), tl.load(step + row), at_tile, noise_stream, TILE)
     _, drawn = first_of(y + noise, ids, there, V)
     raw_top = tl.max(before, 0)
     z = tl.where(before == raw_top, 0.0, before - raw_top)

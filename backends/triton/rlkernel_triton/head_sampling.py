@@ -25,8 +25,7 @@ from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.sampling.call import sample
 
 TILE: Final = 1024  # tokens of a tile
-ROOM: Final = 1 << 22  # logits of a slab: 16 MiB, which stay in the cache of a large GPU
-SLABS: Final = 8  # at least, so that few rows do not store their logits either
+ROOM: Final = 1 << 23  # logits of a slab: 32 MiB, which stay in the cache of a large GPU
 WARPS: Final = 4
 
 
@@ -97,14 +96,17 @@ def lm_head_sample(
             edited = edit(raw, first, requests, **edits)  # type: ignore[arg-type]  the edits by name
             running.flags |= edited.nan * 1 + edited.bad * 2
             running.take(edited.x, raw, None, first, stream)
+            del edited
+        del raw  # before the next slab is made
     result = running.draw(invalid_token)
     return result if raw_logprob else SampleResult(**{**vars(result), "raw_logprob": None})
 
 
 def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
-    """(first, width) of the slabs: whole tiles, as many as there is room for."""
-    width = min(ROOM // max(N, 1), triton.cdiv(V, SLABS))
-    width = max(triton.cdiv(width, TILE), 1) * TILE
+    """(first, width) of the slabs: whole tiles, as many as there is room for, less than a quarter of the logits."""
+    most = max(min(ROOM // max(N, 1), (V - 1) // 4) // TILE, 1)
+    tiles = triton.cdiv(V, TILE)
+    width = triton.cdiv(tiles, triton.cdiv(tiles, most)) * TILE  # of one size: a small last slab would cost a wave
     return ((first, min(width, V - first)) for first in range(0, V, width))
 
 
