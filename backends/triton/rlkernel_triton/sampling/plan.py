@@ -63,7 +63,8 @@ class Law:
     def arguments(self) -> tuple[Any, ...]:
         """What kernels take, numbers or contiguous tensors: temperature, top_k, top_p, min_p, seed, step; slot."""
         k = max(-1, min(self.top_k, 2**31 - 1)) if isinstance(self.top_k, int) else self.top_k
-        given = (self.temperature, k, self.top_p, self.min_p, as_int64(self.seed), as_int64(self.step), self.slot)
+        T, p, m = (float(v) if isinstance(v, int) else v for v in (self.temperature, self.top_p, self.min_p))
+        given = (T, k, p, m, as_int64(self.seed), as_int64(self.step), self.slot)
         return tuple(flat(value) if isinstance(value, Tensor) else value for value in given)
 
     def searches(self, K: int) -> bool:
