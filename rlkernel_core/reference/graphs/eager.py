@@ -45,6 +45,9 @@ class EagerRecorder:
     def synchronize(self) -> None:
         """Nothing runs behind our back."""
 
+    def release(self) -> None:
+        """Nothing is shared."""
+
 
 class EagerRecording:
     """Static inputs, static outputs, and the function in between."""

@@ -126,6 +126,7 @@ class Graphed:
             self._recorder.synchronize()
             if mode == "discard":
                 self._table.forget("discarded")
+                self._recorder.release()
             self._state = PAUSED
 
     def resume(self) -> None:
@@ -142,6 +143,7 @@ class Graphed:
             if self._state != CLOSED:
                 self._recorder.synchronize()
                 self._table.forget("closed")
+                self._recorder.release()
                 self._state = CLOSED
 
     @contextmanager

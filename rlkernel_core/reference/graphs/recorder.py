@@ -70,3 +70,7 @@ class Recorder(Protocol):
     def synchronize(self) -> None:
         """Wait until replays under way are done."""
         ...
+
+    def release(self) -> None:
+        """Called when a callable gave up its graphs for good: memory that no graph of the group uses may go."""
+        ...

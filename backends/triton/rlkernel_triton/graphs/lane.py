@@ -79,15 +79,20 @@ class Lane:
         return self._pool
 
     def leave(self, pool: Pool) -> None:
-        """One user less; the last one ends the pool."""
+        """One user less. A pool without users waits for the next one, unless it was retired."""
         pool.users -= 1
-        if pool.users == 0:
+        if pool is not self._pool and pool.users == 0:
             pool.close()
-            self.retire(pool)
 
     def retire(self, pool: Pool) -> None:
         """Use another pool from now on; graphs that are in this one stay."""
         if self._pool is pool:
+            self._pool = None
+
+    def release(self) -> None:
+        """End the pool if nobody uses it."""
+        if self._pool is not None and self._pool.users == 0:
+            self._pool.close()
             self._pool = None
 
 

@@ -50,6 +50,7 @@ class TorchGraphRecorder:
         self.verify = "first" if torch.version.hip else "never"
         self._lane = lane_of(group, device)
         self.order = self._lane.order  # called at every call: nothing stands between
+        self.release = self._lane.release
 
     def synchronize(self) -> None:
         """Wait for the device."""

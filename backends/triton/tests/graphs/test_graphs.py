@@ -141,11 +141,12 @@ def test_a_forgotten_graph_does_not_end_the_pool_of_the_next(capture, cuda) -> N
     assert capture(lambda x: x * 3, (torch.ones(2),))(torch.ones(2)).tolist() == [3, 3]
 
 
-def test_evictions_take_all_graphs_of_a_callable(capture) -> None:
+def test_evictions_take_all_graphs_of_a_callable_and_leave_the_pool(capture, cuda) -> None:
     g = capture(lambda x, t: x * t, (torch.ones(2), 0.0), max_graphs=3)
     for t in (1.0, 2.0, 3.0, 4.0, 1.0):
         assert g(torch.ones(2), t).tolist() == [t, t]
     assert (g.stats.graphs, g.stats.evictions) == (3, 3)
+    assert cuda.users == {(0, 1): 4}
 
 
 def test_a_call_on_another_stream_waits_for_the_one_before(capture, cuda) -> None:
