@@ -8,7 +8,7 @@ Nothing needs to be installed but the dependencies. Distributions of the clone (
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
 card; the benchmarks have it alone. What runs out of time is ended and said so.
 
-Writes summary.json, log.txt, tests.json, conformance-BACKEND.json and bench/results.json under --out.
+Writes summary.json, log.txt, tests.json, conformance-BACKEND-PROFILE.json and bench/results.json under --out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ SUITES = (
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
-CHECKING = 0.45  # share of the time for tests and conformance
-JOBS = 8  # processes that share the card
+JOBS = max(2, (os.cpu_count() or 2) - 2)  # processes that share the card: most of their time is compilation
 
 
 def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
@@ -137,7 +136,7 @@ def junit(report: Path) -> dict[str, Any]:
     return {k: int(suite.get(k) or 0) for k in ("tests", "failures", "errors", "skipped")} | {"failed": failed}
 
 
-def conformance(session: Session, backends: list[str], device: str, profile: str, limit: float) -> list[Any]:
+def conformance(session: Session, backends: list[str], device: str, profile: str, until: float) -> list[Any]:
     """Every operator of every backend against its clauses, as jobs, each in a process of its own."""
     from rlkernel import policy
     from rlkernel_core.spec import OPERATORS
@@ -147,20 +146,22 @@ def conformance(session: Session, backends: list[str], device: str, profile: str
         manifest = policy.installed()[backend].manifest
         claimed = {i.op.partition("@")[0] for i in manifest.impls} if manifest else set()
         for op in (op for op in OPERATORS if op in claimed):
-            folder = session.work / "conformance" / backend / op
+            folder = session.work / "conformance" / profile / backend / op
             command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
             command += ["--profile", profile, "--device", device, "--jobs", "1", "--report", str(folder)]
             jobs.append(
-                lambda c=command, n=f"conformance of {backend} {op}": session.run(n, c, min(limit, session.left))
+                lambda c=command, n=f"conformance of {backend} {op}, {profile}": session.run(
+                    n, c, until - time.monotonic()
+                )
             )
     return jobs
 
 
-def merged_conformance(session: Session, backend: str) -> dict[str, Any] | None:
+def merged_conformance(session: Session, backend: str, profile: str) -> dict[str, Any] | None:
     """The reports of one backend's operators as one report; what was not finished is not in it."""
     from rlkernel_conformance.report import content_hash, worst
 
-    files = sorted((session.work / "conformance" / backend).glob("*/report.json"))
+    files = sorted((session.work / "conformance" / profile / backend).glob("*/report.json"))
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     if not reports:
         return None
@@ -229,7 +230,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="as of rlkernel bench run")
     parser.add_argument("--size", default="full")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--profile", default="standard", help="of conformance")
+    parser.add_argument("--profile", default="standard", help="of conformance, or several with commas")
+    parser.add_argument("--checking", type=float, default=0.45, help="share of the time for tests and conformance")
     return parser.parse_args()
 
 
@@ -253,19 +255,23 @@ def main() -> int:
         session = Session(asked.out, work, time.monotonic() + asked.budget, environ, bare, log)
         names = asked.backends.split(",") if asked.backends else [*folders, "reference"]
         parts = asked.only.split(",")
-        limit = asked.budget * (CHECKING if "bench" in parts else 0.97)
+        limit = asked.budget * (asked.checking if "bench" in parts else 0.97)
+        until = time.monotonic() + limit
+        profiles = asked.profile.split(",")
         checks = tests(session, {n: f for n, f in folders.items() if n in names}, limit) if "tests" in parts else []
         attacks = []
         if "conformance" in parts:
-            attacks = conformance(session, [n for n in names if n != "reference"], asked.device, asked.profile, limit)
-        found = in_parallel([*checks, *attacks], session, time.monotonic() + limit)
+            held = [n for n in names if n != "reference"]
+            attacks = [job for p in profiles for job in conformance(session, held, asked.device, p, until)]
+        found = in_parallel([*checks, *attacks], session, until)
         if checks:
             kept = [report for report in found if report and "name" in report]
             (asked.out / "tests.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        for name in names:
-            report = merged_conformance(session, name) if attacks else None
+        for name, profile in ((n, p) for n in names for p in profiles):
+            report = merged_conformance(session, name, profile) if attacks else None
             if report is not None:
-                (asked.out / f"conformance-{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+                text = json.dumps(report, indent=1)
+                (asked.out / f"conformance-{name}-{profile}.json").write_text(text, encoding="utf-8")
         if "bench" in parts:
             bench(session, asked, names)
         summary = {"steps": session.steps, "seconds_left": round(session.left, 1)}
