@@ -119,11 +119,8 @@ def _select(ins: Instruction) -> Step:
     """v_cndmask: the second operand where the mask is set, else the first."""
     ops = ins.operands
     mask = lane_mask(ops[3] if len(ops) > 3 else _VCC)
-    reads = [u32(o) for o in ops[1:3]]
-    signed = any(o.negate or o.absolute for o in ops[1:3])
-    if signed:
-        floats = [f32(o) for o in ops[1:3]]
-        reads = [lambda t, r=r: np.asarray(r(t)).view(U32) for r in floats]  # type: ignore[misc]
+    floats = [f32(o) for o in ops[1:3]]
+    reads: list[Reader] = [lambda t, r=r: np.asarray(r(t)).view(U32) for r in floats]  # type: ignore[misc]
     if ins.encoding == "sdwa":
         reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     if ins.encoding == "dpp":

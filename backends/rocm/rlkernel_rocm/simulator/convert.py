@@ -58,7 +58,7 @@ FROM_F32: Final[Mapping[str, Compute]] = {
 TO_F32: Final[Mapping[str, Compute]] = {
     "v_cvt_f32_i32": lambda x: np.asarray(x, U32).view(I32).astype(F32),
     "v_cvt_f32_u32": lambda x: np.asarray(x, U32).astype(F32),
-    "v_cvt_f32_f16": lambda x: from_f16(np.asarray(x, U32)),
+    "v_cvt_f32_f16": lambda x: x,
     "v_cvt_f32_bf16": lambda x: from_bf16(np.asarray(x, U32)),
     "v_cvt_f32_ubyte0": lambda x: (x & U32(255)).astype(F32),
     "v_cvt_f32_ubyte1": lambda x: (x >> U32(8) & U32(255)).astype(F32),
@@ -267,11 +267,15 @@ def bind(ins: Instruction) -> Step | None:
     if name in FROM_F32 or name in TO_F32:
         sink, to_bits = Sink(ins), name in FROM_F32
         compute = (FROM_F32 if to_bits else TO_F32)[name]
-        read = f32(ins.operands[1]) if to_bits else u32(ins.operands[1])
+        read = (f32 if to_bits else half if name == "v_cvt_f32_f16" else u32)(ins.operands[1])
         if ins.encoding == "sdwa":
             if to_bits and ins.modifiers.get("src0_sel", "DWORD") != "DWORD":
                 raise unknown(ins)
-            read = read if to_bits else sdwa(ins, 0, read)
+            if name == "v_cvt_f32_f16":
+                part = sdwa(ins, 0, u32(ins.operands[1]))
+                read = lambda t: from_f16(np.asarray(part(t)))  # noqa: E731 one of several readers
+            elif not to_bits:
+                read = sdwa(ins, 0, read)
         elif ins.encoding == "dpp" or "op_sel" in ins.modifiers:
             raise unknown(ins)
         return lambda t: sink.put(t, compute(read(t)))

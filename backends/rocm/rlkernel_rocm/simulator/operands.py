@@ -27,7 +27,14 @@ def unknown(ins: Instruction) -> UnknownInstructionError:
 
 
 def u32(op: Operand, word: int = 0) -> Reader:
-    """32 bits: word 0 or 1 of the operand."""
+    """32 bits: word 0 or 1 of an operand without a sign or bars, which mean nothing to integers."""
+    if op.negate or op.absolute:
+        raise UnknownInstructionError(f"a sign or bars at an operand that is read as bits: {op}")
+    return bits32(op, word)
+
+
+def bits32(op: Operand, word: int = 0) -> Reader:
+    """32 bits: word 0 or 1 of the operand, its sign and bars left to the caller."""
     index = op.index + word
     if op.kind == "v":
         return lambda t: t.v[index]
@@ -50,7 +57,7 @@ def i32(op: Operand) -> Reader:
 
 def f32(op: Operand, word: int = 0) -> Reader:
     """A float with its sign and its bars."""
-    read, negate, absolute = u32(op, word), op.negate, op.absolute
+    read, negate, absolute = bits32(op, word), op.negate, op.absolute
     if not (negate or absolute):
         return lambda t: read(t).view(F32)
 
@@ -64,7 +71,7 @@ def f32(op: Operand, word: int = 0) -> Reader:
 
 def half(op: Operand, shift: int = 0) -> Reader:
     """The float16 in the low or (16) the high half, as float32; a decimal constant stands for itself."""
-    read, negate, absolute = u32(op), op.negate, op.absolute
+    read, negate, absolute = bits32(op), op.negate, op.absolute
 
     def value(t: Team) -> Array:
         x = read(t).view(F32) if op.floating else from_f16(np.asarray(read(t)) >> U32(shift))

@@ -14,7 +14,7 @@ import numpy as np
 from rlkernel_rocm.simulator.assembly import Instruction, Operand
 from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
 from rlkernel_rocm.simulator.lanes import dpp, sdwa, sdwa_store
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, full, u32, u64, unknown
+from rlkernel_rocm.simulator.operands import Reader, Step, bits32, f32, full, u32, u64, unknown
 from rlkernel_rocm.simulator.team import Team
 
 Compute = Callable[..., Any]
@@ -275,7 +275,7 @@ def _moved(
     ins: Instruction, compute: Compute, ops: list[Operand], read: Callable[..., Reader], reads: list[Reader], sink: Sink
 ) -> Step:
     op = ops[0]
-    first = dpp(ins, full(u32(op)))
+    first = dpp(ins, full(bits32(op)))
 
     def step(t: Team) -> None:
         value, enable = first(t)

@@ -119,6 +119,16 @@ def test_signs_bars_and_output_modifiers() -> None:
     assert (set(floats(t, 4)[0]), set(floats(t, 5)[0])) == ({12.0}, {1.0})
 
 
+def test_signs_and_bars_of_halves_are_heeded_and_those_of_bits_refused() -> None:
+    t = team()
+    t.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
+    run(t, "v_cvt_f32_f16_e64 v4, -v1", "v_cvt_f32_f16_sdwa v5, v1 src0_sel:WORD_1")
+    run(t, "v_cndmask_b32_e64 v6, v4, -v4, s[0:1]", "v_cvt_f32_f16_e64 v7, -|v1|")
+    assert [floats(t, i)[0, 0] for i in (4, 5, 6, 7)] == [-3.0, 0.5, -3.0, -3.0]
+    with pytest.raises(UnknownInstructionError, match="sign or bars"):
+        run(t, "v_add_u32_e64 v4, -v1, v2")
+
+
 def test_a_multiply_add_mixes_floats_and_halves() -> None:
     t = team()
     t.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
