@@ -166,6 +166,12 @@ def test_a_number_and_a_tensor_of_it_mean_the_same(small, device) -> None:
         assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
 
 
+def test_an_integer_stands_for_a_number(small, device) -> None:
+    x = torch.randn(1, 40, generator=torch.Generator().manual_seed(6)).to(device)
+    one, other = rlk.sample(x, temperature=1, top_p=1, seed=1, step=1), rlk.sample(x, seed=1, step=1)
+    assert (one.token.item(), one.logprob.item()) == (other.token.item(), other.logprob.item())
+
+
 def test_a_call_that_was_checked_lets_no_other_pass(small, device) -> None:
     x = torch.randn(2, 40, device=device)
     asked = {"seed": torch.arange(2, device=device), "step": 1}
