@@ -11,7 +11,7 @@ from threading import Lock
 import pytest
 
 import rlkernel as rlk
-from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.harness import Outcome, clauses_of
 from rlkernel_conformance.leftovers import attacks_with_leftovers
 from rlkernel_conformance.manifests import load
 from rlkernel_conformance.places import Work, attack_everywhere
@@ -107,6 +107,12 @@ def test_a_manifest_of_another_name_is_an_error(cheerful) -> None:
 def test_devices_of_several_kinds_are_an_error() -> None:
     with pytest.raises(ConfigError, match="a run of its own"):
         run("reference", EFFORT, devices=("cpu", "cuda:0"))
+
+
+def test_ranks_that_are_threads_are_for_a_host() -> None:
+    due, rest = clauses_of(Subject("reference", "capture", "cuda:0"))
+    assert "GC-26" not in {a.clause.id for a in due}
+    assert {o.clause: o.status for o in rest}["GC-26"] == "no_room"
 
 
 def test_two_places_share_a_run_and_every_clause_is_told_once() -> None:
