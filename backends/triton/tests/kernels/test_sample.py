@@ -115,11 +115,11 @@ def test_edits_come_before_the_filters(small, device, seed) -> None:
 
 @pytest.mark.parametrize(("k", "p", "fallback"), [(8, 1.0, False), (0, 0.3, False), (9, 1.0, True), (0, 0.999, True)])
 def test_what_the_candidates_do_not_tell_is_searched_for(small, device, k, p, fallback) -> None:
-    x = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
-    asked = {"top_k": k, "top_p": p, "seed": torch.arange(4), "step": 0}
+    x = 3 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    asked = {"top_k": k, "top_p": p, "seed": torch.arange(2), "step": 0}
     agree(x, asked, device)
     out = rlk.sample(x.to(device), **{n: v.to(device) if n == "seed" else v for n, v in asked.items()})
-    assert [fallback] * 4 == ((out.status & Status.FALLBACK.value) != 0).tolist()
+    assert [fallback] * 2 == ((out.status & Status.FALLBACK.value) != 0).tolist()
 
 
 def test_ties_across_groups_go_to_the_lowest_ids(small, device) -> None:
