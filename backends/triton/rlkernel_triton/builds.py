@@ -18,6 +18,7 @@ MODULES: Final[tuple[str, ...]] = (
     "rlkernel_triton.logprob_kernels",
     "rlkernel_triton.loss_builds",
     "rlkernel_triton.moments_kernels",
+    "rlkernel_triton.quant.builds",
     "rlkernel_triton.scan_builds",
     "rlkernel_triton.sampling.builds",
     "rlkernel_triton.top_ids",

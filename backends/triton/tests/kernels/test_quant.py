@@ -55,12 +55,11 @@ def same_parts(a, b):
 
 
 @pytest.mark.parametrize("spec", SPECS, **ids)
-@pytest.mark.parametrize(("N", "K"), [(64, 256), (7, 301)])
-def test_codes_scales_and_values_have_the_bits_of_the_reference(device, spec, N, K) -> None:
-    w = weight(N, K, device)
+def test_codes_scales_and_values_have_the_bits_of_the_reference(device, spec) -> None:
+    w = weight(7, 301, device)
     want, found = reference.quantize(w, spec), rlk.quantize(w, spec)
     assert same_parts(found, want)
-    for dtype in (torch.float32, torch.bfloat16) if N < 64 else (torch.float16,):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert same(rlk.dequantize(want, dtype=dtype), reference.dequantize(want, dtype=dtype))
 
 
@@ -68,6 +67,7 @@ def test_codes_scales_and_values_have_the_bits_of_the_reference(device, spec, N,
 def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, spec) -> None:
     first, second = weight(64, 256, device), 3 * weight(64, 256, device).flip(0)
     w = rlk.quantize(first, spec)
+    assert same_parts(w, reference.quantize(first, spec))
     tiles = rlk.prepack(w)
     assert tiles.layout == storage.W4
     assert rlk.prepack(tiles, layout="canonical").same_bits(w)
@@ -117,8 +117,8 @@ PRODUCTS = [
 ]
 
 
-CASES = [(spec, rounding, torch.float16) for spec in PRODUCTS for rounding in ("any", "none", "dtype")]
-CASES += [(spec, "any", torch.bfloat16) for spec in PRODUCTS[:2]]
+CASES = [(spec, rounding, torch.float16) for spec in PRODUCTS[:4] for rounding in ("none", "dtype")]
+CASES += [(spec, "any", torch.bfloat16) for spec in PRODUCTS]
 
 
 @pytest.mark.parametrize(("spec", "rounding", "dtype"), CASES, **ids)
@@ -160,8 +160,9 @@ def test_every_cut_adds_up_the_same_product(device, cut) -> None:
         assert bool(((y.double() - want).abs() <= bound_of(x, w, want)).all())
 
 
-@pytest.mark.parametrize("M", [5, 300])  # 300: dequantised in pieces
-@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("M", "activation"), [(5, None), (5, "gelu"), (5, "swiglu"), (1030, "swiglu")]
+)  # 1030: dequantised in pieces
 def test_what_follows_the_product_and_its_gradients(device, M, activation) -> None:
     g = torch.Generator().manual_seed(7)
 
