@@ -13,6 +13,7 @@ from typing import Any, Final
 # Modules with a function `builds(arch: str) -> Iterable[Build]`; arch is "sm90", "gfx942", …
 MODULES: Final[tuple[str, ...]] = (
     "rlkernel_triton.head_builds",
+    "rlkernel_triton.head_draw_builds",
     "rlkernel_triton.kept_bits",
     "rlkernel_triton.law_kernel",
     "rlkernel_triton.logprob_kernels",
@@ -22,6 +23,7 @@ MODULES: Final[tuple[str, ...]] = (
     "rlkernel_triton.scan_builds",
     "rlkernel_triton.sampling.builds",
     "rlkernel_triton.top_ids",
+    "rlkernel_triton.verify_builds",
 )
 
 
