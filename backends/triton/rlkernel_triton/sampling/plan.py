@@ -31,10 +31,10 @@ class Shape:
     K: int = 64  # groups that are read again, and the largest top-k of the quick way
     C: int = 128  # candidates that are told apart
     FEW: int = 1024  # tokens that the exact search tells apart without the row
-    BLOCK: int = 4096  # tokens a step of the exact search
+    BLOCK: int = 2048  # tokens a step of the exact search; with 4096 it spills on CDNA, whatever the warps
     stream_warps: int = 4  # decides the order of a sum too
     finish_warps: int = 8
-    search_warps: int = 16
+    search_warps: int = 8
     per: int = 0  # tiles a program of the stream; 0: by the batch
 
     def tiles_a_program(self, N: int) -> int:
