@@ -60,6 +60,16 @@ def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
     return found
 
 
+def made_for(folders: dict[str, Path], device: str) -> list[str]:
+    """Backends that one would install for the device; those in a folder with one that is for others are left out."""
+    from rlkernel.discover import FIRST_PARTY
+    from rlkernel.probe import arch_of
+
+    kind, arch = device.partition(":")[0], arch_of(device)
+    other = {folders[n] for n, ours in FIRST_PARTY.items() if n in folders and not ours.made_for(kind, arch)}
+    return [n for n, folder in folders.items() if folder not in other]
+
+
 @dataclass
 class Session:
     """One call: where things are, how long it may take, what has happened."""
@@ -253,7 +263,7 @@ def main() -> int:
         sys.path[:0] = [str(p) for p in (work / "dist", *paths)]
         environ, bare = (environment(work / which, *paths) for which in ("dist", "bare"))
         session = Session(asked.out, work, time.monotonic() + asked.budget, environ, bare, log)
-        names = asked.backends.split(",") if asked.backends else [*folders, "reference"]
+        names = asked.backends.split(",") if asked.backends else [*made_for(folders, asked.device), "reference"]
         parts = asked.only.split(",")
         limit = asked.budget * (asked.checking if "bench" in parts else 0.97)
         until = time.monotonic() + limit

@@ -176,6 +176,12 @@ def gpu_all():
     return module
 
 
+def test_backends_for_other_hardware_take_no_time_of_a_gpu(monkeypatch) -> None:
+    folders = {"triton": "t", "cuda": "c", "rocm": "r", "aiter": "r"}
+    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "sm90")
+    assert gpu_all().made_for(folders, "cuda:0") == ["triton", "cuda"]
+
+
 def test_the_backends_of_a_clone_are_found_as_our_own_without_an_installation(tmp_path) -> None:
     folders = gpu_all().distributions(tmp_path)
     assert {"reference", "triton", "cuda"} <= set(folders)
