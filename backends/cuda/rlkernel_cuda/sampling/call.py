@@ -103,7 +103,8 @@ def sample(
     """
     args = locals()
     # What the arguments are, without where they lie: calls that agree in it share their checks and their plan.
-    key = (_seen(logits), logits.stride(), *map(_seen, list(args.values())[1:]), torch.is_grad_enabled())
+    strides = logits.stride() if isinstance(logits, Tensor) else None
+    key = (_seen(logits), strides, *map(_seen, list(args.values())[1:]), torch.is_grad_enabled())
     plan = PLANS.get(key)
     if plan is None:
         plan = _planned(key, args)
