@@ -147,7 +147,7 @@ CASES = [
     ),
     (
         "flashinfer/missing",
-        "warning",
+        "note",
         machine(packages=packages(rlkernel_cuda="0.1.0")),
         "without",
         "flashinfer-python",
