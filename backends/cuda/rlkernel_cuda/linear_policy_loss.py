@@ -30,7 +30,7 @@ from rlkernel_cuda import linear_logprob as head_alone
 from rlkernel_cuda import plan
 from rlkernel_cuda.head import coefficients, from_saved, head_of, room_to_save, scatter_rows, statistics
 from rlkernel_cuda.products import product
-from rlkernel_triton.loss_batch import BLOCK, LossBatch
+from rlkernel_triton.loss_batch import BLOCK, LossBatch, scaled
 from rlkernel_triton.policy_loss import policy_loss
 
 # Logits that are kept at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
@@ -313,8 +313,8 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = tuple(
-            None if x is None else torch.mul(x, upstream, out=torch.empty_like(x, dtype=dtype))
+        made = tuple(
+            None if x is None else scaled(x, upstream, dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (None, None, None, None, *scaled)
+        return (None, None, None, None, *made)

@@ -24,7 +24,7 @@ from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.logprob import per_row, slopes, statistics
-from rlkernel_triton.loss_batch import LossBatch
+from rlkernel_triton.loss_batch import LossBatch, scaled
 from rlkernel_triton.row_layout import rows_of
 
 if TYPE_CHECKING:
@@ -338,8 +338,8 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = tuple(
-            None if x is None else torch.mul(x, upstream, out=torch.empty_like(x, dtype=dtype))
+        made = tuple(
+            None if x is None else scaled(x, upstream, dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (None, None, None, None, *scaled)
+        return (None, None, None, None, *made)

@@ -253,7 +253,9 @@ def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     if out.numel():
         with on_device_of(out):
             grid = (triton.cdiv(out.numel(), _SCALED),)
-            scale_kernel[grid](upstream, gradient, out, out.numel(), BLOCK=_SCALED, **FUSED)
+            scale_kernel[grid](
+                upstream, gradient.contiguous(), out, out.numel(), INTERPRETED=INTERPRETED, BLOCK=_SCALED, **FUSED
+            )
     return out
 
 

@@ -57,9 +57,10 @@ def builds(arch: str) -> Iterator[Build]:
         count_kernel, "any", {"mask": "*u8", "counts": "*i64", "T": "i32", "parts": "i32"},
         {"PART": 16384, "BLOCK": 2048}, divisible=("mask", "counts", "T"),
     )  # fmt: skip
-    yield Build(
-        scale_kernel, "any", {"upstream": "*fp32", "gradient": "*fp32", "out": "*fp32", "N": "i32"}, {"BLOCK": 1024},
-        divisible=("gradient", "out", "N"),
-    )  # fmt: skip
+    for dtype in ("fp32", "bf16"):
+        yield Build(
+            scale_kernel, dtype, {"upstream": "*fp32", "gradient": f"*{dtype}", "out": f"*{dtype}", "N": "i32"},
+            {"INTERPRETED": False, "BLOCK": 1024}, divisible=("gradient", "out", "N"),
+        )  # fmt: skip
     yield Build(tokens_kernel, "any", {"counts": "*i64", "out": "*i64", "sequences": "i32"}, {"SIZE": 1024})
     yield Build(total_kernel, "any", {"partial": "*fp32", "loss": "*fp32", "out": "*fp32", "P": "i32"}, {"SIZE": 1024})

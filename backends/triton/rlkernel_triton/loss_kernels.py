@@ -10,6 +10,7 @@ Legend: N tokens · B sequences · T padded length · P programs · K statistics
 import triton
 import triton.language as tl
 
+from rlkernel_triton.arithmetic import stored_as
 from rlkernel_triton.loss_terms import EXPONENT_LIMIT, LOG_FLOOR, above, estimate, surrogate, within
 
 # Partial results of a program, by row of the table [K, P]; `total_kernel` says what becomes of each.
@@ -335,11 +336,11 @@ def count_kernel(mask, counts, T, parts, PART: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def scale_kernel(upstream, gradient, out, N, BLOCK: tl.constexpr):
+def scale_kernel(upstream, gradient, out, N, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr):
     """A gradient times the one that arrives, rounded once."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gradient + i, mask=i < N, other=0.0) * tl.load(upstream).to(tl.float32)
-    tl.store(out + i, g.to(out.dtype.element_ty), mask=i < N)
+    g = tl.load(gradient + i, mask=i < N, other=0.0).to(tl.float32) * tl.load(upstream).to(tl.float32)
+    tl.store(out + i, stored_as(g, out.dtype.element_ty, INTERPRETED), mask=i < N)
 
 
 @triton.jit(do_not_specialize=["sequences"])

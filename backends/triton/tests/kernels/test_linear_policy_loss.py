@@ -119,3 +119,16 @@ def test_plain_and_fused_losses_agree_on_the_same_log_probabilities(device) -> N
         out.logprob, *(given[n].to(device) for n in ("old_logprob", "advantages")), mask=given["mask"].to(device)
     )
     torch.testing.assert_close(out.loss, plain.loss, atol=1e-7, rtol=1e-6)
+
+
+def test_an_upstream_gradient_is_not_rounded_to_16_bits(device) -> None:
+    """A factor without dimensions once took the dtype of what it scales: 0.3 was 0.30078 in bfloat16."""
+    given = {n: x.to(device) for n, x in step().items()} | {"kind": "grpo"}
+    given = {n: x.bfloat16() if n in OPERANDS else x for n, x in given.items()}
+    gradients = []
+    for factor in (1.0, 0.3):
+        leaves = {n: given[n].detach().clone().requires_grad_() for n in OPERANDS}
+        (factor * rlk.linear_policy_loss(**given | leaves).loss).backward()
+        gradients.append(leaves["weight"].grad.double())
+    one, less = gradients
+    assert float((less * one).sum() / (one * one).sum()) == pytest.approx(0.3, rel=5e-4)
