@@ -19,6 +19,7 @@ from rlkernel_bench.suites import SIZES, SUITES
 from rlkernel_bench.work import GOALS, Goal, Judgment, Problem, Work
 
 from rlkernel_core.errors import ResolutionError, UnknownNameError
+from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec import OPERATORS
 
 MACHINE = Ceilings(copy=1e12, read=1e12, cached=1e12, flops={"float32": 1e12}, cache_bytes=1 << 20)
@@ -210,7 +211,8 @@ def test_a_device_that_is_lost_ends_the_run_and_says_so(monkeypatch) -> None:
     assert fails(content) == ["the device was lost: CUDA error"]
 
 
-def test_a_format_that_is_not_there_yet_is_refused_by_name() -> None:
+def test_a_format_that_does_not_exist_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.delitem(FORMATS, "mxfp4")
     content = run(["seeds"], only=["mxfp4"], effort=QUICK)
     assert [r["status"] for r in content["results"]] == ["refused"]
     assert "unknown format 'mxfp4'" in content["results"][0]["message"]
