@@ -56,6 +56,16 @@ class Subject:
         """Call the operator."""
         return getattr(rlkernel, self.op)(*args, **kwargs)
 
+    def unless_refused(self, *args: Any, **kwargs: Any) -> Any | None:
+        """Call the operator; None where the backend's own `check` refuses the call at selection, as it may."""
+        try:
+            return self(*args, **kwargs)
+        except ResolutionError as error:
+            rejected = error.decision.rejected if error.decision is not None else ()
+            if any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected):
+                return None
+            raise
+
     def tolerance(self, output: str, dtype: str) -> tuple[float, float]:
         """(atol, rtol) of an output for inputs of a dtype; the row of float32 where the spec has none for it."""
         rows = {t.dtype: t for t in self.spec.tolerances if t.output == output}

@@ -98,7 +98,7 @@ def check_gradients(
         require(have.shape == expected.shape, f"d_{name} has shape {have.shape}, not {expected.shape}")
         error = float(np.linalg.norm(have - expected))
         # The tolerance is that of many roundings together; where few elements hold the norm, they may err more. Two
-        # roundings to bf16 of normal values, 1 to 50 of them, came to 0.92 of it at most, in millions of draws of each size.
+        # roundings to bf16 of normal values, 1 to 50 of them, came to 0.92 of it at most, in millions of draws a size.
         squares = np.square(expected)
         few = 1 + 3 * float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 4.0
         bound = atol + rtol * few * max(float(np.linalg.norm(expected)), size)
