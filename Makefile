@@ -25,7 +25,7 @@ demo: $(STAMP) ## watch a small model learn arithmetic by GRPO on this machine, 
 	$(VENV)/bin/rlkernel demo
 
 test: $(STAMP) ## all tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
 
 check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff format --check .
