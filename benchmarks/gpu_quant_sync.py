@@ -14,9 +14,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
+from gpu_all import PATHS, ROOT, distributions, environment
 
 import rlkernel as rlk
 from rlkernel import nn
@@ -68,12 +70,19 @@ def renewed(kind: str, device: str) -> dict[str, object]:
 
 def main() -> None:
     """Every format, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as site:
+        folders = distributions(Path(site))  # so that the backends of the clone are found as if installed
+        tried(environment(Path(site), *(ROOT / p for p in PATHS), *folders.values()))
+
+
+def tried(environ: dict[str, str]) -> None:
+    """Try each format and write what came of it."""
     out = Path(os.environ.get("OUT", ".")) / "quant_sync.json"
     rows: list[dict[str, object]] = []
     for kind in FORMATS:
         command = [sys.executable, __file__, kind]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environ)
             said = done.stdout.strip().splitlines()
             failed = {"format": kind, "error": done.stderr[-600:]}
             rows.append(json.loads(said[-1]) if done.returncode == 0 and said else failed)
