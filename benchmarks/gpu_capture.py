@@ -3,7 +3,8 @@
     python benchmarks/gpu_capture.py --out $OUT [--seconds 80]
 
 Writes gpu_capture.json after every section and the reports of the conformance runs; a section that raises loses itself
-only. Nothing needs to be installed but what gpu_all.py names. Ends by itself.
+only. Nothing needs to be installed but what gpu_all.py names. Ends by itself. One file over 400 lines, since what it
+attacks and times has one machine and one set of graphs to share.
 
 Predictions, written before the first run (H200): replay through the wrapper over a bare graph with one copy of 8
 inputs: +9 us with views, +13 us with clones; guards +2 us; 1000 replays grow nothing; 26 to 30 clauses of 32 held at

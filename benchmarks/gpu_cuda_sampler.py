@@ -6,6 +6,7 @@ Each stage runs in a process of its own with a time limit, because a wrong barri
 $OUT/gpu_cuda_sampler.json after every stage; prints one line a finding. Ends within 90 seconds.
 
 Timing: calls over rotating inputs (256 MB of them, two at least) in one CUDA graph, median of seven replays.
+One file over 400 lines, since it compares shapes of which one ships per batch: that one is timed by `rlkernel bench`.
 """
 
 from __future__ import annotations

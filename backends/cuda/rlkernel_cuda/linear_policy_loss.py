@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
+from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.reference.row_selection import choose, selected
 from rlkernel_core.reference.row_statistics import temperatures
 from rlkernel_core.spec import linear_policy_loss as spec
@@ -156,7 +156,7 @@ def linear_policy_loss(
         )  # fmt: skip
         made = _block_by_block(hidden, weight, ids, counted, batch, logprob, way.block, of_head, entropy=entropy)
         value, stats = batch.summary(made.partial, entropy=entropy)
-    loss = _Known.apply(value, made.hidden, made.weight, made.bias, hidden, weight, bias)  # type: ignore[no-untyped-call]
+    loss = attach(value, (made.hidden, hidden), (made.weight, weight), (made.bias, bias), by=scaled)
     return LossResult(loss, stats, logprob, made.entropy)
 
 
@@ -292,29 +292,3 @@ def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Ten
     at = torch.arange(ids.shape[0], device=ids.device)
     inside = (at >= cu_seqlens[0]) & (at < cu_seqlens[-1])
     return inside if counted is None else inside & counted
-
-
-class _Known(torch.autograd.Function):
-    """A scalar whose gradients were made with it; backward scales them and rounds once more."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        d_hidden: Tensor | None,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-        *operands: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in operands)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made = tuple(
-            None if x is None else scaled(x, upstream, dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, None, None, *made)

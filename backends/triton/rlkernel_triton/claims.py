@@ -33,7 +33,7 @@ _GROUPS: Final = ("g128", "g64", "g32", "channel")
 # Formats of weights and their options; others may be added to the core that no kernel here reads.
 _FORMATS: Final = frozenset({
     *(f"format:int4_{group}{kind}" for group in _GROUPS for kind in ("", "_asym")),
-    *("format:nf4", "double_quant", "group:128", "format:int8_channel", "format:int8_w8a8"),
+    *("format:nf4", "double_quant", "format:int8_channel", "format:int8_w8a8"),
     *("format:fp8_tensor", "format:fp8_channel", "format:fp8_block128"),
     *("element:e5m2", "element:e4m3fnuz", "element:e5m2fnuz"),
     *("scale_dtype:bfloat16", "scale_dtype:float16", "scale_dtype:float32"),

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec.logprob import Support
@@ -169,8 +169,7 @@ def linear_policy_loss(
             head.backward(rows, logits, law, g, g_entropy, dz, into)
         value, stats = batch.summary(partial, entropy=entropy)
     d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
-    made = (d_hidden, into.weight, into.bias)
-    loss = _Known.apply(value, *made, hidden, weight, bias)  # type: ignore[no-untyped-call]
+    loss = attach(value, (d_hidden, hidden), (into.weight, weight), (into.bias, bias), by=scaled)
     return LossResult(loss, stats, logprob, H)
 
 
@@ -317,29 +316,3 @@ def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Ten
 def _needs_all(config: LossConfig, old: Tensor | None, rollout: Tensor | None) -> bool:
     """Whether a token's gradient depends on the log-probabilities of others."""
     return config.level == "sequence" or (old is None and rollout is not None)
-
-
-class _Known(torch.autograd.Function):
-    """A scalar whose gradients were made with it; backward scales them, rounds once and makes no copy in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        d_hidden: Tensor | None,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
-        *operands: Tensor | None,
-    ) -> Tensor:
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in operands)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        made = tuple(
-            None if x is None else scaled(x, upstream, dtype)
-            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, None, None, *made)

@@ -122,7 +122,7 @@ def test_plain_and_fused_losses_agree_on_the_same_log_probabilities(device) -> N
 
 
 def test_an_upstream_gradient_is_not_rounded_to_16_bits(device) -> None:
-    """A factor without dimensions once took the dtype of what it scales: 0.3 was 0.30078 in bfloat16."""
+    """A factor without dimensions may take the dtype of what it scales, as in an earlier reference: 0.3 was 0.30078."""
     given = {n: x.to(device) for n, x in step().items()} | {"kind": "grpo"}
     given = {n: x.bfloat16() if n in OPERANDS else x for n, x in given.items()}
     gradients = []

@@ -11,7 +11,15 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.reference.linear_logprob import linear_logprob as linear_definition
 from rlkernel_core.reference.logprob import logprob as definition
-from rlkernel_triton import linear_logprob, logprob, logprob_kernels, policy_loss, scan_kernels
+from rlkernel_triton import (
+    linear_logprob,
+    linear_policy_loss,
+    logprob,
+    logprob_kernels,
+    loss_batch,
+    policy_loss,
+    scan_kernels,
+)
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -122,8 +130,6 @@ def test_ids_may_lie_at_any_address(device) -> None:
 def test_the_loss_is_written_once() -> None:
     """Liger #1082, TRL #7063: two copies of the same formulas drift apart."""
     assert "loss_batch" in inspect.getsource(policy_loss)
-    from rlkernel_triton import linear_policy_loss
-
     assert "loss_batch" in inspect.getsource(linear_policy_loss)
 
 
@@ -140,7 +146,7 @@ def test_inputs_are_what_they_were_after_forward_and_backward(device) -> None:
 
 def test_no_value_is_read_back() -> None:
     """verl, Liger: `.item()` on the way stalls the host; kernels flag a bad id instead."""
-    for module in (logprob, linear_logprob, policy_loss):
+    for module in (logprob, linear_logprob, policy_loss, linear_policy_loss, loss_batch):
         source = inspect.getsource(module)
         assert [word for word in (".item()", ".tolist()", ".cpu()", ".nonzero()") if word in source] == []
 
