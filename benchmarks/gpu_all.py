@@ -121,7 +121,8 @@ class Session:
 def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
     """The GPU tests of the reference and of every backend, as jobs; each returns its counts and failures."""
     targets = {"reference": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
-    targets |= {name: folder / "tests" for name, folder in folders.items() if any(folder.glob("tests/test_*.py"))}
+    files = [(name, file) for name, folder in folders.items() for file in sorted(folder.glob("tests/**/test_*.py"))]
+    targets |= {f"{name}-{file.stem}": file for name, file in files}  # compilation takes the time: one process a file
 
     def one(name: str, target: Path) -> dict[str, Any]:
         report = session.work / f"{name}.xml"
@@ -146,19 +147,22 @@ def junit(report: Path) -> dict[str, Any]:
     return {k: int(suite.get(k) or 0) for k in ("tests", "failures", "errors", "skipped")} | {"failed": failed}
 
 
-def conformance(session: Session, backends: list[str], device: str, profile: str, until: float) -> list[Any]:
-    """Every operator of every backend against its clauses, as jobs, each in a process of its own."""
+def conformance(session: Session, backends: list[str], asked: argparse.Namespace, until: float) -> list[Any]:
+    """Every operator of every backend against its clauses, as jobs, each in processes of its own."""
     from rlkernel import policy
     from rlkernel_core.spec import OPERATORS
 
+    manifests = {backend: policy.installed()[backend].manifest for backend in backends}
+    claimed = {backend: {i.op.partition("@")[0] for i in m.impls} for backend, m in manifests.items() if m}
+    wanted = asked.ops.split(",") if asked.ops else OPERATORS
+    pairs = [(backend, op) for backend, ops in claimed.items() for op in wanted if op in ops]
+    workers = str(max(1, (os.cpu_count() or 1) // max(1, len(pairs))))
     jobs = []
-    for backend in backends:
-        manifest = policy.installed()[backend].manifest
-        claimed = {i.op.partition("@")[0] for i in manifest.impls} if manifest else set()
-        for op in (op for op in OPERATORS if op in claimed):
+    for profile in asked.profile.split(","):
+        for backend, op in pairs:
             folder = session.work / "conformance" / profile / backend / op
             command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
-            command += ["--profile", profile, "--device", device, "--jobs", "1", "--report", str(folder)]
+            command += ["--profile", profile, "--device", asked.device, "--jobs", workers, "--report", str(folder)]
             jobs.append(
                 lambda c=command, n=f"conformance of {backend} {op}, {profile}": session.run(
                     n, c, until - time.monotonic()
@@ -236,6 +240,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", default="tests,conformance,bench", help="which parts, with commas")
     parser.add_argument("--suites", help="benchmark suites with commas, in that order")
     parser.add_argument("--backends", help="with commas; all of the clone unless given")
+    parser.add_argument("--ops", help="operators of the conformance, with commas; all unless given")
     parser.add_argument("--peers", help="as of rlkernel bench run")
     parser.add_argument("--seconds", type=float, help="as of rlkernel bench run")
     parser.add_argument("--size", default="full")
@@ -271,9 +276,8 @@ def main() -> int:
         checks = tests(session, {n: f for n, f in folders.items() if n in names}, limit) if "tests" in parts else []
         attacks = []
         if "conformance" in parts:
-            held = [n for n in names if n != "reference"]
-            attacks = [job for p in profiles for job in conformance(session, held, asked.device, p, until)]
-        found = in_parallel([*checks, *attacks], session, until)
+            attacks = conformance(session, [n for n in names if n != "reference"], asked, until)
+        found = in_parallel([*attacks, *checks], session, until)
         if checks:
             kept = [report for report in found if report and "name" in report]
             (asked.out / "tests.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
