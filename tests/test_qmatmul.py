@@ -282,8 +282,10 @@ def test_a_call_needs_what_it_uses() -> None:
         "activation": "swiglu",
         "residual": None,
         "weight_rounding": "none",
+        "ends": torch.tensor([5], dtype=torch.int32),
     }
     expected = {
+        "grouped",
         "format:fp8_channel",
         "element:e5m2",
         "act:token_fp8",

@@ -68,6 +68,7 @@ def product(
     activation: Any = None,
     residual: Any = None,
     weight_rounding: str = "any",
+    ends: Any = None,
 ) -> torch.Tensor:
     return torch.ones(x.shape[0], w.shape[0])
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlkernel_core.quant.activations import quantize_activation
     from rlkernel_core.quant.codec import dequantize, error_bound, quantize, update_
     from rlkernel_core.quant.layouts import pack, unpack
+    from rlkernel_core.quant.stacking import stack
 
 __all__ = [
     "CANONICAL",
@@ -32,6 +33,7 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_activation",
+    "stack",
     "unpack",
     "update_",
 ]
@@ -43,6 +45,7 @@ _LAZY: Final = {
     "pack": "layouts",
     "quantize": "codec",
     "quantize_activation": "activations",
+    "stack": "stacking",
     "unpack": "layouts",
     "update_": "codec",
 }

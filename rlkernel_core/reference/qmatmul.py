@@ -4,8 +4,12 @@ Extra memory is one fp32 copy of x, a block of the weight and its columns of the
 weight; a tiled weight is unpacked first, which costs its packed size. The backward pass saves the packed weight and
 dequantises it again, and computes h again where an activation needs it.
 
+With experts every row is multiplied with every expert's rows and its own result is taken, which is E times the work: no
+shape may depend on data.
+
 float64 x is multiplied in float64. Where torch is told to use TF32 for fp32 products, this reference does as well.
-Legend: M tokens · K inputs · Nout outputs · R = Nout, or Nout / 2 for a pair · r LoRA rank · n rows of a block.
+Legend: M tokens · K inputs · Nout rows of w · E experts, or 1 · R = Nout / E, or half of it for a pair · r LoRA rank ·
+n rows of a block.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ def qmatmul(
     activation: str | None = None,
     residual: Tensor | None = None,  # [..., R]
     weight_rounding: str = "any",
+    ends: Tensor | None = None,  # [E]
 ) -> Tensor:  # -> [..., R]
     """See `rlkernel_core.spec.qmatmul.qmatmul`; "any" weight rounding is "none" here."""
     check(
@@ -58,6 +63,7 @@ def qmatmul(
         activation=activation,
         residual=residual,
         weight_rounding=weight_rounding,
+        ends=ends,
     )
     check_layout("w", w, layouts.KNOWN)
     tensors, meta = w.flatten()
@@ -67,9 +73,9 @@ def qmatmul(
     how = _How(meta, scale, activation, weight_rounding == "dtype")
     with full_precision(x):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
-            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, *tensors)  # type: ignore[no-untyped-call]
+            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, ends, *tensors)  # type: ignore[no-untyped-call]
         else:
-            result = _Product(how, rows, bias, a, b, tensors).result(added)
+            result = _Product(how, rows, bias, a, b, ends, tensors).result(added)
     return result.view(*x.shape[:-1], result.shape[-1])
 
 
@@ -92,6 +98,7 @@ class _Product:
     bias: Tensor | None  # [Nout]
     A: Tensor | None  # [r, K]
     B: Tensor | None  # [Nout, r]
+    ends: Tensor | None  # [E]
     parts: list[Tensor]
 
     @cached_property
@@ -119,13 +126,35 @@ class _Product:
         """The inner product of LoRA."""
         return None if self.A is None else self.wide @ _fresh(self.A, self.wide.dtype).t()
 
-    def blocks(self) -> Iterator[tuple[Range, list[Range]]]:
-        """Ranges of results, with the ranges of weight rows each needs: itself, or a gate and a value."""
-        outputs, inputs = self.w.shape
-        if self.how.activation not in PAIRS:
-            return ((block, [block]) for block in codec.row_blocks((outputs, inputs)))
-        half = outputs // 2
-        return (((i, j), [(i, j), (half + i, half + j)]) for i, j in codec.row_blocks((half, inputs)))
+    @property
+    def experts(self) -> int:
+        """How many rows of w are cut into; E."""
+        return 1 if self.ends is None else self.ends.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of the result; R."""
+        return self.how.meta.shape[0] // self.experts // (2 if self.how.activation in PAIRS else 1)
+
+    @cached_property
+    def members(self) -> Tensor | None:  # [E, M, 1]
+        """Which rows of x an expert has."""
+        if self.ends is None:
+            return None
+        M = self.x.shape[0]
+        last = self.ends.clamp(0, M).cummax(0).values.unsqueeze(1)
+        first = torch.nn.functional.pad(last[:-1], (0, 0, 1, 0))
+        row = torch.arange(M, device=last.device)
+        return ((row >= first) & (row < last)).unsqueeze(2)
+
+    def blocks(self) -> Iterator[tuple[Range, Tensor | None, list[Range]]]:
+        """Ranges of results, the rows of x they are for, and the weight rows needed: one range, or gate and value."""
+        halves = (0, self.width) if self.how.activation in PAIRS else (0,)
+        for expert in range(self.experts):
+            start = expert * len(halves) * self.width
+            mine = None if self.members is None else self.members[expert]
+            for i, j in codec.row_blocks((self.width, self.w.shape[1])):
+                yield (i, j), mine, [(start + half + i, start + half + j) for half in halves]
 
     def weight(self, rows: Range) -> Tensor:  # [n, K]
         """Dequantised rows in the dtype of accumulation."""
@@ -153,13 +182,12 @@ class _Product:
 
     def result(self, residual: Tensor | None) -> Tensor:  # [M, R]
         """Every block, rounded once."""
-        outputs = self.how.meta.shape[0] // (2 if self.how.activation in PAIRS else 1)
-        y = self.x.new_empty(self.x.shape[0], outputs)
-        for (start, stop), needed in self.blocks():
+        y = self.x.new_zeros(self.x.shape[0], self.width)
+        for (start, stop), mine, needed in self.blocks():
             block = self.activated([self.hidden(rows) for rows in needed])
             if residual is not None:
                 block = block + residual[:, start:stop].to(block.dtype)
-            y[:, start:stop] = block
+            y[:, start:stop] = block if mine is None else torch.where(mine, block.to(y.dtype), y[:, start:stop])
         return y
 
     def activated(self, hidden: list[Tensor]) -> Tensor:
@@ -192,33 +220,36 @@ class _QMatmul(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         residual: Tensor | None,
+        ends: Tensor | None,
         *parts: Tensor,
     ) -> Tensor:
-        product = _Product(how, x, bias, a, b, list(parts))
+        product = _Product(how, x, bias, a, b, ends, list(parts))
         ctx.how = how
         ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
         # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
         needs_x = how.activation is not None or a is not None
-        ctx.save_for_backward(x if needs_x else None, bias, a, b, *parts)
+        ctx.save_for_backward(x if needs_x else None, bias, a, b, ends, *parts)
         return product.result(residual)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, bias, a, b, *parts = ctx.saved_tensors
+        x, bias, a, b, ends, *parts = ctx.saved_tensors
         if x is None:  # only its sizes matter
             x = dy.new_zeros(1, 1).expand(dy.shape[0], ctx.how.meta.shape[1])
-        product = _Product(ctx.how, x, bias, a, b, parts)
+        product = _Product(ctx.how, x, bias, a, b, ends, parts)
         gradients = _Gradients(product, ctx.needs_input_grad[1:6])
         with full_precision(dy):
-            for (start, stop), needed in product.blocks():
+            for (start, stop), mine, needed in product.blocks():
                 wide = dy[:, start:stop].to(product.wide.dtype)
                 for rows, dh in zip(needed, product.upstream(wide, needed), strict=True):
-                    gradients.add(rows, dh)
+                    gradients.add(rows, dh, mine)
             sums = gradients.finished()
+        if product.members is not None:
+            dy = torch.where(product.members.any(0), dy, 0)
         found = (*sums, dy if ctx.needs_input_grad[5] else None)
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (None, *cast, *[None] * len(parts))
+        return (None, *cast, None, *[None] * len(parts))
 
 
 class _Gradients:
@@ -235,10 +266,14 @@ class _Gradients:
         self.xa = wide.new_zeros(wide.shape[0], product.A.shape[0]) if product.A is not None else None  # [M, r]
         self.b = wide.new_zeros(product.B.shape) if lora and want_b and product.B is not None else None  # [Nout, r]
 
-    def add(self, rows: Range, dh: Tensor) -> None:  # dh [M, n]
-        """Take in the gradient of the h of some weight rows."""
+    def add(self, rows: Range, dh: Tensor, mine: Tensor | None) -> None:  # dh [M, n], mine [M, 1]
+        """Take in the gradient of the h of some weight rows, for these rows of x."""
         product, block = self.product, slice(*rows)
-        if self.x is not None:
+        if mine is not None:
+            dh = torch.where(mine, dh, 0)
+        if self.x is not None and mine is not None:
+            self.x = torch.where(mine, self.x + dh @ product.weight(rows), self.x)
+        elif self.x is not None:
             self.x.addmm_(dh, product.weight(rows))
         if self.bias is not None:
             self.bias[block] = dh.sum(0)

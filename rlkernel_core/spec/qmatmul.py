@@ -15,7 +15,13 @@ small. "none" and "dtype" pin it, for a trainer and a rollout engine that have t
 A format with `act` quantises x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
 so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
 
-Legend: M tokens (any leading shape) · K inputs · Nout outputs · R = Nout, or Nout / 2 for a pair · r LoRA rank.
+Grouped (mixture of experts): with `ends` [E] the rows of w are those of E experts, one after the other, and the rows
+of x are sorted by expert. Rows ends[e - 1] .. ends[e] - 1 of x (from 0 for the first) are multiplied with the rows
+e Nout / E .. (e + 1) Nout / E - 1 of w, as torch's grouped_mm counts them. An expert may be empty; rows from the last
+end on belong to none and give 0, whatever they hold. `ends` is read on the device, so it may change between replays.
+
+Legend: M tokens (any leading shape) · K inputs · Nout rows of w · E experts, 1 where there is no `ends` · r LoRA rank ·
+R = Nout / E, or half of it for a pair.
 Imports no torch.
 """
 
@@ -85,6 +91,7 @@ def qmatmul(
     activation: str | None = None,
     residual: Tensor | None = None,
     weight_rounding: str = "any",
+    ends: Tensor | None = None,
 ) -> Tensor:
     """`act(x w'^T + lora + bias) + residual`, rounded once to the dtype of x.
 
@@ -93,9 +100,11 @@ def qmatmul(
         w: quantised weight [Nout, K], canonical or in a layout of the implementation that runs.
         bias: [Nout] floating.
         lora: low-rank addition; its A, B and scale.
-        activation: a name of `ACTIVATIONS`; pairs halve the width: R = Nout / 2, gate rows first.
+        activation: a name of `ACTIVATIONS`; pairs halve the width, gate rows (of each expert) first.
         residual: [..., R] floating, added after the activation.
         weight_rounding: "any", "none" (fp32 w'), "dtype" (w' rounded to the dtype of x).
+        ends: [E] int32, ascending, at most M: where the rows of x of each of E experts end; x is [M, K] then. An end
+            below the one before it counts as that one, one beyond M as M. Not together with `lora`.
 
     Returns:
         [..., R] of the dtype of x. Values beyond fp16's range are inf. A NaN or inf in a row of x, a group of w or a
@@ -105,7 +114,8 @@ def qmatmul(
     quantised, the gradient passes through the rounding as if it were not there.
 
     Raises:
-        ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout with a pair activation.
+        ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout / E with a pair activation; an E
+            that does not divide Nout; `ends` with `lora`.
         LayoutError: `w` is packed for another implementation.
     """
     spec_only("qmatmul")
@@ -120,6 +130,7 @@ def check(
     activation: str | None = None,
     residual: Any = None,
     weight_rounding: str = "any",
+    ends: Any = None,
 ) -> None:
     """Metadata checks shared by all implementations of qmatmul@1; layouts are each implementation's own."""
     weight = quant_tensor("w", w)
@@ -129,9 +140,10 @@ def check(
         raise ArgumentError("x", checks.describe(x), f"needs a last dimension K = {inputs}, as w", "Pass [..., K].")
     _on_device("w", weight.device, x)
     _check_names(activation, weight_rounding)
-    if activation in PAIRS and outputs % 2:
+    width = outputs if ends is None else _check_ends(ends, x, outputs)
+    if activation in PAIRS and width % 2:
         raise ArgumentError(
-            "activation", activation, f"halves the rows of w, which are {outputs}", "Stack gate and value rows."
+            "activation", activation, f"halves the rows of w, which are {width}", "Stack gate and value rows."
         )
     if bias is not None:
         checks.tensor("bias", bias, ndim=1, kind="floating")
@@ -139,11 +151,28 @@ def check(
         _on_device("bias", bias.device, x)
     if residual is not None:
         checks.tensor("residual", residual, kind="floating")
-        width = outputs // 2 if activation in PAIRS else outputs
+        width = width // 2 if activation in PAIRS else width
         checks.shape("residual", residual, (*x.shape[:-1], width), "the result")
         _on_device("residual", residual.device, x)
+    if lora is not None and ends is not None:
+        raise ArgumentError("lora", "a LoRA", "has no experts to go with ends", "Add it in a call of its own.")
     if lora is not None:
         _check_lora(lora, weight, x)
+
+
+def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
+    """Rows of w that an expert has."""
+    checks.tensor("ends", ends, ndim=1)
+    if str(ends.dtype) != "torch.int32":
+        raise ArgumentTypeError("ends", checks.describe(ends), "must be int32", "Pass counts.cumsum(0).int().")
+    if x.dim() != 2:
+        raise ArgumentError("x", checks.describe(x), "must be [M, K] with ends", "Pass x.flatten(0, -2).")
+    experts = int(ends.shape[0])
+    if experts < 1 or outputs % experts:
+        text = f"needs as many experts as the {outputs} rows of w can be cut into"
+        raise ArgumentError("ends", checks.describe(ends), text, "Pass one end an expert.")
+    _on_device("ends", ends.device, x)
+    return outputs // experts
 
 
 def _check_names(activation: object, weight_rounding: object) -> None:
@@ -214,6 +243,7 @@ def _needs(args: Mapping[str, Any]) -> frozenset[str]:
         "lora": args["lora"] is not None,
         "bias": args["bias"] is not None,
         "residual": args["residual"] is not None,
+        "grouped": args["ends"] is not None,
         f"activation:{args['activation']}": args["activation"] is not None,
         f"weight_rounding:{args['weight_rounding']}": args["weight_rounding"] != "any",
     }
@@ -242,6 +272,7 @@ SPEC = OpSpec(
         Feature("lora", "a low-rank addition whose matrices are read at every call"),
         Feature("bias", "a bias per output"),
         Feature("residual", "a residual added after the activation, before the rounding"),
+        Feature("grouped", "rows of x in groups, each multiplied with the rows of one expert of w"),
         *(Feature(f"activation:{name}", text) for name, text in ACTIVATIONS.items()),
         Feature("weight_rounding:none", "w' is not rounded to the dtype of x"),
         Feature("weight_rounding:dtype", "w' is rounded to the dtype of x, as dequantize does"),
@@ -296,6 +327,18 @@ SPEC = OpSpec(
         Clause("QM-25", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("QM-26", "capture", "captured, replays see new x, LoRA and weights", "capture", "capturable"),
         Clause("QM-27", "bad arguments", "wrong sizes, types, names raise errors naming the argument", "refusal"),
+        Clause(
+            "QM-28",
+            "experts",
+            "each row meets the rows of w, the bias and the pair of its own expert; ragged and empty ones included",
+            "accuracy",
+            "grouped",
+        ),
+        Clause(
+            "QM-29", "rows of no expert", "give 0 and get no gradient, NaN and inf in them included", "law", "grouped"
+        ),
+        Clause("QM-30", "wild ends", "ends that fall or exceed M count as the one before, and as M", "law", "grouped"),
+        Clause("QM-31", "experts' gradients", "of x, bias and residual match float64", "gradient", "grouped"),
         *owed("QM"),
     ),
     tolerances=tuple(

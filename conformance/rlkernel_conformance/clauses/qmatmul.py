@@ -1,4 +1,4 @@
-"""Attacks on qmatmul@1: accuracy here, laws and conduct in qmatmul_laws, gradients in qmatmul_gradients."""
+"""Attacks on qmatmul@1: accuracy here, laws and conduct in qmatmul_laws, gradients and experts apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import qmatmul_gradients, qmatmul_laws
+from rlkernel_conformance.clauses import qmatmul_experts, qmatmul_gradients, qmatmul_laws
 from rlkernel_conformance.compare import require, within
 from rlkernel_conformance.oracles import quantise
 from rlkernel_conformance.products import (
@@ -29,7 +29,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.quant import error_bound
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, smallest_error
 
-ELSEWHERE: Final = (qmatmul_gradients, qmatmul_laws)  # modules that hold the other attacks
+ELSEWHERE: Final = (qmatmul_experts, qmatmul_gradients, qmatmul_laws)  # modules that hold the other attacks
 
 
 @attack("QM-01", cases, examples=EVERY)

@@ -104,4 +104,5 @@ def mutants_of(op: str) -> tuple[Mutant, ...]:
         raise UnknownNameError("operator with mutants" if op in OPERATORS else "operator", op, MODULES)
     import_module(f"rlkernel_conformance.mutants.{MODULES[op]}")
     import_module("rlkernel_conformance.mutants.owed")
+    import_module("rlkernel_conformance.mutants.qmatmul_experts")
     return tuple(m for m in ZOO.values() if m.op == op)

@@ -120,7 +120,7 @@ def other_exponent_bias(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) 
     return reference(x, w, **rest)
 
 
-@mutant("QM-05", "QM-11", "QM-12", "QM-13", "QM-14", origin="the dequantised weight is always rounded")
+@mutant("QM-05", "QM-11", "QM-12", "QM-13", "QM-14", "QM-28", origin="the dequantised weight is always rounded")
 def always_rounds(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     pinned = rest.get("weight_rounding") == "none"
     return reference(x, w, **{**rest, "weight_rounding": "dtype"} if pinned else rest)
@@ -179,7 +179,7 @@ def merged_once(reference: Any, x: Tensor, w: QuantTensor, *, lora: Any = None, 
     return reference(x, w, lora=LoRA(lora.A, _MERGED[key][-1], lora.scale), **rest)
 
 
-@mutant("QM-11", "QM-16", origin="the bias after the activation")
+@mutant("QM-11", "QM-16", "QM-28", "QM-29", "QM-31", origin="the bias after the activation")
 def bias_comes_last(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     bias = rest.get("bias")
     if rest.get("activation") not in {"relu", "silu", "gelu", "gelu_tanh"} or bias is None:
@@ -192,7 +192,7 @@ def another_gelu(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     return reference(x, w, **{**rest, "activation": "gelu_tanh"} if rest.get("activation") == "gelu" else rest)
 
 
-@mutant("QM-13", "QM-16", origin="value rows taken for gate rows")
+@mutant("QM-13", "QM-16", "QM-28", "QM-31", origin="value rows taken for gate rows")
 def value_rows_first(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     out = reference(x, w, **rest)
     if rest.get("activation") != "swiglu":
@@ -211,7 +211,7 @@ def rounds_before_the_residual(reference: Any, x: Tensor, w: QuantTensor, **rest
     return reference(x, w, **{**rest, "residual": None}) + residual.to(x.dtype)
 
 
-@mutant("QM-14", origin="the residual before the activation")
+@mutant("QM-14", "QM-28", "QM-31", origin="the residual before the activation")
 def residual_comes_first(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     residual, activation = rest.get("residual"), rest.get("activation")
     if residual is None or activation not in {"relu", "gelu_tanh"} or residual.requires_grad:
@@ -247,7 +247,7 @@ def lora_detached(reference: Any, x: Tensor, w: QuantTensor, *, lora: Any = None
 @mutant("QM-16", origin="the gradient of x by the weight of another format's rounding")
 def gradient_by_a_coarser_weight(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     y = reference(x, w, **rest)
-    if not y.requires_grad or rest.get("activation") or x.dim() != 2:
+    if not y.requires_grad or rest.get("activation") or rest.get("ends") is not None or x.dim() != 2:
         return y
     right = dequantize(w, dtype=torch.float32)
     coarse = dequantize(quantize(right, "int4_channel")).to(x.dtype)
@@ -258,7 +258,7 @@ def gradient_by_a_coarser_weight(reference: Any, x: Tensor, w: QuantTensor, **re
 @mutant("QM-17", origin="the weight kept, not saved: backward uses whatever it holds by then")
 def backward_reads_the_weight_anew(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     y = reference(x, w, **rest)
-    if not y.requires_grad or rest.get("activation"):
+    if not y.requires_grad or rest.get("activation") or rest.get("ends") is not None:
         return y
     frozen = replace(w, parts={n: p.clone() for n, p in w.parts.items()})  # its version stays
     rest = {k: v.detach() if isinstance(v, Tensor) and not v.requires_grad else v for k, v in rest.items()}
@@ -310,7 +310,10 @@ def cleans_up(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     return reference(x.nan_to_num(), w, **rest)
 
 
-@mutant("QM-23", "QM-03", "QM-07", "QM-08", "QM-20", "QM-21", "QM-26", origin="x scaled in place")
+@mutant(
+    *("QM-23", "QM-03", "QM-07", "QM-08", "QM-20", "QM-21", "QM-26", "QM-28", "QM-29", "QM-30"),
+    origin="x scaled in place",
+)
 def scales_in_place(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:
     y = reference(x, w, **rest)
     if not x.requires_grad:
@@ -351,6 +354,10 @@ def depends_on_the_batch(reference: Any, x: Tensor, w: QuantTensor, **rest: Any)
     "QM-18",
     "QM-20",
     "QM-26",
+    "QM-28",
+    "QM-29",
+    "QM-30",
+    "QM-31",
     origin="floating atomics, declared deterministic (zoo 26)",
 )
 def differs_from_call_to_call(reference: Any, x: Tensor, w: QuantTensor, **rest: Any) -> Any:

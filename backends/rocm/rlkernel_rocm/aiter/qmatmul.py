@@ -29,6 +29,7 @@ def qmatmul(
     activation: str | None = None,
     residual: Tensor | None = None,
     weight_rounding: str = "any",
+    ends: Tensor | None = None,
 ) -> Tensor:  # -> [..., N]
     """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats.
 
@@ -73,6 +74,7 @@ def fits_gfx942(
     activation: str | None = None,
     residual: Tensor | None = None,
     weight_rounding: str = "any",
+    ends: Tensor | None = None,
 ) -> Reason | None:
     """Why a call does not fit an MI300, if it does not."""
     return _fits("gfx942", x, w)
@@ -87,6 +89,7 @@ def fits_gfx950(
     activation: str | None = None,
     residual: Tensor | None = None,
     weight_rounding: str = "any",
+    ends: Tensor | None = None,
 ) -> Reason | None:
     """Why a call does not fit an MI350, if it does not."""
     return _fits("gfx950", x, w)

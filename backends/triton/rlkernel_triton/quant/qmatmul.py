@@ -42,9 +42,11 @@ def qmatmul(
     activation: str | None = None,
     residual: Tensor | None = None,  # [..., R]
     weight_rounding: str = "any",
+    ends: Tensor | None = None,  # [E]
 ) -> Tensor:  # -> [..., R]
     """See `rlkernel_core.spec.qmatmul.qmatmul`."""
-    check(x, w, bias=bias, lora=lora, activation=activation, residual=residual, weight_rounding=weight_rounding)
+    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
+    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
     storage.check_layouts("w", w)
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])

@@ -1,0 +1,176 @@
+"""Attacks on the grouped product of qmatmul@1: rows of x by expert, each with the rows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.compare import require, same_bits, within
+from rlkernel_conformance.oracles import qmatmul as oracle
+from rlkernel_conformance.products import Product, activations, pinned
+from rlkernel_conformance.quantised import MULTIPLIED, kinds
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.quant import QuantTensor
+
+# Rows of each expert, and of none after them.
+SIZES: Final = ((3, 2), (0, 4, 1), (5, 0, 0, 2), (1, 1, 1, 1), (0, 0, 3), (2, 0), (7,), (0, 0))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A product [M, K] of rows of several experts; `product.N` rows of w are those of each."""
+
+    product: Product
+    sizes: tuple[int, ...]
+    rest: int  # rows of no expert
+
+    @property
+    def whole(self) -> Product:
+        """With the rows of all experts, and all rows of x."""
+        return replace(self.product, M=sum(self.sizes) + self.rest, N=self.product.N * len(self.sizes))
+
+    def ends(self, subject: Subject) -> Tensor:
+        """Where the rows of each expert end."""
+        return torch.tensor(self.sizes, device=subject.device).cumsum(0).int()
+
+    def spans(self) -> Iterator[tuple[slice, slice]]:
+        """Rows of x and rows of w of each expert that has any."""
+        start = 0
+        for e, size in enumerate(self.sizes):
+            if size:
+                yield slice(start, start + size), slice(e * self.product.N, (e + 1) * self.product.N)
+            start += size
+
+
+def cases(subject: Subject) -> st.SearchStrategy[Experts]:
+    """Every claimed format and dtype; a row of w has a scale that none beside it has."""
+    products = st.builds(
+        Product,
+        kind=kinds(subject, MULTIPLIED),
+        M=st.just(0),
+        N=st.integers(1, 9).map(lambda n: 2 * n),
+        K=st.integers(1, 140),
+        seed=st.integers(0, 2**20),
+        weight=st.just("graded"),
+        dtype=st.sampled_from(subject.dtypes),
+    )
+    return st.builds(Experts, products, st.sampled_from(SIZES), st.integers(0, 3))
+
+
+def each(case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Iterator[tuple[slice, oracle.Exact]]:
+    """Rows of x and what an expert makes of them, in float64; `given` may hold bias, residual, activation, rounding."""
+    cpu = {n: t.detach().cpu() if isinstance(t, Tensor) else t for n, t in given.items()}
+    activation, residual, bias = (cpu.pop(n, None) for n in ("activation", "residual", "bias"))
+    of_all = oracle.exact(x.detach().cpu(), w, rounding=cpu.pop("weight_rounding", "any"), bias=bias)
+    for rows, of_w in case.spans():
+        h = of_all.h[rows, of_w]
+        y, after = oracle.activated(h, activation), 0.0
+        if residual is not None:
+            y, after = y + residual[rows].double(), residual[rows].double().abs()
+        added = 0.0 if bias is None else of_all.added[of_w]  # type: ignore[index]
+        mine = {"x": of_all.x[rows], "left": of_all.left[rows], "slack": of_all.slack[rows], "w": of_all.w[of_w]}
+        yield rows, replace(of_all, **mine, h=h, y=y, added=added, after=after, activation=activation)
+
+
+def judged(subject: Subject, case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Tensor:
+    """The subject's answer, each expert's rows held to the first level of tolerance."""
+    y: Tensor = subject(x, w, ends=case.ends(subject), **given)
+    require(y.dtype == x.dtype, f"y is {y.dtype}, x is {x.dtype}")
+    for rows, want in each(case, x, w, **given):
+        require(y[rows].shape == want.y.shape, f"rows {rows} are {tuple(y[rows].shape)}, not {tuple(want.y.shape)}")
+        within(subject, "y", y[rows], want.y.numpy(), want.bound().numpy())
+    return y
+
+
+@attack("QM-28", cases)
+def a_row_meets_its_own_expert(subject: Subject, case: Experts) -> None:
+    """Plain; then with a bias and a residual, and a pair, where those are claimed."""
+    whole = case.whole
+    x, w = whole.input(subject), whole.w(subject)
+    judged(subject, case, x, w, **pinned(subject))
+    given: dict[str, Any] = {"bias": whole.bias(subject)} if "bias" in subject.claims else {}
+    for activation in [None, *activations(subject, pairs=False)[:1], *activations(subject, pairs=True)[:1]]:
+        if "residual" in subject.claims:
+            of_expert = replace(whole, N=case.product.N)
+            given["residual"] = of_expert.residual(subject, activation)
+        more = {} if activation is None else {"activation": activation}
+        judged(subject, case, x, w, **given, **more, **pinned(subject))
+
+
+@attack("QM-29", cases, scale=0.5)
+def rows_of_no_expert_give_nothing(subject: Subject, case: Experts) -> None:
+    """Rows behind the last end hold NaN: their result and gradient are 0, and no other row is another."""
+    case = replace(case, rest=case.rest + 1)
+    x, w = case.whole.input(subject), case.whole.w(subject)
+    last = sum(case.sizes)
+    want = subject(x, w, ends=case.ends(subject))
+    x[last:] = (torch.nan, torch.inf)[case.product.seed % 2]
+    grad = "grad" in subject.claims
+    y = subject(x.requires_grad_(grad), w, ends=case.ends(subject))
+    require(bool((y[last:] == 0).all()), f"rows of no expert give {y[last:].tolist()}")
+    same_bits("y", y[:last].detach(), want[:last].detach(), "beside rows of no expert that hold NaN")
+    if grad:
+        (dx,) = torch.autograd.grad(y, x, torch.full_like(y, torch.nan).index_fill(0, torch.arange(last), 1.0))
+        require(bool((dx[last:] == 0).all()), f"rows of no expert have the gradient {dx[last:].tolist()}")
+        require(bool(dx[:last].isfinite().all()), "a gradient is poisoned by rows of no expert")
+
+
+@attack("QM-30", cases, scale=0.5)
+def wild_ends_count_as_the_nearest_right_ones(subject: Subject, case: Experts) -> None:
+    """Ends that fall, below 0 and far beyond M; written in place between two calls."""
+    case = replace(case, rest=0)
+    x, w, ends = case.whole.input(subject), case.whole.w(subject), case.ends(subject)
+    plain = subject(x, w, ends=ends)
+    wild = ends.clone()
+    wild[-1] = 2**31 - 1
+    for e, size in enumerate(case.sizes[:-1]):
+        if size == 0:
+            wild[e] = -(2**31) if e == 0 else int(ends[e]) - 1
+    same_bits("y", subject(x, w, ends=wild), plain, "where ends fall or exceed M")
+    ends.zero_()
+    require(bool((subject(x, w, ends=ends) == 0).all()), "ends written in place are not seen")
+
+
+@attack("QM-31", cases, scale=0.5)
+def gradients_of_experts_match_float64(subject: Subject, case: Experts) -> None:
+    """Of x, bias and residual, without an activation and with a pair."""
+    whole = case.whole
+    w, ends = whole.w(subject), case.ends(subject)
+    claimed = [a for a in (*activations(subject, pairs=False), *activations(subject, pairs=True)) if a != "relu"]
+    for activation in {None, claimed[case.product.seed % len(claimed)] if claimed else None}:
+        leaves = {"x": whole.input(subject)}
+        if "bias" in subject.claims:
+            leaves["bias"] = whole.bias(subject)
+        if "residual" in subject.claims:
+            leaves["residual"] = replace(whole, N=case.product.N).residual(subject, activation)
+        leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+        given = {**leaves, **({"activation": activation} if activation else {})}
+        y = subject(given.pop("x"), w, ends=ends, **given)
+        dy = whole.normal(subject, *y.shape, salt=5)
+        found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+        bias = torch.zeros(w.shape[0], dtype=torch.float64)
+        allowed = torch.zeros_like(bias)
+        for (rows, of), (_, of_w) in zip(each(case, leaves["x"], w, **given), case.spans(), strict=True):
+            bounds, exact = oracle.bounds_of_gradients(of, dy[rows].cpu()), _gradients(of, dy[rows].cpu())
+            slack = bounds["x"] + of.unit * exact["x"].abs()
+            within(subject, "grad_x", found["x"][rows], exact["x"].numpy(), slack.numpy())
+            bias[of_w], allowed[of_w] = exact["bias"], bounds["bias"] + of.unit * exact["bias"].abs()
+        if "bias" in leaves:
+            within(subject, "grad_bias", found["bias"], bias.numpy(), allowed.numpy())
+        if "residual" in leaves:
+            kept = dy.clone()
+            kept[sum(case.sizes) :] = 0
+            same_bits("grad_residual", found["residual"], kept, "beside dy")
+
+
+def _gradients(of: oracle.Exact, dy: Tensor) -> dict[str, Tensor]:
+    """Float64 gradients of an expert's rows of x and of its bias."""
+    h = of.h.detach().clone().requires_grad_()
+    (dh,) = torch.autograd.grad(oracle.activated(h, of.activation), h, dy.double())
+    return {"x": dh @ of.w, "bias": dh.sum(0)}
