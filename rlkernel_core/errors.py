@@ -16,6 +16,7 @@
     ├── StaleBatchError (RuntimeError)     a released rollout batch was used
     ├── SpecError (RuntimeError)           a spec function was called instead of an operator
     ├── RankError (RuntimeError)           a rank of a process group did not answer in time
+    ├── MemoryBudgetError (MemoryError)    an allocation would take more memory than may be taken without swapping
     ├── HostError (RuntimeError)           a host framework is absent, of an untested version, or changed underneath
     └── NotWrittenError (NotImplementedError)  a plugin's function is yet to be written
 
@@ -141,6 +142,20 @@ class RankError(RLKernelError, RuntimeError):
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+
+class MemoryBudgetError(RLKernelError, MemoryError):
+    """An allocation would take more than can be taken without swapping; nothing was allocated. Sizes are bytes."""
+
+    def __init__(self, what: str, needed: int, budget: int, because: str, remedy: str) -> None:
+        self.what, self.needed, self.budget, self.because, self.remedy = what, needed, budget, because, remedy
+        gib = 1024**3
+        super().__init__(
+            f"{what} needs {needed / gib:.2f} GiB, and {budget / gib:.2f} GiB may be taken ({because}). {remedy}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.needed, self.budget, self.because, self.remedy)
 
 
 class NotWrittenError(RLKernelError, NotImplementedError):

@@ -14,19 +14,31 @@ from rlkernel.doctor import SEVERITIES, Finding, Machine, diagnose
 from rlkernel.doctor.hardware import Gpu, Hardware
 from rlkernel.doctor.machine import UNTESTED
 from rlkernel.doctor.torchbuild import TorchBuild
+from rlkernel_core.host.board import Board
+from rlkernel_core.host.memory import Memory
+from rlkernel_core.host.power import Clock, PowerState
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.reasons import Reason
 
 H100 = Gpu("NVIDIA H100", "sm90")
 MI300 = Gpu("AMD GPU", "gfx942")
 MI350 = Gpu("AMD GPU", "gfx950")
-ORIN = Gpu("NVIDIA Jetson AGX Orin", "sm87")
 CU128 = TorchBuild("2.9.0+cu128", "12.8", None, ("sm_80", "sm_90", "sm_100", "compute_100"), seen=True, devices=(H100,))
 ROCM = TorchBuild("2.9.0+rocm7.0", None, "7.0.5", ("gfx90a", "gfx942"), seen=True, devices=(MI300,))
 CPU = TorchBuild("2.9.0+cpu")
 NVIDIA = Hardware((H100,), "570.86", "12.8")
 AMD = Hardware(amd=(MI300,), amd_device=True, amd_access=True)
-JETSON = Hardware(jetson=ORIN, l4t="36.4")
+NANO = Board("NVIDIA Jetson Orin Nano", "nvidia,tegra234", "p3767-0005", "36.4.3", ("/proc/device-tree",))
+ORIN = Gpu(NANO.name, "sm87")
+JETSON = Hardware(board=NANO)
+JETPACK_7 = Hardware(board=replace(NANO, l4t="39.2.0"))
+THOR = Hardware(board=Board("NVIDIA Jetson AGX Thor", "nvidia,tegra264", "p3834-0008", "38.2.0", ()))
+GIB = 1 << 30
+ROOM = Memory(total=8 * GIB, available=6 * GIB, free=GIB, cached=2 * GIB)
+FULL_MEMORY = replace(ROOM, available=2 * GIB, zram=4 * GIB)
+MOVING = PowerState("15W", {"VDD_IN": 6.1}, {"gpu": 48.0}, Clock(306.0, 306.0, 1020.0))
+ORIN_WHEEL = TorchBuild("2.9.0", "12.6", None, ("sm_87",), seen=True, devices=(ORIN,))
+SERVER_WHEEL = TorchBuild("2.9.0+cu130", "13.0", None, ("sm_80", "sm_90", "sm_110", "compute_120"))
 IMPL = Impl(op="logprob@1", target="pkg.mod:fn", requires=Requires(device="*"))
 
 
@@ -74,7 +86,7 @@ CASES = [
     (
         "torch/missing",
         "problem",
-        machine(torch=None, hardware=Hardware(jetson=Gpu("Thor", "sm110"))),
+        machine(torch=None, hardware=THOR),
         "not",
         "sbsa/cu130",
     ),
@@ -158,6 +170,54 @@ CASES = [
         machine(packages=packages(flashinfer_python="0.7.2", flashinfer_cubin="0.7.1")),
         "disagree",
         "pip install flashinfer-cubin==0.7.2",
+    ),
+    ("torch/missing", "problem", machine(torch=None, hardware=JETPACK_7), "not installed", "TORCH_CUDA_ARCH_LIST=8.7"),
+    (
+        "jetson/release",
+        "note",
+        machine(hardware=Hardware(board=replace(NANO, l4t=None))),
+        "/etc/nv_tegra_release is not here",
+        "--runtime nvidia",
+    ),
+    ("jetson/old", "problem", machine(hardware=Hardware(board=replace(NANO, l4t="35.4.1"))), "35.4.1", "newer JetPack"),
+    ("jetson/hidden", "note", machine(torch=ORIN_WHEEL), "sm87", "--runtime nvidia"),
+    (
+        "jetson/wheel",
+        "problem",
+        machine(hardware=JETSON, torch=SERVER_WHEEL),
+        "none for sm87",
+        "TORCH_CUDA_ARCH_LIST=8.7",
+    ),
+    ("jetson/nvml", "note", machine(hardware=JETSON), "nvidia-smi is absent", "rlkernel memory"),
+    ("jetson/nvml", "note", machine(hardware=replace(JETSON, nvidia_tool=True)), "fields empty", "rlkernel memory"),
+    (
+        "jetson/clocks",
+        "note",
+        machine(hardware=replace(JETSON, power=MOVING)),
+        "power mode 15W, 6.1 W (VDD_IN), 48 °C at most, GPU at 306 MHz of 306 to 1020: it moves",
+        "sudo jetson_clocks",
+    ),
+    (
+        "jetson/memory",
+        "warning",
+        machine(hardware=replace(JETSON, memory=FULL_MEMORY)),
+        "2.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 819.2 MiB to take",
+        "multi-user.target",
+    ),
+    ("jetson/zram", "note", machine(hardware=replace(JETSON, memory=FULL_MEMORY)), "4.00 GiB of swap", "nvzramconfig"),
+    (
+        "jetson/allocator",
+        "problem",
+        machine(hardware=JETSON, environ={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        "expandable_segments:True",
+        "unset PYTORCH_CUDA_ALLOC_CONF",
+    ),
+    (
+        "jetson/allocator",
+        "warning",
+        machine(hardware=JETSON, environ={"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+        "cudaMallocAsync",
+        "unset PYTORCH_ALLOC_CONF",
     ),
     ("rocm/mixed", "warning", machine(hardware=Hardware(amd=(MI300, MI350))), "gfx942, gfx950", "HIP_VISIBLE_DEVICES"),
     (
@@ -274,10 +334,28 @@ def test_every_finding_that_is_not_ok_says_what_it_costs_and_most_what_fixes_it(
             torch=ROCM,
             packages=packages(rlkernel_rocm="0.1.0", rlkernel_triton="0.1.0", triton_rocm="3.5", amd_aiter="0.1.20"),
         ),
+        machine(
+            hardware=replace(JETSON, memory=ROOM, power=replace(MOVING, gpu=Clock(1020.0, 1020.0, 1020.0))),
+            torch=ORIN_WHEEL,
+            packages=packages(rlkernel_jetson="0.1.0", rlkernel_triton="0.1.0", triton="3.4.0"),
+        ),
     ],
 )
 def test_a_machine_in_order_has_neither_problem_nor_warning(found) -> None:
     assert [f for f in findings(found) if f.severity in {"problem", "warning"}] == []
+
+
+def test_a_board_in_order_is_told_with_all_that_is_known_of_it() -> None:
+    board = replace(JETSON, memory=ROOM, power=replace(MOVING, gpu=Clock(1020.0, 1020.0, 1020.0)))
+    told = [f.text for f in findings(machine(hardware=board, torch=ORIN_WHEEL)) if f.severity == "ok"]
+    assert "NVIDIA Jetson Orin Nano, sm87, memory shared with the CPU" in told
+    assert (
+        "Jetson Orin Nano 8 GB (developer kit), 8 multiprocessors, 102.4 GB/s, Jetson Linux 36.4.3, JetPack 6.2, "
+        "CUDA 12.6, its Python is 3.10" in told
+    )
+    assert "torch 2.9.0 has code for sm_87: sm87 runs" in told
+    assert "power mode 15W, 6.1 W (VDD_IN), 48 °C at most, GPU at 1020 MHz of 1020 to 1020" in told
+    assert "memory: 6.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 4.80 GiB to take" in told
 
 
 def test_every_finding_of_the_source_is_among_the_cases() -> None:

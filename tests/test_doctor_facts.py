@@ -10,6 +10,7 @@ import pytest
 from rlkernel.doctor import diagnose, examine
 from rlkernel.doctor.hardware import Gpu, Hardware, gfx, look
 from rlkernel.doctor.torchbuild import TorchBuild, ask
+from tests import boards
 from tests.command_line import answer
 from tests.plugins import good
 
@@ -82,14 +83,16 @@ def test_architectures_are_spelled_as_the_compiler_does(version, name) -> None:
     assert gfx(version) == name
 
 
-@pytest.mark.parametrize(("chip", "arch"), [("tegra194", "sm72"), ("tegra234", "sm87"), ("tegra264", "sm110")])
-def test_a_jetson_is_known_by_its_device_tree(tmp_path, chip, arch) -> None:
-    write(tmp_path / "proc/device-tree/compatible", f"nvidia,p3737-0000\0nvidia,{chip}\0")
-    write(tmp_path / "proc/device-tree/model", "NVIDIA Jetson AGX\0")
-    write(tmp_path / "etc/nv_tegra_release", "# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic\n")
-    found = look(tmp_path, lambda: ("failed: no devices", ""))
-    assert (found.jetson, found.l4t, found.nvidia_problem) == (Gpu("NVIDIA Jetson AGX", arch), "36.4.3", None)
-    assert found.gpus == (found.jetson,)
+def test_a_jetson_is_known_with_its_memory_and_power(tmp_path) -> None:
+    found = look(boards.plant(tmp_path, boards.ORIN_NANO), lambda: ("failed: no devices", ""))
+    assert (found.jetson, found.nvidia_problem) == (Gpu(found.board.name, "sm87"), None)
+    assert (found.gpus, found.nvidia_tool) == ((found.jetson,), True)
+    assert (found.board.module, found.memory.zram, found.power.mode) == ("p3767-0005", 2 << 30, "MAXN_SUPER")
+
+
+def test_memory_and_power_are_looked_at_on_a_jetson_alone(tmp_path) -> None:
+    found = look(boards.plant(tmp_path, boards.CONTAINER | {"sys/devices/soc1/family": "other"}), nothing)
+    assert found == Hardware()
 
 
 @pytest.mark.parametrize(

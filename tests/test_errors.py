@@ -31,6 +31,7 @@ ARGUMENTS = {
     UnknownNameError: ("backend", "acm", ["acme", "reference"]),
     errors.ApiMismatchError: ((9, 9), (1, 0)),
     errors.ResolutionError: ("nobody", DECISION),
+    errors.MemoryBudgetError: ("a model", 3 << 30, 2 << 30, "2 GiB of 8 available", "Take int4."),
 }
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import HostError as HostError
     from rlkernel_core.errors import LayoutError as LayoutError
     from rlkernel_core.errors import LockError as LockError
+    from rlkernel_core.errors import MemoryBudgetError as MemoryBudgetError
     from rlkernel_core.errors import NotWrittenError as NotWrittenError
     from rlkernel_core.errors import PluginWarning as PluginWarning
     from rlkernel_core.errors import RankError as RankError
@@ -143,6 +144,7 @@ _HOMES: Final = {
         "HostError",
         "LayoutError",
         "LockError",
+        "MemoryBudgetError",
         "NotWrittenError",
         "PluginWarning",
         "RLKernelError",

@@ -11,6 +11,7 @@ from typing import Final
 
 from rlkernel.doctor.finding import SEVERITIES as SEVERITIES
 from rlkernel.doctor.finding import Finding as Finding
+from rlkernel.doctor.jetson import CHECKS as _JETSON
 from rlkernel.doctor.machine import Machine as Machine
 from rlkernel.doctor.machine import examine as examine
 from rlkernel.doctor.plugins import CHECKS as _PLUGINS
@@ -20,7 +21,7 @@ from rlkernel.doctor.system import CHECKS as _SYSTEM
 
 # section -> its checks, in the order in which they are printed
 SECTIONS: Final[dict[str, tuple[Callable[[Machine], Iterator[Finding]], ...]]] = {
-    "Machine": _SYSTEM,
+    "Machine": (*_SYSTEM, *_JETSON),
     "Packages": (*_SOFTWARE, *_ROCM),
     "rlkernel": _PLUGINS,
 }

@@ -1,7 +1,7 @@
 """Which accelerators are in this machine, from the driver's own files and tools; torch is not asked.
 
-NVIDIA: `nvidia-smi` and /dev/nvidia0. AMD: /dev/kfd and the kernel driver's topology in /sys/class/kfd. Jetson: the
-device tree and /etc/nv_tegra_release.
+NVIDIA: `nvidia-smi` and /dev/nvidia0. AMD: /dev/kfd and the kernel driver's topology in /sys/class/kfd. Jetson: see
+rlkernel_core.host.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rlkernel_core.host.board import Board, board
+from rlkernel_core.host.memory import Memory, memory
+from rlkernel_core.host.power import PowerState, nvpmodel, power
+
 _NVIDIA_SMI_TIMEOUT_S: Final = 20.0  # it initialises the driver where no process holds it
 _QUERY: Final = "--query-gpu=name,compute_cap,driver_version"
-# Device-tree name of the chip -> (module family, architecture). Thor is sm_101 to CUDA 12 and sm_110 from 13 on.
-_TEGRA: Final = {
-    "nvidia,tegra194": ("Jetson Xavier", "sm72"),
-    "nvidia,tegra234": ("Jetson Orin", "sm87"),
-    "nvidia,tegra264": ("Jetson Thor", "sm110"),
-}
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,21 @@ class Hardware:
     amd: tuple[Gpu, ...] = ()
     amd_device: bool = False  # /dev/kfd exists
     amd_access: bool = False  # and this user may open it
-    jetson: Gpu | None = None
-    l4t: str | None = None  # Jetson Linux release: "36.4.3"
+    nvidia_tool: bool = False  # nvidia-smi is installed
+    board: Board | None = None  # a Jetson, and on it:
+    memory: Memory | None = None
+    power: PowerState | None = None
+
+    @property
+    def jetson(self) -> Gpu | None:
+        """The GPU of a Jetson."""
+        return Gpu(self.board.name, self.board.kind.arch) if self.board else None
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """All accelerators."""
-        return (*((self.jetson,) if self.jetson else self.nvidia), *self.amd)
+        jetson = self.jetson
+        return (*((jetson,) if jetson else self.nvidia), *self.amd)
 
 
 def look(root: Path = Path("/"), smi: Callable[[], tuple[str, str] | None] | None = None) -> Hardware:
@@ -60,13 +66,25 @@ def look(root: Path = Path("/"), smi: Callable[[], tuple[str, str] | None] | Non
         root: where the file system starts.
         smi: answers of nvidia-smi (see `nvidia_smi`), None where it is not installed.
     """
-    jetson, l4t = _jetson(root)
+    jetson = board(root)
     said = (smi or nvidia_smi)()
     gpus, driver, cuda, wrong = _nvidia(said, device=(root / "dev/nvidia0").exists())
     if jetson is not None:  # its nvidia-smi, where there is one, leaves most fields empty
         gpus, wrong = (), None
     kfd = root / "dev/kfd"
-    return Hardware(gpus, driver, cuda, wrong, _amd(root), kfd.exists(), os.access(kfd, os.R_OK | os.W_OK), jetson, l4t)
+    return Hardware(
+        gpus,
+        driver,
+        cuda,
+        wrong,
+        _amd(root),
+        kfd.exists(),
+        os.access(kfd, os.R_OK | os.W_OK),
+        nvidia_tool=said is not None,
+        board=jetson,
+        memory=memory(root) if jetson else None,
+        power=power(root, nvpmodel) if jetson else None,
+    )
 
 
 def nvidia_smi() -> tuple[str, str] | None:
@@ -122,22 +140,3 @@ def _amd(root: Path) -> tuple[Gpu, ...]:
 def gfx(version: int) -> str:
     """`gfx_target_version` in the LLVM spelling: 90402 -> gfx942, 90010 -> gfx90a, 110001 -> gfx1101."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
-
-
-def _jetson(root: Path) -> tuple[Gpu | None, str | None]:
-    """The module and its Jetson Linux release."""
-    compatible = _text(root / "proc/device-tree/compatible").split("\0")
-    found = next(((chip, _TEGRA[chip]) for chip in compatible if chip in _TEGRA), None)
-    release = re.search(r"R(\d+).*REVISION:\s*([\d.]+)", _text(root / "etc/nv_tegra_release"))
-    l4t = f"{release[1]}.{release[2]}" if release else None
-    if found is None:
-        return None, l4t
-    family, arch = found[1]
-    return Gpu(_text(root / "proc/device-tree/model").strip("\0\n") or family, arch), l4t
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -7,6 +7,7 @@ from typing import Final
 
 from packaging.version import Version
 
+from rlkernel.doctor import jetson
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.hardware import Gpu, Hardware
 from rlkernel.doctor.machine import Machine
@@ -19,16 +20,14 @@ _INSTALL: Final = {
     "cpu": "pip install torch --index-url https://download.pytorch.org/whl/cpu",
     "nvidia": "pip install torch",
     "amd": "install the ROCm build: https://pytorch.org/get-started/locally",
-    "jetson": "pip install torch --index-url https://pypi.jetson-ai-lab.io/jp6/cu126",
-    "thor": "pip install torch --index-url https://pypi.jetson-ai-lab.io/sbsa/cu130",
 }
 _HIDING: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def install_line(hardware: Hardware) -> str:
     """How to install the torch that fits."""
-    if hardware.jetson is not None:
-        return _INSTALL["thor" if hardware.jetson.arch == "sm110" else "jetson"]
+    if hardware.board is not None:
+        return jetson.install_line(hardware.board)
     return _INSTALL["nvidia" if hardware.nvidia else "amd" if hardware.amd else "cpu"]
 
 
@@ -49,9 +48,8 @@ def accelerators(machine: Machine) -> Iterator[Finding]:
         if gpu in found.nvidia and found.nvidia_driver:
             words.append(f"driver {found.nvidia_driver}")
             words += [f"serves CUDA up to {found.nvidia_cuda}"] if found.nvidia_cuda else []
-        if gpu is found.jetson:
+        if gpu == found.jetson:
             words.append("memory shared with the CPU")
-            words += [f"Jetson Linux {found.l4t}"] if found.l4t else []
         yield ok("hardware/gpu", ", ".join(words))
     if found.nvidia_problem:
         yield problem(
@@ -68,7 +66,7 @@ def accelerators(machine: Machine) -> Iterator[Finding]:
             "sudo usermod -aG render,video $USER and log in again; in a container, --device=/dev/kfd --device=/dev/dri",
         )
     if not found.gpus and not found.nvidia_problem:
-        yield note("hardware/none", "no GPU found (nvidia-smi, /dev/kfd, Jetson device tree)", _ON_CPU)
+        yield note("hardware/none", "no GPU found (nvidia-smi, /dev/kfd, device tree)", _ON_CPU)
 
 
 def torch_build(machine: Machine) -> Iterator[Finding]:
@@ -151,7 +149,7 @@ def _named(hardware: Hardware) -> str:
 
 
 def _nvidia(hardware: Hardware) -> bool:
-    return bool(hardware.nvidia) or hardware.jetson is not None
+    return bool(hardware.nvidia) or hardware.board is not None
 
 
 def _hidden(machine: Machine) -> str | None:
