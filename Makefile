@@ -47,9 +47,9 @@ site: $(STAMP) ## the documentation as a site in site/
 	$(RUN) -m pip install --quiet -e '.[docs]'
 	$(VENV)/bin/mkdocs build --strict
 
-hosts: $(STAMP) ## train with TRL and transformers, stock and with rlkernel inside, and compare
+hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
 	$(RUN) -m pip install --quiet -e '.[hosts]'
-	$(RUN) -m pytest -q tests/test_trl.py tests/test_host_contracts.py tests/test_agree.py
+	$(RUN) -m pytest -q tests/test_trl.py tests/test_transformers.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 
 build: $(STAMP) ## sdist and wheel in dist/
 	$(RUN) -m build --no-isolation
