@@ -1,7 +1,9 @@
 """What hosts' sources say about the symbols that integrations use, read out of their wheels without importing them.
 
-    pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0
-    python tests/host_contracts.py wheels/*.whl        # writes tests/host_contracts.json
+    pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0 \\
+        openrlhf==0.11.2 torchao==0.18.0
+    git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
+    python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 
 The file is small and committed, so that the integrations are held against it where no host is installed; a new version
 of a host is held against them by running this on its wheel.
@@ -31,13 +33,15 @@ class Wheel:
 
     def __init__(self, path: Path) -> None:
         self.archive = zipfile.ZipFile(path)
-        self.names = set(self.archive.namelist())
-        self.distribution, self.version = path.name.split("-")[:2]
+        # Wheels of platforms keep what is pure Python a level down: acme-1.0.data/purelib/acme/__init__.py
+        self.names = {name.partition(".data/purelib/")[2] or name: name for name in self.archive.namelist()}
+        name, self.version = path.stem.split("-")[:2]
+        self.distribution = name.replace("_", "-")
 
     def module(self, name: str) -> ast.Module | None:
         stem = name.replace(".", "/")
         found = next((p for p in (f"{stem}.py", f"{stem}/__init__.py") if p in self.names), None)
-        return ast.parse(self.archive.read(found)) if found else None
+        return ast.parse(self.archive.read(self.names[found])) if found else None
 
     def find(self, module: str, name: str) -> ast.AST | None:
         """The statement that binds a dotted name, through imports of the same distribution."""
@@ -100,5 +104,6 @@ def read(wheels: list[Path]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(read([Path(p) for p in sys.argv[1:]]), indent=1, sort_keys=True) + "\n")
-    print(FILE.read_text())
+    known_before = json.loads(FILE.read_text())
+    found = known_before | read([Path(p) for p in sys.argv[1:]])
+    FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

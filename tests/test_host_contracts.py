@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
-from rlkernel.integrations import Active, sglang, transformers, vllm
+from rlkernel.integrations import Active, active, deepspeed_chat, openrlhf, sglang, torchao, transformers, vllm
 from tests.host_contracts import FILE, Wheel, absolute, known, parameters
 
 RECORDED = json.loads(FILE.read_text())
@@ -99,13 +100,61 @@ def test_the_draw_for_vllm_is_greedy_at_temperature_zero_and_keyed_by_slot() -> 
         vllm.draw(logits, slots, heat, seed, pos, apply_temperature=False, is_drafting=True)
 
 
-@pytest.mark.parametrize("name", ["sglang", "vllm"])
+ENTERED = {
+    "sglang": sglang.register,
+    "vllm": lambda: vllm.enabled().__enter__(),
+    "openrlhf": openrlhf.worker,
+    "deepspeed-chat": lambda: deepspeed_chat.enabled().__enter__(),
+    "torchao": torchao.config,
+}
+
+
+@pytest.mark.parametrize("name", ENTERED)
 def test_an_absent_host_is_refused_with_the_line_that_installs_it(name) -> None:
-    host = {"sglang": sglang, "vllm": vllm}[name].HOST
+    (host,) = {h for h in HOSTS if h.name == name}
     if host.installed is not None:
         pytest.skip("it is here")
-    with pytest.raises(rlk.HostError, match=f"{name} is not installed; pip install '{name}>="):
-        sglang.register() if name == "sglang" else vllm.enabled().__enter__()
+    line = "-e applications/DeepSpeed-Chat" if name == "deepspeed-chat" else f"'{name}>="
+    with pytest.raises(rlk.HostError, match=f"{name} is not installed; pip install {line}"):
+        ENTERED[name]()
+
+
+def stand_in(ours, monkeypatch) -> ModuleType:
+    """A module in the place of the host's, whose scoring function tells its name."""
+    module = ModuleType(ours.SCORE.module)
+    exec(f"def {ours.SCORE.name}({', '.join(ours.SCORE.parameters)}): return 'theirs'", vars(module))
+    module.Actor = module.DeepSpeedPPOTrainer = SimpleNamespace(train_rlhf=lambda self, inputs: None)
+    monkeypatch.setitem(sys.modules, ours.SCORE.module, module)
+    monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: ours.HOST.tested)
+    return module
+
+
+@pytest.mark.parametrize("ours", [openrlhf, deepspeed_chat], ids=lambda m: m.HOST.name)
+def test_tokens_are_scored_by_logprob_inside_the_block(ours, monkeypatch) -> None:
+    host = stand_in(ours, monkeypatch)
+    logits = torch.randn(2, 5, 31, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.arange(10).view(2, 5)
+    theirs = [0.7] if ours is openrlhf else []
+    before = logits.detach().clone()
+    with ours.enabled() as entry:
+        out = getattr(host, ours.SCORE.name)(logits, labels, *theirs)
+        assert ours.HOST.name in {a.host for a in active()}
+    assert entry.calls == {"logprob": 1}
+    heat = theirs[0] if theirs else 1.0
+    law = torch.log_softmax(before / heat, -1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(out.detach(), law, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits.detach(), before)
+    out.sum().backward()
+    assert logits.grad is not None
+    assert getattr(host, ours.SCORE.name)(*ours.SCORE.parameters) == "theirs"
+
+
+def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:
+    host = stand_in(openrlhf, monkeypatch)
+    openrlhf.worker()
+    assert host.log_probs_from_logits(torch.zeros(1, 2), torch.tensor([0])).item() == pytest.approx(-0.6931472)
+    openrlhf._WORKER.close()
+    assert host.log_probs_from_logits(1, 2, 3) == "theirs"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,18 @@ from rlkernel.integrations.host import Active, Host, Symbol, active
 
 __all__ = ["HOSTS", "Active", "Host", "Symbol", "active", "hosts"]
 
-HOSTS: Final = ("trl", "verl", "verl_engine", "transformers", "sglang", "vllm")  # modules here, each with a `HOST`
+HOSTS: Final = (  # modules here, each with a `HOST`
+    "trl",
+    "verl",
+    "verl_engine",
+    "openrlhf",
+    "deepspeed_chat",
+    "transformers",
+    "transformers_quant",
+    "torchao",
+    "sglang",
+    "vllm",
+)
 
 
 def hosts() -> list[Host]:

@@ -66,6 +66,7 @@ class Host:
     does: str  # in a few words, for tables
     symbols: tuple[Symbol, ...]
     ran: bool = True  # False: held against the host's source alone, never run in it
+    source: str = ""  # what pip installs it from; "" for its name and versions on the package index
 
     @property
     def installed(self) -> str | None:
@@ -90,7 +91,7 @@ class Host:
             HostError: not installed, a version outside the window, or a symbol that is not what it was.
         """
         found = self.installed
-        pin = f"pip install '{self.distribution}{self.versions}'"
+        pin = f"pip install {self.source or repr(f'{self.distribution}{self.versions}')}"
         if found is None:
             raise HostError(f"{self.name} is not installed; {pin}")
         if not self.supported and not force:

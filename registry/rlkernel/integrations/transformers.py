@@ -1,4 +1,4 @@
-"""transformers: `generate` that draws with `rlkernel.sample`, by its own `custom_generate`; nothing is patched.
+"""transformers: `generate` that draws with `rlkernel.sample`, and a model's loss by `rlkernel.logprob`.
 
     from rlkernel.integrations import transformers
 
@@ -6,15 +6,19 @@
     model.generate(**inputs, do_sample=True, top_p=0.9, custom_generate=drawing)
     drawing.logprob  # [B, T] under the law it drew from
 
-Processors and warpers are those of `generate`, and so is the law; what differs is the draw. Noise is keyed by a
-request's seed and the number of its token: a request draws the same whoever else is in the batch, wherever it stands.
+    model.loss_function = transformers.causal_lm_loss()
+    model(**inputs, labels=labels).loss
+
+Both are handed to a call or a model by transformers' own means, so that nothing is patched. Processors and warpers are
+those of `generate`, and so is the law; what differs is the draw. Noise is keyed by a request's seed and the number of
+its token: a request draws the same whoever else is in the batch, wherever it stands.
 
 Legend: B requests · T tokens drawn · V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel.integrations.host import Active, Host, Symbol, registered
@@ -29,7 +33,7 @@ HOST: Final = Host(
     distribution="transformers",
     versions=">=5.23,<5.24",
     tested="5.23.0",
-    does="sample in generate, by custom_generate",
+    does="sample in generate, by custom_generate; logprob as a model's loss function",
     symbols=(
         Symbol(
             _MIXIN,
@@ -42,6 +46,12 @@ HOST: Final = Host(
             ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
         ),
         Symbol(_MIXIN, "GenerationMixin.prepare_inputs_for_generation"),
+        Symbol(
+            "transformers.loss.loss_utils",
+            "ForCausalLMLoss",
+            ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels", "kwargs"),
+        ),
+        Symbol("transformers.modeling_utils", "PreTrainedModel.loss_function"),
     ),
 )
 
@@ -113,3 +123,39 @@ def drawing(seeds: Sequence[int], *, force: bool = False) -> Drawing:
         HostError: transformers is absent, of a version that this was not made for, or has changed.
     """
     return Drawing(seeds, registered(HOST, HOST.require(force=force), "generate(custom_generate=drawing)"))
+
+
+def causal_lm_loss(*, force: bool = False) -> Callable[..., Tensor]:
+    """What `model.loss_function` takes, in place of `ForCausalLMLoss`: the mean of -log p over the labels that count.
+
+    Logits of 16 bits are read as they are and summed in fp32; no copy of them in fp32 is made.
+
+    Raises:
+        HostError: as `drawing`.
+    """
+    entry = registered(HOST, HOST.require(force=force), "model.loss_function = causal_lm_loss()")
+
+    def loss(
+        logits: Tensor,  # [B, T, V]
+        labels: Tensor | None,  # [B, T]
+        vocab_size: int,  # noqa: ARG001  theirs
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,  # [B, T]
+        **_: Any,
+    ) -> Tensor:
+        import torch
+
+        import rlkernel as rlk
+
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
+        ids = shift_labels.to(logits.device)
+        counts = ids != ignore_index
+        total = -rlk.logprob(logits.view(*ids.shape, -1), ids, mask=counts).logprob.sum()
+        entry.calls["logprob"] += 1
+        if num_items_in_batch is None:
+            return total / counts.sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+    return loss

@@ -12,7 +12,7 @@ Importing this package loads torch.
 from __future__ import annotations
 
 from rlkernel.nn.linear import QuantLinear
-from rlkernel.nn.model import QuantPolicy, quantize_model
+from rlkernel.nn.model import QuantPolicy, quantize_model, selected
 from rlkernel.nn.sync import SyncReport, requantize_
 
-__all__ = ["QuantLinear", "QuantPolicy", "SyncReport", "quantize_model", "requantize_"]
+__all__ = ["QuantLinear", "QuantPolicy", "SyncReport", "quantize_model", "requantize_", "selected"]

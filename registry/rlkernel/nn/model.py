@@ -49,14 +49,7 @@ def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec
         UnknownNameError: no such format.
     """
     policy = policy if isinstance(policy, QuantPolicy) else QuantPolicy(policy)
-    tied = _shared(model)
-    chosen = {
-        name: (module, spec)
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear
-        and module.weight.data_ptr() not in tied
-        and (spec := policy.format_of(name)) is not None
-    }
+    chosen = selected(model, policy)
     if not chosen or "" in chosen:
         got = (
             f"{type(model).__name__} with {sum(isinstance(m, torch.nn.Linear) for m in model.modules())} linear layers"
@@ -75,6 +68,18 @@ def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec
         layer.train(linear.training)
         model.set_submodule(name, layer)
     return {name: spec.kind for name, (_, spec) in chosen.items()}
+
+
+def selected(model: torch.nn.Module, policy: QuantPolicy) -> dict[str, tuple[torch.nn.Linear, QuantSpec]]:
+    """Name -> layer and format of what a policy takes of a model. Weights on the meta device share no address."""
+    tied = _shared(model)
+    return {
+        name: (module, spec)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and module.weight.data_ptr() not in tied
+        and (spec := policy.format_of(name)) is not None
+    }
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
