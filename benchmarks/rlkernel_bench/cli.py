@@ -174,10 +174,12 @@ def show(result: dict[str, Any]) -> None:
                 how,
                 f"{share:.3g} %" if share is not None else "",
                 f"{ratio:.3g}" if ratio else "",
+                f"{c['tokens_s']:,.0f}" if c.get("tokens_s") else "",
                 plain(c["message"]),
             )
         )
-    columns = ("", "status", "us", "quartiles", "how", "of the floor", f"x {result.get('ruler') or 'ruler'}", "")
+    ruler = f"x {result.get('ruler') or 'ruler'}"
+    columns = ("", "status", "us", "quartiles", "how", "of the floor", ruler, "tokens/s", "")
     print_table(columns, rows, title=title)
 
 

@@ -14,7 +14,11 @@ from typing import Any, Final
 from rlkernel.discover import GROUP, PackageVersions, entries, guarded
 from rlkernel.probe import device_facts
 from rlkernel_core import __version__
+from rlkernel_core.host.board import board
+from rlkernel_core.host.memory import memory
+from rlkernel_core.host.power import nvpmodel, power
 
+_ROOT: Final = Path("/")
 _PACKAGES: Final = ("triton", "numpy")
 # What nvidia-smi is asked, and what the answer is called.
 _GPU_STATE: Final = {
@@ -29,8 +33,8 @@ _GPU_STATE: Final = {
 THROTTLE: Final = {0x1: "idle", 0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "thermal"}
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Everything but the state of the card, which changes while it is measured."""
+def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
+    """Everything but the state of the card, which changes while it is measured; `root`: of the file system."""
     import torch
 
     versions = PackageVersions()
@@ -46,6 +50,22 @@ def environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **{name: versions.get(name) for name in _PACKAGES},
         **{f"device_{k}": v for k, v in device_facts(device).items() if k != "torch"},
+        **({"board": told} if (told := jetson(root)) else {}),
+    }
+
+
+def jetson(root: Path = _ROOT) -> dict[str, Any] | None:
+    """The Jetson board and what of it moves every figure; None on anything else."""
+    found, state, room = board(root), power(root, nvpmodel), memory(root)
+    if found is None:
+        return None
+    return {
+        "name": found.sold_as.name if found.sold_as else found.name,
+        "l4t": found.l4t,
+        "jetpack": found.release.jetpack if found.release else None,
+        "power_mode": state.mode,
+        "clocks_held": state.gpu.held if state.gpu else None,
+        "memory": room.as_dict() if room else None,
     }
 
 
@@ -76,8 +96,21 @@ def source() -> str:
     return digest.hexdigest()[:12]
 
 
-def gpu_state(device: str) -> dict[str, Any] | None:
-    """Clocks, power, temperature and throttle reasons now; None where nvidia-smi cannot say."""
+def gpu_state(device: str, root: Path = _ROOT) -> dict[str, Any] | None:
+    """Clocks, power, temperature and throttle reasons now; None where nobody can say.
+
+    A Jetson's own sensors are read, whose nvidia-smi is absent or leaves these fields empty; its over-current events
+    are counted since it was started, so a count that grew between two workloads is a throttled clock.
+    """
+    if board(root) is not None:
+        said = power(root)
+        return {
+            "sm_mhz": said.gpu.mhz if said.gpu else None,
+            "celsius": max(said.celsius.values(), default=None),
+            "throttled_by": None,  # nobody tells reasons
+            **{k: v for k, v in said.as_dict().items() if k in {"watts", "watts_of", "rails", "over_current"}},
+            "zones": said.celsius,
+        }
     smi = shutil.which("nvidia-smi")
     kind, _, index = device.partition(":")
     if smi is None or kind != "cuda":

@@ -261,7 +261,8 @@ def rates(work: Work, found: dict[str, Any], floor: float) -> dict[str, Any]:
     if known is None or not floor or work.clock != "device":
         return {}
     median = known[1]["median"]
-    out: dict[str, Any] = {
+    out: dict[str, Any] = {"tokens_s": round(1e6 * work.floor(work.tokens) / median, 1)} if work.tokens else {}
+    out |= {
         "percent_of_floor": round(100 * floor / median, 2),
         "gb_s": round(work.floor(work.bytes) / median / 1e3, 2),
         "tflop_s": round(work.floor(work.flops) / median / 1e6, 3),

@@ -14,7 +14,8 @@ from rlkernel_bench.results import STATUSES, best
 FAST_P: Final = (1.0, 1.5, 2.0)  # speed-ups over plain torch of which the share is given
 COLUMNS: Final = (
     "suite", "op", "work", "candidate", "kind", "version", "status", "us", "low", "high", "n", "how", "eager_us",
-    "hot_us", "rested_us", "times_ruler", "speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s", "extra_bytes",
+    "hot_us", "rested_us", "times_ruler", "speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s", "tokens_s",
+    "extra_bytes",
     "worst_error_over_tolerance", "message",
 )  # fmt: skip
 _HOW_TO_READ: Final = """Times are medians in microseconds with quartiles; `how` says whether a graph was replayed or
@@ -38,7 +39,7 @@ def rows(contents: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "how": how,
                     **{f"{k}_us": (c.get(k) or {}).get("median") for k in ("eager", "hot", "rested")},
                     "times_ruler": (c.get("times_ruler") or {}).get("median"),
-                    **{k: c.get(k) for k in ("speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s")},
+                    **{k: c.get(k) for k in ("speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s", "tokens_s")},
                     "extra_bytes": c.get("memory", {}).get("extra_bytes"),
                     "worst_error_over_tolerance": max(overs) if overs else None,
                 }
@@ -138,6 +139,8 @@ def _section(result: Mapping[str, Any]) -> list[str]:
     for c in result["candidates"]:
         if c["status"] != "absent":
             lines.append(_line(c))
+    speeds = [f"{c['name']} {c['tokens_s']:,.0f}" for c in result["candidates"] if c.get("tokens_s")]
+    lines += ["", f"Tokens a second: {'; '.join(speeds)}."] if speeds else []
     for c in result["candidates"]:
         for goal in c.get("goals") or ():
             word = "met" if goal["met"] else "missed"

@@ -55,6 +55,7 @@ class Work:
     ruler: str | None = None  # candidate that the others are held against, call by call in the same rounds
     memory_at: tuple[str, tuple[int, ...]] | None = None  # measure memory at these values of a size too
     clock: str = "device"  # "host": what the caller's thread spends; "process": a fresh process
+    tokens: str = ""  # tokens that a call generates, a formula over the sizes; reported a second
     why: str = ""  # where the row comes from
 
     @property

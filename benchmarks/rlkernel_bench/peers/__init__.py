@@ -57,7 +57,7 @@ def without_temperature(work: Work) -> None:
 
 _MODULES: Final = (
     "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantised",
-    "rl_kernel",
+    "rl_kernel", "rollout",
 )  # fmt: skip
 
 PEERS: Final[Mapping[str, Peer]] = {

@@ -133,6 +133,13 @@ def lm_head_sample(work: Work) -> Call:
     return lambda given: draw({"logits": given["hidden"] @ given["weight"].t()})
 
 
+def rollout(work: Work) -> Call:
+    """Products of torch and the draw above, launched one by one."""
+    from rlkernel_bench.peers.rollout import eager  # which draws as this module does
+
+    return eager(work)
+
+
 PEERS = (
     Peer(
         "torch",
@@ -147,6 +154,7 @@ PEERS = (
             "sample": sample,
             "lm_head_sample": lm_head_sample,
             "ratio_kl": ratio_kl,
+            "rollout": rollout,
         },
         "written here",
         ("cpu", "cuda"),

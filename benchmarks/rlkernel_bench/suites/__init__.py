@@ -23,6 +23,7 @@ SUITES: Final[Mapping[str, str]] = {
     "qmatmul": "products with quantised weights",
     "quantize": "quantising weights on the device",
     "capture": "replaying graphs",
+    "rollout": "a decode chain under one graph, tokens a second",
     "dispatch": "what a call costs beyond its kernel, and importing",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
