@@ -64,6 +64,9 @@ def tree(model: str, *compatible: str) -> dict[str, str]:
 
 ORIN_NANO_POWER = {
     **ina3221("sys/class/hwmon/hwmon1", ("VDD_IN", 5080, 1200), ("VDD_CPU_GPU_CV", 5072, 300), ("VDD_SOC", 5072, 290)),
+    "sys/class/hwmon/hwmon3/name": "soctherm_oc\n",
+    "sys/class/hwmon/hwmon3/oc1_event_cnt": "0\n",
+    "sys/class/hwmon/hwmon3/oc3_event_cnt": "4\n",
     **zones(cpu=48.5, gpu=47.0, cv0=-256),
     **clock("17000000.gpu", 306, 306, 1020),
     "var/lib/nvpmodel/status": "pmode:0002 fmode:quiet\n",

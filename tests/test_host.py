@@ -117,6 +117,7 @@ def test_power_is_read_from_the_sensors_of_an_orin(tmp_path) -> None:
     assert (found.watts, found.watts_of) == (pytest.approx(6.096), "VDD_IN")
     assert found.celsius == {"cpu": 48.5, "gpu": 47.0}  # a zone that is off is left out
     assert (found.gpu, found.gpu.held) == (Clock(306.0, 306.0, 1020.0), False)
+    assert found.over_current == 4
 
 
 def test_rails_that_are_not_connected_do_not_count_and_without_an_input_rail_the_sum_is_said_to_be_one(
@@ -142,7 +143,8 @@ def test_the_mode_is_asked_of_the_tool_where_no_file_says_it(tmp_path) -> None:
 def test_a_machine_without_sensors_says_nothing(tmp_path) -> None:
     found = power(tmp_path)
     assert found.as_dict() == {
-        "mode": None, "rails": {}, "celsius": {}, "gpu": None, "watts": None, "watts_of": "sum of rails"
+        "mode": None, "rails": {}, "celsius": {}, "gpu": None, "over_current": None,
+        "watts": None, "watts_of": "sum of rails",
     }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ class PowerState:
     rails: dict[str, float]  # name -> watts
     celsius: dict[str, float]  # thermal zone -> temperature
     gpu: Clock | None
+    over_current: int | None = None  # times the board cut clocks for its supply since it started; None: not counted
 
     @property
     def watts(self) -> float | None:
@@ -70,7 +71,9 @@ def power(root: Path = Path("/"), ask: Callable[[], str] | None = None) -> Power
         root: where the file system starts.
         ask: the answer of `nvpmodel -q` (see `nvpmodel`), where the files do not say the mode.
     """
-    return PowerState(power_mode(root, ask), dict(_rails(root)), dict(_zones(root)), _gpu(root))
+    counts = [_number(path) for path in root.glob("sys/class/hwmon/hwmon*/oc*_event_cnt")]
+    events = int(sum(c for c in counts if c is not None)) if counts else None
+    return PowerState(power_mode(root, ask), dict(_rails(root)), dict(_zones(root)), _gpu(root), events)
 
 
 def power_mode(root: Path = Path("/"), ask: Callable[[], str] | None = None) -> str | None:
