@@ -144,6 +144,9 @@ def machine(device: torch.device) -> Machine:
     """The machine behind a device; the interpreter stands for a large GPU."""
     if INTERPRETED:
         return Machine("sm90", 132, ptx=False, sync=False)
+    if device.type != "cuda":  # a simulated GPU
+        simulated = triton.runtime.driver.active.utils.get_device_properties(0)
+        return Machine("other", simulated["multiprocessor_count"], ptx=False, sync=False)
     found = torch.cuda.get_device_properties(device)
     hopper = not torch.version.hip and found.major == 9
     nvidia = torch.version.hip is None
