@@ -87,7 +87,10 @@ def capture(
             them propagates unchanged.
         max_graphs: bound on graphs held; the least recently used make room, at least one.
         group: graphs that share memory with these; None is the group of this process and device.
-        collectives: fn contains collectives, and every rank captures and replays in the same order.
+        collectives: fn contains collectives, and every rank (of `group.process_group`) captures and replays in the same
+            order. Before a capture, ranks compare what goes into it (sizes, buckets, values, modes, static tensors) and
+            after it whether each of them could: a difference is a CaptureError on every rank, before any of them
+            waits in a collective; a rank that does not come is a RankError that names it.
         autograd: replay the backward pass too. Gradients reach tensor inputs and static tensors that require them;
             the backward must run before the next replay. Without it, a function whose outputs require grad is a
             failed capture: nothing is detached silently.

@@ -14,10 +14,14 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
+from rlkernel_core.ranks import TIMEOUT
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Bucket steps: doubling up to 8, then (up to, step). Pad waste of a decode step is free below the memory-bound knee,
 # so large batches get coarser buckets; the largest size is always there, or a full batch would fit no bucket.
@@ -116,10 +120,15 @@ class CaptureGroup:
 
     `lock` serialises captures and replays; `pools` is where an implementation keeps its memory pool. By default
     there is one group per process and device; two streams that really run at once need two groups.
+
+    Where functions with collectives are captured (`collectives=True`), all ranks of `process_group` (None: all there
+    are) capture, look at static tensors and replay in the same order; `timeout` is how many seconds they wait for each
+    other before a capture.
     """
 
-    def __init__(self, name: str = "") -> None:
-        self.name = name
+    def __init__(self, name: str = "", *, process_group: ProcessGroup | None = None, timeout: float = TIMEOUT) -> None:
+        checks.number("timeout", timeout, above=0.0)
+        self.name, self.process_group, self.timeout = name, process_group, timeout
         self.lock = threading.RLock()
         self.pools: dict[str, Any] = {}
 

@@ -60,8 +60,8 @@ class Graphed:
         with self.group.lock:
             self._require_open()
             self._recorder.order()
-            if self._options.guard == "call" and self._state == READY:
-                self.check_static()
+            if self._options.guard == "call" and self._state == READY and (changed := self._look()):
+                self._guard_failed(changed)
             reading = self._reader.read(args, kwargs)
             if self._state == GUARDED:
                 if self._options.on_guard_fail == "raise":
@@ -99,7 +99,7 @@ class Graphed:
         with self.group.lock:
             self._require_open()
             if self._state == READY:
-                changed = self._look()
+                changed = self._look_together()
                 if changed:
                     self._guard_failed(changed)
                 return changed
@@ -161,7 +161,7 @@ class Graphed:
                 finished = True
             finally:  # after an error too: some weights may have moved
                 self._state = state
-                update.changed = self._look()
+                update.changed = self._look_together()
                 if update.changed and state == READY:
                     self._guard_failed(update.changed, quiet=not finished)
             if canary is not None and self._state == READY:
@@ -194,6 +194,11 @@ class Graphed:
         changed = self._static.changed()
         self._table.tally.guard_ns += perf_counter_ns() - start
         return changed
+
+    def _look_together(self) -> tuple[str, ...]:
+        """What moved here or, where ranks replay together, on any of them: all forget their graphs, or none."""
+        changed, agreement = self._look(), self._table.agreement
+        return changed if agreement is None else agreement.moved(changed)
 
     def _accept(self) -> None:
         self._static.accept()

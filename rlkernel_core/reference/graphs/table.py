@@ -15,6 +15,8 @@ from typing import Any, Final, TypeVar
 import torch
 
 from rlkernel_core.errors import CaptureError, FallbackWarning
+from rlkernel_core.ranks import Round
+from rlkernel_core.reference.graphs.agreement import agreement_of, described
 from rlkernel_core.reference.graphs.buffers import StaticInputs
 from rlkernel_core.reference.graphs.graph import Graph, Options
 from rlkernel_core.reference.graphs.key import Key, Reading, TensorKey, difference, varying
@@ -49,6 +51,7 @@ class GraphTable:
         self._failed: dict[Key, str] = {}  # runs eagerly, because
         self._forgotten: dict[Key, str] = {}  # had a graph until
         self._churn_said = False
+        self.agreement = agreement_of(fn, options, group)
         self.tally = Tally()
 
     def __len__(self) -> int:
@@ -112,6 +115,10 @@ class GraphTable:
         return DeviceState(self._device, self._options.generators, self._mutated.held())
 
     def _capture(self, reading: Reading) -> Graph | None:
+        after = None
+        if self.agreement is not None:
+            tensors = self._static.tensors()
+            after = self.agreement.before(described(reading, self._options, tensors, self._recorder))
         wants = any(isinstance(k, TensorKey) and k.requires_grad for k in reading.key[1])
         if wants and not self._options.autograd:
             refusal = "An input requires grad. Pass autograd=True, or call under torch.no_grad()."
@@ -130,9 +137,11 @@ class GraphTable:
                 self._check_draws(before)
                 before.restore()
                 inputs.fill(reading)  # fn may write to its inputs
-            recording = self._record(reading, program)
+            recording = self._record(reading, program, after)
             self._check_draws(before)
         finally:
+            if after is not None and not after.said:
+                after.say({"failure": "fn raised"})
             before.restore()
         if recording is None:
             return None
@@ -143,22 +152,28 @@ class GraphTable:
         graph = self._graphs[reading.key] = Graph(inputs, recording, program)
         return graph
 
-    def _record(self, reading: Reading, program: Program) -> Recording | None:
+    def _record(self, reading: Reading, program: Program, after: Round | None) -> Recording | None:
         failures: tuple[type[Exception], ...] = (CaptureError, *self._recorder.errors)
+        recording: Recording | None = None
+        error: Exception | None = None
         try:
             recording = self._recorder.record(program)
-        except failures as error:
-            self.fail(reading, error)
-            return None
-        if any(recording.differentiable) and not self._options.autograd:
-            recording.close()
-            refusal = (
+        except failures as refused:
+            error = refused
+        if recording is not None and any(recording.differentiable) and not self._options.autograd:
+            error = CaptureError(
                 "An output requires grad, and a replay would detach it. Pass autograd=True with static=(module,), "
                 "or call under torch.no_grad()."
             )
-            self.fail(reading, CaptureError(refusal))
-            return None
-        return recording
+        if after is not None and self.agreement is not None:
+            elsewhere = self.agreement.outcome(after, None if error is None else first_line(error))
+            error = error or (CaptureError(elsewhere) if elsewhere else None)
+        if error is None:
+            return recording
+        if recording is not None:
+            recording.close()
+        self.fail(reading, error)
+        return None
 
     def _program(self, inputs: StaticInputs) -> Program:
         autograd = self._options.autograd and torch.is_grad_enabled()
