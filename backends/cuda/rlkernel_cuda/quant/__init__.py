@@ -1,0 +1,1 @@
+"""Products with 4-bit weights in CUDA C++ for Hopper."""

@@ -1,0 +1,387 @@
+"""Products with 4-bit weights in CUDA C++ on one Hopper GPU: each way to cut them is checked, then timed.
+
+    PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda:benchmarks OUT=. python benchmarks/gpu_qmatmul_cuda.py
+
+Writes $OUT/gpu_qmatmul_cuda.json after every finding. Kernels are compiled in several processes first; then one process
+a family checks (the share of the contract's bound that is used, in float64; repeated bits; the first row of a batch
+beside the row alone) and times (medians of CUDA graph replays over copies of a weight that exceed 256 MB together).
+A process that says nothing for some seconds is ended, and what it hung in is left out. Ends within `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_qmatmul import COLD, replayed
+
+ROOT = Path(__file__).resolve().parents[1]
+MAIN = (28672, 4096)
+WORKERS = 12
+SILENCE = 14.0  # seconds
+Finding = dict[str, Any]
+
+
+def narrow_cuts(N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
+    """(tokens, sets, parts, joined, stages) that are compared."""
+    tokens = 8 if M <= 8 else 16
+    for sets, parts, joined in {
+        (28672, 4096): [(14, 1, 1), (7, 2, 1), (7, 2, 2), (14, 1, 2)],
+        (6144, 4096): [(3, 4, 1), (1, 8, 1), (1, 16, 1)],
+        (4096, 14336): [(2, 7, 1), (2, 8, 1), (1, 14, 1)],
+        (4096, 4096): [(2, 8, 1), (2, 4, 1), (1, 16, 1)],
+        (8192, 8192): [(4, 4, 1), (2, 8, 1)],
+        (10240, 8192): [(5, 2, 1), (1, 8, 1)],
+        (57344, 8192): [(14, 1, 2), (14, 1, 1), (7, 2, 2)],
+        (8192, 28672): [(4, 4, 1), (2, 7, 2), (2, 8, 2)],
+        (19456, 2560): [(10, 1, 1), (5, 2, 1)],
+        (34816, 5120): [(6, 2, 1), (1, 10, 1)],
+        (5120, 17408): [(3, 4, 1), (1, 4, 1)],
+    }.get((N, K), []):  # fmt: skip
+        stages = min(8, 196608 // (parts * 4 * tokens * 128))
+        if stages > 1:
+            yield tokens, sets, parts, joined, stages
+
+
+def wide_cuts(N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
+    """(tokens, steps, stages, split) that are compared."""
+    if M <= 32:
+        yield 32, 2, 10, 1
+        yield 32, 2, 10, 0
+    if 8 < M <= 16:
+        yield 16, 2, 12, 1
+    if 16 < M <= 64:
+        yield 64, 2, 8, 1
+        yield 64, 2, 8, 0
+        yield 64, 1, 16, 1
+    if 64 < M <= 512:
+        yield 128, 2, 5, 1
+        yield 128, 2, 5, 0
+        yield 128, 1, 9, 1
+    if M > 128:
+        yield 256, 1, 5, 1
+        yield 256, 1, 5, 0
+
+
+def jobs(family: str, full: bool) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """(N, K, M, cut)."""
+    shapes = {MAIN: (1, 8, 16), (6144, 4096): (1, 16), (4096, 14336): (1, 16)}
+    more = dict.fromkeys(
+        ((4096, 4096), (8192, 8192), (10240, 8192), (57344, 8192), (8192, 28672), (19456, 2560), (34816, 5120),
+         (5120, 17408)), (1, 16),
+    )  # fmt: skip
+    if family == "narrow":
+        for (N, K), Ms in {**shapes, **(more if full else {})}.items():
+            for M in Ms:
+                for cut in narrow_cuts(N, K, M):
+                    yield N, K, M, cut
+        return
+    wide = {MAIN: (16, 32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256, 1024), (4096, 14336): (64, 256)}
+    if full:
+        wide |= {(57344, 8192): (64, 256), (8192, 28672): (64, 256), (34816, 5120): (64, 256)}
+    for (N, K), Ms in wide.items():
+        for M in Ms:
+            for cut in wide_cuts(N, K, M):
+                if bool(cut[3]) == (family == "split"):
+                    yield N, K, M, cut
+
+
+def kept_compiler(folder: Path) -> None:
+    """Compiled kernels are kept in a folder, for the processes that come after."""
+    from rlkernel_cuda import driver
+
+    fresh = driver.compiled
+
+    def compiled(source: str, options: Any) -> bytes:
+        place = folder / hashlib.sha256("\n".join((source, *options)).encode()).hexdigest()
+        if place.exists():
+            return place.read_bytes()
+        code = fresh(source, options)
+        half = place.with_suffix(f".{os.getpid()}")
+        half.write_bytes(code)
+        half.replace(place)
+        return code
+
+    driver.compiled = compiled
+
+
+def cut_of(family: str, cut: tuple[int, ...]) -> Any:
+    """The cut as the launcher takes it."""
+    from rlkernel_cuda.quant import launch
+
+    return launch.Narrow(*cut) if family == "narrow" else launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]))
+
+
+def formats() -> list[str]:
+    """Formats that are checked at small shapes."""
+    return ["int4_g128", "int4_g64_asym", "int4_channel", "int4_g32_asym"]
+
+
+def small_jobs(family: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
+    """(format, N, K, M, cut, dtype) that are only checked."""
+    for kind in formats():
+        for dtype in ("bfloat16", "float16"):
+            if family == "narrow":
+                if "g32" not in kind:
+                    yield kind, 384, 2048, 5, (8, 3, 4, 1, 4), dtype
+                    yield kind, 448, 1536, 13, (16, 4, 2, 2, 3), dtype
+            elif family == "split":
+                yield kind, 384, 2048, 90, (32, 2, 4, 1), dtype
+                yield kind, 512, 1024, 200, (128, 1, 5, 1), dtype
+            else:
+                yield kind, 384, 2048, 300, (128, 2, 4, 0), dtype
+                yield kind, 256, 640, 33, (64, 1, 5, 0), dtype
+
+
+def compile_some(worker: int, folder: Path, full: bool) -> None:
+    """Every WORKERS-th build."""
+    import torch
+
+    from rlkernel_core.quant.spec import QuantSpec
+    from rlkernel_cuda import driver
+    from rlkernel_cuda.quant import launch
+
+    kept_compiler(folder)
+    wanted: dict[tuple[Any, ...], None] = {}
+
+    class Weight:
+        """What flags depend on."""
+
+        def __init__(self, kind: str, dtype: str) -> None:
+            self.spec = QuantSpec.named(kind)
+            self.parts = {"scale": torch.empty(0, dtype=getattr(torch, dtype))}
+
+    for family in ("narrow", "whole", "split"):
+        sources = launch.NARROW if family == "narrow" else launch.WIDE
+        for kind, _, _, _, cut, dtype in small_jobs(family):
+            wanted[sources, launch.options(cut_of(family, cut).flags(Weight(kind, dtype)))] = None
+        for _, _, _, cut in jobs(family, full):
+            wanted[sources, launch.options(cut_of(family, cut).flags(Weight("int4_g128", "bfloat16")))] = None
+    for sources, options in list(wanted)[worker::WORKERS]:
+        driver.compiled("\n".join(path.read_text() for path in sources), options)
+        print("compiled", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- one family
+
+
+def checked(run: Any, x: Any, y: Any, exact: Any, rounding: str, kind_unit: str) -> Finding:
+    """Correctness of one call; y is poisoned before each."""
+    import torch
+
+    from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+
+    y.fill_(float("nan"))
+    run(x, y)
+    h, reach = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    bound = accumulation_bound(h, reach, unit=UNITS[kind_unit], inner=x.shape[1], weight_rounding=rounding)
+    used = float(((y.double() - h).abs() / bound).nan_to_num(nan=1e9).max())
+    first = y.clone()
+    repeats = True
+    for _ in range(4):
+        y.fill_(float("nan"))
+        run(x, y)
+        repeats &= bool(torch.equal(first, y))
+    alone = torch.empty_like(y[:1])
+    run(x[:1].contiguous(), alone)
+    return {"used": round(used, 4), "repeats": repeats, "row_alone": bool(torch.equal(alone[0], first[0]))}
+
+
+def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
+    """A packed weight."""
+    import torch
+
+    from rlkernel_triton.quant import codec
+
+    full = torch.randn(N, K, device="cuda", dtype=dtype)
+    half = {"scale_dtype": "float16"} if dtype == torch.float16 else {}
+    from rlkernel_core.quant.spec import QuantSpec
+
+    return codec.prepack(codec.quantize(full, QuantSpec.named(kind, **half)))
+
+
+def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
+    """Check, then time, all jobs of a family; a line a finding."""
+    import torch
+
+    from rlkernel_cuda.quant import launch
+    from rlkernel_triton.quant import codec
+
+    kept_compiler(folder)
+    torch.manual_seed(1)
+    run_of = launch.narrow if family == "narrow" else launch.wide
+    rounding = "none" if family == "narrow" else "dtype"
+
+    def told(label: str, work: Any) -> None:
+        if label in skip:
+            return
+        print("@begin " + label, flush=True)
+        try:
+            found = work()
+        except Exception:
+            found = {"failed": traceback.format_exc()[-800:]}
+        print("@found " + json.dumps([label, found]), flush=True)
+        if "failed" in found and "CUDA error" in found["failed"]:
+            sys.exit(1)  # the context is lost
+
+    def exact_of(w: Any, dtype: Any) -> Any:
+        values = codec.dequantize(w, dtype=torch.float32 if rounding == "none" else dtype)
+        return values.double()
+
+    def small(kind: str, N: int, K: int, M: int, cut: Any, dtype_name: str) -> Finding:
+        dtype = getattr(torch, dtype_name)
+        w = weight(N, K, kind, dtype)
+        x, y = torch.randn(M, K, device="cuda", dtype=dtype), torch.empty(M, N, device="cuda", dtype=dtype)
+        bias = torch.randn(N, device="cuda", dtype=dtype)
+        plan = cut_of(family, cut)
+        found = checked(lambda a, b: run_of(a, w, None, b, plan), x, y, exact_of(w, dtype), rounding, dtype_name)
+        plain = y.clone()
+        run_of(x, w, bias, y, plan)
+        off = (y.float() - (plain.float() + bias.float())).abs() / (plain.float().abs() + bias.float().abs() + 1)
+        return {**found, "bias": round(float(off.nan_to_num(nan=1e9).max()), 5)}
+
+    for job in small_jobs(family):
+        told(f"small {job}", partial(small, *job))
+    state: dict[str, Any] = {}
+
+    def timed(N: int, K: int, M: int, cut: Any) -> Finding:
+        if state.get("shape") != (N, K):
+            state.clear()
+            torch.cuda.empty_cache()
+            first = weight(N, K, "int4_g128", torch.bfloat16)
+            copies = [first]
+            while sum(w.nbytes for w in copies) < COLD:
+                parts = {n: t.clone() for n, t in first.parts.items()}
+                copies.append(type(first)(first.spec, first.shape, first.dtype, parts, first.layout))
+            dense = codec.dequantize(first, dtype=torch.bfloat16)
+            state.update(shape=(N, K), copies=copies, dense=[dense, dense.clone()])
+        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
+        plan = cut_of(family, cut)
+        found: Finding = {}
+        if M <= 1024:
+            w = state["copies"][0]
+            exact = exact_of(w, torch.bfloat16)
+            found = checked(lambda a, b: run_of(a, w, None, b, plan), x, y, exact, rounding, "bfloat16")
+            del exact
+        calls = [partial(run_of, x, w, None, y, plan) for w in state["copies"]]
+        found["us"] = replayed(calls, 0.05)
+        if state.get("dense_at") != M:
+            state["dense_at"] = M
+            state["cublas"] = replayed([partial(torch.mm, x, d.t(), out=y) for d in state["dense"]], 0.05)
+        found["cublas"] = state["cublas"]
+        return found
+
+    for N, K, M, cut in jobs(family, full):
+        told(f"{K}x{N} M={M} {cut}", partial(timed, N, K, M, cut))
+    print("@done", flush=True)
+
+
+def followed(family: str, folder: Path, full: bool, until: float, note: Any) -> None:
+    """A family's child, ended and started again without what it hung in."""
+    skip: list[str] = []
+    while time.monotonic() < until:
+        command = [sys.executable, __file__, "--child", family, "--folder", str(folder), "--skip", json.dumps(skip)]
+        command += ["--full"] if full else []
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+        lines: queue.Queue[str | None] = queue.Queue()
+
+        def pump(of: Any = process, to: Any = lines) -> None:
+            for line in of.stdout:
+                to.put(line)
+            to.put(None)
+
+        threading.Thread(target=pump, daemon=True).start()
+        at, tail, done = "", "", False
+        while True:
+            try:
+                line = lines.get(timeout=max(0.1, min(SILENCE, until - time.monotonic())))
+            except queue.Empty:
+                note(family, at or "start", {"failed": "silent; ended"})
+                break
+            if line is None:
+                break
+            if line.startswith("@begin "):
+                at = line[7:].strip()
+            elif line.startswith("@found "):
+                label, found = json.loads(line[7:])
+                note(family, label, found)
+                skip.append(label)
+                at = ""
+            elif line.startswith("@done"):
+                done = True
+            else:
+                tail = (tail + line)[-600:]
+        process.kill()
+        process.wait()
+        if done:
+            return
+        if at:
+            skip.append(at)
+        elif not skip:
+            note(family, "start", {"failed": tail})
+            return
+
+
+def main() -> None:
+    """Compile, then each family."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=75.0)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--child")
+    parser.add_argument("--folder", default="")
+    parser.add_argument("--skip", default="[]")
+    given = parser.parse_args()
+    if given.child:
+        folder = Path(given.folder)
+        if given.child.isdigit():
+            compile_some(int(given.child), folder, given.full)
+        else:
+            family_child(given.child, folder, given.full, set(json.loads(given.skip)))
+        return
+    begun = time.monotonic()
+    place = Path(os.environ.get("OUT", ".")) / "gpu_qmatmul_cuda.json"
+    report: dict[str, Any] = {}
+
+    def note(family: str, label: str, found: Finding) -> None:
+        report.setdefault(family, {})[label] = found
+        report["seconds"] = round(time.monotonic() - begun, 1)
+        place.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{family} {label} {json.dumps(found)[:330]}", flush=True)
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        more = ["--full"] if given.full else []
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--child", str(i), "--folder", folder, *more],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            )
+            for i in range(WORKERS)
+        ]  # fmt: skip
+        failed = [p.communicate(timeout=given.seconds)[1][-1500:] for p in workers]
+        note("compile", "all", {"failed": [f for p, f in zip(workers, failed, strict=True) if p.returncode]})
+        end = begun + given.seconds
+        shares = {"narrow": 0.36, "split": 0.75, "whole": 1.0}
+        left = end - time.monotonic()
+        start = time.monotonic()
+        for family, share in shares.items():
+            followed(family, Path(folder), given.full, start + share * left, note)
+    print("seconds", report["seconds"])
+
+
+if __name__ == "__main__":
+    main()
