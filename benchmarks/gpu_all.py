@@ -121,8 +121,13 @@ class Session:
 def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
     """The GPU tests of the reference and of every backend, as jobs; each returns its counts and failures."""
     targets = {"reference": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
+    # Compilation takes the time: one process a file. What runs kernels in an interpreter needs no GPU.
     files = [(name, file) for name, folder in folders.items() for file in sorted(folder.glob("tests/**/test_*.py"))]
-    targets |= {f"{name}-{file.stem}": file for name, file in files}  # compilation takes the time: one process a file
+    targets |= {
+        f"{name}-{file.stem}": file
+        for name, file in files
+        if file.parent.name != "emulated" and "TRITON_INTERPRET" not in file.read_text(encoding="utf-8")
+    }
 
     def one(name: str, target: Path) -> dict[str, Any]:
         report = session.work / f"{name}.xml"

@@ -20,6 +20,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     gradients,
     heads,
     operand_gradients,
+    sizes,
     small,
     with_leaves,
 )
@@ -213,7 +214,7 @@ def masked_rows_may_hold_anything(subject: Subject, case: Head) -> None:
     dz = definition(some, g).grad
     expected = operand_gradients(some, dz)
     found["hidden"] = found["hidden"][mask]
-    check_gradients(subject, found, expected, case.dtype, size_of(given, g))
+    check_gradients(subject, found, expected, case.dtype, sizes(some, dz, size_of(given, g)))
 
 
 @attack("LL-14", heads)
@@ -250,7 +251,8 @@ def gradients_match_float64(subject: Subject, case: Head) -> None:
     """DX, dW and dbias, all results at once, each with its own upstream gradient."""
     given = case.given(subject)
     _, found, g = back(subject, given, case)
-    check_gradients(subject, found, operand_gradients(given, definition(given, g).grad), case.dtype, size_of(given, g))
+    dz = definition(given, g).grad
+    check_gradients(subject, found, operand_gradients(given, dz), case.dtype, sizes(given, dz, size_of(given, g)))
 
 
 @attack("LL-17", lambda s: heads(s, plainly=True, N=600, D=16, V=2100), scale=0.05)

@@ -79,6 +79,16 @@ def operand_gradients(given: Mapping[str, Any], dz: Any) -> dict[str, Any]:
     return {**out, "bias": dz.sum(0)} if given.get("bias") is not None else out
 
 
+def sizes(given: Mapping[str, Any], dz: Any, least: float) -> dict[str, float]:
+    """Norms of the terms that the operands' gradients add up, and at least `least`.
+
+    A gradient whose terms cancel errs by the rounding of its terms, not of what is left of them.
+    """
+    squared = {**given, "logit_scale": given["logit_scale"] ** 2}
+    squared |= {n: given[n].double().square() for n in ("hidden", "weight")}
+    return {n: max(least, float(x.sum()) ** 0.5) for n, x in operand_gradients(squared, np.square(dz)).items()}
+
+
 def with_leaves(given: Mapping[str, Any], frozen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The call with operands that require gradients, and these operands."""
     leaves = {n: given[n].clone().requires_grad_() for n in OPERANDS if given.get(n) is not None and n not in frozen}
@@ -86,9 +96,9 @@ def with_leaves(given: Mapping[str, Any], frozen: tuple[str, ...] = ()) -> tuple
 
 
 def check_gradients(
-    subject: Subject, found: Mapping[str, Any], want: Mapping[str, Any], dtype: str, size: float
+    subject: Subject, found: Mapping[str, Any], want: Mapping[str, Any], dtype: str, size: float | Mapping[str, float]
 ) -> None:
-    """Relative Frobenius errors within the tolerance; `size` is a norm below which a gradient is rounding."""
+    """Relative Frobenius errors within the tolerance; `size`: a norm below which a gradient is rounding, or one a name."""
     for name, expected in want.items():
         if name not in found:
             continue
@@ -101,7 +111,8 @@ def check_gradients(
         # roundings to bf16 of normal values, 1 to 50 of them, came to 0.92 of it at most, in millions of draws a size.
         squares = np.square(expected)
         few = 1 + 3 * float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 4.0
-        bound = atol + rtol * few * max(float(np.linalg.norm(expected)), size)
+        least = size if isinstance(size, float) else size[name]
+        bound = atol + rtol * few * max(float(np.linalg.norm(expected)), least)
         ratio = error / bound if bound else float(error > 0)
         subject.measures[f"d_{name}"] = max(ratio, subject.measures.get(f"d_{name}", 0.0))
         require(ratio <= 1, f"d_{name} is off by {error:.3g}, {ratio:.3g} times the tolerance")

@@ -25,6 +25,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     check_gradients,
     definition,
     operand_gradients,
+    sizes,
     with_leaves,
 )
 from rlkernel_conformance.clauses.policy_loss_batches import (
@@ -150,14 +151,13 @@ class Step:
         rest = {k: v for k, v in change.items() if k not in ARRAYS}
         return self.batch.definition(**arrays, **self.options(), **rest)
 
-    def gradients(self, subject: Subject, **change: Any) -> dict[str, Any]:
-        """The definition's gradients of the operands, hidden as [N, D]."""
+    def slopes(self, subject: Subject, **change: Any) -> Any:
+        """The definition's gradient of the scaled logits, [N, V]."""
         args, named = self.expected(subject, **change)
         g = {"logprob": oracle.gradient(*args, **named).reshape(-1)}
         if self.batch.bonus:
             g["entropy"] = oracle.gradient(*args, of="entropy", **named).reshape(-1)
-        given = self.operands(subject)
-        return operand_gradients(given, definition(given, g).grad)
+        return definition(self.operands(subject), g).grad
 
 
 def run(
@@ -199,11 +199,11 @@ def check_operands(
     subject: Subject, step: Step, grads: dict[str, Tensor], *, scale: float = 1.0, **change: Any
 ) -> None:
     """The gradients of the operands are the definition's."""
-    want = {n: scale * x for n, x in step.gradients(subject, **change).items()}
-    weight = plain(step.operands(subject)["weight"], "weight")
+    given, dz = step.operands(subject), scale * step.slopes(subject, **change)
+    weight = plain(given["weight"], "weight")
     row = float(np.linalg.norm(weight)) / len(weight) ** 0.5  # of the head
     size = 0.02 * abs(scale) * size_of(step, subject, **change) * row / step.head.temperature
-    check_gradients(subject, grads, want, step.dtype(subject), size)
+    check_gradients(subject, grads, operand_gradients(given, dz), step.dtype(subject), sizes(given, dz, size))
 
 
 def check_factor(once: dict[str, Tensor], scaled: dict[str, Tensor], scale: float) -> None:

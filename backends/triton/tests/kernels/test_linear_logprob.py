@@ -8,7 +8,8 @@ from rlkernel_core.reference.linear_logprob import linear_logprob as definition
 from rlkernel_triton import head_workspace
 
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")
-TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-4, 3.5e-3), torch.float16: (1e-4, 3.5e-3)}
+# fp16 operands are rounded once more, to the bf16 of the gradient of the logits: 2 * 2^-9, and what the result rounds.
+TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-4, 3.5e-3), torch.float16: (1e-4, 4.2e-3)}
 
 
 def head(N, D, V, device, dtype=torch.float32, *, bias=False, seed=0):
