@@ -37,9 +37,9 @@ _LOGITS_TYPES: Final = {
 }
 
 
-def described(row_count: int, cols: int) -> str:
-    """Triton's type of a TMA descriptor of bf16."""
-    return f"tensordesc<bf16[{row_count}, {cols}],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+def described(row_count: int, cols: int, dtype: str = "bf16") -> str:
+    """Triton's type of a TMA descriptor."""
+    return f"tensordesc<{dtype}[{row_count}, {cols}],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
 
 
 def logits(tile: Tile, mode: int, *, bias: bool = False, cap: bool = False, counted: bool = False) -> Build:
@@ -57,7 +57,9 @@ def logits(tile: Tile, mode: int, *, bias: bool = False, cap: bool = False, coun
             **_LOGITS_TYPES,
             "x_desc": described(tile.rows, tile.depth),
             "w_desc": described(tile.cols, tile.depth),
-            "out_desc": described(tile.rows, tile.depth if mode == STATS else tile.cols // 2),
+            "out_desc": described(
+                tile.rows, tile.depth if mode == STATS else tile.cols // 2, "fp16" if mode == SAVE else "bf16"
+            ),
         },
         {
             "NC": tile.consumers,

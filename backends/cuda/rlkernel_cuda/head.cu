@@ -7,7 +7,7 @@
 //
 // MODE 0 STATS  per row and tile: largest logit y, sum of exponentials, and that weighted by the shifted logit; the
 //               chosen id is taken out of the sweep and its logit kept apart
-//      1 SAVE   STATS, and bf16(y - tile max) to memory
+//      1 SAVE   STATS, and fp16(y - tile max) to memory
 //      2 GRAD   the gradient of the logits in bf16 to memory
 //
 //   y = acc + bias, capped: c tanh((acc + bias) scale / c)         z in base-2 units = y * s2[row]
@@ -195,6 +195,11 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
       }
 #endif
 #if MODE != 0
+#if MODE == 1
+#define STORED packed_fp16
+#else
+#define STORED packed
+#endif
       unsigned short* at0 = out + (long long)r0 * pitch;
       unsigned short* at1 = out + (long long)r1 * pitch;
 #pragma unroll
@@ -202,8 +207,8 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         u32 v0[4], v1[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          v0[n] = packed(d[(j + n) * 4] - m0, d[(j + n) * 4 + 1] - m0);
-          v1[n] = packed(d[(j + n) * 4 + 2] - m1, d[(j + n) * 4 + 3] - m1);
+          v0[n] = STORED(d[(j + n) * 4] - m0, d[(j + n) * 4 + 1] - m0);
+          v1[n] = STORED(d[(j + n) * 4 + 2] - m1, d[(j + n) * 4 + 3] - m1);
         }
         store_group(at0, tile * COLS + j * 8, V, live0, v0, q);
         store_group(at1, tile * COLS + j * 8, V, live1, v1, q);

@@ -151,7 +151,7 @@ def head_of(
 
 
 def room_to_save(head: Head, rows: int, numbers: int) -> tuple[Tensor, Tensor]:
-    """[rows, pitch] for bf16(y - tile max), out of a buffer of `numbers` or more, and [tiles, rows] for the maxima."""
+    """[rows, pitch] for fp16(y - tile max), out of a buffer of `numbers` or more, and [tiles, rows] for the maxima."""
     V = head.w.shape[0]
     pitch = round_up(V, 8)
     buffer = head.x.new_empty(max(numbers, rows * pitch))
@@ -254,12 +254,12 @@ def _launch_pair(
 
 
 def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: Tensor | None = None) -> Law:
-    """The law of every row; logits are saved as bf16(y - tile max) where there is room for them.
+    """The law of every row; logits are saved as fp16(y - tile max) where there is room for them.
 
     Args:
         head: the operands.
         launch_rows: rows of one launch, which bounds the memory of the partial sums.
-        saved: [N, pitch] bf16, or None.
+        saved: [N, pitch] of 16 bits each, or None.
         tops: [tiles, N] fp32 tile maxima beside `saved`.
     """
     N, V = head.x.shape[0], head.w.shape[0]
@@ -274,7 +274,7 @@ def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: 
             n = rows.stop - rows.start
             top, stride = (own_tops, n) if tops is None else (tops[0, first:], tops.stride(0))
             vectors = {"tops": top, "sums": sums, "chosen": law.chosen[rows]}
-            out = None if saved is None else saved[rows, :V]
+            out = None if saved is None else saved[rows, :V].view(torch.float16)
             _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.FORWARD, out, vectors, stride)
             results = [x[rows] for x in law.tensors()[:6]]
             join_kernel[(triton.cdiv(n, 32),)](

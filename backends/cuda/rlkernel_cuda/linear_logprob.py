@@ -1,6 +1,6 @@
 """linear_logprob@1 on Hopper: every logit matmul is one Gluon kernel that ends in the row's statistics or in dz.
 
-The logits stay fp32 accumulators; what is saved or passed on is bf16(y - tile max) and dz. dX and dW are cuBLAS matmuls
+The logits stay fp32 accumulators; what is saved or passed on is fp16(y - tile max) and dz. dX and dW are cuBLAS matmuls
 over slices of dz with fp32 accumulation and one rounding. plan.py says how a call is cut and what memory it takes.
 
 Legend: N rows · D hidden · V vocabulary.

@@ -1,6 +1,6 @@
 """linear_policy_loss@1 on Hopper: log-probabilities, loss and gradient of a block of rows while its logits are there.
 
-Three matmuls where a token's gradient depends on that token alone. A block's logits end in its law and in bf16(y - tile
+Three matmuls where a token's gradient depends on that token alone. A block's logits end in its law and in fp16(y - tile
 max); rlkernel_triton's coefficient function runs on its rows; what was saved becomes dz in place; dX is complete, dW
 adds up in fp32. A batch of one block keeps what was saved until the backward pass instead, which then knows the
 upstream gradient and needs no dW in fp32: linear_logprob's own way. Ratios per sequence need every log-probability

@@ -6,7 +6,7 @@ apart by up to the depth of the ring, so that the epilogue of one overlaps the m
 
     STATS   per row and tile of 256 columns: the largest logit y, the sum of exponentials and the same weighted by the
             shifted logit; the chosen id is taken out of the sweep and its logit kept apart
-    SAVE    STATS, and bf16(y - tile max) to memory, from which the backward pass makes the gradient of the logits
+    SAVE    STATS, and fp16(y - tile max) to memory, from which the backward pass makes the gradient of the logits
     GRAD    the gradient of the logits in bf16 to memory, from the row statistics of the forward pass
 
 A row's bits depend on that row alone: the width of a tile and the order of its sums are the same for every N.
@@ -162,7 +162,7 @@ def _consume(
             gl.store(at, gl.sum(e, 1), mask=live)
             gl.store(at + N, gl.sum(e * d, 1), mask=live)
             if MODE == 1:
-                _write(out_desc, out_bufs.index(ME), (acc - m[:, None]).to(gl.bfloat16), row0, col0, BM, BN)
+                _write(out_desc, out_bufs.index(ME), (acc - m[:, None]).to(gl.float16), row0, col0, BM, BN)
     if MODE != 0:
         tma.store_wait(0)
 
@@ -177,7 +177,7 @@ def logits_kernel(
     """Grid: one program a multiprocessor. Unused pointers may hold anything."""
     a_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES * NC, BM, BK], x_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BK], w_desc.layout)
-    out_bufs = gl.allocate_shared_memory(gl.bfloat16, [NC, BM, BN // 2 if MODE != 0 else BK], out_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [NC, BM, BN // 2 if MODE != 0 else BK], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

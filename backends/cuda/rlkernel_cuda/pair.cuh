@@ -103,6 +103,12 @@ __device__ __forceinline__ u32 packed(float lo, float hi) {
   return r;
 }
 
+__device__ __forceinline__ u32 packed_fp16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
 __device__ __forceinline__ void swap_with(u32& a, u32& b, int mask, bool upper) {
   u32 x = __shfl_xor_sync(0xffffffffu, upper ? a : b, mask);
   if (upper) a = x; else b = x;

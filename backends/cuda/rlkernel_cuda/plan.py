@@ -1,6 +1,6 @@
 """How a call of linear_logprob is cut, and the memory it takes: pure functions of sizes.
 
-    save        the forward pass keeps bf16(y - tile max), N x V; the backward pass is two matmuls over all of it
+    save        the forward pass keeps fp16(y - tile max), N x V; the backward pass is two matmuls over all of it
     recompute   the backward pass makes dz again, a slice of the vocabulary at a time, then dX += dz W and
                 dW[slice] = dz' X. dX accumulates in fp32, 4 D bytes a row, where there is more than one slice
     apart       where that is too much: dX of a block of rows over all slices, then dW of a slice over all blocks. Five

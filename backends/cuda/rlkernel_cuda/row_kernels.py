@@ -137,7 +137,7 @@ def coefficient_kernel(
 
 @triton.jit(do_not_specialize=["top_stride", "stride"])
 def saved_kernel(
-    saved,  # [N, pitch] bf16(y - tile max), overwritten by its gradient
+    saved,  # [N, pitch] fp16(y - tile max), overwritten by its gradient
     tops,  # [tiles, top_stride]
     row_scale,  # [N]
     coef,  # [4, stride]
@@ -167,7 +167,8 @@ def saved_kernel(
         cols = tiles[:, None] * BN + tl.arange(0, BN)[None, :]
         at = saved + row.to(tl.int64) * pitch + cols
         m = tl.load(tops + tiles.to(tl.int64) * top_stride + row, mask=tiles * BN < V, other=0.0)
-        y = tl.load(at, mask=cols < V, other=0.0).to(tl.float32) + m[:, None]
+        kept = tl.load(at, mask=cols < V, other=0.0).to(tl.float16, bitcast=True).to(tl.float32)
+        y = tl.where(kept == -float("inf"), FAR, kept + m[:, None])
         dz = tl.exp2(y * s2 - lse2) * (ca + cb * y)
         if CAP:
             dz *= tl.where(y <= 0.5 * FAR, 0.0, 1.0 - y * y * (1.0 / (cap * cap)))
