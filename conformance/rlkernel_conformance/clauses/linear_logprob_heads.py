@@ -98,7 +98,7 @@ def with_leaves(given: Mapping[str, Any], frozen: tuple[str, ...] = ()) -> tuple
 def check_gradients(
     subject: Subject, found: Mapping[str, Any], want: Mapping[str, Any], dtype: str, size: float | Mapping[str, float]
 ) -> None:
-    """Relative Frobenius errors within the tolerance; `size`: a norm below which a gradient is rounding, or one a name."""
+    """Relative Frobenius errors within the tolerance; `size`: the norm (of each name) below which it is rounding."""
     for name, expected in want.items():
         if name not in found:
             continue
