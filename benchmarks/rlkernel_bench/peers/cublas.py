@@ -20,6 +20,8 @@ def logits(work: Work) -> Call:
 
 def logits_fp32(work: Work) -> Call:
     """The same with the results in fp32, as a fused operator has to see them; a GPU's matmul alone can."""
+    if work.backward:
+        raise NotImplementedError("one forward product, beside which gradients mean nothing")
 
     def run(given: Inputs) -> Outputs:
         hidden, weight = given["hidden"].detach(), given["weight"].detach()
