@@ -92,13 +92,13 @@ def _nowhere(_: Team) -> tuple[Lanes, Array]:
 
 def bind(ins: Instruction) -> Step:
     """The function that executes a global_, flat_ or buffer_ instruction."""
-    found = re.fullmatch(r"(global|flat|buffer)_(load|store|atomic)_(\w+)", ins.name)
-    if not found or (found[2] != "atomic" and found[3] not in WIDTHS):
+    found = re.fullmatch(r"(global|flat|buffer)_(load|store|atomic)_(lds_)?(\w+)", ins.name)
+    if not found or (found[2] != "atomic" and found[4] not in WIDTHS):
         raise unknown(ins)
-    space, what, of = found.groups()
+    space, what, into, of = found.groups()
     ops = ins.operands
     returns = what == "atomic" and bool({"sc0", "glc"} & set(ins.modifiers))
-    to_lds = "lds" in ins.modifiers
+    to_lds = bool(into) or "lds" in ins.modifiers
     if to_lds:
         data, address = ops[0], ops
     elif space == "buffer":

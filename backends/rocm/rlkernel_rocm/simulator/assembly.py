@@ -76,6 +76,7 @@ class Argument(NamedTuple):
 
     offset: int
     size: int
+    kind: str  # as the metadata calls it: "by_value", "global_buffer", "hidden_block_count_x"
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,11 @@ def read(assembly: str, name: str) -> Kernel:
     width = re.search(r"\.wavefront_size: (\d+)", assembly)
     if width is None or width[1] != "64":
         raise UnsupportedKernelError(f"{name} is compiled for {arch[1]}; only waves of 64 lanes (gfx9) are simulated")
-    found = re.findall(r"\.offset: +(\d+)\n +\.size: +(\d+)\n +\.value_kind", assembly)
+    found = re.findall(r"\.offset: +(\d+)\n +\.size: +(\d+)\n +\.value_kind: +(\w+)", assembly)
     code, labels = _code(body)
     used = [o.index + o.count for i in code for o in i.operands if o.kind == "v"]
-    return Kernel(
-        name, arch[1], code, labels, facts, tuple(Argument(int(o), int(n)) for o, n in found), max(used, default=1)
-    )
+    arguments = tuple(Argument(int(offset), int(size), kind) for offset, size, kind in found)
+    return Kernel(name, arch[1], code, labels, facts, arguments, max(used, default=1))
 
 
 def _code(body: str) -> tuple[tuple[Instruction, ...], dict[str, int]]:

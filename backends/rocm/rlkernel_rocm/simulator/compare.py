@@ -1,4 +1,4 @@
-"""Vector instructions that make or read masks of lanes: comparisons, selection, sums with a carry, exact division.
+"""Vector instructions that make or read masks of lanes: comparisons, selection, sums with a carry.
 
 Semantics: CDNA3 ISA, chapter "Vector ALU operations". A mask is a pair of scalar registers; inactive lanes are 0 in it.
 """
@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
+from rlkernel_rocm.simulator.formats import F32, I32, I64, U32, U64, Array
 from rlkernel_rocm.simulator.lanes import dpp, sdwa
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, full, half, lane_mask, u32, u64, unknown
+from rlkernel_rocm.simulator.operands import Reader, Step, f32, f64, full, half, lane_mask, u32, u64, unknown
 from rlkernel_rocm.simulator.team import EXEC, VCC, Team
 
 Compute = Callable[..., Any]
@@ -48,17 +48,19 @@ INTEGER_TESTS: Final[Mapping[str, Compute]] = {
 
 def _class(a: Array, wanted: Array) -> Array:
     """v_cmp_class: whether a float is one of the ten kinds that bits 0 to 9 name."""
-    bits = np.asarray(a).view(U32)
-    minus = (bits >> U32(31)).astype(bool)
-    exponent, rest = (bits >> U32(23)) & U32(255), bits & U32(0x7FFFFF)
-    nan = (exponent == 255) & (rest != 0)
-    quiet = (rest >> U32(22)).astype(bool)
+    a = np.asarray(a)
+    word, mantissa, top = (U32, 23, 255) if a.dtype == F32 else (U64, 52, 2047)
+    bits = a.view(word)
+    minus = (bits >> word(8 * a.itemsize - 1)).astype(bool)
+    exponent, rest = (bits >> word(mantissa)) & word(top), bits & word((1 << mantissa) - 1)
+    nan = (exponent == top) & (rest != 0)
+    quiet = (rest >> word(mantissa - 1)).astype(bool)
     # magnitude -> bit for minus, bit for plus
     kinds = [
         (nan & ~quiet, 0, 0),
         (nan & quiet, 1, 1),
-        ((exponent == 255) & (rest == 0), 2, 9),
-        ((exponent > 0) & (exponent < 255), 3, 8),
+        ((exponent == top) & (rest == 0), 2, 9),
+        ((exponent > 0) & (exponent < top), 3, 8),
         ((exponent == 0) & (rest != 0), 4, 7),
         ((exponent == 0) & (rest == 0), 5, 6),
     ]
@@ -77,11 +79,12 @@ def _halfword(x: Any, *, signed: bool) -> Any:
 def _comparison(ins: Instruction, test: str, kind: str) -> Step:
     to = ins.operands[0].index
     a, b = ins.operands[1:3]
+    wide = f64 if kind == "f64" else f32
     if test == "class":
-        reads: list[Reader] = [f32(a), u32(b)]
+        reads: list[Reader] = [wide(a), u32(b)]
         compute: Compute = _class
-    elif kind == "f32":
-        reads, compute = [f32(a), f32(b)], FLOAT_TESTS[test]
+    elif kind in {"f32", "f64"}:
+        reads, compute = [wide(a), wide(b)], FLOAT_TESTS[test]
     elif kind == "f16":
         reads, compute = [half(a), half(b)], FLOAT_TESTS[test]
     elif kind in {"i64", "u64"}:
@@ -98,7 +101,7 @@ def _comparison(ins: Instruction, test: str, kind: str) -> Step:
                 _halfword(x, signed=kind == "i16"), _halfword(y, signed=kind == "i16")
             )
     if ins.encoding == "sdwa":
-        if kind in {"f32", "f16"}:
+        if kind[0] == "f":
             raise unknown(ins)
         reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     elif ins.modifiers:
@@ -150,7 +153,9 @@ def _sum(ins: Instruction) -> Step:
     to, out, *ops = ins.operands
     a, b = u32(ops[0]), u32(ops[1])
     carried = None if carry is None else lane_mask(ops[2])
-    if ins.encoding in {"dpp", "sdwa"} or ins.modifiers:
+    if ins.encoding == "sdwa" and ins.modifiers.get("dst_sel") == "DWORD":
+        a, b = (sdwa(ins, i, read, first=2) for i, read in enumerate((a, b)))
+    elif ins.encoding in {"dpp", "sdwa"} or ins.modifiers:
         raise unknown(ins)
 
     def step(t: Team) -> None:
@@ -185,83 +190,10 @@ def _multiply_wide(ins: Instruction) -> Step:
     return step
 
 
-def _exponent(x: Array) -> Array:
-    return ((x.view(U32) >> U32(23)) & U32(255)).astype(I32)
-
-
-def _scaled(x: Array, power: int) -> Array:
-    return (x.astype(F64) * 2.0**power).astype(F32)
-
-
-def _div_scale(ins: Instruction) -> Step:
-    """v_div_scale: bring numerator and denominator where a division by Newton's method is exact."""
-    to, out, *ops = ins.operands
-    reads = [full(f32(o)) for o in ops]
-
-    def step(t: Team) -> None:
-        x, b, c = (r(t) for r in reads)  # x is the denominator b or the numerator c
-        eb, ec = _exponent(np.ascontiguousarray(b)), _exponent(np.ascontiguousarray(c))
-        quotient = np.abs(c.astype(F64) / b.astype(F64))
-        tiny_quotient = (quotient < 2.0**-126) & (quotient != 0)
-        tiny_reciprocal = eb >= 253
-        rules = [  # (when, result, mask)
-            ((b == 0) | (c == 0), np.full_like(x, np.nan), False),
-            (ec - eb >= 96, np.where(x == b, _scaled(x, 64), x), True),
-            (eb == 0, _scaled(x, 64), False),
-            (tiny_reciprocal & tiny_quotient, np.where(x == b, _scaled(x, 64), x), True),
-            (tiny_reciprocal, _scaled(x, -64), False),
-            (tiny_quotient, np.where(x == c, _scaled(x, 64), x), True),
-            (ec <= 23, _scaled(x, 64), False),
-        ]
-        when = [r[0] for r in rules]
-        t.put(to.index, np.select(when, [r[1] for r in rules], x).astype(F32).view(U32))
-        t.put_lanes(out.index, np.select(when, [np.full(x.shape, r[2]) for r in rules], np.zeros(x.shape, bool)))
-
-    return step
-
-
-def _div_fmas(ins: Instruction) -> Step:
-    """v_div_fmas: a multiply-add, scaled back where VCC says so: up if the quotient is large, down if it is small.
-
-    The ISA's text scales by 2 ** 32, which would undo neither scaling of v_div_scale.
-    """
-    to, *ops = ins.operands
-    reads, mask = [f32(o) for o in ops], lane_mask(_VCC)
-
-    def step(t: Team) -> None:
-        a, b, c = np.broadcast_arrays(*[read(t) for read in reads])
-        scale = np.where(mask(t), np.where(_exponent(np.ascontiguousarray(c)) > 127, 2.0**64, 2.0**-64), 1.0)
-        t.put(to.index, fma(a * scale, b, c * scale).view(U32))
-
-    return step
-
-
-def _div_fixup(ins: Instruction) -> Step:
-    """v_div_fixup: the quotient's sign, and its value where an operand is zero, infinite or NaN, or it underflows."""
-    to, *ops = ins.operands
-    reads = [f32(o) for o in ops]
-
-    def step(t: Team) -> None:
-        q, b, c = (np.ascontiguousarray(x) for x in np.broadcast_arrays(*[read(t) for read in reads]))
-        sign = np.where(np.signbit(b) ^ np.signbit(c), F32(-1), F32(1))
-        bad = ((b == 0) & (c == 0)) | (np.isinf(b) & np.isinf(c)) | np.isnan(b) | np.isnan(c)
-        beyond = (b == 0) | np.isinf(c)
-        nothing = np.isinf(b) | (c == 0) | (_exponent(c) - _exponent(b) < -150)
-        overflowed = np.isnan(q)  # Newton's steps towards a quotient beyond the largest float end in NaN
-        cases, inf = [bad, beyond, nothing, overflowed], F32(np.inf)
-        r = np.select(cases, [F32(np.nan), inf, F32(0), inf], np.abs(q))
-        t.put(to.index, (r.astype(F32) * sign).view(U32))
-
-    return step
-
-
 _NAMED: Final[Mapping[str, Callable[[Instruction], Step]]] = {
     "v_cndmask_b32": _select,
     "v_mad_u64_u32": _multiply_wide,
     "v_mad_i64_i32": _multiply_wide,
-    "v_div_scale_f32": _div_scale,
-    "v_div_fmas_f32": _div_fmas,
-    "v_div_fixup_f32": _div_fixup,
     **dict.fromkeys(SUMS, _sum),
 }
 
@@ -270,8 +202,8 @@ def bind(ins: Instruction) -> Step | None:
     """The function that executes an instruction of this module; None for any other."""
     if ins.name in _NAMED:
         return _NAMED[ins.name](ins)
-    found = re.fullmatch(r"v_cmpx?_(\w+)_(f(?:16|32)|[iu](?:16|32|64))", ins.name)
-    known = {"class": ("f32",), **dict.fromkeys(FLOAT_TESTS, ("f32", "f16"))}
+    found = re.fullmatch(r"v_cmpx?_(\w+)_(f(?:16|32|64)|[iu](?:16|32|64))", ins.name)
+    known = {"class": ("f32", "f64"), **dict.fromkeys(FLOAT_TESTS, ("f32", "f16", "f64"))}
     if found and (found[2] in known.get(found[1], ()) or (found[2][0] != "f" and found[1] in INTEGER_TESTS)):
         return _comparison(ins, found[1], found[2])
     return None

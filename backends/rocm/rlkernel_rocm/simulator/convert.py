@@ -33,7 +33,7 @@ from rlkernel_rocm.simulator.formats import (
 from rlkernel_rocm.simulator.lanes import sdwa
 from rlkernel_rocm.simulator.operands import Reader, Step, f32, half, u32, unknown
 from rlkernel_rocm.simulator.team import Team
-from rlkernel_rocm.simulator.vector import Sink
+from rlkernel_rocm.simulator.vector import Sink, whole_number
 
 Compute = Callable[..., Any]
 FNUZ: Final = frozenset({"gfx940", "gfx941", "gfx942"})
@@ -44,15 +44,10 @@ def small(kind: str, arch: str) -> Small:
     return FP4 if kind == "fp4" else (FP8 if kind == "fp8" else BF8)[arch in FNUZ]
 
 
-def _whole(low: int, high: int, kind: Any) -> Compute:
-    """Round towards zero and stop at the ends; NaN is 0."""
-    return lambda x: np.clip(np.where(np.isnan(x), 0, np.trunc(np.asarray(x, F64))), low, high).astype(kind).view(U32)
-
-
 # name -> (from float32 to bits) ; results that are halves clear the upper half
 FROM_F32: Final[Mapping[str, Compute]] = {
-    "v_cvt_i32_f32": _whole(-(2**31), 2**31 - 1, I32),
-    "v_cvt_u32_f32": _whole(0, 2**32 - 1, U32),
+    "v_cvt_i32_f32": whole_number(-(2**31), 2**31 - 1, I32),
+    "v_cvt_u32_f32": whole_number(0, 2**32 - 1, U32),
     "v_cvt_f16_f32": to_f16,
 }
 TO_F32: Final[Mapping[str, Compute]] = {

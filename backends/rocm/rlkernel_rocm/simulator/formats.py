@@ -130,3 +130,32 @@ def fma(a: Array, b: Array, c: Array) -> Array:
         tiny = np.where(np.signbit(lost), -(2.0**-1074), 2.0**-1074)
         s = np.where(odd, np.where(s == 0, tiny, nudged), s)
     return s.astype(F32)
+
+
+def _sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """A sum and what its rounding lost (Knuth's TwoSum)."""
+    s = a + b
+    back = s - a
+    return s, (a - (s - back)) + (b - back)
+
+
+def _product(a: Array, b: Array) -> tuple[Array, Array]:
+    """A product and what its rounding lost (Dekker's, on Veltkamp's halves)."""
+    p, split = a * b, F64(2**27 + 1)
+    ah, bh = (split * x - (split * x - x) for x in (a, b))
+    al, bl = a - ah, b - bh
+    return p, ((ah * bh - p) + ah * bl + al * bh) + al * bl
+
+
+def fma64(a: Array, b: Array, c: Array) -> Array:
+    """The sum a b + c in float64, rounded once (Boldo and Melquiond, 2008); twice beyond 2 ** 990 or so."""
+    a, b, c = (np.asarray(x, F64) for x in (a, b, c))
+    p, lost = _product(a, b)
+    t, low = _sum(c, lost)
+    v, mid = _sum(p, t)
+    z, rest = _sum(low, mid)
+    odd = (rest != 0) & ((z.view(U64) & U64(1)) == 0)
+    away = np.signbit(rest) == np.signbit(z)
+    nudged = np.where(away, z.view(U64) + U64(1), z.view(U64) - U64(1)).view(F64)
+    r = v + np.where(odd, nudged, z)
+    return np.where(np.isfinite(r), r, a * b + c)

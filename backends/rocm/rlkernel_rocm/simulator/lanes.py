@@ -6,6 +6,7 @@ Semantics: CDNA3 ISA, chapters "Data parallel primitives" and "Sub-dword address
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
@@ -79,10 +80,17 @@ def _selection(text: str) -> tuple[int, int] | None:
     return int(number) * width, width
 
 
-def sdwa(ins: Instruction, position: int, read: Reader) -> Reader:
-    """An operand of an SDWA instruction: the byte or half it names, zero- or sign-extended."""
-    chosen = _selection(ins.modifiers.get(f"src{position}_sel", "DWORD"))
-    extend = ins.operands[position + 1].extend
+def sdwa(ins: Instruction, source: int, read: Reader, first: int = 1) -> Reader:
+    """A source of an SDWA instruction: the byte or half it names, zero- or sign-extended.
+
+    Args:
+        ins: the instruction.
+        source: 0 or 1.
+        read: how the source is read whole.
+        first: the position of source 0 among the operands.
+    """
+    chosen = _selection(ins.modifiers.get(f"src{source}_sel", "DWORD"))
+    extend = ins.operands[first + source].extend
     if chosen is None:
         return read
     at, width = chosen
@@ -188,6 +196,44 @@ def _permute_lanes(ins: Instruction) -> Step:
     return pull if ins.name == "ds_bpermute_b32" else push
 
 
+def swizzled(words: list[str]) -> Array:
+    """The lane that every lane reads in ds_swizzle: SWAP, REVERSE, BROADCAST, QUAD_PERM or BITMASK_PERM, and numbers.
+
+    Raises:
+        KeyError: another word.
+    """
+    kind, *rest = words
+    if kind == "BITMASK_PERM":
+        flags = rest[0].strip('"')[::-1]  # lowest bit last
+        change = {
+            "0": lambda bit: 0 * bit,
+            "1": lambda bit: 0 * bit + 1,
+            "p": lambda bit: bit,
+            "i": lambda bit: 1 - bit,
+        }
+        bits = [change[flag](LANES >> i & 1) << i for i, flag in enumerate(flags)]
+        return (LANES & 32) + sum(bits)
+    numbers = [int(word) for word in rest]
+    group = LANES & -numbers[0]
+    return {
+        "SWAP": lambda: LANES ^ numbers[0],
+        "REVERSE": lambda: group + numbers[0] - 1 - (LANES - group),
+        "BROADCAST": lambda: group + numbers[1],
+        "QUAD_PERM": lambda: _quad(numbers)[0],
+    }[kind]()
+
+
+def _swizzle(ins: Instruction) -> Step:
+    """ds_swizzle: lanes exchange values by a fixed pattern within 32 of them; an inactive one gives 0."""
+    found = re.fullmatch(r"swizzle\((.*)\)", ins.modifiers.get("offset", ""))
+    try:
+        source = swizzled([word.strip() for word in found[1].split(",")] if found else [""])
+    except (KeyError, IndexError) as error:
+        raise unknown(ins) from error
+    to, read = ins.operands[0].index, full(u32(ins.operands[1]))
+    return lambda t: t.put(to, np.where(t.mask[:, source], read(t)[:, source], U32(0)))
+
+
 def _perm(a: Array, b: Array, c: Array) -> Array:
     """v_perm_b32: every byte of the result is one of the eight of (a, b), a sign byte, 0 or 255."""
     a, b, c = np.broadcast_arrays(a, b, c)
@@ -218,5 +264,6 @@ CROSS_LANE: Final[Mapping[str, Callable[[Instruction], Any]]] = {
     "v_mbcnt_hi_u32_b32": _count_below,
     "ds_bpermute_b32": _permute_lanes,
     "ds_permute_b32": _permute_lanes,
+    "ds_swizzle_b32": _swizzle,
     "v_perm_b32": bind_perm,
 }

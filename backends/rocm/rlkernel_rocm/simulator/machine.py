@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator import access, compare, convert, lanes, lds, matrix, scalar
+from rlkernel_rocm.simulator import access, compare, convert, division, double, lanes, lds, matrix, scalar
 from rlkernel_rocm.simulator import vector as arithmetic
 from rlkernel_rocm.simulator.assembly import Instruction, Kernel
 from rlkernel_rocm.simulator.faults import HangError, SimulationError, UnsupportedKernelError
@@ -73,7 +73,7 @@ class Machine:
             SimulationError: the kernel cannot go on; the message names the instruction.
         """
         memory = GlobalMemory()
-        segment = self._segment(memory, arguments)
+        segment = self._segment(memory, grid, arguments)
         memory.add(Bank(segment, segment.ctypes.data))
         shuffle = random.Random(order) if isinstance(order, int) else None
         with np.errstate(all="ignore"):
@@ -88,14 +88,23 @@ class Machine:
         for first in range(0, len(places), several):
             yield places[first : first + several]
 
-    def _segment(self, memory: GlobalMemory, arguments: Sequence[Any]) -> Array:
-        """The argument segment, at the offsets that the kernel's metadata names."""
+    def _segment(self, memory: GlobalMemory, grid: tuple[int, int, int], arguments: Sequence[Any]) -> Array:
+        """The argument segment, at the offsets that the kernel's metadata names; the hidden ones say what is launched.
+
+        LLVM's AMDGPU user guide, "Code object V5 metadata".
+        """
         layout = self.kernel.arguments
-        if len(arguments) > len(layout):
-            raise SimulationError(f"{self.kernel.name} takes {len(layout)} arguments, {len(arguments)} were given")
+        shown = [a for a in layout if not a.kind.startswith("hidden_")]
+        if len(arguments) > len(shown):
+            raise SimulationError(f"{self.kernel.name} takes {len(shown)} arguments, {len(arguments)} were given")
         size = max([a.offset + a.size for a in layout] + [self.kernel.facts.get("kernarg_size", 0), 8])
         segment = np.zeros(-(-size // 64) * 64 + 64, U8)  # hardware rounds up, and scalar loads read ahead
-        for place, value in zip(layout, arguments, strict=False):
+        told = {f"hidden_block_count_{axis}": n for axis, n in zip("xyz", grid, strict=True)}
+        told |= {"hidden_group_size_x": 64 * self.warps, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
+        told |= {"hidden_grid_dims": 3, "hidden_dynamic_lds_size": self.lds}
+        given = list(zip(shown, arguments, strict=False))
+        given += [(place, told[place.kind]) for place in layout if place.kind in told]
+        for place, value in given:
             number, bank = _argument(value)
             if bank is not None:
                 memory.add(bank)
@@ -142,7 +151,7 @@ class Machine:
 
     def _advance(self, team: Team) -> None:
         """Run a team until every wave stands at a barrier or has ended."""
-        steps, code, count = self.steps, self.kernel.code, 0
+        steps, code, count = self.steps, self.kernel.code, team.executed
         while team.fragments:
             at = min(team.fragments)
             team.select(team.fragments.pop(at))
@@ -151,6 +160,10 @@ class Machine:
                 if step is None:
                     step = steps[at] = bind(code[at], self.kernel)
                 count += 1
+                if count > LIMIT:
+                    raise HangError(
+                        f"{self.kernel.name} ran {LIMIT} instructions without an end; see `{code[at].text}`"
+                    )
                 try:
                     went = step(team)
                 except SimulationError as error:
@@ -172,11 +185,8 @@ class Machine:
                 if team.fragments and min(team.fragments) <= at:  # let the one furthest behind catch up
                     team.step_aside(at, team.live)
                     break
-                if count > LIMIT:
-                    raise HangError(
-                        f"{self.kernel.name} ran {LIMIT} instructions without an end; see `{code[at].text}`"
-                    )
-        self.executed += count * team.W
+        self.executed += (count - team.executed) * team.W
+        team.executed = count
 
 
 def _argument(value: Any) -> tuple[Any, Bank | None]:
@@ -222,7 +232,7 @@ def bind(ins: Instruction, kernel: Kernel) -> Step:
         return lds.bind(ins)
     if name.startswith(("global_", "flat_", "buffer_")):
         return access.bind(ins)
-    for family in (arithmetic, compare, convert, matrix):
+    for family in (arithmetic, compare, convert, matrix, double, division):
         found = family.bind(ins)
         if found is not None:
             return found

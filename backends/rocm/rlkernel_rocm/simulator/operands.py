@@ -12,9 +12,10 @@ import numpy as np
 
 from rlkernel_rocm.simulator.assembly import Instruction, Operand
 from rlkernel_rocm.simulator.faults import UnknownInstructionError
-from rlkernel_rocm.simulator.formats import F32, I32, U32, U64, Array, from_f16
+from rlkernel_rocm.simulator.formats import F32, F64, I32, U32, U64, Array, from_f16
 from rlkernel_rocm.simulator.team import Team, bits
 
+_DECIMALS = {0x3E22F983: 0.15915494309189532}  # as float32 -> the one decimal that float32 does not hold
 Reader = Callable[[Team], Any]
 Step = Callable[[Team], Any]  # executes one instruction; what it returns steers (see machine.py)
 
@@ -67,6 +68,25 @@ def f32(op: Operand, word: int = 0) -> Reader:
         return -x if negate else x
 
     return signed
+
+
+def f64(op: Operand) -> Reader:
+    """A float64 with its sign and its bars: a pair of registers, a decimal, a small integer's bits, or a high word."""
+    if op.kind == "k":
+        small = op.value <= 64 or op.value >= 2**64 - 16  # inline constants
+        bits = U64(op.value if small else (op.value & 0xFFFFFFFF) << 32)
+        number = _DECIMALS.get(op.value, float(U32(op.value).view(F32))) if op.floating else float(bits.view(F64))
+        number = abs(number) if op.absolute else number
+        constant = F64(-number if op.negate else number)
+        return lambda _: constant
+    low, high, negate, absolute = bits32(op), bits32(op, 1), op.negate, op.absolute
+
+    def value(t: Team) -> Array:
+        x = (low(t).astype(U64) | (high(t).astype(U64) << U64(32))).view(F64)
+        x = np.abs(x) if absolute else x
+        return -x if negate else x
+
+    return value
 
 
 def half(op: Operand, shift: int = 0) -> Reader:

@@ -32,6 +32,7 @@ class Team:
         self.s = np.zeros((W, 128), U32)
         self.scc = np.zeros((W, 1), bool)
         self.saturate = False  # MODE.FP16_OVFL: conversions to small floats clamp
+        self.executed = 0  # instructions
         self.live = np.ones((W, 1), bool)  # waves of the fragment that runs
         self.fragments: dict[int, Array] = {0: np.ones((W, 1), bool)}  # position -> waves that stand there
         self.waiting: dict[int, Array] = {}  # the same, at a barrier

@@ -30,6 +30,10 @@ def _signed(compute: Compute) -> Compute:
     return lambda *xs: compute(*[np.asarray(x, U32).view(I32) for x in xs]).astype(I32).view(U32)
 
 
+def _short(x: Any) -> Any:
+    return np.asarray(x, U32).astype(np.uint16).view(np.int16)
+
+
 def _bfe_u(a: Any, b: Any, c: Any) -> Any:
     return (a >> _shift(b)) & ((U64(1) << _shift(c).astype(U64)) - U64(1)).astype(U32)
 
@@ -108,6 +112,7 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_mul_lo_u16": lambda a, b: (a * b) & _H,
     "v_max_u16": lambda a, b: np.maximum(a & _H, b & _H),
     "v_min_u16": lambda a, b: np.minimum(a & _H, b & _H),
+    "v_ashrrev_i16": lambda a, b: (_short(b) >> _shift(a, 15).astype(np.int16)).view(np.uint16).astype(U32),
     "v_add3_u32": lambda a, b, c: a + b + c,
     "v_or3_b32": lambda a, b, c: a | b | c,
     "v_and_or_b32": lambda a, b, c: (a & b) | c,
@@ -128,6 +133,11 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_med3_i32": _signed(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
     "v_pack_b32_f16": lambda a, b: (a & _H) | (b << U32(16)),
 }
+
+
+def whole_number(low: int, high: int, kind: Any) -> Compute:
+    """Rounding towards zero that stops at the ends of a type; NaN is 0."""
+    return lambda x: np.clip(np.where(np.isnan(x), 0, np.trunc(np.asarray(x, F64))), low, high).astype(kind).view(U32)
 
 
 def _exact(compute: Compute) -> Compute:

@@ -112,6 +112,20 @@ def test_a_sum_of_64_bits_carries() -> None:
     assert (set(t.v[6][0]), set(t.v[7][0])) == ({1}, {0xFFFFFFFE})
 
 
+def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
+    t = team()
+    t.v[0][...], t.v[1][...] = 0xFFFFFF80, 0x80123456
+    run(t, "v_add_co_u32_sdwa v2, vcc, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_3")
+    assert (t.v[2][0, 0], t.s[0, 106]) == (0, 0xFFFFFFFF)
+
+
+def test_a_shift_of_halves_keeps_the_sign() -> None:
+    t = team()
+    t.v[0][...], t.v[1][...] = 0xFF13, 0x8000_7000
+    run(t, "v_ashrrev_i16_sdwa v2, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:WORD_1")
+    assert t.v[2][0, 0] == 0xF000
+
+
 def test_signs_bars_and_output_modifiers() -> None:
     t = team()
     t.v[1].view(F32)[...] = -3

@@ -76,6 +76,24 @@ def test_a_kernel_that_does_not_end_is_stopped(monkeypatch) -> None:
         softmax("gfx942", lambda text: text.replace("\ts_endpgm", ".Lagain:\n\ts_branch .Lagain", 1))
 
 
+def test_a_loop_with_a_barrier_in_it_is_stopped(monkeypatch) -> None:
+    monkeypatch.setattr("rlkernel_rocm.simulator.machine.LIMIT", 5000)
+    with pytest.raises(HangError, match="5000 instructions"):
+        softmax(
+            "gfx942",
+            lambda text: text.replace("\ts_endpgm", ".Lagain:\n\ts_barrier\n\ts_branch .Lagain", 1),
+        )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_kernel_is_told_how_many_programs_there_are(arch) -> None:
+    made = toy.compiled(arch, toy.strided, {"x": "*i32", "N": "i32"}, {})
+    x = np.zeros(10, np.int32)
+    machine = Machine(read(made.asm["amdgcn"], made.metadata.name), lds=made.metadata.shared, warps=4)
+    machine.launch((3, 1, 1), [x, 10])
+    assert x.tolist() == [i % 3 + 1 for i in range(10)]
+
+
 def test_scratch_and_narrow_waves_are_refused() -> None:
     with pytest.raises(UnsupportedKernelError, match="spills 64 bytes"):
         softmax("gfx942", lambda text: text.replace("private_segment_fixed_size 0", "private_segment_fixed_size 64", 1))

@@ -62,6 +62,28 @@ def test_lanes_pull_and_push_through_addresses() -> None:
     assert t.v[4][0].tolist() == t.v[5][0].tolist() == (163 - LANES).tolist()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "want"),
+    [
+        ("SWAP,16", LANES ^ 16),
+        ("REVERSE,8", LANES // 8 * 8 + 7 - LANES % 8),
+        ("BROADCAST,4,1", LANES // 4 * 4 + 1),
+        ("QUAD_PERM,3,2,1,0", LANES // 4 * 4 + 3 - LANES % 4),
+        ('BITMASK_PERM,"01pip"', LANES & 32 | 8 | (LANES & 5) | (2 - (LANES & 2))),
+    ],
+)
+def test_lanes_swizzle_within_halves_of_a_wave(pattern, want) -> None:
+    t = team()
+    t.v[1][...] = LANES
+    run(t, f"ds_swizzle_b32 v2, v1 offset:swizzle({pattern})")
+    assert t.v[2][0].tolist() == want.tolist()
+
+
+def test_a_swizzle_that_nobody_knows_is_named() -> None:
+    with pytest.raises(UnknownInstructionError, match="ROTATE"):
+        run(team(), "ds_swizzle_b32 v2, v1 offset:swizzle(ROTATE,1)")
+
+
 def test_one_lane_is_read_and_written() -> None:
     t = team(waves=2)
     t.v[1][...] = LANES + np.array([[0], [1000]], np.uint32)
@@ -147,6 +169,14 @@ def test_a_buffer_loads_into_lds_lane_after_lane() -> None:
     t.v[1][...] = (63 - LANES) * 4
     run(t, "s_mov_b32 m0, 16", "buffer_load_dword v1, s[0:3], 0 offen lds")
     assert t.lds.data.view(np.uint32)[4:68].tolist() == list(range(63, -1, -1))
+
+
+def test_global_memory_loads_into_lds_lane_after_lane() -> None:
+    x = np.arange(256, dtype=np.uint32)
+    t = team("gfx950", lds=2048, memory=memory_of(x))
+    address(t, 2, x, 16)
+    run(t, "s_mov_b32 m0, 32", "global_load_lds_dwordx4 v[2:3], off")
+    assert t.lds.data.view(np.uint32)[8:264].reshape(64, 4).tolist() == x.reshape(64, 4).tolist()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ def assorted(x, out, count, seed, N: tl.constexpr):
     tl.atomic_add(count + at * 7 % 4, 1)
 
 
+@triton.jit
+def strided(x, N):
+    for i in range(tl.program_id(0), N, tl.num_programs(0)):
+        tl.store(x + i, tl.program_id(0) + 1)
+
+
 @cache
 def _made(arch, kernel, types, constants, wave):
     types, constants = dict(types), dict(constants)

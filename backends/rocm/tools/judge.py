@@ -1,0 +1,88 @@
+"""Hold the simulated backends to the clauses of their operators with few cases each, operator by operator.
+
+    python backends/rocm/tools/judge.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
+    python backends/rocm/tools/judge.py gfx942                  # every operator, for hours
+
+A simulator takes minutes where a GPU takes milliseconds: the profile "toy" draws few cases a clause. Every operator's
+part of the report names the sources of the kernels that it judged, since it may be older than those of others.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+ROOT = Path(__file__).resolve().parents[3]
+PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROOT / "backends" / "rocm"]
+if __name__ == "__main__":
+    sys.path[:0] = [str(p) for p in PATHS]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in PATHS])  # of the processes that attack
+
+from rlkernel_conformance.documents import read, write
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.report import STATUSES, content_hash, worst
+from rlkernel_conformance.run import Progress, run
+from rlkernel_triton.claims import CLAIMS
+
+TOY: Final = Profile("toy", 4, 200, thorough=False)
+REPORTS: Final = ROOT / "conformance" / "reports"
+KERNELS: Final = ROOT / "backends" / "triton" / "rlkernel_triton"
+
+
+def sources(op: str) -> str:
+    """Hash of an operator's module in rlkernel-triton and of every module of it that is imported on the way."""
+    found, due = {}, [CLAIMS[op].target.partition(":")[0]]
+    while due:
+        path = KERNELS.parent / due.pop().replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file in found or not file.exists():
+            continue
+        found[file] = file.read_bytes()
+        for node in ast.walk(ast.parse(found[file])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlkernel_triton"):
+                due += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return hashlib.sha256(b"".join(found[file] for file in sorted(found))).hexdigest()[:16]
+
+
+def joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
+    """A report with the operators of another one, where both are of one profile; else the new one alone."""
+    operators = {o: {**found, "sources": sources(o.partition("@")[0])} for o, found in new["operators"].items()}
+    seconds = new["seconds"]
+    if old is not None and old["profile"] == new["profile"]:
+        operators = {**old["operators"], **operators}
+        seconds = round(seconds + old["seconds"], 1)
+    order = [op for name in CLAIMS if (op := f"{name}@1") in operators]
+    content = {**new, "operators": {op: operators[op] for op in order}, "seconds": seconds}
+    clauses = [c for found in operators.values() for c in found["clauses"]]
+    counts = Counter(c["status"] for c in clauses)
+    content["summary"] = {s: counts[s] for s in STATUSES} | {"cases": sum(c["executed"] for c in clauses)}
+    content["verdict"] = worst(found["verdict"] for found in operators.values())
+    content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+    return {**content, "hash": content_hash(content)}
+
+
+def tell(progress: Progress) -> None:
+    """A line a clause."""
+    o = progress.outcome
+    at, effort = f"{progress.done}/{progress.due}", f"{o.executed} cases, {o.seconds:.1f} s"
+    print(f"{at} {o.op} {o.clause} {o.status} ({effort}) {o.message[:300]}", flush=True)
+
+
+def main(arch: str, ops: list[str]) -> None:
+    """Judge operators, one after another; what was found so far is written after each."""
+    folder, backend = REPORTS / f"rocm-simulated-{arch}", f"simulated-{arch}"
+    for op in ops or [op for op, claim in CLAIMS.items() if claim.kernels]:
+        new = run(backend, TOY, ops=(op,), manifest=f"rlkernel_rocm.simulated.{arch}:backend", watch=tell)
+        old = read(folder) if (folder / "report.json").exists() else None
+        write(joined(old, new), folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
