@@ -8,7 +8,7 @@ from rlkernel_core.errors import MemoryBudgetError
 from rlkernel_core.host.allocator import faults
 from rlkernel_core.host.board import board
 from rlkernel_core.host.boards import CHIPS, JETPACKS, MODULES, RELEASES, released
-from rlkernel_core.host.memory import Memory, memory, size
+from rlkernel_core.host.memory import Memory, gpu_held, memory, size
 from rlkernel_core.host.power import Clock, power
 from tests import boards
 from tests.boards import plant
@@ -170,3 +170,9 @@ def test_a_sensor_that_answers_with_an_error_is_left_out(tmp_path) -> None:
 )
 def test_allocator_settings_that_fail_on_tegra_are_found_with_their_remedy(environ, fixes) -> None:
     assert [(f.fatal, f.fix) for f in faults(environ)] == fixes
+
+
+def test_what_the_gpu_driver_holds_is_read_where_root_may(tmp_path) -> None:
+    clients = "CLIENT PROCESS PID SIZE\nuser python 4121 812340K\nuser Xorg 900 20480K\ntotal                 832820K\n"
+    assert gpu_held(plant(tmp_path, {"sys/kernel/debug/nvmap/iovmm/clients": clients})) == 832820 << 10
+    assert gpu_held(tmp_path / "elsewhere") is None

@@ -7,6 +7,7 @@ own estimate of what can be taken without swapping. Sizes are bytes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ _GIB: Final = 1024**3
 # What is left to the system: a desktop takes 0.8 GiB, and the kernel kills where page cache and buffers cannot breathe.
 _LEAST_RESERVE: Final = _GIB
 _RESERVED_SHARE: Final = 0.15
+_NVMAP: Final = "sys/kernel/debug/nvmap/iovmm/clients"
 _CGROUP: Final = "sys/fs/cgroup"
 
 
@@ -92,6 +94,12 @@ def memory(root: Path = Path("/")) -> Memory | None:
         zram=_zram(root),
         limit=_container(root),
     )
+
+
+def gpu_held(root: Path = Path("/")) -> int | None:
+    """Bytes that a Jetson's GPU driver holds for all processes; None elsewhere, and for all but root."""
+    found = re.search(r"^total\s+(\d+)K", read(root / _NVMAP), re.MULTILINE)
+    return int(found[1]) * _KIB if found else None
 
 
 def size(nbytes: float) -> str:

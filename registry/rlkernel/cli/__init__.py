@@ -29,6 +29,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "backends": ("rlkernel.cli.backends", LOOK),
     "explain": ("rlkernel.cli.explain", LOOK),
     "status": ("rlkernel.cli.status", LOOK),
+    "memory": ("rlkernel.cli.memory", LOOK),
     "config": ("rlkernel.cli.config", SETTLE),
     "lock": ("rlkernel.cli.lock", SETTLE),
     "schema": ("rlkernel.cli.schema", SETTLE),

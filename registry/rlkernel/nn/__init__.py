@@ -6,13 +6,25 @@
     ...
     nn.requantize_(model, trainer.state_dict())     # after every update of the policy; addresses stay
 
+Where the model does not fit twice, `nn.load_quantized` fills it from its file, one weight at a time.
+
 Importing this package loads torch.
 """
 
 from __future__ import annotations
 
 from rlkernel.nn.linear import QuantLinear
+from rlkernel.nn.load import LoadReport, load_quantized
 from rlkernel.nn.model import QuantPolicy, quantize_model, selected
 from rlkernel.nn.sync import SyncReport, requantize_
 
-__all__ = ["QuantLinear", "QuantPolicy", "SyncReport", "quantize_model", "requantize_", "selected"]
+__all__ = [
+    "LoadReport",
+    "QuantLinear",
+    "QuantPolicy",
+    "SyncReport",
+    "load_quantized",
+    "quantize_model",
+    "requantize_",
+    "selected",
+]
