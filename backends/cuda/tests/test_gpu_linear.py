@@ -126,3 +126,20 @@ def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
     late = linear_logprob(**given).logprob
     monkeypatch.setattr(variants, "FORWARD", dataclasses.replace(variants.PAIR, lag=False))
     assert torch.equal(linear_logprob(**given).logprob, late)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "save"])
+def test_as_many_rows_and_logits_as_there_are(mode) -> None:
+    """65536 rows and 2.6e9 logits: the last rows, which alone have an upstream gradient, are what they are alone."""
+    from rlkernel_cuda.linear_logprob import linear_logprob
+
+    given = case(N=65536, D=64, V=40000)
+    found = []
+    for rows in (slice(0, 65536), slice(65533, 65536)):
+        h, w = given["hidden"][rows].clone().requires_grad_(), given["weight"].clone().requires_grad_()
+        out = linear_logprob(h, w, given["ids"][rows], backward=mode)
+        out.logprob[-3:].sum().backward()
+        found.append((out.logprob.detach()[-3:], h.grad[-3:], w.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    for a, b in zip(*(f[1:] for f in found), strict=True):
+        assert (a.double() - b.double()).norm() <= 3e-3 * b.double().norm()

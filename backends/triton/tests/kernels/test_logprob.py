@@ -216,3 +216,17 @@ def test_ids_of_any_integer_type_at_any_address(device) -> None:
     late = torch.cat((ids[:1], ids))[1:]
     for other in (late, ids.int(), ids.to(torch.uint8), ids.short()):
         assert torch.equal(rlk.logprob(x, other).logprob, want)
+
+
+def test_as_many_rows_and_numbers_as_there_are(device) -> None:
+    """65536 rows and 2.6e9 logits: the last rows are what they are alone."""
+    if device == "cpu":
+        pytest.skip("5 GB of logits are for a GPU")
+    x = torch.randn(65536, 40000, device=device, dtype=torch.bfloat16).requires_grad_()
+    ids = torch.randint(0, 40000, (65536,), device=device)
+    last = x.detach()[-3:].clone().requires_grad_()
+    out, alone = rlk.logprob(x, ids, entropy=True), rlk.logprob(last, ids[-3:], entropy=True)
+    assert [torch.equal(getattr(out, n)[-3:], getattr(alone, n)) for n in ("logprob", "lse", "entropy")] == [True] * 3
+    (out.logprob + out.entropy).sum().backward()
+    (alone.logprob + alone.entropy).sum().backward()
+    assert torch.equal(x.grad[-3:], last.grad)
