@@ -11,11 +11,12 @@ from threading import Lock
 import pytest
 
 import rlkernel as rlk
-from rlkernel_conformance.harness import Outcome, clauses_of
+from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.leftovers import attacks_with_leftovers
 from rlkernel_conformance.manifests import load
 from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.ranks import capturing
 from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
@@ -109,10 +110,11 @@ def test_devices_of_several_kinds_are_an_error() -> None:
         run("reference", EFFORT, devices=("cpu", "cuda:0"))
 
 
-def test_ranks_that_are_threads_are_for_a_host() -> None:
-    due, rest = clauses_of(Subject("reference", "capture", "cuda:0"))
-    assert "GC-26" not in {a.clause.id for a in due}
-    assert {o.clause: o.status for o in rest}["GC-26"] == "no_room"
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, ["cuda:0"]), (4, ["cuda:3", "cuda:0"])])
+def test_a_graph_holds_the_collectives_of_as_many_ranks_as_there_are_gpus(monkeypatch, gpus, ranks) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    found = capturing(Subject("reference", "capture", f"cuda:{gpus - 1}"), 2)
+    assert [str(device) for device in found] == ranks
 
 
 def test_two_places_share_a_run_and_every_clause_is_told_once() -> None:

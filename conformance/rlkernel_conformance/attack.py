@@ -32,7 +32,6 @@ class Attack:
     examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
     scale: float = 1.0  # examples of a profile times this
     memory: int = 0  # bytes on a device, without which it is not carried out; on a host it then never is
-    host: bool = False  # carried out on a host only
 
     @property
     def name(self) -> str:
@@ -50,7 +49,6 @@ def attack(
     examples: tuple[Any, ...] = (),
     scale: float = 1.0,
     memory: int = 0,
-    host: bool = False,
 ) -> Callable[[Callable[[Subject, Any], None]], Callable[[Subject, Any], None]]:
     """Register a property as the attack on a clause of a spec.
 
@@ -65,7 +63,7 @@ def attack(
     op, spec_clause = found[0]
 
     def register(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, Any], None]:
-        ATTACKS[clause] = Attack(op, spec_clause, cases, prop, examples, scale, memory, host)
+        ATTACKS[clause] = Attack(op, spec_clause, cases, prop, examples, scale, memory)
         return prop
 
     return register

@@ -57,9 +57,6 @@ def clauses_of(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
         elif attacks[clause.id].memory > room(subject.device):
             text = f"needs a device with {attacks[clause.id].memory >> 30} GiB free; {subject.device} is not one"
             rest.append(Outcome(subject.op, clause.id, clause.title, "no_room", message=text))
-        elif attacks[clause.id].host and not subject.device.startswith("cpu"):
-            text = f"needs a host, where it has ranks that are threads; {subject.device} is none"
-            rest.append(Outcome(subject.op, clause.id, clause.title, "no_room", message=text))
         else:
             due.append(attacks[clause.id])
     return due, rest

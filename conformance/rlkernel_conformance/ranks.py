@@ -1,12 +1,15 @@
-"""Ranks as threads of this process: real gloo groups of several ranks, without starting processes.
+"""Ranks as threads of this process: real groups of several ranks, without starting processes.
 
-The default process group is left alone; a backend asks the group it is given for its size and its rank.
+They speak through gloo, whatever device the tensors are on; or, where a graph is to hold what they say, through NCCL
+(RCCL on AMD) with a GPU each. The default process group is left alone; a backend asks the group it is given for its
+size and its rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -20,13 +23,22 @@ PATIENCE = timedelta(seconds=20)  # a rank that never calls its collective is a 
 
 
 @cache
-def _groups(world: int) -> tuple[Any, ...]:
+def _groups(world: int, devices: tuple[torch.device, ...] = ()) -> tuple[Any, ...]:
     store = dist.HashStore()
+    make = _nccl if devices else _gloo
     with ThreadPoolExecutor(world) as pool:
-        return tuple(pool.map(lambda rank: _group(store, rank, world), range(world)))
+        return tuple(pool.map(lambda rank: make(store, rank, world), range(world)))
 
 
-def _group(store: Any, rank: int, world: int) -> Any:
+def _nccl(store: Any, rank: int, world: int) -> Any:
+    group = dist.ProcessGroup(store, rank, world)
+    nccl = dist.ProcessGroupNCCL(store, rank, world, PATIENCE)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)  # noqa: SLF001
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)  # noqa: SLF001
+    return group
+
+
+def _gloo(store: Any, rank: int, world: int) -> Any:
     group = dist.ProcessGroup(store, rank, world)
     gloo = dist.ProcessGroupGloo(store, rank, world, PATIENCE)
     for device in ("cpu", "cuda"):
@@ -35,12 +47,27 @@ def _group(store: Any, rank: int, world: int) -> Any:
     return group
 
 
-def on_ranks(subject: Subject, world: int, call: Callable[[int, Any], Any]) -> list[Any]:
-    """What `call(rank, group)` gives on every rank, all at once, with the subject chosen in every thread."""
-    groups = _groups(world)
+def capturing(subject: Subject, world: int) -> tuple[torch.device, ...]:
+    """A device for each of up to `world` ranks whose collectives a graph can hold: as many as there are GPUs."""
+    device = torch.device(subject.device)
+    if device.type != "cuda":
+        return (device,) * world
+    first, there = device.index or 0, torch.cuda.device_count()
+    return tuple(torch.device("cuda", (first + rank) % there) for rank in range(min(world, there)))
+
+
+def on_ranks(
+    subject: Subject, world: int, call: Callable[[int, Any], Any], devices: tuple[torch.device, ...] = ()
+) -> list[Any]:
+    """What `call(rank, group)` gives on every rank, all at once, with the subject chosen in every thread.
+
+    With `devices` (of `capturing`), each rank has its own current, and on GPUs the ranks speak through NCCL.
+    """
+    wanted = world, devices if devices and devices[0].type == "cuda" else ()
+    groups = _groups(*wanted)
 
     def rank(i: int) -> Any:
-        with subject.chosen():
+        with subject.chosen(), torch.cuda.device(devices[i]) if wanted[1] else nullcontext():
             return call(i, groups[i])
 
     try:

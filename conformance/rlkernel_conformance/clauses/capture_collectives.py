@@ -13,19 +13,20 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.capture_conduct import Conduct, conducts, each, refused
 from rlkernel_conformance.clauses.captured import equal
 from rlkernel_conformance.compare import require
-from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.ranks import capturing, on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.graphed import CaptureGroup
 
 
-@attack("GC-26", conducts("all_reduce", "all_gather"), examples=each("all_reduce", "all_gather"), scale=0.2, host=True)
+@attack("GC-26", conducts("all_reduce", "all_gather"), examples=each("all_reduce", "all_gather"), scale=0.2)
 def collectives_are_replayed(subject: Subject, case: Conduct) -> None:
     """Two ranks that replay a sum and a gathering of what they hold; and a collective that nobody asked for.
 
-    Ranks that share a lock would wait for each other: without groups of their own there is one rank. On a device
-    a graph holds no collective of gloo.
+    Ranks that share a lock would wait for each other: without groups of their own there is one rank. On GPUs there
+    are as many as there are GPUs, up to two.
     """
-    world = 2 if "group" in subject.claims else 1
+    devices = capturing(subject, 2 if "group" in subject.claims else 1)
+    world = len(devices)
     x = case.x(subject)
 
     def collective(group: Any) -> Callable[[Tensor], Tensor]:
@@ -45,11 +46,12 @@ def collectives_are_replayed(subject: Subject, case: Conduct) -> None:
 
     def on_rank(rank: int, group: Any) -> list[Tensor]:
         own = {"group": CaptureGroup(f"rank {rank}")} if world > 1 else {}
-        g = subject(collective(group), (x,), collectives=True, on_capture_error="raise", warmup=case.warmup, **own)
-        return [g(x * (10 * rank + salt)) for salt in range(3)]
+        mine = x.to(devices[rank])
+        g = subject(collective(group), (mine,), collectives=True, on_capture_error="raise", warmup=case.warmup, **own)
+        return [g(mine * (10 * rank + salt)).to(x.device) for salt in range(3)]
 
-    on_ranks(subject, 1, unasked)
-    for found in on_ranks(subject, world, on_rank):
+    on_ranks(subject, 1, unasked, devices[:1])
+    for found in on_ranks(subject, world, on_rank, devices):
         for salt, have in enumerate(found):
             each_rank = [x * (10 * rank + salt) * 2 for rank in range(world)]
             want = torch.stack(each_rank).sum(0) + 1 if case.word == "all_reduce" else torch.cat(each_rank)
