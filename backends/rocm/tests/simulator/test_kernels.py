@@ -1,6 +1,8 @@
 """Kernels that Triton compiled for AMD GPUs, run in the simulator; and kernels that were damaged on purpose."""
 
 import re
+from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import toy_kernels as toy
 
 from rlkernel_rocm.simulator import (
     HangError,
+    Kernel,
     Machine,
     OutOfBoundsError,
     SimulationError,
@@ -15,6 +18,8 @@ from rlkernel_rocm.simulator import (
     UnsupportedKernelError,
     read,
 )
+from rlkernel_rocm.simulator.assembly import instruction
+from rlkernel_rocm.simulator.machine import bind
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 V = 700
@@ -68,6 +73,14 @@ def test_lds_that_is_too_small_shows() -> None:
 def test_an_unknown_instruction_is_named() -> None:
     with pytest.raises(UnknownInstructionError, match="v_wishful_f32"):
         softmax("gfx942", lambda text: text.replace("v_exp_f32", "v_wishful_f32", 1))
+
+
+def test_every_instruction_of_every_shipped_build_is_known() -> None:
+    lines = (Path(__file__).parent / "instructions.txt").read_text().splitlines()
+    kernel = Kernel("recorded", "gfx950", (), defaultdict(int), {}, (), 512)
+    for line in lines:
+        bind(instruction(line), kernel)
+    assert len(lines) > 500
 
 
 def test_a_kernel_that_does_not_end_is_stopped(monkeypatch) -> None:

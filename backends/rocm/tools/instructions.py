@@ -1,0 +1,66 @@
+"""Record the instructions of every shipped build as the installed Triton compiles them for CDNA.
+
+    python backends/rocm/tools/instructions.py
+
+Adds to backends/rocm/tests/simulator/instructions.txt one line for each opcode with each set of modifiers; a test binds
+all of them in the simulator, so that no shipped kernel meets an instruction that is not known. Takes minutes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT = Path(__file__).resolve().parents[3]
+FILE: Final = ROOT / "backends/rocm/tests/simulator/instructions.txt"
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlkernel_rocm.architectures import ARCHITECTURES
+from rlkernel_rocm.simulator.assembly import Instruction, instruction, read
+from rlkernel_triton.builds import MODULES, Build
+
+
+def form(ins: Instruction) -> tuple[object, ...]:
+    """What decides how an instruction is bound: opcode, kinds of operands, modifiers."""
+    kinds = tuple((o.kind, o.negate, o.absolute) for o in ins.operands)
+    return ins.opcode, kinds, tuple(sorted(ins.modifiers.items())) if ins.encoding == "sdwa" else tuple(ins.modifiers)
+
+
+def code(build: Build, arch: str) -> Iterator[Instruction]:
+    """The instructions of one build."""
+    names = build.kernel.arg_names
+    source = ASTSource(
+        build.kernel,
+        {n: "constexpr" if n in build.constants else build.types[n] for n in names},
+        constexprs=dict(build.constants),
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
+    )
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
+    made = triton.compile(source, target=GPUTarget("hip", arch, ARCHITECTURES[arch].wave), options=options)
+    yield from read(made.asm["amdgcn"], made.metadata.name).code
+
+
+def main() -> None:
+    """Compile everything, add what is new."""
+    lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
+    seen = {form(instruction(line)) for line in lines}
+    for arch in (name for name, a in ARCHITECTURES.items() if a.wave == 64):
+        for build in (b for module in MODULES for b in importlib.import_module(module).builds(arch)):
+            for ins in code(build, arch):
+                if form(ins) not in seen:
+                    seen.add(form(ins))
+                    lines.append(ins.text)
+        print(arch, triton.__version__, len(lines), file=sys.stderr)
+    FILE.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
