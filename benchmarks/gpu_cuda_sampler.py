@@ -26,25 +26,34 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-LIMITS = {"build": 40, "right": 28, "time": 42, "peers": 25}
-TOTAL = 88
+LIMITS = {"build": 30, "right": 20, "right on": 12, "time": 30, "time on": 25, "peers": 20}
+TOTAL = 80
 START = time.monotonic()
 V = 128256
-# (threads, blocks a row, blocks a multiprocessor) tried at each number of rows
-SWEEP = {
-    1: ((512, 8, 1), (256, 8, 3)),
-    32: ((256, 8, 3), (256, 4, 3), (512, 4, 1)),
-    64: ((512, 2, 1), (256, 4, 3), (256, 2, 3)),
-    256: ((256, 1, 3), (512, 1, 1), (512, 1, 2)),
-    1024: ((256, 1, 4), (256, 1, 3)),
+# Shapes tried at each number of rows: threads, blocks a row, blocks a multiprocessor, finishing warps, fetched ahead.
+SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: ((512, 8, 1), (256, 8, 2), (256, 16, 2)),
+    32: ((256, 8, 3), (256, 8, 2), (512, 4, 1)),
+    64: ((512, 2, 1), (256, 4, 2), (256, 4, 3)),
+    256: ((256, 1, 3), (512, 1, 2), (768, 1, 1, 8), (768, 1, 1, 8, 1), (384, 1, 2, 4), (640, 1, 1, 4)),
+    1024: (
+        (256, 1, 4),
+        (768, 1, 1, 8),
+        (768, 1, 1, 8, 1),
+        (384, 1, 2, 4),
+        (640, 1, 1, 4),
+        (640, 1, 1, 4, 1),
+        (768, 1, 1, 4),
+    ),
 }
-CLOCKED = {1: ((512, 8, 1), (256, 8, 3)), 64: ((512, 2, 1),), 1024: ((256, 1, 4),)}
-PLAIN_SWEEP = {
+READ_ON = ((768, 1, 1, 8), (384, 1, 2, 4))  # blocks that read on while they finish: a stage of their own, for they wait
+CLOCKED = {1: ((512, 8, 1), (256, 16, 2)), 64: ((512, 2, 1),), 1024: ((256, 1, 4),)}
+PLAIN_SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((512, 8, 1), (256, 8, 2)),
-    32: ((256, 4, 2), (512, 4, 1)),
+    32: ((256, 4, 2),),
     64: ((256, 4, 2), (256, 2, 2)),
-    256: ((256, 1, 2), (512, 1, 1), (256, 1, 3)),
-    1024: ((256, 1, 2), (256, 1, 3), (512, 1, 1)),
+    256: ((256, 1, 2), (512, 1, 1, 2), (640, 1, 1, 4)),
+    1024: ((256, 1, 2), (512, 1, 1, 2), (640, 1, 1, 4), (640, 1, 1, 4, 1)),
 }
 
 
@@ -67,6 +76,7 @@ def needed() -> list[tuple[str, ...]]:
 
     found = {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
     found |= {(Shape(*s), "float32", True) for s in itertools.chain(*PLAIN_SWEEP.values())}
+    found |= {(Shape(*s), "float32", False) for s in READ_ON}
     found |= {(s, d, False) for _, s in call.FILTERED for d in ("float32", "bfloat16")}
     found |= {(s, "float32", True) for _, s in call.PLAIN}
     found |= {(call.FILTERED[-1][1], "float16", False), (call.PLAIN[-1][1], "bfloat16", True)}
@@ -234,7 +244,7 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
     }
 
 
-def right() -> dict[str, Any]:
+def right(shapes: list[Any]) -> dict[str, Any]:
     """Every case, each with two shapes, against the reference."""
     import torch
 
@@ -242,7 +252,6 @@ def right() -> dict[str, Any]:
 
     total: dict[str, Any] = {"rows": 0, "near": 0, "slow": 0, "worst": 0.0, "wrong": [], "bits": []}
     tables = call.FILTERED, call.PLAIN
-    shapes = [s for _, s in call.FILTERED]
     at = time.monotonic()
     for i, (name, x, law) in enumerate(cases()):
         n = x.shape[0]
@@ -250,7 +259,7 @@ def right() -> dict[str, Any]:
         noise = {k: torch.randint(0, 2**62, (n,), device="cuda", generator=g) for k in ("seed", "step")}
         args = {**law, **noise, "raw_logprob": True}
         outs = []
-        for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 2) % len(shapes)])):
+        for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 1) % len(shapes)])):
             call.FILTERED = ((2**31, shape),)
             call.PLANS.clear()
             outs.append(call.sample(x, **args))
@@ -269,7 +278,7 @@ def right() -> dict[str, Any]:
                     torch.nan_to_num(value), torch.nan_to_num(getattr(other, field))
                 ):
                     total["bits"].append(f"{name}: {field} differs between shapes")
-        if len(total["wrong"]) > 40 or time.monotonic() - at > 20:
+        if len(total["wrong"]) > 40 or time.monotonic() - at > (16 if len(shapes) > 2 else 9):
             total["cut short at"] = name
             break
     total["seconds"] = round(time.monotonic() - at, 1)
@@ -354,8 +363,16 @@ def timed(call: Any, inputs: list[Any], calls: int) -> float:
     return round(statistics.median(times[1:]), 2)
 
 
-def timing(save: Any) -> dict[str, Any]:
-    """Every workload at every number of rows."""
+def tried(*what: Any) -> float | str:
+    """The same, or what went wrong."""
+    try:
+        return timed(*what)
+    except Exception:
+        return traceback.format_exc()[-300:]
+
+
+def timing(save: Any, *, on: bool) -> dict[str, Any]:
+    """Every workload at every number of rows; `on`: shapes that read on while they finish, at the usual draws."""
     import torch
 
     from rlkernel_cuda.sampling import call
@@ -365,6 +382,8 @@ def timing(save: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     at = time.monotonic()
     for B, shapes in SWEEP.items():
+        if on and B < 256:
+            continue
         buffers = max(2, min(256, -(-(256 << 20) // (B * V * 4))))
         calls = max(4, buffers)
         ids = torch.arange(B, device="cuda")
@@ -375,40 +394,46 @@ def timing(save: Any) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
         for s in shapes:
+            if (len(s) > 3) != on:
+                continue
             call.FILTERED = ((2**31, Shape(*s)),)
             call.PLANS.clear()
-            rows[f"50, 0.95 {s}"] = timed(partial(call.sample, **both), inputs, calls)
+            rows[f"50, 0.95 {s}"] = tried(partial(call.sample, **both), inputs, calls)
         call.FILTERED = tables[0]
         call.PLANS.clear()
         for s in PLAIN_SWEEP[B]:
+            if (len(s) > 3) != on:
+                continue
             call.PLAIN = ((2**31, Shape(*s)),)
             call.PLANS.clear()
-            rows[f"no filter {s}"] = timed(partial(call.sample, **base), inputs, calls)
+            rows[f"no filter {s}"] = tried(partial(call.sample, **base), inputs, calls)
         call.PLAIN = tables[1]
         call.PLANS.clear()
+        if on:
+            call.FILTERED = ((2**31, Shape(*READ_ON[0])),)
         rows["one read"] = timed(lambda x: x.sum(), inputs, calls)
-        try:
+        if not on:
             from rlkernel_triton.sampling.call import sample as portable
 
-            rows["portable 50, 0.95"] = timed(partial(portable, **both), inputs, calls)
-        except Exception:
-            rows["portable error"] = traceback.format_exc()[-400:]
+            rows["portable 50, 0.95"] = tried(partial(portable, **both), inputs, calls)
         for kind, args in (("flat", nucleus), ("skewed", both), ("skewed", nucleus)):
             for i, x in enumerate(inputs):
                 x.copy_(logits(kind, B, torch.float32, i)) if i < 2 else x.copy_(inputs[i % 2])
             name = "0.95" if args is nucleus else "50, 0.95"
-            rows[f"{kind} {name}"] = timed(partial(call.sample, **args), inputs, calls)
+            rows[f"{kind} {name}"] = tried(partial(call.sample, **args), inputs, calls)
         start = time.perf_counter()
         for i in range(50):
             call.sample(inputs[i % 2], **both)
         rows["host us"] = round((time.perf_counter() - start) / 50 * 1e6, 1)
         torch.cuda.synchronize()
+        call.FILTERED = tables[0]
+        call.PLANS.clear()
         out[str(B)] = rows
         save(out)
         print(B, json.dumps(rows), flush=True)
         del inputs
         torch.cuda.empty_cache()
-        if time.monotonic() - at > 38:
+        if time.monotonic() - at > (22 if on else 27):
             break
     return out
 
@@ -432,8 +457,8 @@ def clocks() -> dict[str, Any]:
         for s in shapes:
             shape = launch.Shape(*s)
             options = (*launch.flags(shape, torch.float32, plain=False), "-DCLOCKS=1")
-            kernel = driver.loaded(launch.built(options), "sample", launch.SHARED)
-            results, marks = torch.empty(8, 2 * B, device="cuda"), torch.empty(B, 14, dtype=torch.int64, device="cuda")
+            kernel = launch.loaded(options, shape)
+            results, marks = torch.empty(8, 2 * B, device="cuda"), torch.empty(B, 10, dtype=torch.int64, device="cuda")
             at = [r.data_ptr() for r in results]
             params = launch.PARAMS.pack(
                 x.data_ptr(), V, B, V, -(-V // 1024), 3, *(v for _, g in held for v in g), 0, 0, 0, 0, 0, 0,
@@ -442,11 +467,11 @@ def clocks() -> dict[str, Any]:
             found = []
             for _ in range(6):
                 driver.launched(
-                    kernel, B * shape.cluster, shape.threads, launch.SHARED, None, (ctypes.c_char_p * 1)(params)
+                    kernel, shape.blocks(B, 0), shape.threads, shape.shared, None, (ctypes.c_char_p * 1)(params)
                 )
                 torch.cuda.synchronize()
                 found.append(marks.diff(dim=1).float().median(0).values.tolist())
-            steps = [int(statistics.median(f[i] for f in found[2:])) for i in range(13)]
+            steps = [int(statistics.median(f[i] for f in found[2:])) for i in range(9)]
             out[f"{B} {s}"] = steps
     return out
 
@@ -514,14 +539,27 @@ def main() -> None:
         def save(found: Any) -> None:
             place.write_text(json.dumps(found, indent=1))
 
-        stages = {"build": all_builds, "right": right, "more": right_more, "clocks": clocks, "peers": peers}
-        found = timing(save) if given.stage == "time" else stages[given.stage]()
+        from rlkernel_cuda.sampling import call
+        from rlkernel_cuda.sampling.launch import Shape
+
+        shipped = [s for _, s in call.FILTERED if not s.finishers]
+        stages = {
+            "build": all_builds,
+            "right": partial(right, [*shipped, Shape(256, 8, 2)]),
+            "right on": partial(right, [Shape(*s) for s in READ_ON]),
+            "more": right_more,
+            "clocks": clocks,
+            "time": partial(timing, save, on=False),
+            "time on": partial(timing, save, on=True),
+            "peers": peers,
+        }
+        found = stages[given.stage]()
         save(found)
-        if given.stage != "time":
+        if "time" not in given.stage:
             print(json.dumps(found)[:4000])
         return
     report: dict[str, Any] = {}
-    for stage in ("build", "right", "clocks", "time", "peers", "more"):
+    for stage in ("build", "right", "clocks", "time", "right on", "time on", "peers", "more"):
         left = TOTAL - (time.monotonic() - START)
         if left < 5:
             break

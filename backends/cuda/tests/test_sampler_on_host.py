@@ -15,7 +15,7 @@ import torch
 
 from rlkernel_core.reference.sample import sample as reference
 from rlkernel_cuda.sampling.call import _given
-from rlkernel_cuda.sampling.launch import PARAMS, SHARED, SOURCES, TILE
+from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
 
 HERE = Path(__file__).parent / "emulated"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -27,7 +27,9 @@ def built(folder: Path, **macros: int) -> ctypes.CDLL:
     kernel = kernel.replace("extern __shared__ __align__(16) char memory[];", "")
     source = folder / "sampler.cpp"
     source.write_text((HERE / "device_on_host.h").read_text() + kernel + (HERE / "run_on_host.h").read_text())
-    flags = [f"-D{n}={v}" for n, v in {"PER_SM": 1, "SHARED_BYTES": SHARED, **macros}.items()]
+    shared = Shape(macros["NT"], macros["CLUSTER"], 1, macros.get("FINISHERS", 0)).shared
+    macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "AHEAD": 0, "GRID": 1} | macros
+    flags = [f"-D{n}={v}" for n, v in macros.items()]
     command = ["g++", "-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w", *flags]
     subprocess.run([*command, "-o", str(folder / "sampler.so"), str(source)], check=True)
     return ctypes.CDLL(str(folder / "sampler.so"))
@@ -99,11 +101,18 @@ ROWS = {
 }
 
 
+@pytest.fixture(scope="module")
+def read_on(tmp_path_factory) -> ctypes.CDLL:
+    """Three blocks that finish their rows while they read the next."""
+    return built(tmp_path_factory.mktemp("read_on"), NT=128, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=2, GRID=3)
+
+
+@pytest.mark.parametrize("build", ["filtered", "read_on"])
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_mixed_parameters_answer_as_the_reference_does(filtered, name) -> None:
+def test_rows_of_mixed_parameters_answer_as_the_reference_does(name, build, request) -> None:
     g = torch.Generator().manual_seed(len(name))
     x = ROWS[name](torch.randn(12, 2600, generator=g)).contiguous()
-    same(filtered, x, **laws(*x.shape, g))
+    same(request.getfixturevalue(build), x, **laws(*x.shape, g))
 
 
 def test_usual_rows_take_the_quick_way_and_flat_nuclei_the_exact_one(filtered) -> None:

@@ -63,6 +63,23 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 // Keeps one copy of the key schedule in registers.
 __device__ __forceinline__ void keep(u32& a, u32& b) { asm volatile("" : "+r"(a), "+r"(b)); }
 
+// ---- threads of a block
+template <int SIZE> __device__ __forceinline__ void sync() {  // of its first ones
+  if (SIZE == NT) __syncthreads();
+  else asm volatile("bar.sync 1, %0;" ::"n"(SIZE) : "memory");
+}
+// A counter that one part of a block advances and another watches: what was written before is seen after.
+__device__ __forceinline__ void add_seen(u32* counter) { __threadfence_block(), atomicAdd(counter, 1u); }
+__device__ __forceinline__ u32 seen(const u32* counter) {
+  u32 v;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
+  return v;
+}
+__device__ __forceinline__ void wait_until(const u32* counter, u32 n) {  // by whole warps
+  while (seen(counter) < n) __nanosleep(100);
+  __syncwarp();
+}
+
 // ---- blocks of a cluster: all of a row
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)

@@ -21,11 +21,12 @@ import torch
 
 from rlkernel_cuda import driver
 
-SOURCES: Final = tuple(Path(__file__).with_name(n) for n in ("device.cuh", "tile.cuh", "wide.cuh", "sample.cu"))
+SOURCES: Final = tuple(
+    Path(__file__).with_name(n) for n in ("device.cuh", "tile.cuh", "wide.cuh", "write.cuh", "quick.cuh", "sample.cu")
+)
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE: Final = 1024
 TILES: Final = 256  # most tiles of a row
-SHARED: Final = 52 << 10  # bytes of `Shared` in wide.cuh, which checks it; four blocks fit a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Shape:
     threads: int
     cluster: int
     per_sm: int
+    finishers: int = 0  # warps that finish a row while the others read the next; 0: a block has one row
+    ahead: int = 0  # whether a tile is fetched to the L2 while the one before it is worked on
+
+    @property
+    def shared(self) -> int:
+        """Bytes of `Shared` in wide.cuh, which checks it: statistics of one row or of two, and what finishing takes."""
+        return (80 if self.finishers else 52) << 10
+
+    def blocks(self, rows: int, device: int) -> int:
+        """How many are launched."""
+        if self.finishers:
+            return min(rows, self.per_sm * torch.cuda.get_device_properties(device).multi_processor_count)
+        return rows * self.cluster
 
 
 # `Params` of tile.cuh. A parameter is (address, number, stride in entries, whether its integers have 64 bits).
@@ -50,9 +64,11 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
         "NT": shape.threads,
         "CLUSTER": shape.cluster,
         "PER_SM": shape.per_sm,
+        "FINISHERS": shape.finishers,
+        "AHEAD": shape.ahead,
         "TYPE": TYPES[dtype],
         "PLAIN": int(plain),
-        "SHARED_BYTES": SHARED,
+        "SHARED_BYTES": shape.shared,
     }
     return tuple(f"-D{n}={v}" for n, v in values.items())
 
@@ -87,13 +103,21 @@ def built(options: tuple[str, ...]) -> bytes:
     return code
 
 
+def loaded(options: tuple[str, ...], shape: Shape) -> ctypes.c_void_p:
+    """A build on the current device."""
+    found = driver.loaded(built(options), "sample", shape.shared)
+    if shape.cluster > 8:
+        driver._check(driver._driver().cuFuncSetAttribute(found, 14, 1), "a cluster of 16")  # noqa: SLF001
+    return found
+
+
 @cache
 def kernel(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes.c_void_p:
     """A build, loaded on a device, which must be the current one."""
     torch.cuda.current_stream(device)  # the context exists
-    return driver.loaded(built(flags(shape, dtype, plain=plain)), "sample", SHARED)
+    return loaded(flags(shape, dtype, plain=plain), shape)
 
 
 def launch(of: ctypes.c_void_p, shape: Shape, rows: int, params: bytes, device: int) -> None:
     """All rows, on the current stream of a device, which must be the current one."""
-    driver.launched(of, rows * shape.cluster, shape.threads, SHARED, device, (ctypes.c_char_p * 1)(params))
+    driver.launched(of, shape.blocks(rows, device), shape.threads, shape.shared, device, (ctypes.c_char_p * 1)(params))

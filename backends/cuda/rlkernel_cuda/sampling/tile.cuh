@@ -12,7 +12,11 @@
 #define COARSE 256     // bins of the group maxima
 #define CANDIDATES 2048
 #define REREAD 512     // groups that may be read again
+#define RANKED 256     // candidates that are ordered by counting
+#define SLACK 6        // tiles more than asked for that a level may let through
 #define WARPS (NT / 32)
+#define TEAM (FINISHERS ? FINISHERS * 32 : NT)  // threads that finish a row, from the first on
+#define BUFFERS (FINISHERS ? 2 : 1)             // rows of which a block has statistics
 #define LOG2E 1.4426950408889634f
 #define LARGEST 3.4028234663852886e38f
 #if TYPE == 0

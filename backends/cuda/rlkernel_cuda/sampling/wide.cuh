@@ -18,39 +18,59 @@ struct Cut {            // the kept: how many, their mass, the last of them (0: 
   u64 last;
   int token;
 };
+struct Merged {         // what the tiles of a row add up to
+  float top, low, Z, raw;
+  int tokens, live, nan;  // live: tiles with a token
+};
 struct Shared {
-  Stats st;
-  Row row;
+  Stats st[BUFFERS];
+  Row row[BUFFERS];
   union {
     u32 bins[BINS];
-    u64 sorted[BINS / 2];  // or one float of each candidate
+    float prefix[CANDIDATES];
+    struct {            // of few candidates: in order, where each was found, and as they were found
+      u64 sorted[RANKED];
+      int from[RANKED];
+      u64 score[RANKED];
+    };
   };
   u64 found[CANDIDATES];
   u64 red[2][WARPS];
   int again[REREAD];
-  int n_found, n_again, at;
+  int n_found, n_again, n_more, at, sure;
   u64 before;
-  u32 best;
+  u32 best[BUFFERS];
   Order order;
+  Merged merged;
   Cut cut;
+  int buffer;           // where the exact way finds its row
+#if FINISHERS
+  u32 full[BUFFERS], empty[BUFFERS];  // how often its statistics were complete, and read
+  int pending[BUFFERS];               // whether its row goes the exact way
+#endif
 #ifdef CLOCKS
-  i64 marks[14];
+  i64 marks[10];
 #endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && NT <= BINS / 2, "what the launch asks for");
+__device__ __forceinline__ Stats& stats_in(Shared& sm) { return sm.st[BUFFERS > 1 ? sm.buffer : 0]; }
+__device__ __forceinline__ Row& row_in(Shared& sm) { return sm.row[BUFFERS > 1 ? sm.buffer : 0]; }
+__device__ __forceinline__ u32& best_in(Shared& sm) { return sm.best[BUFFERS > 1 ? sm.buffer : 0]; }
 
 __device__ __forceinline__ void meet(int crew) {
   if (crew > 1) cluster_arrive(), cluster_wait();
   else __syncthreads();
 }
-__device__ u64 block_max(u64 v, Shared& sm) {
-  const u32 high = lanes_max(u32(v >> 32)), low = lanes_max(u32(v >> 32) == high ? u32(v) : 0u);
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) sm.red[0][threadIdx.x >> 5] = u64(high) << 32 | low;
-  __syncthreads();
-  const u64 of = sm.red[0][(threadIdx.x & 31) % WARPS];
-  const u32 best = lanes_max(u32(of >> 32));
-  return u64(best) << 32 | lanes_max(u32(of >> 32) == best ? u32(of) : 0u);
+__device__ __forceinline__ u64 warp_max(u64 v) {
+  const u32 high = lanes_max(u32(v >> 32));
+  return u64(high) << 32 | lanes_max(u32(v >> 32) == high ? u32(v) : 0u);
+}
+template <int SIZE> __device__ u64 team_max(u64 v, Shared& sm) {
+  v = warp_max(v);
+  sync<SIZE>();
+  if ((threadIdx.x & 31) == 0) sm.red[0][threadIdx.x >> 5] = v;
+  sync<SIZE>();
+  return warp_max(sm.red[0][(threadIdx.x & 31) % (SIZE / 32)]);
 }
 // First bin whose running sum reaches `target` -> sm.at (BINS if none does), and the sum before it -> sm.before.
 __device__ __noinline__ void find(u64 before, u64 target, Shared& sm) {
@@ -79,20 +99,20 @@ __device__ __noinline__ void find(u64 before, u64 target, Shared& sm) {
     }
   __syncthreads();
 }
-__device__ __noinline__ void sort_descending(u64* a, int n, Shared&) {
+template <int SIZE> __device__ __noinline__ void sort_descending(u64* a, int n) {
   int size = 2;
   while (size < n) size *= 2;
-  for (int i = n + threadIdx.x; i < size; i += NT) a[i] = 0;
+  for (int i = n + threadIdx.x; i < size; i += SIZE) a[i] = 0;
   for (int width = 2; width <= size; width *= 2)
     for (int step = width / 2; step; step /= 2) {
-      __syncthreads();
-      for (int i = threadIdx.x; i < size / 2; i += NT) {
+      sync<SIZE>();
+      for (int i = threadIdx.x; i < size / 2; i += SIZE) {
         const int l = (i / step) * 2 * step + i % step, h = l + step;
         const u64 x = a[l], y = a[h];
         if ((x < y) == ((l & width) == 0)) a[l] = y, a[h] = x;
       }
     }
-  __syncthreads();
+  sync<SIZE>();
 }
 // Bin of a token in an order's level 0 to 2, best first; -1: above all bins, BINS: below. Level 3 tells kept from dropped.
 __device__ __noinline__ int bin_of(const Order& o, float x, int id) {
@@ -109,10 +129,11 @@ __device__ __forceinline__ int id_at(int tile, int i) {  // of what a lane holds
 __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, int crew, Shared& sm, Shared& head) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Order& o = sm.order;
-  const Row& R = sm.row;
+  const Row& R = row_in(sm);
   const float M = o.top, floor = M < INF ? -INF : LARGEST, inv = o.inv, s = R.s;
   const bool linear = o.level < 0, peers = M == INF;
   const int kind = o.kind;
+  Stats& stats = stats_in(head);
   if (kind == FILL) {
     for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] = 0;
     __syncthreads();
@@ -129,7 +150,7 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
 #pragma unroll
         for (int j = 0; j < 4; ++j) n += x[g][j] > floor && scaled(x[g][j], M, R) >= o.log_m;
       n = lanes_add(n);
-      if (lane == 0) head.st.count[tile] = n;
+      if (lane == 0) stats.count[tile] = n;
       continue;
     }
     const float lo = o.bin, hi = lo + 1.f;
@@ -176,11 +197,11 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     __syncwarp();
     const float sum = warp_sum((part[0] + part[1]) + (part[2] + part[3]));
     const int n = lanes_add(__popc(kept));
-    if (lane == 0) head.st.count[tile] = n, head.st.raw[tile] = sum;
+    if (lane == 0) stats.count[tile] = n, stats.raw[tile] = sum;
     if (o.draw) {
       Winner w = {0.f, 0.f, -1};
-      if (n) w = noise_tile(P, R, tile, x, peers ? 0.f : M, sum, &sm.best);
-      if (lane == 0) head.st.winner[tile] = w;
+      if (n) w = noise_tile(P, R, tile, x, peers ? 0.f : M, sum, &best_in(sm));
+      if (lane == 0) stats.winner[tile] = w;
     }
   }
 }
@@ -189,7 +210,7 @@ __device__ __noinline__ void command(const Params& P, const Stored* src, const O
   __syncthreads();
   if (int(threadIdx.x) < crew) {
     Shared* to = in_block(&sm, threadIdx.x);
-    to->order = o, to->best = 0;
+    to->order = o, best_in(*to) = 0;
   }
   if (threadIdx.x == 0) sm.n_found = 0;
   meet(crew);
@@ -217,15 +238,16 @@ __device__ __noinline__ void serve(const Params& P, const Stored* src, int rank,
 
 // Sums of the tiles of the last pass: the same for all lanes of all warps.
 __device__ __forceinline__ float mass_of_tiles(const Params& P, Shared& sm, int& n) {
+  const Stats& st = stats_in(sm);
   float s = 0.f;
   n = 0;
-  for (int t = threadIdx.x & 31; t < P.tiles; t += 32) s += sm.st.raw[t], n += sm.st.count[t];
+  for (int t = threadIdx.x & 31; t < P.tiles; t += 32) s += st.raw[t], n += st.count[t];
   n = lanes_add(n);
   return warp_sum(s);
 }
 // The prefix with `count` tokens or, by mass, the shortest one with the mass `goal`; it ends above `reach`, as a rule.
 __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, float reach, float Z, bool by_mass, int count, double goal, bool draw, int crew, Shared& sm) {
-  const Row& R = sm.row;
+  const Row& R = row_in(sm);
   const int tid = threadIdx.x, lane = tid & 31;
   Order o = {};
   o.kind = FILL, o.level = -1, o.by_mass = by_mass, o.top = M, o.inv = M < INF && M > reach ? BINS / (M - reach) : 0.f;
@@ -290,14 +312,14 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
   float best_x = 0.f;
   if (draw)
     for (int t = tid; t < P.tiles; t += NT) {
-      const Winner w = sm.st.winner[t];
+      const Winner w = stats_in(sm).winner[t];
       if (w.id < 0) continue;
       const u64 key = make_key((M == INF ? 0.f : scaled(w.x, M, R)) + w.g, w.id);
       if (key > best) best = key, best_x = w.x;
     }
   if (n) {
-    sort_descending(sm.found, n, sm);
-    float* prefix = reinterpret_cast<float*>(sm.sorted);
+    sort_descending<NT>(sm.found, n);
+    float* prefix = sm.prefix;
     if (tid < 32) {     // one warp: a few hundred at most, and the order of the sum is that of the tokens
       float run = above;
       for (int base = 0; base < n; base += 32) {
@@ -321,11 +343,42 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
       }
   }
   if (draw) {
-    const u64 winner = block_max(best, sm);
+    const u64 winner = team_max<NT>(best, sm);
     __syncthreads();
     if (best == winner) sm.red[1][0] = bits_of(best_x);
     __syncthreads();
     c.token = key_id(winner), c.x = float_of(u32(sm.red[1][0]));
   }
   return c;
+}
+// A row with +inf is uniform over those tokens.
+__device__ __noinline__ int count_peers(const Params& P, const Stored* src, int crew, Shared& sm) {
+  Order o = {};
+  int n;
+  o.kind = COUNT, o.top = INF, o.log_m = -INF;
+  command(P, src, o, crew, sm);
+  mass_of_tiles(P, sm, n);
+  return n;
+}
+// The exact way, for rows that need it.
+__device__ __noinline__ void widely(const Params& P, const Stored* src, float top, float low, float Z, int tokens, int crew, Shared& sm) {
+  const Row& R = row_in(sm);
+  int left = tokens;
+  if (R.m > 0.f) {
+    Order o = {};
+    o.kind = COUNT, o.top = top, o.log_m = logf(R.m);
+    command(P, src, o, crew, sm);
+    mass_of_tiles(P, sm, left);
+    left = max(left, 1);
+  }
+  if (R.k) left = min(left, R.k);
+  const float reach = top < INF ? top - 2.f * (top - low) : 0.f;
+  const bool nucleus = R.p < 1.f;
+  float mass = Z;
+  if (nucleus && left < tokens) mass = select(P, src, top, reach, Z, false, left, 0., false, crew, sm).mass;
+  // All tokens below (1 - p) / (tokens) of the mass weigh less than what a nucleus leaves out: it ends above them.
+  const float least = top + logf(0.5f * (1.f - R.p) * mass / float(left)) * R.T;
+  const Cut c = select(P, src, top, nucleus && top < INF ? least : reach, Z, nucleus, left, double(R.p) * mass, true, crew, sm);
+  if (threadIdx.x == 0) sm.cut = c;
+  __syncthreads();
 }

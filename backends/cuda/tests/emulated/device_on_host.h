@@ -15,6 +15,7 @@ typedef unsigned long long u64;
 using std::max;
 using std::min;
 static inline u32 max(u32 a, int b) { return a > u32(b) ? a : u32(b); }
+#define gridDim (Index{GRID})
 
 #define __device__
 #define __global__
@@ -37,7 +38,7 @@ static bool finished[THREADS];
 static int now;                       // the running thread of the cluster
 static char shared_memory[CLUSTER][SHARED_BYTES] __attribute__((aligned(64)));
 static u64 slots[THREADS / LANES][2][LANES];
-static Waiting warps[THREADS / LANES], blocks[CLUSTER], cluster;
+static Waiting warps[THREADS / LANES], blocks[CLUSTER], teams[CLUSTER], cluster;
 static u64 warp_turn[THREADS], arrived_turn[THREADS];
 static Index grid_block;
 static int live[CLUSTER];             // threads of a block that have not returned
@@ -52,6 +53,8 @@ static inline void wait_for(Waiting& w, int all) {
   while (w.turn == turn) yield();
 }
 static inline void __syncthreads() { wait_for(blocks[now / NT], NT); }
+template <int SIZE> static inline void sync() { wait_for(SIZE == NT ? blocks[now / NT] : teams[now / NT], SIZE); }
+static inline void wait_until(const u32* counter, u32 n) { while (*counter < n) yield(); }
 // What every lane gave; all 32 must come.
 static inline const u64* exchange(u64 mine) {
   const int warp = now / LANES;
@@ -84,6 +87,8 @@ template <typename V> static inline V from_across(V v, int mask) { return unpack
 template <typename V> static inline V from_below(V v, int n) { const u64* a = exchange(packed(v)); const int l = now % LANES; return unpacked<V>(a[l >= n ? l - n : l]); }
 static inline u32 atomicMax(u32* p, u32 v) { const u32 o = *p; *p = max(o, v); return o; }
 template <typename V, typename W> static inline V atomicAdd(V* p, W v) { const V o = *p; *p = o + V(v); return o; }
+
+static inline void add_seen(u32* counter) { *counter += 1; }
 
 static inline float value_of_bits(u16 b) {
 #if TYPE == 1

@@ -10,11 +10,12 @@ static void body() {
 extern "C" int run(const Params* P) {
   static std::vector<char> stacks(size_t(THREADS) * 65536);
   given = P;
-  for (int row = 0; row < P->N; ++row) {
+  const int rows = FINISHERS ? min(P->N, GRID) : P->N;  // or blocks, which take several
+  for (int row = 0; row < rows; ++row) {
     grid_block.x = row * CLUSTER;
     memset(shared_memory, 0xA5, sizeof shared_memory);  // garbage, as on a GPU
     memset(warp_turn, 0, sizeof warp_turn);
-    memset(warps, 0, sizeof warps), memset(blocks, 0, sizeof blocks), memset(&cluster, 0, sizeof cluster), memset(arrived_turn, 0, sizeof arrived_turn), cluster.turn = 1;
+    memset(warps, 0, sizeof warps), memset(blocks, 0, sizeof blocks), memset(teams, 0, sizeof teams), memset(&cluster, 0, sizeof cluster), memset(arrived_turn, 0, sizeof arrived_turn), cluster.turn = 1;
     for (int i = 0; i < CLUSTER; ++i) live[i] = NT;
     for (int i = 0; i < THREADS; ++i) {
       finished[i] = false;
@@ -31,6 +32,7 @@ extern "C" int run(const Params* P) {
       u64 turns = cluster.turn;
       for (auto& w : warps) turns += w.turn;
       for (auto& b : blocks) turns += b.turn;
+      for (auto& t : teams) turns += t.turn;
       for (int i = 0; i < CLUSTER; ++i) turns += NT - live[i];
       idle = turns == seen ? idle + 1 : 0, seen = turns;
       if (idle > 3) return 1 + row;  // nobody moves: a barrier that not all come to
