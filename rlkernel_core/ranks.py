@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from rlkernel_core.errors import RankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 TIMEOUT: Final = 60.0  # seconds; importing torch on a slow file system takes ten
 _ROUNDS: Final[Counter[str]] = Counter()  # exchanges so far by group and purpose: every rank counts the same
 
@@ -39,14 +41,15 @@ class Round:
 
     def say(self, mine: Mapping[str, str]) -> None:
         """What this rank has to say."""
-        self._store.set(str(self._rank), json.dumps(dict(mine)))
+        said = json.dumps(dict(mine))
+        self._asked(lambda: self._store.set(str(self._rank), said))
         self.said = True
 
     def hear(self) -> dict[int, dict[str, str]]:
         """What every rank of the group said, by rank in the default group.
 
         Raises:
-            RankError: a rank did not speak in time; the message names it.
+            RankError: a rank did not speak in time, or the one that holds the store is gone; the message names it.
         """
         until = time.monotonic() + self._timeout
         for rank in self._ranks:
@@ -54,10 +57,22 @@ class Round:
             try:
                 self._store.wait([str(rank)], left)
             except RuntimeError as late:  # stores have errors of several kinds, all of them RuntimeErrors
-                silent = [r for r in self._ranks if not self._store.check([str(r)])]
+                silent = [r for r in self._ranks if not self._asked(partial(self._store.check, [str(r)]))]
                 if silent:
                     raise RankError(self._missing(silent), silent) from late
-        return {rank: json.loads(self._store.get(str(rank))) for rank in self._ranks}
+        return {rank: json.loads(self._asked(partial(self._store.get, str(rank)))) for rank in self._ranks}
+
+    def _asked(self, question: Callable[[], T]) -> T:
+        """What the store answers."""
+        try:
+            return question()
+        except RuntimeError as gone:
+            raise RankError(
+                f"the store of the process group is gone when {self._purpose} were compared "
+                f"({str(gone).partition(chr(10))[0]}): rank 0, or the launcher that holds it in its place, has ended; "
+                "see its log",
+                (0,),
+            ) from gone
 
     def _missing(self, silent: list[int]) -> str:
         return (
