@@ -180,6 +180,15 @@ def test_a_footprint_that_would_swap_is_refused_and_names_its_largest_part() -> 
         plan.require(Memory(total=8 * GIB, available=5 * GIB, free=0, cached=0), "a run")
 
 
+def test_a_model_that_would_swap_is_refused_before_anything_is_loaded(dense) -> None:
+    filled = empty()
+    small = Memory(total=2 * GIB, available=GIB + 4096, free=0, cached=0)
+    with pytest.raises(MemoryBudgetError, match="filling this model needs 0.02 GiB, and 0.00 GiB may be taken"):
+        nn.load_quantized(filled, dense[1], POLICY, within=small)
+    assert {t.device.type for t in filled.state_dict().values()} == {"meta"}
+    nn.load_quantized(filled, dense[1], POLICY, within=Memory(2 * GIB, 2 * GIB, 0, 0))
+
+
 def test_the_command_says_whether_a_checkpoint_fits(cli, dense) -> None:
     found = answer(cli("memory", str(dense[1]), "--format", "int4_g32", "--extra", "0.25", "--json"))
     assert (found["fits"], found["plan"]["parts"]["extra"]) == (True, GIB // 4)

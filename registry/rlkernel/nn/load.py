@@ -13,10 +13,12 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.checkpoints import files
-from rlkernel.checkpoints.schemes import Item, items
+from rlkernel.checkpoints.footprint import WORKSPACE, Footprint, packed_bytes
+from rlkernel.checkpoints.schemes import Item, Source, items
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.model import QuantPolicy
 from rlkernel_core.errors import ArgumentError, UnknownNameError
+from rlkernel_core.host.memory import Memory
 from rlkernel_core.quant import QuantSpec, QuantTensor
 
 _WEIGHT: Final = ".weight"
@@ -34,10 +36,11 @@ class LoadReport:
 
 def load_quantized(
     model: torch.nn.Module,
-    path: Path | str | Sequence[Path | str],
+    path: Path | str | Source | Sequence[Path | str],
     policy: QuantPolicy | str | QuantSpec,
     *,
     place: Place | torch.device | str = "cpu",
+    within: Memory | None = None,
 ) -> LoadReport:
     """Fill a model from a checkpoint, one weight at a time; a dense weight goes when its quantised form is made.
 
@@ -48,11 +51,14 @@ def load_quantized(
 
     Args:
         model: its parameters and persistent buffers have the names of the file.
-        path: a safetensors or GGUF file, or the shards of one checkpoint.
+        path: a safetensors or GGUF file, the shards of one checkpoint, or an opened one.
         policy: which layers, and to what format. A weight that two modules share stays dense.
-        place: a device, or what takes each tensor to where it is used, such as `rlkernel_jetson.adopt.adopt`.
+        place: a device, or what takes each tensor to where it is used, such as `rlkernel_jetson.adopt.Adopter`.
+        within: the memory whose budget the peak must fit into, as `rlkernel_core.host.memory.memory` finds it; None
+            asks nothing.
 
     Raises:
+        MemoryBudgetError: the peak is more than the budget of `within`. Nothing was loaded.
         ArgumentError: a tensor of the model is not in the files, or has another shape; a weight that is quantised in
             the file belongs to no Linear. All of it is checked before anything is loaded.
         UnknownNameError: the files have a tensor that the model has not, or there is no such format.
@@ -64,15 +70,24 @@ def load_quantized(
     formats: dict[str, str] = {}
     dense = nbytes = 0
     with ExitStack() as stack, torch.no_grad():
-        sources = [stack.enter_context(files.opened(p)) for p in ([path] if isinstance(path, str | Path) else path)]
+        sources = _sources(path, stack)
         found = [(source, item) for source in sources for item in items(source)]
         _check(model, slots, layers, [item for _, item in found])
+        chosen = {
+            item.name: policy.format_of(item.name.removesuffix(_WEIGHT))
+            for _, item in found
+            if item.name.removesuffix(_WEIGHT) in layers
+            and item.name.endswith(_WEIGHT)
+            and item.scheme == "dense"
+            and len(slots[item.name]) == 1
+        }
+        if within is not None:
+            _footprint([item for _, item in found], chosen, policy).require(within, "filling this model")
         if policy.lora_rank:
             model.requires_grad_(requires_grad=False)
         for source, item in found:
             name, weights = item.name.removesuffix(_WEIGHT), item.read(source)
-            alone = name in layers and item.name.endswith(_WEIGHT) and len(slots[item.name]) == 1
-            spec = policy.format_of(name) if alone else None
+            spec = chosen.get(item.name)
             if isinstance(weights, Tensor) and spec is None:
                 placed = put(weights)
                 for slot in slots[item.name]:
@@ -90,6 +105,31 @@ def load_quantized(
             formats[name] = quantised.spec.kind
             nbytes += layer.weight.nbytes
     return LoadReport(formats, dense, nbytes)
+
+
+def _sources(path: Path | str | Source | Sequence[Path | str], stack: ExitStack) -> list[Source]:
+    """What is read, open until the stack is left."""
+    if isinstance(path, str | Path):
+        return [stack.enter_context(files.opened(path))]
+    if isinstance(path, Sequence):
+        return [stack.enter_context(files.opened(shard)) for shard in path]
+    return [path]
+
+
+def _footprint(found: list[Item], chosen: Mapping[str, QuantSpec | None], policy: QuantPolicy) -> Footprint:
+    """What the model takes, and one layer while it is made."""
+    told = Footprint()
+    largest = 0
+    for item in found:
+        held = packed = sum(entry.nbytes for entry in item.entries.values())
+        if (spec := chosen.get(item.name)) is not None:
+            rows, columns = next(iter(item.entries.values())).shape
+            packed = packed_bytes(spec, (rows, columns))
+            told.add("LoRA", policy.lora_rank * (rows + columns) * policy.lora_dtype.itemsize)
+        told.add("quantised weights" if spec is not None or item.scheme != "dense" else "dense weights", packed)
+        largest = max(largest, held + packed)
+    told.passing = largest + WORKSPACE
+    return told
 
 
 def _to(device: torch.device) -> Place:
