@@ -132,7 +132,7 @@ class _Chain:
         out = self.out
         kernels.stop[(len(self.accepted),)](
             self.rows, self.cu, accept, out.longs, out.ints, out.floats, self.accepted, self.M, self.V,
-            self.invalid_token, STRICT=accept is None, RAW=out.raw, R=REQUEST,
+            self.invalid_token, STRICT=accept is None, RAW=out.raw, R=REQUEST, **FUSED,
         )  # fmt: skip
 
     def replace(
@@ -151,7 +151,7 @@ class _Chain:
         K, S = M - B, triton.cdiv(V, BLOCK)
         sums = torch.empty(max(K, 1), 2, dtype=torch.float64, device=x.device)
         if logits and K:
-            kernels.weigh_drafts[(K,)](q, *q.stride(), V, sums, BLOCK=BLOCK)
+            kernels.weigh_drafts[(K,)](q, *q.stride(), V, sums, BLOCK=BLOCK, **FUSED)
         seeds, seed_each = _parameter(seed)
         mask = {"allowed": None if allowed is None else allowed.contiguous()}
         mask |= {"allowed_stride": 0 if allowed is None else allowed.shape[1], "HAS_ALLOWED": allowed is not None}
