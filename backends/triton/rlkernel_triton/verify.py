@@ -58,7 +58,9 @@ def verify(
     steps, step_each = _parameter(step)
     with on_device_of(given):
         if B:
-            kernels.lay_out[(B,)](cu, draft_ids.contiguous(), steps, rows, M, K, STEP_EACH=step_each, R=REQUEST)
+            kernels.lay_out[(B,)](
+                cu, draft_ids.contiguous(), steps, rows, M, K, STEP_EACH=step_each, R=REQUEST, **FUSED
+            )
     request = rows[0]
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     each = {name: _gathered(value, request) for name, value in law.items()}
