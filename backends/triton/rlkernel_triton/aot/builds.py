@@ -1,0 +1,135 @@
+"""One compiled configuration of a kernel: which constants and types it was compiled for, and which calls it serves.
+
+A call is described by its `Argument`s: the type that Triton would give it and what the value is known to be. A build
+serves a call when nothing it was promised is broken; of several the one that was promised most is taken.
+Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Constant = bool | int | float | str | None
+WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a launch at run time: Triton's type, and what its value allows to assume."""
+
+    type: str  # "*bf16", "i32", "fp32"; "none" for None
+    divisible: bool = False  # by 16
+    one: bool = False  # equal to 1
+
+
+@dataclass(frozen=True)
+class Build:
+    """One configuration of one kernel. Two are the same when all of this is."""
+
+    kernel: str  # "rlkernel_triton.logprob_kernels:sweep"
+    types: tuple[tuple[str, str], ...]  # (parameter, type) of what is passed
+    constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest
+    divisible: tuple[str, ...] = ()  # parameters promised to be multiples of 16
+    num_warps: int = 4
+    num_stages: int = 3
+    enable_fp_fusion: bool = True
+
+    def __post_init__(self) -> None:
+        # By name: the kernel knows the order of its parameters.
+        for name in ("types", "constants", "divisible"):
+            object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
+
+    def serves(self, arguments: Mapping[str, Argument]) -> bool:
+        """Whether a call with these run-time arguments may run it; constants of the signature are compared by `key`."""
+        for name, kind in self.types:
+            argument = arguments.get(name)
+            if argument is None or kind not in WIDER.get(argument.type, (argument.type,)):
+                return False
+        promised = dict(self.constants)
+        for name, argument in arguments.items():
+            if name in promised and not (argument.one if promised[name] == 1 else argument.type == "none"):
+                return False
+        return all(arguments[name].divisible for name in self.divisible)
+
+    @property
+    def promises(self) -> int:
+        """How much it was told; the most is the fastest."""
+        return len(self.divisible) + len(self.constants)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "kernel": self.kernel,
+            "types": dict(self.types),
+            "constants": dict(self.constants),
+            "divisible": list(self.divisible),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.enable_fp_fusion,
+        }
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Build:
+        """From JSON."""
+        return cls(
+            document["kernel"],
+            tuple(document["types"].items()),
+            tuple(document["constants"].items()),
+            tuple(document["divisible"]),
+            document["num_warps"],
+            document["num_stages"],
+            document["enable_fp_fusion"],
+        )
+
+    @property
+    def text(self) -> str:
+        """One line that tells it from every other."""
+        return json.dumps(self.document())
+
+
+@dataclass(frozen=True)
+class Code:
+    """A build for one target."""
+
+    build: Build
+    target: str
+    entry: str  # name of the kernel in its module
+    shared: int  # bytes of dynamic shared memory
+    arguments: int  # that the entry takes; what is above `build.types` are scratch pointers, passed as null
+    registers: int  # of a thread
+    spilled: int  # bytes a thread
+    source: str  # hash of the kernel's source and all it calls
+    files: Mapping[str, str] = field(default_factory=dict)  # kind ("cubin", "ptx", "hsaco") -> name within the bundle
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        own = {
+            k: getattr(self, k) for k in ("target", "entry", "shared", "arguments", "registers", "spilled", "source")
+        }
+        return {**self.build.document(), **own, "files": dict(self.files)}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Code:
+        """From JSON."""
+        names = ("target", "entry", "shared", "arguments", "registers", "spilled", "source", "files")
+        return cls(Build.of(document), **{name: document[name] for name in names})
+
+
+def fixed(build: Build, constexprs: Iterable[str]) -> tuple[Any, ...]:
+    """What of a build a call's constants and options must equal: the key under which builds are looked up."""
+    constants = dict(build.constants)
+    return key(
+        build.kernel,
+        {n: constants[n] for n in constexprs},
+        build.num_warps,
+        build.num_stages,
+        fusion=build.enable_fp_fusion,
+    )
+
+
+def key(kernel: str, constants: Mapping[str, Constant], warps: int, stages: int, *, fusion: bool) -> tuple[Any, ...]:
+    """The key of a call. Types beside values: True is not 1, 1 is not 1.0."""
+    return kernel, warps, stages, fusion, tuple((n, type(v).__name__, v) for n, v in sorted(constants.items()))

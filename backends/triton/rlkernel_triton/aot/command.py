@@ -1,0 +1,140 @@
+"""What `rlkernel aot` does: bundles built on several processes, and described. Imports Triton to build."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.backend import OPERATORS, folder
+from rlkernel_triton.aot.builds import Build, Code
+from rlkernel_triton.aot.bundle import Bundle, written
+from rlkernel_triton.aot.targets import TARGETS
+
+_CHUNK: Final = 12  # builds that a process takes at a time
+
+
+def build(
+    targets: Sequence[str],
+    ops: Sequence[str] = (),
+    out: str | None = None,
+    jobs: int = 0,
+    ptx: int | None = None,
+    configurations: str | None = None,
+    *,
+    keep_going: bool = False,
+) -> dict[str, Any]:
+    """Compile a bundle and describe it.
+
+    Args:
+        targets: keys of `TARGETS`.
+        ops: operators; all that bundles have where empty.
+        out: the file; by default one named after the targets where the backend `aot` looks.
+        jobs: processes; 0 for one a core.
+        ptx: ISA version of the PTX, 85 for 8.5; None for the targets' own.
+        configurations: a table or a recording in place of the shipped table.
+        keep_going: leave out what does not compile, and list it under "failed".
+
+    Raises:
+        UnknownNameError: no such target or operator.
+        RLKernelError: Triton is not installed, nothing is to be compiled, or something does not compile.
+    """
+    for op in ops:
+        if op not in OPERATORS:
+            raise UnknownNameError("operator of bundles", op, OPERATORS)
+    for target in targets:
+        if target not in TARGETS:
+            raise UnknownNameError("target", target, TARGETS)
+    table = tables.read(Path(configurations) if configurations else tables.TABLE)
+    work = [
+        (target, chosen[i : i + _CHUNK], ptx, keep_going)
+        for target in sorted(set(targets))
+        for chosen in [tables.chosen(table, target, ops)]
+        for i in range(0, len(chosen), _CHUNK)
+    ]
+    if not work:
+        raise RLKernelError(
+            f"the table of configurations has none for {', '.join(ops or OPERATORS)} on {', '.join(targets)}; record "
+            "some: python backends/triton/tools/record_configurations.py --target TARGET"
+        )
+    try:
+        from rlkernel_triton.aot.compiling import compiler
+    except ImportError as error:
+        raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
+    path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
+    made = _compiled(work, jobs or os.cpu_count() or 1)
+    failed = [text for _, texts in made for text in texts]
+    bundle = written(path, [code for codes, _ in made for code in codes], compiler())
+    return {**described(bundle), "failed": failed}
+
+
+_Work = tuple[str, list[Build], int | None, bool]
+_Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was compiled, what was not and why
+
+
+def _compiled(work: list[_Work], jobs: int) -> list[_Made]:
+    if jobs == 1 or len(work) == 1:
+        return [_part(part) for part in work]
+    # Fresh processes: compilers hold threads and locks that a fork would break.
+    with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_part, work))
+
+
+def _part(work: _Work) -> _Made:
+    from rlkernel_triton.aot.compiling import compiled
+
+    target, builds, ptx, keep_going = work
+    codes: list[tuple[Code, Mapping[str, bytes]]] = []
+    failed = []
+    for build in builds:
+        try:
+            codes += compiled([build], target, ptx)
+        except RLKernelError as error:
+            if not keep_going:
+                raise
+            failed.append(str(error))
+    return codes, failed
+
+
+def described(bundle: Bundle) -> dict[str, Any]:
+    """A bundle in numbers: per target and kernel how many builds, and the most that one of them needs."""
+    kernels: dict[tuple[str, str], list[Code]] = {}
+    for code in bundle.codes:
+        kernels.setdefault((code.target, code.build.kernel), []).append(code)
+    return {
+        "path": str(bundle.path),
+        "bytes": bundle.path.stat().st_size,
+        "rlkernel": bundle.version,
+        "compiler": dict(bundle.compiler),
+        "targets": {t: sorted({k for c in bundle.of(t) for k in c.files}) for t in bundle.targets},
+        "builds": len(bundle.codes),
+        "kernels": [
+            {
+                "target": target,
+                "kernel": kernel,
+                "builds": len(codes),
+                "registers": max(c.registers for c in codes),
+                "spilled": max(c.spilled for c in codes),
+                "shared": max(c.shared for c in codes),
+                "source": codes[0].source,
+            }
+            for (target, kernel), codes in sorted(kernels.items())
+        ],
+    }
+
+
+def listed(path: str) -> dict[str, Any]:
+    """Describe a bundle, every piece of which is read and held against its hash.
+
+    Raises:
+        BundleError: it is missing, damaged, or of another format.
+    """
+    bundle = Bundle(Path(path))
+    for name in {name for code in bundle.codes for name in code.files.values()}:
+        bundle.read(name)
+    return described(bundle)

@@ -1,0 +1,151 @@
+"""Configurations into a bundle: Triton compiles them for targets that need not be here.
+
+Imports Triton; needs no GPU, and of torch nothing but what the kernels' modules import.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_triton.aot.builds import Build, Code
+from rlkernel_triton.aot.sources import digest
+from rlkernel_triton.aot.targets import TARGETS
+
+_NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def compiler() -> dict[str, str]:
+    """Who compiles: goes into a bundle's description."""
+    found = {"triton": str(triton.__version__)}
+    for name in ("ptxas", "ptxas-blackwell"):
+        if (_NVIDIA / name).exists():
+            said = subprocess.run([_NVIDIA / name, "--version"], check=True, capture_output=True, text=True).stdout  # noqa: S603
+            found[name] = said.strip().rpartition("V")[2].split("\n")[0]
+    return found
+
+
+def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> Iterator[tuple[Code, dict[str, bytes]]]:
+    """Each build for a target, with its files by kind.
+
+    Args:
+        builds: what is compiled.
+        target: a key of `TARGETS`.
+        ptx: ISA version of the PTX, 85 for 8.5; None for the target's own.
+
+    Raises:
+        UnknownNameError: there is no such target.
+        RLKernelError: a build does not compile, or does not fit the target.
+    """
+    if target not in TARGETS:
+        raise UnknownNameError("target", target, TARGETS)
+    with _without_lines():
+        for build in builds:
+            yield _one(build, target, ptx)
+
+
+def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, bytes]]:
+    chip = TARGETS[target]
+    module, _, name = build.kernel.partition(":")
+    kernel: Any = getattr(import_module(module), name)
+    kinds, constants = dict(build.types), {n: _constant(v) for n, v in build.constants}
+    names = kernel.arg_names
+    if sorted(names) != sorted([*kinds, *constants]):
+        differing = sorted({*kinds, *constants} ^ set(names))
+        raise RLKernelError(
+            f"a configuration of {build.kernel} and the kernel differ in {', '.join(differing)}: it has changed "
+            "since it was recorded; record it again: python backends/triton/tools/record_configurations.py"
+        )
+    source = ASTSource(
+        kernel,
+        {n: "constexpr" if n in constants else kinds[n] for n in names},
+        constexprs=constants,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
+    )
+    options: dict[str, Any] = {
+        "num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.enable_fp_fusion,
+    }  # fmt: skip
+    version = ptx or chip.ptx
+    if version and chip.kind == "cuda":
+        options["ptx_version"] = version
+    try:
+        made = triton.compile(source, target=GPUTarget(chip.kind, chip.arch, chip.warp), options=options)
+    except (triton.TritonError, RuntimeError) as error:
+        raise RLKernelError(f"{build.kernel} does not compile for {target}: {error} ({build.text})") from error
+    if made.metadata.shared > chip.shared:
+        raise RLKernelError(
+            f"{build.kernel} needs {made.metadata.shared} bytes of shared memory, {target} has {chip.shared}: "
+            f"{build.text}"
+        )
+    files, arguments, registers, spilled = _nvidia(made) if chip.kind == "cuda" else _amd(made)
+    if not chip.ptx:
+        files.pop("ptx", None)
+    return (
+        Code(
+            build, target, made.metadata.name, made.metadata.shared, arguments, registers, spilled,
+            digest(kernel.fn), dict.fromkeys(files, ""),
+        ),
+        files,
+    )  # fmt: skip
+
+
+def _constant(value: Any) -> Any:
+    return getattr(tl, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
+
+
+def _nvidia(made: Any) -> tuple[dict[str, bytes], int, int, int]:
+    text, code = made.asm["ptx"], made.asm["cubin"]
+    head = text[text.index(".entry") : text.index("{", text.index(".entry"))]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(_NVIDIA / "cuobjdump"), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
+    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    files = {"cubin": code, "ptx": text.encode()}
+    return files, len(set(re.findall(r"_param_\d+", head))), found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def _amd(made: Any) -> tuple[dict[str, bytes], int, int, int]:
+    text = made.asm["amdgcn"]
+    found = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text)}
+    arguments = [k for k in re.findall(r"\.value_kind:\s*(\w+)", text) if not k.startswith("hidden")]
+    return {"hsaco": made.asm["hsaco"]}, len(arguments), found["vgpr_count"], found["private_segment_fixed_size"]
+
+
+@contextmanager
+def _without_lines() -> Iterator[None]:
+    """No paths of this machine in the code, which would differ from clone to clone."""
+    before = triton.knobs.compilation.disable_line_info
+    triton.knobs.compilation.disable_line_info = True
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.disable_line_info = before
+
+
+def limits(codes: Iterable[tuple[Code, Mapping[str, bytes]]]) -> list[str]:
+    """Builds that a driver or a chip would refuse: what is wrong with each."""
+    wrong = []
+    for code, files in codes:
+        chip = TARGETS[code.target]
+        if code.shared > chip.shared:
+            wrong.append(f"{code.build.kernel} on {code.target}: {code.shared} bytes of shared memory of {chip.shared}")
+        if chip.kind == "cuda" and code.registers > 255:
+            wrong.append(f"{code.build.kernel} on {code.target}: {code.registers} registers of 255")
+        version = re.search(rb"\.version (\d+)\.(\d+)", files.get("ptx", b""))
+        if version and int(version[1]) * 10 + int(version[2]) > chip.ptx:
+            wrong.append(f"{code.build.kernel} on {code.target}: PTX {version[0].decode()}, at most {chip.ptx / 10}")
+    return wrong

@@ -1,0 +1,148 @@
+"""From a launch of host code to machine code on a device: the builds of a bundle, found, loaded and run.
+
+Which code serves a device: its own target's, else a cubin of the same family, else PTX of an earlier target, which the
+driver compiles when it is loaded. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from rlkernel_triton.aot.builds import Code, fixed
+from rlkernel_triton.aot.bundle import Bundle, BundleError
+from rlkernel_triton.aot.standin import Call
+
+# Tegra chips: their cubins do not run on others, nor those of others on them (CUDA C++ Programming Guide, on binary
+# compatibility).
+_TEGRA: Final = frozenset({"sm_72", "sm_87", "sm_110"})
+
+
+def served_by(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
+    """(target, kind of file) that runs on a device, of targets with the kinds of files that each has; None: nothing.
+
+    Args:
+        device: the device's own target, "sm_86".
+        available: target -> "cubin", "ptx".
+    """
+    if "cubin" in available.get(device, ()):
+        return device, "cubin"
+    number = int(device[3:])
+    below = sorted((int(t[3:]), t) for t in available if t.startswith("sm_") and int(t[3:]) <= number)
+    for of, target in reversed(below):
+        family = of // 10 == number // 10 and not {device, target} & _TEGRA and of < 90
+        if family and "cubin" in available[target]:
+            return target, "cubin"
+    return next(((t, "ptx") for _, t in reversed(below) if "ptx" in available[t]), None)
+
+
+class FromBundle:
+    """A launcher over one bundle and one kind of GPU.
+
+    Args:
+        bundle: where the code is.
+        driver: `rlkernel_triton.aot.driver.Driver`, or what stands for it.
+        force: (target, kind of file) to run in place of what serves the device best.
+
+    Raises:
+        BundleError: nothing in the bundle runs on the device.
+    """
+
+    def __init__(self, bundle: Bundle, driver: Any, device: int = 0, force: tuple[str, str] | None = None) -> None:
+        self.bundle, self.driver = bundle, driver
+        major, minor = driver.capability(device)
+        own = f"sm_{major}{minor}"
+        kinds: dict[str, set[str]] = {}
+        for code in bundle.codes:
+            kinds.setdefault(code.target, set()).update(code.files)
+        found = force or served_by(own, kinds)
+        if found is None or found[1] not in kinds.get(found[0], ()):
+            there = ", ".join(f"{t} ({'/'.join(sorted(k))})" for t, k in sorted(kinds.items()))
+            raise BundleError(
+                f"{bundle.path} has no code for {own if force is None else ' '.join(force)}; it has {there}. Build one "
+                f"where Triton is installed: rlkernel aot build --target {own} --out {bundle.path.name}"
+            )
+        self.chosen, self.kind = found
+        self.rank = (self.kind == "ptx", self.chosen != own)  # the least is the best
+        self._codes: dict[tuple[Any, ...], list[Code]] = {}
+        self._by_kernel: dict[str, list[Code]] = {}
+        for code in bundle.of(self.chosen):
+            self._by_kernel.setdefault(code.build.kernel, []).append(code)
+        self._indexed: set[str] = set()
+        self._found: dict[tuple[Any, ...], Code] = {}
+        self._loaded: dict[tuple[int, str, str], Any] = {}
+        self._on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
+
+    def target(self) -> str:
+        """The target whose code runs."""
+        return self.chosen
+
+    def device_type(self) -> str | None:
+        """Tensors of another device than a GPU, where the driver takes them."""
+        return "cpu" if self._on_cpu else None
+
+    def launch(self, call: Call) -> None:
+        """Find the build, load it if need be, and launch it on torch's current stream."""
+        signature = (call.key, tuple(call.arguments.values()))
+        code = self._found.get(signature)
+        if code is None:
+            code = self._found[signature] = self._find(call)
+        device = 0 if self._on_cpu else torch.cuda.current_device()
+        stream = 0 if self._on_cpu else torch.cuda.current_stream(device).cuda_stream
+        self.driver.enter(device)
+        kernel = self._kernel(code, device)
+        passed = dict(code.build.types)
+        kinds, values = [], []
+        for name, value in zip(call.arguments, call.values, strict=True):
+            if name in passed:
+                kinds.append(passed[name])
+                values.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        scratch = code.arguments - len(values)
+        if all(call.grid):
+            threads = 32 * code.build.num_warps
+            self.driver.launch(
+                kernel, call.grid, threads, code.shared, stream, kinds + ["*"] * scratch, values + [0] * scratch
+            )
+
+    def _find(self, call: Call) -> Code:
+        kernel = call.kernel
+        if kernel.id not in self._indexed:
+            self._indexed.add(kernel.id)
+            for code in self._by_kernel.get(kernel.id, ()):
+                if code.source != kernel.source:
+                    raise BundleError(
+                        f"{self.bundle.path} was built from another {kernel.id} (source {code.source}, here "
+                        f"{kernel.source}); build it again from this version, or install the one it was built from: "
+                        f"rlkernel aot build --target {self.chosen} --out {self.bundle.path.name}"
+                    )
+                self._codes.setdefault(fixed(code.build, sorted(kernel.constexprs)), []).append(code)
+            for codes in self._codes.values():
+                codes.sort(key=lambda c: -c.build.promises)
+        for code in self._codes.get(call.key, ()):
+            if code.build.serves(call.arguments):
+                return code
+        raise BundleError(_missing(call, self))
+
+    def _kernel(self, code: Code, device: int) -> Any:
+        file = code.files[self.kind]
+        place = (device, file, code.entry)
+        if place not in self._loaded:
+            self._loaded[place] = self.driver.load(self.bundle.read(file), code.entry, code.shared)
+        return self._loaded[place]
+
+
+def _missing(call: Call, launcher: FromBundle) -> str:
+    """Which configuration a bundle lacks, and how to get it in."""
+    kernel = call.kernel.id
+    described = ", ".join(f"{n}={v}" for n, v in call.constants.items())
+    types = ", ".join(
+        f"{n}:{a.type}{'/16' if a.divisible else ''}{'=1' if a.one else ''}" for n, a in call.arguments.items()
+    )
+    several = len(launcher._by_kernel.get(kernel, ()))  # noqa: SLF001 the same module
+    return (
+        f"{launcher.bundle.path} holds {several} builds of {kernel} for {launcher.chosen}, but none for {described}; "
+        f"{types}; {call.num_warps} warps, {call.num_stages} stages. Record the call (rlkernel_triton.aot.recording) "
+        f'and build with --configurations FILE; or let another backend run it: order = ["triton"]'
+    )

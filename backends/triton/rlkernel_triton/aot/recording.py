@@ -1,0 +1,214 @@
+"""Which configurations a run launches: host code runs on a CPU, launches are described and not executed.
+
+    AOT_RECORDING=FILE:sm_87 rlkernel conformance run recorded --manifest rlkernel_triton.aot.recording:backend
+
+The backend `recorded` plans every call as that target would, appends what it would launch to FILE, one JSON document a
+line, and answers with the reference's result; gradients likewise. Whatever calls
+operators can be recorded so. Importing this loads neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, wraps
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.manifest import Backend
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.aot.backend import OPERATORS
+from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.builds import MODULES
+from rlkernel_triton.claims import manifest
+
+VARIABLE: Final = "AOT_RECORDING"
+_HERE: Final = "rlkernel_triton.aot.recording"
+
+
+def _manifest() -> Backend:
+    portable = manifest("recorded", device="cpu")
+    impls = [
+        i.model_copy(update={"target": f"{_HERE}:{op}", "check": i.check and f"{_HERE}:{op}_fits"})
+        for i in portable.impls
+        if (op := i.op.partition("@")[0]) in OPERATORS
+    ]
+    return portable.model_copy(update={"impls": tuple(impls)})
+
+
+backend = _manifest()
+
+
+class Recorder:
+    """A launcher that launches nothing."""
+
+    def __init__(
+        self, target: str, declared: Callable[[], Mapping[str, tuple[frozenset[str], frozenset[str]]]]
+    ) -> None:
+        self._target, self._declared = target, declared
+        self.seen: set[tuple[str, Build]] = set()
+        self.file: Path | None = None
+        self.op = ""  # whose launches these are
+
+    def target(self) -> str:
+        """The target that is planned for."""
+        return self._target
+
+    def device_type(self) -> str:
+        """Tensors are the CPU's."""
+        return "cpu"
+
+    def launch(self, call: Any) -> None:
+        """Describe a launch."""
+        build = build_of(call, *self._declared().get(call.kernel.id, (frozenset(), frozenset())))
+        if (self.op, build) not in self.seen:
+            self.seen.add((self.op, build))
+            if self.file is not None:
+                with self.file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"op": self.op, "target": self._target, **build.document()}) + "\n")
+
+
+def build_of(call: Any, divisible: frozenset[str], ones: frozenset[str]) -> Build:
+    """The build that serves a call: all that is promised where the call keeps it, or nothing is promised."""
+    arguments = call.arguments
+    there = {n: a for n, a in arguments.items() if a.type != "none"}
+    kept = all(there[n].divisible for n in divisible & there.keys()) and all(there[n].one for n in ones & there.keys())
+    fixed_ones = ones & there.keys() if kept else frozenset()
+    constants = [
+        (n, call.constants.get(n, 1 if n in fixed_ones else None))
+        for n in call.kernel.arg_names
+        if n in call.constants or n in fixed_ones or arguments[n].type == "none"
+    ]
+    types = tuple((n, a.type) for n, a in there.items() if n not in fixed_ones)
+    promised = tuple(n for n, _ in types if n in divisible) if kept else ()
+    return Build(
+        call.kernel.id, types, tuple(constants), promised, call.num_warps, call.num_stages, enable_fp_fusion=call.fusion
+    )
+
+
+def declared(host: Any) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Kernel -> parameters that its builds promise to be multiples of 16, and parameters that they promise to be 1."""
+    found: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+    for module in MODULES:
+        for arch in ("sm87", "sm90"):
+            for b in host.module(module).builds(arch):
+                divisible, ones = found.get(b.kernel.id, (frozenset(), frozenset()))
+                more = {n for n, v in b.constants.items() if n not in b.kernel.constexprs and v == 1}
+                found[b.kernel.id] = (divisible | set(b.divisible), ones | more)
+    return found
+
+
+@cache
+def recorder() -> tuple[Any, Recorder]:
+    """The host of this process and its recorder, as the environment names them.
+
+    Raises:
+        RLKernelError: the variable is not set, or is not FILE:TARGET.
+    """
+    from rlkernel_triton.aot.hosts import Host
+    from rlkernel_triton.aot.planning import plan_for
+    from rlkernel_triton.aot.standin import triton
+    from rlkernel_triton.aot.targets import TARGETS
+
+    file, _, target = os.environ.get(VARIABLE, "").rpartition(":")
+    if not file or target not in TARGETS:
+        raise RLKernelError(
+            f"{VARIABLE} says where to record and for which target: FILE:TARGET, such as launches.jsonl:sm_87; it "
+            f"is {os.environ.get(VARIABLE)!r}, and targets are {', '.join(TARGETS)}"
+        )
+    known = cache(lambda: declared(host))
+    made = Recorder(target, known)
+    host = Host("recorded", triton(made))
+    made.file = Path(file).resolve()
+    plan_for(host, target)
+    return host, made
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """`logprob`, `logprob_fits` and so on: operators that record, and their checks."""
+    from rlkernel_triton.aot.hosts import implementation
+
+    op = name.removesuffix("_fits")
+    if op not in OPERATORS:
+        raise AttributeError(name)
+    if op != name:
+        return implementation(recorder()[0], op, check=True)
+    from rlkernel_core.reference import backend as reference
+
+    target = next(i.target for i in reference.impls if i.op.partition("@")[0] == op)
+    module, _, function = target.partition(":")
+    meant: Callable[..., Any] = getattr(import_module(module), function)
+
+    @wraps(meant)
+    def recorded(*args: Any, **options: Any) -> Any:
+        host, of_process = recorder()
+        of_process.op = op
+        hollow = implementation(host, op)(*args, **options)
+        args, options = _canonical((args, options))
+        if op == "prepack":
+            options["layout"] = CANONICAL
+        out = meant(*args, **options)
+        _follow(op, list(_tensors((args, options))), dict(_named(hollow)), dict(_named(out)))
+        if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
+            _CANONICAL[hollow] = out
+            return hollow
+        return out
+
+    globals()[name] = recorded
+    return recorded
+
+
+# Weights in a layout of the kernels, which no kernel has written, and the weights that they would be.
+_CANONICAL: Final[WeakKeyDictionary[QuantTensor, QuantTensor]] = WeakKeyDictionary()
+
+
+def _canonical(x: Any) -> Any:
+    """A value with every weight as the reference reads it."""
+    if isinstance(x, QuantTensor):
+        return _CANONICAL.get(x, x)
+    if isinstance(x, dict):
+        return {n: _canonical(v) for n, v in x.items()}
+    return tuple(map(_canonical, x)) if type(x) is tuple else x
+
+
+def _follow(op: str, given: list[Any], hollow: dict[str, Any], out: dict[str, Any]) -> None:
+    """When gradients arrive at results, record what the same gradients launch."""
+    import torch
+
+    inputs = [x for x in given if x.requires_grad]
+    both = [n for n, x in out.items() if x.requires_grad and n in hollow and hollow[n].requires_grad]
+    if not inputs or not both or not torch.is_grad_enabled():
+        return
+
+    def backward(upstream: Any) -> None:
+        recorder()[1].op = op
+        there = [(hollow[n], g) for n, g in zip(both, upstream, strict=True) if g is not None]
+        torch.autograd.grad([h for h, _ in there], inputs, [g for _, g in there], retain_graph=True, allow_unused=True)
+
+    torch.autograd.graph.register_multi_grad_hook([out[n] for n in both], backward)
+
+
+def _named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor within a value, by where it stands."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        yield path, x
+    elif isinstance(x, Mapping):
+        for name, value in x.items():
+            yield from _named(value, f"{path}.{name}")
+    elif isinstance(x, tuple | list):
+        for i, value in enumerate(x):
+            yield from _named(value, f"{path}.{i}")
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        for part in dataclasses.fields(x):
+            yield from _named(getattr(x, part.name), f"{path}.{part.name}")
+
+
+def _tensors(x: Any) -> Iterator[Any]:
+    return (value for _, value in _named(x))

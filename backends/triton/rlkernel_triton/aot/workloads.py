@@ -1,0 +1,126 @@
+"""Calls of a run of post-training, whose launches go into the table of configurations beside those of conformance.
+
+Sizes do not matter beyond what is known of them to a compiler: whether they are multiples of 16, and the power of two
+above the number of tiles of a vocabulary. Imports torch when a call is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import product
+from typing import Any, Final
+
+VOCABULARIES: Final = (32000, 50304, 128256, 151936, 262144)  # Llama 2, GPT-2 padded, Llama 3, Qwen 2 and 3, Gemma 3
+KINDS: Final = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+DTYPES: Final = ("bfloat16", "float16", "float32")
+FORMATS: Final = (
+    "int4_g128",
+    "int4_g64",
+    "int4_g32",
+    "int4_g128_asym",
+    "nf4",
+    "int8_channel",
+    "int8_w8a8",
+    "fp8_channel",
+)
+
+
+def calls(run: Callable[[str], Callable[..., Any]], ops: Collection[str]) -> Iterator[str]:
+    """Make every call of some operators; `run` gives the implementation of one. Yields a line about each."""
+    parts = {
+        "logprob": _logprob, "sample": _sample, "linear_logprob": _linear, "advantage": _advantage,
+        "policy_loss": _loss, "qmatmul": _weights,
+    }  # fmt: skip
+    for op, part in parts.items():
+        if op in ops:
+            yield from part(run)
+
+
+def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for dtype, entropy, rows, masked in product(DTYPES, (False, True), (False, True), (False, True)):
+        logits = torch.randn(4, 32000).to(getattr(torch, dtype)).requires_grad_()
+        T: Any = torch.full((4,), 0.8) if rows else 0.8
+        mask = torch.ones(4, dtype=torch.bool) if masked else None
+        out = run("logprob")(logits, torch.arange(4), temperature=T, entropy=entropy, mask=mask)
+        (out.logprob.sum() + (out.entropy.sum() if entropy else 0)).backward()
+        yield f"logprob {dtype} entropy={entropy} rows={rows} mask={masked}"
+    for V in VOCABULARIES:
+        logits = torch.randn(2, V, dtype=torch.bfloat16, requires_grad=True)
+        run("logprob")(logits, torch.arange(2)).logprob.sum().backward()
+        yield f"logprob V={V}"
+
+
+def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    filters: tuple[dict[str, Any], ...] = (
+        {}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05},
+    )  # fmt: skip
+    # A batch of requests with parameters of their own, and one request with numbers.
+    for V, N, dtype, chosen in product(VOCABULARIES[2:4], (1, 8), DTYPES[::2], filters):
+        if N == 1 and (V, dtype) != (VOCABULARIES[3], "bfloat16"):
+            continue
+        law: dict[str, Any] = {"temperature": 0.8, **chosen}
+        if N > 1:
+            law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}
+        logits = torch.randn(N, V).to(getattr(torch, dtype))
+        rows = torch.arange(N)
+        run("sample")(logits, **law, seed=rows if N > 1 else 7, step=rows if N > 1 else 3)
+        yield f"sample V={V} N={N} {dtype} {sorted(chosen)}"
+
+
+def _linear(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for V, dtype, entropy in product((32000, 151936), DTYPES[:2], (False, True)):
+        kind = getattr(torch, dtype)
+        hidden = torch.randn(8, 64).to(kind).requires_grad_()
+        weight = torch.randn(V, 64).to(kind).requires_grad_()
+        out = run("linear_logprob")(hidden, weight, torch.arange(8), entropy=entropy)
+        (out.logprob.sum() + (out.entropy.sum() if entropy else 0)).backward()
+        run("linear_logprob")(
+            hidden.detach().requires_grad_(), weight.detach(), torch.arange(8)
+        ).logprob.sum().backward()
+        yield f"linear_logprob V={V} {dtype} entropy={entropy}"
+
+
+def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    mask = torch.ones(8, 1024, dtype=torch.bool)
+    rewards, values = torch.randn(8, 1024), torch.randn(8, 1024)
+    run("advantage")(rewards, kind="gae", mask=mask, values=values, gamma=0.99, lam=0.95)
+    run("advantage")(rewards, kind="reinforce_pp", mask=mask)
+    run("advantage")(torch.randn(8), kind="grpo", group=4)
+    yield "advantage gae, reinforce_pp, grpo"
+
+
+def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    mask = torch.ones(8, 1024, dtype=torch.bool)
+    for kind, ref, entropy, per_row in product(KINDS, (False, True), (False, True), (False, True)):
+        logprob = torch.randn(8, 1024, requires_grad=True)
+        old = logprob.detach() + 0.1
+        more: dict[str, Any] = {"ref_logprob": old, "kl_coef": 0.01} if ref else {}
+        if entropy:
+            more |= {"entropy": torch.rand(8, 1024), "entropy_coef": 0.01}
+        advantages = torch.randn(8) if per_row else torch.randn(8, 1024)
+        run("policy_loss")(logprob, old, advantages, kind=kind, mask=mask, **more).loss.backward()
+        yield f"policy_loss {kind} {sorted(more)}"
+
+
+def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for name, dtype in product(FORMATS, DTYPES[:2]):
+        kind = getattr(torch, dtype)
+        w = run("quantize")(torch.randn(1024, 1024).to(kind), name)
+        packed = run("prepack")(w)
+        run("dequantize")(packed)
+        for M in (1, 4, 16, 32, 64, 128):
+            run("qmatmul")(torch.randn(M, 1024).to(kind), packed)
+            run("qmatmul")(torch.randn(M, 1024).to(kind), packed, bias=torch.randn(1024).to(kind))
+        yield f"weights {name} {dtype}"
