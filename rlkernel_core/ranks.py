@@ -6,8 +6,8 @@ came, is named after a time-out of one's own, with every backend. Imports torch 
 
 from __future__ import annotations
 
+import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -41,26 +41,30 @@ class Round:
 
     def say(self, mine: Mapping[str, str]) -> None:
         """What this rank has to say."""
-        said = json.dumps(dict(mine))
-        self._asked(lambda: self._store.set(str(self._rank), said))
+        text = json.dumps(dict(mine), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]  # most ranks say the same: it travels once
+        self._asked(lambda: self._store.set(f"said/{name}", text))
+        self._asked(lambda: self._store.set(str(self._rank), name))
         self.said = True
 
     def hear(self) -> dict[int, dict[str, str]]:
         """What every rank of the group said, by rank in the default group.
 
+        A few requests a rank however many there are: a thousand ranks ask one store.
+
         Raises:
             RankError: a rank did not speak in time, or the one that holds the store is gone; the message names it.
         """
-        until = time.monotonic() + self._timeout
-        for rank in self._ranks:
-            left = timedelta(seconds=max(until - time.monotonic(), 0.001))
-            try:
-                self._store.wait([str(rank)], left)
-            except RuntimeError as late:  # stores have errors of several kinds, all of them RuntimeErrors
-                silent = [r for r in self._ranks if not self._asked(partial(self._store.check, [str(r)]))]
-                if silent:
-                    raise RankError(self._missing(silent), silent) from late
-        return {rank: json.loads(self._asked(partial(self._store.get, str(rank)))) for rank in self._ranks}
+        keys = [str(rank) for rank in self._ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=max(self._timeout, 0.001)))
+        except RuntimeError as late:  # stores have errors of several kinds, all of them RuntimeErrors
+            silent = [r for r in self._ranks if not self._asked(partial(self._store.check, [str(r)]))]
+            if silent:
+                raise RankError(self._missing(silent), silent) from late
+        names = [found.decode() for found in self._asked(partial(self._store.multi_get, keys))]
+        said = {name: json.loads(self._asked(partial(self._store.get, f"said/{name}"))) for name in set(names)}
+        return {rank: said[name] for rank, name in zip(self._ranks, names, strict=True)}
 
     def _asked(self, question: Callable[[], T]) -> T:
         """What the store answers."""
