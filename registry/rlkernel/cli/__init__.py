@@ -39,6 +39,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "judge": ("rlkernel_conformance.judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),
     "quant": ("rlkernel.cli.quant", TRY),
+    "aot": ("rlkernel.cli.aot", SETTLE),
     "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }
 

@@ -1,0 +1,104 @@
+"""`rlkernel aot`: kernels compiled ahead of time into a bundle, and what a bundle holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import typer
+
+from rlkernel.cli.options import Json
+from rlkernel.cli.output import print_json, print_table
+from rlkernel.discover import load_target
+from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
+from rlkernel_core.reasons import Reason
+
+EXAMPLES: Final = (
+    ("rlkernel aot build --target sm_90 --out runs/sm_90.zip", "every kernel that bundles have, for one architecture"),
+    (
+        "rlkernel aot build --target sm_87 --target sm_110 --op logprob --op sample --out runs/jetson.zip",
+        "two operators, for Jetson Orin and Thor",
+    ),
+    ("rlkernel aot list runs/jetson.zip --json", "what is in it; every piece is held against its hash"),
+)
+EXITS: Final = {0: "built or listed", 1: "built without what --keep-going left out"}
+
+_ACTIONS: Final = ("build", "list")
+# Who compiles: the registry knows backends by name alone.
+_TARGETS: Final = {"build": "rlkernel_triton.aot.command:build", "list": "rlkernel_triton.aot.command:listed"}
+
+
+def command(
+    action: Annotated[str, typer.Argument(metavar="{build|list}", help="What to do.")],
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help="list: the bundle.")] = None,
+    *,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARCH", help="build: sm_87, sm_90, gfx942 and so on; may be given several times."),
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="build: an operator; all that bundles have by default.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="build: the file; by default where the backend aot looks.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", help="build: processes; one a core by default.")] = 0,
+    ptx: Annotated[
+        int | None, typer.Option(metavar="VERSION", help="build: ISA version of the PTX, 85 for 8.5.")
+    ] = None,
+    configurations: Annotated[
+        str | None, typer.Option(metavar="FILE", help="build: a recording or table in place of the shipped one.")
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="build: leave out what does not compile, and say so.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Compile the portable kernels ahead of time, for GPUs that need not be here.
+
+    A bundle holds machine code and, for architectures that allow it, PTX that
+    later drivers compile. The backends `aot` and `jetson` run operators from
+    bundles, without Triton, a compiler or headers, and without compiling at
+    the first call.
+    """
+    if action not in _ACTIONS:
+        raise UnknownNameError("action", action, _ACTIONS)
+    act = _loaded(action)
+    if action == "list":
+        if file is None:
+            raise ArgumentError("FILE", "nothing", "list reads a bundle", "Name one: rlkernel aot list FILE.")
+        _show(act(file), json=json)
+        return
+    if not target:
+        raise ArgumentError(
+            "--target", "nothing", "a bundle is for an architecture", "Add --target sm_87, for example."
+        )
+    if file is not None:
+        raise ArgumentError("FILE", file, "build writes where --out says", f"Write --out {file}.")
+    found = act(target, op or (), out=out, jobs=jobs, ptx=ptx, configurations=configurations, keep_going=keep_going)
+    _show(found, json=json)
+    if found["failed"]:
+        for text in found["failed"]:
+            typer.echo(text, err=True)
+        raise typer.Exit(1)
+
+
+def _loaded(action: str) -> Callable[..., Any]:
+    found = load_target(_TARGETS[action])
+    if isinstance(found, Reason):
+        raise RLKernelError(
+            f"bundles are made and read by rlkernel-triton, which {found.text.partition(' ')[2]}: "
+            "pip install 'rlkernel[triton]'"
+        )
+    return found
+
+
+def _show(found: dict[str, Any], *, json: bool) -> None:
+    if json:
+        print_json(found)
+        return
+    columns = ("target", "kernel", "builds", "registers", "spilled", "shared")
+    title = f"{found['path']}: {found['builds']} builds, {found['bytes'] / 2**20:.1f} MiB"
+    print_table(columns, [[str(row[c]) for c in columns] for row in found["kernels"]], title=title)
+    compiler = ", ".join(f"{name} {version}" for name, version in found["compiler"].items())
+    typer.echo(f"by {compiler}; registers, bytes spilled and bytes of shared memory are the most of any build")
