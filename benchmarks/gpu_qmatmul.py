@@ -1,4 +1,4 @@
-"""Quantised weights of the triton backend on one GPU: right first, then timed.
+"""Products and speed of quantised weights of the triton backend on one GPU: right first, then timed.
 
     PYTHONPATH=.:registry:conformance:backends/triton OUT=. python benchmarks/gpu_qmatmul.py
 
@@ -152,64 +152,6 @@ def caller(x: Any, w: Any, cut: dict[str, Any], y: Any) -> Callable[[], Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------ sections
-
-
-def right_codecs() -> dict[str, Any]:
-    """Bits of quantize, dequantize, prepack and updates against the reference's on the GPU."""
-    import torch
-
-    from rlkernel_core import quant as reference
-    from rlkernel_triton.quant import codec, storage
-
-    torch.manual_seed(0)
-    named = reference.QuantSpec.named
-    specs = [named(f"int4_{g}{z}") for g in ("g128", "g64", "g32", "channel") for z in ("", "_asym")]
-    specs += [named("int4_g64", scale_rule="absmax/7"), named("int4_g32", scale_dtype="float16")]
-    specs += [named("nf4"), named("nf4", double_quant=True), named("int8_channel"), named("int8_w8a8")]
-    specs += [named("int8_channel", scale_dtype="float16"), named("fp8_tensor"), named("fp8_channel")]
-    specs += [named("fp8_block128"), named("fp8_block128", scale_rule="absmax/max_pow2")]
-    specs += [named("fp8_channel", element=e) for e in ("e5m2", "e4m3fnuz", "e5m2fnuz")]
-    wrong: list[str] = []
-    tried = 0
-
-    def same(a: Any, b: Any) -> bool:
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-    for spec in specs:
-        for shape in ((256, 1024), (7, 301), (131, 260)):
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                full = torch.randn(shape, device="cuda")
-                full[0, 0], full[1, 3], full[2] = torch.inf, torch.nan, 0
-                full[2, 1] = 1e-40
-                if shape[0] > 7:
-                    full[20] = torch.randint(-15, 16, (shape[1],), device="cuda") / 2
-                    full[20, ::32] = 7.5
-                    full[33] *= 1e-38
-                    full[34] *= 1e37
-                full = full.to(dtype)
-                want, found = reference.quantize(full, spec), codec.quantize(full, spec)
-                pairs = [(want.parts[n], found.parts[n]) for n in want.parts]
-                tried += 1
-                if not all(same(a.float(), b.float()) for a, b in pairs):
-                    share = [float((a.float() != b.float()).float().mean()) for a, b in pairs]
-                    wrong.append(f"quantize {spec} {shape} {dtype} {share}")
-                wrong.extend(
-                    f"dequantize {spec} {shape} {dtype} {to}"
-                    for to in (torch.float32, torch.bfloat16, torch.float16)
-                    if not same(reference.dequantize(want, dtype=to), codec.dequantize(want, dtype=to))
-                )
-                if storage.tiles(spec, shape):
-                    packed = codec.prepack(want)
-                    if not codec.prepack(packed, layout="canonical").same_bits(want):
-                        wrong.append(f"prepack {spec} {shape}")
-                    if not same(codec.dequantize(packed), codec.dequantize(want)):
-                        wrong.append(f"dequantize tiles {spec} {shape}")
-                    codec.quantize(full * 2, spec, out=packed)
-                    again = codec.prepack(packed, layout="canonical")
-                    fresh = reference.quantize(full * 2, spec)
-                    if not all(same(again.parts[n].float(), fresh.parts[n].float()) for n in fresh.parts):
-                        wrong.append(f"update {spec} {shape} {dtype}")
-    return {"tried": tried, "wrong": wrong}
 
 
 def right_products() -> dict[str, Any]:
@@ -468,7 +410,6 @@ def time_formats() -> dict[str, Any]:
 
 
 SECTIONS: dict[str, Callable[..., Any]] = {
-    "right_codecs": right_codecs,
     "right_products": right_products,
     "check_cuts": check_cuts,
     "time_cuts": time_cuts,
@@ -513,6 +454,7 @@ def main() -> None:
     """All sections, in the order of their use."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=88.0)
+    parser.add_argument("--only", default="", help="sections, between commas, one after the other")
     parser.add_argument("--child")
     parser.add_argument("--argument", default="")
     given = parser.parse_args()
@@ -534,8 +476,14 @@ def main() -> None:
         if text.strip():
             print(text.strip()[-3000:], flush=True)
 
+    if given.only:
+        for name in given.only.split(","):
+            found, text = result(start(name), left() - 1)
+            note(name, found, text + (str(found)[-1500:] if "failed" in found else ""))
+            print(name, json.dumps({k: v for k, v in found.items() if k != "used"})[:2500], f"{left():.0f} s left")
+        return
     running = [start("check_cuts", i) for i in range(WORKERS)]
-    codecs, products, warm = start("right_codecs"), start("right_products"), start("time_formats")
+    products, warm = start("right_products"), start("time_formats")
     chosen = "what_follows or every_cut or same_bits or lose_nothing"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen]
     command.append("backends/triton/tests/kernels/test_quant.py")
@@ -551,12 +499,10 @@ def main() -> None:
         if not isinstance(v, dict) or "failed" in v or v["error"] > 6e-3 or not v["repeats"]
     }
     print("cuts checked", len(checked), "bad", json.dumps(bad)[:1500], f"{left():.0f} s left", flush=True)
-    for name, process in (("right_codecs", codecs), ("right_products", products)):
-        found, text = result(process, left() - 45)
-        note(name, found, text if "failed" in found and found["failed"] == "out of time" else "")
-        print(
-            name, json.dumps({k: v for k, v in found.items() if k != "used"})[:2500], f"{left():.0f} s left", flush=True
-        )
+    found, text = result(products, left() - 45)
+    note("right_products", found, text if found.get("failed") == "out of time" else "")
+    told = json.dumps({k: v for k, v in found.items() if k != "used"})
+    print("right_products", told[:2500], f"{left():.0f} s left", flush=True)
     for name, process in (("tests", tests), ("warm", warm)):
         try:
             text, _ = process.communicate(timeout=max(1.0, left() - 42))

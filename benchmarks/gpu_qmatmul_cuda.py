@@ -1,6 +1,6 @@
 """Products with 4-bit weights in CUDA C++ on one Hopper GPU: each way to cut them is checked, then timed.
 
-    PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda:benchmarks OUT=. python benchmarks/gpu_qmatmul_cuda.py
+    PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda OUT=. python benchmarks/gpu_qmatmul_cuda.py
 
 Writes $OUT/gpu_qmatmul_cuda.json after every finding. Kernels are compiled in several processes first; then one process
 a family checks (the share of the contract's bound that is used, in float64; repeated bits; the first row of a batch
@@ -55,7 +55,7 @@ def narrow_cuts(N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
             yield tokens, sets, parts, joined, stages
 
 
-def wide_cuts(N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
+def wide_cuts(M: int) -> Iterator[tuple[int, ...]]:
     """(tokens, steps, stages, split) that are compared."""
     if M <= 32:
         yield 32, 2, 10, 1
@@ -93,7 +93,7 @@ def jobs(family: str, full: bool) -> Iterator[tuple[int, int, int, tuple[int, ..
         wide |= {(57344, 8192): (64, 256), (8192, 28672): (64, 256), (34816, 5120): (64, 256)}
     for (N, K), Ms in wide.items():
         for M in Ms:
-            for cut in wide_cuts(N, K, M):
+            for cut in wide_cuts(M):
                 if bool(cut[3]) == (family == "split"):
                     yield N, K, M, cut
 

@@ -5,16 +5,18 @@
 The model is four decoder layers of Llama-3-8B (fused qkv, o, gate_up, down; 872 M weights) in bf16. Each format is
 checked first: the parts of one renewed layer have the bits of the reference on the same device, codes apart that are
 within 2^-20 of a border. Then the whole model is renewed five times and the best is kept: bytes read and written over
-the time of the device. Each format is tried in a child process, and its result is written at once.
+the time of the device. Formats are made ready and checked in processes at the same time, and timed one at a time.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from rlkernel_core.quant import codec
 
 FORMATS = ("int4_g128", "int4_g32_asym", "nf4", "fp8_channel", "fp8_block128", "int8_channel", "mxfp4", "nvfp4")
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-LAYERS, TIMES, LIMIT_S = 4, 5, 20
+LAYERS, TIMES, LIMIT_S = 4, 5, 55
 
 
 def model(device: str) -> torch.nn.Module:
@@ -40,7 +42,13 @@ def model(device: str) -> torch.nn.Module:
 
 
 def renewed(kind: str, device: str) -> dict[str, object]:
-    """One format: checked, then timed."""
+    """One format: checked, which others may do at the same time, then timed alone."""
+    with Path(os.environ.get("QUANT_SYNC_TURN", os.devnull)).open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_SH)
+        return _renewed(kind, device, turn.fileno())
+
+
+def _renewed(kind: str, device: str, turn: int) -> dict[str, object]:
     torch.manual_seed(0)
     policy, trainer = model(device), {name: w.detach() * 1.5 for name, w in model(device).state_dict().items()}
     nn.quantize_model(policy, nn.QuantPolicy(kind, skip=()))
@@ -53,6 +61,8 @@ def renewed(kind: str, device: str) -> dict[str, object]:
         if n != "codes"
     )
     other = expected.parts["codes"].view(torch.uint8) != layer.weight.parts["codes"].view(torch.uint8)
+    fcntl.flock(turn, fcntl.LOCK_UN)
+    fcntl.flock(turn, fcntl.LOCK_EX)  # the GPU for itself
     reports = [nn.requantize_(policy, trainer) for _ in range(TIMES)]
     best = max(reports, key=lambda report: report.gb_per_s)
     decision = rlk.last_decision("quantize")
@@ -79,19 +89,28 @@ def tried(environ: dict[str, str]) -> None:
     """Try each format and write what came of it."""
     out = Path(os.environ.get("OUT", ".")) / "quant_sync.json"
     rows: list[dict[str, object]] = []
-    for kind in FORMATS:
-        command = [sys.executable, __file__, kind]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environ)
-            said = done.stdout.strip().splitlines()
-            failed = {"format": kind, "error": done.stderr[-600:]}
-            rows.append(json.loads(said[-1]) if done.returncode == 0 and said else failed)
-        except subprocess.TimeoutExpired:
-            rows.append({"format": kind, "error": f"more than {LIMIT_S} s"})
-        out.write_text(json.dumps(rows, indent=1) + "\n")
-        print(
-            {k: v for k, v in rows[-1].items() if k in {"format", "gb_per_s", "ms", "scales_same", "error", "backend"}}
-        )
+    begun = time.monotonic()
+    with tempfile.NamedTemporaryFile() as turn:
+        environ = {**environ, "QUANT_SYNC_TURN": turn.name}
+        running = {}
+        for kind in FORMATS:
+            command = [sys.executable, __file__, kind]
+            running[kind] = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+            )
+        for kind, process in running.items():
+            try:
+                text, errors = process.communicate(timeout=max(0.1, LIMIT_S - (time.monotonic() - begun)))
+                said = text.strip().splitlines()
+                failed = {"format": kind, "error": errors[-600:]}
+                rows.append(json.loads(said[-1]) if process.returncode == 0 and said else failed)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                rows.append({"format": kind, "error": f"more than {LIMIT_S} s"})
+            out.write_text(json.dumps(rows, indent=1) + "\n")
+            shown = {"format", "gb_per_s", "ms", "scales_same", "error", "backend"}
+            print({k: v for k, v in rows[-1].items() if k in shown}, flush=True)
 
 
 if __name__ == "__main__":

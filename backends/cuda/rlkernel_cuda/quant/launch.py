@@ -99,7 +99,7 @@ def _address(x: Tensor | None) -> ctypes.c_void_p:
 
 
 def narrow(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Narrow) -> None:
-    """y = x w' + bias for x [M, K], M at most `cut.tokens`, into y [M, N]."""
+    """Store x w' + bias for x [M, K], M at most `cut.tokens`, in y [M, N]."""
     (N, K), M = w.shape, x.shape[0]
     kernel = _kernel(NARROW, "narrow", cut, w, x.device.index)
     arguments: list[Any] = [
@@ -111,7 +111,7 @@ def narrow(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Narro
 
 
 def wide(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Wide) -> None:
-    """y = x w' + bias for x [M, K], into y [M, N]; w' is rounded to the dtype of x."""
+    """Store x w' + bias for x [M, K] in y [M, N]; w' is rounded to the dtype of x."""
     (N, K), M = w.shape, x.shape[0]
     kernel = _kernel(WIDE, "wide", cut, w, x.device.index)
     tiles = N // ROWS * -(-M // cut.tokens)
