@@ -1,4 +1,4 @@
-"""What is claimed on Jetson: the kernels of rlkernel-triton on the GPUs of Orin and Thor.
+"""What is claimed on Jetson: kernels from a bundle; operators that bundles do not have where Triton is installed.
 
 Imports neither torch nor Triton.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.manifest import Backend
+from rlkernel_core.manifest import Backend, Impl
 
 # Orin; Thor, which compilers before CUDA 13 call sm101.
 ARCHS: Final = ("sm87", "sm110", "sm101")
+_COMPILED_HERE: Final = ("triton>=3.4",)  # and a C compiler, which Triton asks for itself
 
 
 def manifest() -> Backend:
@@ -21,10 +22,21 @@ def manifest() -> Backend:
         RLKernelError: rlkernel-triton, whose kernels these are, is not installed.
     """
     try:
+        from rlkernel_triton.aot.backend import OPERATORS, claims
         from rlkernel_triton.claims import manifest as portable
     except ModuleNotFoundError as error:
         raise RLKernelError(
             "rlkernel-jetson runs the kernels of rlkernel-triton, which is not installed: pip install --no-deps "
             "rlkernel-triton (without --no-deps pip would replace the torch of JetPack)"
         ) from error
-    return portable("jetson", device="cuda", arch=ARCHS)
+    bundled = claims("jetson", "rlkernel_jetson.bundled", ARCHS)
+    others = tuple(
+        impl if op == "capture" else _with_triton(impl)  # graphs are torch's and the driver's
+        for impl in portable("jetson", device="cuda", arch=ARCHS).impls
+        if (op := impl.op.partition("@")[0]) not in OPERATORS
+    )
+    return bundled.model_copy(update={"impls": (*bundled.impls, *others)})
+
+
+def _with_triton(impl: Impl) -> Impl:
+    return impl.model_copy(update={"requires": impl.requires.model_copy(update={"packages": _COMPILED_HERE})})

@@ -14,7 +14,7 @@ HERE = Path(__file__).parents[1]
 
 def test_the_entry_point_names_the_backend() -> None:
     points = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["entry-points"]["rlkernel.backends"]
-    assert points == {backend.name: "rlkernel_triton:backend"}
+    assert points == {backend.name: "rlkernel_triton:backend", "aot": "rlkernel_triton.aot.backend:backend"}
 
 
 def test_the_interpreter_offers_the_same_kernels_on_the_cpu() -> None:
