@@ -15,8 +15,9 @@ from rlkernel.discover import GROUP, PackageVersions, entries, guarded
 from rlkernel.probe import device_facts
 from rlkernel_core import __version__
 from rlkernel_core.host.board import board
+from rlkernel_core.host.facts import facts
 from rlkernel_core.host.memory import memory
-from rlkernel_core.host.power import nvpmodel, power
+from rlkernel_core.host.power import power
 
 _ROOT: Final = Path("/")
 _PACKAGES: Final = ("triton", "numpy")
@@ -50,22 +51,7 @@ def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **{name: versions.get(name) for name in _PACKAGES},
         **{f"device_{k}": v for k, v in device_facts(device).items() if k != "torch"},
-        **({"board": told} if (told := jetson(root)) else {}),
-    }
-
-
-def jetson(root: Path = _ROOT) -> dict[str, Any] | None:
-    """The Jetson board and what of it moves every figure; None on anything else."""
-    found, state, room = board(root), power(root, nvpmodel), memory(root)
-    if found is None:
-        return None
-    return {
-        "name": found.sold_as.name if found.sold_as else found.name,
-        "l4t": found.l4t,
-        "jetpack": found.release.jetpack if found.release else None,
-        "power_mode": state.mode,
-        "clocks_held": state.gpu.held if state.gpu else None,
-        "memory": room.as_dict() if room else None,
+        **({"board": told, "memory": room.as_dict()} if (told := facts(root)) and (room := memory(root)) else {}),
     }
 
 

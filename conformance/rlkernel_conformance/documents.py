@@ -60,7 +60,8 @@ def place(content: Mapping[str, Any]) -> str:
     if content["device"].partition(":")[0] == "cpu":
         interpreted = env["variables"].get("TRITON_INTERPRET") == "1"
         return f"{'Triton interpreter, ' if interpreted else ''}CPU ({env['device_arch']})"
-    return str(env["device_name"])
+    board = env.get("board")  # whose GPU has the name of the whole family
+    return f"{board['name']} (JetPack {board['jetpack']}, {board['power_mode']})" if board else str(env["device_name"])
 
 
 def markdown(content: Mapping[str, Any]) -> str:

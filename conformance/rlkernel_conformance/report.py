@@ -22,6 +22,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from math import isfinite
+from pathlib import Path
 from typing import Any, Final
 
 from rlkernel import policy
@@ -31,7 +32,9 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_conformance.waivers import Waiver, needless
 from rlkernel_core import __version__
+from rlkernel_core.host.facts import facts
 
+_ROOT: Final = Path("/")
 SCHEMA: Final = 1
 STATUSES: Final = ("held", "violated", "fault", "waived", "not_claimed", "not_attacked", "no_room", "not_run")
 REFUTED: Final = ("violated", "fault")
@@ -138,8 +141,8 @@ def worst(verdicts: Iterable[str]) -> str:
     return min(verdicts, key=VERDICTS.index, default="holds")
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What a result may depend on."""
+def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
+    """What a result may depend on; `root`: of the file system."""
     import hypothesis
     import torch
 
@@ -153,6 +156,7 @@ def environment(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         **{f"device_{k}": v for k, v in device_facts(device).items() if k not in {"torch", "device"}},
+        **({"board": told} if (told := facts(root)) else {}),
     }
 
 
