@@ -40,6 +40,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "bench": ("rlkernel_bench.cli", TRY),
     "quant": ("rlkernel.cli.quant", TRY),
     "aot": ("rlkernel.cli.aot", SETTLE),
+    "warmup": ("rlkernel.cli.warmup", SETTLE),
     "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }
 

@@ -1,0 +1,258 @@
+"""`rlkernel warmup`: compile and load what a policy would use, before training or a capture needs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final
+
+import typer
+
+import rlkernel
+from rlkernel.cli.options import Json, Order, ordered
+from rlkernel.cli.output import print_json, print_table
+from rlkernel.probe import device_here
+from rlkernel.survey import named
+from rlkernel_core.errors import CaptureError, ConfigError, ResolutionError, UnknownNameError
+
+EXAMPLES: Final = (
+    ("rlkernel warmup --tokens 64 --vocab 1000 --hidden 64 --length 32", "every operator at these sizes"),
+    ("rlkernel warmup --op qmatmul --tokens 1 --tokens 64 --hidden 256 --json", "one operator, for two batch sizes"),
+)
+EXITS: Final = {0: "everything that was asked for ran", 1: "nobody takes some operator at these sizes"}
+
+_DTYPES: Final = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run will call its operators with."""
+
+    tokens: int = 4096  # rows of a micro-batch, or of a step of decoding
+    vocab: int = 32000
+    hidden: int = 4096
+    length: int = 1024  # tokens of a sequence
+    dtype: str = "bfloat16"  # of logits, hidden states and weights
+    format: str = "int4_g128"  # of quantised weights
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """One operator at one size."""
+
+    op: str
+    tokens: int
+    target: str | None  # implementation that ran; None if nobody takes the call
+    first_s: float  # the first call: what was compiled and loaded is in it
+    again_s: float  # the same call once more
+    refused: str = ""  # why nobody takes it
+
+
+def warm(ops: Iterable[str], sizes: Sizes, device: str) -> list[Warmed]:
+    """Call operators at the sizes of a run, and their gradients where they have one, as the policy in force chooses.
+
+    Args:
+        ops: names of operators with an example; see `EXAMPLES_OF`.
+        sizes: what a run will call them with.
+        device: torch device string.
+
+    Raises:
+        CaptureError: a graph is being captured; what is compiled or loaded in it would break it.
+        ConfigError: an operator without an example.
+    """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError("warming up compiles and loads, which a capture does not survive; do it before")
+    out = []
+    for op in ops:
+        if op not in EXAMPLES_OF:
+            raise ConfigError(
+                f"{named(op).name} compiles nothing of its own; operators to warm: {', '.join(EXAMPLES_OF)}"
+            )
+        out.append(_warmed(op, sizes, device))
+    return out
+
+
+def _warmed(op: str, sizes: Sizes, device: str) -> Warmed:
+    import torch
+
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    call = EXAMPLES_OF[op](_Maker(sizes, device))
+    seconds: list[float] = []
+    for _ in range(2):
+        began = time.perf_counter()
+        try:
+            result = call()
+        except ResolutionError as error:
+            said = [f"{r.backend}: {r.reason.text}" for r in error.decision.rejected]
+            return Warmed(op, sizes.tokens, None, 0.0, 0.0, "; ".join(said))
+        if result is not None and result.requires_grad:
+            result.sum().backward()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    ran = rlkernel.last_decision(op)
+    return Warmed(op, sizes.tokens, None if ran is None else ran.target, seconds[0], seconds[1])
+
+
+class _Maker:
+    """Tensors of a run's shapes, with values that every operator takes."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        import torch
+
+        self.torch, self.sizes, self.device = torch, sizes, device
+        self.dtype = getattr(torch, sizes.dtype)
+        self.sequences = max(1, sizes.tokens // sizes.length)
+
+    def floats(self, *shape: int, dtype: Any = None, grad: bool = False) -> Any:
+        """Small numbers, a leaf that wants its gradient where asked."""
+        made = self.torch.full(shape, 0.01, dtype=dtype or self.dtype, device=self.device)
+        return made.requires_grad_(grad)
+
+    def scores(self) -> Any:  # [B, T] float32
+        """One number a token, of whole sequences."""
+        return self.floats(self.sequences, self.sizes.length, dtype=self.torch.float32)
+
+    def ids(self, *shape: int) -> Any:
+        """The first token of the vocabulary."""
+        return self.torch.zeros(shape, dtype=self.torch.int64, device=self.device)
+
+    def weight(self) -> Any:
+        """A quantised square weight."""
+        return rlkernel.quantize(self.floats(self.sizes.hidden, self.sizes.hidden), self.sizes.format)
+
+
+def _logprob(m: _Maker) -> Callable[[], Any]:
+    x, ids = m.floats(m.sizes.tokens, m.sizes.vocab, grad=True), m.ids(m.sizes.tokens)
+    return lambda: rlkernel.logprob(x, ids, entropy=True).logprob
+
+
+def _head(m: _Maker) -> tuple[Any, Any]:
+    return m.floats(m.sizes.tokens, m.sizes.hidden, grad=True), m.floats(m.sizes.vocab, m.sizes.hidden, grad=True)
+
+
+def _linear_logprob(m: _Maker) -> Callable[[], Any]:
+    hidden, weight = _head(m)
+    return lambda: rlkernel.linear_logprob(hidden, weight, m.ids(m.sizes.tokens), entropy=True).logprob
+
+
+def _policy_loss(m: _Maker) -> Callable[[], Any]:
+    new, old = m.scores().requires_grad_(), m.scores()
+    return lambda: rlkernel.policy_loss(new, old, m.scores(), kind="grpo").loss
+
+
+def _linear_policy_loss(m: _Maker) -> Callable[[], Any]:
+    hidden, weight = _head(m)
+    shape = (1, m.sizes.tokens)
+    old = m.floats(*shape, dtype=m.torch.float32)
+    return lambda: rlkernel.linear_policy_loss(hidden[None], weight, m.ids(*shape), old, old, kind="grpo").loss
+
+
+def _sample(m: _Maker) -> Callable[[], Any]:
+    x, seed = m.floats(m.sizes.tokens, m.sizes.vocab), m.ids(m.sizes.tokens)
+    return lambda: rlkernel.sample(x, top_k=50, top_p=0.95, seed=seed, step=0).logprob
+
+
+def _lm_head_sample(m: _Maker) -> Callable[[], Any]:
+    hidden, weight = (x.detach() for x in _head(m))
+    return lambda: rlkernel.lm_head_sample(hidden, weight, seed=m.ids(m.sizes.tokens), step=0).logprob
+
+
+def _advantage(m: _Maker) -> Callable[[], Any]:
+    rewards, values = m.scores(), m.scores()
+    return lambda: rlkernel.advantage(rewards, kind="gae", values=values, gamma=0.99, lam=0.95).advantages
+
+
+def _qmatmul(m: _Maker) -> Callable[[], Any]:
+    w, x = m.weight(), m.floats(m.sizes.tokens, m.sizes.hidden)
+    packed = rlkernel.prepack(w)
+    return lambda: rlkernel.qmatmul(x, packed)
+
+
+def _dequantize(m: _Maker) -> Callable[[], Any]:
+    w = m.weight()
+    return lambda: rlkernel.dequantize(w, dtype=m.dtype)
+
+
+def _quantize(m: _Maker) -> Callable[[], Any]:
+    weight = m.floats(m.sizes.hidden, m.sizes.hidden)
+
+    def call() -> None:
+        rlkernel.quantize(weight, m.sizes.format)
+
+    return call
+
+
+# operator -> a call of it, at the sizes of a run
+EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
+    "logprob": _logprob,
+    "linear_logprob": _linear_logprob,
+    "policy_loss": _policy_loss,
+    "linear_policy_loss": _linear_policy_loss,
+    "sample": _sample,
+    "lm_head_sample": _lm_head_sample,
+    "advantage": _advantage,
+    "affine_suffix_scan": lambda m: lambda: rlkernel.affine_suffix_scan(m.scores(), m.scores()).y,
+    "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "qmatmul": _qmatmul,
+}
+
+
+def command(
+    *,
+    op: Annotated[
+        list[str] | None, typer.Option(help="Operator; may be given several times. All that compile, unless given.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows of a batch; may be given several times.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=1, help="Tokens of the vocabulary.")] = Sizes.vocab,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of hidden states and of square weights.")] = Sizes.hidden,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = Sizes.length,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of logits, hidden states and weights.")] = Sizes.dtype,
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="Of quantised weights.")] = Sizes.format,  # noqa: A002
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="A device that is here; default cuda if torch sees one, else cpu."),
+    ] = None,
+    order: Order = None,
+    json: Json = False,
+) -> None:
+    """Compile and load what the policy in force would use, for the shapes of a run.
+
+    Each operator is called twice, with its gradient where it has one: the first
+    time is what a run's first step would have waited for. What is compiled
+    stays in the caches of its compiler for the processes that follow. Libraries
+    that build kernels at their first call are refused inside a capture; this is
+    the call before it.
+    """
+    if dtype not in _DTYPES:
+        raise UnknownNameError("dtype", dtype, _DTYPES)
+    with ordered(order):
+        found = [
+            row
+            for rows in tokens or [Sizes.tokens]
+            for row in warm(
+                op or EXAMPLES_OF, Sizes(rows, vocab, hidden, length, dtype, format), device or device_here()
+            )
+        ]
+    if json:
+        print_json({"warmed": [asdict(w) for w in found], "seconds": sum(w.first_s for w in found)})
+    else:
+        rows = [
+            [
+                w.op,
+                str(w.tokens),
+                f"{w.first_s:.2f} s",
+                f"{1000 * w.again_s:.1f} ms",
+                w.target or f"nobody: {w.refused}",
+            ]
+            for w in found
+        ]
+        print_table(["operator", "tokens", "first", "again", "ran"], rows)
+    if any(w.target is None for w in found):
+        raise typer.Exit(1)
