@@ -25,6 +25,7 @@ from rlkernel_triton.aot.sources import digest
 from rlkernel_triton.aot.targets import TARGETS
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_AGAIN: Final = "python backends/triton/tools/record_configurations.py"
 
 
 def compiler() -> dict[str, str]:
@@ -59,14 +60,16 @@ def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> It
 def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, bytes]]:
     chip = TARGETS[target]
     module, _, name = build.kernel.partition(":")
-    kernel: Any = getattr(import_module(module), name)
+    kernel: Any = getattr(import_module(module), name, None)
+    if kernel is None:
+        raise RLKernelError(f"{build.kernel} is no kernel any more; record its configurations again: {_AGAIN}")
     kinds, constants = dict(build.types), {n: _constant(v) for n, v in build.constants}
     names = kernel.arg_names
     if sorted(names) != sorted([*kinds, *constants]):
         differing = sorted({*kinds, *constants} ^ set(names))
         raise RLKernelError(
             f"a configuration of {build.kernel} and the kernel differ in {', '.join(differing)}: it has changed "
-            "since it was recorded; record it again: python backends/triton/tools/record_configurations.py"
+            f"since it was recorded; record it again: {_AGAIN}"
         )
     source = ASTSource(
         kernel,

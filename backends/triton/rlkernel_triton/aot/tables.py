@@ -80,7 +80,7 @@ def write(table: Uses, path: Path = TABLE) -> None:
     lines = []
     for kernel, rows in sorted(kernels.items()):
         base = _common(rows)
-        differing = sorted(json.dumps({k: v for k, v in row.items() if base.get(k) != v}) for row in rows)
+        differing = sorted(json.dumps({k: row[k] for k in base if base[k] != row[k]}) for row in rows)
         inner = ",\n   ".join(differing)
         lines.append(f'{json.dumps(kernel)}: {{"base": {json.dumps(base)},\n  "rows": [\n   {inner}]}}')
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -97,9 +97,9 @@ def _row(build: Build, uses: Mapping[str, frozenset[str]]) -> dict[str, Any]:
 
 
 def _common(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Parameter by parameter, in the kernel's order, what most rows say."""
+    """Parameter by parameter what most rows say."""
     base = {}
-    for name in rows[0]:
+    for name in sorted(rows[0], key=lambda n: (n in {"16", "how", "for"}, n)):
         said = [json.dumps(row[name]) for row in rows]
         base[name] = json.loads(max(sorted(set(said)), key=said.count))
     return base

@@ -1,0 +1,371 @@
+"""Bundles: what is compiled fits its target, a file is the same whoever writes it, and what cannot run says why."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+import triton
+
+from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.builds import Argument, Build, Code
+from rlkernel_triton.aot.bundle import Bundle, BundleError, written
+from rlkernel_triton.aot.command import build, listed
+from rlkernel_triton.aot.compiling import compiled, compiler, limits
+from rlkernel_triton.aot.driver import Driver, DriverError
+from rlkernel_triton.aot.hosts import Host, implementation
+from rlkernel_triton.aot.launching import FromBundle, served_by
+from rlkernel_triton.aot.planning import plan_for
+from rlkernel_triton.aot.standin import triton as stand_in
+from rlkernel_triton.aot.targets import TARGETS, resident
+
+W4A16 = "int4_g128, M <= "  # what rollouts with 4-bit weights launch
+TABLE = tables.read()
+
+
+def some(target, kernel, count=1):
+    """The first configurations of a kernel on a target, in the order of their text."""
+    found = [b for b in tables.chosen(TABLE, target) if b.kernel.endswith(f":{kernel}")]
+    return sorted(found, key=lambda b: b.text)[:count]
+
+
+def shipped(build):
+    """A build of the compile gate's as one of a bundle."""
+    return Build(
+        f"{build.kernel.__module__}:{build.kernel.__name__}",
+        tuple(build.types.items()),
+        tuple(build.constants.items()),
+        build.divisible,
+        build.num_warps,
+        build.num_stages,
+    )
+
+
+@pytest.fixture(scope="module")
+def orin(tmp_path_factory):
+    """A bundle for sm_87: log-probabilities of bf16 without options, forward."""
+    wanted = [
+        b
+        for name in ("sweep", "law")
+        for b in tables.chosen(TABLE, "sm_87", ("logprob",))
+        if b.kernel.endswith(f":{name}")
+        and dict(b.types).get("logits", "*bf16") == "*bf16"
+        and not any(dict(b.constants).get(n) for n in ("HAS_MASK", "HAS_T", "HAS_CAP", "SUPPORT", "MOMENT"))
+    ]
+    path = tmp_path_factory.mktemp("bundle") / "orin.zip"
+    return written(path, list(compiled(wanted, "sm_87")), compiler())
+
+
+class Recording:
+    """A driver whose device is whatever is asked for, whose memory is the CPU's, and which keeps what it is told."""
+
+    tensors = "cpu"
+
+    def __init__(self, capability=(8, 7)):
+        self.major_minor, self.loaded, self.launched = capability, [], []
+
+    def capability(self, device):
+        return self.major_minor
+
+    def enter(self, device):
+        pass
+
+    def load(self, code, entry, shared):
+        self.loaded.append((code, entry, shared))
+        return entry
+
+    def launch(self, kernel, grid, threads, shared, stream, kinds, values):
+        self.launched.append((kernel, grid, threads, dict(zip(kinds, values, strict=False)), len(values)))
+
+
+@pytest.fixture
+def over():
+    """Make a host over a bundle and a driver; it is forgotten afterwards."""
+    made = []
+
+    def make(bundle, driver, **options):
+        launcher = FromBundle(bundle, driver, **options)
+        host = Host(f"test{len(made)}", stand_in(launcher))
+        made.append(host)
+        plan_for(host, launcher.target())
+        return host
+
+    yield make
+    for host in made:
+        sys.meta_path.remove(host)
+        for name in [n for n in sys.modules if n == host.package or n.startswith(f"{host.package}.")]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
+    made = list(compiled(some(target, "sweep"), target))
+    assert limits(made) == []
+    ((code, files),) = made
+    assert code.spilled == 0
+    assert code.arguments >= len(code.build.types)
+    assert set(files) == {"hsaco"} if target.startswith("gfx") else {"cubin", *(["ptx"] if TARGETS[target].ptx else [])}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_87"])
+def test_ptx_is_of_the_version_that_the_oldest_driver_reads_and_uses_nothing_of_later_chips(target) -> None:
+    ((_, files),) = compiled(some(target, "sweep"), target)
+    text = files["ptx"].decode()
+    assert f".version 8.5\n.target {target}" in text
+    assert not [word for word in ("wgmma", "cp.async.bulk", "tcgen05", "mbarrier") if word in text]
+
+
+def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_nothing() -> None:
+    from rlkernel_triton.quant.builds import builds
+
+    few = [shipped(b) for b in builds("sm87") if b.kernel.__name__ == "word_product" and b.label.startswith(W4A16)]
+    made = list(compiled(few, "sm_87"))
+    assert len(made) >= 2
+    for code, files in made:
+        assert code.spilled == 0
+        assert resident("sm_87", code.registers, code.shared, code.build.num_warps) >= 2
+        assert b"mma.sync" in files["ptx"]
+
+
+def test_a_bundle_built_twice_has_the_same_bytes(orin, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
+    again = written(tmp_path / "again.zip", list(compiled([c.build for c in orin.codes][::-1], "sm_87")), compiler())
+    assert again.path.read_bytes() == orin.path.read_bytes()
+
+
+def test_a_bundle_keeps_what_was_compiled(orin) -> None:
+    described = listed(str(orin.path))
+    assert described["targets"] == {"sm_87": ["cubin", "ptx"]}
+    assert described["builds"] == len(orin.codes) == sum(row["builds"] for row in described["kernels"])
+    assert [Code.of(json.loads(json.dumps(c.document()))) for c in orin.codes] == list(orin.codes)
+
+
+def test_tables_are_read_as_they_were_written(tmp_path) -> None:
+    tables.write(TABLE, tmp_path / "table.json")
+    assert tables.read(tmp_path / "table.json") == TABLE
+    assert (tmp_path / "table.json").read_text() == tables.TABLE.read_text()
+
+
+def test_a_recording_is_a_table(tmp_path) -> None:
+    one = some("sm_87", "sweep")[0]
+    line = json.dumps({"op": "logprob", "target": "sm_87", **one.document()})
+    (tmp_path / "run.jsonl").write_text(f"{line}\n{line.replace('sm_87', 'sm_90')}\n")
+    assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
+
+
+def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, over) -> None:
+    driver = Recording()
+    host = over(orin, driver)
+    logits = torch.randn(3, 32000).bfloat16()
+    implementation(host, "logprob")(logits, torch.arange(3))
+    assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
+        ("sweep", (3, 1), 64),
+        ("law", (1,), 128),
+    ]
+    _, _, _, given, count = driver.launched[0]
+    assert given["*bf16"] == logits.data_ptr()
+    code = next(c for c in orin.codes if c.entry == "sweep")
+    assert count == code.arguments
+    assert [code[:4] for code, _, _ in driver.loaded] == [b"\x7fELF"] * 2
+
+
+def test_a_second_call_loads_nothing(orin, over) -> None:
+    driver = Recording()
+    run = implementation(over(orin, driver), "logprob")
+    for _ in range(3):
+        run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+    assert (len(driver.loaded), len(driver.launched)) == (2, 6)
+
+
+def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin, over) -> None:
+    driver = Recording()
+    run = implementation(over(orin, driver), "logprob")
+    run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+    run(torch.randn(2, 32001).bfloat16()[:, 1:], torch.arange(2))
+    aligned, unaligned = driver.loaded[0], driver.loaded[2]
+    assert (aligned[1], unaligned[1]) == ("sweep", "sweep")
+    assert aligned[0] != unaligned[0]
+
+
+def test_another_chip_gets_the_ptx(orin, over) -> None:
+    driver = Recording((9, 0))
+    implementation(over(orin, driver), "logprob")(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+    assert driver.loaded[0][0].startswith(b"//")
+    assert b".target sm_87" in driver.loaded[0][0]
+
+
+def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin, over) -> None:
+    host = over(orin, Recording((9, 0)))
+    planned = host.module("rlkernel_triton.quant.product").machine(torch.device("cpu"))
+    assert (planned.kind, planned.multiprocessors) == ("other", 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "found"),
+    [
+        ("sm_87", {"sm_87": ["cubin", "ptx"]}, ("sm_87", "cubin")),
+        ("sm_89", {"sm_80": ["cubin", "ptx"], "sm_86": ["cubin"]}, ("sm_86", "cubin")),
+        ("sm_87", {"sm_80": ["cubin", "ptx"]}, ("sm_80", "ptx")),  # no cubin of the desktop on a Tegra chip
+        ("sm_89", {"sm_87": ["cubin", "ptx"]}, ("sm_87", "ptx")),  # nor the other way
+        ("sm_100", {"sm_90": ["cubin"]}, None),
+        ("sm_80", {"sm_87": ["cubin", "ptx"]}, None),  # nothing runs on an earlier chip
+        ("sm_110", {"sm_80": ["ptx"], "sm_87": ["ptx"]}, ("sm_87", "ptx")),
+    ],
+)
+def test_what_serves_a_chip(device, available, found) -> None:
+    assert served_by(device, available) == found
+
+
+def test_a_bundle_without_code_for_the_chip_says_what_it_has_and_how_to_build_more(orin) -> None:
+    with pytest.raises(BundleError, match=r"no code for sm_75; it has sm_87 \(cubin/ptx\).*--target sm_75"):
+        FromBundle(orin, Recording((7, 5)))
+
+
+def test_a_missing_configuration_is_named_with_the_ways_out(orin, over) -> None:
+    run = implementation(over(orin, Recording()), "logprob")
+    with pytest.raises(BundleError, match=r"none for HAS_MASK=False, HAS_T=False, HAS_CAP=True.*Record the call"):
+        run(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0)
+
+
+def test_code_of_another_source_is_refused(orin, over, tmp_path) -> None:
+    stale = tmp_path / "stale.zip"
+    source = next(c.source for c in orin.codes if c.entry == "sweep")
+    with zipfile.ZipFile(orin.path) as old, zipfile.ZipFile(stale, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data.replace(source.encode(), b"0" * 16) if name == "bundle.json" else data)
+    run = implementation(over(Bundle(stale), Recording()), "logprob")
+    with pytest.raises(
+        BundleError, match=r"built from another rlkernel_triton\.logprob_kernels:sweep .*build it again"
+    ):
+        run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+
+
+def damaged(kind, orin, path):
+    if kind == "no zip":
+        path.write_bytes(b"PK no")
+    elif kind == "cut":
+        path.write_bytes(orin.path.read_bytes()[:-100])
+    else:
+        with zipfile.ZipFile(orin.path) as old, zipfile.ZipFile(path, "w") as new:
+            for name in old.namelist():
+                data = old.read(name)
+                if kind == "another format" and name == "bundle.json":
+                    data = data.replace(b'"format": 1', b'"format": 9')
+                if kind == "changed code" and name.endswith(".cubin"):
+                    data = data[:-1] + b"?"
+                new.writestr(name, data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("no zip", "is no bundle of rlkernel, or damaged"),
+        ("cut", "is no bundle of rlkernel, or damaged"),
+        ("another format", "has format 9, this rlkernel reads 1"),
+        ("changed code", "is damaged: its SHA-256 differs"),
+        ("missing", "there is no bundle at"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_with_the_line_that_makes_a_new_one(kind, said, orin, tmp_path) -> None:
+    path = tmp_path / "x.zip"
+    if kind != "missing":
+        damaged(kind, orin, path)
+    with pytest.raises(BundleError, match=f"{said}.*rlkernel aot build --target sm_87 --out x.zip"):
+        listed(str(path))
+
+
+def test_a_machine_without_a_driver_is_told_what_to_install() -> None:
+    with pytest.raises(DriverError, match=r"no-such-cuda.*Install NVIDIA's driver"):
+        Driver("no-such-cuda.so")
+
+
+def test_a_configuration_of_a_changed_kernel_is_refused_when_it_is_compiled() -> None:
+    one = some("sm_87", "sweep")[0]
+    stale = Build(one.kernel, (*one.types, ("gone", "i32")), one.constants)
+    with pytest.raises(Exception, match=r"differ in gone: it has changed since it was recorded"):
+        list(compiled([stale], "sm_87"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "ops", "said"),
+    [(["sm_88"], [], "unknown target 'sm_88'"), (["sm_87"], ["capture"], "unknown operator of bundles 'capture'")],
+)
+def test_unknown_words_are_refused(targets, ops, said, tmp_path) -> None:
+    with pytest.raises(Exception, match=said):
+        build(targets, ops, out=str(tmp_path / "x.zip"))
+
+
+def test_a_build_serves_wider_numbers_and_no_narrower_ones() -> None:
+    wide = Build("m:k", (("n", "i64"),), ())
+    narrow = Build("m:k", (("n", "i32"),), ())
+    assert wide.serves({"n": Argument("i32")})
+    assert not narrow.serves({"n": Argument("i64")})
+    assert not Build("m:k", (), (("n", 1),)).serves({"n": Argument("i32")})
+    assert Build("m:k", (), (("n", 1),)).serves({"n": Argument("i32", one=True)})
+    assert not Build("m:k", (("n", "i32"),), (), ("n",)).serves({"n": Argument("i32", divisible=False)})
+
+
+def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler(orin) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['triton'] = None\n"  # as where it is not installed
+        "import rlkernel_triton.aot.backend as aot\n"
+        "print({'torch', 'numpy'} & set(sys.modules))\n"
+        "from pathlib import Path\n"
+        "from test_aot_driver import Nothing\n"
+        "from rlkernel_triton.aot.bundle import Bundle\n"
+        "from rlkernel_triton.aot.hosts import Host, implementation\n"
+        "from rlkernel_triton.aot.launching import FromBundle\n"
+        "from rlkernel_triton.aot.standin import triton\n"
+        "import torch\n"
+        f"host = Host('bare', triton(FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())))\n"
+        "for op in aot.OPERATORS:\n"
+        "    implementation(host, op)\n"
+        "out = implementation(host, 'logprob')(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
+        "print(out.logprob.shape)\n"
+    ).replace("from test_aot_driver import Nothing\n", NOTHING)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.splitlines() == ["set()", "torch.Size([2])"]
+
+
+NOTHING = """
+class Nothing:
+    tensors = "cpu"
+    capability = lambda self, device: (8, 7)
+    enter = lambda self, device: None
+    load = lambda self, code, entry, shared: entry
+    launch = lambda self, *call: None
+"""
+
+
+def test_kernels_compiled_on_the_spot_are_untouched_by_a_host(orin, over) -> None:
+    from rlkernel_triton.logprob_kernels import sweep
+
+    copy = over(orin, Recording()).module("rlkernel_triton.logprob_kernels")
+    assert isinstance(sweep, triton.runtime.jit.KernelInterface)
+    assert copy.sweep is not sweep
+    assert copy.sweep.id == "rlkernel_triton.logprob_kernels:sweep"
+
+
+def test_a_recording_names_what_a_gradient_launches(tmp_path) -> None:
+    code = (
+        "import torch\n"
+        "from rlkernel_triton.aot import recording\n"
+        "x = torch.randn(2, 100, requires_grad=True)\n"
+        "recording.logprob(x, torch.arange(2)).logprob.sum().backward()\n"
+        "print(bool(x.grad.abs().sum() > 0))\n"  # the reference's
+    )
+    file = tmp_path / "run.jsonl"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.strip() == "True"
+    assert [json.loads(line)["kernel"].rpartition(":")[2] for line in file.read_text().splitlines()] == [
+        "sweep",
+        "law",
+        "gradient",
+    ]
