@@ -24,7 +24,7 @@ def self_test(device: str) -> None:
     """
     import torch
 
-    from rlkernel_jetson.self_test import inspect
+    from rlkernel_jetson.detect import inspect
 
     inspect(device, torch.cuda)
     _found.self_test(device)

@@ -7,11 +7,13 @@ Sharing memory with the CPU is not enough to be a Jetson: Grace Hopper and GB10 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+from rlkernel_core.errors import RLKernelError
 from rlkernel_core.host.allocator import faults
 from rlkernel_core.host.board import Board, board
 from rlkernel_core.host.boards import ALIASES, CHIPS
@@ -63,6 +65,30 @@ def detect(
     jetson = bool(properties.is_integrated) and arch in ARCHS
     problems = [*_environment(jetson, environ), *_disagreement(found, arch, properties, jetson=jetson)]
     return Detected(found, arch, jetson, tuple(problems))
+
+
+def inspect(device: str, accelerator: Any, root: Path = Path("/")) -> Detected:
+    """What a device is, before anything is run on it.
+
+    Args:
+        device: torch device string.
+        accelerator: `torch.cuda`.
+        root: where the file system starts.
+
+    Raises:
+        RLKernelError: torch sees no GPU, this one is no Jetson's, or a setting makes its first allocation fail.
+    """
+    if not accelerator.is_available():
+        named = detect(root).board
+        here = f"the files name {named.name}: " if named else ""
+        raise RLKernelError(f"{here}torch sees no GPU; rlkernel doctor says whether its build has code for it")
+    found = detect(root, os.environ, accelerator.get_device_properties(int(device.partition(":")[2] or 0)))
+    fatal = [p for p in found.problems if p.code != "allocator-risk"]
+    if fatal:
+        raise RLKernelError("; ".join(f"{p.text}. {p.fix}" for p in fatal))
+    if not found.jetson:
+        raise RLKernelError(f"{device} is {found.arch}, no GPU of a Jetson: another backend serves it")
+    return found
 
 
 def _environment(jetson: bool, environ: Mapping[str, str] | None) -> list[Problem]:

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_jetson.detect import detect
-from rlkernel_jetson.self_test import inspect
+from rlkernel_jetson.detect import detect, inspect
 from tests import boards
 from tests.boards import plant
 
