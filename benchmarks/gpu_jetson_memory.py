@@ -10,6 +10,8 @@ loses itself only. Needs torch and the packages of this clone.
 Predictions, written before the first run (H200): registering works, read-only too; every byte equal; an address can be
 registered anew once its tensors are gone; 8 layers of 4096 x 4096 in bf16 to int4_g128: 66 MiB stay; over them 40 MiB
 at the peak where layers are copied to the card first, 8 to 30 MiB where they are quantised from their pages.
+Found: all of it, and 32 MiB (one layer) over what stays where layers are copied, nothing where they are quantised from
+their pages: Triton's quantiser takes no room of its own. benchmarks/results/h200/jetson_memory.json.
 """
 
 from __future__ import annotations

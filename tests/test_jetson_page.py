@@ -1,0 +1,47 @@
+"""The page for owners of boards: its commands exist with every option, and its tables say what the code says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlkernel_core.host.boards import MODULES
+from rlkernel_core.spec import OPERATORS
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "jetson.md").read_text()
+BLOCKS = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line for block in BLOCKS for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("rlkernel ")])
+def test_a_command_of_the_checklist_exists_with_its_options(cli, line) -> None:
+    words = shlex.split(line)
+    said = cli(words[1], "--help")
+    assert said.exit_code == 0, said.output
+    assert [word for word in words if word.startswith("--") and word not in said.stdout] == []
+
+
+def test_scripts_and_folders_of_the_checklist_exist() -> None:
+    scripts = [word for line in LINES for word in line.split() if word.endswith(".py")]
+    assert len(scripts) == 2
+    assert [s for s in scripts if not (ROOT / s).is_file()] == []
+    assert all((ROOT / "backends" / name / "pyproject.toml").is_file() for name in ("triton", "jetson"))
+
+
+def test_every_module_that_is_known_is_on_the_page() -> None:
+    for module in MODULES.values():
+        family = "Thor" if "Thor" in module.name else re.search(r"AGX Orin|Orin NX|Orin Nano", module.name)[0]
+        row = next(line for line in PAGE.splitlines() if line.startswith("| ") and family in line)
+        assert str(module.multiprocessors) in row
+        assert str(round(module.gb_per_s)) in row
+
+
+def test_operators_that_the_page_names_exist() -> None:
+    row = next(line for line in PAGE.splitlines() if "from the bundle" in line)
+    from rlkernel_triton.aot.backend import OPERATORS as BUNDLED
+
+    assert set(re.findall(r"`(\w+)`", row)) == set(BUNDLED) <= set(OPERATORS)
