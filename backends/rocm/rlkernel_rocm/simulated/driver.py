@@ -67,6 +67,9 @@ class Launcher:
         """Triton's calling convention: launch metadata and two hooks, then the arguments of the function."""
         given = [v for kind, v in zip(self._kinds, rest[3:], strict=True) if kind != "constexpr"]
         active: Any = triton.runtime.driver.active
+        arch = self.machine.kernel.arch
+        if active.arch != arch:
+            raise SimulationError(f"{self.machine.kernel.name} was compiled for {arch}, and {active.arch} is simulated")
         self.machine.launch((x, y, z), _arguments(given), active.order)
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_triton.claims import CLAIMS
+
+# What modules of kernels keep for a device: compiled code and what they know of it. One CPU stands for several GPUs.
+_KEPT: Final = (
+    ("rlkernel_triton.head_calls", "_arch", "cache_clear"),
+    ("rlkernel_triton.quant.product", "machine", "cache_clear"),
+    ("rlkernel_triton.sampling.plan", "_PLANS", "clear"),
+)
+_kept_for: Final[list[str]] = []  # the architecture that it was kept for
 
 
 def on(arch: str, op: str) -> Callable[..., Any]:
@@ -27,6 +36,16 @@ def on(arch: str, op: str) -> Callable[..., Any]:
     @wraps(run)
     def simulated(*args: Any, **options: Any) -> Any:
         activate(arch)
+        if _kept_for != [arch]:
+            forget()
+            _kept_for[:] = [arch]
         return run(*args, **options)
 
     return simulated
+
+
+def forget() -> None:
+    """Let no module launch what it compiled for another GPU."""
+    for module, name, clear in _KEPT:
+        if module in sys.modules:
+            getattr(getattr(sys.modules[module], name), clear)()

@@ -21,6 +21,8 @@ from rlkernel_rocm.simulator.transfer import WIDTHS, Lanes, put_loaded, taken
 
 Compute = Callable[..., Any]
 Place = Callable[[Team], tuple[Lanes, Array]]  # active lanes, their addresses [k]
+# The bits of M0 that name a place in LDS: 16, and as many as gfx950's 160 KiB need. LLVM puts such places there.
+_PLACE_IN_LDS: Final = {"gfx950": 0x3FFFF}
 # name -> (numpy type, (old, operand) -> new)
 ATOMICS: Final[Mapping[str, tuple[Any, Compute]]] = {
     "add": (U32, np.add), "sub": (U32, np.subtract), "and": (U32, np.bitwise_and), "or": (U32, np.bitwise_or),
@@ -152,7 +154,8 @@ def _load_to_lds(ins: Instruction, size: int, inside: Place, outside: Place) -> 
 
     def put(t: Team, lanes: Lanes, data: Array) -> None:
         waves, lane = lanes
-        here = (t.s[waves, M0] & U32(0xFFFF)).astype(I64) + offset + lane * size
+        first = t.s[waves, M0] & U32(_PLACE_IN_LDS.get(t.arch, 0xFFFF))
+        here = first.astype(I64) + offset + lane * size
         t.lds.write(lds.at(t, lanes, here, size), data)
 
     def step(t: Team) -> None:

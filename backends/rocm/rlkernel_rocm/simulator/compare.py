@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, I32, I64, U32, U64, Array
+from rlkernel_rocm.simulator.formats import F32, I32, I64, U32, U64, Array, from_f16
 from rlkernel_rocm.simulator.lanes import dpp, sdwa
 from rlkernel_rocm.simulator.operands import Reader, Step, f32, f64, full, half, lane_mask, u32, u64, unknown
 from rlkernel_rocm.simulator.team import EXEC, VCC, Team
@@ -76,6 +76,19 @@ def _halfword(x: Any, *, signed: bool) -> Any:
     return low.view(np.int16) if signed else low
 
 
+def _half_of_sdwa(ins: Instruction, source: int) -> Reader:
+    """A float16 that SDWA picks out of a word, as float32 with its sign and its bars."""
+    op = ins.operands[1 + source]
+    part = sdwa(ins, source, u32(op._replace(negate=False, absolute=False)))
+
+    def read(t: Team) -> Array:
+        x = from_f16(np.asarray(part(t)))
+        x = np.abs(x) if op.absolute else x
+        return -x if op.negate else x
+
+    return read
+
+
 def _comparison(ins: Instruction, test: str, kind: str) -> Step:
     to = ins.operands[0].index
     a, b = ins.operands[1:3]
@@ -101,9 +114,12 @@ def _comparison(ins: Instruction, test: str, kind: str) -> Step:
                 _halfword(x, signed=kind == "i16"), _halfword(y, signed=kind == "i16")
             )
     if ins.encoding == "sdwa":
-        if kind[0] == "f":
+        if kind == "f16":
+            reads = [_half_of_sdwa(ins, i) for i in range(2)]
+        elif kind[0] == "f":
             raise unknown(ins)
-        reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
+        else:
+            reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     elif ins.modifiers:
         raise unknown(ins)
     first, second = reads

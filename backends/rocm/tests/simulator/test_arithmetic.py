@@ -119,6 +119,14 @@ def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
     assert (t.v[2][0, 0], t.s[0, 106]) == (0, 0xFFFFFFFF)
 
 
+def test_a_comparison_of_halves_takes_those_that_sdwa_names() -> None:
+    t = team()
+    t.v[0][...], t.v[1][...] = 0x7E00_3C00, 0xBC00_4000  # (1, NaN) and (2, -1), low half first
+    run(t, "v_cmp_o_f16_sdwa s[0:1], v0, v0 src0_sel:WORD_1 src1_sel:WORD_1")
+    run(t, "v_cmp_eq_f16_sdwa s[2:3], v0, |v1| src0_sel:WORD_0 src1_sel:WORD_1")
+    assert t.s[0, 0:4].tolist() == [0, 0, 0xFFFFFFFF, 0xFFFFFFFF]
+
+
 def test_a_shift_of_halves_keeps_the_sign() -> None:
     t = team()
     t.v[0][...], t.v[1][...] = 0xFF13, 0x8000_7000

@@ -179,6 +179,14 @@ def test_global_memory_loads_into_lds_lane_after_lane() -> None:
     assert t.lds.data.view(np.uint32)[8:264].reshape(64, 4).tolist() == x.reshape(64, 4).tolist()
 
 
+def test_a_load_reaches_the_end_of_160_kib_of_lds() -> None:
+    x = np.arange(64, dtype=np.uint32)
+    t = team("gfx950", lds=160 << 10, memory=memory_of(x))
+    address(t, 2, x, 4)
+    run(t, f"s_mov_b32 m0, {(160 << 10) - 256}", "global_load_lds_dword v[2:3], off")
+    assert t.lds.data.view(np.uint32)[-64:].tolist() == x.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "want"),
     [("add", np.uint32, 64 + 5), ("smax", np.int32, 5), ("umax", np.uint32, 0xFFFFFFFF), ("add_f32", F32, 64.0)],
