@@ -16,7 +16,7 @@ from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.bundle import Bundle, written
 from rlkernel_triton.aot.targets import TARGETS
 
-_CHUNK: Final = 12  # builds that a process takes at a time
+_CHUNK: Final = 4  # builds that a process takes at a time
 
 
 def build(

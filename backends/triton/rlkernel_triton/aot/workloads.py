@@ -39,17 +39,25 @@ def calls(run: Callable[[str], Callable[..., Any]], ops: Collection[str]) -> Ite
 def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    for dtype, entropy, rows, masked in product(DTYPES, (False, True), (False, True), (False, True)):
-        logits = torch.randn(4, 32000).to(getattr(torch, dtype)).requires_grad_()
-        T: Any = torch.full((4,), 0.8) if rows else 0.8
-        mask = torch.ones(4, dtype=torch.bool) if masked else None
-        out = run("logprob")(logits, torch.arange(4), temperature=T, entropy=entropy, mask=mask)
-        (out.logprob.sum() + (out.entropy.sum() if entropy else 0)).backward()
-        yield f"logprob {dtype} entropy={entropy} rows={rows} mask={masked}"
-    for V in VOCABULARIES:
-        logits = torch.randn(2, V, dtype=torch.bfloat16, requires_grad=True)
-        run("logprob")(logits, torch.arange(2)).logprob.sum().backward()
-        yield f"logprob V={V}"
+    from rlkernel_core.spec.logprob import Support
+
+    flags = (False, True)
+    sizes = [(dtype, 4, 512) for dtype in DTYPES] + [("bfloat16", 256, 512)]
+    sizes += [("bfloat16", 2, V) for V in VOCABULARIES[1:]]  # one for each number of parts, to a power of two
+    for (dtype, N, V), entropy, rows, masked, capped, kept in product(sizes, flags, flags, flags, flags, flags):
+        if V > VOCABULARIES[0] and (capped or (V, kept) == (VOCABULARIES[3], True)):
+            continue  # the cap concerns the sweep alone, which knows no vocabulary
+        given: dict[str, Any] = {
+            "temperature": torch.full((N,), 0.8) if rows else 0.8,
+            "mask": torch.ones(N, dtype=torch.bool) if masked else None,
+            "softcap": 30.0 if capped else None,
+            "support": Support(ids=torch.arange(N), offsets=torch.arange(N + 1)) if kept else None,
+        }
+        for of_entropy in (False, True) if entropy else (False,):
+            logits = torch.randn(N, V).to(getattr(torch, dtype)).requires_grad_()
+            out = run("logprob")(logits, torch.arange(N), entropy=entropy, **given)
+            (out.logprob.sum() + (out.entropy.sum() if of_entropy else 0)).backward()
+        yield f"logprob {dtype} [{N}, {V}] entropy={entropy} {[n for n, v in given.items() if v is not None]}"
 
 
 def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
