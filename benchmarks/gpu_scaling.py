@@ -8,12 +8,12 @@ machine of one GPU that is a world of one rank, and its results say so. Sections
 
     collectives        all-reduce and all-gather in the sizes below: GB/s a rank, for the model in docs/scale.md
     linear_logprob     the head split over the ranks: held against float64 on some rows, then timed forward and
-                       backward, beside the same in plain torch as Megatron-style trainers write it, and, in a world of
-                       one, without a group
-    linear_policy_loss the same for head, log-probability and loss in one
+                       backward, beside the same in plain torch as Megatron-style trainers write it, and without a group
     update             data parallel: group statistics over the ranks, loss of the rank's rows, sum of the gradients
                        of the head
+    split_loss         linear_logprob with the head split over the ranks, and policy_loss
 
+`linear_policy_loss` has no kernel that takes a group yet: the reference serves it, too slow to be timed.
 Times are medians over rounds of the slowest rank, from events of the device after a barrier.
 """
 
@@ -77,7 +77,7 @@ def rank() -> None:
     said["install"] = assert_same_install()
     if world == 1:
         said["note"] = "one rank: what a group costs beside none; nothing here was measured between GPUs"
-    for section in (collectives, vocabulary_parallel, fused_loss, update):
+    for section in (collectives, vocabulary_parallel, update, split_loss):
         late = torch.tensor([float(time.monotonic() - begun > BUDGET_S)], device=device())
         distributed.all_reduce(late)
         if late.item():  # the clocks of the ranks differ, and all of them leave together
@@ -124,11 +124,13 @@ def timed(call: Callable[[], Any], rounds: int = ROUNDS) -> dict[str, float]:
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     times = []
+    meet = torch.zeros(1, device=device())
     for _ in range(rounds):
         distributed.barrier()
         if gpu:
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            distributed.all_reduce(meet)  # the devices start together, whatever their hosts do
             start.record()
             call()
             end.record()
@@ -220,8 +222,11 @@ def vocabulary_parallel(world: int, which: int) -> dict[str, Any]:
     with torch.no_grad():
         found["ours forward"], found["torch forward"] = timed(ours), timed(theirs)
     found["ours"], found["torch"] = timed(both(ours)), timed(both(theirs))
-    if world == 1:
+    # The same kernel on this rank's shard alone, all ranks at once: what is left is what the group costs.
+    with rlk.use(str(rlk.last_decision("linear_logprob").backend)):
         found["ours without a group"] = timed(both(lambda: ours(None)))
+    if world == 1:
+        found["ours as chosen without a group"] = timed(both(lambda: ours(None)))
         found["ran without a group"] = str(rlk.last_decision("linear_logprob").target)
     return found
 
@@ -261,8 +266,8 @@ def megatron() -> Any:
     return Split.apply
 
 
-def fused_loss(world: int, which: int) -> dict[str, Any]:
-    """linear_policy_loss with the head split over the ranks, gradients made in the forward pass."""
+def split_loss(world: int, which: int) -> dict[str, Any]:
+    """Log-probability with the head split over the ranks, then policy_loss, forward and backward."""
     import torch
     from torch import distributed
 
@@ -279,18 +284,18 @@ def fused_loss(world: int, which: int) -> dict[str, Any]:
 
     def call() -> Any:
         hidden.grad = weight.grad = None
-        out = rlk.linear_policy_loss(
-            hidden.view(*shaped, D), weight, ids.view(shaped), old, adv, kind="grpo", group=distributed.group.WORLD
-        )
-        out.loss.backward()
-        return out.loss
+        scored = rlk.linear_logprob(hidden, weight, ids, group=distributed.group.WORLD).logprob.view(shaped)
+        loss = rlk.policy_loss(scored, old, adv, kind="grpo").loss
+        loss.backward()
+        return loss
 
     loss = call().detach()
     every = [torch.zeros_like(loss) for _ in range(world)]
     distributed.all_gather(every, loss)
     if not loss.isfinite() or len({x.item() for x in every}) > 1:
         return {"wrong": [x.item() for x in every]}
-    return {"loss": loss.item(), "ours": timed(call), "ran": str(rlk.last_decision("linear_policy_loss").target)}
+    ran = [str(rlk.last_decision(op).target) for op in ("linear_logprob", "policy_loss")]
+    return {"loss": loss.item(), "ours": timed(call), "ran": ran}
 
 
 def update(world: int, which: int) -> dict[str, Any]:
