@@ -16,6 +16,7 @@ from rlkernel_bench.ceilings import SLACK, Ceilings
 from rlkernel_bench.environment import gpu_state
 from rlkernel_bench.gates import verdict
 from rlkernel_bench.results import best
+from rlkernel_bench.telemetry import Telemetry
 from rlkernel_bench.timing import Spread, Stopwatch
 from rlkernel_bench.work import Goal, Inputs, Outputs, Problem, Work
 from rlkernel_conformance.memory import peak
@@ -200,12 +201,15 @@ def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], eff
     for run in runs:  # warm: packing and first allocations are no part of the time
         for inputs in () if run.slow else sets:
             run(inputs)
-    rounds = timing.mixed(watch, at, seconds=effort.seconds, queued=work.compute_bound)
-    state = gpu_state(str(watch.device))
+    with Telemetry() as seen:
+        rounds = timing.mixed(watch, at, seconds=effort.seconds, queued=work.compute_bound)
+    state = (gpu_state(str(watch.device)) or {}) | seen.noted()
     for name, run in by_name.items():
         run.found["eager"] = Spread.of(list(rounds[name].values())).as_dict()
         if not run.slow:
-            run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
+            with Telemetry() as seen:
+                run.found |= alone(work, watch, at[name], sets, effort, run.found["eager"]["median"] / 1e6)
+            run.found |= seen.noted()
     if work.ruler in rounds:
         ruler = by_name[work.ruler].found.get("graph", {})
         for name, run in by_name.items():
@@ -215,7 +219,7 @@ def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], eff
             if "median" in mine and "median" in ruler and not work.compute_bound:  # launches are no part of either
                 ratios = [mine[q] / ruler["median"] for q in ("low", "median", "high")]
             run.found["times_ruler"] = Spread.of(ratios).as_dict() if ratios else None
-    return state
+    return state or None
 
 
 def off_the_device(work: Work, watch: Stopwatch, run: Run, inputs: Inputs, effort: Effort) -> list[float]:
