@@ -17,7 +17,7 @@ from rlkernel_conformance.manifests import load
 from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.ranks import capturing
-from rlkernel_conformance.run import run
+from rlkernel_conformance.run import run, shares
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend, Impl, Requires
@@ -115,6 +115,12 @@ def test_a_graph_holds_the_collectives_of_as_many_ranks_as_there_are_gpus(monkey
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     found = capturing(Subject("reference", "capture", f"cuda:{gpus - 1}"), 2)
     assert [str(device) for device in found] == ranks
+
+
+def test_several_processes_share_an_operator_and_its_report_is_the_same() -> None:
+    alone, shared = (run("reference", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 3))
+    assert len(shares(list(range(11)), 3)) == 2
+    assert shared["operators"] == alone["operators"]
 
 
 def test_two_places_share_a_run_and_every_clause_is_told_once() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 from rlkernel import policy
 from rlkernel.discover import known_names
@@ -26,6 +26,8 @@ from rlkernel_conformance.report import report
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
+
+SHARE: Final = 4  # clauses for which another process is worth its start
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def run(
         profile: effort.
         ops: operators; empty for all that the backend implements.
         devices: devices of one kind that share the work; the report names the first.
-        jobs: operators attacked at the same time on each device.
+        jobs: operators attacked at the same time on each device; where there are fewer, they are attacked by several.
         manifest: "module:attribute" of the backend's manifest; None for an installed one.
         waivers: file of waivers, see `rlkernel_conformance.waivers`.
         watch: told every outcome of an attack as it comes.
@@ -109,8 +111,17 @@ def _attack_all(
     def attack(subject: Subject, attacks: list[Attack]) -> list[Outcome]:
         return attack_apart(subject, attacks, profile, manifest=manifest, watch=heard)
 
-    work = [Work(s, tuple(due)) for s, (due, _) in plan.items() if due]
-    return {s.op: [] for s in plan} | attack_everywhere(work, devices, jobs, attack)
+    each = len(devices) * jobs // len(plan)
+    work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
+    found = attack_everywhere(work, devices, jobs, attack)
+    place = {a.clause.id: i for due, _ in plan.values() for i, a in enumerate(due)}
+    return {s.op: sorted(found.get(s.op, ()), key=lambda o: place[o.clause]) for s in plan}
+
+
+def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
+    """Attacks for up to so many processes, a few clauses each at least: a process takes its time to begin."""
+    number = max(1, min(most, len(due) // SHARE))
+    return [tuple(due[i::number]) for i in range(number) if due]
 
 
 def due_on(subject: Subject) -> tuple[list[Attack], list[Outcome]]:

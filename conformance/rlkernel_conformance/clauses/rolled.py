@@ -21,6 +21,7 @@ from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBatch, Rol
 
 PAGE, PAGES, SEQS, GROUPS = 4, 8, 6, 4
 FIRST_TOKEN: Final = 7  # no token of a life is 0, which is what fresh storage holds
+WIDE: Final = -(1 + 2.0**-40)  # a token times this is exact in float64, on every device, and is no number of fp32
 # Fields of the caller's choice: two numbers a token, and one that no append gives.
 OWN: Final = {**DEFAULT_FIELDS, "pair": Field("float64", (2,)), "tag": Field("int16", default=-3)}
 
@@ -208,7 +209,7 @@ class Machine:
         more = values(given, self.device)
         if self.life.own_fields:
             token = more["token"].double()
-            more["pair"] = torch.stack([token, -token / 3], 1)
+            more["pair"] = torch.stack([token, token * WIDE], 1)
         self.buffer.append(places, more, cu_seqlens=counts.cumsum(0), alive=alive_rows)
 
     def finish(self, which: tuple[int, ...]) -> None:
@@ -273,5 +274,5 @@ class Machine:
             self.differ("other fields", self.batch["logprob"].tolist(), [-t / 8 for t in flat])
             self.differ("other fields", self.batch["mask"].tolist(), [1] * len(flat))
             if self.life.own_fields:
-                self.differ("other fields", self.batch["pair"].tolist(), [[t, -t / 3] for t in flat])
+                self.differ("other fields", self.batch["pair"].tolist(), [[t, t * WIDE] for t in flat])
                 self.differ("other fields", self.batch["tag"].tolist(), [-3] * len(flat))
