@@ -51,8 +51,10 @@ hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside
 	$(RUN) -m pip install --quiet -e '.[hosts]'
 	$(RUN) -m pytest -q tests/test_trl.py tests/test_transformers.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 
-build: $(STAMP) ## sdist and wheel in dist/
-	$(RUN) -m build --no-isolation
+build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
+	rm -rf dist
+	for d in . backends/*/; do PYTHONPATH=backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
+	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
