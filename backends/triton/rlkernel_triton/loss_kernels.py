@@ -117,7 +117,6 @@ def loss_kernel(
         first_row = start // T
         offset = start - first_row * T
         edge = tl.minimum(T - offset, SPAN).to(tl.int32)
-
     shared, flow, kl_flow, mean, count = 1.0, 0.0, 0.0, 0.0, 1.0
     if LEVEL == "sequence":
         n, total = zero, zero
@@ -126,18 +125,19 @@ def loss_kernel(
             valid = t < width
             if PACKED:
                 valid = valid & (start + t >= begin) & (start + t < end)
+            inside = valid
             if MASK:
-                valid = valid & (tl.load(mask + start + t, mask=valid, other=0) != 0)
-            lp = _read(logprob + start + t, valid, True)
-            d = lp - (_read(old + start + t, valid, True) if OLD else lp)
+                valid = valid & (tl.load(mask + start + t, mask=inside, other=0) != 0)
+            lp = _read(logprob + start + t, inside, True)
+            d = lp - (_read(old + start + t, inside, True) if OLD else lp)
             if KIND == "gmpo":
-                A = _read(advantages + (start + t if ADVANTAGE == "token" else program + t * 0), valid, True)
+                A = _read(advantages + (start + t if ADVANTAGE == "token" else program + t * 0), inside, True)
                 d, _free = _gmpo_clip(within(d, -limit, limit), A, low_bound, high_bound)
             elif KIND == "vespo":
                 d = within(d, -limit, limit)
                 if W != "none":
-                    o = lp if not OLD else _read(old + start + t, valid, True)
-                    r = _read(rollout + start + t, valid, ROLLOUT)
+                    o = lp if not OLD else _read(old + start + t, inside, True)
+                    r = _read(rollout + start + t, inside, ROLLOUT)
                     gap = tl.where(valid & (r == r), o - r, 0.0)
                     w, _out = _weigh(gap, start + t, weight, outside, valid, w_low, w_high, W, DROP)
                     d = d + within(tl.log(w), LOG_FLOOR, EXPONENT_LIMIT)
@@ -152,7 +152,6 @@ def loss_kernel(
         else:
             mean = total / count
             shared = tl.exp(within(mean, -limit, limit))
-
     loss_sum, policy_sum, tokens, ratio_sum, share, squares = zero, zero, zero, zero, zero, zero
     lows, highs, duals, k1, k3, entropies, kls, gaps, missings, weights, outs = (
         zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero,
@@ -168,26 +167,27 @@ def loss_kernel(
             if PACKED:
                 valid = valid & (at >= begin) & (at < end)
             here = valid if LEVEL == "sequence" else t < width
+            inside = valid  # loads do not wait for the mask: what a masked token holds is selected away below
             if MASK:
-                valid = valid & (tl.load(mask + at, mask=valid, other=0) != 0)
+                valid = valid & (tl.load(mask + at, mask=inside, other=0) != 0)
             if LEVEL == "sequence":
                 row = program + t.to(tl.int64) * 0
             elif not ROWS:
                 row = at * 0
             elif PACKED:
-                row = tl.load(index + at, mask=valid, other=0)
+                row = tl.load(index + at, mask=inside, other=0)
             elif LONG:
                 row = first_row + (t >= edge)
             else:
                 row = first_row + (offset.to(tl.int32) + t) // (T + tl.zeros((), tl.int32))
-            lp = _read(logprob + at, valid, True)
-            o = _read(old + at, valid, True) if OLD else lp
-            A = _read(advantages + (at if ADVANTAGE == "token" else row), valid, True)
+            lp = _read(logprob + at, inside, True)
+            o = _read(old + at, inside, True) if OLD else lp
+            A = _read(advantages + (at if ADVANTAGE == "token" else row), inside, True)
             d = lp - o
             near = within(d, -limit, limit)
             gap, unknown = d * 0.0, d != d
             if ROLLOUT:
-                r = _read(rollout + at, valid, True)
+                r = _read(rollout + at, inside, True)
                 unknown = r != r
                 gap = tl.where(valid & (r == r), o - r, 0.0)
             w, out = _weigh(gap, at, weight, outside, valid, w_low, w_high, W, DROP)
@@ -218,7 +218,7 @@ def loss_kernel(
             by, by_moves = rho, moves
             grad = scale * direct
             if KL != "none":
-                q = tl.where(valid, lp - _read(ref + at, valid, True), 0.0)
+                q = tl.where(valid, lp - _read(ref + at, inside, True), 0.0)
                 kl, slope = estimate(q, kl_input_clamp, kl_clamp, KL, STRAIGHT)
                 if IMPORTANCE == "own":
                     by, by_moves = own, tl.abs(d) <= limit
@@ -243,7 +243,7 @@ def loss_kernel(
                     grad += tl.where(moves, along, 0.0)
                     if IMPORTANCE != "none":
                         grad += tl.where(by_moves, kl_along, 0.0)
-                h = _read(entropy + at, valid, ENTROPY)
+                h = _read(entropy + at, inside, ENTROPY)
                 if ENTROPY:
                     o2 = omega2 + d * 0.0
                     if PER2:

@@ -127,11 +127,11 @@ def _tokens(c, start, count, mask, J: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _decay(lam, valid, row_lam, gamma, decay, blend, r, x, on, LAM: tl.constexpr):
+def _decay(lam, inside, row_lam, gamma, decay, blend, r, x, on, LAM: tl.constexpr):
     """The maps of a lambda-return with rewards r and values x, and lambda where it is per token."""
     if LAM == "number":
         return decay * on, blend * x + decay * r, on
-    w = _load(lam, valid, True) if LAM == "token" else row_lam + on * 0.0
+    w = _load(lam, inside, True) if LAM == "token" else row_lam + on * 0.0
     return gamma * w * on, gamma * (1.0 - w) * x + gamma * w * r, w
 
 
@@ -200,35 +200,36 @@ def scan_kernel(
     # Right to left; what does not depend on the state is fetched some chunks ahead.
     for k in tl.range(0, chunks, num_stages=STAGES):
         t, inside, valid = _tokens(last - k, start, count, mask, J, MASK)
-        r = tl.where(t == count - 1, final, 0.0) if OUTCOME else _load(b + start + t, valid, True)
-        x = _load(v + start + t, valid, VALUES)
+        # Loads that do not wait for the mask: what a masked token holds is selected away below.
+        r = tl.where(t == count - 1, final, 0.0) if OUTCOME else _load(b + start + t, inside, True)
+        x = _load(v + start + t, inside, VALUES)
         on = tl.full((J, 8), 1.0, tl.float32)
         if STOP:
-            on = 1.0 - _load(stop + start + t, valid, True)
+            on = 1.0 - _load(stop + start + t, inside, True)
         whole = _finite(r) & _finite(x)
         if RULE == "scan":
-            m = _load(a + start + t, valid, True) if A else on * a_number
+            m = _load(a + start + t, inside, True) if A else on * a_number
             n = r
         elif RULE == "returns":
             m = gamma * on
             n = r
         elif RULE == "gae":
-            m, n, w = _decay(lam + start + t, valid, row_lam, gamma, decay, blend, r, x, on, LAM)
+            m, n, w = _decay(lam + start + t, inside, row_lam, gamma, decay, blend, r, x, on, LAM)
             whole = whole & _finite(w)
         else:
-            raw = _load(ratio + start + t, valid, True)
+            raw = _load(ratio + start + t, inside, True)
             trace = tl.where(raw > trace_clip, trace_clip, raw)
             rho = tl.where(raw > ratio_clip, ratio_clip, raw)
             whole = whole & _finite(trace) & _finite(rho)
             if LAM == "token":
-                w = _load(lam + start + t, valid, True)
+                w = _load(lam + start + t, inside, True)
                 whole = whole & _finite(w)
                 trace = trace * w
             else:
                 trace = trace * (row_lam if LAM == "row" else decay)  # `decay` is lambda itself here
             m = gamma * trace * on
             if RULE == "retrace":
-                action = _load(q + start + t, valid, True) if Q else x
+                action = _load(q + start + t, inside, True) if Q else x
                 whole = whole & _finite(action)
                 n = gamma * (x + trace * (r - action))
             else:
@@ -237,7 +238,7 @@ def scan_kernel(
                 n = rho * (r + gamma * following - x)
         m, n = _select(m, n, inside, valid, MASKED)
         if LAM2 != "none":
-            m2, n2, w = _decay(lam2 + start + t, valid, row_lam2, gamma, decay2, blend2, r, x, on, LAM2)
+            m2, n2, w = _decay(lam2 + start + t, inside, row_lam2, gamma, decay2, blend2, r, x, on, LAM2)
             whole = whole & _finite(w)
             m2, n2 = _select(m2, n2, inside, valid, MASKED)
         bad = bad | (valid & (whole == 0)).to(tl.int32)
