@@ -105,7 +105,10 @@ def sample(
     # What the arguments are, without where they lie: calls that agree in it share their checks and their plan.
     strides = logits.stride() if isinstance(logits, Tensor) else None
     key = (_seen(logits), strides, *map(_seen, list(args.values())[1:]), torch.is_grad_enabled())
-    plan = PLANS.get(key)
+    try:
+        plan = PLANS.get(key)
+    except TypeError:  # what cannot be hashed is no argument of a draw: its check names it
+        plan = None
     if plan is None:
         plan = _planned(key, args)
     N, device = plan.rows, logits.device

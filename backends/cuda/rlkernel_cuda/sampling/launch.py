@@ -37,12 +37,14 @@ class Shape:
     cluster: int
     per_sm: int
     finishers: int = 0  # warps that finish a row while the others read the next; 0: a block has one row
-    ahead: int = 0  # whether a tile is fetched to the L2 while the one before it is worked on
+    ahead: int = 0  # whether a warp fetches its next tile to shared memory while it works on one
+    warm: int = 0  # whether a warp fetches the instructions of the end while the others read
 
     @property
     def shared(self) -> int:
         """Bytes of `Shared` in wide.cuh, which checks it: statistics of one row or of two, and what finishing takes."""
-        return (80 if self.finishers else 52) << 10
+        readers = self.threads // 32 - self.finishers
+        return (80 + 8 * readers * self.ahead if self.finishers else 52) << 10
 
     def blocks(self, rows: int, device: int) -> int:
         """How many are launched."""
@@ -66,6 +68,7 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
         "PER_SM": shape.per_sm,
         "FINISHERS": shape.finishers,
         "AHEAD": shape.ahead,
+        "WARM": shape.warm,
         "TYPE": TYPES[dtype],
         "PLAIN": int(plain),
         "SHARED_BYTES": shape.shared,

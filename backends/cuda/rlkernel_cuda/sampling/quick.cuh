@@ -104,11 +104,16 @@ __device__ __forceinline__ int group_again(float (&x)[4], const Params& P, const
 // added up by the last warp at the same time.
 __device__ __forceinline__ int by_tiles(const Params& P, const Row& R, const Stored* src, const Stats& st, const Tops& t, int want, Shared& sm) {
   const int warp = threadIdx.x >> 5;
-  const float level = level_of(t, want);
-  if (warp == TEAM / 32 - 1) merge(P, R, st, sm);
-  else list_groups(P, st, level, warp, TEAM / 32 - 1, sm);
+  if (warp == TEAM / 32 - 1) {
+    merge(P, R, st, sm);
+  } else {
+    const float level = level_of(t, want);
+    list_groups(P, st, level, warp, TEAM / 32 - 1, sm);
+    if (threadIdx.x == 0) sm.level = level;
+  }
   sync<TEAM>();
   MARK(4);
+  const float level = sm.level;
   const int n = sm.n_found, again = sm.n_again;
   if (n + again > want + max(64, want / 2)) return -1;
   if (!again) return n;
@@ -258,7 +263,7 @@ __device__ __forceinline__ bool cut_of(const Params& P, const Row& R, const Merg
   if (R.k && R.k <= left) left = R.k, sure = true;
   const int per = (left + 31) / 32, i0 = min(left, lane * per), i1 = min(left, i0 + per);
   float part = 0.f;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = i0; i < i1; ++i) part += weight(key_value(sorted[i]), m.top, R);
   const float incl = warp_scan(part), total = from_lane(incl, 31);
   // Equal logits add up exactly, and then p decides to its last bit. run < goal, as floats: below the first that is not.
@@ -273,7 +278,7 @@ __device__ __forceinline__ bool cut_of(const Params& P, const Row& R, const Merg
   if (!sure) return false;
   int kept = 0;
   float run = incl - part, mass = 0.f;
-#pragma unroll 2
+#pragma unroll 1
   for (int i = i0; i < i1; ++i) {
     if (!(run < bar || i == 0)) break;
     ++kept, run += weight(key_value(sorted[i]), m.top, R), mass = run;
@@ -286,6 +291,37 @@ __device__ __forceinline__ bool cut_of(const Params& P, const Row& R, const Merg
 __device__ __forceinline__ u64 score_of(const Params& P, const Row& R, float top, u64 key) {
   return make_key(scaled(key_value(key), top, R) + token_noise(key_id(key), R, P.stream), key_id(key));
 }
+// Writes what a row keeps and draws, by one warp, from its n candidates in order. False: they do not tell.
+__device__ MAYBE_INLINE bool conclude(const Params& P, const Row& R, int row, int n, Shared& sm) {
+  const Merged m = sm.merged;
+  Cut c;
+  if (!cut_of(P, R, m, sm.sorted, n, c)) return false;
+  MARK(7);
+  u64 best = 0;
+  float x = 0.f;
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < c.kept; i += 32) {
+    const u64 score = sm.score[sm.from[i]];
+    if (score > best) best = score, x = key_value(sm.sorted[i]);
+  }
+  const u64 winner = warp_max(best);
+  c.token = key_id(winner), c.x = from_lane(x, first_bit(lanes_where(best == winner)));
+  MARK(8);
+  write(P, R, row, m, c, 0);
+  return true;
+}
+#if WARM
+// Has the instructions of the end of a row fetched, by a warp that has nothing to read yet: what it writes is overwritten.
+__device__ __forceinline__ void warm(const Params& P, const Row& R, int row, Shared& sm) {
+  if ((threadIdx.x & 31) == 0) {
+    sm.sorted[0] = make_key(0.f, 0), sm.from[0] = 0, sm.score[0] = score_of(P, R, 0.f, make_key(0.f, 0));
+    sm.merged = Merged{0.f, 0.f, 1.f, 1.f, 1, 1, 0};
+  }
+  __syncwarp();
+  conclude(P, R, row, 1, sm);
+  __syncwarp();
+}
+#endif
 // Ends a row by its n candidates: its results are written. False: they do not tell what it keeps.
 __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const int tid = threadIdx.x, lane = tid & 31;
@@ -313,21 +349,7 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
     sync<TEAM>();
     MARK(6);
     if (tid < 32) {
-      const bool sure = cut_of(P, R, m, sm.sorted, n, c);
-      MARK(7);
-      if (sure) {
-        u64 best = 0;
-        float x = 0.f;
-#pragma unroll 2
-        for (int i = lane; i < c.kept; i += 32) {
-          const u64 score = sm.score[sm.from[i]];
-          if (score > best) best = score, x = key_value(sm.sorted[i]);
-        }
-        const u64 winner = warp_max(best);
-        c.token = key_id(winner), c.x = from_lane(x, first_bit(lanes_where(best == winner)));
-        MARK(8);
-        write(P, R, row, m, c, 0);
-      }
+      const bool sure = conclude(P, R, row, n, sm);
       if (!certain && lane == 0) sm.sure = sure;
     }
     if (certain) return true;

@@ -22,7 +22,7 @@ struct Merged {         // what the tiles of a row add up to
   float top, low, Z, raw;
   int tokens, live, nan;  // live: tiles with a token
 };
-struct Shared {
+struct __align__(16) Shared {
   Stats st[BUFFERS];
   Row row[BUFFERS];
   union {
@@ -38,12 +38,16 @@ struct Shared {
   u64 red[2][WARPS];
   int again[REREAD];
   int n_found, n_again, n_more, at, sure;
+  float level;
   u64 before;
   u32 best[BUFFERS];
   Order order;
   Merged merged;
   Cut cut;
   int buffer;           // where the exact way finds its row
+#if AHEAD
+  Stored ahead[WARPS - FINISHERS][2][TILE];  // the next tile of each warp that reads, and the one that it reads
+#endif
 #if FINISHERS
   u32 full[BUFFERS], empty[BUFFERS];  // how often its statistics were complete, and read
   int pending[BUFFERS];               // whether its row goes the exact way
@@ -220,7 +224,8 @@ __device__ __noinline__ void command(const Params& P, const Stored* src, const O
   if (o.kind == FILL && crew > 1) {
     for (int i = threadIdx.x; i < BINS; i += NT) {
       u32 n = sm.bins[i];
-      for (int c = 1; c < crew; ++c) n += in_block(&sm, c)->bins[i];
+#pragma unroll
+      for (int c = 1; c < CLUSTER; ++c) n += in_block(&sm, c)->bins[i];
       sm.bins[i] = n;
     }
     __syncthreads();

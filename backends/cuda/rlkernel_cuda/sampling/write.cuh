@@ -4,7 +4,7 @@ __device__ __forceinline__ const Merged& merge(const Params& P, const Row& R, co
   const int lane = threadIdx.x & 31;
   u32 most = 0, least = FULL;
   int n = 0, nan = 0, live = 0;
-#pragma unroll 4
+#pragma unroll 1
   for (int t = lane; t < P.tiles; t += 32) {
     const u32 top = ordered(st.top[t]);
     const int c = st.count[t];
@@ -16,7 +16,7 @@ __device__ __forceinline__ const Merged& merge(const Params& P, const Row& R, co
   m.tokens = lanes_add(n), m.live = lanes_add(live), m.nan = any_lane(nan);
   m.Z = m.raw = 0.f;
   if (fabsf(m.top) < INF) {
-#pragma unroll 4
+#pragma unroll 1
     for (int t = lane; t < P.tiles; t += 32) {
       const float top = st.top[t];
       if (top == -INF) continue;

@@ -5,7 +5,9 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.linear_logprob import linear_logprob as reference
-from rlkernel_cuda import plan
+from rlkernel_core.reference.vocab_parallel import Shard
+from rlkernel_cuda import head, plan
+from rlkernel_cuda import linear_logprob as module
 from rlkernel_cuda.linear_logprob import linear_logprob
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
@@ -151,3 +153,53 @@ def test_a_limit_below_the_least_names_it_and_the_least_is_accepted() -> None:
     assert linear_logprob(**given, max_workspace_bytes=least).logprob.shape == (21,)
     _, grads = run(linear_logprob, given, max_workspace_bytes=least)  # the same limit serves the gradients
     assert all(bool(g.isfinite().all()) for g in grads.values())
+
+
+class Shards:
+    """The ranks of a group one after the other: what each says is kept on the first turn and heard on the second."""
+
+    def __init__(self, monkeypatch, sizes):
+        self.sizes, self.said, self.heard, self.now, self.slopes = sizes, {}, False, 0, []
+        monkeypatch.setattr(module, "locate", lambda group, *_: Shard(group, sum(sizes[: self.now]), sum(sizes)))
+        monkeypatch.setattr(head, "gathered", self.gathered)
+        monkeypatch.setattr(module, "add", lambda dx, group: self.slopes.append(dx.double()))
+
+    def size(self):
+        return len(self.sizes)
+
+    def rank(self):
+        return self.now
+
+    def gathered(self, x, group):
+        self.said[self.now] = x
+        return torch.stack([self.said[r] for r in range(len(self.sizes))] if self.heard else [x])
+
+    def turn(self, given, **more):
+        """Every rank's call on its shard."""
+        found, self.slopes = [], []
+        for rank, size in enumerate(self.sizes):
+            self.now, first = rank, sum(self.sizes[:rank])
+            shard = {n: x[first : first + size] for n, x in given.items() if n in {"weight", "bias"}}
+            found.append(run(linear_logprob, {**given, **shard}, group=self, **more))
+        self.heard = True
+        return found
+
+
+@pytest.mark.parametrize("mode", ["save", "recompute"])
+@pytest.mark.parametrize("sizes", [(521,), (300, 221), (1, 500, 20)])
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
+def test_shards_of_a_vocabulary_are_what_the_whole_is(monkeypatch, options, sizes, mode) -> None:
+    given = case(**options)
+    whole = run(linear_logprob, given, backward=mode)
+    shards = Shards(monkeypatch, sizes)
+    shards.turn(given, backward=mode)
+    found = shards.turn(given, backward=mode)
+    (first, _), others = found[0], found[1:]
+    for name in ("logprob", "lse", "entropy", "invalid"):
+        assert [
+            r for r, (out, _) in enumerate(others) if not torch.equal(getattr(out, name), getattr(first, name))
+        ] == []
+        if len(sizes) == 1:
+            assert torch.equal(getattr(first, name), getattr(whole[0], name))
+    grads = {n: torch.cat([g[n] for _, g in found]) for n in whole[1] if n != "hidden"}
+    agree((first, {**grads, "hidden": sum(shards.slopes)}), run(reference, wide(given)))
