@@ -1,11 +1,14 @@
 """Bundles on a GPU: conformance of their operators, and how long a first call takes with one and without.
 
-    python benchmarks/gpu_aot.py --out $OUT --limit 80
-    python benchmarks/gpu_aot.py --out $OUT --limit 80 --ops logprob,advantage --only build,cold
+    python benchmarks/gpu_aot.py --out $OUT --limit 80 --only first
+    python benchmarks/gpu_aot.py --out $OUT --limit 80 --ops logprob,advantage --only build,conformance
 
-Builds one bundle with cubins for this GPU and PTX for sm_87, on all cores, with the Triton that is here; then runs
-`aot` (cubins of this GPU) and `orin-ptx` (the sm_87 PTX through the driver's compiler). What runs is sm_87 code on this
-GPU; nothing here is measured on a Jetson. Sections run in processes of their own and write JSON under --out.
+`first`: the first call of every operator from a bundle, and compiled on the spot; the bundle holds what these calls
+launch, recorded on the CPU before. `build`, `conformance`: a bundle of the shipped configurations with cubins for this
+GPU and PTX for sm_87, built on all cores with the Triton that is here, and its operators against their clauses.
+
+`aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
+here is measured on a Jetson. Sections run in processes of their own and write JSON under --out.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,8 +37,8 @@ BUILD = """
 import json, sys
 from rlkernel_triton.aot.command import build
 if __name__ == "__main__":
-    ops, out, *targets = sys.argv[1:]
-    found = build(targets, ops.split(","), out=out, keep_going=True)
+    ops, out, table, *targets = sys.argv[1:]
+    found = build(targets, ops.split(","), out=out, configurations=table or None, keep_going=True)
     print(json.dumps(found))
 """
 # Everything that one update on a GPU calls, once; (seconds, results) on standard output.
@@ -42,12 +46,13 @@ COLD = """
 import json, sys, time
 from importlib import import_module
 import torch
-kind, ops = sys.argv[1], sys.argv[2].split(",")
-x = torch.zeros(1, device="cuda") + 1
-torch.mm(torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda"))
-torch.cuda.synchronize()
-g = torch.Generator(device="cuda").manual_seed(0)
-V, device = 128256, "cuda"
+kind, ops, device = sys.argv[1], sys.argv[2].split(","), sys.argv[3]
+x = torch.zeros(1, device=device) + 1
+torch.mm(torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device))
+if device == "cuda":
+    torch.cuda.synchronize()
+g = torch.Generator(device=device).manual_seed(0)
+V = 128256
 logits = torch.randn(8, V, generator=g, device=device).bfloat16()
 hidden = torch.randn(8, 64, generator=g, device=device).bfloat16()
 head = torch.randn(151936, 64, generator=g, device=device).bfloat16()
@@ -69,8 +74,9 @@ out, took = {}, {}
 def timed(op, call):
     if op in ops:
         start = time.perf_counter()
-        out[op] = [float(v) for v in call()]
-        torch.cuda.synchronize()
+        out[op] = [float(v.detach()) for v in call()]
+        if device == "cuda":
+            torch.cuda.synchronize()
         took[op] = time.perf_counter() - start
 def logprob():
     x = logits.clone().requires_grad_()
@@ -103,7 +109,8 @@ for op, call in {
 }.items():
     timed(op, call)
 took_all = time.perf_counter() - begun
-print(json.dumps({"seconds": took_all, "by": took, "results": out, "device": torch.cuda.get_device_name()}))
+name = torch.cuda.get_device_name() if device == "cuda" else device
+print(json.dumps({"seconds": took_all, "by": took, "results": out, "device": name}))
 """
 
 
@@ -151,48 +158,62 @@ class Run:
         return path.read_text(errors="replace")[-1500:] if path.exists() else ""
 
 
-def build(run: Run) -> None:
-    """One bundle: cubins for this GPU, cubin and PTX for sm_87."""
+def own_target() -> str:
+    """The target of this GPU."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def build(run: Run, name: str = "build", table: str = "") -> None:
+    """One bundle: cubins for this GPU, cubin and PTX for sm_87."""
     start = time.monotonic()
     file = run.work / "build.py"  # a file, as the processes that compile import it
     file.write_text(BUILD)
-    command = [sys.executable, str(file), run.ops, str(run.bundle), f"sm_{major}{minor}", "sm_87"]
-    status, text = child(command, run.left, run.environ, run.out / "build.log")
-    found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": run.said("build")}
-    run.save("build", {"seconds": time.monotonic() - start, **found})
+    command = [sys.executable, str(file), run.ops, str(run.bundle), table, own_target(), "sm_87"]
+    status, text = child(command, run.left, run.environ, run.out / f"{name}.log")
+    found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": run.said(name)}
+    run.save(name, {"seconds": time.monotonic() - start, **found})
     told = (
-        f"{found['builds']} builds, {len(found['failed'])} failed, {found['bytes'] / 1e6:.1f} MB"
+        f"{found['builds']} builds, {len(found['failed'])} failed {found['failed'][:2]}, {found['bytes'] / 1e6:.1f} MB"
         if status == 0
         else found["log"][-600:]
     )
-    print(f"build: {told}, {time.monotonic() - start:.1f} s", flush=True)
+    print(f"{name}: {told}, {time.monotonic() - start:.1f} s", flush=True)
 
 
-def cold(run: Run) -> None:
-    """First calls: compiled on the spot, from Triton's cache on disk, and from the bundle."""
+def first(run: Run) -> None:
+    """First calls: compiled on the spot, from Triton's cache on disk, and from a bundle."""
+
+    def record(target: str) -> str:
+        file = run.work / f"{target}.jsonl"
+        command = [sys.executable, "-c", COLD, "rlkernel_triton.aot.recording", run.ops, "cpu"]
+        child(command, run.left, {**run.environ, "AOT_RECORDING": f"{file}:{target}"}, run.out / f"record-{target}.log")
+        return file.read_text()
+
+    with ThreadPoolExecutor(2) as pool:
+        lines = list(pool.map(record, (own_target(), "sm_87")))
+    table = run.work / "first.jsonl"
+    table.write_text("".join(lines))
+    build(run, "build-first", str(table))
     found: dict[str, Any] = {}
     environ = {**run.environ, "TRITON_CACHE_DIR": str(run.work / "cold")}
     ways = {"bundle": "rlkernel_triton.aot.backend", "bundle, sm_87 PTX": "rlkernel_jetson.elsewhere"}
-    ways |= {"bundle again": "rlkernel_triton.aot.backend", "jit": "jit", "jit, cached on disk": "jit"}
+    ways |= {"jit": "jit", "bundle again": "rlkernel_triton.aot.backend", "jit, cached on disk": "jit"}
     for name, module in ways.items():
-        log = run.out / f"cold-{name.replace(' ', '-').replace(',', '')}.log"
+        log = run.out / f"first-{name.replace(' ', '-').replace(',', '')}.log"
         # The driver keeps what it compiled from PTX; a first load is measured without.
         own = {**environ, "CUDA_CACHE_DISABLE": "1"} if "PTX" in name else environ
-        status, text = child([sys.executable, "-c", COLD, module, run.ops], run.left, own, log)
-        found[name] = (
-            json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()[-1500:]}
-        )
+        status, text = child([sys.executable, "-c", COLD, module, run.ops, "cuda"], run.left, own, log)
         if status == 0:
-            found[name]["agrees"] = (
-                close(found[name]["results"], found["bundle"]["results"]) if "results" in found["bundle"] else None
-            )
-            print(f"cold, {name}: {found[name]['seconds']:.2f} s, agrees {found[name]['agrees']}", flush=True)
+            found[name] = json.loads(text.splitlines()[-1])
+            found[name]["apart"] = close(found[name]["results"], found.get("bundle", {}).get("results", {}))
+            print(f"first calls, {name}: {found[name]['seconds']:.3f} s, apart {found[name]['apart']}", flush=True)
         else:
-            print(f"cold, {name}: {status} {found[name]['log'][-500:]}", flush=True)
-        run.save("cold", found)
+            found[name] = {"status": status, "log": log.read_text()[-1500:]}
+            print(f"first calls, {name}: {status} {found[name]['log'][-700:]}", flush=True)
+        run.save("first", found)
 
 
 def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, float]:
@@ -206,29 +227,32 @@ def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, flo
 
 def conformance(run: Run, profile: str) -> None:
     """Every operator over the bundle against its clauses, several at a time."""
+    from gpu_all import merged_conformance
+
     summary: dict[str, Any] = {}
+    pairs = [(backend, op) for op in run.ops.split(",") for backend in MANIFESTS]
+    workers = str(max(2, (os.cpu_count() or 4) // (2 * len(pairs))))
 
     def one(pair: tuple[str, str]) -> None:
         backend, op = pair
-        folder, log = run.out / "conformance" / backend / op, run.out / f"{backend}-{op}.log"
+        folder, log = run.out / "conformance" / profile / backend / op, run.out / f"{backend}-{op}.log"
         command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--manifest", MANIFESTS[backend]]
-        command += ["--op", op, "--profile", profile, "--device", "cuda", "--jobs", "2", "--report", str(folder)]
+        command += ["--op", op, "--profile", profile, "--device", "cuda", "--jobs", workers, "--report", str(folder)]
         start = time.monotonic()
         status, text = child(command, run.left, run.environ, log)
         report = folder / "report.json"
         counts = json.loads(report.read_text())["summary"] if report.exists() else {}
-        summary[f"{backend} {op}"] = {
-            "status": status,
-            "seconds": time.monotonic() - start,
-            "summary": counts,
-            "end": text[-3000:],
-        }
-        print(f"{backend:9} {op:15} {status!s:12} {time.monotonic() - start:5.1f} s {counts}", flush=True)
+        seconds = time.monotonic() - start
+        summary[f"{backend} {op}"] = {"status": status, "seconds": seconds, "summary": counts, "end": text[-6000:]}
+        print(f"{backend:9} {op:15} {status!s:12} {seconds:5.1f} s {counts}", flush=True)
         run.save("conformance", summary)
 
-    pairs = [(backend, op) for op in run.ops.split(",") for backend in MANIFESTS]
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 4) * 2 // 3)) as pool:
+    with ThreadPoolExecutor(len(pairs)) as pool:
         list(pool.map(one, pairs))
+    for backend in MANIFESTS:
+        run.save(
+            f"conformance-{backend}-{profile}", merged_conformance(SimpleNamespace(work=run.out), backend, profile)
+        )
 
 
 def main() -> int:
@@ -237,14 +261,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot")))
     parser.add_argument("--limit", type=float, default=80.0, help="seconds in all")
     parser.add_argument("--ops", default=OPS)
-    parser.add_argument("--only", default="build,cold,conformance")
+    parser.add_argument("--only", default="build,conformance")
     parser.add_argument("--profile", default="quick")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.out = asked.out.resolve()
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
-        sections = {"build": build, "cold": cold, "conformance": lambda r: conformance(r, asked.profile)}
+        sections = {"build": build, "first": first, "conformance": lambda r: conformance(r, asked.profile)}
         for name in asked.only.split(","):
             try:
                 sections[name](run)
