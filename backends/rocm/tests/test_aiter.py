@@ -12,7 +12,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel.survey import Situation, foresee
-from rlkernel_core.errors import RLKernelError
+from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.reference.qmatmul import qmatmul as definition
 from rlkernel_rocm.aiter import backend, calls
@@ -53,9 +53,17 @@ def installed(monkeypatch):
             assert w_scale.shape == (1, WQ.shape[0])
             return (XQ.double() @ WQ.double().T * x_scale * w_scale).to(dtype)
 
-        assert list(inspect.signature(gemm_a8w8).parameters) == [
-            text.strip("*=") for text in RECORDED["0.1.20.post1"][calls.GEMM_A8W8.name]
-        ]
+        def gemm_a8w8_blockscale(XQ, WQ, x_scale, w_scale, dtype=torch.bfloat16, isBpreshuffled=False):
+            assert not isBpreshuffled
+            wide = [s.double().repeat_interleave(128, 1) for s in (x_scale, w_scale)]
+            return ((XQ.double() * wide[0]) @ (WQ.double() * wide[1].repeat_interleave(128, 0)).T).to(dtype)
+
+        stands_in = {f.__name__: f for f in (gemm_a8w8, gemm_a8w8_blockscale)}
+        assert {s.function for s in calls.CALLS} == set(stands_in)
+        for spec in calls.CALLS:
+            assert list(inspect.signature(stands_in[spec.function]).parameters) == [
+                text.strip("*=") for text in RECORDED["0.1.20.post1"][spec.name]
+            ]
         monkeypatch.setattr(calls, "version", answer)
         monkeypatch.setattr(calls, "packages_distributions", lambda: {"aiter": [dist]})
         if raises is not None:
@@ -70,7 +78,7 @@ def installed(monkeypatch):
                 module.__path__ = []
                 setattr(module, calls.FAKE, fake)
                 monkeypatch.setitem(sys.modules, name, module)
-            sys.modules["aiter.ops.gemm_op_a8w8"].gemm_a8w8 = gemm_a8w8
+            vars(sys.modules["aiter.ops.gemm_op_a8w8"]).update(stands_in)
         calls.load.cache_clear()
 
     yield make
@@ -86,6 +94,28 @@ def test_the_call_computes_what_qmatmul_means(installed, weight) -> None:
     x = torch.randn(2, 5, 48, generator=g).bfloat16()
     assert fits_gfx942(x, w) is None
     torch.testing.assert_close(qmatmul(x, w), definition(x, w), rtol=2**-7, atol=1e-6)
+
+
+def test_a_product_of_blocks_computes_what_qmatmul_means(installed) -> None:
+    installed()
+    g = torch.Generator().manual_seed(0)
+    spec = QuantSpec.named("fp8_block128", act="block128_fp8", element="e4m3fnuz")
+    w = rlk.quantize(torch.randn(256, 384, generator=g), spec)
+    x = torch.randn(3, 384, generator=g).bfloat16()
+    assert fits_gfx942(x, w) is None
+    torch.testing.assert_close(qmatmul(x, w), definition(x, w), rtol=2**-7, atol=2**-7)
+
+
+def test_a_product_is_not_built_inside_a_capture(installed, monkeypatch) -> None:
+    installed()
+    w = rlk.quantize(torch.randn(32, 48), QuantSpec.named("int8_w8a8"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    with pytest.raises(CaptureError, match="call it once before"):
+        qmatmul(torch.ones(2, 48, dtype=torch.float16).as_subclass(OnGpu), w)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +144,15 @@ def test_without_aiter_the_error_says_where_it_is() -> None:
     ("weight", "options", "shape", "said"),
     [
         ("fp8_channel", {"act": "token_fp8"}, (32, 48), "e4m3fnuz, not e4m3fn"),
-        ("fp8_channel", {"element": "e4m3fnuz"}, (32, 48), "quantises what comes in"),
+        ("fp8_channel", {"element": "e4m3fnuz"}, (32, 48), "inputs of 8 bits"),
         ("int8_w8a8", {}, (32, 40), "32 x 40"),
+        ("fp8_block128", {"act": "block128_fp8", "element": "e4m3fnuz"}, (32, 128), "multiples of 128"),
     ],
 )
 def test_what_does_not_fit_is_a_reason(weight, options, shape, said) -> None:
     w = rlk.quantize(torch.randn(*shape), QuantSpec.named(weight, **options))
     reason = fits_gfx942(torch.ones(2, shape[1], dtype=torch.bfloat16), w)
-    assert said in reason.text
+    assert said in f"{reason.text}; {reason.fix}"
 
 
 def test_the_flavour_of_fp8_is_that_of_the_architecture() -> None:

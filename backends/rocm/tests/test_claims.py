@@ -23,7 +23,8 @@ SIMULATED = ("gfx90a", "gfx942", "gfx950")
 
 def test_the_entry_point_names_the_backend() -> None:
     points = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["entry-points"]["rlkernel.backends"]
-    assert points == {backend.name: "rlkernel_rocm:backend", "aiter": "rlkernel_rocm.aiter:backend"}
+    others = {name: f"rlkernel_rocm.{name}:backend" for name in ("aiter", "hipblaslt")}
+    assert points == {backend.name: "rlkernel_rocm:backend", **others}
 
 
 def test_installing_pulls_neither_torch_nor_triton_nor_aiter() -> None:
@@ -33,7 +34,8 @@ def test_installing_pulls_neither_torch_nor_triton_nor_aiter() -> None:
 
 def test_importing_claims_loads_no_torch_no_triton_no_numpy_and_no_aiter() -> None:
     code = (
-        "import sys, rlkernel_rocm, rlkernel_rocm.detect, rlkernel_rocm.aiter, rlkernel_rocm.simulated.gfx942\n"
+        "import sys, rlkernel_rocm, rlkernel_rocm.detect, rlkernel_rocm.simulated.gfx942\n"
+        "import rlkernel_rocm.aiter, rlkernel_rocm.hipblaslt\n"
         "print({'torch', 'triton', 'numpy', 'aiter'} & set(sys.modules))"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

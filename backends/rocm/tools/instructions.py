@@ -44,6 +44,7 @@ def code(build: Build, arch: str) -> Iterator[Instruction]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
     )
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
+    options |= build.options
     made = triton.compile(source, target=GPUTarget("hip", arch, ARCHITECTURES[arch].wave), options=options)
     yield from read(made.asm["amdgcn"], made.metadata.name).code
 

@@ -14,7 +14,10 @@ from rlkernel_rocm.aiter.calls import NEEDED
 
 # architecture -> the fp8 element whose codes its matrix instructions take
 ELEMENTS: Final = {"gfx942": "e4m3fnuz", "gfx950": "e4m3fn"}
-_FEATURES: Final = ("format:int8_w8a8", "format:fp8_channel", "act:token_fp8")
+_FEATURES: Final = (
+    *("format:int8_w8a8", "format:fp8_channel", "act:token_fp8"),
+    *("format:fp8_block128", "act:block128_fp8"),
+)
 
 
 def _impl(arch: str, element: str) -> Impl:

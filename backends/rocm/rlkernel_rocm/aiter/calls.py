@@ -39,7 +39,12 @@ class CallSpec(NamedTuple):
 
 # XQ [M, K] and WQ [N, K] int8 or fp8, x_scale [M, 1] and w_scale [1, N] fp32 -> [M, N] of `dtype`.
 GEMM_A8W8: Final = CallSpec("aiter.ops.gemm_op_a8w8", "gemm_a8w8", ("XQ", "WQ", "x_scale", "w_scale", "bias", "dtype"))
-CALLS: Final = (GEMM_A8W8,)
+# XQ [M, K] and WQ [N, K] fp8, x_scale [M, K / 128] and w_scale [N / 128, K / 128] fp32 -> [M, N] of `dtype`. Its
+# sibling for shuffled weights gave wrong products on gfx950 without an error (SGLang #28685) and is not called.
+GEMM_A8W8_BLOCKS: Final = CallSpec(
+    "aiter.ops.gemm_op_a8w8", "gemm_a8w8_blockscale", ("XQ", "WQ", "x_scale", "w_scale", "dtype")
+)
+CALLS: Final = (GEMM_A8W8, GEMM_A8W8_BLOCKS)
 
 
 def owner() -> str:

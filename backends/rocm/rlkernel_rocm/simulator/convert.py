@@ -50,9 +50,12 @@ FROM_F32: Final[Mapping[str, Compute]] = {
     "v_cvt_u32_f32": whole_number(0, 2**32 - 1, U32),
     "v_cvt_f16_f32": to_f16,
 }
+# name -> (from bits to float32, or to bits of a half)
 TO_F32: Final[Mapping[str, Compute]] = {
     "v_cvt_f32_i32": lambda x: np.asarray(x, U32).view(I32).astype(F32),
     "v_cvt_f32_u32": lambda x: np.asarray(x, U32).astype(F32),
+    "v_cvt_f16_i16": lambda x: to_f16(np.asarray(x, U32).astype(np.uint16).view(np.int16).astype(F32)),
+    "v_cvt_f16_u16": lambda x: to_f16(np.asarray(x, U32).astype(np.uint16).astype(F32)),
     "v_cvt_f32_f16": lambda x: x,
     "v_cvt_f32_bf16": lambda x: from_bf16(np.asarray(x, U32)),
     "v_cvt_f32_ubyte0": lambda x: (x & U32(255)).astype(F32),

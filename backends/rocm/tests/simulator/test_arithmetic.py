@@ -127,6 +127,14 @@ def test_a_comparison_of_halves_takes_those_that_sdwa_names() -> None:
     assert t.s[0, 0:4].tolist() == [0, 0, 0xFFFFFFFF, 0xFFFFFFFF]
 
 
+def test_small_integers_become_halves() -> None:
+    t = team()
+    t.v[0][...] = 0x1234_00FE
+    run(t, "v_cvt_f16_i16_sdwa v1, sext(v0) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0")
+    run(t, "v_cvt_f16_u16_e32 v2, v0")
+    assert [t.v[i][0, 0] for i in (1, 2)] == [0xC000, 0x5BF0]
+
+
 def test_a_shift_of_halves_keeps_the_sign() -> None:
     t = team()
     t.v[0][...], t.v[1][...] = 0xFF13, 0x8000_7000
