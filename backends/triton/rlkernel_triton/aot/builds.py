@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 Constant = bool | int | float | str | None
+_NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
 
 
@@ -36,10 +38,11 @@ class Build:
     num_warps: int = 4
     num_stages: int = 3
     enable_fp_fusion: bool = True
+    options: tuple[tuple[str, int], ...] = ()  # of the target's compiler alone: ("waves_per_eu", 0)
 
     def __post_init__(self) -> None:
         # By name: the kernel knows the order of its parameters.
-        for name in ("types", "constants", "divisible"):
+        for name in ("types", "constants", "divisible", "options"):
             object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
 
     def serves(self, arguments: Mapping[str, Argument]) -> bool:
@@ -69,6 +72,7 @@ class Build:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": self.enable_fp_fusion,
+            "options": dict(self.options),
         }
 
     @classmethod
@@ -82,6 +86,7 @@ class Build:
             document["num_warps"],
             document["num_stages"],
             document["enable_fp_fusion"],
+            tuple(document["options"].items()),
         )
 
     @property
@@ -127,9 +132,19 @@ def fixed(build: Build, constexprs: Iterable[str]) -> tuple[Any, ...]:
         build.num_warps,
         build.num_stages,
         fusion=build.enable_fp_fusion,
+        options=dict(build.options),
     )
 
 
-def key(kernel: str, constants: Mapping[str, Constant], warps: int, stages: int, *, fusion: bool) -> tuple[Any, ...]:
+def key(
+    kernel: str,
+    constants: Mapping[str, Constant],
+    warps: int,
+    stages: int,
+    *,
+    fusion: bool,
+    options: Mapping[str, int] = _NO_OPTIONS,
+) -> tuple[Any, ...]:
     """The key of a call. Types beside values: True is not 1, 1 is not 1.0."""
-    return kernel, warps, stages, fusion, tuple((n, type(v).__name__, v) for n, v in sorted(constants.items()))
+    how = (kernel, warps, stages, fusion, tuple(sorted(options.items())))
+    return (*how, tuple((n, type(v).__name__, v) for n, v in sorted(constants.items())))

@@ -79,6 +79,7 @@ def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, by
     )
     options: dict[str, Any] = {
         "num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.enable_fp_fusion,
+        **dict(build.options),
     }  # fmt: skip
     version = ptx or chip.ptx
     if version and chip.kind == "cuda":

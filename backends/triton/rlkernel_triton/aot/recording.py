@@ -87,7 +87,14 @@ def build_of(call: Any, divisible: frozenset[str], ones: frozenset[str]) -> Buil
     types = tuple((n, a.type) for n, a in there.items() if n not in fixed_ones)
     promised = tuple(n for n, _ in types if n in divisible) if kept else ()
     return Build(
-        call.kernel.id, types, tuple(constants), promised, call.num_warps, call.num_stages, enable_fp_fusion=call.fusion
+        call.kernel.id,
+        types,
+        tuple(constants),
+        promised,
+        call.num_warps,
+        call.num_stages,
+        enable_fp_fusion=call.fusion,
+        options=tuple(call.options.items()),
     )
 
 

@@ -28,6 +28,9 @@ POINTERS: Final = {
 WARPS: Final = 4  # where a launch names none, as in Triton
 STAGES: Final = 3
 _OPTIONS: Final = frozenset({"num_warps", "num_stages", "enable_fp_fusion"})
+_OF_COMPILERS: Final = frozenset(
+    {"waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg"}
+)  # of one target's or other
 _NONE: Final = Argument("none")
 
 
@@ -70,6 +73,7 @@ class Call(NamedTuple):
     num_warps: int
     num_stages: int
     fusion: bool
+    options: dict[str, int]  # of the target's compiler
 
 
 class Launcher(Protocol):
@@ -109,7 +113,7 @@ class Kernel:
 
     def launch(self, grid: Any, given: Sequence[Any], named: dict[str, Any]) -> Launch:
         """Run the kernel."""
-        options = {n: named.pop(n) for n in _OPTIONS & named.keys()}
+        options = {n: named.pop(n) for n in (_OPTIONS | _OF_COMPILERS) & named.keys()}
         bound = {**self.defaults, **dict(zip(self.arg_names, given, strict=False)), **named}
         unknown = bound.keys() - set(self.arg_names)
         missing = [n for n in self.arg_names if n not in bound]
@@ -124,8 +128,9 @@ class Kernel:
         arguments = {n: described(v) for n, v in zip(names, values, strict=True)}
         warps, stages = options.get("num_warps", WARPS), options.get("num_stages", STAGES)
         fusion = options.get("enable_fp_fusion", True)
-        asked = key(self.id, constants, warps, stages, fusion=fusion)
-        self.launcher.launch(Call(self, grid, asked, constants, arguments, values, warps, stages, fusion))
+        own = {n: v for n, v in options.items() if n in _OF_COMPILERS}
+        asked = key(self.id, constants, warps, stages, fusion=fusion, options=own)
+        self.launcher.launch(Call(self, grid, asked, constants, arguments, values, warps, stages, fusion, own))
         return Launch(self, constants, options)
 
 

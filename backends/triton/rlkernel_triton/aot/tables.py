@@ -5,7 +5,8 @@
 
 A row is what differs from its kernel's base. A string is the type of a parameter passed at run time, a list of one the
 value of a constant; "16" names the parameters that are multiples of 16, "how" is [warps, stages, whether a multiply
-and an add are fused], "for" says which operators launch it on which targets. Imports neither torch nor Triton.
+and an add are fused, options of the target's compiler], "for" says which operators launch it on which targets.
+Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _row(build: Build, uses: Mapping[str, frozenset[str]]) -> dict[str, Any]:
         **dict(build.types),
         **{n: [v] for n, v in build.constants},
         "16": list(build.divisible),
-        "how": [build.num_warps, build.num_stages, build.enable_fp_fusion],
+        "how": [build.num_warps, build.num_stages, build.enable_fp_fusion, dict(build.options)],
         "for": {op: sorted(targets) for op, targets in sorted(uses.items())},
     }
 
@@ -107,11 +108,13 @@ def _common(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _of(kernel: str, row: Mapping[str, Any]) -> tuple[Build, dict[str, frozenset[str]]]:
     own = {n: v for n, v in row.items() if n not in {"16", "how", "for"}}
+    *how, options = row["how"]
     build = Build(
         kernel,
         tuple((n, v) for n, v in own.items() if isinstance(v, str)),
         tuple((n, v[0]) for n, v in own.items() if isinstance(v, list)),
         tuple(row["16"]),
-        *row["how"],
+        *how,
+        tuple(options.items()),
     )
     return build, {op: frozenset(targets) for op, targets in row["for"].items()}
