@@ -33,15 +33,20 @@ _GROUPS: Final = ("g128", "g64", "g32", "channel")
 # Formats of weights and their options; others may be added to the core that no kernel here reads.
 _FORMATS: Final = frozenset({
     *(f"format:int4_{group}{kind}" for group in _GROUPS for kind in ("", "_asym")),
-    *("format:nf4", "double_quant", "format:int8_channel", "format:int8_w8a8"),
+    *(f"format:{name}{size}" for name in ("nf4", "fp4") for size in ("", "_g128")),
+    *("format:q4l", "format:hqq4", "format:hqq4_g32", "format:hqq4_g128"),
+    *("format:mxfp4", "format:mxfp8", "format:nvfp4"),
+    *(f"format:gguf_{name}" for name in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")),
+    *("double_quant", "format:int8_channel", "format:int8_w8a8"),
     *("format:fp8_tensor", "format:fp8_channel", "format:fp8_block128"),
     *("element:e5m2", "element:e4m3fnuz", "element:e5m2fnuz"),
     *("scale_dtype:bfloat16", "scale_dtype:float16", "scale_dtype:float32"),
 })  # fmt: skip
-_QUANTISED: Final = _FORMATS | {"scale_rule:absmax/7", "scale_rule:absmax/max_pow2", "out"}
+_RULES: Final = ("absmax/7", "absmax/max_pow2", "rceil", "even")
+_QUANTISED: Final = _FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
 _ALWAYS: Final = frozenset({"deterministic", "capturable"})
 _AFTER: Final = frozenset({
-    *("grad", "bias", "lora", "residual", "weight_rounding:none", "weight_rounding:dtype"),
+    *("grad", "bias", "lora", "residual", "grouped", "weight_rounding:none", "weight_rounding:dtype"),
     *("act:token_fp8", "act:block128_fp8"),
     *(f"activation:{name}" for name in ("relu", "silu", "gelu", "gelu_tanh", "swiglu", "geglu_tanh")),
 })  # fmt: skip

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.codec import quantize as defined
 from rlkernel_core.quant.float8 import FLOAT8
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
 from rlkernel_triton.launch import INTERPRETED, on_device_of
 from rlkernel_triton.quant import encode_kernels, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
 
 _LARGEST: Final = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0}
+_RULES: Final = {*_LARGEST, "absmax/max", "absmax/max_pow2"} - {"absmax"}  # of the formats that kernels quantise to
 _CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
 TILE: Final = (16, 256)  # rows and columns of a program, where scales belong to groups
 _NESTED: Final = 256  # nf4 scales that share a scale
@@ -45,6 +47,13 @@ def quantize(
     weight = weight.detach()
     if out is not None:
         storage.check_layouts("out", out)
+    if not _coded_here(spec):
+        made = defined(weight, spec, dtype=dtype)
+        if out is None:
+            return made
+        storage.written(out, made)
+        return out
+    if out is not None:
         whole = {name: part.contiguous() for name, part in out.parts.items()}
         _encode(replace(out, parts=whole), weight)
         for name, part in out.parts.items():
@@ -72,10 +81,15 @@ def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  
 
 
 def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.prepack`; the preferred layout is `triton_w4` where a weight fits it."""
+    """See `rlkernel_core.spec.quantize.prepack`; the preferred one is tiles where a weight fits them."""
     check_prepack(w, layout=layout)
     storage.check_layouts("w", w)
-    return storage.packed(w, layout or (W4 if storage.tiles(w.spec, w.shape) else CANONICAL))
+    return storage.packed(w, layout or storage.preferred(w))
+
+
+def _coded_here(spec: QuantSpec) -> bool:
+    """A kernel quantises to this format; to others the definition does, in torch."""
+    return spec.element == "nf4" or (spec.scale_rule in _RULES and not spec.float_zero)
 
 
 def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:

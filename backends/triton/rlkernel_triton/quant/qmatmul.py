@@ -3,7 +3,8 @@
 The backward pass dequantises the weight again, to the dtype of x and in pieces, and multiplies with torch; where an
 activation needs the product it is computed once more, in fp32.
 
-Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoRA rank.
+Legend: M tokens · K inputs · E experts, 1 where there is no `ends` · N rows of an expert · r LoRA rank ·
+R = N, or N / 2 for a pair.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.nn import functional
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, check
 from rlkernel_triton.quant import storage
-from rlkernel_triton.quant.product import PIECE, After, product, wide_product
+from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
+from rlkernel_triton.quant.product import PIECE, After, wide_product
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Final = {
@@ -35,9 +37,9 @@ _ACTIVATIONS: Final = {
 
 def qmatmul(
     x: Tensor,  # [..., K]
-    w: QuantTensor,  # [N, K]
+    w: QuantTensor,  # [E N, K]
     *,
-    bias: Tensor | None = None,  # [N]
+    bias: Tensor | None = None,  # [E N]
     lora: LoRA | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,  # [..., R]
@@ -53,10 +55,11 @@ def qmatmul(
     a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, float(lora.scale))
     tensors, meta = w.flatten()
     how = _How(meta, scale, activation, weight_rounding)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
-        y: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, *tensors)  # type: ignore[no-untyped-call]
+    leaves = (rows, bias, a, b, added)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+        y: Tensor = _QMatmul.apply(how, *leaves, ends, *tensors)  # type: ignore[no-untyped-call]
     else:
-        y = how.run(rows, bias, a, b, added, w)
+        y = how.run(*leaves, ends, w)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -76,13 +79,14 @@ class _How:
         a: Tensor | None,
         b: Tensor | None,
         residual: Tensor | None,
+        ends: Tensor | None,
         w: QuantTensor,
         dtype: torch.dtype | None = None,
     ) -> Tensor:  # -> [M, R]
         """The forward pass."""
         lora = None if a is None or b is None else LoRA(a, b, self.lora_scale)
         after = After(bias, lora, self.activation, residual)
-        return product(x.contiguous(), w, after, self.weight_rounding, dtype)
+        return multiplied(x.contiguous(), w, after, self.weight_rounding, ends, dtype)
 
 
 class _QMatmul(torch.autograd.Function):
@@ -95,24 +99,25 @@ class _QMatmul(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         residual: Tensor | None,
+        ends: Tensor | None,
         *parts: Tensor,
     ) -> Tensor:
         ctx.how = how
         ctx.rows, ctx.dtype = x.shape[0], x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
         # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
-        ctx.save_for_backward(x if how.activation or a is not None else None, bias, a, b, *parts)
-        return how.run(x, bias, a, b, residual, QuantTensor.unflatten(parts, how.meta))
+        ctx.save_for_backward(x if how.activation or a is not None else None, bias, a, b, ends, *parts)
+        return how.run(x, bias, a, b, residual, ends, QuantTensor.unflatten(parts, how.meta))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         how: _How = ctx.how
-        x, bias, a, b, *parts = ctx.saved_tensors
+        x, bias, a, b, ends, *parts = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:6]
         w = QuantTensor.unflatten(parts, how.meta)
-        dh = dy if how.activation is None else _through(how, x, bias, a, b, w, dy)  # [M, N]
-        dx = _times_weight(dh.to(ctx.dtype), w) if wanted[0] else None
+        dh = dy if how.activation is None else _through(how, x, bias, a, b, ends, w, dy)  # [M, N]
+        dx = _times_weight(dh.to(ctx.dtype), ends, w) if wanted[0] else None
         da = db = None
         if a is not None and any((wanted[0], wanted[2], wanted[3])):
             low = _wide(dh, b) * how.lora_scale  # [M, r] = s dh B
@@ -122,17 +127,20 @@ class _QMatmul(torch.autograd.Function):
                 da = _wide(low.t(), x)
             if wanted[3]:
                 db = _wide(dh.t(), _wide(x, a.t())) * how.lora_scale
-        dbias = dh.sum(0, dtype=torch.float32) if wanted[1] else None
+        dbias = _sums(dh, ends) if wanted[1] else None
+        if ends is not None:
+            dy = torch.where(_members(ends, dy.shape[0]).any(0), dy, 0)
         found = (dx, dbias, da, db, dy if wanted[4] else None)
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (None, *cast, *[None] * len(parts))
+        return (None, *cast, None, *[None] * len(parts))
 
 
 def _through(
-    how: _How, x: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, w: QuantTensor, dy: Tensor
-) -> Tensor:  # -> [M, N] fp32
+    how: _How, x: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, ends: Tensor | None, w: QuantTensor,
+    dy: Tensor,
+) -> Tensor:  # -> [M, N] fp32  # fmt: skip
     """The gradient of h from that of y."""
-    h = replace(how, activation=None).run(x, bias, a, b, None, w, torch.float32)
+    h = replace(how, activation=None).run(x, bias, a, b, None, ends, w, torch.float32)
     with torch.enable_grad():
         leaf = h.requires_grad_()
         given = leaf.chunk(2, 1) if how.activation in PAIRS else (leaf,)
@@ -145,9 +153,30 @@ def _wide(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _times_weight(dh: Tensor, w: QuantTensor) -> Tensor:  # [M, N] -> [M, K] fp32
+def _members(ends: Tensor, M: int) -> Tensor:  # -> [E, M, 1]
+    """Which rows an expert has."""
+    last = ends.clamp(0, M).cummax(0).values.unsqueeze(1)
+    first = functional.pad(last[:-1], (0, 0, 1, 0))
+    row = torch.arange(M, device=ends.device)
+    return ((row >= first) & (row < last)).unsqueeze(2)
+
+
+def _sums(dh: Tensor, ends: Tensor | None) -> Tensor:  # [M, N] -> [E N] fp32
+    """Sums over the rows of each expert."""
+    if ends is None:
+        return dh.sum(0, dtype=torch.float32)
+    return torch.cat([torch.where(mine, dh, 0).sum(0, dtype=torch.float32) for mine in _members(ends, dh.shape[0])])
+
+
+def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  # [M, N] -> [M, K] fp32
     """Dh w', the weight rounded to the dtype of dh, in pieces of its rows."""
     N, K = w.shape
+    if ends is not None:
+        dx = dh.new_zeros(dh.shape[0], K, dtype=torch.float32)
+        for first, some, dense in dense_experts(w, ends.shape[0], dh.dtype):
+            turned = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
+            dense_product(dh.contiguous(), turned, After(), ends, dx, first=first, experts=some, N=K)
+        return dx
     rows = max(64, 8 * PIECE // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):

@@ -9,7 +9,7 @@ Legend: N rows · K columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,10 +21,10 @@ from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import decode_kernels, encode_kernels
+from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 
 W4: Final = "triton_w4"
-KNOWN: Final = (CANONICAL, W4)
+KNOWN: Final = (CANONICAL, W4, blocks.F4)
 # No product is ever contracted with the sum that follows it: codecs promise bits.
 EXACT: Final = {"enable_fp_fusion": False}
 BIAS: Final = {"e4m3fn": 7, "e5m2": 15, "e4m3fnuz": 8, "e5m2fnuz": 16}
@@ -61,9 +61,21 @@ def four_bits(spec: QuantSpec) -> bool:
 
 
 def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
-    """A weight of this format and shape can be held as `triton_w4`."""
+    """A weight of this format and shape can be held as `triton_w4`; zero-points that are floats are not whole there."""
     rows, columns = shape
-    return four_bits(spec) and rows % 64 == 0 and columns % 128 == 0
+    return four_bits(spec) and not (spec.float_zero or blocks.reads(spec)) and rows % 64 == 0 and columns % 128 == 0
+
+
+def table_of_nf4(w: QuantTensor) -> QuantTensor:
+    """A weight of fp4 as one of nf4 with another table, which is all that tells them apart; others as they are."""
+    return replace(w, spec=replace(w.spec, element="nf4")) if w.spec.element == "fp4" else w
+
+
+def preferred(w: QuantTensor) -> str:
+    """The layout that products read fastest."""
+    if blocks.tiles(w.spec, w.shape):
+        return blocks.F4
+    return W4 if tiles(table_of_nf4(w).spec, w.shape) else CANONICAL
 
 
 def scale_name(spec: QuantSpec) -> str:
@@ -109,7 +121,11 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
     check_layouts("w", w)
     if w.layout == layout:
         return w
-    if layout == W4 and not tiles(w.spec, w.shape):
+    if blocks.reads(w.spec):
+        return blocks.packed(w, layout)
+    if w.spec.element == "fp4":
+        return replace(packed(table_of_nf4(w), layout), spec=w.spec)
+    if layout == blocks.F4 or (layout == W4 and not tiles(w.spec, w.shape)):
         need = f"{W4} holds 4-bit codes of N in multiples of 64 and K in multiples of 128, not {w.spec} of {w.shape}"
         raise ArgumentError("layout", layout, need, "Leave layout=None, which keeps such a weight canonical.")
     parts = dict(w.parts)
@@ -124,6 +140,13 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
             128, num_warps=4, **EXACT,
         )  # fmt: skip
     return QuantTensor(w.spec, w.shape, w.dtype, parts, layout)
+
+
+def written(out: QuantTensor, canonical: QuantTensor) -> None:
+    """Write a weight into the storage of another of its format, in the layout which that has."""
+    fresh = packed(canonical, out.layout)
+    for name, part in out.parts.items():
+        part.copy_(fresh.parts[name])
 
 
 def _size(w: QuantTensor, layout: str) -> tuple[int, ...]:
@@ -148,6 +171,9 @@ def dequantised(
     w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
 ) -> Tensor:  # -> [rows, K]
     """The weight, or a range of its rows that starts at a multiple of 16."""
+    if blocks.reads(w.spec):
+        return blocks.dequantised(w, dtype, rows, out)
+    w = table_of_nf4(w)
     first, last = rows or (0, w.shape[0])
     result = torch.empty(last - first, w.shape[1], dtype=dtype, device=w.device) if out is None else out
     N, K = last, w.shape[1]

@@ -1,0 +1,63 @@
+"""Builds of the kernels of blocks and experts: what rollouts on MX, NVFP4 and GGUF weights launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from rlkernel_triton.builds import Build
+from rlkernel_triton.quant import block_kernels, expert_kernels
+from rlkernel_triton.quant.block_products import CUTS
+from rlkernel_triton.quant.builds import _AFTER, _PLAIN, _build
+
+_SIZES: Final = {"M": "i32", "N": "i32", "K": "i32", "E": "i32", "m_tiles": "i32", "rows": "i32", "first": "i32"}
+_BLOCKS: Final = {
+    "codes": "*u8", "high": "*u8", "scale": "*u8", "d": "*fp16", "least": "*u8", "dmin": "*fp16", "factor": "*fp32",
+    "out": "*bf16", **_SIZES,
+}  # fmt: skip
+_CALL: Final = {
+    "x": "*bf16", "x_row": "i32", "ends": "*i32", "first_expert": "i32", "y": "*bf16", "partial": "*fp32",
+    "tickets": "*i32", "zero": "*u8", "global_scale": "*fp32", **_AFTER, **_SIZES,
+}  # fmt: skip
+_TILES: Final = {**_CALL, "codes": "*i32", "scale": "*i16"}
+_FORM: Final = {"MANTISSA": 3, "BIAS": 7, "FLOAT_BIAS": 7, "R": 8, "C": 256, "INTERPRETED": False}
+_KINDS: Final = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2, "gguf_q4_k": 3, "gguf_q5_k": 4, "gguf_q6_k": 5}
+_DENSE: Final = 6
+_INT4: Final = 7
+
+
+def builds(arch: str) -> Iterator[Build]:
+    """Every build that is compiled for an architecture."""
+    for name, kind in _KINDS.items():
+        signed = {"scale": "*i8"} if name == "gguf_q6_k" else {}
+        types = {**_BLOCKS, **signed}
+        yield _build(block_kernels.dequantise_blocks, name, types, {**_FORM, "FORMAT": kind})
+        canonical = {**_PLAIN, **_FORM, "FORMAT": kind, "BM": 16, "BN": 64, "BK": 64, "STAGES": 2, "EB": 0}
+        yield _build(block_kernels.block_product, f"{name}, M <= 16", {**types, **_CALL}, {**canonical, "WIDE": False})
+    dense = {**_PLAIN, **_FORM, "FORMAT": _DENSE, "BM": 64, "BN": 64, "BK": 64, "STAGES": 2, "EB": 32, "WIDE": False}
+    values = {**_BLOCKS, **_CALL, **dict.fromkeys(("codes", "high", "scale", "d", "least", "dmin", "factor"), "*bf16")}
+    yield _build(block_kernels.block_product, "dense, 32 experts", values, dense)
+    yield from _tiles(arch)
+
+
+def _tiles(arch: str) -> Iterator[Build]:
+    nvidia = arch.startswith("sm")
+    base: dict[str, Any] = {**_PLAIN, "FORMAT": _KINDS["mxfp4"], "PARTS": 1, "GROUP": 32, "SYMMETRIC": True, "EB": 32}
+    base |= {"FACTORED": False, "ASM": nvidia, "PERMUTED": nvidia and arch != "sm90"}
+
+    def tile(label: str, rows: int, **more: Any) -> Build:
+        cut = CUTS[rows]
+        shape = {"BM": cut.BM, "BN": cut.BN, "BK": 64, "STAGES": cut.stages}
+        return _build(expert_kernels.tile_product, label, _TILES, {**base, **shape, **more}, cut.warps, cut.stages)
+
+    for rows in CUTS:
+        if arch == "sm90" or rows <= 64:
+            yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows)
+    yield tile("mxfp4, M <= 16", 16, EB=0, PARTS=4, BK=128)
+    yield tile("nvfp4, M <= 16", 16, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
+    yield tile("mxfp4, 32 experts, swiglu, bias", 16, PAIR=True, ACTIVATION="swiglu", BIAS=True)
+    int4 = {"FORMAT": _INT4, "GROUP": 128, "BK": 128}
+    given = {**_TILES, "scale": "*bf16"}
+    cut = CUTS[16]
+    shape = {"BM": cut.BM, "BN": cut.BN, "STAGES": cut.stages, **int4}
+    yield _build(expert_kernels.tile_product, "int4_g128, 32 experts", given, {**base, **shape}, cut.warps, cut.stages)

@@ -1,0 +1,232 @@
+"""Products of the formats of blocks, and of experts in any format.
+
+Weights of 4-bit codes in tiles are decoded in registers; other formats of blocks take a kernel that decodes canonical
+blocks, and above the largest class of M the weight is dequantised in pieces and torch multiplies. What has no kernel of
+its own for experts is dequantised, some experts at a time, and multiplied from memory.
+
+Legend: M tokens · N rows of an expert · K inputs · E experts, 1 where there is no `ends`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.quant.activations import quantize_activation
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
+from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
+from rlkernel_triton.quant.tickets import tickets
+
+
+class Cut(NamedTuple):
+    """One way to cut a product of tiles."""
+
+    BM: int
+    BN: int
+    stages: int
+    warps: int
+
+
+# Rows of x (of an expert, on average) up to a class -> cut. 128 rows of folded weights want 8 warps: see choice.
+CUTS: Final = {16: Cut(16, 64, 4, 4), 32: Cut(32, 64, 4, 4), 64: Cut(64, 64, 3, 4), 128: Cut(128, 128, 3, 8)}
+_DENSE_EXPERTS: Final = 8 * PIECE  # bytes of experts that are dequantised at once
+
+
+def multiplied(
+    x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:  # [M, K] -> [M, R]
+    """act(x w'^T + lora + bias) + residual of contiguous x, of a dtype, that of x unless said."""
+    if ends is None and not blocks.reads(w.spec):
+        return product.product(x, w, after, rounding, dtype)
+    N = w.shape[0] // (1 if ends is None else ends.shape[0])
+    make = torch.empty if ends is None else torch.zeros
+    y = make(x.shape[0], N // 2 if after.pair else N, dtype=dtype or x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return y
+    with on_device_of(x):
+        if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
+            h = multiplied(x, w, After(), rounding, None, torch.float32)
+            h.addmm_(product.inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
+            product.finish(x, h, replace(after, lora=None), y)
+        elif in_tiles(x, w, rounding, N, after):
+            by_tiles(x, w, after, rounding, ends, y)
+        elif ends is None and many(x, rounding):
+            product.by_pieces(x, w, after, y)
+        elif blocks.reads(w.spec):
+            by_blocks(x, w, after, rounding, ends, y)
+        else:
+            by_experts(x, w, after, rounding, ends, y)  # type: ignore[arg-type]  # other formats come with ends
+    return y
+
+
+def many(x: Tensor, rounding: str) -> bool:
+    """So many rows that a weight is better dequantised; that rounds it."""
+    half = x.dtype != torch.float32
+    return half and rounding != "none" and choice.class_of(x.shape[0], product.machine(x.device).kind) is None
+
+
+def in_tiles(x: Tensor, w: QuantTensor, rounding: str, N: int, after: After) -> bool:
+    """The kernel of tiles takes this product."""
+    if x.dtype == torch.float32 or (N // 2 if after.pair else N) % 32:
+        return False
+    if w.layout == blocks.F4:  # a product of code and scale is exact but for mxfp4 in float16
+        return rounding != "none" or x.dtype == torch.bfloat16 or w.spec.format == "nvfp4"
+    return w.layout == storage.W4 and w.spec.element == "int4" and rounding != "none"
+
+
+def by_tiles(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+    """Codes in tiles, decoded in registers."""
+    experts = 1 if ends is None else ends.shape[0]
+    rows = triton.cdiv(x.shape[0], experts)
+    if ends is None and rows > max(CUTS) and rounding != "none":
+        product.by_pieces(x, w, after, y)
+        return
+    cut = next((c for limit, c in CUTS.items() if rows <= limit), CUTS[max(CUTS)])
+    if y.shape[1] % cut.BN:
+        cut = cut._replace(BN=64 if y.shape[1] % 64 == 0 else 32, warps=4)
+    launch(x, w, after, rounding, ends, y, cut)
+
+
+def launch(
+    x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor, cut: Cut, parts: int = 0
+) -> None:
+    """The product of tiles, cut in one way; `parts` of K, 0 for as many as fill the GPU."""
+    spec, M, (rows, K) = w.spec, x.shape[0], w.shape
+    experts = 1 if ends is None else ends.shape[0]
+    m_tiles = triton.cdiv(M, cut.BM) if ends is None else M // cut.BM + min(M, experts)
+    step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
+    if cut.BM * cut.BN >= 1 << 14:
+        step = min(step, 64)
+    on, tiles = product.machine(x.device), m_tiles * (y.shape[1] // cut.BN)
+    parts = parts or (choice.parts_of(tiles, K // step, on.multiprocessors) if ends is None else 1)
+    partial, counters = x, x
+    if parts > 1:
+        halves = 2 if after.pair else 1
+        partial = torch.empty(parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
+        counters = tickets(tiles, x.device)
+    factored = spec.format == "nvfp4" and rounding == "dtype"
+    exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
+    scale = w.parts["scale"].contiguous()
+    expert_kernels.tile_product[(tiles * parts,)](
+        x=x,
+        x_row=x.stride(0),
+        codes=w.parts["codes"].contiguous(),
+        scale=scale,
+        zero=w.parts.get("zero", scale),
+        global_scale=w.parts.get("global_scale", scale),
+        ends=x if ends is None else ends.contiguous(),
+        y=y,
+        partial=partial,
+        tickets=counters,
+        **after.arguments(x),
+        M=M,
+        N=rows // experts,
+        K=K,
+        rows=rows,
+        E=experts,
+        m_tiles=m_tiles,
+        FORMAT=expert_kernels.INT4.value if spec.element == "int4" else blocks.KINDS[spec.format].value,
+        BM=cut.BM,
+        BN=cut.BN,
+        BK=step,
+        PARTS=parts,
+        STAGES=cut.stages,
+        GROUP=spec.group,
+        SYMMETRIC=spec.symmetric,
+        FACTORED=factored,
+        EB=0 if ends is None else triton.next_power_of_2(experts),
+        PERMUTED=on.sync,
+        ASM=on.ptx and exact and not factored,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **FUSED,
+    )
+
+
+def by_blocks(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+    """Canonical blocks, decoded beside the product."""
+    w = blocks.packed(w, "canonical")
+    form = blocks.form(w.spec)
+    experts = 1 if ends is None else ends.shape[0]
+    _canonical(
+        x, blocks.arguments(w), after, ends, y, N=w.shape[0] // experts, K=w.shape[1], first=0, experts=experts,
+        FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
+        WIDE=x.dtype == torch.float32 or rounding == "none",
+    )  # fmt: skip
+
+
+def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor, y: Tensor) -> None:
+    """Some experts at a time, dequantised and multiplied from memory."""
+    kind = x.dtype if x.dtype != torch.float32 and (rounding == "dtype" or w.spec.act == "none") else torch.float32
+    kind = torch.float32 if rounding == "none" else kind
+    if w.spec.act != "none":
+        x = quantize_activation(x.float(), w.spec).value()
+    N = w.shape[0] // ends.shape[0]
+    for first, some, dense in dense_experts(w, ends.shape[0], kind):
+        dense_product(x, dense, after, ends, y, first=first, experts=some, N=N)
+
+
+def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Any:
+    """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
+    N, K = w.shape[0] // experts, w.shape[1]
+    most = max(1, _DENSE_EXPERTS // (N * K * kind.itemsize))
+    aligned = 16 // _common(N, 16)  # tiles are read from multiples of 16 rows
+    most = max(aligned, most // aligned * aligned)
+    for first in range(0, experts, most):
+        last = min(first + most, experts)
+        yield first, last - first, storage.dequantised(w, kind, (first * N, last * N))
+
+
+def _common(a: int, b: int) -> int:
+    return a if b == 0 else _common(b, a % b)
+
+
+def dense_product(
+    x: Tensor, dense: Tensor, after: After, ends: Tensor, y: Tensor, *, first: int, experts: int, N: int
+) -> None:
+    """Rows of x times the dense rows of their experts, those of experts from `first` on."""
+    given = dict.fromkeys(("codes", "high", "scale", "d", "least", "dmin", "factor"), dense)
+    _canonical(
+        x, given, after, ends, y, N=N, K=dense.shape[1], first=first, experts=experts,
+        FORMAT=block_kernels.DENSE.value, MANTISSA=0, FLOAT_BIAS=0, WIDE=torch.float32 in (x.dtype, dense.dtype),
+    )  # fmt: skip
+
+
+def _canonical(
+    x: Tensor, parts: dict[str, Tensor], after: After, ends: Tensor | None, y: Tensor, *, N: int, K: int, first: int,
+    experts: int, WIDE: bool, **form: int,
+) -> None:  # fmt: skip
+    M = x.shape[0]
+    rows = M if ends is None else triton.cdiv(M, ends.shape[0])
+    BM = next((b for b in (16, 32, 64) if b >= rows), 64)
+    m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, ends.shape[0])
+    block_kernels.block_product[(m_tiles * triton.cdiv(y.shape[1], 64),)](
+        x=x,
+        x_row=x.stride(0),
+        **parts,
+        ends=x if ends is None else ends.contiguous(),
+        first_expert=first,
+        y=y,
+        **after.arguments(x),
+        M=M,
+        N=N,
+        K=K,
+        E=experts,
+        m_tiles=m_tiles,
+        **form,
+        BM=BM,
+        BN=64,
+        BK=32 if WIDE else 64,
+        STAGES=2,
+        EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
+        WIDE=WIDE,
+        num_warps=4,
+        num_stages=2,
+        **FUSED,
+    )

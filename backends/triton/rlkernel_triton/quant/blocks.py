@@ -1,0 +1,116 @@
+"""Formats of blocks (mxfp4, mxfp8, nvfp4, the k-quants): dequantising, and `triton_f4`, a layout of the 4-bit floats.
+
+`triton_f4` wants N and K in multiples of 64 (see `float4_tiles`); other weights stay canonical.
+
+Legend: N rows · K columns.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.quant import block_kernels, decode_kernels
+
+F4: Final = "triton_f4"
+# Bits are promised: nothing is contracted.
+_EXACT: Final = {"enable_fp_fusion": False}
+KINDS: Final = {
+    "mxfp4": block_kernels.MXFP4,
+    "mxfp8": block_kernels.MXFP8,
+    "nvfp4": block_kernels.NVFP4,
+    "gguf_q4_k": block_kernels.Q4_K,
+    "gguf_q5_k": block_kernels.Q5_K,
+    "gguf_q6_k": block_kernels.Q6_K,
+}
+_PARTS: Final = ("high", "scale", "d", "min", "dmin", "global_scale")  # beside codes
+
+
+def reads(spec: QuantSpec) -> bool:
+    """The format is one of blocks."""
+    return spec.format in KINDS
+
+
+def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
+    """A weight of this format and shape can be held as `triton_f4`."""
+    return spec.element == "e2m1" and shape[0] % 64 == 0 and shape[1] % 64 == 0
+
+
+def form(spec: QuantSpec) -> dict[str, int]:
+    """The constants of a format."""
+    mantissa, bias = (2, 15) if spec.element == "e5m2" else (3, 7)
+    return {"FORMAT": KINDS[spec.format].value, "MANTISSA": mantissa, "BIAS": bias}
+
+
+def arguments(w: QuantTensor) -> dict[str, Tensor]:
+    """The parts of a canonical weight as keyword arguments; what a format lacks is any tensor."""
+    raw = {name: _raw(part.contiguous()) for name, part in w.parts.items()}
+    found = {name: raw.get(name, raw["codes"]) for name in ("codes", *_PARTS)}
+    return {"least": found.pop("min"), "factor": found.pop("global_scale"), **found}
+
+
+def _raw(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype != torch.int8 else part
+
+
+def dequantised(
+    w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
+) -> Tensor:  # -> [rows, K]
+    """The weight, or a range of its rows."""
+    w = packed(w, CANONICAL)
+    first, last = rows or (0, w.shape[0])
+    result = torch.empty(last - first, w.shape[1], dtype=dtype, device=w.device) if out is None else out
+    R, C = 8, 256
+    with on_device_of(result):
+        block_kernels.dequantise_blocks[(triton.cdiv(last - first, R) * triton.cdiv(w.shape[1], C),)](
+            **arguments(w), out=result, first=first, N=last, K=w.shape[1], **form(w.spec), R=R, C=C,
+            INTERPRETED=INTERPRETED, num_warps=4, **_EXACT,
+        )  # fmt: skip
+    return result
+
+
+def packed(w: QuantTensor, layout: str) -> QuantTensor:
+    """The weight as `triton_f4`, or canonical."""
+    if w.layout == layout:
+        return w
+    if layout != CANONICAL and not (layout == F4 and tiles(w.spec, w.shape)):
+        need = f"{F4} holds mxfp4 and nvfp4 of N and K in multiples of 64, not {w.spec} of {w.shape}"
+        raise ArgumentError("layout", layout, need, "Leave layout=None, which keeps such a weight canonical.")
+    rows, columns = w.shape
+    size, kind = (
+        ((rows // 16, columns // 64, 128), torch.int32) if layout == F4 else ((rows, columns // 2), torch.uint8)
+    )
+    codes = torch.empty(size, dtype=kind, device=w.device)
+    move_codes(w, codes, to_tiles=layout == F4)
+    scale = (_scales_in_tiles if layout == F4 else _scales_in_rows)(w)
+    return QuantTensor(w.spec, w.shape, w.dtype, {**w.parts, "codes": codes, "scale": scale}, layout)
+
+
+def move_codes(w: QuantTensor, codes: Tensor, *, to_tiles: bool) -> None:
+    """Write the codes of a weight as words of tiles, or as bytes; N and K are multiples of 64."""
+    rows, columns = w.shape
+    with on_device_of(codes):
+        decode_kernels.move[(rows // 64 * (columns // 64),)](  # it writes whole tiles
+            w.parts["codes"].contiguous(), codes, columns // 2, rows, columns, to_tiles, False, 64, 64, num_warps=4,
+            **_EXACT,
+        )  # fmt: skip
+
+
+def _scales_in_tiles(w: QuantTensor) -> Tensor:  # -> int16 [N / 16, K / 64, 8, B]
+    rows, columns = w.shape
+    byte = w.parts["scale"].view(torch.uint8).view(rows // 16, 2, 8, columns // 64, -1)  # tn rh r8 tk b
+    found: Tensor = byte.permute(0, 3, 2, 4, 1).contiguous().view(torch.int16)  # tn tk r8 b (rh)
+    return found.squeeze(-1)
+
+
+def _scales_in_rows(w: QuantTensor) -> Tensor:  # -> [N, K / group]
+    byte = w.parts["scale"].contiguous().view(torch.uint8).view(*w.parts["scale"].shape, 2)  # tn tk r8 b rh
+    rows = byte.permute(0, 4, 2, 1, 3).reshape(w.shape[0], -1)
+    return rows if w.spec.scale_dtype == "e8m0" else rows.view(torch.float8_e4m3fn)

@@ -1,0 +1,134 @@
+"""Formats of blocks and products of experts on Triton: bits, layouts, the contract's bound, gradients."""
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core import quant as reference
+from rlkernel_core.quant import QuantSpec
+from rlkernel_core.reference.qmatmul import qmatmul as definition
+from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+from rlkernel_triton.quant import block_products, blocks, storage
+from rlkernel_triton.quant.block_products import Cut
+from rlkernel_triton.quant.product import After
+
+named = QuantSpec.named
+BLOCKS = [*(named(f) for f in blocks.KINDS), named("mxfp8", element="e5m2")]
+OTHERS = [*(named(f) for f in ("q4l", "gguf_q4_0", "gguf_q8_0", "hqq4_g32", "fp4")), named("fp4", double_quant=True)]
+ids = {"ids": str}
+
+
+def stored(spec, N, K, device):
+    """A weight whose codes and 8-bit scales are random bytes: every code, NaN and subnormal scales among them."""
+    g = torch.Generator().manual_seed(N + K)
+    w = reference.quantize(torch.randn(N, K, generator=g), spec)
+    for name, part in w.parts.items():
+        if name != "absmax" and part.dtype.itemsize == 1:
+            raw = part.view(torch.uint8)
+            raw.copy_(torch.randint(256, raw.shape, generator=g).to(torch.uint8))
+    return w.to(device)
+
+
+def same(a, b):
+    """Equal bit for bit, NaN where the other is."""
+    nan = b.isnan()
+    bits = (x.masked_fill(nan, 0).view(torch.uint8) for x in (a, b))
+    return torch.equal(a.isnan(), nan) and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("spec", [*BLOCKS, *OTHERS], **ids)
+def test_values_have_the_bits_of_the_definition(device, spec) -> None:
+    w = stored(spec, 7, 301, device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert same(rlk.dequantize(w, dtype=dtype), reference.dequantize(w, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "K"), [("mxfp4", 320), ("nvfp4", 320), ("q4l", 256), ("gguf_q4_0", 256), ("fp4", 256)]
+)
+def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, kind, K) -> None:
+    w = stored(named(kind), 64, K, device)
+    tiles = rlk.prepack(w)
+    assert tiles.layout == (blocks.F4 if blocks.reads(w.spec) else storage.W4)
+    assert rlk.prepack(tiles, layout="canonical").same_bits(w)
+    assert same(rlk.dequantize(tiles), rlk.dequantize(w))
+    kept = {name: part.data_ptr() for name, part in tiles.parts.items()}
+    second = torch.randn(64, K, generator=torch.Generator().manual_seed(1)).to(device)
+    assert rlk.quantize(second, kind, out=tiles) is tiles
+    assert {name: part.data_ptr() for name, part in tiles.parts.items()} == kept
+    assert same(rlk.dequantize(tiles), reference.dequantize(reference.quantize(second, kind)))
+
+
+def test_tiles_write_no_byte_behind_them(device) -> None:
+    w = stored(named("mxfp4"), 64, 320, device)
+    arena = torch.full((64 // 16 * 5 * 128 + 4096,), 7, dtype=torch.int32, device=device)
+    tiles = blocks.packed(w, blocks.F4)
+    blocks.move_codes(w, arena[:2560].view(4, 5, 128), to_tiles=True)
+    assert torch.equal(arena[:2560].view(4, 5, 128), tiles.parts["codes"])
+    assert bool((arena[2560:] == 7).all())
+
+
+def test_a_weight_that_no_tile_fits_is_refused_by_name(device) -> None:
+    w = rlk.quantize(torch.randn(70, 128, device=device), "mxfp4")
+    assert rlk.prepack(w) is w
+    for weight, layout in ((w, blocks.F4), (rlk.quantize(torch.randn(64, 128, device=device), "nvfp4"), storage.W4)):
+        with pytest.raises(rlk.ArgumentError, match="multiples of 64"):
+            rlk.prepack(weight, layout=layout)
+
+
+def over(y, x, value, rounding):
+    """The largest error over the contract's bound."""
+    exact = (value.to(x.dtype) if rounding == "dtype" else value).double()
+    want, reach = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
+    unit = UNITS[str(x.dtype).removeprefix("torch.")]
+    return (
+        (y.double() - want).abs()
+        / accumulation_bound(want, reach, unit=unit, inner=x.shape[1], weight_rounding=rounding)
+    ).max()
+
+
+CASES = [(s, "any", torch.bfloat16) for s in [*BLOCKS[:6], *OTHERS[:5]]]
+CASES += [
+    (named(f), r, d) for f in ("mxfp4", "nvfp4") for r in ("none", "dtype") for d in (torch.float16, torch.float32)
+]
+CASES += [(named("hqq4_g32"), "none", torch.float16), (named("nvfp4"), "dtype", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("spec", "rounding", "dtype"), CASES, **ids)
+def test_products_are_within_the_bound(device, spec, rounding, dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    for rows, columns in ((64, 128), (34, 140)):
+        w = reference.quantize(torch.randn(rows, columns, generator=g).to(device), spec)
+        value, x = reference.dequantize(w, dtype=torch.float32), torch.randn(3, columns, generator=g).to(device, dtype)
+        for weight in {id(v): v for v in (w, rlk.prepack(w))}.values():
+            assert over(rlk.qmatmul(x, weight, weight_rounding=rounding), x, value, rounding) <= 1
+
+
+@pytest.mark.parametrize("cut", [Cut(16, 64, 2, 4), Cut(32, 32, 2, 4)], ids=str)
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "int4_g128_asym"])
+def test_parts_of_k_add_up(device, kind, cut) -> None:
+    w = reference.quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(5)).to(device), kind)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
+    y = torch.full((5, 64), torch.nan, dtype=torch.bfloat16, device=device)
+    block_products.launch(x, rlk.prepack(w), After(), "any", None, y, cut, 2)
+    assert over(y, x, reference.dequantize(w, dtype=torch.float32), "any") <= 1
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "int4_g32_asym", "gguf_q4_k", "int8_w8a8", "nf4"])
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_experts_and_their_gradients(device, kind, activation) -> None:
+    """Ragged, empty, and rows of none; packed where the format has tiles."""
+    g = torch.Generator().manual_seed(7)
+    w = reference.quantize((torch.randn(3 * 64, 128, generator=g) / 8).to(device), kind)
+    x, bias = torch.randn(24, 128, generator=g).to(device), torch.randn(3 * 64, generator=g).to(device)
+    ends = torch.tensor([18, 18, 22], dtype=torch.int32, device=device)
+    dy = torch.randn(24, 64 if activation is None else 32, generator=g).to(device)
+    results = []
+    for f, v, dtype in ((rlk.qmatmul, rlk.prepack(w), torch.float16), (definition, w, torch.float64)):
+        leaves = [t.to(torch.float16).to(dtype).requires_grad_() for t in (x, bias)]
+        y = f(leaves[0], v, bias=leaves[1], activation=activation, ends=ends)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(torch.float16).to(dtype))])
+    for mine, theirs in zip(*results, strict=True):
+        assert float((mine.double() - theirs).norm() / theirs.norm()) < 1.5e-3
+    assert bool((results[0][0][22:] == 0).all())
+    assert bool((results[0][1][22:] == 0).all())
