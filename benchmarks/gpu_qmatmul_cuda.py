@@ -30,65 +30,84 @@ from gpu_qmatmul import COLD, replayed
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = (28672, 4096)
 WORKERS = 12
-SILENCE = 14.0  # seconds
+SILENCE = 12.0  # seconds
 Finding = dict[str, Any]
 
 
-def narrow_cuts(N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
-    """(tokens, sets, parts, joined, stages) that are compared."""
+# (sets, parts, joined) that are compared, by (N, K)
+FEW: dict[tuple[int, int], list[tuple[int, int, int]]] = {
+    (28672, 4096): [(14, 1, 1), (7, 2, 1), (7, 2, 2), (14, 2, 1), (7, 4, 2)],
+    (6144, 4096): [(3, 4, 1), (3, 8, 1), (3, 2, 1)],
+    (4096, 14336): [(2, 7, 1), (2, 8, 1), (2, 14, 1)],
+    (4096, 4096): [(2, 8, 1), (2, 4, 1), (2, 16, 1)],
+    (8192, 8192): [(4, 4, 1), (4, 8, 1)],
+    (10240, 8192): [(5, 2, 1), (5, 4, 1)],
+    (57344, 8192): [(14, 1, 2), (14, 1, 1), (7, 2, 2)],
+    (8192, 28672): [(4, 4, 1), (4, 7, 1)],
+    (19456, 2560): [(10, 1, 1), (10, 2, 1), (5, 2, 2)],
+    (34816, 5120): [(6, 2, 3), (9, 2, 2), (17, 1, 1)],
+    (5120, 17408): [(3, 4, 1), (5, 4, 1)],
+}
+RING = 200 << 10
+
+
+def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
+    """Cuts of narrow.cu and stream.cu: (tokens, sets, parts, joined, stages); of narrow8.cu without `joined`."""
+    from rlkernel_cuda.quant import launch
+
     tokens = 8 if M <= 8 else 16
-    for sets, parts, joined in {
-        (28672, 4096): [(14, 1, 1), (7, 2, 1), (7, 2, 2), (14, 1, 2)],
-        (6144, 4096): [(3, 4, 1), (1, 8, 1), (1, 16, 1)],
-        (4096, 14336): [(2, 7, 1), (2, 8, 1), (1, 14, 1)],
-        (4096, 4096): [(2, 8, 1), (2, 4, 1), (1, 16, 1)],
-        (8192, 8192): [(4, 4, 1), (2, 8, 1)],
-        (10240, 8192): [(5, 2, 1), (1, 8, 1)],
-        (57344, 8192): [(14, 1, 2), (14, 1, 1), (7, 2, 2)],
-        (8192, 28672): [(4, 4, 1), (2, 7, 2), (2, 8, 2)],
-        (19456, 2560): [(10, 1, 1), (5, 2, 1)],
-        (34816, 5120): [(6, 2, 1), (1, 10, 1)],
-        (5120, 17408): [(3, 4, 1), (1, 4, 1)],
-    }.get((N, K), []):  # fmt: skip
-        stages = min(8, 196608 // (parts * 4 * tokens * 128))
-        if stages > 1:
-            yield tokens, sets, parts, joined, stages
+    for sets, parts, joined in FEW.get((N, K), []):
+        if K % (256 * parts) or sets * parts > 31:
+            continue
+        if family == "stream":
+            stages = min(8, RING // launch.Stream(tokens, sets, parts, joined).stage(128, False))
+            if stages >= 2:
+                yield tokens, sets, parts, joined, stages
+        elif family == "narrow8":
+            if joined == 1 and sets * parts <= 20:
+                yield tokens, sets, parts, min(8, RING // (parts * 4 * tokens * 128))
+        elif sets * parts <= 16:
+            yield tokens, sets, parts, joined, min(8, RING // (parts * 4 * tokens * 128))
 
 
 def wide_cuts(M: int) -> Iterator[tuple[int, ...]]:
-    """(tokens, steps, stages, split) that are compared."""
+    """(tokens, steps, stages, split, cluster) that are compared."""
     if M <= 32:
-        yield 32, 2, 10, 1
-        yield 32, 2, 10, 0
-    if 8 < M <= 16:
-        yield 16, 2, 12, 1
+        for split in (0, 1):
+            yield 32, 2, 10, split, 2
     if 16 < M <= 64:
-        yield 64, 2, 8, 1
-        yield 64, 2, 8, 0
-        yield 64, 1, 16, 1
+        yield 64, 2, 8, 1, 2
+        yield 64, 2, 8, 0, 2
+        yield 64, 2, 8, 1, 4
+        yield 64, 2, 8, 1, 1
     if 64 < M <= 512:
-        yield 128, 2, 5, 1
-        yield 128, 2, 5, 0
-        yield 128, 1, 9, 1
+        yield 128, 2, 5, 1, 2
+        yield 128, 2, 5, 0, 2
+    if M == 128:
+        yield 128, 2, 5, 1, 4
     if M > 128:
-        yield 256, 1, 5, 1
-        yield 256, 1, 5, 0
+        yield 256, 1, 5, 0, 2
+    if 128 < M <= 1024:
+        yield 256, 1, 5, 1, 2
+        yield 256, 1, 5, 0, 1
 
 
 def jobs(family: str, full: bool) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
     """(N, K, M, cut)."""
-    shapes = {MAIN: (1, 8, 16), (6144, 4096): (1, 16), (4096, 14336): (1, 16)}
-    more = dict.fromkeys(
-        ((4096, 4096), (8192, 8192), (10240, 8192), (57344, 8192), (8192, 28672), (19456, 2560), (34816, 5120),
-         (5120, 17408)), (1, 16),
-    )  # fmt: skip
-    if family == "narrow":
-        for (N, K), Ms in {**shapes, **(more if full else {})}.items():
+    if family in {"narrow", "stream", "narrow8"}:
+        shapes: dict[tuple[int, int], tuple[int, ...]] = {MAIN: (1, 16), (6144, 4096): (1, 16), (4096, 14336): (1, 16)}
+        if full and family == "stream":
+            shapes |= {shape: (1, 16) for shape in FEW if shape not in shapes}
+        if family == "narrow":
+            shapes = {MAIN: (1,)}
+        if family == "narrow8":
+            shapes = {MAIN: (1, 16), (4096, 14336): (1,)}
+        for (N, K), Ms in shapes.items():
             for M in Ms:
-                for cut in narrow_cuts(N, K, M):
+                for cut in few_cuts(family, N, K, M):
                     yield N, K, M, cut
         return
-    wide = {MAIN: (16, 32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256, 1024), (4096, 14336): (64, 256)}
+    wide = {MAIN: (32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256, 1024), (4096, 14336): (64, 256)}
     if full:
         wide |= {(57344, 8192): (64, 256), (8192, 28672): (64, 256), (34816, 5120): (64, 256)}
     for (N, K), Ms in wide.items():
@@ -121,28 +140,33 @@ def cut_of(family: str, cut: tuple[int, ...]) -> Any:
     """The cut as the launcher takes it."""
     from rlkernel_cuda.quant import launch
 
-    return launch.Narrow(*cut) if family == "narrow" else launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]))
+    if family in {"split", "whole"}:
+        return launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]), cut[4])
+    return {"narrow": launch.Narrow, "stream": launch.Stream, "narrow8": launch.Narrow8}[family](*cut)
 
 
-def formats() -> list[str]:
-    """Formats that are checked at small shapes."""
-    return ["int4_g128", "int4_g64_asym", "int4_channel", "int4_g32_asym"]
+FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "int4_g32_asym")
+FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
 
 
 def small_jobs(family: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
     """(format, N, K, M, cut, dtype) that are only checked."""
-    for kind in formats():
-        for dtype in ("bfloat16", "float16"):
-            if family == "narrow":
-                if "g32" not in kind:
-                    yield kind, 384, 2048, 5, (8, 3, 4, 1, 4), dtype
-                    yield kind, 448, 1536, 13, (16, 4, 2, 2, 3), dtype
+    for dtype in ("bfloat16", "float16"):
+        if family == "narrow8":
+            for kind in FORMATS8:
+                yield kind, 384, 2048, 5, (8, 3, 4, 4), dtype
+                yield kind, 400, 1536, 13, (16, 4, 2, 3), dtype
+            continue
+        for kind in FORMATS:
+            if family == "stream":
+                yield kind, 384, 2048, 5, (8, 3, 4, 1, 4), dtype
+                yield kind, 448, 1536, 13, (16, 4, 2, 2, 3), dtype
             elif family == "split":
-                yield kind, 384, 2048, 90, (32, 2, 4, 1), dtype
-                yield kind, 512, 1024, 200, (128, 1, 5, 1), dtype
-            else:
-                yield kind, 384, 2048, 300, (128, 2, 4, 0), dtype
-                yield kind, 256, 640, 33, (64, 1, 5, 0), dtype
+                yield kind, 384, 2048, 90, (32, 2, 4, 1, 2), dtype
+                yield kind, 640, 1024, 200, (128, 1, 5, 1, 4), dtype
+            elif family == "whole":
+                yield kind, 384, 2048, 300, (128, 2, 4, 0, 2), dtype
+                yield kind, 256, 640, 33, (64, 1, 5, 0, 1), dtype
 
 
 def compile_some(worker: int, folder: Path, full: bool) -> None:
@@ -163,15 +187,29 @@ def compile_some(worker: int, folder: Path, full: bool) -> None:
             self.spec = QuantSpec.named(kind)
             self.parts = {"scale": torch.empty(0, dtype=getattr(torch, dtype))}
 
-    for family in ("narrow", "whole", "split"):
-        sources = launch.NARROW if family == "narrow" else launch.WIDE
+    def flags(family: str, cut: tuple[int, ...], kind: str, dtype: str) -> tuple[str, ...]:
+        half = (dtype == "float16",) if family == "narrow8" else ()
+        return launch.options(cut_of(family, cut).flags(Weight(kind, dtype), *half))
+
+    for family, sources in SOURCES(launch).items():
         for kind, _, _, _, cut, dtype in small_jobs(family):
-            wanted[sources, launch.options(cut_of(family, cut).flags(Weight(kind, dtype)))] = None
+            wanted[sources, flags(family, cut, kind, dtype)] = None
         for _, _, _, cut in jobs(family, full):
-            wanted[sources, launch.options(cut_of(family, cut).flags(Weight("int4_g128", "bfloat16")))] = None
+            for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
+                wanted[sources, flags(family, cut, kind, "bfloat16")] = None
+    for group in (64, 128):
+        wanted[launch.ENCODE, launch.options({"GROUP_": group, "LEAST": 0, "STAGES": 1})] = None
     for sources, options in list(wanted)[worker::WORKERS]:
         driver.compiled("\n".join(path.read_text() for path in sources), options)
         print("compiled", flush=True)
+
+
+def SOURCES(launch: Any) -> dict[str, Any]:  # noqa: N802  a table that wants a module
+    """Source files of a family."""
+    return {
+        "narrow": launch.NARROW, "stream": launch.STREAM, "narrow8": launch.NARROW8, "split": launch.WIDE,
+        "whole": launch.WIDE,
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- one family
@@ -206,9 +244,11 @@ def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
     from rlkernel_triton.quant import codec
 
     full = torch.randn(N, K, device="cuda", dtype=dtype)
-    half = {"scale_dtype": "float16"} if dtype == torch.float16 else {}
     from rlkernel_core.quant.spec import QuantSpec
 
+    if not kind.startswith("int4"):
+        return codec.quantize(full, QuantSpec.named(kind))
+    half = {"scale_dtype": "float16"} if dtype == torch.float16 else {}
     return codec.prepack(codec.quantize(full, QuantSpec.named(kind, **half)))
 
 
@@ -221,8 +261,8 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
 
     kept_compiler(folder)
     torch.manual_seed(1)
-    run_of = launch.narrow if family == "narrow" else launch.wide
-    rounding = "none" if family == "narrow" else "dtype"
+    run_of = getattr(launch, family if family in {"narrow", "stream", "narrow8"} else "wide")
+    rounding = "none" if run_of is not launch.wide else "dtype"
 
     def told(label: str, work: Any) -> None:
         if label in skip:
@@ -256,17 +296,17 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
         told(f"small {job}", partial(small, *job))
     state: dict[str, Any] = {}
 
-    def timed(N: int, K: int, M: int, cut: Any) -> Finding:
-        if state.get("shape") != (N, K):
+    def timed(N: int, K: int, M: int, cut: Any, kind: str = "int4_g128") -> Finding:
+        if state.get("shape") != (N, K, kind):
             state.clear()
             torch.cuda.empty_cache()
-            first = weight(N, K, "int4_g128", torch.bfloat16)
+            first = weight(N, K, kind, torch.bfloat16)
             copies = [first]
             while sum(w.nbytes for w in copies) < COLD:
                 parts = {n: t.clone() for n, t in first.parts.items()}
                 copies.append(type(first)(first.spec, first.shape, first.dtype, parts, first.layout))
             dense = codec.dequantize(first, dtype=torch.bfloat16)
-            state.update(shape=(N, K), copies=copies, dense=[dense, dense.clone()])
+            state.update(shape=(N, K, kind), dense_at=None, copies=copies, dense=[dense, dense.clone()])
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
         plan = cut_of(family, cut)
@@ -284,8 +324,54 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
         found["cublas"] = state["cublas"]
         return found
 
-    for N, K, M, cut in jobs(family, full):
-        told(f"{K}x{N} M={M} {cut}", partial(timed, N, K, M, cut))
+    for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
+        for N, K, M, cut in jobs(family, full):
+            told(f"{kind} {K}x{N} M={M} {cut}", partial(timed, N, K, M, cut, kind))
+    print("@done", flush=True)
+
+
+def encode_child(folder: Path) -> None:
+    """Bits of encode.cu against the definition's, and TB/s."""
+    import torch
+
+    from rlkernel_core import quant as reference
+    from rlkernel_cuda.quant import launch
+    from rlkernel_triton.quant import codec
+
+    kept_compiler(folder)
+    torch.manual_seed(3)
+
+    def told(label: str, found: Finding) -> None:
+        print("@found " + json.dumps([label, found]), flush=True)
+
+    for kind in ("int4_g128", "int4_g64"):
+        print("@begin " + kind, flush=True)
+        full = torch.randn(256, 1024, device="cuda").bfloat16()
+        full[0, 0], full[1, 3], full[2] = torch.inf, torch.nan, 0
+        full[20] = torch.randint(-15, 16, (1024,), device="cuda") / 2
+        full[20, ::32] = 7.5
+        full[33] *= 1e-38
+        full[34] *= 1e37
+        full[35:99] *= torch.linspace(-120, 120, 64, device="cuda").exp2()[:, None].bfloat16()
+        want = reference.quantize(full, kind)
+        packed = codec.prepack(reference.quantize(torch.randn_like(full), kind))
+        launch.encode(full, packed, 7.5, 0)
+        found = codec.prepack(packed, layout="canonical")
+        differ = {
+            n: int(
+                ((p.float() != found.parts[n].float()) & ~(p.float().isnan() & found.parts[n].float().isnan())).sum()
+            )
+            for n, p in want.parts.items()
+        }
+        told(f"{kind} bits that differ", differ)
+    full = torch.randn(28672, 4096, device="cuda", dtype=torch.bfloat16)
+    copies = [full, full.clone()]
+    for kind in ("int4_g128", "int4_g64"):
+        packed = codec.prepack(codec.quantize(full, kind))
+        moved = packed.nbytes + full.numel() * 2
+        took = replayed([partial(launch.encode, c, packed, 7.5, 0) for c in copies] * 2)
+        portable = replayed([partial(codec.quantize, c, packed.spec, out=packed) for c in copies] * 2)
+        told(f"{kind} TB/s", {"cuda": round(moved / took / 1e6, 3), "triton": round(moved / portable / 1e6, 3)})
     print("@done", flush=True)
 
 
@@ -348,6 +434,8 @@ def main() -> None:
         folder = Path(given.folder)
         if given.child.isdigit():
             compile_some(int(given.child), folder, given.full)
+        elif given.child == "encode":
+            encode_child(folder)
         else:
             family_child(given.child, folder, given.full, set(json.loads(given.skip)))
         return
@@ -375,7 +463,7 @@ def main() -> None:
         failed = [p.communicate(timeout=given.seconds)[1][-1500:] for p in workers]
         note("compile", "all", {"failed": [f for p, f in zip(workers, failed, strict=True) if p.returncode]})
         end = begun + given.seconds
-        shares = {"narrow": 0.36, "split": 0.75, "whole": 1.0}
+        shares = {"stream": 0.3, "narrow": 0.36, "narrow8": 0.52, "split": 0.76, "whole": 0.92, "encode": 1.0}
         left = end - time.monotonic()
         start = time.monotonic()
         for family, share in shares.items():

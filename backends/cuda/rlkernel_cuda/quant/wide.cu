@@ -7,6 +7,7 @@
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   FINE    two groups of 32 a row of 64 columns; else a row of 64 lies in one group
 //   ZEROS   zero-points, uint8; else 8
+//   CLUSTER blocks whose tiles lie beside one another in N: each fetches its share of x for all of them
 //
 // Compiled after pair.cuh, fragments.cuh and wgmma.cuh. N is a multiple of 128, K of 128.
 #define X_BYTES (BM * 128)
@@ -16,7 +17,19 @@
 #define CHUNK (BM < 64 ? BM : 64)
 #define COUNT (BM / 2)  // accumulators of a thread
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+// A box of x for every block of the cluster, at the same place in each.
+__device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 bar) {
+#if CLUSTER > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4}], [%2], %5;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+#else
+  fetch(to, map, k, row, bar);
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
 wide(const __grid_constant__ Map x_map, const char* words, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
@@ -29,18 +42,20 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 8);  // warps that multiply
+      barrier_init(empty + 8 * s, 8 * CLUSTER);  // warps that multiply
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
+  cluster_sync();
 
-  const int m_tiles = (M + BM - 1) / BM, tiles = N / 128 * m_tiles, units = K / 128;
-  const long long all = (long long)tiles * units;
+  // A tile is that of a cluster: CLUSTER x 128 rows by BM tokens. Where N ends within one, a block repeats the last rows.
+  const int rank = CLUSTER > 1 ? cluster_rank() : 0, clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+  const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + 128 * CLUSTER - 1) / (128 * CLUSTER), units = K / 128;
+  const long long all = (long long)m_tiles * n_tiles * units;
 #if SPLIT
-  const int begin = (int)(blockIdx.x * all / gridDim.x), end = (int)((blockIdx.x + 1) * all / gridDim.x);
+  const int begin = (int)(cluster * all / clusters), end = (int)((cluster + 1) * all / clusters);
 #else
-  const int begin = blockIdx.x * units, end = (int)all;
+  const int begin = cluster * units, end = (int)all;
 #endif
   int stage = 0;
   u32 phase = 0;
@@ -50,13 +65,15 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
     if (threadIdx.x < 32) {
       for (int u = begin; u < end;) {
         const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-        const int row = tile / m_tiles * 128, token = tile % m_tiles * BM;
+        const int row = min((tile / m_tiles * CLUSTER + rank) * 128, N - 128), token = tile % m_tiles * BM;
         for (int k = 2 * k0; k < 2 * k1; k += STEPS) {  // 64 of depth each
           const u32 bar = full + 8 * stage, at = base + stage * STAGE, beside = scales + stage * SCALE_BYTES;
           barrier_wait(empty + 8 * stage, phase ^ 1);
           if (lane == 0) {
             barrier_expect(bar, STEPS * (X_BYTES + 4096 + (1 + FINE) * (ZEROS ? 384 : 256)));
-            for (int j = 0; j < STEPS; j++) fetch(at + j * X_BYTES, &x_map, (k + j) * 64, token, bar);
+            for (int j = 0; j < STEPS; j++)
+              fetch_for_all(at + j * X_BYTES + rank * (X_BYTES / CLUSTER), &x_map, (k + j) * 64,
+                            token + rank * (BM / CLUSTER), bar);
           }
           __syncwarp();
           if (lane < 8) {  // tiles of 16 rows
@@ -70,7 +87,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-        u += SPLIT ? k1 - k0 : gridDim.x * units;
+        u += SPLIT ? k1 - k0 : clusters * units;
       }
     }
   } else {
@@ -81,7 +98,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
     const u32 staging = base + STAGES * STAGE + group * (CHUNK * PITCH);
     for (int u = begin; u < end;) {
       const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-      u += SPLIT ? k1 - k0 : gridDim.x * units;
+      u += SPLIT ? k1 - k0 : clusters * units;
       float d[COUNT];
 #pragma unroll
       for (int j = 0; j < COUNT; j++) d[j] = 0.f;
@@ -111,7 +128,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
           for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
+          if (step == 0 && k + half > k0 && lane < CLUSTER) barrier_arrive(empty + 8 * before, lane);  // that step is done
           if (step == STEPS - 1) {
             before = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -119,18 +136,19 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
         }
       }
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (lane == 0) arrive(empty + 8 * before);
+      if (lane < CLUSTER) barrier_arrive(empty + 8 * before, lane);
 #pragma unroll
       for (int j = 0; j < COUNT; j++) asm volatile("" : "+f"(d[j])::"memory");
 
 #if SPLIT
-      const int first = (int)((((long long)tile * units + 1) * gridDim.x - 1) / all);
-      const int parts = (int)(((long long)(tile + 1) * units * gridDim.x - 1) / all) - first + 1;
-      const int part = blockIdx.x - first;
+      const int first = (int)((((long long)tile * units + 1) * clusters - 1) / all);
+      const int parts = (int)(((long long)(tile + 1) * units * clusters - 1) / all) - first + 1;
+      const int part = cluster - first;
+      int* ticket = tickets + tile * CLUSTER + rank;
       if (parts > 1) {
         if (me == 0) {
           int now;
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
           seen_ = now;
         }
         meet(1, 256);
@@ -145,7 +163,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
         if (arrived != parts - 1) {
           __threadfence();
           meet(1, 256);
-          if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
+          if (me == 0) seen_ = atomicAdd(ticket, 1);
           meet(1, 256);
           arrived = seen_;
           meet(1, 256);
@@ -156,7 +174,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
 #pragma unroll 1
         for (int p = part > 1 ? 0 : part == 0; p < parts; p++) {
           if (p == part && part < 2) continue;
-          const float4* from = partial + (long long)(2 * (first + p) + (p == 0)) * (COUNT / 4 * 256) + me;
+          const float4* from = partial + (2ll * ((first + p) * CLUSTER + rank) + (p == 0)) * (COUNT / 4 * 256) + me;
           const bool fresh = p == 0 && part > 1;
 #pragma unroll
           for (int j = 0; j < COUNT / 4; j++) {
@@ -165,10 +183,11 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
             d[4 * j + 2] = fresh ? t.z : d[4 * j + 2] + t.z, d[4 * j + 3] = fresh ? t.w : d[4 * j + 3] + t.w;
           }
         }
-        if (me == 0) tickets[tile] = 0;
+        if (me == 0) *ticket = 0;
       }
 #endif
-      const int row = tile / m_tiles * 128 + group * 64, token = tile % m_tiles * BM;
+      const int row = (tile / m_tiles * CLUSTER + rank) * 128 + group * 64, token = tile % m_tiles * BM;
+      if (CLUSTER > 1 && row >= N) continue;
       float b0 = 0.f, b1 = 0.f;
       if (bias) b0 = wide_of(bias[row + warp % 4 * 16 + r8]), b1 = wide_of(bias[row + warp % 4 * 16 + r8 + 8]);
       const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + warp % 4 * 32 + lane / 8 % 2 * 16;
@@ -195,4 +214,5 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
       }
     }
   }
+  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write to its ring
 }
