@@ -20,6 +20,7 @@ LIBRARY = sorted(path for package in (CORE, REGISTRY, CONFORMANCE, BENCH) for pa
 # torch traces, the demo, the drift, the proof, and the measuring.
 TORCH_HOMES = (
     CORE / "reference",
+    CORE / "sharded",
     CORE / "quant",
     REGISTRY / "torchlib",
     REGISTRY / "demo",

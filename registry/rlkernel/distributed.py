@@ -9,13 +9,15 @@ so a rank that has died, or never came, is named after `timeout` seconds, whatev
     assert_same_install()       # after init_process_group
     train_one_step()
     assert_same_decisions()
+
+And a draw from logits whose vocabulary is split over ranks: `sample_shard`.
 """
 
 from __future__ import annotations
 
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlkernel import policy
 from rlkernel.provenance import status
@@ -24,7 +26,10 @@ from rlkernel_core.errors import ResolutionError
 from rlkernel_core.ranks import TIMEOUT, by_key, differing, exchange, whole
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from rlkernel_core.spec.sampling import SampleResult
 
 
 def assert_same_decisions(group: ProcessGroup | None = None, *, timeout: float = TIMEOUT) -> int:
@@ -86,3 +91,41 @@ def install() -> dict[str, str]:
         chosen |= {f"{of}order": ", ".join(own.order), f"{of}fallback": own.fallback}
     known = {"rlkernel": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return {**known, **backends, **{f"policy {name}": value for name, value in chosen.items()}}
+
+
+def sample_shard(
+    logits: Tensor,
+    *,
+    group: ProcessGroup,
+    sizes: tuple[int, ...] | None = None,
+    candidates: int = 128,
+    **request: Any,
+) -> SampleResult:
+    """`rlkernel.sample` of rows whose vocabulary is split over the ranks of a group: the same bits on every rank.
+
+    Token, log-probabilities and everything else are bitwise what the reference of `sample` gives for the joined rows,
+    on any number of ranks, one included. Ranks exchange their sums and best ids, in one all-gather of [N, 8 + 3 C]
+    numbers. Where these do not settle a row (it keeps more ids than were sent, or a rounding could go either way),
+    where `top_n`, `rank`, or a kept set without a filter are asked for, for float64, and while a graph is recorded, the
+    logits themselves are gathered. To know which, every call reads one value on the host.
+
+    Args:
+        logits: [N, n] this rank's columns, in rank order; not written to.
+        group: process group that the vocabulary is split over.
+        sizes: columns of every rank; None: as many as this one has.
+        candidates: C, ids that a rank sends of each row where there are filters; 0 gathers the logits always, and
+            draws by `rlkernel.sample`, whichever backend the policy chooses: its bits, in a graph too.
+        **request: everything else that `sample` takes, the same on every rank. Ids (in `bias`, `banned`, `allowed` and
+            `penalties`) and `vocab_size` are those of the whole vocabulary.
+
+    Raises:
+        ArgumentError: as `sample`, and for sizes that are not those of the ranks.
+    """
+    import rlkernel
+    from rlkernel_core.sharded import sampling, statistics
+
+    if candidates == 0:
+        whole = statistics.joined(logits, statistics.columns(logits, group, sizes))
+        result: SampleResult = rlkernel.sample(whole, **request)
+        return result
+    return sampling.sample_shard(logits, group=group, sizes=sizes, candidates=candidates, **request)
