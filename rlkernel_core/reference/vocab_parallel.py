@@ -30,7 +30,7 @@ def locate(group: dist.ProcessGroup | None, V: int, N: int, D: int, device: torc
     if group is None:
         return Shard(None, 0, V)
     mine = torch.cat([torch.full((1,), size, dtype=torch.int64, device=device) for size in (V, N, D)])
-    every = _gather(mine, group)
+    every = gathered(mine, group)
     if readable(every) and bool((every[:, 1:] != mine[1:]).any()):
         raise ArgumentError(
             "hidden",
@@ -45,7 +45,7 @@ def gather(part: Part, group: dist.ProcessGroup) -> Part:
     """This rank's statistics, [n], beside those of the others, [n, ranks]: one all-gather."""
     fields = [part.target, *part.rest, *(part.kept or ())]
     packed = torch.stack([x for x in fields if x is not None])
-    arrived = iter(_gather(packed, group).permute(1, 2, 0).unbind())
+    arrived = iter(gathered(packed, group).permute(1, 2, 0).unbind())
     target, *rest = (None if x is None else next(arrived) for x in fields)
     width = len(Sums._fields)
     kept = Sums(*rest[width:]) if part.kept is not None else None  # type: ignore[arg-type]
@@ -57,7 +57,8 @@ def add(x: Tensor, group: dist.ProcessGroup) -> None:
     dist.all_reduce(x, group=group)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """X of every rank in rank order, [ranks, ...]: one all-gather."""
     out = x.new_empty((group.size(), *x.shape))
     dist.all_gather(list(out.unbind()), x.contiguous(), group=group)
     return out

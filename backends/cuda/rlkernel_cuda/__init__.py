@@ -16,8 +16,8 @@ SAMPLER: Final = Requires(device="cuda", dtypes=("bfloat16", "float16", "float32
 
 # operator -> features that are not claimed. batch_invariant: log p and entropy are, dX by cuBLAS is not.
 WITHOUT: Final = {
-    "linear_logprob": frozenset({"batch_invariant", "group", "mixed_dtypes", "support"}),
-    "linear_policy_loss": frozenset({"group", "mixed_dtypes", "support"}),
+    "linear_logprob": frozenset({"batch_invariant", "mixed_dtypes", "support"}),
+    "linear_policy_loss": frozenset({"mixed_dtypes", "support"}),
 }
 # What the one launch of `sample` does: no edits, no ranks, one order of filters.
 CLAIMED: Final = frozenset(

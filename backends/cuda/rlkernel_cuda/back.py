@@ -16,14 +16,17 @@ from rlkernel_cuda.products import product
 class Back:
     """The way back from dz to the operands; an operand that wants nothing costs nothing."""
 
-    hidden: Tensor | None  # [N, D] in the caller's order
+    hidden: Tensor | None  # [N, D] in the caller's order; fp32 where other ranks add to it
     weight: Tensor | None  # [V, D]
     bias: Tensor | None  # [V] fp32
 
-    def __init__(self, head: Head, coef: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
+    def __init__(
+        self, head: Head, coef: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool, *, partial: bool = False
+    ) -> None:
         self._head, self._coef = head, coef
         self._x, self._w = head.x[:, : head.D], head.w[:, : head.D]
-        self.hidden = self._x.new_empty(self._x.shape) if of_hidden else None
+        dtype = torch.float32 if partial else self._x.dtype
+        self.hidden = self._x.new_empty(self._x.shape, dtype=dtype) if of_hidden else None
         self.weight = self._w.new_empty(self._w.shape) if of_weight else None
         self.bias = head.row_scale.new_zeros(self._w.shape[0]) if of_bias else None
 

@@ -90,7 +90,8 @@ def builds() -> Iterator[Build]:
         "cap": "fp32",
         **dict.fromkeys(("saved", "dz", "x", "out"), "*bf16"),
     }  # fmt: skip
-    yield Build(rows.join_kernel, "join", types, {"ROWS": 32, "TILES": 32})
+    for part in (False, True):
+        yield Build(rows.join_kernel, "join a part" if part else "join", types, {"ROWS": 32, "TILES": 32, "PART": part})
     yield Build(rows.gather_kernel, "gather", types, {"COLS": 1024})
     yield Build(rows.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})
     yield Build(rows.clear_kernel, "clear", types, {"BM": 128, "ROWS": 64, "COLS": 256})

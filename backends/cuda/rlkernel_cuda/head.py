@@ -8,14 +8,16 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rlkernel_core.reference.vocab_parallel import gathered
 from rlkernel_cuda import driver, variants
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 from rlkernel_cuda.plan import COLS, ROWS, round_up
@@ -253,7 +255,20 @@ def _launch_pair(
     driver.launch(kernel, blocks // 2 * 2, 384, shared, arguments)
 
 
-def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: Tensor | None = None) -> Law:
+class Ranks(NamedTuple):
+    """The other shards of a vocabulary."""
+
+    group: dist.ProcessGroup
+    target: Tensor  # [N] ids in the whole vocabulary, in the head's order; -1: none
+
+
+def statistics(
+    head: Head,
+    launch_rows: int,
+    saved: Tensor | None = None,
+    tops: Tensor | None = None,
+    ranks: Ranks | None = None,
+) -> Law:
     """The law of every row; logits are saved as fp16(y - tile max) where there is room for them.
 
     Args:
@@ -261,6 +276,8 @@ def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: 
         launch_rows: rows of one launch, which bounds the memory of the partial sums.
         saved: [N, pitch] of 16 bits each, or None.
         tops: [tiles, N] fp32 tile maxima beside `saved`.
+        ranks: those that hold the rest of the vocabulary. Each is then what a tile is within a rank: one all-gather of
+            four numbers a row, joined in rank order by the kernel that joins tiles.
     """
     N, V = head.x.shape[0], head.w.shape[0]
     tiles = triton.cdiv(V, COLS)
@@ -276,12 +293,34 @@ def statistics(head: Head, launch_rows: int, saved: Tensor | None = None, tops: 
             vectors = {"tops": top, "sums": sums, "chosen": law.chosen[rows]}
             out = None if saved is None else saved[rows, :V].view(torch.float16)
             _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.FORWARD, out, vectors, stride)
-            results = [x[rows] for x in law.tensors()[:6]]
-            join_kernel[(triton.cdiv(n, 32),)](
-                top, sums, law.chosen[rows], head.target[rows], head.row_scale[rows], *results, n, tiles, stride,
-                ROWS=32, TILES=32, num_warps=4, **FUSED,
-            )  # fmt: skip
+            _join(head, law, rows, head.target, top, sums, tiles, stride, part=ranks is not None)
+        if ranks is not None:
+            chosen = torch.where(head.target >= 0, law.chosen, -torch.inf)
+            every = gathered(torch.stack((law.logprob, law.lse, law.entropy, chosen)), ranks.group)  # [ranks, 4, N]
+            law.chosen.copy_(every[:, 3].amax(0))
+            top, sums = every[:, 0].contiguous(), every[:, 1:3].contiguous()
+            _join(head, law, slice(0, N), ranks.target, top, sums, len(every), N, part=False)
     return law
+
+
+def _join(
+    head: Head,
+    law: Law,
+    rows: slice,
+    target: Tensor,
+    tops: Tensor,
+    sums: Tensor,
+    tiles: int,
+    stride: int,
+    *,
+    part: bool,
+) -> None:
+    n = rows.stop - rows.start
+    results = [x[rows] for x in law.tensors()[:6]]
+    join_kernel[(triton.cdiv(n, 32),)](
+        tops, sums, law.chosen[rows], target[rows], head.row_scale[rows], *results, n, tiles, stride,
+        ROWS=32, TILES=32, PART=part, num_warps=4, **FUSED,
+    )  # fmt: skip
 
 
 def coefficients(head: Head, law: Law, upstream: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.row_selection import choose, refuse_second_derivative, selected
 from rlkernel_core.reference.row_statistics import temperatures
+from rlkernel_core.reference.vocab_parallel import Shard, add, locate
 from rlkernel_core.spec.linear_logprob import check
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_cuda import plan
@@ -26,6 +27,7 @@ from rlkernel_cuda.back import Back
 from rlkernel_cuda.head import (
     Head,
     Law,
+    Ranks,
     aligned,
     coefficients,
     from_saved,
@@ -87,7 +89,7 @@ def linear_logprob(
     """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
 
     `plan.choose` states the extra memory. Rows that count are gathered, so masked ones cost neither forward nor
-    recomputed logits; `support`, `group` and weights of another dtype are not claimed.
+    recomputed logits; `support` and weights of another dtype are not claimed.
     """
     check(
         hidden,
@@ -104,19 +106,19 @@ def linear_logprob(
         max_workspace_bytes=max_workspace_bytes,
         group=group,
     )
-    for name, value in (("support", support), ("group", group)):
-        if value is not None:
-            raise ArgumentError(name, type(value).__name__, "is not claimed by this implementation", "Leave it out.")
+    if support is not None:
+        raise ArgumentError("support", type(support).__name__, "is not claimed by this implementation", "Leave it out.")
     rows, N = ids.shape, ids.numel()
     flat = hidden.reshape(N, hidden.shape[-1])
     mask = None if mask is None else mask.reshape(-1)
-    chosen = choose(ids.reshape(-1), mask, weight.shape[0], None)
+    shard = locate(group, weight.shape[0], N, hidden.shape[-1], hidden.device)
+    chosen = choose(ids.reshape(-1), mask, shard.V, None)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    size = size_of(hidden, flat, weight, bias, mask, wanted=wanted)
+    size = size_of(hidden, flat, weight, bias, mask, group, wanted=wanted)
     cut = _plan(size, backward, max_workspace_bytes, wanted=wanted) if N else None
     T = temperatures(temperature, rows, torch.float32, hidden.device)
     out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        flat, weight, bias, chosen.ids, T, mask, softcap, logit_scale, entropy, wanted, cut
+        flat, weight, bias, chosen.ids, T, mask, softcap, logit_scale, entropy, wanted, cut, shard
     )
     logprob, lse, H = out
     return LogprobResult(
@@ -133,6 +135,7 @@ def size_of(
     weight: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
+    group: ProcessGroup | None = None,
     *,
     wanted: bool,
 ) -> plan.Size:
@@ -140,6 +143,8 @@ def size_of(
     copied = 0 if bias is None else 16 * weight.shape[0]  # in fp32, its gradient and a slice's share of that
     if hidden.data_ptr() != whole.data_ptr():  # its leading dimensions could not be joined in place
         copied += hidden.nbytes
+    if group is not None:  # dX in fp32 until the ranks have added theirs, and what each says of a row
+        copied += (4 * hidden.shape[1] * (wanted and whole.requires_grad) + 32 * (group.size() + 1)) * hidden.shape[0]
     for x in (weight,) if mask is not None else (hidden, weight):
         copied += 0 if aligned(x) else 2 * x.shape[0] * plan.round_up(x.shape[1], 8)
     return plan.Size(
@@ -186,18 +191,26 @@ class _LinearLogprob(torch.autograd.Function):
         entropy: bool,
         wanted: bool,
         cut: plan.Plan | None,  # None: there are no rows
+        shard: Shard,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.cut, ctx.scalars = cut, (hidden.shape[1], softcap, logit_scale)
+        ctx.cut, ctx.scalars, ctx.group = cut, (hidden.shape[1], softcap, logit_scale), shard.group
         ctx.bias_dtype = None if bias is None else bias.dtype
         if cut is None:
             ctx.save_for_backward(hidden, weight, bias)
             return T, T.clone(), T.clone() if entropy else None
-        head = head_of(hidden, weight, bias, ids, T, mask, softcap, logit_scale)
+        ranks, here = None, ids
+        if shard.group is not None:
+            here = ids - shard.offset
+            here = torch.where((ids >= 0) & (here >= 0) & (here < weight.shape[0]), here, -1)
+        head = head_of(hidden, weight, bias, here, T, mask, softcap, logit_scale)
+        if shard.group is not None:
+            ranks = Ranks(shard.group, ids if head.place is None else ids[head.place])
         ctx.saved = None
         if cut.save:
             ctx.saved = room_to_save(head, ids.shape[0], cut.buffer)
-        law = statistics(head, cut.forward_rows, *(ctx.saved or ()))
+        saved, tops = ctx.saved or (None, None)
+        law = statistics(head, cut.forward_rows, saved, tops, ranks)
         if wanted:
             ctx.save_for_backward(*head.tensors(), *law.tensors(), ids, mask)
         # Results are tensors of their own: the law is read again on the way back, whatever becomes of them.
@@ -210,7 +223,7 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprob")
         wanted = ctx.needs_input_grad[:3]
-        rest = (None,) * 8
+        rest = (None,) * 9
         if ctx.cut is None:
             return *(
                 torch.zeros_like(x) if want else None for x, want in zip(ctx.saved_tensors, wanted, strict=True)
@@ -228,9 +241,12 @@ class _LinearLogprob(torch.autograd.Function):
             g = tuple(x[head.place] for x in g)
         coef = coefficients(head, law, g)
         saved, ctx.saved = ctx.saved, None  # dz overwrites what was saved: a second pass makes the logits again
-        back = Back(head, coef, *wanted)
+        back = Back(head, coef, *wanted, partial=ctx.group is not None)
         if saved is not None:
             back.at_once(from_saved(head, coef, *saved))
         else:
             back.by_slices(ctx.cut.block, ctx.cut.width, ctx.cut.buffer, apart=ctx.cut.apart)
+        if ctx.group is not None and back.hidden is not None:
+            add(back.hidden, ctx.group)
+            back.hidden = back.hidden.to(head.x.dtype)
         return back.hidden, back.weight, None if back.bias is None else back.bias.to(ctx.bias_dtype), *rest

@@ -12,6 +12,7 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,8 +31,8 @@ from rlkernel_cuda import linear_logprob as head_alone
 from rlkernel_cuda import plan
 from rlkernel_cuda.head import coefficients, from_saved, head_of, room_to_save, scatter_rows, statistics
 from rlkernel_cuda.products import product
+from rlkernel_triton.linear_policy_loss import head_then_loss
 from rlkernel_triton.loss_batch import BLOCK, LossBatch, scaled
-from rlkernel_triton.policy_loss import policy_loss
 
 # Logits that are kept at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
 KEPT: Final = 5 << 30
@@ -136,17 +137,12 @@ def linear_policy_loss(
     )  # fmt: skip
     counted = _counted(ids, mask, cu_seqlens)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    token = config.level == "token" and (old_logprob is not None or rollout_logprob is None)
+    # A block's dX would have to meet those of the other ranks: with a group the head goes alone.
+    token = config.level == "token" and (old_logprob is not None or rollout_logprob is None) and group is None
     way = _way(hidden, weight, bias, counted, limit, wanted=wanted, token=token)
     if way.block is None:
-        law = head_alone.linear_logprob(
-            hidden, weight, ids, mask=None if counted is None else counted.view(ids.shape), entropy=entropy,
-            backward=way.mode, max_workspace_bytes=way.limit, **of_head,
-        )  # fmt: skip
-        result = policy_loss(law.logprob, old_logprob, advantages, **{**of_loss, "entropy": law.entropy})
-        return LossResult(
-            result.loss, result.stats, law.logprob.detach(), None if law.entropy is None else law.entropy.detach()
-        )
+        alone = partial(head_alone.linear_logprob, backward=way.mode, max_workspace_bytes=way.limit)
+        return head_then_loss(alone, hidden, weight, ids, old_logprob, advantages, counted, of_head, of_loss)
     with torch.no_grad():
         logprob = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         batch = LossBatch.of(
@@ -155,7 +151,7 @@ def linear_policy_loss(
             entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, span=BLOCK,
         )  # fmt: skip
         made = _block_by_block(hidden, weight, ids, counted, batch, logprob, way.block, of_head, entropy=entropy)
-        value, stats = batch.summary(made.partial, entropy=entropy)
+        value, stats = batch.summary(made.parts, entropy=entropy)
     loss = attach(value, (made.hidden, hidden), (made.weight, weight), (made.bias, bias), by=scaled)
     return LossResult(loss, stats, logprob, made.entropy)
 
@@ -222,7 +218,7 @@ class _Made(NamedTuple):
     weight: Tensor | None  # [V, D] fp32
     bias: Tensor | None  # [V] fp32
     entropy: Tensor | None
-    partial: Tensor  # statistics of the loss, by program
+    parts: Tensor  # statistics of the loss, by program
 
 
 def _block_by_block(
@@ -245,7 +241,7 @@ def _block_by_block(
     chosen = choose(ids.reshape(-1), counted, V, None)
     H = torch.empty_like(logprob) if entropy else None
     g, g_entropy = torch.zeros_like(logprob), torch.zeros_like(logprob) if entropy else None
-    partial = batch.partials(ids.device)
+    parts = batch.partials(ids.device)
     dx = torch.empty_like(flat, memory_format=torch.contiguous_format) if hidden.requires_grad else None
     dw = torch.empty(weight.shape, dtype=torch.float32, device=ids.device) if weight.requires_grad else None
     db = torch.zeros(V, dtype=torch.float32, device=ids.device) if bias is not None and bias.requires_grad else None
@@ -264,7 +260,7 @@ def _block_by_block(
         for out, value in ((logprob, law.logprob), (H, law.entropy)):
             if out is not None:
                 out.view(-1)[rows] = value if mask is None else torch.where(mask, value[head.position], 0.0)
-        batch.run(logprob, H, g, g_entropy, partial, first=first, tokens=n)
+        batch.run(logprob, H, g, g_entropy, parts, first=first, tokens=n)
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
         slopes = tuple(law.lse.new_zeros(n) if x is None else x for x in selected(up, chosen.ids[rows], mask)[:3])
         if head.place is not None:
@@ -281,7 +277,7 @@ def _block_by_block(
             product(dz, x, dw, since=dw if first else None, transposed=True, count=head.count)
         if db is not None:
             db += torch.sum(dz, 0, dtype=torch.float32)
-    return _Made(None if dx is None else dx.view(hidden.shape), dw, db, H, partial)
+    return _Made(None if dx is None else dx.view(hidden.shape), dw, db, H, parts)
 
 
 def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

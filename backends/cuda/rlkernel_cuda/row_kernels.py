@@ -34,8 +34,12 @@ def join_kernel(
     stride,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """The law of each row. Grid: rows over ROWS."""
+    """The law of each row, or, of a PART of the vocabulary, what one tile of it all would say. Grid: rows over ROWS.
+
+    A part has its top in place of the logprob, its sums in place of lse and entropy, and nothing else.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < N
     s2 = tl.load(row_scale + rows, mask=live, other=1.0)
@@ -56,6 +60,11 @@ def join_kernel(
         A = k * (A + S * ((M - top) * s2)) + tl.sum(e * (a + s * d), 0)
         S = k * S + tl.sum(e * s, 0)
         M = top
+    if PART:
+        tl.store(logprob + rows, M, mask=live)
+        tl.store(lse + rows, S, mask=live)
+        tl.store(entropy + rows, A, mask=live)
+        return
     nobody = M <= 0.5 * FAR  # no id but the chosen one takes part
     has = tl.load(target + rows, mask=live, other=-1) >= 0
     y = tl.where(has, tl.load(chosen + rows, mask=live, other=0.0), -float("inf"))

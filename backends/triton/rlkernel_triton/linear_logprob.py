@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.row_selection import refuse_second_derivative
@@ -41,7 +41,7 @@ def linear_logprob(
     support: Support | None = None,
     backward: str = "auto",
     max_workspace_bytes: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
 ) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
 
@@ -101,7 +101,7 @@ class _Call(NamedTuple):
     scale: float
     entropy: bool
     plan: Plan
-    group: dist.ProcessGroup | None
+    group: ProcessGroup | None
     whole: int
 
 
@@ -125,7 +125,9 @@ class _LinearLogprob(torch.autograd.Function):
         local = ids if offset is None else ids - offset
         head = Head(hidden, weight, bias, local, T, order, kept, call.softcap, call.scale)
         joined, saved, peaks = head.statistics(call.plan, moment=call.entropy)
-        every = joined[:, :, None] if call.group is None else _of_ranks(joined, call.group)
+        every = joined[:, :, None]
+        if call.group is not None:
+            every = vocab_parallel.gathered(joined, call.group).permute(1, 2, 0).contiguous()
         row = law(every, ids, T, mask, None if kept is None else kept.bad, call.whole, moment=call.entropy)
         per_row_T = T if isinstance(T, Tensor) else None
         index, count = order or (None, None)
@@ -149,10 +151,3 @@ class _LinearLogprob(torch.autograd.Function):
         slope = head.slope(invalid, law_rows, upstream[:4], saved, peaks, call.plan)
         gradients = head.gradients(slope, call.plan, ctx.needs_input_grad[:3], call.group)
         return *gradients, *(None,) * 7
-
-
-def _of_ranks(joined: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[planes, N] of this rank beside those of the others, [planes, N, ranks] in rank order: one all-gather."""
-    out = joined.new_empty((group.size(), *joined.shape))
-    dist.all_gather(list(out.unbind()), joined, group=group)
-    return out.permute(1, 2, 0).contiguous()

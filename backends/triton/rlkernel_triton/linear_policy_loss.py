@@ -20,14 +20,18 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
-from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
 from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.linear_logprob import linear_logprob
 from rlkernel_triton.logprob import per_row, slopes, statistics
 from rlkernel_triton.loss_batch import LossBatch, scaled
+from rlkernel_triton.policy_loss import policy_loss
 from rlkernel_triton.row_layout import rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
     from rlkernel_triton.logprob import Law
@@ -125,6 +129,9 @@ def linear_policy_loss(
         "rejection": rejection,
     }
     config = spec.check(hidden, weight, ids, old_logprob, advantages, **of_head, **of_loss)
+    if group is not None:  # a block's dX would have to meet those of the other ranks
+        counted = _counted(ids, mask, cu_seqlens)
+        return head_then_loss(linear_logprob, hidden, weight, ids, old_logprob, advantages, counted, of_head, of_loss)
     N, (V, D) = ids.numel(), weight.shape
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
@@ -171,6 +178,25 @@ def linear_policy_loss(
     d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
     loss = attach(value, (d_hidden, hidden), (into.weight, weight), (into.bias, bias), by=scaled)
     return LossResult(loss, stats, logprob, H)
+
+
+def head_then_loss(
+    linear_logprob: Callable[..., LogprobResult],
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    old_logprob: Tensor | None,
+    advantages: Tensor,
+    counted: Tensor | None,  # [N] rows that count; None: all
+    of_head: dict[str, Any],
+    of_loss: dict[str, Any],
+) -> LossResult:
+    """The loss of log-probabilities that `linear_logprob` made, and its gradient: one operator after the other."""
+    mask = None if counted is None else counted.view(ids.shape)
+    law = linear_logprob(hidden, weight, ids, mask=mask, entropy=of_loss["entropy"], **of_head)
+    result = policy_loss(law.logprob, old_logprob, advantages, **{**of_loss, "entropy": law.entropy})
+    entropy = None if law.entropy is None else law.entropy.detach()
+    return LossResult(result.loss, result.stats, law.logprob.detach(), entropy)
 
 
 def workspace(R: int, N: int, D: int, V: int, itemsize: int) -> int:

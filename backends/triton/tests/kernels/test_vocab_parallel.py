@@ -9,17 +9,18 @@ from torch import multiprocessing as mp
 
 import rlkernel as rlk
 from rlkernel_triton.linear_logprob import linear_logprob
+from rlkernel_triton.linear_policy_loss import linear_policy_loss
 
-SHARDS = {1: (1000,), 2: (700, 300), 4: (3, 600, 1, 396)}  # of unequal size; the first ids lie on few of them
+SHARDS = {1: (260,), 2: (180, 80), 4: (3, 150, 1, 106)}  # of unequal size; the first ids lie on few of them
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")
 
 
 def run(shard, group, device):
     """Results and gradients of one call, on the CPU."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(9, 8, generator=g), torch.randn(1000, 8, generator=g)
-    ids = torch.tensor([0, 1, 999, 998, 700, 699, 1000, 5, 7])
-    support = rlk.Support(torch.arange(180) * 5, torch.arange(10) * 20)
+    hidden, weight = torch.randn(9, 8, generator=g), torch.randn(260, 8, generator=g)
+    ids = torch.tensor([0, 1, 259, 258, 180, 179, 260, 5, 7])
+    support = rlk.Support(torch.arange(45) * 5, torch.arange(10) * 5)
     mask = torch.arange(9) != 4
     hidden, weight, ids, mask = (x.to(device) for x in (hidden, weight[shard], ids, mask))
     support = rlk.Support(support.ids.to(device), support.offsets.to(device))
@@ -29,7 +30,12 @@ def run(shard, group, device):
     weights = torch.linspace(-1, 1, 9, device=device)
     sum((getattr(out, n).nan_to_num() * weights * (i + 1)).sum() for i, n in enumerate(RESULTS)).backward()
     found = {n: getattr(out, n).detach().nan_to_num(nan=7e7) for n in RESULTS}
-    return {n: x.cpu() for n, x in {**found, "invalid": out.invalid, "dX": h.grad, "dW": w.grad}.items()}
+    found |= {"invalid": out.invalid, "dX": h.grad, "dW": w.grad}
+    h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    options = {"mask": mask, "temperature": 0.7, "aggregate": "token_mean"}
+    loss = linear_policy_loss(h, w, ids.clamp_max(259), None, weights, group=group, **options).loss
+    loss.backward()
+    return {n: x.detach().cpu() for n, x in {**found, "loss": loss, "loss dX": h.grad, "loss dW": w.grad}.items()}
 
 
 def rank(index, world, folder, device):
@@ -61,7 +67,8 @@ def found(request, tmp_path_factory, device):
 
 def test_ranks_agree_bit_by_bit(found) -> None:
     first = found[0]["shard"]
-    assert [(n, i) for i, f in enumerate(found) for n in (*RESULTS, "invalid", "dX") if not same(f, first, n)] == []
+    names = [n for n in first if not n.endswith("dW")]
+    assert [(n, i) for i, f in enumerate(found) for n in names if not same(f, first, n)] == []
 
 
 def same(found, first, name) -> bool:
@@ -70,11 +77,12 @@ def same(found, first, name) -> bool:
 
 def test_shards_equal_the_whole(found, device) -> None:
     want, got = run(slice(None), None, device), found[0]["shard"]
-    for name in (*RESULTS, "dX"):
+    got |= {name: torch.cat([f["shard"][name] for f in found]) for name in ("dW", "loss dW")}
+    for name in (n for n in want if n != "invalid"):
         torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.cat([f["shard"]["dW"] for f in found]), want["dW"], atol=1e-5, rtol=1e-5)
 
 
 def test_a_group_of_one_gives_the_bits_of_the_plain_call(found, device) -> None:
     want = run(slice(None), None, device)
+    want = {n: x for n, x in want.items() if not n.startswith("loss")}  # which has another way without a group
     assert [n for n in want if not torch.equal(found[0]["alone"][n], want[n])] == []
