@@ -47,3 +47,50 @@ def test_orin_and_thor_are_served_and_no_other_chip(arch, served) -> None:
     with rlk.registered(backend), rlk.use("jetson", fallback="error"):
         decision = foresee("logprob", Situation(device="cuda", arch=arch, dtype="bfloat16"))
     assert (decision.backend == "jetson") is served
+
+
+def test_operators_of_bundles_come_from_the_bundle_and_the_others_want_triton() -> None:
+    from rlkernel_triton.aot.backend import OPERATORS
+
+    of = {i.op.partition("@")[0]: i for i in backend.impls}
+    assert {op: of[op].target for op in OPERATORS} == {op: f"rlkernel_jetson.bundled:{op}" for op in OPERATORS}
+    assert of["verify"].requires.packages == ("triton>=3.4",)
+    assert of["capture"].requires.packages == ()
+    assert backend.self_test == "rlkernel_jetson.bundled:self_test"
+
+
+def test_without_a_driver_the_bundle_is_not_looked_for_and_the_error_says_what_to_install(monkeypatch) -> None:
+    from rlkernel_triton.aot import driver
+    from rlkernel_triton.aot.backend import FromBundles
+
+    monkeypatch.setattr(driver.Driver.__init__, "__defaults__", ("no-such-cuda.so",))
+    with pytest.raises(RLKernelError, match="Install NVIDIA's driver"):
+        FromBundles("nowhere", list)("logprob")
+
+
+def test_orin_s_code_elsewhere_is_a_backend_of_its_own_that_no_jetson_takes() -> None:
+    from rlkernel_jetson.elsewhere import backend as elsewhere
+
+    assert elsewhere.name == "orin-ptx"
+    assert {i.requires.arch for i in elsewhere.impls} == {("sm89+",)}
+    assert {i.target.partition(":")[0] for i in elsewhere.impls} == {"rlkernel_jetson.elsewhere"}
+
+
+def test_a_wheel_cannot_be_built_without_its_bundle_or_what_compiles_one(monkeypatch, tmp_path) -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("hatch_build", HERE / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hook = module.BundleHook(str(tmp_path), {}, None, None, "", "wheel")
+    data = {"artifacts": []}
+    hook.initialize("editable", data)
+    assert data == {"artifacts": []}
+    monkeypatch.setitem(sys.modules, "rlkernel_triton.aot.command", None)
+    with pytest.raises(RuntimeError, match="rlkernel aot build --target sm_87 --target sm_110 --out"):
+        hook.initialize("standard", data)
+    path = tmp_path / "rlkernel_jetson" / "bundles" / "jetson.zip"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    hook.initialize("standard", data)
+    assert data == {"artifacts": ["rlkernel_jetson/bundles/jetson.zip"]}
