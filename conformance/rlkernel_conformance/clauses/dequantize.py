@@ -54,7 +54,8 @@ class Codes:
         g = torch.Generator().manual_seed(self.seed)
         for name, part in w.parts.items():
             raw = part.view(torch.uint8).view(-1)
-            if name == "codes" and raw.numel() >= 256:
+            bytes_ = name == "codes" or (part.element_size() == 1 and name != "zero")
+            if bytes_ and raw.numel() >= 256:
                 raw.copy_(_BYTES[torch.arange(raw.numel()).remainder(256)])
             elif name == "g_idx":
                 part.copy_(part[torch.randperm(part.numel(), generator=g)])
@@ -71,6 +72,7 @@ class Codes:
 SCALES: Final[dict[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
     "usual": lambda x, g: torch.rand(x.shape, generator=g) * 0.1,
     "graded": lambda x, g: torch.exp2(torch.arange(x.numel()).remainder(13) - 9.0).view(x.shape),
+    "exponents": lambda x, g: torch.exp2((torch.arange(x.numel()) % 277 - 149.0).double()).to(x.dtype).view(x.shape),
     "extreme": lambda x, g: torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), x.shape, generator=g)],
 }
 
@@ -83,7 +85,7 @@ def cases(subject: Subject) -> st.SearchStrategy[Codes]:
         N=st.integers(1, 140),
         K=st.integers(1, 300),
         seed=st.integers(0, 2**20),
-        scales=st.sampled_from(("usual", "graded")),
+        scales=st.sampled_from(("usual", "graded", "exponents")),
     )
 
 
@@ -100,13 +102,13 @@ def check(subject: Subject, case: Codes, **given: Any) -> None:
         require(False, f"weight{list(at)} is {found[at].item()!r}, expected {expected[at].item()!r}")
 
 
-# Codes of every byte in every format, tried first.
-EVERY: Final = tuple(Codes(kind, 6, 512, 3) for kind in SPECS)
+# Every byte of codes and of 8-bit scales, every exponent of others (where a format has so many), tried first.
+EVERY: Final = tuple(Codes(kind, 300, 64, 3, "exponents") for kind in SPECS)
 
 
 @attack("DQ-01", lambda s: cases(s).map(lambda c: replace(c, N=6, K=512)), examples=EVERY)
 def every_code_gives_the_bits_of_the_format(subject: Subject, case: Codes) -> None:
-    """All 256 bytes in whole groups, exact in fp32."""
+    """All 256 bytes in whole groups, under scales of every exponent, exact in fp32."""
     if claims(subject, SPECS[case.kind], STORED):
         check(subject, case)
 

@@ -126,6 +126,12 @@ def offset_lost(reference: Any, w: QuantTensor, **rest: Any) -> Any:
     return reference(w, **rest)
 
 
+@mutant("DQ-01", "DQ-02", "DQ-03", "DQ-04", "DQ-05", origin="-0 lost: triton 3.6 negates by 0 - x")
+def loses_the_sign_of_zero(reference: Any, w: QuantTensor, **rest: Any) -> Any:
+    out = reference(w, **rest)
+    return torch.where(out == 0, 0, out)
+
+
 @mutant("DQ-02", origin="rounded to bfloat16 on the way to float16")
 def rounds_twice(reference: Any, w: QuantTensor, *, dtype: Any = None) -> Any:
     out = reference(w, dtype=dtype)
