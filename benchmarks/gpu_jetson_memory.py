@@ -12,6 +12,8 @@ registered anew once its tensors are gone; 8 layers of 4096 x 4096 in bf16 to in
 at the peak where layers are copied to the card first, 8 to 30 MiB where they are quantised from their pages.
 Found: all of it, and 32 MiB (one layer) over what stays where layers are copied, nothing where they are quantised from
 their pages: Triton's quantiser takes no room of its own. benchmarks/results/h200/jetson_memory.json.
+
+For the second run: a cap of 4.9 GiB on a card of 140 is refused beyond, told with numbers, and the card is still free.
 """
 
 from __future__ import annotations
@@ -150,6 +152,32 @@ def files() -> dict[str, Any]:
     return {"right": equal and same, "bits_equal": equal, "bytes_equal": same, "by": str(served.target), **found}
 
 
+def capped() -> dict[str, Any]:
+    """An allocation beyond the budget is refused before the driver is asked, and told as what it is."""
+    import torch
+
+    from rlkernel_core.errors import MemoryBudgetError
+    from rlkernel_jetson.cap import cap, told
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "proc").mkdir()
+        rows = "MemTotal: 8181760 kB\nMemFree: 300000 kB\nMemAvailable: 6348800 kB\n"  # a board of 8 GB
+        (root / "proc/meminfo").write_text(rows)
+        allowed = cap(DEVICE, root=root)
+        held = torch.empty(allowed // 2, dtype=torch.uint8, device=DEVICE)
+        try:
+            with told("a second half and more", root=root):
+                torch.empty(allowed // 2 + (64 << 20), dtype=torch.uint8, device=DEVICE)
+            said = ""
+        except MemoryBudgetError as error:
+            said = str(error)
+        free = torch.cuda.mem_get_info(DEVICE)[0]
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    right = "ran out of memory" in said and held.nbytes == allowed // 2 and free > allowed
+    return {"right": right, "allowed_gib": allowed / 2**30, "free_gib": free / 2**30, "said": said[:300]}
+
+
 class _Loaded:
     """A checkpoint whose tensors are in the host's memory."""
 
@@ -171,6 +199,7 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "refusals": refusals,
     "tensors": tensors,
     "files": files,
+    "capped": capped,
 }
 
 

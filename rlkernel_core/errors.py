@@ -145,14 +145,16 @@ class RankError(RLKernelError, RuntimeError):
 
 
 class MemoryBudgetError(RLKernelError, MemoryError):
-    """An allocation would take more than can be taken without swapping; nothing was allocated. Sizes are bytes."""
+    """An allocation would take more than can be taken without swapping; nothing was allocated. Sizes are bytes.
 
-    def __init__(self, what: str, needed: int, budget: int, because: str, remedy: str) -> None:
+    `needed` is None where an allocator refused without a number.
+    """
+
+    def __init__(self, what: str, needed: int | None, budget: int, because: str, remedy: str) -> None:
         self.what, self.needed, self.budget, self.because, self.remedy = what, needed, budget, because, remedy
         gib = 1024**3
-        super().__init__(
-            f"{what} needs {needed / gib:.2f} GiB, and {budget / gib:.2f} GiB may be taken ({because}). {remedy}"
-        )
+        wants = "ran out of memory" if needed is None else f"needs {needed / gib:.2f} GiB"
+        super().__init__(f"{what} {wants}, and {budget / gib:.2f} GiB may be taken ({because}). {remedy}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.what, self.needed, self.budget, self.because, self.remedy)
