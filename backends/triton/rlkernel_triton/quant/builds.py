@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernels
+from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernels, word_kernels
 from rlkernel_triton.quant.choice import DEVICES, Cut
 from rlkernel_triton.quant.codec import TILE
 
@@ -89,14 +89,14 @@ def _products(arch: str) -> Iterator[Build]:
     nvidia = arch.startswith("sm")
     words = {**_PRODUCT, "codes": "*i32"}
     base = {**_PLAIN, "GROUP": 128, "SYMMETRIC": True, "ASM": nvidia}
-    base |= {"PERMUTED": nvidia and arch != "sm90"}
+    base |= {"PERMUTED": nvidia and arch != "sm90", "TABLE": False, "NESTED": False}
 
     def word(label: str, cut: Cut, **more: Any) -> Build:
         given = {**base, **more}
         step = min(given["GROUP"] or cut.step, cut.step)
         shape = {"BM": cut.BM, "BN": cut.BN, "BK": step, "PARTS": cut.parts or 4, "STAGES": cut.stages}
         return _build(
-            product_kernels.word_product, label, words, {**given, **shape, "FOLD": cut.fold}, cut.warps, cut.stages
+            word_kernels.word_product, label, words, {**given, **shape, "FOLD": cut.fold}, cut.warps, cut.stages
         )
 
     for M, row in device.table.items():
@@ -104,6 +104,14 @@ def _products(arch: str) -> Iterator[Build]:
             if name == "wide" or cut != row.wide:
                 yield word(f"int4_g128, M <= {M}, {name}", cut)
     few = device.table[16].narrow
+    if nvidia:
+        for nested in (False, True):
+            given = {**base, "GROUP": 64, "TABLE": True, "NESTED": nested}
+            shape = {"BM": few.BM, "BN": few.BN, "BK": 64, "PARTS": 4, "STAGES": few.stages, "FOLD": False}
+            yield _build(
+                word_kernels.word_product, f"nf4, M <= 16{', double_quant' if nested else ''}",
+                {**words, "scale": "*u8" if nested else "*fp32"}, {**given, **shape}, few.warps, few.stages,
+            )  # fmt: skip
     yield word("int4_g128_asym, M <= 16", few, SYMMETRIC=False)
     yield word("int4_g128, swiglu, LoRA, bias, residual", device.unrounded, PAIR=True, ACTIVATION="swiglu", **_ALL)
     byte = {**_PLAIN, "BM": 16, "BN": 64, "BK": 64, "STAGES": 2, "GROUP": 0, "SCALE_ROWS": 1, "SYMMETRIC": True}

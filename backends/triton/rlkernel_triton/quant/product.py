@@ -22,12 +22,13 @@ from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.quant import choice, product_kernels, storage
+from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.storage import W4, Element
 from rlkernel_triton.quant.tickets import tickets
 
 MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
+MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantised first
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,11 @@ def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch
             return y
         w = storage.table_of_nf4(w)
         half = x.dtype != torch.float32 and w.spec.act == "none"
-        # Looking a value up for every code is ten times as slow as decoding: 506 us against 137 at 4096 x 28672.
+        # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
         table = w.spec.element == "nf4"
         on = machine(x.device)
         cut = None
-        if half and not table and w.layout == W4:
+        if half and w.layout == W4 and (not table or (rounding == "any" and M <= MOST_OF_TABLE and on.tables)):
             cut = choice.cut(
                 M,
                 *w.shape,
@@ -138,6 +139,11 @@ class Machine(NamedTuple):
     multiprocessors: int
     ptx: bool  # inline PTX is understood
     sync: bool  # weights are the operand of `mma.sync`
+
+    @property
+    def tables(self) -> bool:
+        """Bytes of a table in registers can be picked."""
+        return self.ptx or INTERPRETED
 
 
 @lru_cache
@@ -165,12 +171,11 @@ def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, pe
         halves = 2 if after.pair else 1
         partial = torch.empty(cut.parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
         counters = tickets(tiles, x.device)
-    product_kernels.word_product[(tiles * cut.parts,)](
+    word_kernels.word_product[(tiles * cut.parts,)](
         x=x,
         x_row=x.stride(0),
         codes=storage.codes(w),
-        scale=scales["scale"],
-        zero=scales["zero"],
+        **scales,
         y=y,
         partial=partial,
         tickets=counters,
@@ -188,6 +193,8 @@ def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, pe
         FOLD=cut.fold,
         PERMUTED=on.sync if permuted is None else permuted,
         ASM=on.ptx,
+        TABLE=spec.element == "nf4",
+        NESTED=spec.double_quant,
         num_warps=cut.warps,
         num_stages=cut.stages,
         **FUSED,

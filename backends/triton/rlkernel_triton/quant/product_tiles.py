@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.arithmetic import tanh
+from rlkernel_triton.quant.code_tiles import narrowed, widened
 
 
 @triton.jit
@@ -79,6 +80,100 @@ def eight_float16(word, offset):
 
 
 @triton.jit
+def eight_of_table(word, l0, l1, l2, l3, h0, h1, h2, h3):
+    """Eight 16-bit floats of a table by the nibbles of a word, in the order of `eight_bfloat16`.
+
+    The table lies in registers: low bytes of entries 4 i .. 4 i + 3 in l_i, high bytes in h_i. Three bits of a code
+    pick one of eight bytes, its last one of the two found.
+    """
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 s, t, u, a, b, l, h, x0, x1, y0, y1;
+        and.b32 s, $8, 0x77777777;
+        shr.u32 t, $8, 1;
+        lop3.b32 u, t, 0x4444, 0x3210, 0xea;
+        prmt.b32 a, $9, $10, s;
+        prmt.b32 b, $11, $12, s;
+        prmt.b32 l, a, b, u;
+        prmt.b32 a, $13, $14, s;
+        prmt.b32 b, $15, $16, s;
+        prmt.b32 h, a, b, u;
+        prmt.b32 x0, l, h, 0x5140;
+        prmt.b32 x1, l, h, 0x7362;
+        shr.u32 s, s, 16;
+        shr.u32 t, t, 16;
+        lop3.b32 u, t, 0x4444, 0x3210, 0xea;
+        prmt.b32 a, $9, $10, s;
+        prmt.b32 b, $11, $12, s;
+        prmt.b32 l, a, b, u;
+        prmt.b32 a, $13, $14, s;
+        prmt.b32 b, $15, $16, s;
+        prmt.b32 h, a, b, u;
+        prmt.b32 y0, l, h, 0x5140;
+        prmt.b32 y1, l, h, 0x7362;
+        mov.b32 {$0,$2}, x0;
+        mov.b32 {$4,$6}, x1;
+        mov.b32 {$1,$3}, y0;
+        mov.b32 {$5,$7}, y1;
+        }""",
+        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r,r,r,r,r",
+        args=[word, l0, l1, l2, l3, h0, h1, h2, h3],
+        dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def table_bytes(table, FIRST: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """int32: the low or high bytes of entries FIRST .. FIRST + 3 of a table, rounded to a 16-bit DTYPE."""
+    found = 0
+    for i in tl.static_range(4):
+        bits = tl.load(table + FIRST + i).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+        found |= ((bits >> (8 if HIGH else 0)) & 255) << (8 * i)
+    return found
+
+
+@triton.jit
+def table_tile(
+    words, table, bytes_, DTYPE: tl.constexpr, X_TYPE: tl.constexpr, TN: tl.constexpr, BK: tl.constexpr,
+    PERMUTED: tl.constexpr, ASM: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """[16 TN, BK] of DTYPE: entries of a table, rounded to X_TYPE; `bytes_` as `eight_of_table` takes them."""
+    if ASM:
+        l0, l1, l2, l3, h0, h1, h2, h3 = bytes_
+        v0, v1, v2, v3, v4, v5, v6, v7 = eight_of_table(words, l0, l1, l2, l3, h0, h1, h2, h3)
+        v0, v1 = v0.to(DTYPE, bitcast=True), v1.to(DTYPE, bitcast=True)
+        v2, v3 = v2.to(DTYPE, bitcast=True), v3.to(DTYPE, bitcast=True)
+        v4, v5 = v4.to(DTYPE, bitcast=True), v5.to(DTYPE, bitcast=True)
+        v6, v7 = v6.to(DTYPE, bitcast=True), v7.to(DTYPE, bitcast=True)
+    else:
+        v0, v1 = (
+            _entry(words, 0, table, DTYPE, X_TYPE, INTERPRETED),
+            _entry(words, 16, table, DTYPE, X_TYPE, INTERPRETED),
+        )
+        v2, v3 = (
+            _entry(words, 4, table, DTYPE, X_TYPE, INTERPRETED),
+            _entry(words, 20, table, DTYPE, X_TYPE, INTERPRETED),
+        )
+        v4, v5 = (
+            _entry(words, 8, table, DTYPE, X_TYPE, INTERPRETED),
+            _entry(words, 24, table, DTYPE, X_TYPE, INTERPRETED),
+        )
+        v6, v7 = (
+            _entry(words, 12, table, DTYPE, X_TYPE, INTERPRETED),
+            _entry(words, 28, table, DTYPE, X_TYPE, INTERPRETED),
+        )
+    return as_operand(v0, v1, v2, v3, v4, v5, v6, v7, TN, BK, PERMUTED)
+
+
+@triton.jit
+def _entry(words, SHIFT: tl.constexpr, table, DTYPE: tl.constexpr, X_TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    found = narrowed(tl.load(table + ((words >> SHIFT) & 15)), X_TYPE, INTERPRETED)
+    return widened(found, INTERPRETED).to(DTYPE)
+
+
+@triton.jit
 def word_indices(BK: tl.constexpr):
     """[BK * 2]: where the words of BK columns stand from the first of them on."""
     i = tl.arange(0, BK * 2)
@@ -130,6 +225,12 @@ def word_tile(
         v2, v3 = _value(words, 4, DTYPE, SYMMETRIC), _value(words, 20, DTYPE, SYMMETRIC)
         v4, v5 = _value(words, 8, DTYPE, SYMMETRIC), _value(words, 24, DTYPE, SYMMETRIC)
         v6, v7 = _value(words, 12, DTYPE, SYMMETRIC), _value(words, 28, DTYPE, SYMMETRIC)
+    return as_operand(v0, v1, v2, v3, v4, v5, v6, v7, TN, BK, PERMUTED)
+
+
+@triton.jit
+def as_operand(v0, v1, v2, v3, v4, v5, v6, v7, TN: tl.constexpr, BK: tl.constexpr, PERMUTED: tl.constexpr):
+    """[16 TN, BK] of the values of words [TN, BK * 2], in the order of `eight_bfloat16`."""
     y = tl.join(
         tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
     )  # [TN, BK * 2, kh, rh, p]
