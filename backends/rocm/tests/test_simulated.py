@@ -10,7 +10,7 @@ import rlkernel as rlk
 from rlkernel_core import reference
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_rocm.simulated.driver import activate, simulated
-from rlkernel_rocm.simulator import OutOfBoundsError
+from rlkernel_rocm.simulator import OutOfBoundsError, SimulationError
 
 ARCHS = ("gfx942", "gfx950")
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
@@ -78,14 +78,6 @@ def test_policy_loss_with_its_gradient(arch) -> None:
     torch.testing.assert_close(mine.grad.double(), theirs.grad, **CLOSE)
 
 
-def test_linear_logprob_goes_through_the_matrix_instructions(arch) -> None:
-    hidden, weight = drawn(5, 64, dtype=torch.bfloat16), drawn(300, 64, dtype=torch.bfloat16, seed=1)
-    ids = torch.tensor([0, 1, 299, 150, 7])
-    out = rlk.linear_logprob(hidden, weight, ids)
-    want = definition("linear_logprob")(hidden.double(), weight.double(), ids)
-    torch.testing.assert_close(out.logprob.double(), want.logprob, atol=2e-3, rtol=1e-4)
-
-
 def test_sample_draws_the_reference_s_token(arch) -> None:
     logits = drawn(3, 500, scale=2)
     options = {"top_k": 20, "top_p": 0.9, "seed": torch.tensor([1, 2, 3]), "step": 5}
@@ -111,6 +103,13 @@ def test_a_kernel_that_reads_beyond_a_tensor_is_stopped() -> None:
     rows = torch.zeros(3, 700)
     with pytest.raises(OutOfBoundsError, match="nearest argument, 2800 bytes long"):
         toy.softmax[(2,)](rows[1], torch.zeros(2, 700), 700, BLOCK=1024, enable_fp_fusion=True)
+
+
+def test_what_was_compiled_for_one_gpu_is_not_launched_on_another() -> None:
+    x = torch.zeros(2, 700)
+    kept = toy.softmax[(2,)](x, x.clone(), 700, BLOCK=1024, enable_fp_fusion=True)
+    with simulated("gfx950"), pytest.raises(SimulationError, match="compiled for gfx942, and gfx950 is simulated"):
+        kept[(2, 1, 1)](x, x.clone(), 700, 1024)
 
 
 def test_an_architecture_that_is_not_simulated_is_an_error() -> None:

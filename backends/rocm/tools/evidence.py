@@ -1,22 +1,27 @@
 """What is known about each operator on AMD GPUs, as a table; nobody types a tick by hand.
 
-    python backends/rocm/tools/evidence.py            # print it
+    python backends/rocm/tools/evidence.py            # print it, and the reports that are older than their kernels
     python backends/rocm/tools/evidence.py docs/rocm.md   # write it between the markers of a page
 
-From: the kernel tests that run in Triton's interpreter, the tables of offline compilation, and the conformance reports
-conformance/reports/rocm-simulated-<arch> (and rocm-<arch>, from real GPUs, once there are any).
+From: the kernel tests that run in Triton's interpreter, the tables of offline compilation, the conformance reports
+conformance/reports/rocm-simulated-<arch> (and rocm-<arch>, from real GPUs, once there are any), the signatures recorded
+from AITER, and what the benchmarks of an NVIDIA GPU found of the same kernels.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+
+from kernel_sources import sources
 
 from rlkernel_core.spec import OPERATORS
 from rlkernel_rocm.aiter import backend as amd
@@ -38,12 +43,20 @@ BUILDS: Final = {
     "affine_suffix_scan": ("scan_builds",),
     "whiten": ("moments_kernels",),
     "sample": ("sampling-builds",),
+    "lm_head_sample": ("head_draw_builds", "sampling-builds"),
+    "verify": ("verify_builds", "sampling-builds"),
+    **dict.fromkeys(("quantize", "dequantize", "prepack", "qmatmul"), ("quant-builds",)),
+}
+# operators whose interpreted tests stand in a file of another name
+TESTS: Final = {
+    "affine_suffix_scan": "suffix_scan",
+    "whiten": "advantage",
+    **dict.fromkeys(("quantize", "dequantize", "prepack", "qmatmul"), "quant"),
 }
 
 
 def _interpreted(op: str) -> str:
-    names = {op, op.removeprefix("affine_")}
-    return "yes" if any((TRITON / f"tests/kernels/test_{name}.py").exists() for name in names) else "-"
+    return "yes" if (TRITON / f"tests/kernels/test_{TESTS.get(op, op)}.py").exists() else "-"
 
 
 def _compiled(op: str) -> str:
@@ -62,9 +75,9 @@ def _judged(report: str, op_id: str) -> str:
     found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8"))["operators"].get(op_id)
     if found is None:
         return "-"
-    outcomes = [clause["status"] for clause in found["clauses"]]
-    held = outcomes.count("held")
-    return f"{held} clauses" if held == len(outcomes) else f"{held} of {len(outcomes)} clauses"
+    outcomes = Counter(clause["status"].replace("_", " ") for clause in found["clauses"])
+    held, rest = outcomes.pop("held", 0), [f"{n} {status}" for status, n in sorted(outcomes.items())]
+    return f"{held} clauses" + (f" ({', '.join(rest)})" if rest else "")
 
 
 def _contract(op_id: str) -> str:
@@ -72,6 +85,24 @@ def _contract(op_id: str) -> str:
         return "not used"
     versions = json.loads((ROOT / "backends/rocm/rlkernel_rocm/aiter/signatures.json").read_text(encoding="utf-8"))
     return f"bound to {len(versions)} versions, never run"
+
+
+def _on_cuda(op: str) -> str:
+    """Shapes that the kernels ran at on an NVIDIA GPU within the contract's tolerance, as the benchmarks have them."""
+    with (ROOT / "benchmarks/results/h200/results.csv").open(encoding="utf-8") as file:
+        rows = [r for r in csv.DictReader(file) if (r["op"], r["candidate"]) == (op, "triton")]
+    right = [r for r in rows if r["worst_error_over_tolerance"] and float(r["worst_error_over_tolerance"]) <= 1]
+    return f"{len(right)} shapes" if right else "-"
+
+
+def stale() -> list[str]:
+    """Operators whose kernels have changed since they were simulated."""
+    out = []
+    for arch in SIMULATED:
+        path = REPORTS / f"rocm-simulated-{arch}" / "report.json"
+        found = json.loads(path.read_text(encoding="utf-8"))["operators"] if path.exists() else {}
+        out += [f"{arch} {op}" for op, one in found.items() if one.get("sources") != sources(op.partition("@")[0])]
+    return out
 
 
 def table() -> str:
@@ -82,6 +113,7 @@ def table() -> str:
         "compiled",
         *(f"simulated {a}" for a in SIMULATED),
         "AITER",
+        "full size on an H200",
         "run on AMD hardware",
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -95,6 +127,7 @@ def table() -> str:
             _compiled(op),
             *simulated,
             _contract(impl.op),
+            _on_cuda(op),
             ", ".join(real) or "no",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -112,6 +145,7 @@ def main(paths: list[str]) -> None:
     """Print, or write into a page."""
     if not paths:
         print(table())
+        print("\nolder than their kernels:", ", ".join(stale()) or "none")
     for path in paths:
         file = Path(path)
         file.write_text(placed(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,8 +9,6 @@ part of the report names the sources of the kernels that it judged, since it may
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import os
 import sys
 from collections import Counter
@@ -20,10 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
+TOOLS: Final = Path(__file__).resolve().parent
 PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROOT / "backends" / "rocm"]
 if __name__ == "__main__":
     sys.path[:0] = [str(p) for p in PATHS]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in PATHS])  # of the processes that attack
+
+from kernel_sources import sources
 
 from rlkernel_conformance.documents import read, write
 from rlkernel_conformance.profiles import Profile
@@ -31,24 +32,8 @@ from rlkernel_conformance.report import STATUSES, content_hash, worst
 from rlkernel_conformance.run import Progress, run
 from rlkernel_triton.claims import CLAIMS
 
-TOY: Final = Profile("toy", 4, 200, thorough=False)
+TOY: Final = Profile("toy", 4, 400, thorough=False)
 REPORTS: Final = ROOT / "conformance" / "reports"
-KERNELS: Final = ROOT / "backends" / "triton" / "rlkernel_triton"
-
-
-def sources(op: str) -> str:
-    """Hash of an operator's module in rlkernel-triton and of every module of it that is imported on the way."""
-    found, due = {}, [CLAIMS[op].target.partition(":")[0]]
-    while due:
-        path = KERNELS.parent / due.pop().replace(".", "/")
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if file in found or not file.exists():
-            continue
-        found[file] = file.read_bytes()
-        for node in ast.walk(ast.parse(found[file])):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlkernel_triton"):
-                due += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return hashlib.sha256(b"".join(found[file] for file in sorted(found))).hexdigest()[:16]
 
 
 def joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
