@@ -12,18 +12,15 @@ from pathlib import Path
 import pytest
 
 from rlkernel.plugin_template import Plugin, files
+from tests.distributions import ROOT, build
 
-ROOT = Path(__file__).parents[1]
 TEXTS = ROOT / "registry" / "rlkernel" / "plugin_template" / "files"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--sdist", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert len(list(out.glob("*.tar.gz"))) == 1
-    return next(out.glob("*.whl"))
+    (made,) = build([ROOT], tmp_path_factory.mktemp("dist"))
+    return made.wheel
 
 
 def names(wheel: Path) -> set[str]:

@@ -1,0 +1,130 @@
+"""Every distribution: built twice to the same bytes, complete, and installed with the others in a new environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import rlkernel_core
+from tests.distributions import FOLDERS, ROOT, Built, build
+from tests.environments import Environment, environment
+
+__all__ = ["environment"]
+PROJECTS = [tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS]
+NAMES = [project["name"] for project in PROJECTS]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> dict[str, Built]:
+    """Every distribution of the clone; that for Jetson with the kernels of one operator, as all take minutes."""
+    folders = {folder.name: folder for folder in FOLDERS}
+    folders["jetson"] = tmp_path_factory.mktemp("copy") / "jetson"
+    shutil.copytree(
+        ROOT / "backends" / "jetson", folders["jetson"], ignore=shutil.ignore_patterns("bundles", "__pycache__")
+    )
+    bundle = folders["jetson"] / "rlkernel_jetson" / "bundles" / "jetson.zip"
+    code = f"from rlkernel_triton.aot.command import build; build(['sm_87'], ['prepack'], out={str(bundle)!r}, jobs=1)"
+    path = os.pathsep.join([str(ROOT / "backends" / "triton"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(NAMES, build(list(folders.values()), tmp_path_factory.mktemp("dist")), strict=True))
+
+
+def metadata(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_a_second_build_from_the_sdists_has_the_same_bytes(dist, tmp_path) -> None:
+    folders = [one.unpacked(tmp_path / "src") for one in dist.values()]  # other paths, other times of files
+    with zipfile.ZipFile(dist["rlkernel-jetson"].wheel) as archive:  # compiled kernels are in no sdist
+        bundle = next(n for n in archive.namelist() if n.endswith("jetson.zip"))
+        archive.extract(bundle, folders[NAMES.index("rlkernel-jetson")])
+    again = dict(zip(NAMES, build(folders, tmp_path / "dist", TZ="Asia/Tokyo", PYTHONHASHSEED="1"), strict=True))
+    for name, one in dist.items():
+        assert digest(one.wheel) == digest(again[name].wheel), name
+        assert digest(one.sdist) == digest(again[name].sdist), name
+
+
+def test_the_time_of_a_release_is_that_of_its_files(tmp_path) -> None:
+    folder = next(f for f in FOLDERS if f.name == "template")
+    (made,) = build([folder], tmp_path, SOURCE_DATE_EPOCH="1700000000")
+    with zipfile.ZipFile(made.wheel) as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(2023, 11, 14, 22, 13, 20)}
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=NAMES)
+def test_a_distribution_says_what_it_is(dist, project) -> None:
+    one = dist[project["name"]]
+    told = metadata(one.wheel)
+    assert (told["Name"], told["Version"], told["License-Expression"]) == (
+        project["name"],
+        project["version"],
+        "Apache-2.0",
+    )
+    assert told["Description-Content-Type"] == "text/markdown"
+    assert told.get_payload().strip()  # the page on a package index
+    with zipfile.ZipFile(one.wheel) as archive:
+        inside = archive.namelist()
+    assert [n for n in inside if n.endswith("licenses/LICENSE")]
+    assert [n for n in inside if "/tests/" in n or n.endswith((".pyc", ".orig")) or "__pycache__" in n] == []
+    pinned = [r for r in told.get_all("Requires-Dist") or [] if r.startswith("rlkernel") and "extra ==" not in r]
+    third_party = project["name"] == "rlkernel-template"
+    assert [r for r in pinned if not third_party and not r.endswith(f"=={rlkernel_core.__version__}")] == []
+
+
+def test_an_extra_of_rlkernel_names_every_backend_of_ours() -> None:
+    extras = PROJECTS[0]["optional-dependencies"]
+    ours = [n for n in NAMES[1:] if n != "rlkernel-template"]
+    assert [n for n in ours if extras.get(n.removeprefix("rlkernel-")) != [n]] == []
+
+
+def test_all_of_them_installed_work(dist, environment: Environment) -> None:
+    environment.run("pip", "install", *(str(one.wheel) for one in dist.values()))
+    rows = {row["name"]: row for row in json.loads(environment.run("rlkernel", "backends", "--json").stdout)}
+    known = {name for project in PROJECTS for name in project.get("entry-points", {}).get("rlkernel.backends", {})}
+    assert known <= set(rows)
+    strange = {name for name, row in rows.items() if row["kind"] == "third party"}
+    assert {n: row["state"] for n, row in rows.items()} == {n: "not loaded" if n in strange else "ready" for n in rows}
+    assert "template" in strange
+    code = """
+import importlib.metadata as md, pathlib, sys, torch, rlkernel as rlk
+logits, ids = torch.randn(2, 5), torch.tensor([0, 1])
+with rlk.use("template"):
+    own = rlk.logprob(logits, ids).logprob
+assert rlk.last_decision("logprob").backend == "template"
+torch.testing.assert_close(own, rlk.logprob(logits, ids).logprob)
+print(sorted({str(md.distribution(d).version) for d in sys.argv[1:]}), pathlib.Path(rlk.__file__).parents[1])
+"""
+    said = environment.run("python", "-c", code, *NAMES).stdout.split("] ")
+    assert said[0] == f"['{rlkernel_core.__version__}'"
+    assert Path(said[1].strip()).is_relative_to(environment.python.parents[1])  # not the clone
+    environment.run("rlkernel", "explain", "logprob", "--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16")
+
+
+def test_upgrade_notes_and_changelog_speak_of_this_version() -> None:
+    version = rlkernel_core.__version__
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {version}" in (ROOT / "docs" / "upgrading.md").read_text()
+    assert f"| {'.'.join(version.split('.')[:2])}" in (ROOT / "SECURITY.md").read_text()
