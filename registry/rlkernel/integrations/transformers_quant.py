@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from rlkernel.integrations import transformers
 from rlkernel.integrations.host import Active, Symbol, registered
+from rlkernel.integrations.transformers_quantizer import METHOD, classes
 
-METHOD: Final = "rlkernel"  # quant_method of config.json
 _BASE: Final = "transformers.quantizers.base"
 _AUTO: Final = "transformers.quantizers.auto"
 HOST: Final = replace(
@@ -47,9 +47,7 @@ def register(*, force: bool = False) -> Active:
         HostError: transformers is absent, of a version that this was not made for, or has changed.
     """
     found = HOST.require(force=force)
-    from rlkernel.integrations import transformers_quantizer
-
-    transformers_quantizer.classes()
+    classes()
     return registered(HOST, found, f"quantization method {METHOD!r}")
 
 
@@ -75,7 +73,5 @@ def config(
         UnknownNameError: no such format or option.
     """
     register(force=force)
-    from rlkernel.integrations import transformers_quantizer
-
-    made, _ = transformers_quantizer.classes()
+    made, _ = classes()
     return made(format=format, skip=skip, formats=formats, prepack=prepack)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import rlkernel as rlk
-from rlkernel.integrations.transformers_quant import METHOD
 from rlkernel_core.errors import HostError
 from rlkernel_core.quant import CANONICAL, QuantSpec
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlkernel.nn import QuantLinear, QuantPolicy
+
+METHOD: Final = "rlkernel"  # quant_method of config.json
 
 
 def spec_of(format: str | Mapping[str, Any]) -> QuantSpec:  # noqa: A002  the field's noun
