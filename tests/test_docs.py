@@ -151,6 +151,20 @@ def test_every_link_leads_to_a_file(page) -> None:
     assert [t for t in targets if not (page.parent / t).exists()] == []
 
 
+def test_every_page_stands_in_the_navigation_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r": (\S+)$", nav, re.MULTILINE)
+    own = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
+    others = [
+        f"{kind}/{p.parent.name}.md" for kind in ("examples", "backends") for p in ROOT.glob(f"{kind}/*/README.md")
+    ]
+    folders = tuple(name for name in named if name.endswith("/"))
+    assert [page for page in [*own, *others] if page not in named and not page.startswith(folders)] == []
+    made = {"index.md", "changelog.md", "contributing.md", "security.md"}  # by docs/site.py
+    assert [name for name in named if name not in {*own, *others, *made, *folders}] == []
+    assert len(named) == len(set(named))
+
+
 def test_the_readme_is_short() -> None:
     assert (ROOT / "README.md").read_text().count("\n") <= 200
 
