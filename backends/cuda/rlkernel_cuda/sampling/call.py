@@ -135,7 +135,7 @@ def sample(
             place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
         )  # fmt: skip
         with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device_of(logits):
-            launch(kernel(plan.shape, logits.dtype, plan.plain, device.index), plan.shape, N, params, device.index)
+            launch(plan.kernel, plan.shape, plan.blocks, params, device.index)
     return SampleResult(
         token=token,
         logprob=logprob,
@@ -158,8 +158,9 @@ class Plan:
     stride: int
     quads: bool  # rows begin at multiples of four elements, if the first one does
     last_slot: int
-    plain: bool  # no filter
     shape: Shape
+    blocks: int
+    kernel: Any  # None where there is no row
 
 
 PLANS: Final[dict[Any, Plan]] = {}
@@ -182,6 +183,10 @@ def _planned(key: Any, args: dict[str, Any]) -> Plan:
     plain = args["top_k"] is args["top_p"] is args["min_p"] is None
     law = [args[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")]
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
+    shape = next(shape for most, shape in (PLAIN if plain else FILTERED) if most >= N)
+    index = logits.device.index
+    with torch.cuda.device_of(logits):
+        of = kernel(shape, logits.dtype, plain, index) if N else None
     plan = Plan(
         rows=N,
         vocab=V,
@@ -189,8 +194,9 @@ def _planned(key: Any, args: dict[str, Any]) -> Plan:
         stride=logits.stride(0),
         quads=N <= 1 or logits.stride(0) % 4 == 0,
         last_slot=min(entries, default=2**31) - 1,
-        plain=plain,
-        shape=next(shape for most, shape in (PLAIN if plain else FILTERED) if most >= N),
+        shape=shape,
+        blocks=shape.blocks(N, index) if N else 0,
+        kernel=of,
     )
     if len(PLANS) >= MOST_PLANS:
         PLANS.clear()

@@ -121,6 +121,6 @@ def kernel(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes
     return loaded(flags(shape, dtype, plain=plain), shape)
 
 
-def launch(of: ctypes.c_void_p, shape: Shape, rows: int, params: bytes, device: int) -> None:
+def launch(of: ctypes.c_void_p, shape: Shape, blocks: int, params: bytes, device: int) -> None:
     """All rows, on the current stream of a device, which must be the current one."""
-    driver.launched(of, shape.blocks(rows, device), shape.threads, shape.shared, device, (ctypes.c_char_p * 1)(params))
+    driver.launched(of, blocks, shape.threads, shape.shared, device, (ctypes.c_char_p * 1)(params))
