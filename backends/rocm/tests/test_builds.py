@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from rlkernel_rocm.architectures import ARCHITECTURES
+from rlkernel_triton import head_builds
 from rlkernel_triton.builds import MODULES
+from rlkernel_triton.head_tiles import compiler_options
 
 TABLES = Path(__file__).parents[2] / "triton" / "builds"
 COMPILED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
@@ -31,6 +33,19 @@ def test_no_build_spills_to_scratch_on_cdna(arch) -> None:
 def test_no_workgroup_has_more_than_1024_threads(arch) -> None:
     builds = [b for m in MODULES for b in importlib.import_module(m).builds(arch)]
     assert [(b.kernel.__name__, b.label) for b in builds if b.num_warps * ARCHITECTURES[arch].wave > 1024] == []
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "sm90"])
+def test_options_of_the_amd_compiler_are_for_amd_and_by_architecture(arch) -> None:
+    options = compiler_options(arch)
+    cdna = {"matrix_instr_nonkdim", "kpack", "waves_per_eu"}
+    assert set(options) == (set() if arch == "sm90" else cdna if arch in CDNA else {"waves_per_eu"})
+
+
+@pytest.mark.parametrize("arch", COMPILED)
+def test_products_are_compiled_as_they_are_launched(arch) -> None:
+    builds = [b for b in head_builds.builds(arch) if b.kernel.__name__ != "join"]
+    assert [dict(b.options) for b in builds] == [compiler_options(arch)] * len(builds)
 
 
 @pytest.mark.parametrize(("arch", "instruction"), [("gfx942", "v_mfma_f32_32x32x8_bf16"), ("gfx950", "32x32x16_bf16")])

@@ -38,3 +38,4 @@ class Build:
     num_warps: int = 4
     num_stages: int = 2
     divisible: tuple[str, ...] = ()  # parameters known to be multiples of 16, as pointers and sizes mostly are
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the target's compiler: "waves_per_eu"

@@ -13,7 +13,7 @@ import triton.language as tl
 from rlkernel_triton import law_kernel
 from rlkernel_triton.builds import Build
 from rlkernel_triton.head_kernels import head_gradient, head_sweep, product
-from rlkernel_triton.head_tiles import tile_for
+from rlkernel_triton.head_tiles import compiler_options, tile_for
 
 _POINTERS: Final = {"index": "*i64", "count": "*i64", "ids": "*i64", "kept": "*u8"}
 _SIZES: Final = dict.fromkeys(
@@ -71,7 +71,8 @@ def builds(arch: str) -> Iterator[Build]:
             constants = {k: v for k, v in {**shape, **fixed, **flags}.items() if k in kernel.arg_names}
             known = {k: v for k, v in {**types, **kept, **more}.items() if k in kernel.arg_names and k not in constants}
             divisible = tuple(n for n in _ALIGNED if n in known)
-            yield Build(kernel, f"{dtype}, {label}", known, constants, tile.num_warps, tile.num_stages, divisible)
+            cut = (tile.num_warps, tile.num_stages)
+            yield Build(kernel, f"{dtype}, {label}", known, constants, *cut, divisible, compiler_options(arch))
     for parts in (128, 1024):
         width = {"ROWS": law_kernel.rows_of_a_program(parts), "WIDTH": parts, "LOG": parts.bit_length() - 1}
         flags = {"HAS_INDEX": True, "SUPPORT": True, "MOMENT": True}

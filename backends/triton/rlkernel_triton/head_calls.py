@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlkernel_core.reference.row_views import free_rows, take
 from rlkernel_triton import head_kernels, law_kernel
-from rlkernel_triton.head_tiles import Tile, tile_for
+from rlkernel_triton.head_tiles import Tile, compiler_options, tile_for
 from rlkernel_triton.head_workspace import Plan
 from rlkernel_triton.kept_bits import Kept
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
@@ -119,7 +119,7 @@ class Head:
                     parts, parts if saved is None else saved[first:], parts if peaks is None else peaks[first:],
                     first, n, self.D, self.V, x.stride(0), *self.weight.stride(), self._kept_stride(),
                     self.scale, self.softcap or 0.0, **self._flags(), MOMENT=moment, SAVE=saved is not None,
-                    OPERAND=self.operand, **_options(self.tile),
+                    OPERAND=self.operand, **_options(self.tile, self.hidden),
                 )  # fmt: skip
                 law_kernel.join[(triton.cdiv(n, some),)](
                     parts, *self._order(), joined, first, n, self.N, P, HAS_INDEX=self.order is not None,
@@ -155,7 +155,7 @@ class Head:
                     x.stride(0), *self.weight.stride(), self._kept_stride(), self.scale, self.softcap or 0.0,
                     **self._flags(), G=g[0] is not None, G_LSE=g[1] is not None, G_ENTROPY=g[2] is not None,
                     G_MASS=g[3] is not None, SAVED=saved is not None, PEAK=self.tile.BN, OPERAND=self.operand,
-                    **_options(tile),
+                    **_options(tile, self.hidden),
                 )  # fmt: skip
             return out
 
@@ -219,7 +219,8 @@ class Head:
         with on_device_of(self.ids):
             head_kernels.product[(triton.cdiv(M, t.BM) * triton.cdiv(C, t.BN),)](
                 a, b, self._order()[1], out, first, M, C, K, *a.stride(), *b.stride(),
-                LIMIT="none" if self.order is None else limit, ADD=add, OPERAND=self.back_operand, **_options(t),
+                LIMIT="none" if self.order is None else limit, ADD=add, OPERAND=self.back_operand,
+                **_options(t, self.hidden),
             )  # fmt: skip
 
     def _put(self, acc: Tensor, first: int, d_hidden: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -255,5 +256,7 @@ class Head:
         }
 
 
-def _options(tile: Tile) -> dict[str, int | bool]:
-    return {**tile._asdict(), "INTERPRETED": INTERPRETED, **FUSED}
+def _options(tile: Tile, x: Tensor) -> dict[str, int | bool]:
+    """Constants of a tile, and options of the compiler for the device of x."""
+    own = {} if INTERPRETED else compiler_options(_arch(x.get_device()))
+    return {**tile._asdict(), "INTERPRETED": INTERPRETED, **own, **FUSED}

@@ -40,6 +40,24 @@ TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
 )
 
 
+# Options of Triton's AMD compiler beside the tile: the size of a matrix instruction, how many of a lane's reads of LDS
+# are packed into one (gfx950 has wide ones of its own), and waves that registers are held down for (0: none). Chosen by
+# what comes out of the compiler, without scratch: on gfx90a and gfx942 the small instruction takes as many registers as
+# the large one and fewer reads of LDS; on gfx950 the large one leaves room for five waves, the small one for four. Not
+# one was measured: nothing here has run on an AMD GPU.
+AMD: Final[tuple[tuple[str, dict[str, int]], ...]] = (
+    ("gfx942", {"matrix_instr_nonkdim": 16, "kpack": 2, "waves_per_eu": 0}),
+    ("gfx950", {"matrix_instr_nonkdim": 32, "kpack": 1, "waves_per_eu": 0}),
+    ("gfx90a", {"matrix_instr_nonkdim": 16, "kpack": 2, "waves_per_eu": 0}),
+    ("gfx*", {"waves_per_eu": 0}),
+)
+
+
+def compiler_options(arch: str) -> dict[str, int]:
+    """Options of the compiler for an architecture; none but on AMD GPUs, whose compiler alone knows them."""
+    return next((dict(options) for name, options in AMD if fnmatchcase(arch, name)), {})
+
+
 def tile_for(arch: str, kind: str) -> Tile:
     """The tile of a kind of kernel on an architecture."""
     return next(

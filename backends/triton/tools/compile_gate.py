@@ -74,6 +74,7 @@ def compiled(build: Build, arch: str) -> dict[str, Any]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
     )
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
+    options |= build.options
     made = triton.compile(source, target=GPUTarget(target.kind, target.arch, target.warp), options=options)
     needs = _of_cubin(made.asm["cubin"]) if target.kind == "cuda" else _of_assembly(made.asm["amdgcn"])
     return {
@@ -123,6 +124,7 @@ def fingerprint(builds: Iterable[Build]) -> str:
             b.num_warps,
             b.num_stages,
             b.divisible,
+            *([sorted(b.options.items())] if b.options else []),
         )
         parts.append(repr((sources, options)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
