@@ -83,10 +83,6 @@ class Adopter:
             return "it requires a gradient, whose sum would be on another device"
         if not tensor.is_contiguous():
             return "it is not contiguous"
-        if tensor.untyped_storage().filename is not None:
-            return (
-                "it is a private mapping of a file, which pinning would copy: open the file by rlkernel_jetson.mapped"
-            )
         if tensor.untyped_storage().nbytes() < LEAST:
             return f"its storage is smaller than {LEAST} bytes"
         if mapped_file(tensor.data_ptr()) is not None:

@@ -88,18 +88,18 @@ def load_quantized(
         for source, item in found:
             name, weights = item.name.removesuffix(_WEIGHT), item.read(source)
             spec = chosen.get(item.name)
-            if isinstance(weights, Tensor) and spec is None:
+            if not isinstance(weights, Tensor):
+                parts, meta = weights[0].flatten()
+                quantised = QuantTensor.unflatten([put(part) for part in parts], meta)
+            elif spec is not None:
+                quantised = rlk.quantize(put(weights), spec)
+            else:
                 placed = put(weights)
                 for slot in slots[item.name]:
                     _set(model, slot, placed)
                 dense, nbytes = dense + 1, nbytes + placed.nbytes
                 continue
-            if isinstance(weights, Tensor):
-                quantised = rlk.quantize(put(weights), spec or policy.format)
-            else:
-                parts, meta = weights[0].flatten()
-                quantised = QuantTensor.unflatten([put(part) for part in parts], meta)
-            del weights
+            del weights  # before the next layer is read
             layer = _layer(quantised, layers[name], policy)
             model.set_submodule(name, layer)
             formats[name] = quantised.spec.kind
