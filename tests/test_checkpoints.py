@@ -336,3 +336,34 @@ def test_mx_scales_and_codes_are_those_of_torchao(kind, rule) -> None:
     w = quantize(weight, QuantSpec.named(kind, scale_rule=rule))
     assert torch.equal(scale.view(torch.uint8).reshape(N, -1), w.parts["scale"])
     assert torch.equal(codes.view(torch.uint8).reshape(N, -1), w.parts["codes"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["int4_g128", "int4_g32", "int4_g32_asym"])
+def test_weights_of_compressed_tensors_mean_what_it_says(kind) -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    forward = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    args = pytest.importorskip("compressed_tensors.quantization").QuantizationArgs
+    w = quantize(torch.randn(N, K, generator=RNG), kind)
+    tensors = SCHEMES["compressed-tensors"].write("x", w)
+    codes = helpers.unpack_from_int32(tensors[".weight_packed"], 4, torch.Size((N, K)))
+    assert torch.equal(tensors[".weight_packed"], helpers.pack_to_int32(codes, 4))
+    zero = tensors.get(".weight_zero_point")
+    if zero is not None:
+        zero = helpers.unpack_from_int32(zero, 4, torch.Size((N, K // w.spec.group)), packed_dim=0)
+    how = args(num_bits=4, strategy="group", group_size=w.spec.group, symmetric=zero is None)
+    scale = tensors[".weight_scale"].float()  # it multiplies in the dtype of the scale
+    found = forward.dequantize(codes, scale, zero, args=how, dtype=torch.float32)
+    assert torch.equal(bits(found), bits(dequantize(w, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_the_config_of_transformers_says_which_gptq_it_is(version, tmp_path) -> None:
+    configs = pytest.importorskip("transformers.utils.quantization_config")
+    said = configs.GPTQConfig(bits=4, group_size=G, checkpoint_format=version).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}, default=str))
+    _, tensors, _, expected = READ[version]
+    save_file({f"x{name}": t.contiguous() for name, t in tensors.items()}, tmp_path / "x.safetensors")
+    with checkpoints.opened(tmp_path / "x.safetensors") as source:
+        (item,) = checkpoints.items(source)
+        (w,) = item.read(source)
+    assert torch.equal(bits(expected), bits(dequantize(w, dtype=torch.float32)))
