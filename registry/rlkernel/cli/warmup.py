@@ -86,7 +86,9 @@ def _warmed(op: str, sizes: Sizes, device: str) -> Warmed:
         try:
             result = call()
         except ResolutionError as error:
-            said = [f"{r.backend}: {r.reason.text}" for r in error.decision.rejected]
+            said = (
+                [f"{r.backend}: {r.reason.text}" for r in error.decision.rejected] if error.decision else [str(error)]
+            )
             return Warmed(op, sizes.tokens, None, 0.0, 0.0, "; ".join(said))
         if result is not None and result.requires_grad:
             result.sum().backward()
