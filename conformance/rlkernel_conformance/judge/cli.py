@@ -78,7 +78,7 @@ def command(
 
     from rlkernel_conformance.judge.score import summary
     from rlkernel_conformance.judge.trial import judge
-    from rlkernel_conformance.judge.verdict import Task
+    from rlkernel_conformance.judge.verdict import Task, said
 
     told = {"op": op, "baseline": baseline, "device": device, "profile": profile, "clauses": tuple(clause or ())}
     told |= {"timing": timing, "strict": strict, "limit_s": limit, "sandbox": sandbox, "score": score}
@@ -97,11 +97,6 @@ def command(
             _compared(found)
     if not all(v.correct for v in verdicts):
         raise typer.Exit(1)
-
-
-def said(error: Any) -> str:
-    """The complaints of pydantic in one line, each with the name of the field."""
-    return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}, got {e['input']!r}" for e in error.errors())
 
 
 def _bytes(file: str) -> bytes:

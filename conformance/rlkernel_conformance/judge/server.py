@@ -25,10 +25,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlkernel_conformance.judge.cli import said
 from rlkernel_conformance.judge.docket import Case, Docket, Full, OutOfService
 from rlkernel_conformance.judge.source import MOST_BYTES
-from rlkernel_conformance.judge.verdict import FAULTS, SCHEMA, Task
+from rlkernel_conformance.judge.verdict import FAULTS, SCHEMA, Task, said
 from rlkernel_core import __version__
 from rlkernel_core.spec import OPERATORS
 

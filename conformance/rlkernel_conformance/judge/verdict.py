@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlkernel_conformance import faults
 
@@ -159,3 +159,8 @@ class Summary(_Border):
     )
     best: str | None = Field(description="file of the highest score")
     candidates: tuple[Verdict, ...]
+
+
+def said(error: ValidationError) -> str:
+    """The complaints about a question in one line, each with the name of the field."""
+    return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}, got {e['input']!r}" for e in error.errors())
