@@ -13,7 +13,8 @@ at the peak where layers are copied to the card first, 8 to 30 MiB where they ar
 Found: all of it, and 32 MiB (one layer) over what stays where layers are copied, nothing where they are quantised from
 their pages: Triton's quantiser takes no room of its own. benchmarks/results/h200/jetson_memory.json.
 
-For the second run: a cap of 4.9 GiB on a card of 140 is refused beyond, told with numbers, and the card is still free.
+Second run, prediction: a cap of 4.9 GiB on a card of 140 is refused beyond, told with numbers, and the card is still
+free. Found: so.
 """
 
 from __future__ import annotations

@@ -180,6 +180,14 @@ CASES = [
         "--runtime nvidia",
     ),
     ("jetson/old", "problem", machine(hardware=Hardware(board=replace(NANO, l4t="35.4.1"))), "35.4.1", "newer JetPack"),
+    ("triton/missing", "note", machine(hardware=JETSON, torch=ORIN_WHEEL), "from a bundle need none", "--no-deps"),
+    (
+        "rlkernel/backend-missing",
+        "warning",
+        machine(hardware=JETSON, torch=ORIN_WHEEL),
+        "the backend jetson is made for sm87",
+        "pip install --no-deps rlkernel-jetson",
+    ),
     ("jetson/hidden", "note", machine(torch=ORIN_WHEEL), "sm87", "--runtime nvidia"),
     (
         "jetson/wheel",

@@ -28,7 +28,13 @@ def triton(machine: Machine) -> Iterator[Finding]:
         fix = f"pip uninstall {' '.join(found)}, then reinstall torch"
         yield problem("triton/twice", text, "files of two versions, mixed", fix)
     elif not found:
-        if machine.torch is not None and machine.torch.devices:
+        if machine.hardware.board is not None:
+            text, cost = (
+                "Triton is not installed; kernels from a bundle need none",
+                "other operators run in plain torch",
+            )
+            yield note("triton/missing", text, cost, "a Triton built for this torch, with --no-deps (docs/jetson.md)")
+        elif machine.torch is not None and machine.torch.devices:
             text = "Triton is not installed"
             yield warning(
                 "triton/missing", text, _PLAIN, "pip install 'rlkernel[triton]'; torch for ROCm brings its own"
@@ -107,7 +113,10 @@ def ours(machine: Machine) -> Iterator[Finding]:
         for name, known in FIRST_PARTY.items():
             if gpu.arch is not None and known.made_for("cuda", gpu.arch) and not machine.has(known.dist):
                 text = f"the backend {name} is made for {gpu.arch} and is not installed"
-                yield warning("rlkernel/backend-missing", text, _PLAIN, known.install)
+                fix = (
+                    f"pip install --no-deps {known.dist}" if machine.hardware.board else known.install
+                )  # keeps its torch
+                yield warning("rlkernel/backend-missing", text, _PLAIN, fix)
 
 
 CHECKS: Final[tuple[Callable[[Machine], Iterator[Finding]], ...]] = (triton, flashinfer, amd_aiter, ours)
