@@ -244,8 +244,7 @@ def variants() -> dict[str, dict[str, Any]]:
     return {
         "group 32": {"GROUP": 32},
         "64 candidates": {"C": 64},
-        "finish 16 warps": {"finish_warps": 16},
-        "stream 8 warps": {"stream_warps": 8},
+        "per 1": {"per": 1},
     }
 
 
@@ -272,18 +271,16 @@ def timings(limit: float) -> dict[str, Any]:
     f32, b16 = torch.float32, torch.bfloat16
     add("topk+topp", "topk+topp", "normal", f32, BATCHES, SHAPE)
     add("none", "none", "normal", f32, BATCHES, SHAPE)
-    add("numbers", "top_k=50 top_p=0.95", "normal", f32, BATCHES, SHAPE)
-    add("topp flat", "topp", "flat", f32, BATCHES, SHAPE)
-    add("topk+topp, per 1", "topk+topp", "normal", f32, BATCHES, replace(SHAPE, per=1))
     add("topk+topp, per 4", "topk+topp", "normal", f32, BATCHES, replace(SHAPE, per=4))
-    add("none, per 1", "none", "normal", f32, BATCHES, replace(SHAPE, per=1))
     add("none, per 4", "none", "normal", f32, BATCHES, replace(SHAPE, per=4))
     add("topk+topp, finish 4 warps", "topk+topp", "normal", f32, BATCHES, replace(SHAPE, finish_warps=4))
-    add("topp skewed", "topp", "skewed", f32, BATCHES, SHAPE)
+    add("topk+topp, finish 16 warps", "topk+topp", "normal", f32, BATCHES, replace(SHAPE, finish_warps=16))
+    add("topp flat", "topp", "flat", f32, BATCHES, SHAPE)
+    add("numbers", "top_k=50 top_p=0.95", "normal", f32, BATCHES, SHAPE)
     add("topk+topp bf16", "topk+topp", "normal", b16, BATCHES, SHAPE)
-    add("none bf16", "none", "normal", b16, BATCHES, SHAPE)
-    add("topp flat, block 4096", "topp", "flat", f32, (1, 1024), replace(SHAPE, BLOCK=4096))
+    add("topp skewed", "topp", "skewed", f32, BATCHES, SHAPE)
     add("topk+topp skewed", "topk+topp", "skewed", f32, BATCHES, SHAPE)
+    add("none bf16", "none", "normal", b16, BATCHES, SHAPE)
     for name, change in variants().items():
         add(f"topk+topp, {name}", "topk+topp", "normal", f32, BATCHES, replace(SHAPE, **change))
     return found
@@ -313,6 +310,59 @@ def parts() -> dict[str, Any]:
                 for e in recorded.key_averages()
                 if e.key in {"tiles", "finish", "searched"}
             }
+    return found
+
+
+def heads() -> dict[str, Any]:
+    """lm_head_sample at the head of an 8B model, beside a draw from stored fp32 logits: microseconds, tokens apart."""
+    import torch
+
+    from rlkernel_triton.head_sampling import lm_head_sample
+    from rlkernel_triton.sampling.call import sample
+
+    found: dict[str, Any] = {}
+    g = torch.Generator("cuda").manual_seed(0)
+    weight = (torch.randn(V, 4096, device="cuda", generator=g) * 0.05).bfloat16()
+    for N in (1, 64, 256):
+        hidden = torch.randn(N, 4096, device="cuda", generator=g).bfloat16()
+        law = {"seed": torch.arange(N, device="cuda"), "step": 3}
+
+        def stored(hidden: Any = hidden, law: Any = law) -> Any:
+            return sample(torch.mm(hidden, weight.t(), out_dtype=torch.float32), **law)
+
+        def ours(hidden: Any = hidden, law: Any = law) -> Any:
+            return lm_head_sample(hidden, weight, **law)
+
+        a, b = ours(), stored()
+        found[str(N)] = {
+            "tokens apart": int((a.token != b.token).sum()),
+            "logprob apart": float((a.logprob - b.logprob)[a.token == b.token].abs().max()),
+            "lm_head_sample": round(replayed([ours, ours]), 1),
+            "stored": round(replayed([stored, stored]), 1),
+        }
+    return found
+
+
+def drafts() -> dict[str, float]:
+    """Microseconds of verify on 32 requests with four drafts each, by logits and by probabilities of the drafts."""
+    import torch
+
+    from rlkernel_triton.verify import verify
+
+    B, K = 32, 128
+    x, q = rows("normal", K + B, torch.float32, seed=1), rows("normal", K, torch.float32, seed=2)
+    given: dict[str, Any] = {
+        "cu_draft": torch.arange(0, K + 1, 4, device="cuda"),
+        "seed": torch.arange(B, device="cuda"),
+    }
+    given |= {"step": 0, "temperature": 1.0}
+    ids = q.argmax(1)
+    found = {}
+    for name, law in (("draft_logits", q), ("draft_probs", q.softmax(1))):
+        found[name] = round(replayed([lambda n=name, v=law: verify(x, ids, **{n: v}, **given)] * 2), 1)
+        found[f"{name}, top-k 50, top-p 0.95"] = round(
+            replayed([lambda n=name, v=law: verify(x, ids, **{n: v}, top_k=50, top_p=0.95, **given)] * 2), 1
+        )
     return found
 
 
@@ -380,10 +430,12 @@ def main() -> None:
     OUTPUT["torch"] = torch.__version__
     sections: dict[str, Callable[[], Any]] = {
         "draws": draws,
-        "correctness": lambda: correctness(limit * 0.4),
-        "eager": eager,
         "parts": parts,
-        "timings": lambda: timings(limit - 6),
+        "heads": heads,
+        "drafts": drafts,
+        "timings": lambda: timings(limit * 0.6),
+        "correctness": lambda: correctness(limit * 0.85),
+        "eager": eager,
         "invariance": invariance,
         "registers": registers,
     }

@@ -27,8 +27,8 @@ def built(folder: Path, **macros: int) -> ctypes.CDLL:
     kernel = kernel.replace("extern __shared__ __align__(16) char memory[];", "")
     source = folder / "sampler.cpp"
     source.write_text((HERE / "device_on_host.h").read_text() + kernel + (HERE / "run_on_host.h").read_text())
-    shared = Shape(macros["NT"], macros["CLUSTER"], 1, macros.get("FINISHERS", 0), macros.get("AHEAD", 0)).shared
-    macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "AHEAD": 0, "WARM": 0, "GRID": 1} | macros
+    shared = Shape(macros["NT"], macros["CLUSTER"], 1, macros.get("FINISHERS", 0)).shared
+    macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "GRID": 1} | macros
     flags = [f"-D{n}={v}" for n, v in macros.items()]
     command = ["g++", "-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w", *flags]
     subprocess.run([*command, "-o", str(folder / "sampler.so"), str(source)], check=True)
@@ -37,7 +37,7 @@ def built(folder: Path, **macros: int) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def filtered(tmp_path_factory) -> ctypes.CDLL:
-    return built(tmp_path_factory.mktemp("filtered"), NT=64, CLUSTER=2, TYPE=0, PLAIN=0, WARM=1)
+    return built(tmp_path_factory.mktemp("filtered"), NT=64, CLUSTER=3, TYPE=0, PLAIN=0)
 
 
 def run(library, logits, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, step=0):
@@ -104,7 +104,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def read_on(tmp_path_factory) -> ctypes.CDLL:
     """Three blocks that finish their rows while they read the next."""
-    return built(tmp_path_factory.mktemp("read_on"), NT=128, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=2, AHEAD=1, GRID=3)
+    return built(tmp_path_factory.mktemp("read_on"), NT=128, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=2, GRID=3)
 
 
 @pytest.mark.parametrize("build", ["filtered", "read_on"])

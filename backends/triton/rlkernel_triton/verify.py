@@ -23,6 +23,7 @@ from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.sampling.plan import Law, as_int64, draw
 
 BLOCK: Final = 1024  # tokens of a tile
+WIDE: Final = 8192  # logits of a draft that one program adds up
 REQUEST: Final = 32  # rows of a request that are looked at together
 
 
@@ -153,7 +154,10 @@ class _Chain:
         K, S = M - B, triton.cdiv(V, BLOCK)
         sums = torch.empty(max(K, 1), 2, dtype=torch.float64, device=x.device)
         if logits and K:
-            kernels.weigh_drafts[(K,)](q, *q.stride(), V, sums, BLOCK=BLOCK, **FUSED)
+            W = triton.cdiv(V, WIDE)
+            parts = torch.empty(K, W, 2, dtype=torch.float64, device=x.device)
+            kernels.weigh_drafts[(K, W)](q, *q.stride(), V, W, parts, WIDE=WIDE, BLOCK=BLOCK, **FUSED)
+            kernels.join_drafts[(K,)](parts, sums, W, PARTS=triton.next_power_of_2(W), **FUSED)
         seeds, seed_each = _parameter(seed)
         mask = {"allowed": None if allowed is None else allowed.contiguous()}
         mask |= {"allowed_stride": 0 if allowed is None else allowed.shape[1], "HAS_ALLOWED": allowed is not None}

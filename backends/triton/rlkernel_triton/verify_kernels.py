@@ -91,26 +91,47 @@ def draft_probability(q, ids, inside, column_stride, top, total, LOGITS: tl.cons
     return tl.where(inside & (v > 0.0), v, 0.0)
 
 
-@triton.jit
-def weigh_drafts(q, row_stride, column_stride, V, sums, BLOCK: tl.constexpr):
-    """One draft: the largest of its logits and the sum of exp(x - largest), [K, 2] float64. NaN spreads."""
+@triton.jit(do_not_specialize=["W"])
+def weigh_drafts(q, row_stride, column_stride, V, W, parts, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """One of W parts of a draft, WIDE tokens: their largest logit and the sum of exp(x - largest). NaN spreads.
+
+    parts: out [K, W, 2] float64.
+    """
     k = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     q += k * row_stride
     top = tl.full([BLOCK], NEVER, tl.float32)
     broken = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in range(part * WIDE, part * WIDE + WIDE, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         v = tl.load(q + ids.to(tl.int64) * column_stride, mask=ids < V, other=NEVER).to(tl.float32)
         broken = broken | (v != v).to(tl.int32)
         top = tl.maximum(top, tl.where(v == v, v, NEVER))
-    peak = tl.where(tl.max(broken, 0) > 0, float("nan"), tl.max(top, 0)).to(tl.float64)
+    highest = tl.max(top, 0)
+    peak = tl.where(tl.max(broken, 0) > 0, float("nan"), highest).to(tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, V, BLOCK):
+    for start in range(part * WIDE, part * WIDE + WIDE, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         v = tl.load(q + ids.to(tl.int64) * column_stride, mask=ids < V, other=NEVER).to(tl.float64)
-        total += tl.exp(v - peak)
-    tl.store(sums + 2 * k, peak)
-    tl.store(sums + 2 * k + 1, tl.sum(total, 0))
+        total += tl.where(v > NEVER, tl.exp(tl.where(v > NEVER, v - peak, 0.0)), 0.0)
+    out = parts + 2 * (k * W + part)
+    tl.store(out, peak)
+    tl.store(out + 1, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["W"])
+def join_drafts(parts, sums, W, PARTS: tl.constexpr):
+    """One draft: the largest of its logits and the sum of exp(x - largest), [K, 2] float64, from its parts."""
+    k = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PARTS)
+    peaks = tl.load(parts + 2 * (k * W + i), mask=i < W, other=NEVER)
+    broken = tl.max((peaks != peaks).to(tl.int32), 0) > 0
+    peak = tl.max(tl.where(peaks == peaks, peaks, NEVER), 0)
+    totals = tl.load(parts + 2 * (k * W + i) + 1, mask=i < W, other=0.0)
+    scale = tl.where(peaks == peak, 1.0, tl.exp(tl.where(peaks > NEVER, peaks - peak, NEVER)))
+    total = tl.sum(tl.where(totals > 0.0, totals * scale, 0.0), 0)
+    tl.store(sums + 2 * k, tl.where(broken, float("nan"), peak))
+    tl.store(sums + 2 * k + 1, tl.where(broken | (peak == float("inf")), float("nan"), total))
 
 
 @triton.jit(do_not_specialize=["seed", "M"])

@@ -22,12 +22,18 @@ from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Sha
 # (most rows, shape), measured at V = 128256: with a filter, and without one.
 FILTERED: Final = (
     (8, Shape(512, 8, 1)),
-    (48, Shape(256, 8, 3)),
+    (40, Shape(512, 3, 1)),
     (128, Shape(512, 2, 1)),
     (512, Shape(256, 1, 3)),
-    (2**31, Shape(256, 1, 4)),
+    (2**31, Shape(768, 1, 1, finishers=8)),
 )
-PLAIN: Final = ((8, Shape(512, 8, 1)), (48, Shape(256, 4, 2)), (128, Shape(256, 2, 2)), (2**31, Shape(256, 1, 2)))
+PLAIN: Final = (
+    (8, Shape(512, 8, 1)),
+    (40, Shape(512, 3, 1)),
+    (66, Shape(512, 2, 1)),
+    (128, Shape(256, 2, 2)),
+    (2**31, Shape(256, 1, 2)),
+)
 
 
 def fits(

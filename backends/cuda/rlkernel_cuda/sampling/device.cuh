@@ -60,22 +60,6 @@ __device__ __forceinline__ void load4_again(float* x, const u16* p) {
   for (int j = 0; j < 4; ++j) x[j] = value_at(p + j);
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// Copies of quads to shared memory that go on while the thread does something else; each thread reads its own.
-__device__ __forceinline__ void fetch4(float* to, const float* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-}
-__device__ __forceinline__ void fetch4(u16* to, const u16* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(u32(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-}
-__device__ __forceinline__ void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void take4(float* x, const float* p) {
-  const float4 v = *reinterpret_cast<const float4*>(p);
-  x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-}
-__device__ __forceinline__ void take4(float* x, const u16* p) {
-  const uint2 v = *reinterpret_cast<const uint2*>(p);
-  x[0] = value_of_bits(u16(v.x)), x[1] = value_of_bits(u16(v.x >> 16)), x[2] = value_of_bits(u16(v.y)), x[3] = value_of_bits(u16(v.y >> 16));
-}
 // Keeps one copy of the key schedule in registers.
 __device__ __forceinline__ void keep(u32& a, u32& b) { asm volatile("" : "+r"(a), "+r"(b)); }
 

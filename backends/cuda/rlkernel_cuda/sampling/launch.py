@@ -37,14 +37,11 @@ class Shape:
     cluster: int
     per_sm: int
     finishers: int = 0  # warps that finish a row while the others read the next; 0: a block has one row
-    ahead: int = 0  # whether a warp fetches its next tile to shared memory while it works on one
-    warm: int = 0  # whether a warp fetches the instructions of the end while the others read
 
     @property
     def shared(self) -> int:
         """Bytes of `Shared` in wide.cuh, which checks it: statistics of one row or of two, and what finishing takes."""
-        readers = self.threads // 32 - self.finishers
-        return (80 + 8 * readers * self.ahead if self.finishers else 52) << 10
+        return (80 if self.finishers else 52) << 10
 
     def blocks(self, rows: int, device: int) -> int:
         """How many are launched."""
@@ -67,8 +64,6 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
         "CLUSTER": shape.cluster,
         "PER_SM": shape.per_sm,
         "FINISHERS": shape.finishers,
-        "AHEAD": shape.ahead,
-        "WARM": shape.warm,
         "TYPE": TYPES[dtype],
         "PLAIN": int(plain),
         "SHARED_BYTES": shape.shared,
@@ -106,19 +101,11 @@ def built(options: tuple[str, ...]) -> bytes:
     return code
 
 
-def loaded(options: tuple[str, ...], shape: Shape) -> ctypes.c_void_p:
-    """A build on the current device."""
-    found = driver.loaded(built(options), "sample", shape.shared)
-    if shape.cluster > 8:
-        driver._check(driver._driver().cuFuncSetAttribute(found, 14, 1), "a cluster of 16")  # noqa: SLF001
-    return found
-
-
 @cache
 def kernel(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes.c_void_p:
     """A build, loaded on a device, which must be the current one."""
     torch.cuda.current_stream(device)  # the context exists
-    return loaded(flags(shape, dtype, plain=plain), shape)
+    return driver.loaded(built(flags(shape, dtype, plain=plain)), "sample", shape.shared)
 
 
 def launch(of: ctypes.c_void_p, shape: Shape, blocks: int, params: bytes, device: int) -> None:

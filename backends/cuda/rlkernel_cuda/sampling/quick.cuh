@@ -292,7 +292,7 @@ __device__ __forceinline__ u64 score_of(const Params& P, const Row& R, float top
   return make_key(scaled(key_value(key), top, R) + token_noise(key_id(key), R, P.stream), key_id(key));
 }
 // Writes what a row keeps and draws, by one warp, from its n candidates in order. False: they do not tell.
-__device__ MAYBE_INLINE bool conclude(const Params& P, const Row& R, int row, int n, Shared& sm) {
+__device__ __forceinline__ bool conclude(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const Merged m = sm.merged;
   Cut c;
   if (!cut_of(P, R, m, sm.sorted, n, c)) return false;
@@ -310,18 +310,6 @@ __device__ MAYBE_INLINE bool conclude(const Params& P, const Row& R, int row, in
   write(P, R, row, m, c, 0);
   return true;
 }
-#if WARM
-// Has the instructions of the end of a row fetched, by a warp that has nothing to read yet: what it writes is overwritten.
-__device__ __forceinline__ void warm(const Params& P, const Row& R, int row, Shared& sm) {
-  if ((threadIdx.x & 31) == 0) {
-    sm.sorted[0] = make_key(0.f, 0), sm.from[0] = 0, sm.score[0] = score_of(P, R, 0.f, make_key(0.f, 0));
-    sm.merged = Merged{0.f, 0.f, 1.f, 1.f, 1, 1, 0};
-  }
-  __syncwarp();
-  conclude(P, R, row, 1, sm);
-  __syncwarp();
-}
-#endif
 // Ends a row by its n candidates: its results are written. False: they do not tell what it keeps.
 __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const int tid = threadIdx.x, lane = tid & 31;

@@ -9,8 +9,7 @@
 //
 // Put after device.cuh, tile.cuh, wide.cuh, write.cuh and quick.cuh. Macros: NT threads, CLUSTER blocks a row, FINISHERS
 // warps (0: all, after they have read), PER_SM blocks a multiprocessor, TYPE of the logits (0 fp32, 1 bf16, 2 fp16),
-// PLAIN: no row has a filter, AHEAD:
-// the next tile is fetched while one is worked on, WARM: the instructions of the end are fetched while tiles are read.
+// PLAIN: no row has a filter.
 
 // What a row keeps and draws whose tiles tell: without a filter all, or the first of its best. By one warp.
 __device__ __forceinline__ Cut best_of_tiles(const Params& P, const Row& R, const Stats& st, const Merged& m) {
@@ -97,30 +96,9 @@ __device__ __noinline__ void exactly_now(const Params& P, int row, int buffer, S
   if (threadIdx.x == 0) refill(P, row + 2 * gridDim.x, buffer, sm);
   __syncthreads();
 }
-#if AHEAD
-__device__ __forceinline__ bool is_whole(const Params& P, int tile) { return (P.whole & 1) && tile * TILE + TILE <= P.V; }
-__device__ __forceinline__ void fetch_tile(const Params& P, const Stored* src, int tile, Stored* to) {
-  const int at = (threadIdx.x & 31) * 4;
-  if (is_whole(P, tile))
-#pragma unroll
-    for (int g = 0; g < 8; ++g) fetch4(to + g * GROUP + at, src + tile * TILE + g * GROUP + at);
-}
-__device__ __forceinline__ void take_tile(Tile& x, const Params& P, const Stored* src, int tile, const Stored* from) {
-  if (!is_whole(P, tile)) return load_tile(x, P, src, tile);
-  fetched();
-#pragma unroll
-  for (int g = 0; g < 8; ++g) take4(x[g], from + g * GROUP + (threadIdx.x & 31) * 4);
-}
-#endif
 __device__ __forceinline__ void read_rows(const Params& P, Shared& sm) {
   const int lane = threadIdx.x & 31, step = gridDim.x;
   int tile = (threadIdx.x >> 5) - FINISHERS;
-#if AHEAD
-  const int mine = tile;
-  int turn = 0;
-  if (tile < P.tiles) fetch_tile(P, logits_of(P, blockIdx.x), tile, sm.ahead[mine][0]);
-  else if (blockIdx.x + tile / P.tiles * step < P.N) fetch_tile(P, logits_of(P, blockIdx.x + tile / P.tiles * step), tile % P.tiles, sm.ahead[mine][0]);
-#endif
 #pragma unroll 1
   for (int i = 0, row = blockIdx.x; row < P.N + 2 * step; ++i, row += step) {
     const int b = i & 1;
@@ -133,17 +111,10 @@ __device__ __forceinline__ void read_rows(const Params& P, Shared& sm) {
     const Stored* src = logits_of(P, row);
 #pragma unroll 1
     for (; tile < P.tiles; tile += READERS) {
+      if (R.padding) continue;
       Tile x;
-#if AHEAD
-      take_tile(x, P, src, tile, sm.ahead[mine][turn]);
-      turn ^= 1;
-      int next_row = row, next = tile + READERS;
-      while (next >= P.tiles) next -= P.tiles, next_row += step;
-      if (next_row < P.N) fetch_tile(P, logits_of(P, next_row), next, sm.ahead[mine][turn]);
-#else
       load_tile(x, P, src, tile);
-#endif
-      if (!R.padding) stream_tile(P, R, sm.row[b], src, tile, x, &sm.best[b], &sm.st[b]);
+      stream_tile(P, R, sm.row[b], src, tile, x, &sm.best[b], &sm.st[b]);
     }
     tile -= P.tiles;
     __syncwarp();
@@ -201,9 +172,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   const Row R = row_of(P, parameters_of(P, row));
   if (tid == 0) sm.n_found = sm.n_again = sm.n_more = 0, sm.best[0] = 0, sm.row[0] = R;
   __syncthreads();
-#if WARM && !PLAIN
-  if (rank == 0 && tid >= NT - 32 && !R.padding && !R.bad && R.filtered) warm(P, sm.row[0], row, sm);
-#endif
   cluster_wait();
   Stats* to = &in_block(&sm, 0)->st[0];
   if (!R.padding)
@@ -225,7 +193,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   }
   cluster_wait();
   MARK(2);
-  if (!finish(P, src, row, WARM ? sm.row[0] : R, sm.st[0], sm)) exactly(P, src, row, crew, sm);
+  if (!finish(P, src, row, R, sm.st[0], sm)) exactly(P, src, row, crew, sm);
   MARK(9);
   SHOW_MARKS();
   if (crew > 1) {

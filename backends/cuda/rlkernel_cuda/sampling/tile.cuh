@@ -17,11 +17,6 @@
 #define WARPS (NT / 32)
 #define TEAM (FINISHERS ? FINISHERS * 32 : NT)  // threads that finish a row, from the first on
 #define BUFFERS (FINISHERS ? 2 : 1)             // rows of which a block has statistics
-#if WARM
-#define MAYBE_INLINE __noinline__
-#else
-#define MAYBE_INLINE __forceinline__
-#endif
 #define LOG2E 1.4426950408889634f
 #define LARGEST 3.4028234663852886e38f
 #if TYPE == 0

@@ -22,7 +22,7 @@ struct Merged {         // what the tiles of a row add up to
   float top, low, Z, raw;
   int tokens, live, nan;  // live: tiles with a token
 };
-struct __align__(16) Shared {
+struct Shared {
   Stats st[BUFFERS];
   Row row[BUFFERS];
   union {
@@ -45,9 +45,6 @@ struct __align__(16) Shared {
   Merged merged;
   Cut cut;
   int buffer;           // where the exact way finds its row
-#if AHEAD
-  Stored ahead[WARPS - FINISHERS][2][TILE];  // the next tile of each warp that reads, and the one that it reads
-#endif
 #if FINISHERS
   u32 full[BUFFERS], empty[BUFFERS];  // how often its statistics were complete, and read
   int pending[BUFFERS];               // whether its row goes the exact way

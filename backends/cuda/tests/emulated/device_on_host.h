@@ -103,9 +103,6 @@ static inline float value_at(const u16* p) { return value_of_bits(*p); }
 template <typename P> static inline void load4(float* x, const P* p) { for (int i = 0; i < 4; ++i) x[i] = value_at(p + i); }
 template <typename P> static inline void load4_again(float* x, const P* p) { load4(x, p); }
 static inline void prefetch(const void*) {}
-template <typename P> static inline void fetch4(P* to, const P* p) { memcpy(to, p, 4 * sizeof(P)); }
-static inline void fetched() {}
-template <typename P> static inline void take4(float* x, const P* p) { load4(x, p); }
 #define MARK(i)
 static inline void keep(u32&, u32&) {}
 #if CLUSTER > 1

@@ -1,0 +1,86 @@
+"""qmatmul on a Hopper GPU: within the contract's bound, the same bits again and in any batch of a class, capture."""
+
+import pytest
+import torch
+
+from rlkernel_core import quant as reference
+from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+FORMATS = ("int4_g128", "int4_g64_asym", "int4_g32", "int4_channel_asym")
+FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
+
+
+def packed(kind, dtype, N=640, K=1024):
+    from rlkernel_triton.quant import codec
+
+    options = {"scale_dtype": "float16"} if dtype == torch.float16 and kind.startswith("int4") else {}
+    g = torch.Generator("cuda").manual_seed(N)
+    full = torch.randn(N, K, device="cuda", generator=g, dtype=dtype)
+    return codec.prepack(reference.quantize(full, reference.QuantSpec.named(kind, **options)))
+
+
+def inputs(M, K, dtype):
+    return torch.randn(M, K, device="cuda", generator=torch.Generator("cuda").manual_seed(M)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "M"), [*((f, M) for f in FORMATS for M in (1, 13, 50, 100, 300)), *((f, 13) for f in FORMATS8)]
+)
+def test_a_product_and_a_bias_are_within_the_bound(kind, M, dtype) -> None:
+    from rlkernel_cuda.quant.qmatmul import fits, qmatmul
+
+    w, x = packed(kind, dtype), inputs(M, 1024, dtype)
+    bias = inputs(1, 640, dtype)[0]
+    assert fits(x, w, bias=bias) is None
+    exact = reference.dequantize(w if w.layout == "canonical" else _canonical(w), dtype=torch.float32).double()
+    want = x.double() @ exact.t() + bias.double()
+    reach = x.double().abs() @ exact.abs().t() + bias.double().abs()
+    bound = accumulation_bound(want, reach, unit=UNITS[str(dtype)[6:]], inner=1024)
+    assert bool(((qmatmul(x, w, bias=bias).double() - want).abs() <= bound).all())
+
+
+def _canonical(w):
+    from rlkernel_triton.quant import codec
+
+    return codec.prepack(w, layout="canonical")
+
+
+@pytest.mark.parametrize("M", [8, 16, 64, 128, 256])
+def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M) -> None:
+    from rlkernel_cuda.quant import choice
+    from rlkernel_cuda.quant.qmatmul import qmatmul
+
+    w, x = packed("int4_g128", torch.bfloat16, 1024, 2048), inputs(M, 2048, torch.bfloat16)
+    least = next(m for m in range(1, M + 1) if choice.cut(m, w) == choice.cut(M, w))
+    whole = qmatmul(x, w)
+    assert torch.equal(whole, qmatmul(x, w))
+    assert torch.equal(whole[:least], qmatmul(x[:least], w))
+
+
+def test_a_code_that_is_nan_reaches_its_row_alone() -> None:
+    from rlkernel_cuda.quant.qmatmul import qmatmul
+
+    w = packed("fp8_channel", torch.bfloat16)
+    w.parts["codes"].view(torch.uint8)[77, 500] = 0xFF
+    found = qmatmul(inputs(3, 1024, torch.bfloat16), w).isnan()
+    assert found.any(0).nonzero().flatten().tolist() == [77]
+    assert bool(found[:, 77].all())
+
+
+@pytest.mark.parametrize("M", [4, 200])
+def test_replays_see_new_inputs_and_weights(M) -> None:
+    from rlkernel_cuda.quant.qmatmul import qmatmul
+    from rlkernel_triton.quant import codec
+
+    w, x = packed("int4_g128", torch.bfloat16), inputs(M, 1024, torch.bfloat16)
+    qmatmul(x, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = qmatmul(x, w)
+    x.copy_(inputs(M, 1024, torch.bfloat16) * 2)
+    codec.quantize(torch.randn(640, 1024, device="cuda").bfloat16(), w.spec, out=w)
+    graph.replay()
+    assert torch.equal(y, qmatmul(x, w))
