@@ -1,7 +1,7 @@
 """Hold the simulated backends to the clauses of their operators with few cases each, operator by operator.
 
-    python backends/rocm/tools/judge.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
-    python backends/rocm/tools/judge.py gfx942                  # every operator, for hours
+    python benchmarks/simulated_reports.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
+    python benchmarks/simulated_reports.py gfx942                  # every operator, for hours
 
 A simulator takes minutes where a GPU takes milliseconds: the profile "toy" draws few cases a clause. Every operator's
 part of the report names the sources of the kernels that it judged, since it may be older than those of others.
@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOLS: Final = Path(__file__).resolve().parent
-PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROOT / "backends" / "rocm"]
+ROOT = Path(__file__).resolve().parents[1]
+ROCM: Final = ROOT / "backends" / "rocm"
+PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROCM, ROCM / "tools"]
 if __name__ == "__main__":
     sys.path[:0] = [str(p) for p in PATHS]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in PATHS])  # of the processes that attack
