@@ -101,7 +101,7 @@ def test_candidates_settle_what_models_ask_for(monkeypatch, request_, gathered) 
     monkeypatch.setattr(sampling, "joined", lambda *args: calls.append(1) or real(*args))
     x = 6 * torch.randn(16, 4000, generator=torch.Generator().manual_seed(0))
     want = sample(x, seed=torch.arange(16), step=3, **request_)
-    found = split(x, (1000,) * 4, seed=torch.arange(16), step=3, **request_)
+    found = split(x, (1000,) * 4, candidates=128, seed=torch.arange(16), step=3, **request_)
     assert ([differing(want, have) for have in found], len(calls)) == ([[]] * 4, 4 * gathered)
 
 
@@ -113,10 +113,10 @@ def test_a_nucleus_of_more_than_was_sent_is_drawn_from_the_gathered_logits() -> 
     assert found[0].kept_count.tolist() == [360] * 3
 
 
-def test_without_candidates_it_is_the_call_that_the_policy_chooses() -> None:
+def test_unless_candidates_are_asked_for_it_is_the_call_that_the_policy_chooses() -> None:
     x = torch.randn(3, 50)
     want = rlk.sample(x, seed=torch.arange(3), step=1, top_k=5)
-    found = split(x, (20, 30), candidates=0, seed=torch.arange(3), step=1, top_k=5)
+    found = split(x, (20, 30), seed=torch.arange(3), step=1, top_k=5)
     assert [differing(want, have) for have in found] == [[], []]
 
 
@@ -125,7 +125,7 @@ def test_in_a_graph_the_logits_are_gathered_and_the_bits_stay() -> None:
 
     def one(rank, group):
         def step(shard, at):
-            return sample_shard(shard, group=group, seed=torch.arange(4), step=at, top_p=0.9).logprob
+            return sample_shard(shard, group=group, candidates=64, seed=torch.arange(4), step=at, top_p=0.9).logprob
 
         own = CaptureGroup(f"rank {rank}")
         shard = x[:, 30 * rank : 30 * rank + 30]
@@ -155,8 +155,9 @@ def process(index, folder):
     for group, ranks in ((dist.group.WORLD, 4), (two, 2)):
         for law in LAWS if index < ranks else ():
             request = {**law, "seed": torch.arange(8), "step": 2}
-            have = sample_shard(x.chunk(ranks, 1)[index], group=group, **request)
-            assert differing(sample(x, **request), have) == []
+            for candidates in (0, 128):
+                have = sample_shard(x.chunk(ranks, 1)[index], group=group, candidates=candidates, **request)
+                assert differing(sample(x, **request), have) == []
     dist.destroy_process_group()
 
 

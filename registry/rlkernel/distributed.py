@@ -98,23 +98,24 @@ def sample_shard(
     *,
     group: ProcessGroup,
     sizes: tuple[int, ...] | None = None,
-    candidates: int = 128,
+    candidates: int = 0,
     **request: Any,
 ) -> SampleResult:
     """`rlkernel.sample` of rows whose vocabulary is split over the ranks of a group: the same bits on every rank.
 
-    Token, log-probabilities and everything else are bitwise what the reference of `sample` gives for the joined rows,
-    on any number of ranks, one included. Ranks exchange their sums and best ids, in one all-gather of [N, 8 + 3 C]
-    numbers. Where these do not settle a row (it keeps more ids than were sent, or a rounding could go either way),
-    where `top_n`, `rank`, or a kept set without a filter are asked for, for float64, and while a graph is recorded, the
-    logits themselves are gathered. To know which, every call reads one value on the host.
+    Token, log-probabilities and everything else are bitwise those of the joined rows, on any number of ranks, one
+    included. Either the logits are gathered and drawn from by `rlkernel.sample`, whichever backend the policy chooses,
+    in a graph too: what links between GPUs of one machine are fast enough for. Or (`candidates` > 0, for slow links)
+    ranks exchange their sums and best ids, in one all-gather of [N, 8 + 3 C] numbers, in the arithmetic of the
+    reference and with its bits. Where these do not settle a row (it keeps more ids than were sent, or a rounding could
+    go either way), where `top_n`, `rank`, or a kept set without a filter are asked for, for float64, and while a graph
+    is recorded, the logits are gathered all the same; to know which, a call reads one value on the host.
 
     Args:
         logits: [N, n] this rank's columns, in rank order; not written to.
         group: process group that the vocabulary is split over.
         sizes: columns of every rank; None: as many as this one has.
-        candidates: C, ids that a rank sends of each row where there are filters; 0 gathers the logits always, and
-            draws by `rlkernel.sample`, whichever backend the policy chooses: its bits, in a graph too.
+        candidates: C, ids that a rank sends of each row where there are filters; 0 gathers the logits.
         **request: everything else that `sample` takes, the same on every rank. Ids (in `bias`, `banned`, `allowed` and
             `penalties`) and `vocab_size` are those of the whole vocabulary.
 
