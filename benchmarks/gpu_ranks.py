@@ -8,6 +8,7 @@ ranks, small. Writes gpu_ranks.json.
 Predictions, written before the first run (four H200, 64 rows of 151936): every bit equal on every rank; a draw by
 candidates 2 ms (float64 passes of the reference and a sort of a quarter of a row), by gathered logits and our kernels
 0.4 ms; a captured all-reduce right on every rank; ranks with different sizes are refused within a second.
+Found: as predicted but for candidates, 12.8 ms.
 """
 
 from __future__ import annotations

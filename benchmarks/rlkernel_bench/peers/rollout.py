@@ -92,5 +92,6 @@ PEERS = (
         ("flashinfer",),
         {"rollout": flashinfer},
         "flashinfer-python 0.7.2.post1, sampling.py",
+        ran="H200, flashinfer-python 0.7.2.post1",
     ),
 )
