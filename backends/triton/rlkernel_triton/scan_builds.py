@@ -27,6 +27,7 @@ _PLAIN: Final = {
 _CASES: Final[dict[str, dict[str, Any]]] = {
     "scan": {"RULE": "scan", "A": True, "INIT": True},
     "gae, mask": {"RULE": "gae", "VALUES": True, "MASK": True, "INIT": True},
+    "gae, mask, many chunks": {"RULE": "gae", "VALUES": True, "MASK": True, "INIT": True, "STAGES": 3},
     "gae, mask, part": {"RULE": "gae", "VALUES": True, "MASK": True, "INIT": True, "STAGE": "part"},
     "gae, mask, apply": {"RULE": "gae", "VALUES": True, "MASK": True, "INIT": True, "STAGE": "apply"},
     "gae, packed, outcome": {"RULE": "gae", "VALUES": True, "PACKED": True, "OUTCOME": True},
