@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reference.sample import sample as reference
-from rlkernel_cuda.sampling.call import _given
+from rlkernel_cuda.sampling.call import _given, sample
 from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
 
 HERE = Path(__file__).parent / "emulated"
@@ -136,3 +137,8 @@ def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
     x = (torch.randn(24, 5000, generator=g) * torch.tensor([0.1, 3.0, 30.0]).repeat(8)[:, None]).bfloat16()
     x[3, ::2], x[4, 7], x[5] = -INF, NAN, 0
     same(plain, x, temperature=torch.linspace(0, 2, 24), seed=torch.arange(24), step=2**40)
+
+
+def test_logits_that_cannot_be_hashed_are_refused_by_name() -> None:
+    with pytest.raises(RLKernelError, match="logits"):
+        sample([[1.0, 2.0]], seed=0, step=0)
