@@ -278,10 +278,11 @@ def right(shapes: list[Any]) -> dict[str, Any]:
 
 
 def right_more() -> dict[str, Any]:
-    """Dtypes, no filter at all, places, strides, slots, numbers, vocab_size."""
+    """Dtypes, no filter at all, places, strides, slots, numbers, vocab_size, several rows a block."""
     import torch
 
     from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sampling.launch import Shape
 
     g = torch.Generator("cuda").manual_seed(3)
     found: dict[str, Any] = {"wrong": []}
@@ -315,6 +316,19 @@ def right_more() -> dict[str, Any]:
             torch.equal(a[7:8], getattr(part, field)),
             int((a != getattr(slotted, field).flip(0)).sum()),
         ]
+    table = call.FILTERED
+    for kind, args in (("normal", usual), ("flat", {**usual, "top_k": None}), ("some flat", {**usual, "top_k": None})):
+        width = {"normal": 3.0, "flat": 0.1}.get(kind, torch.where(torch.arange(300, device="cuda") % 5 == 0, 0.1, 3.0))
+        given = x / 3 * (width[:, None] if isinstance(width, torch.Tensor) else width)
+        outs = []
+        for shape in (table[-1][1], Shape(256, 1, 4)):
+            call.FILTERED = ((2**31, shape),)
+            call.PLANS.clear()
+            outs.append(call.sample(given, **args))
+        call.FILTERED = table
+        call.PLANS.clear()
+        differ = [n for n, v in vars(outs[0]).items() if v is not None and not torch.equal(v, getattr(outs[1], n))]
+        found[f"several rows a block, {kind}"] = {"differ": differ, "slow": int((outs[0].status & 32 != 0).sum())}
     return found
 
 
@@ -551,7 +565,7 @@ def main() -> None:
             print(json.dumps(found)[:4000])
         return
     report: dict[str, Any] = {}
-    for stage in ("build", "right", "clocks", "time", "right on", "time on", "peers", "more"):
+    for stage in ("build", "right", "more", "clocks", "right on", "time", "time on", "peers"):
         left = TOTAL - (time.monotonic() - START)
         if left < 5:
             break
