@@ -30,7 +30,7 @@ from gpu_qmatmul import COLD, replayed
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = (28672, 4096)
 WORKERS = 12
-SILENCE = 12.0  # seconds
+SILENCE = 14.0  # seconds
 Finding = dict[str, Any]
 
 
@@ -52,62 +52,51 @@ RING = 200 << 10
 
 
 def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
-    """Cuts of narrow.cu and stream.cu: (tokens, sets, parts, joined, stages); of narrow8.cu without `joined`."""
-    from rlkernel_cuda.quant import launch
-
+    """Cuts of narrow.cu: (tokens, sets, parts, joined, stages); of narrow8.cu without `joined`."""
     tokens = 8 if M <= 8 else 16
     for sets, parts, joined in FEW.get((N, K), []):
-        if K % (256 * parts) or sets * parts > 31:
+        stages = min(8, RING // (parts * 4 * tokens * 128))
+        if K % (256 * parts) or sets * parts > 17 or stages < 3 or (family == "narrow8" and joined > 1):
             continue
-        if family == "stream":
-            stages = min(8, RING // launch.Stream(tokens, sets, parts, joined).stage(128, False))
-            if stages >= 2:
-                yield tokens, sets, parts, joined, stages
-        elif family == "narrow8":
-            if joined == 1 and sets * parts <= 20:
-                yield tokens, sets, parts, min(8, RING // (parts * 4 * tokens * 128))
-        elif sets * parts <= 16:
-            yield tokens, sets, parts, joined, min(8, RING // (parts * 4 * tokens * 128))
+        yield (tokens, sets, parts, stages) if family == "narrow8" else (tokens, sets, parts, joined, stages)
 
 
 def wide_cuts(M: int) -> Iterator[tuple[int, ...]]:
-    """(tokens, steps, stages, split, cluster) that are compared."""
+    """(tokens, steps, stages, split, teams, ahead) that are compared."""
     if M <= 32:
-        for split in (0, 1):
-            yield 32, 2, 10, split, 2
+        yield 32, 2, 6, 1, 4, 1
+        yield 32, 2, 6, 0, 4, 1
     if 16 < M <= 64:
-        yield 64, 2, 8, 1, 2
-        yield 64, 2, 8, 0, 2
-        yield 64, 2, 8, 1, 4
-        yield 64, 2, 8, 1, 1
+        yield 64, 2, 5, 1, 4, 1
+        yield 64, 2, 5, 0, 4, 1
+        yield 64, 2, 5, 1, 4, 0
+        yield 64, 2, 6, 1, 2, 1
     if 64 < M <= 512:
-        yield 128, 2, 5, 1, 2
-        yield 128, 2, 5, 0, 2
+        yield 128, 2, 5, 1, 2, 1
+        yield 128, 2, 5, 0, 2, 1
     if M == 128:
-        yield 128, 2, 5, 1, 4
+        yield 128, 2, 5, 1, 2, 0
     if M > 128:
-        yield 256, 1, 5, 0, 2
-    if 128 < M <= 1024:
-        yield 256, 1, 5, 1, 2
-        yield 256, 1, 5, 0, 1
+        yield 256, 1, 5, 0, 2, 0
+        yield 256, 1, 5, 0, 2, 1
+    if 128 < M <= 512:
+        yield 256, 1, 5, 1, 2, 1
 
 
 def jobs(family: str, full: bool) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
     """(N, K, M, cut)."""
-    if family in {"narrow", "stream", "narrow8"}:
+    if family in {"narrow", "narrow8"}:
         shapes: dict[tuple[int, int], tuple[int, ...]] = {MAIN: (1, 16), (6144, 4096): (1, 16), (4096, 14336): (1, 16)}
-        if full and family == "stream":
-            shapes |= {shape: (1, 16) for shape in FEW if shape not in shapes}
-        if family == "narrow":
-            shapes = {MAIN: (1,)}
         if family == "narrow8":
             shapes = {MAIN: (1, 16), (4096, 14336): (1,)}
+        elif full:
+            shapes |= {shape: (1, 16) for shape in FEW if shape not in shapes}
         for (N, K), Ms in shapes.items():
             for M in Ms:
                 for cut in few_cuts(family, N, K, M):
                     yield N, K, M, cut
         return
-    wide = {MAIN: (32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256, 1024), (4096, 14336): (64, 256)}
+    wide = {MAIN: (32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256), (4096, 14336): (64, 256)}
     if full:
         wide |= {(57344, 8192): (64, 256), (8192, 28672): (64, 256), (34816, 5120): (64, 256)}
     for (N, K), Ms in wide.items():
@@ -141,12 +130,13 @@ def cut_of(family: str, cut: tuple[int, ...]) -> Any:
     from rlkernel_cuda.quant import launch
 
     if family in {"split", "whole"}:
-        return launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]), cut[4])
-    return {"narrow": launch.Narrow, "stream": launch.Stream, "narrow8": launch.Narrow8}[family](*cut)
+        return launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]), cut[4], bool(cut[5]))
+    return launch.Narrow(*cut) if family == "narrow" else launch.Narrow8(*cut)
 
 
 FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "int4_g32_asym")
 FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
+FAMILIES = ("narrow", "narrow8", "split", "whole")
 
 
 def small_jobs(family: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
@@ -154,19 +144,17 @@ def small_jobs(family: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...
     for dtype in ("bfloat16", "float16"):
         if family == "narrow8":
             for kind in FORMATS8:
-                yield kind, 384, 2048, 5, (8, 3, 4, 4), dtype
                 yield kind, 400, 1536, 13, (16, 4, 2, 3), dtype
             continue
         for kind in FORMATS:
-            if family == "stream":
-                yield kind, 384, 2048, 5, (8, 3, 4, 1, 4), dtype
+            if family == "narrow" and "g32" not in kind:
                 yield kind, 448, 1536, 13, (16, 4, 2, 2, 3), dtype
             elif family == "split":
-                yield kind, 384, 2048, 90, (32, 2, 4, 1, 2), dtype
-                yield kind, 640, 1024, 200, (128, 1, 5, 1, 4), dtype
+                yield kind, 512, 2048, 20, (32, 2, 4, 1, 4, 1), dtype
+                yield kind, 640, 1024, 200, (128, 1, 5, 1, 2, 1), dtype
             elif family == "whole":
-                yield kind, 384, 2048, 300, (128, 2, 4, 0, 2), dtype
-                yield kind, 256, 640, 33, (64, 1, 5, 0, 1), dtype
+                yield kind, 384, 2048, 300, (256, 1, 4, 0, 2, 1), dtype
+                yield kind, 256, 640, 33, (64, 1, 5, 0, 2, 0), dtype
 
 
 def compile_some(worker: int, folder: Path, full: bool) -> None:
@@ -187,29 +175,19 @@ def compile_some(worker: int, folder: Path, full: bool) -> None:
             self.spec = QuantSpec.named(kind)
             self.parts = {"scale": torch.empty(0, dtype=getattr(torch, dtype))}
 
-    def flags(family: str, cut: tuple[int, ...], kind: str, dtype: str) -> tuple[str, ...]:
-        half = (dtype == "float16",) if family == "narrow8" else ()
-        return launch.options(cut_of(family, cut).flags(Weight(kind, dtype), *half))
+    def add(family: str, cut: tuple[int, ...], kind: str, dtype: str) -> None:
+        sources, options, _ = launch.build(cut_of(family, cut), Weight(kind, dtype), getattr(torch, dtype))
+        wanted[sources, options] = None
 
-    for family, sources in SOURCES(launch).items():
+    for family in FAMILIES:
         for kind, _, _, _, cut, dtype in small_jobs(family):
-            wanted[sources, flags(family, cut, kind, dtype)] = None
+            add(family, cut, kind, dtype)
         for _, _, _, cut in jobs(family, full):
             for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
-                wanted[sources, flags(family, cut, kind, "bfloat16")] = None
-    for group in (64, 128):
-        wanted[launch.ENCODE, launch.options({"GROUP_": group, "LEAST": 0, "STAGES": 1})] = None
+                add(family, cut, kind, "bfloat16")
     for sources, options in list(wanted)[worker::WORKERS]:
         driver.compiled("\n".join(path.read_text() for path in sources), options)
         print("compiled", flush=True)
-
-
-def SOURCES(launch: Any) -> dict[str, Any]:  # noqa: N802  a table that wants a module
-    """Source files of a family."""
-    return {
-        "narrow": launch.NARROW, "stream": launch.STREAM, "narrow8": launch.NARROW8, "split": launch.WIDE,
-        "whole": launch.WIDE,
-    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- one family
@@ -261,8 +239,8 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
 
     kept_compiler(folder)
     torch.manual_seed(1)
-    run_of = getattr(launch, family if family in {"narrow", "stream", "narrow8"} else "wide")
-    rounding = "none" if run_of is not launch.wide else "dtype"
+    run_of = launch.product
+    rounding = "dtype" if family in {"split", "whole"} else "none"
 
     def told(label: str, work: Any) -> None:
         if label in skip:
@@ -330,51 +308,6 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
     print("@done", flush=True)
 
 
-def encode_child(folder: Path) -> None:
-    """Bits of encode.cu against the definition's, and TB/s."""
-    import torch
-
-    from rlkernel_core import quant as reference
-    from rlkernel_cuda.quant import launch
-    from rlkernel_triton.quant import codec
-
-    kept_compiler(folder)
-    torch.manual_seed(3)
-
-    def told(label: str, found: Finding) -> None:
-        print("@found " + json.dumps([label, found]), flush=True)
-
-    for kind in ("int4_g128", "int4_g64"):
-        print("@begin " + kind, flush=True)
-        full = torch.randn(256, 1024, device="cuda").bfloat16()
-        full[0, 0], full[1, 3], full[2] = torch.inf, torch.nan, 0
-        full[20] = torch.randint(-15, 16, (1024,), device="cuda") / 2
-        full[20, ::32] = 7.5
-        full[33] *= 1e-38
-        full[34] *= 1e37
-        full[35:99] *= torch.linspace(-120, 120, 64, device="cuda").exp2()[:, None].bfloat16()
-        want = reference.quantize(full, kind)
-        packed = codec.prepack(reference.quantize(torch.randn_like(full), kind))
-        launch.encode(full, packed, 7.5, 0)
-        found = codec.prepack(packed, layout="canonical")
-        differ = {
-            n: int(
-                ((p.float() != found.parts[n].float()) & ~(p.float().isnan() & found.parts[n].float().isnan())).sum()
-            )
-            for n, p in want.parts.items()
-        }
-        told(f"{kind} bits that differ", differ)
-    full = torch.randn(28672, 4096, device="cuda", dtype=torch.bfloat16)
-    copies = [full, full.clone()]
-    for kind in ("int4_g128", "int4_g64"):
-        packed = codec.prepack(codec.quantize(full, kind))
-        moved = packed.nbytes + full.numel() * 2
-        took = replayed([partial(launch.encode, c, packed, 7.5, 0) for c in copies] * 2)
-        portable = replayed([partial(codec.quantize, c, packed.spec, out=packed) for c in copies] * 2)
-        told(f"{kind} TB/s", {"cuda": round(moved / took / 1e6, 3), "triton": round(moved / portable / 1e6, 3)})
-    print("@done", flush=True)
-
-
 def followed(family: str, folder: Path, full: bool, until: float, note: Any) -> None:
     """A family's child, ended and started again without what it hung in."""
     skip: list[str] = []
@@ -434,8 +367,6 @@ def main() -> None:
         folder = Path(given.folder)
         if given.child.isdigit():
             compile_some(int(given.child), folder, given.full)
-        elif given.child == "encode":
-            encode_child(folder)
         else:
             family_child(given.child, folder, given.full, set(json.loads(given.skip)))
         return
@@ -463,7 +394,7 @@ def main() -> None:
         failed = [p.communicate(timeout=given.seconds)[1][-1500:] for p in workers]
         note("compile", "all", {"failed": [f for p, f in zip(workers, failed, strict=True) if p.returncode]})
         end = begun + given.seconds
-        shares = {"stream": 0.3, "narrow": 0.36, "narrow8": 0.52, "split": 0.76, "whole": 0.92, "encode": 1.0}
+        shares = {"narrow": 0.2, "narrow8": 0.42, "split": 0.76, "whole": 1.0}
         left = end - time.monotonic()
         start = time.monotonic()
         for family, share in shares.items():

@@ -27,6 +27,15 @@ CLAIMED: Final = frozenset(
     }
 )  # fmt: skip
 
+# Products with quantised weights and a bias: int4 in tiles; 8 bits with few tokens.
+QUANTISED: Final = frozenset(
+    {
+        "deterministic", "capturable", "bias", "scale_dtype:float16", "format:int8_channel", "format:fp8_tensor",
+        "format:fp8_channel", "format:fp8_block128",
+        *(f"format:int4_{group}{zero}" for group in ("g128", "g64", "g32", "channel") for zero in ("", "_asym")),
+    }
+)  # fmt: skip
+
 
 def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
@@ -47,4 +56,12 @@ SAMPLE: Final = Impl(
     check="rlkernel_cuda.sampling.call:fits",
 )
 
-backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), SAMPLE))
+QMATMUL: Final = Impl(
+    op=OPERATORS["qmatmul"].id,
+    target="rlkernel_cuda.quant.qmatmul:qmatmul",
+    requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("triton>=3.6",)),
+    supports=QUANTISED,
+    check="rlkernel_cuda.quant.qmatmul:fits",
+)
+
+backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), SAMPLE, QMATMUL))

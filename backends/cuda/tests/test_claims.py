@@ -43,7 +43,8 @@ def test_only_features_of_the_operator_are_claimed_and_only_on_hopper(impl) -> N
     spec = OPERATORS[impl.op.partition("@")[0]]
     assert impl.supports < spec.feature_names
     assert impl.requires.arch == ("sm90",)
-    assert impl.requires.dtypes == (("bfloat16", "float16", "float32") if spec.name == "sample" else ("bfloat16",))
+    dtypes = {"sample": ("bfloat16", "float16", "float32"), "qmatmul": ("bfloat16", "float16")}
+    assert impl.requires.dtypes == dtypes.get(spec.name, ("bfloat16",))
 
 
 def fits(weight) -> Reason | None:

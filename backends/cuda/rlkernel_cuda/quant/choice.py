@@ -1,55 +1,80 @@
-"""How a product with a 4-bit weight is cut on Hopper.
+"""How a product with a quantised weight is cut on Hopper.
 
-A cut depends on the weight and on the class of M, so rows of a batch have the same bits in every batch of a class.
+A cut depends on the weight and on the class of M, so rows of a batch have the same bits in every batch of a class:
+up to 8 tokens, up to 16, every 128 where blocks share the depth of a tile, and all above where they do not.
 
 Legend: M tokens · N rows · K columns of the weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from math import ceil
 from typing import Final
 
-from rlkernel_cuda.quant.launch import ROWS, Narrow, Wide
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_cuda.quant.launch import Narrow, Narrow8, Wide
 
-FEW: Final = (8, 16)  # most tokens of the classes that `narrow` serves
-WARPS: Final = 16  # of a block of `narrow`, at most
-BUSY: Final = 12  # that fill a multiprocessor's memory pipes
-RING: Final = 192 << 10  # bytes of x in shared memory
-# (most tokens, cut, above which a class ends: None, it does not). Measured on an H200: benchmarks/notes/qmatmul.md.
-MANY: Final = (
-    (32, Wide(32, 2, 10, True)),
-    (64, Wide(64, 2, 8, True)),
-    (128, Wide(128, 2, 5, True)),
-    (256, Wide(256, 1, 5, True)),
-    (2**31, Wide(256, 1, 5, False)),
-)
+FEW: Final = (8, 16)  # most tokens of the classes of `narrow` and `narrow8`
+FROM: Final = 64  # tokens up to which the portable kernel is ahead of `wide`
+WARPS: Final = 16  # of a block there
+BUSY: Final = 12  # warps that draw all of a multiprocessor's share of the memory
+START: Final = 64 << 10  # bytes that could have been read until a block is under way
+RING: Final = 200 << 10  # bytes of shared memory for what is on its way
+LEAST_STAGES: Final = 3
+SHARED: Final = 128  # tokens of a tile whose depth blocks share
+# Measured on an H200, where others than the rule's were ahead: benchmarks/notes/qmatmul.md.
+MEASURED: Final = {(28672, 4096, 8): Narrow(8, 7, 2, 2, 8)}
 
 
-@lru_cache
-def narrow(N: int, K: int, tokens: int, multiprocessors: int = 132) -> Narrow | None:
-    """The cut that leaves the fewest multiprocessors and warps idle; None where K is no multiple of 256."""
-    best: tuple[float, Narrow] | None = None
+def _shares(N: int, K: int, multiprocessors: int) -> Iterator[tuple[float, int, int, int]]:
+    """(cost, sets, parts, joined): bytes of the busiest multiprocessor and a start a wave; more with few warps."""
     for joined in (1, 2):
         for parts in range(1, WARPS + 1):
-            stages = min(8, RING // (parts * 4 * tokens * 128))
-            if K % (256 * parts) or stages < 2:
+            if K % (256 * parts):
                 continue
             for sets in range(1, WARPS // parts + 1):
                 rows = sets * joined * 16
-                waves = -(-(-(-N // rows)) // multiprocessors)
-                # Bytes of the busiest multiprocessor; few warps do not draw all the bandwidth, a second wave starts anew.
-                cost = waves * rows * max(1.0, BUSY / (sets * parts)) * (1 + 0.02 * (waves - 1) + 0.005 * (joined - 1))
-                if best is None or cost < best[0]:
-                    best = cost, Narrow(tokens, sets, parts, joined, stages)
-    return None if best is None else best[1]
+                waves = ceil(ceil(N / rows) / multiprocessors)
+                idle = max(1.0, BUSY / (sets * parts))
+                yield waves * (rows * K / 2 * idle + START * (1 + 0.1 * joined)), sets, parts, joined
 
 
-def cut(M: int, N: int, K: int, *, group: int, multiprocessors: int = 132) -> Narrow | Wide | None:
-    """The cut for a weight in `triton_w4`; None where no kernel here takes it."""
-    few = next((c for c in FEW if c >= M), None)
-    if few is not None and group != 32:
-        return narrow(N, K, few, multiprocessors)
-    if N % ROWS or K % 128:
+@lru_cache
+def few4(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow | None:
+    """The cut for few tokens and 4 bits; None where K is no multiple of 256."""
+    if (N, K, tokens) in MEASURED:
+        return MEASURED[N, K, tokens]
+    for _, sets, parts, joined in sorted(_shares(N, K, multiprocessors)):
+        stages = min(8, RING // (parts * 4 * tokens * 128))
+        if stages >= LEAST_STAGES:
+            return Narrow(tokens, sets, parts, joined, stages)
+    return None
+
+
+@lru_cache
+def few8(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow8 | None:
+    """The cut for few tokens and 8 bits."""
+    for _, sets, parts, joined in sorted(_shares(N, K, multiprocessors)):
+        stages = min(8, RING // (parts * 4 * tokens * 128))
+        if joined == 1 and stages >= LEAST_STAGES:
+            return Narrow8(tokens, sets, parts, stages)
+    return None
+
+
+def cut(M: int, w: QuantTensor, multiprocessors: int = 132) -> Narrow | Narrow8 | Wide | None:
+    """The cut for a weight in `triton_w4`, or a canonical one of 8 bits; None where no kernel here takes it."""
+    (N, K), spec = w.shape, w.spec
+    tokens = next((c for c in FEW if c >= M), None)
+    if spec.element != "int4":
+        return None if tokens is None or N % 16 else few8(N, K, tokens, multiprocessors)
+    if tokens is not None and spec.group != 32:
+        found = few4(N, K, tokens, multiprocessors)
+        if found is not None:
+            return found
+    if M <= FROM or N % 128 or K % 128:
         return None
-    return next(found for most, found in MANY if most >= M)
+    if M > SHARED and N // 128 * ceil(M / 256) >= multiprocessors:
+        return Wide(256, 1, 5, split=False)
+    return Wide(SHARED, 2, 5, split=True)

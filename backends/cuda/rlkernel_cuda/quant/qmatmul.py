@@ -1,6 +1,6 @@
-"""qmatmul@1 on Hopper, for 4-bit weights in the layout `triton_w4`.
+"""qmatmul@1 on Hopper, for int4 weights in the layout `triton_w4` and, with few tokens, weights of 8 bits.
 
-One product and a bias. What else an operator may be asked for is not claimed, or refused by `fits`, and left to the
+A product and a bias. What else the operator may be asked for is not claimed, or refused by `fits`, and left to the
 portable kernels.
 
 Legend: M tokens · K inputs · N outputs.
@@ -13,7 +13,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import LoRA, check
 from rlkernel_cuda.quant import choice, launch
@@ -31,16 +32,20 @@ def fits(
     weight_rounding: str = "any",
     ends: Tensor | None = None,
 ) -> Reason | None:
-    """Refuses weights that are not packed or that no tile divides, and scales or a bias of another dtype than x."""
-    N, K = w.shape
-    if w.layout != storage.W4:
-        fix = "w = rlkernel.prepack(w)"
-        return Reason("shape", "unsupported", f"a weight in the layout {w.layout!r}, not {storage.W4!r}", fix)
-    if w.parts["scale"].dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return Reason("shape", "unsupported", f"scales or a bias that are not {x.dtype}, as x is")
-    M = x.numel() // K if K else 0
-    if choice.cut(M, N, K, group=w.spec.group) is None or N * max(M, 1) >= 2**31:
-        return Reason("shape", "unsupported", f"a weight [{N}, {K}] in groups of {w.spec.group} with {M} tokens")
+    """Refuses weights that are not packed or that no tile divides, and scales or a bias of another dtype."""
+    if w.layout not in storage.KNOWN:
+        return None  # an error of the call, which says so
+    (N, K), integers = w.shape, w.spec.element == "int4"
+    layout = storage.W4 if integers else CANONICAL
+    if w.layout != layout:
+        fix = f"w = rlkernel.prepack(w, layout={layout!r})"
+        return Reason("shape", "unsupported", f"a weight in the layout {w.layout!r}, not {layout!r}", fix)
+    scales = x.dtype if integers else torch.float32
+    if w.parts["scale"].dtype != scales or (bias is not None and bias.dtype != x.dtype):
+        return Reason("shape", "unsupported", f"scales that are not {scales}, or a bias that is not {x.dtype}")
+    M = x.numel() // K
+    if choice.cut(M, w) is None or N * max(M, 1) >= 2**31 or not all(p.is_contiguous() for p in w.parts.values()):
+        return Reason("shape", "unsupported", f"{w.spec} of {w.shape} with {M} tokens")
     return None
 
 
@@ -67,10 +72,11 @@ def qmatmul(
     M = rows.shape[0]
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if M:
-        many = torch.cuda.get_device_properties(x.device).multi_processor_count
-        cut = choice.cut(M, N, K, group=w.spec.group, multiprocessors=many)
+        cut = choice.cut(M, w, torch.cuda.get_device_properties(x.device).multi_processor_count)
+        if cut is None:
+            raise RLKernelError(f"The cuda backend multiplies {M} tokens by no weight {w.spec} of {w.shape}.")
         added = None if bias is None else bias.detach().contiguous()
         here = torch.cuda.current_device() == x.device.index
         with nullcontext() if here else torch.cuda.device_of(x):
-            (launch.narrow if isinstance(cut, launch.Narrow) else launch.wide)(rows, w, added, y, cut)  # type: ignore[arg-type]
+            launch.product(rows, w, added, y, cut)
     return y.view(*x.shape[:-1], N)

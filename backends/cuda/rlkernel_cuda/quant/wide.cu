@@ -3,33 +3,27 @@
 // rows of the weight each, one thread that fetches.
 //
 //   BM      tokens of a tile, of STEPS x 64 of depth a stage
+//   TEAMS   warpgroups that multiply, of 64 rows of the weight each: 2, or 4 where BM is at most 64
 //   SPLIT   blocks take equal shares of all tiles' depth: a tile that several blocks share is added up, in the order of its
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   FINE    two groups of 32 a row of 64 columns; else a row of 64 lies in one group
 //   ZEROS   zero-points, uint8; else 8
-//   CLUSTER blocks whose tiles lie beside one another in N: each fetches its share of x for all of them
+//   AHEAD   the next step is decoded between the four products of this one, since a warp waits where wgmma reads its
+//           registers; else before its own
 //
-// Compiled after pair.cuh, fragments.cuh and wgmma.cuh. N is a multiple of 128, K of 128.
+// Compiled after pair.cuh, fragments.cuh and wgmma.cuh. N is a multiple of 64 TEAMS, K of 128.
+#define ROWS_ (64 * TEAMS)
+#define WORKERS (128 * TEAMS)
 #define X_BYTES (BM * 128)
-#define STAGE (STEPS * (X_BYTES + 4096))
-#define SCALE_BYTES (STEPS * (1 + FINE) * 384)  // 128 scales, then 128 zero-points
+#define WORD_BYTES (2048 * TEAMS)
+#define STAGE (STEPS * (X_BYTES + WORD_BYTES))
+#define SCALE_ROW (3 * ROWS_)  // scales, then zero-points
+#define SCALE_BYTES (STEPS * (1 + FINE) * SCALE_ROW)
 #define PITCH 144  // of a token's 64 results of a warpgroup, in bytes: no two rows of a matrix in one bank
 #define CHUNK (BM < 64 ? BM : 64)
 #define COUNT (BM / 2)  // accumulators of a thread
 
-// A box of x for every block of the cluster, at the same place in each.
-__device__ __forceinline__ void fetch_for_all(u32 to, const Map* map, int k, int row, u32 bar) {
-#if CLUSTER > 1
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4}], [%2], %5;"
-      ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
-#else
-  fetch(to, map, k, row, bar);
-#endif
-}
-
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
 wide(const __grid_constant__ Map x_map, const char* words, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
@@ -42,131 +36,174 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 8 * CLUSTER);  // warps that multiply
+      barrier_init(empty + 8 * s, 4 * TEAMS);  // warps that multiply
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  cluster_sync();
+  __syncthreads();
 
-  // A tile is that of a cluster: CLUSTER x 128 rows by BM tokens. Where N ends within one, a block repeats the last rows.
-  const int rank = CLUSTER > 1 ? cluster_rank() : 0, clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
-  const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + 128 * CLUSTER - 1) / (128 * CLUSTER), units = K / 128;
-  const long long all = (long long)m_tiles * n_tiles * units;
+  const int m_tiles = (M + BM - 1) / BM, tiles = N / ROWS_ * m_tiles, units = K / 128;
+  const long long all = (long long)tiles * units;
 #if SPLIT
-  const int begin = (int)(cluster * all / clusters), end = (int)((cluster + 1) * all / clusters);
+  const int begin = (int)(blockIdx.x * all / gridDim.x), end = (int)((blockIdx.x + 1) * all / gridDim.x);
 #else
-  const int begin = cluster * units, end = (int)all;
+  const int begin = blockIdx.x * units, end = (int)all;
 #endif
   int stage = 0;
   u32 phase = 0;
 
   if (warpgroup == 0) {
+    #if TEAMS == 4
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#else
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
     if (threadIdx.x < 32) {
       for (int u = begin; u < end;) {
         const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-        const int row = min((tile / m_tiles * CLUSTER + rank) * 128, N - 128), token = tile % m_tiles * BM;
+        const int row = tile / m_tiles * ROWS_, token = tile % m_tiles * BM;
         for (int k = 2 * k0; k < 2 * k1; k += STEPS) {  // 64 of depth each
           const u32 bar = full + 8 * stage, at = base + stage * STAGE, beside = scales + stage * SCALE_BYTES;
           barrier_wait(empty + 8 * stage, phase ^ 1);
           if (lane == 0) {
-            barrier_expect(bar, STEPS * (X_BYTES + 4096 + (1 + FINE) * (ZEROS ? 384 : 256)));
-            for (int j = 0; j < STEPS; j++)
-              fetch_for_all(at + j * X_BYTES + rank * (X_BYTES / CLUSTER), &x_map, (k + j) * 64,
-                            token + rank * (BM / CLUSTER), bar);
+            barrier_expect(bar, STEPS * (X_BYTES + WORD_BYTES + (1 + FINE) * (ZEROS ? 3 : 2) * ROWS_));
+            for (int j = 0; j < STEPS; j++) fetch(at + j * X_BYTES, &x_map, (k + j) * 64, token, bar);
           }
           __syncwarp();
-          if (lane < 8) {  // tiles of 16 rows
+          if (lane < 4 * TEAMS) {  // tiles of 16 rows
             const long long from = (long long)(row / 16 + lane) * (K / 64) + k;
             fetch_line(at + STEPS * X_BYTES + lane * (STEPS * 512), words + from * 512, STEPS * 512, bar);
-          } else if (lane < 8 + STEPS * (1 + FINE)) {
-            const int j = lane - 8;
+          } else if (lane < 4 * TEAMS + STEPS * (1 + FINE)) {
+            const int j = lane - 4 * TEAMS;
             const long long from = (long long)((k * 64 + j * (64 >> FINE)) >> group_shift) * N + row;
-            fetch_line(beside + j * 384, scale + 2 * from, 256, bar);
-            if (ZEROS) fetch_line(beside + j * 384 + 256, zero + from, 128, bar);
+            fetch_line(beside + j * SCALE_ROW, scale + 2 * from, 2 * ROWS_, bar);
+            if (ZEROS) fetch_line(beside + j * SCALE_ROW + 2 * ROWS_, zero + from, ROWS_, bar);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-        u += SPLIT ? k1 - k0 : clusters * units;
+        u += SPLIT ? k1 - k0 : gridDim.x * units;
       }
     }
   } else {
+    #if TEAMS == 4
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#else
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
     const int me = threadIdx.x - 128, warp = me / 32, group = warpgroup - 1, r8 = lane / 4;
     const u32 my_words = base + STEPS * X_BYTES + warp * (STEPS * 512) + lane * 16;
-    const u32 my_scales = scales + 2 * (warp * 16 + r8), my_zeros = scales + 256 + warp * 16 + r8;
+    const u32 my_scales = scales + 2 * (warp * 16 + r8), my_zeros = scales + 2 * ROWS_ + warp * 16 + r8;
     const u32 staging = base + STAGES * STAGE + group * (CHUNK * PITCH);
     for (int u = begin; u < end;) {
       const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-      u += SPLIT ? k1 - k0 : clusters * units;
+      u += SPLIT ? k1 - k0 : gridDim.x * units;
       float d[COUNT];
 #pragma unroll
       for (int j = 0; j < COUNT; j++) d[j] = 0.f;
+      // A quarter of a step's operands: 16 of depth.
       u32 a[2][16];
+      uint4 v = make_uint4(0, 0, 0, 0);
+      auto decode = [&](u32* to, int j, int of_stage, int step) {
+        const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+        const u32 at = of_stage * SCALE_BYTES + (FINE ? 2 * step + j / 2 : step) * SCALE_ROW;
+        const u32 s0 = twice(shared_half(my_scales + at)), s1 = twice(shared_half(my_scales + at + 16));
+        const u32 z0 = offset_of(ZEROS ? shared_byte(my_zeros + at) : 8);
+        const u32 z1 = offset_of(ZEROS ? shared_byte(my_zeros + at + 8) : 8);
+        decoded(word, z0, z1, to);
+        to[0] = multiplied(to[0], s0), to[1] = multiplied(to[1], s1);
+        to[2] = multiplied(to[2], s0), to[3] = multiplied(to[3], s1);
+      };
+#if AHEAD
+      barrier_wait(full + 8 * stage, phase);
+      v = shared_quad(my_words + stage * STAGE);
+#pragma unroll
+      for (int j = 0; j < 4; j++) decode(a[0] + 4 * j, j, stage, 0);
+      int before = stage;  // the stage of the step before
+      for (int k = k0; k < k1; k++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int step = half % STEPS, next = (half + 1) % STEPS, here = stage;
+          const bool last = half == 1 && k + 1 == k1;
+          const u64 b = described(base + here * STAGE + step * X_BYTES);
+          if (step == STEPS - 1 && ++stage == STAGES) stage = 0, phase ^= 1;
+          if (!last) {  // after the last, the stage is the first of another tile, and not looked at
+            if (next == 0) barrier_wait(full + 8 * stage, phase);
+            v = shared_quad(my_words + stage * STAGE + next * 512);
+          }
+          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+          multiply(d, a[half], b);
+          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before is done
+          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);
+          before = here;
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            u32* to = a[half ^ 1] + 4 * j;
+            if (!last) decode(to, j, stage, next);
+            asm volatile("" : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])::"memory");  // here, not later
+            if (j < 3) {
+              asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+              multiply(d, a[half] + 4 * (j + 1), b + 2 * (j + 1));
+              if (j == 2) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            }
+          }
+        }
+      }
+#else
       int before = 0;  // the stage of the step before
       for (int k = k0; k < k1; k++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int step = half % STEPS;
           if (step == 0) barrier_wait(full + 8 * stage, phase);
-          const uint4 v = shared_quad(my_words + stage * STAGE + step * 512);
-          const u32 word[4] = {v.x, v.y, v.z, v.w};
+          v = shared_quad(my_words + stage * STAGE + step * 512);
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const u32 at = stage * SCALE_BYTES + (FINE ? 2 * step + j / 2 : step) * 384;
-            const u32 s0 = twice(shared_half(my_scales + at)), s1 = twice(shared_half(my_scales + at + 16));
-            const u32 z0 = offset_of(ZEROS ? shared_byte(my_zeros + at) : 8);
-            const u32 z1 = offset_of(ZEROS ? shared_byte(my_zeros + at + 8) : 8);
-            u32* to = a[half] + 4 * j;
-            decoded(word[j], z0, z1, to);
-            to[0] = multiplied(to[0], s0), to[1] = multiplied(to[1], s1);
-            to[2] = multiplied(to[2], s0), to[3] = multiplied(to[3], s1);
-          }
+          for (int j = 0; j < 4; j++) decode(a[half] + 4 * j, j, stage, step);
           const u64 b = described(base + stage * STAGE + step * X_BYTES);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
           for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (step == 0 && k + half > k0 && lane < CLUSTER) barrier_arrive(empty + 8 * before, lane);  // that step is done
+          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
           if (step == STEPS - 1) {
             before = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
           }
         }
       }
+#endif
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (lane < CLUSTER) barrier_arrive(empty + 8 * before, lane);
+      if (lane == 0) arrive(empty + 8 * before);
 #pragma unroll
       for (int j = 0; j < COUNT; j++) asm volatile("" : "+f"(d[j])::"memory");
 
 #if SPLIT
-      const int first = (int)((((long long)tile * units + 1) * clusters - 1) / all);
-      const int parts = (int)(((long long)(tile + 1) * units * clusters - 1) / all) - first + 1;
-      const int part = cluster - first;
-      int* ticket = tickets + tile * CLUSTER + rank;
+      const int first = (int)((((long long)tile * units + 1) * gridDim.x - 1) / all);
+      const int parts = (int)(((long long)(tile + 1) * units * gridDim.x - 1) / all) - first + 1;
+      const int part = blockIdx.x - first;
       if (parts > 1) {
         if (me == 0) {
           int now;
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
           seen_ = now;
         }
-        meet(1, 256);
+        meet(1, WORKERS);
         int arrived = seen_;
-        meet(1, 256);
-        float4* mine = partial + (long long)(2 * blockIdx.x + (part == 0)) * (COUNT / 4 * 256) + me;
+        meet(1, WORKERS);
+        float4* mine = partial + (long long)(2 * blockIdx.x + (part == 0)) * (COUNT / 4 * WORKERS) + me;
         if (arrived != parts - 1 || part > 1) {
 #pragma unroll
           for (int j = 0; j < COUNT / 4; j++)
-            __stcg(mine + j * 256, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+            __stcg(mine + j * WORKERS, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
         }
         if (arrived != parts - 1) {
           __threadfence();
-          meet(1, 256);
-          if (me == 0) seen_ = atomicAdd(ticket, 1);
-          meet(1, 256);
+          meet(1, WORKERS);
+          if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
+          meet(1, WORKERS);
           arrived = seen_;
-          meet(1, 256);
+          meet(1, WORKERS);
         }
         if (arrived != parts - 1) continue;
         __threadfence();
@@ -174,20 +211,19 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
 #pragma unroll 1
         for (int p = part > 1 ? 0 : part == 0; p < parts; p++) {
           if (p == part && part < 2) continue;
-          const float4* from = partial + (2ll * ((first + p) * CLUSTER + rank) + (p == 0)) * (COUNT / 4 * 256) + me;
+          const float4* from = partial + (long long)(2 * (first + p) + (p == 0)) * (COUNT / 4 * WORKERS) + me;
           const bool fresh = p == 0 && part > 1;
 #pragma unroll
           for (int j = 0; j < COUNT / 4; j++) {
-            const float4 t = __ldcg(from + j * 256);
+            const float4 t = __ldcg(from + j * WORKERS);
             d[4 * j] = fresh ? t.x : d[4 * j] + t.x, d[4 * j + 1] = fresh ? t.y : d[4 * j + 1] + t.y;
             d[4 * j + 2] = fresh ? t.z : d[4 * j + 2] + t.z, d[4 * j + 3] = fresh ? t.w : d[4 * j + 3] + t.w;
           }
         }
-        if (me == 0) *ticket = 0;
+        if (me == 0) tickets[tile] = 0;
       }
 #endif
-      const int row = (tile / m_tiles * CLUSTER + rank) * 128 + group * 64, token = tile % m_tiles * BM;
-      if (CLUSTER > 1 && row >= N) continue;
+      const int row = tile / m_tiles * ROWS_ + group * 64, token = tile % m_tiles * BM;
       float b0 = 0.f, b1 = 0.f;
       if (bias) b0 = wide_of(bias[row + warp % 4 * 16 + r8]), b1 = wide_of(bias[row + warp % 4 * 16 + r8 + 8]);
       const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + warp % 4 * 32 + lane / 8 % 2 * 16;
@@ -214,5 +250,4 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
       }
     }
   }
-  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write to its ring
 }
