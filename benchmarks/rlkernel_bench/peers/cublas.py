@@ -35,6 +35,17 @@ def dense(work: Work) -> Call:
     return lambda given: {"y_full": given["x"] @ given["weight"].t()}
 
 
+def grouped(work: Work) -> Call:
+    """The experts' product with the weights before they were quantised: the device reads where groups end."""
+    del work
+
+    def run(given: Inputs) -> Outputs:
+        turned = given["weight"].transpose(1, 2)
+        return {"y_full": torch.nn.functional.grouped_mm(given["x"], turned, offs=given["ends"])}
+
+    return run
+
+
 _LINEAR = ("linear_logprob", "linear_policy_loss", "lm_head_sample")
 
 PEERS = (
@@ -46,6 +57,16 @@ PEERS = (
         "torch.mm",
         ("cpu", "cuda"),
         ran="CPU (torch's own matmul), torch 2.13",
+        whole=True,
+    ),
+    Peer(
+        "grouped_mm",
+        "torch",
+        ("torch",),
+        {"experts": grouped},
+        "torch.nn.functional.grouped_mm",
+        ("cpu", "cuda"),
+        ran="CPU, torch 2.13",
         whole=True,
     ),
     Peer(

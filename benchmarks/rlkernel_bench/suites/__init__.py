@@ -21,6 +21,7 @@ SUITES: Final[Mapping[str, str]] = {
     "lm_head_sample": "drawing tokens from hidden states",
     "verify": "speculative decoding",
     "qmatmul": "products with quantised weights",
+    "experts": "a layer of a mixture of experts on quantised weights",
     "quantize": "quantising weights on the device",
     "capture": "replaying graphs",
     "rollout": "a decode chain under one graph, tokens a second",
