@@ -394,7 +394,7 @@ def main() -> None:
         failed = [p.communicate(timeout=given.seconds)[1][-1500:] for p in workers]
         note("compile", "all", {"failed": [f for p, f in zip(workers, failed, strict=True) if p.returncode]})
         end = begun + given.seconds
-        shares = {"narrow": 0.2, "narrow8": 0.42, "split": 0.76, "whole": 1.0}
+        shares = {"split": 0.38, "whole": 0.64, "narrow8": 0.84, "narrow": 1.0}
         left = end - time.monotonic()
         start = time.monotonic()
         for family, share in shares.items():
