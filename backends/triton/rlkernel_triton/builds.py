@@ -19,6 +19,7 @@ MODULES: Final[tuple[str, ...]] = (
     "rlkernel_triton.logprob_kernels",
     "rlkernel_triton.loss_builds",
     "rlkernel_triton.moments_kernels",
+    "rlkernel_triton.quant.block_builds",
     "rlkernel_triton.quant.builds",
     "rlkernel_triton.scan_builds",
     "rlkernel_triton.sampling.builds",

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rlkernel_triton.builds import Build
 from rlkernel_triton.quant import block_kernels, expert_kernels
-from rlkernel_triton.quant.block_products import CUTS
+from rlkernel_triton.quant.block_products import CUTS, cut_of
 from rlkernel_triton.quant.builds import _AFTER, _PLAIN, _build
 
 _SIZES: Final = {"M": "i32", "N": "i32", "K": "i32", "E": "i32", "m_tiles": "i32", "rows": "i32", "first": "i32"}
@@ -46,18 +46,17 @@ def _tiles(arch: str) -> Iterator[Build]:
     base |= {"FACTORED": False, "ASM": nvidia, "PERMUTED": nvidia and arch != "sm90"}
 
     def tile(label: str, rows: int, **more: Any) -> Build:
-        cut = CUTS[rows]
+        cut = cut_of(rows, arch)
         shape = {"BM": cut.BM, "BN": cut.BN, "BK": 64, "STAGES": cut.stages}
         return _build(expert_kernels.tile_product, label, _TILES, {**base, **shape, **more}, cut.warps, cut.stages)
 
     for rows in CUTS:
-        if arch == "sm90" or rows <= 64:
-            yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows)
-    yield tile("mxfp4, M <= 16", 16, EB=0, PARTS=4, BK=128)
-    yield tile("nvfp4, M <= 16", 16, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
-    yield tile("mxfp4, 32 experts, swiglu, bias", 16, PAIR=True, ACTIVATION="swiglu", BIAS=True)
+        yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows)
+    yield tile("mxfp4, M <= 32", 32, EB=0, PARTS=4, BK=128)
+    yield tile("nvfp4, M <= 32", 32, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
+    yield tile("mxfp4, 32 experts, swiglu, bias", 32, PAIR=True, ACTIVATION="swiglu", BIAS=True)
     int4 = {"FORMAT": _INT4, "GROUP": 128, "BK": 128}
     given = {**_TILES, "scale": "*bf16"}
-    cut = CUTS[16]
+    cut = cut_of(32, arch)
     shape = {"BM": cut.BM, "BN": cut.BN, "STAGES": cut.stages, **int4}
     yield _build(expert_kernels.tile_product, "int4_g128, 32 experts", given, {**base, **shape}, cut.warps, cut.stages)

@@ -33,8 +33,9 @@ class Cut(NamedTuple):
     warps: int
 
 
-# Rows of x (of an expert, on average) up to a class -> cut. 128 rows of folded weights want 8 warps: see choice.
-CUTS: Final = {16: Cut(16, 64, 4, 4), 32: Cut(32, 64, 4, 4), 64: Cut(64, 64, 3, 4), 128: Cut(128, 128, 3, 8)}
+# Rows of x (of an expert, on average) up to a class -> cut, as measured on an H200 (benchmarks/notes/quant-formats.md).
+# 128 rows of folded weights want 8 warps: see choice.
+CUTS: Final = {32: Cut(32, 128, 4, 8), 64: Cut(64, 64, 3, 4), 128: Cut(128, 64, 3, 4)}
 _DENSE_EXPERTS: Final = 8 * PIECE  # bytes of experts that are dequantised at once
 
 
@@ -57,7 +58,7 @@ def multiplied(
         elif in_tiles(x, w, rounding, N, after):
             by_tiles(x, w, after, rounding, ends, y)
         elif ends is None and many(x, rounding):
-            product.by_pieces(x, w, after, y)
+            product.by_pieces(x, blocks.unpacked(w), after, y)
         elif blocks.reads(w.spec):
             by_blocks(x, w, after, rounding, ends, y)
         else:
@@ -85,12 +86,18 @@ def by_tiles(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tenso
     experts = 1 if ends is None else ends.shape[0]
     rows = triton.cdiv(x.shape[0], experts)
     if ends is None and rows > max(CUTS) and rounding != "none":
-        product.by_pieces(x, w, after, y)
+        product.by_pieces(x, blocks.unpacked(w), after, y)
         return
-    cut = next((c for limit, c in CUTS.items() if rows <= limit), CUTS[max(CUTS)])
+    cut = cut_of(rows, product.machine(x.device).kind)
     if y.shape[1] % cut.BN:
         cut = cut._replace(BN=64 if y.shape[1] % 64 == 0 else 32, warps=4)
     launch(x, w, after, rounding, ends, y, cut)
+
+
+def cut_of(rows: int, kind: str) -> Cut:
+    """The cut for so many rows of an expert, on a kind of GPU; others than that which was measured have less memory."""
+    cut = next((c for limit, c in CUTS.items() if rows <= limit), CUTS[max(CUTS)])
+    return cut if kind == "sm90" else cut._replace(stages=2)
 
 
 def launch(
@@ -151,7 +158,7 @@ def launch(
 
 def by_blocks(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor) -> None:
     """Canonical blocks, decoded beside the product."""
-    w = blocks.packed(w, "canonical")
+    w = blocks.unpacked(w)
     form = blocks.form(w.spec)
     experts = 1 if ends is None else ends.shape[0]
     _canonical(
@@ -174,6 +181,7 @@ def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Ten
 
 def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Any:
     """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
+    w = blocks.unpacked(w)
     N, K = w.shape[0] // experts, w.shape[1]
     most = max(1, _DENSE_EXPERTS // (N * K * kind.itemsize))
     aligned = 16 // _common(N, 16)  # tiles are read from multiples of 16 rows

@@ -93,6 +93,11 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
     return QuantTensor(w.spec, w.shape, w.dtype, {**w.parts, "codes": codes, "scale": scale}, layout)
 
 
+def unpacked(w: QuantTensor) -> QuantTensor:
+    """A weight in `triton_f4` as canonical, once for all pieces that are read of it; others as they are."""
+    return packed(w, CANONICAL) if w.layout == F4 else w
+
+
 def move_codes(w: QuantTensor, codes: Tensor, *, to_tiles: bool) -> None:
     """Write the codes of a weight as words of tiles, or as bytes; N and K are multiples of 64."""
     rows, columns = w.shape
