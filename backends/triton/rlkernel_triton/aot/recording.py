@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -192,12 +192,15 @@ def _follow(op: str, given: list[Any], hollow: dict[str, Any], out: dict[str, An
     if not inputs or not both or not torch.is_grad_enabled():
         return
 
-    def backward(upstream: Any) -> None:
+    def backward(upstream: Sequence[Any]) -> None:
         recorder()[1].op = op
         there = [(hollow[n], g) for n, g in zip(both, upstream, strict=True) if g is not None]
         torch.autograd.grad([h for h, _ in there], inputs, [g for _, g in there], retain_graph=True, allow_unused=True)
 
-    torch.autograd.graph.register_multi_grad_hook([out[n] for n in both], backward)
+    if len(both) == 1:  # a hook on several does not see the root of a backward pass
+        out[both[0]].register_hook(lambda g: backward((g,)))
+    else:
+        torch.autograd.graph.register_multi_grad_hook([out[n] for n in both], backward)
 
 
 def _named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
