@@ -37,7 +37,8 @@ SUITES = (
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
-JOBS = max(2, (os.cpu_count() or 2) - 2)  # processes that share the card: most of their time is compilation
+CORES = len(os.sched_getaffinity(0))
+JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
 
 
 def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
@@ -161,7 +162,7 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
     claimed = {backend: {i.op.partition("@")[0] for i in m.impls} for backend, m in manifests.items() if m}
     wanted = asked.ops.split(",") if asked.ops else OPERATORS
     pairs = [(backend, op) for backend, ops in claimed.items() for op in wanted if op in ops]
-    workers = str(max(1, (os.cpu_count() or 1) // max(1, len(pairs))))
+    workers = str(max(1, CORES // max(1, len(pairs))))
     jobs = []
     for profile in asked.profile.split(","):
         for backend, op in pairs:

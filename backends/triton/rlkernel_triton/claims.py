@@ -66,7 +66,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
     ),
     "linear_policy_loss": Claim(
-        "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"group", "mixed_dtypes", "support"})
+        "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
     ),
     "policy_loss": Claim("rlkernel_triton.policy_loss:policy_loss", check="rlkernel_triton.policy_loss:fits"),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),

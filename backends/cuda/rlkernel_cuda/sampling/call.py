@@ -25,7 +25,7 @@ FILTERED: Final = (
     (40, Shape(512, 3, 1)),
     (128, Shape(512, 2, 1)),
     (512, Shape(256, 1, 3)),
-    (2**31, Shape(768, 1, 1, finishers=8)),
+    (2**31, Shape(256, 1, 4)),
 )
 PLAIN: Final = (
     (8, Shape(512, 8, 1)),
