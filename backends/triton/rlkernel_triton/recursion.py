@@ -18,8 +18,8 @@ from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kern
 # Rows of a tile. The bits of a scan depend on it, so it is one number; the interpreter runs a scan step by step.
 TILE: Final = 16 if INTERPRETED else 128
 CHUNK: Final = COLUMNS * TILE
-# (fewest chunks of a sequence, chunks in flight at a time): on an H200 three take 48 us instead of 67 at 256 x 32768, 23
-# instead of 26 at 512 x 8192 and 558 instead of 573 at 16384 x 8192; with one chunk to fetch they cost 24.6 for 22.5.
+# (fewest chunks of a sequence, chunks in flight at a time): on an H200 three take 48 us instead of 67 at 256 x 32768,
+# 23 instead of 26 at 512 x 8192, 558 instead of 573 at 16384 x 8192; with one chunk to fetch they cost 24.6 for 22.5.
 STAGES: Final = ((4, 3), (0, 1))
 # (most sequences, fewest chunks each): there a program per chunk is faster than one per sequence, which leaves
 # multiprocessors idle. The two give the same bits. Above MOST programs the empty ones of packed batches would cost.
