@@ -7,10 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.reference.advantage.groups import Groups
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)
 KINDS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "passk", "gpg")
@@ -259,3 +261,34 @@ def test_reinforce_pp_baseline_whitens_over_tokens():
     tokens = np.repeat(oracle.group(x, ids, "dr_grpo"), lengths)
     white = oracle.whiten(tokens, np.ones(len(tokens), bool))
     close(a, white[lengths.cumsum(0) - 1])
+
+
+@SETTINGS
+@given(size=st.integers(1, 9), groups=st.integers(0, 6), seed=st.integers(0, 99))
+def test_groups_of_a_size_have_the_bits_of_groups_by_ids(size, groups, seed) -> None:
+    g = torch.Generator().manual_seed(seed)
+    B = size * groups
+    x, member = torch.randn(3, B, generator=g), torch.rand(B, generator=g) > 0.3
+    by_size = Groups.of(size, B, x.device)
+    by_ids = Groups.of(torch.arange(B) // size, B, x.device)
+    assert torch.equal(by_size.total(x), by_ids.total(x))
+    assert torch.equal(by_size.heads(member), by_ids.heads(member))
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch carries out."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_of_groups_of_a_size_do_not_grow_with_the_batch() -> None:
+    found = []
+    for B in (16, 4096):
+        with Operations() as operations:
+            advantage(torch.zeros(B), kind="grpo", group=8)
+        found.append(operations.number)
+    assert found[0] == found[1]

@@ -30,7 +30,7 @@ class Groups:
         """Groups of a size (adjacent members) or by ids."""
         if isinstance(group, Tensor):
             return cls(group)
-        return cls(torch.arange(sequences, device=device) // group)
+        return _Adjacent(group, sequences, device)
 
     def total(self, x: Tensor) -> Tensor:  # [..., B] -> [..., B]
         """Sum over the group; exact for integers and for one summand that is not 0."""
@@ -67,6 +67,29 @@ class Groups:
         pick = (best[back], runner_up[back])
         x = x[back]
         return self.total(torch.where(pick[0], x, 0)), self.total(torch.where(pick[1], x, 0)), pick[0]
+
+
+class _Adjacent(Groups):
+    """Groups of one size side by side: the same bits unsorted, in log2(size) additions in place of log2(B) passes."""
+
+    def __init__(self, size: int, sequences: int, device: torch.device) -> None:
+        """Sequences [0, size) are one group, [size, 2 size) the next."""
+        self.ids = (torch.arange(sequences, device=device) // size,)
+        self._shape = (sequences // size, size)
+
+    def total(self, x: Tensor) -> Tensor:  # [..., B] -> [..., B]
+        """Sum over the group, neighbours first, as a suffix scan adds them up."""
+        y = x.reshape(*x.shape[:-1], *self._shape)
+        while y.shape[-1] > 1:
+            if y.shape[-1] % 2:
+                y = torch.nn.functional.pad(y, (0, 1))
+            y = y[..., ::2] + y[..., 1::2]
+        return y.expand(*x.shape[:-1], *self._shape).reshape(x.shape)
+
+    def heads(self, member: Tensor) -> Tensor:  # [B] bool -> [B] bool
+        """The first member of each group."""
+        counted = member.reshape(self._shape).to(torch.int64)
+        return (counted.bool() & (counted.cumsum(1) == 1)).reshape(member.shape)
 
 
 def order_by(*keys: Tensor) -> Tensor:  # each [B] -> [B] int64
