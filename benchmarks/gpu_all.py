@@ -37,6 +37,7 @@ SUITES = (
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
+LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
 
@@ -169,12 +170,15 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
             folder = session.work / "conformance" / profile / backend / op
             command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
             command += ["--profile", profile, "--device", asked.device, "--jobs", workers, "--report", str(folder)]
-            jobs.append(
-                lambda c=command, n=f"conformance of {backend} {op}, {profile}": session.run(
-                    n, c, until - time.monotonic()
-                )
-            )
+            name = f"conformance of {backend} {op}, {profile}"
+            jobs.append(lambda c=command, n=name: attacked(session, n, c, until))
     return jobs
+
+
+def attacked(session: Session, name: str, command: list[str], until: float) -> dict[str, Any]:
+    """A run that ends by itself and says which clauses it had no time for."""
+    left = until - time.monotonic()
+    return session.run(name, [*command, "--within", str(max(1.0, left - LAST))], left)
 
 
 def merged_conformance(session: Session, backend: str, profile: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ def at_the_root(monkeypatch):
     rlk.refresh()
     yield
     rlk.refresh()
+
+
+def test_a_clause_that_the_end_of_the_run_cuts_short_is_not_run() -> None:
+    with rlk.registered(bad_backends.hangs_manifest):
+        subject = Subject(bad_backends.hangs_manifest.name, "logprob")
+        until, where = time.monotonic() + 6, "tests.bad_backends:hangs_manifest"
+        outcomes = attack_apart(subject, attacks("LP-01", "LP-02"), EFFORT, manifest=where, until=until)
+    assert [(o.clause, o.status) for o in outcomes] == [("LP-01", "not_run"), ("LP-02", "not_run")]
 
 
 @pytest.mark.parametrize("hostile", hostiles(), ids=lambda h: h.name)

@@ -196,3 +196,11 @@ def test_a_device_whose_name_is_part_of_a_claimed_one_is_not_claimed() -> None:
     with rlk.registered(Backend(name="acme", api=(1, 0), impls=(impl,))):
         assert Subject("acme", "whiten", "acme").impls == ()
         assert Subject("acme", "whiten", "acme2:1").impls == (impl,)
+
+
+def test_a_run_whose_time_is_over_says_which_clauses_it_did_not_reach() -> None:
+    content = run("reference", Profile("test", 1, 30), ops=("group_filter",), within=0.0)
+    [found] = content["operators"].values()
+    assert {c["status"] for c in found["clauses"]} == {"not_run"}
+    assert "--within" in found["clauses"][0]["message"]
+    assert content["verdict"] == "unfinished"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ class _Effort:
     waivers: Path | None
     report: Path | None
     hostile: bool
+    within: float
     json: bool
 
 
@@ -97,6 +99,9 @@ def command(
         Path | None, typer.Option(help="Folder for report.json, report.md, junit.xml, badge.json.")
     ] = None,
     hostile: Annotated[bool, typer.Option("--hostile", help="mutants: the hostile backends only.")] = False,
+    within: Annotated[
+        float | None, typer.Option(min=1, help="run: seconds for all of it; clauses left then are reported as not run.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Hold a backend against the clauses of its operators.
@@ -120,7 +125,8 @@ def command(
     from rlkernel_conformance.profiles import profile as known
 
     hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
-    effort = _Effort(tuple(op or ()), hard, tuple(device.split(",")), many, manifest, waivers, report, hostile, json)
+    ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
+    effort = _Effort(ops, hard, devices, many, manifest, waivers, report, hostile, limits, json)
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
         "mutants": _mutants,
@@ -150,6 +156,7 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         manifest=effort.manifest,
         waivers=effort.waivers,
         watch=(lambda _: None) if effort.json else _tell,
+        within=effort.within,
     )
     if effort.report is not None:
         write(content, effort.report)

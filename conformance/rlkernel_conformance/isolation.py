@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import selectors
@@ -37,6 +38,7 @@ def attack_apart(
     *,
     manifest: str | None = None,
     watch: Callable[[Outcome], None] = lambda _: None,
+    until: float = math.inf,
 ) -> list[Outcome]:
     """Carry out attacks in worker processes; a new one is started after each that dies.
 
@@ -48,11 +50,18 @@ def attack_apart(
         profile: effort and time limit.
         manifest: "module:attribute" of a backend to register in the worker; None for an installed one.
         watch: told every outcome as it comes.
+        until: time of `time.monotonic` at which the run is over; what has not ended by then is `not_run`.
     """
     outcomes: list[Outcome] = []
     left = list(attacks)
     while left:
-        for outcome in _lost(left, profile) if _hopeless(outcomes) else _one_worker(subject, left, profile, manifest):
+        if _hopeless(outcomes):
+            told = _lost(left, profile)
+        elif time.monotonic() >= until:
+            told = _late(left)
+        else:
+            told = _one_worker(subject, left, profile, manifest, until)
+        for outcome in told:
             outcomes.append(outcome)
             watch(outcome)
             left = [a for a in left if a.clause.id != outcome.clause]
@@ -69,7 +78,14 @@ def _lost(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
     return (_failed(a, "timeout", text) for a in left)
 
 
-def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manifest: str | None) -> Iterator[Outcome]:
+def _late(left: list[Attack]) -> Iterator[Outcome]:
+    text = "the run's time was over: give it more with --within, or more processes with --jobs"
+    return (_not_run(a, text) for a in left)
+
+
+def _one_worker(
+    subject: Subject, attacks: list[Attack], profile: Profile, manifest: str | None, until: float
+) -> Iterator[Outcome]:
     """Outcomes of one worker, the last one a fault if it did not end as a worker does. At least one."""
     left = list(attacks)
     job: dict[str, Any] = {
@@ -87,7 +103,10 @@ def _one_worker(subject: Subject, attacks: list[Attack], profile: Profile, manif
         healthy, begun, limit = False, False, STARTING_S
         try:
             while True:
-                word = channel.next(limit)
+                word = channel.next(max(0.0, min(limit, until - time.monotonic())))
+                if isinstance(word, str) and time.monotonic() >= until:
+                    yield from _late(left)
+                    return
                 if isinstance(word, str):  # the last it said
                     text = _last_words(worker, word, limit)
                     if not healthy:

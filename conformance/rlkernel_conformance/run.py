@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -53,6 +54,7 @@ def run(
     manifest: str | None = None,
     waivers: Path | None = None,
     watch: Watch = lambda _: None,
+    within: float = math.inf,
 ) -> dict[str, Any]:
     """Hold a backend against the clauses of its operators; returns the report.
 
@@ -65,6 +67,7 @@ def run(
         manifest: "module:attribute" of the backend's manifest; None for an installed one.
         waivers: file of waivers, see `rlkernel_conformance.waivers`.
         watch: told every outcome of an attack as it comes.
+        within: seconds for all of it; clauses that have not ended by then are `not_run`, and the report is unfinished.
 
     Raises:
         UnknownNameError: no such backend or operator.
@@ -87,7 +90,7 @@ def run(
         if not subjects:
             raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
         plan = {s: due_on(s) for s in subjects}
-        attacked = _attack_all(plan, devices, jobs, manifest, profile, watch)
+        attacked = _attack_all(plan, devices, jobs, manifest, profile, watch, within)
         found = {s: plan[s][1] + attacked[s.op] for s in subjects}
         return report(found, profile, provider=provider(manifest) if manifest else None, waivers=excused)
 
@@ -99,6 +102,7 @@ def _attack_all(
     manifest: str | None,
     profile: Profile,
     watch: Watch,
+    within: float,
 ) -> dict[str, list[Outcome]]:
     total, done, began, lock = sum(len(due) for due, _ in plan.values()), 0, time.monotonic(), Lock()
 
@@ -109,7 +113,7 @@ def _attack_all(
             watch(Progress(outcome, done, total, time.monotonic() - began))
 
     def attack(subject: Subject, attacks: list[Attack]) -> list[Outcome]:
-        return attack_apart(subject, attacks, profile, manifest=manifest, watch=heard)
+        return attack_apart(subject, attacks, profile, manifest=manifest, watch=heard, until=began + within)
 
     each = len(devices) * jobs // len(plan)
     work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
