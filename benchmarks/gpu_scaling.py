@@ -13,7 +13,6 @@ machine of one GPU that is a world of one rank, and its results say so. Sections
                        of the head
     split_loss         linear_logprob with the head split over the ranks, and policy_loss
 
-`linear_policy_loss` has no kernel that takes a group yet: the reference serves it, too slow to be timed.
 Times are medians over rounds of the slowest rank, from events of the device after a barrier.
 """
 

@@ -139,7 +139,7 @@ def linear_policy_loss(
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     # A block's dX would have to meet those of the other ranks: with a group the head goes alone.
     token = config.level == "token" and (old_logprob is not None or rollout_logprob is None) and group is None
-    way = _way(hidden, weight, bias, counted, limit, wanted=wanted, token=token)
+    way = _way(hidden, weight, bias, counted, limit, group, wanted=wanted, token=token)
     if way.block is None:
         alone = partial(head_alone.linear_logprob, backward=way.mode, max_workspace_bytes=way.limit)
         return head_then_loss(alone, hidden, weight, ids, old_logprob, advantages, counted, of_head, of_loss)
@@ -170,6 +170,7 @@ def _way(
     bias: Tensor | None,
     counted: Tensor | None,
     limit: int | None,
+    group: ProcessGroup | None,
     *,
     wanted: bool,
     token: bool,
@@ -184,7 +185,7 @@ def _way(
     if not N:
         return _Way(None)
     loss = PER_ROW * plan.round_up(N, plan.ROWS)
-    size = head_alone.size_of(hidden, hidden.reshape(N, D), weight, bias, counted, wanted=wanted)
+    size = head_alone.size_of(hidden, hidden.reshape(N, D), weight, bias, counted, group, wanted=wanted)
     if limit is not None:
         # The least serves the same call with gradients, too.
         whole = size if wanted else replace(size, of_hidden=True, of_weight=True)
