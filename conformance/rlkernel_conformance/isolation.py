@@ -26,7 +26,7 @@ from rlkernel_conformance.subject import Subject
 
 # Address space of a worker on the CPU; torch alone maps a few GiB. A GPU process maps far more than it uses: no limit.
 MEMORY: Final = 16 << 30
-STARTING_S: Final = 60.0  # importing torch on a loaded machine
+STARTING_S: Final = 180.0  # importing torch, with sixty others that do the same
 LOST_CAUSE: Final = 3  # clauses in a row without an answer, after which the operator's others are not waited for
 _ENDING_S: Final = 3.0  # for a guardian to end what its worker has started
 

@@ -28,7 +28,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
-SHARE: Final = 4  # clauses for which another process is worth its start
+SHARE: Final = 2  # clauses for which another process is worth its start: compilation takes most of the time
 
 
 @dataclass(frozen=True)
