@@ -112,6 +112,14 @@ def test_what_was_compiled_for_one_gpu_is_not_launched_on_another() -> None:
         kept[(2, 1, 1)](x, x.clone(), 700, 1024)
 
 
+def test_a_kernel_is_read_once_however_often_it_is_launched() -> None:
+    x = torch.zeros(2, 700)
+    kept = toy.softmax[(2,)](x, x.clone(), 700, BLOCK=1024, enable_fp_fusion=True)
+    machine = kept.run.machine
+    kept[(2, 1, 1)](x, x.clone(), 700, 1024)
+    assert kept.run.machine is machine
+
+
 def test_an_architecture_that_is_not_simulated_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="gfx1100"):
         activate("gfx1100")

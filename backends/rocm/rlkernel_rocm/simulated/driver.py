@@ -51,17 +51,26 @@ class _Loader:
         return None, None, 0, 0, _THREADS
 
 
+@cache
+def _machine(key: str, source: str, name: str, lds: int, warps: int) -> Machine:
+    """A compiled kernel, read once: Triton makes a launcher anew wherever a kernel is launched through its grid.
+
+    Raises:
+        UnsupportedKernelError: Triton's cache no longer has the assembly.
+    """
+    group = get_cache_manager(key).get_group(f"{source[:150]}.json") or {}
+    assembly = next((Path(path) for file, path in group.items() if file.endswith(".amdgcn")), None)
+    if assembly is None:
+        raise UnsupportedKernelError(f"Triton's cache holds no assembly of {name}; delete it, try again")
+    return Machine(read(assembly.read_text(), name), lds=lds, warps=warps)
+
+
 class Launcher:
     """One compiled kernel on the simulator."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._kinds = list(source.signature.values())
-        group = get_cache_manager(metadata.hash).get_group(f"{source.name[:150]}.json") or {}
-        assembly = next((Path(path) for name, path in group.items() if name.endswith(".amdgcn")), None)
-        if assembly is None:
-            raise UnsupportedKernelError(f"Triton's cache holds no assembly of {metadata.name}; delete it, try again")
-        kernel = read(assembly.read_text(), metadata.name)
-        self.machine = Machine(kernel, lds=metadata.shared, warps=metadata.num_warps)
+        self.machine = _machine(metadata.hash, source.name, metadata.name, metadata.shared, metadata.num_warps)
 
     def __call__(self, x: int, y: int, z: int, _stream: Any, _function: Any, _packed: Any, *rest: Any) -> None:
         """Triton's calling convention: launch metadata and two hooks, then the arguments of the function."""

@@ -127,5 +127,10 @@ def lane_mask(op: Operand) -> Reader:
 
 
 def full(read: Reader) -> Reader:
-    """Broadcast to [W, 64]."""
-    return lambda t: np.broadcast_to(read(t), (t.W, 64))
+    """Broadcast to [W, 64]; numpy takes its time to find that there is nothing to do."""
+
+    def whole(t: Team) -> Array:
+        x = read(t)
+        return x if x.shape == (t.W, 64) else np.broadcast_to(x, (t.W, 64))
+
+    return whole
