@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.subject import Subject
 from rlkernel_core.reference import backend
 from rlkernel_core.tree import flatten
 from tests.compiled_calls import EXAMPLES
@@ -120,3 +122,26 @@ def test_strides_and_alignment_of_qmatmul_s_arguments_change_no_bit_on_a_gpu() -
         expected = rlk.qmatmul(wide[:, 1:9].clone(), w, lora=rlk.LoRA(A, B, 0.5))
         found = rlk.qmatmul(wide[:, 1:9], w, lora=rlk.LoRA(A.t().contiguous().t(), B.t().contiguous().t(), 0.5))
     assert torch.equal(expected, found)
+
+
+class Summed(torch.autograd.Function):
+    """Identity whose gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.group.allreduce([grad]).wait()
+        return grad, None
+
+
+def test_threads_that_are_ranks_on_one_gpu_do_not_wait_for_each_other_in_backward() -> None:
+    def gradient(rank: int, group: Any) -> torch.Tensor:
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        return torch.autograd.grad(Summed.apply(x, group).sum() * (rank + 1), x)[0]
+
+    found = on_ranks(Subject("reference", "logprob", "cuda"), 2, gradient)
+    assert [g.tolist() for g in found] == [[3.0] * 3] * 2

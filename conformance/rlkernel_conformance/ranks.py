@@ -67,7 +67,9 @@ def on_ranks(
     groups = _groups(*wanted)
 
     def rank(i: int) -> Any:
-        with subject.chosen(), torch.cuda.device(devices[i]) if wanted[1] else nullcontext():
+        device = torch.cuda.device(devices[i]) if wanted[1] else nullcontext()
+        # Ranks that share a GPU would share autograd's one thread for it, and wait there for each other's collectives.
+        with subject.chosen(), torch.autograd.set_multithreading_enabled(False), device:
             return call(i, groups[i])
 
     try:
