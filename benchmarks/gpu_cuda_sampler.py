@@ -1,9 +1,10 @@
 """sample@1 of the cuda backend on one Hopper GPU: right against the reference, then timed beside its peers.
 
     PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda OUT=. python benchmarks/gpu_cuda_sampler.py
+    ... python benchmarks/gpu_cuda_sampler.py --only build,on,steps      # blocks that read on, alone
 
 Each stage runs in a process of its own with a time limit, because a wrong barrier hangs. Writes
-$OUT/gpu_cuda_sampler.json after every stage; prints one line a finding. Ends within 90 seconds.
+$OUT/gpu_cuda_sampler.json after every stage; prints one line a finding. Ends within --seconds.
 
 Timing: calls over rotating inputs (256 MB of them, two at least) in one CUDA graph, median of seven replays.
 One file over 400 lines, since it compares shapes of which one ships per batch: that one is timed by `rlkernel bench`.
@@ -26,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-LIMITS = {"build": 30, "right": 20, "right on": 12, "time": 30, "time on": 25, "peers": 20}
-TOTAL = 58
+LIMITS = {"build": 40, "on": 40, "steps": 25, "right": 20, "time": 30, "peers": 20}  # seconds a stage
 START = time.monotonic()
 V = 128256
 # Shapes tried at each number of rows: threads, blocks a row, blocks a multiprocessor, finishing warps.
@@ -35,10 +35,12 @@ SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((512, 8, 1),),
     32: ((512, 3, 1), (256, 8, 3)),
     64: ((512, 2, 1),),
-    256: ((256, 1, 3), (768, 1, 1, 8)),
-    1024: ((256, 1, 4), (768, 1, 1, 8), (640, 1, 1, 4)),
+    256: ((256, 1, 3),),
+    1024: ((256, 1, 4),),
 }
-READ_ON = ((768, 1, 1, 8),)  # blocks that read on while they finish: a stage of their own, for they wait
+READ_ON = (768, 1, 1, 8)  # blocks that read on while they finish: stages of their own, for they wait
+APART = (256, 1, 4)  # what they are held against: a block a row
+STEPS = (264, 396, 512, 528, 660, 768, 1024, 1536, 2048)  # rows at which the two are timed
 CLOCKED = {1: ((512, 8, 1),), 32: ((512, 3, 1),), 64: ((512, 2, 1),)}
 PLAIN_SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((512, 8, 1),),
@@ -59,16 +61,18 @@ def packages() -> None:
 # ---------------------------------------------------------------------------------------------------------- builds
 
 
-def needed() -> list[tuple[str, ...]]:
-    """Options of every kernel that a later stage launches."""
+def needed(*, all_stages: bool) -> list[tuple[str, ...]]:
+    """Options of every kernel that a later stage launches, or that those of blocks that read on do."""
     import torch
 
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape, flags
 
-    found = {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
+    found = {(Shape(*s), d, False) for s in (READ_ON, APART) for d in ("float32", "bfloat16", "float16")}
+    if not all_stages:
+        return sorted({flags(s, getattr(torch, d), plain=p) for s, d, p in found})
+    found |= {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
     found |= {(Shape(*s), "float32", True) for s in itertools.chain(*PLAIN_SWEEP.values())}
-    found |= {(Shape(*s), "float32", False) for s in READ_ON}
     found |= {(s, d, False) for _, s in call.FILTERED for d in ("float32", "bfloat16")}
     found |= {(s, "float32", True) for _, s in call.PLAIN}
     found |= {(call.FILTERED[-1][1], "float16", False), (call.PLAIN[-1][1], "bfloat16", True)}
@@ -77,22 +81,22 @@ def needed() -> list[tuple[str, ...]]:
     return sorted(options | {(*o, "-DCLOCKS=1") for o in clocked})
 
 
-def build(part: int, parts: int) -> dict[str, Any]:
+def build(part: int, parts: int, *, all_stages: bool) -> dict[str, Any]:
     """Build a share of what is needed."""
     from rlkernel_cuda.sampling import launch
 
     took = {}
-    for options in needed()[part::parts]:
+    for options in needed(all_stages=all_stages)[part::parts]:
         at = time.monotonic()
         launch.built(options)
         took[" ".join(options)] = round(time.monotonic() - at, 2)
     return took
 
 
-def all_builds() -> dict[str, Any]:
-    """Build everything, on all cores."""
-    parts = min(16, os.cpu_count() or 1)
-    command = [sys.executable, __file__, "--stage", "part"]
+def all_builds(only: str) -> dict[str, Any]:
+    """Build what the stages need, on all cores that this process may use."""
+    parts = min(14, len(os.sched_getaffinity(0)))
+    command = [sys.executable, __file__, "--stage", "part", "--only", only]
     running = [
         subprocess.Popen(
             [*command, "--part", f"{i}/{parts}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -270,7 +274,7 @@ def right(shapes: list[Any]) -> dict[str, Any]:
                     torch.nan_to_num(value), torch.nan_to_num(getattr(other, field))
                 ):
                     total["bits"].append(f"{name}: {field} differs between shapes")
-        if len(total["wrong"]) > 40 or time.monotonic() - at > (16 if len(shapes) > 2 else 9):
+        if len(total["wrong"]) > 40 or time.monotonic() - at > 16:
             total["cut short at"] = name
             break
     total["seconds"] = round(time.monotonic() - at, 1)
@@ -282,7 +286,6 @@ def right_more() -> dict[str, Any]:
     import torch
 
     from rlkernel_cuda.sampling import call
-    from rlkernel_cuda.sampling.launch import Shape
 
     g = torch.Generator("cuda").manual_seed(3)
     found: dict[str, Any] = {"wrong": []}
@@ -316,23 +319,167 @@ def right_more() -> dict[str, Any]:
             torch.equal(a[7:8], getattr(part, field)),
             int((a != getattr(slotted, field).flip(0)).sum()),
         ]
+    return found
+
+
+def mixed(N: int, width: int, seed: int) -> tuple[Any, dict[str, Any]]:
+    """[N, width] logits of sixteen kinds in turn, usual and hostile, and a law a row that is drawn apart from them."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(seed)
+    x, ids, inf = torch.randn(N, width, device="cuda", generator=g), torch.arange(width, device="cuda"), torch.inf
+
+    def few(x: Any) -> Any:
+        return torch.rand(x.shape, device="cuda", generator=g) < 0.01
+
+    kinds = (
+        lambda x: x * 3,
+        lambda x: x * 0.1,
+        lambda x: 0.5 * x - 2 * (ids + 2.0).log(),
+        lambda x: (x * 2).round(),
+        lambda x: x * 0 + 1.25,
+        lambda x: x.where(few(x), -inf),
+        lambda x: x.where(~few(x), torch.nan),
+        lambda x: x.where(~few(x), inf),
+        lambda x: (x * 3e38).clamp(-3.4e38, 3.4e38),
+        lambda x: (3 * x).where(ids < width // 4, -1e30).where(ids > 4, -inf),  # a masked vocabulary
+        lambda x: x * 30,
+        lambda x: x.where(ids != width - 1, inf),
+        lambda x: x.where(ids != 1, torch.nan) * 3,
+        lambda x: x * torch.nan,
+        lambda x: x * 0 - inf,
+        lambda x: (3 * x).where(~few(x), 1e30),
+    )
+    for i, kind in enumerate(kinds):
+        x[i :: len(kinds)] = kind(x[i :: len(kinds)])
+
+    def pick(*values: float) -> Any:
+        return torch.tensor(values, device="cuda")[torch.randint(0, len(values), (N,), device="cuda", generator=g)]
+
+    law = {
+        "temperature": pick(0.0, 0.3, 0.7, 1.0, 1.0, 1.0, 2.0, torch.nan, -1.0),
+        "top_k": pick(0, 0, 1, 5, 50, 50, 50, 300, 5000, width, width + 5).int(),
+        "top_p": pick(1.0, 0.95, 0.95, 0.95, 0.5, 0.999, 0.0, 2.0, torch.nan),
+        "min_p": pick(0.0, 0.0, 0.0, 0.0, 0.01, 0.1, 2.0),
+        "seed": torch.randint(0, 2**62, (N,), device="cuda", generator=g),
+        "step": torch.randint(0, 2**62, (N,), device="cuda", generator=g),
+    }
+    return x, law
+
+
+def reading_on(save: Any) -> dict[str, Any]:
+    """Blocks that read on, over one to sixteen rows each: the reference's results, the bits of a block a row.
+
+    Rows that are masked or penalised reach this kernel as what those edits make of logits, -inf and moved values; the
+    edits themselves, top-n and ranks it does not claim.
+    """
+    import torch
+
+    from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sampling.launch import Shape
+
+    found: dict[str, Any] = {"differ": [], "wrong": [], "rows": 0, "judged": 0, "near": 0, "slow": 0, "worst": 0.0}
     table = call.FILTERED
-    for kind, args in (("normal", usual), ("flat", {**usual, "top_k": None}), ("some flat", {**usual, "top_k": None})):
-        width = {"normal": 3.0, "flat": 0.1}.get(kind, torch.where(torch.arange(300, device="cuda") % 5 == 0, 0.1, 3.0))
-        given = x / 3 * (width[:, None] if isinstance(width, torch.Tensor) else width)
-        outs = []
-        for shape in (table[-1][1], Shape(256, 1, 4)):
-            call.FILTERED = ((2**31, shape),)
-            call.PLANS.clear()
-            outs.append(call.sample(given, **args))
-        call.FILTERED = table
+
+    def drawn(shape: tuple[int, ...], x: Any, **args: Any) -> Any:
+        call.FILTERED = ((2**31, Shape(*shape)),)
         call.PLANS.clear()
-        differ = [n for n, v in vars(outs[0]).items() if v is not None and not torch.equal(v, getattr(outs[1], n))]
-        found[f"several rows a block, {kind}"] = {"differ": differ, "slow": int((outs[0].status & 32 != 0).sum())}
+        try:
+            return call.sample(x, **args)
+        finally:
+            call.FILTERED = table
+            call.PLANS.clear()
+
+    def same(name: str, a: Any, b: Any) -> None:
+        bits = {torch.float32: torch.int32}
+        for field, v in vars(a).items():
+            w = getattr(b, field)
+            if v is not None and not torch.equal(
+                v.view(bits.get(v.dtype, v.dtype)), w.view(bits.get(w.dtype, w.dtype))
+            ):
+                rows = (v.nan_to_num(7.0) != w.nan_to_num(7.0)).nonzero().flatten().tolist()
+                found["differ"].append(f"{name}: {field} of {len(rows)} rows, first {rows[:5]}")
+
+    def held(name: str, x: Any, args: dict[str, Any], *, judge: bool = True) -> None:
+        args = {**args, "raw_logprob": True}
+        out = drawn(READ_ON, x, **args)
+        same(name, out, drawn(APART, x, **args))
+        same(f"{name}, again", out, drawn(READ_ON, x, **args))
+        found["rows"] += len(x)
+        found["slow"] += int((out.status & 32 != 0).sum())
+        for at in range(0, len(x) if judge else 0, 128):
+            part = slice(at, at + 128)
+            some = {k: v[part] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in args.items()}
+            picked = type(out)(**{k: None if v is None else v[part] for k, v in vars(out).items()})
+            told = judged(x[part], some, picked)
+            found["wrong"] += [{"case": name, "from": at, **w} for w in told["wrong"]][:3]
+            found["judged"] += told["rows"]
+            found["near"] += told["near"]
+            found["worst"] = max(found["worst"], told["worst"])
+        save(found)
+
+    for i, N in enumerate((1, 2, 131, 132, 133, 264, 265, 397, 529, 1037, 2111)):
+        held(f"{N} x 4099", *mixed(N, 4099, i), judge=N in {133, 397, 1037})
+    for i, dtype in enumerate((torch.bfloat16, torch.float16)):
+        x, law = mixed(400, 32000, 30 + i)
+        held(f"400 x 32000 {dtype}", x.where(x.isinf(), x.clamp(-6e4, 6e4)).to(dtype), law)
+    x, law = mixed(700, 32003, 40)
+    held("700 x 32003", x, law)
+    slots = torch.randint(-1, 700, (700,), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    held("700 x 32003, slots", x, {**law, "slot": slots}, judge=False)
+    held("700 x 32003, numbers", x, {**law, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": None})
+    x, law = mixed(1024, V, 50)
+    held("1024 x 128256", x, law)
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 0.95, "seed": law["seed"], "step": 3}
+    held("1024 x 128256, 50, 0.95", logits("normal", 1024, torch.float32, 60), usual)
+    held("1024 x 128256, 0.95", logits("skewed", 1024, torch.float32, 61), {**usual, "top_k": None})
+    args = {**law, "raw_logprob": True}
+    first = drawn(READ_ON, x, **args)
+    for i in range(20):
+        same(f"1024 x 128256, call {i}", first, drawn(READ_ON, x, **args))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = drawn(READ_ON, x, **args)
+    for i in range(20):
+        graph.replay()
+        same(f"1024 x 128256, replay {i}", first, out)
     return found
 
 
 # ---------------------------------------------------------------------------------------------------------- timing
+
+
+def steps(save: Any) -> dict[str, Any]:
+    """Blocks that read on and a block a row, at numbers of rows between which a choice is made."""
+    import torch
+
+    from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sampling.launch import Shape
+
+    table, out = call.FILTERED, {}
+    for B in STEPS:
+        ids, rows = torch.arange(B, device="cuda"), {}
+        base = {"temperature": torch.ones(B, device="cuda"), "seed": ids, "step": ids}
+        p, k = torch.full((B,), 0.95, device="cuda"), torch.full((B,), 50, device="cuda")
+        laws = {"normal": {**base, "top_k": k, "top_p": p}}
+        if B == 1024:
+            laws |= {"bf16": laws["normal"], "skewed 0.95": {**base, "top_p": p}, "flat 0.95": {**base, "top_p": p}}
+        for name, law in laws.items():
+            kind = name.split()[0] if name != "bf16" else "normal"
+            dtype = torch.bfloat16 if name == "bf16" else torch.float32
+            inputs = [logits(kind, B, dtype, i) for i in range(2)]
+            for s in (APART, READ_ON):
+                call.FILTERED = ((2**31, Shape(*s)),)
+                call.PLANS.clear()
+                rows[f"{name} {s}"] = tried(partial(call.sample, **law), inputs, 4)
+            del inputs
+        out[str(B)] = rows
+        call.FILTERED = table
+        call.PLANS.clear()
+        save(out)
+        print(B, json.dumps(rows), flush=True)
+        torch.cuda.empty_cache()
+    return out
 
 
 def logits(kind: str, B: int, dtype: Any, seed: int) -> Any:
@@ -377,19 +524,18 @@ def tried(*what: Any) -> float | str:
         return traceback.format_exc()[-300:]
 
 
-def timing(save: Any, *, on: bool) -> dict[str, Any]:
-    """Every workload at every number of rows; `on`: shapes that read on while they finish, at the usual draws."""
+def timing(save: Any) -> dict[str, Any]:
+    """Every workload at every number of rows."""
     import torch
 
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape
+    from rlkernel_triton.sampling.call import sample as portable
 
     tables = call.FILTERED, call.PLAIN
     out: dict[str, Any] = {}
     at = time.monotonic()
     for B, shapes in SWEEP.items():
-        if on and B < 256:
-            continue
         buffers = max(2, min(256, -(-(256 << 20) // (B * V * 4))))
         calls = max(4, buffers)
         ids = torch.arange(B, device="cuda")
@@ -400,28 +546,19 @@ def timing(save: Any, *, on: bool) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
         for s in shapes:
-            if any(s[3:4]) != on:
-                continue
             call.FILTERED = ((2**31, Shape(*s)),)
             call.PLANS.clear()
             rows[f"50, 0.95 {s}"] = tried(partial(call.sample, **both), inputs, calls)
         call.FILTERED = tables[0]
         call.PLANS.clear()
         for s in PLAIN_SWEEP[B]:
-            if any(s[3:4]) != on:
-                continue
             call.PLAIN = ((2**31, Shape(*s)),)
             call.PLANS.clear()
             rows[f"no filter {s}"] = tried(partial(call.sample, **base), inputs, calls)
         call.PLAIN = tables[1]
         call.PLANS.clear()
-        if on:
-            call.FILTERED = ((2**31, Shape(*READ_ON[0])),)
         rows["one read"] = timed(lambda x: x.sum(), inputs, calls)
-        if not on:
-            from rlkernel_triton.sampling.call import sample as portable
-
-            rows["portable 50, 0.95"] = tried(partial(portable, **both), inputs, calls)
+        rows["portable 50, 0.95"] = tried(partial(portable, **both), inputs, calls)
         for kind, args in (("flat", nucleus), ("skewed", both), ("skewed", nucleus)):
             for i, x in enumerate(inputs):
                 x.copy_(logits(kind, B, torch.float32, i)) if i < 2 else x.copy_(inputs[i % 2])
@@ -439,7 +576,7 @@ def timing(save: Any, *, on: bool) -> dict[str, Any]:
         print(B, json.dumps(rows), flush=True)
         del inputs
         torch.cuda.empty_cache()
-        if time.monotonic() - at > (22 if on else 27):
+        if time.monotonic() - at > 27:
             break
     return out
 
@@ -532,12 +669,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stage")
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--only", default="build,on,right,more,clocks,steps,time,peers", help="stages, in their order")
+    parser.add_argument("--seconds", type=float, default=85.0)
     given = parser.parse_args()
+    asked = given.only.split(",")
+    all_stages = not {*asked} <= {"build", "on", "steps"}
     folder = Path(os.environ.get("OUT", "."))
     os.environ.setdefault("RLKERNEL_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
     if given.stage == "part":
         part, parts = (int(n) for n in given.part.split("/"))
-        print(json.dumps(build(part, parts)))
+        print(json.dumps(build(part, parts, all_stages=all_stages)))
         return
     if given.stage:
         place = folder / f"gpu_cuda_sampler_{given.stage}.json"
@@ -546,31 +687,29 @@ def main() -> None:
             place.write_text(json.dumps(found, indent=1))
 
         from rlkernel_cuda.sampling import call
-        from rlkernel_cuda.sampling.launch import Shape
 
-        shipped = [s for _, s in call.FILTERED if not s.finishers]
         stages = {
-            "build": all_builds,
-            "right": partial(right, shipped),
-            "right on": partial(right, [Shape(*s) for s in READ_ON]),
+            "build": partial(all_builds, given.only),
+            "on": partial(reading_on, save),
+            "steps": partial(steps, save),
+            "right": partial(right, [s for _, s in call.FILTERED]),
             "more": right_more,
             "clocks": clocks,
-            "time": partial(timing, save, on=False),
-            "time on": partial(timing, save, on=True),
+            "time": partial(timing, save),
             "peers": peers,
         }
         found = stages[given.stage]()
         save(found)
-        if "time" not in given.stage:
+        if given.stage not in {"time", "steps"}:
             print(json.dumps(found)[:4000])
         return
     report: dict[str, Any] = {}
-    for stage in ("build", "right", "more", "clocks", "right on", "time", "time on", "peers"):
-        left = TOTAL - (time.monotonic() - START)
+    for stage in asked:
+        left = given.seconds - (time.monotonic() - START)
         if left < 5:
             break
         at = time.monotonic()
-        command = [sys.executable, __file__, "--stage", stage]
+        command = [sys.executable, __file__, "--stage", stage, "--only", given.only]
         if stage == "peers":  # FlashInfer is carried in a folder of its own, and only this stage sees it
             if not Path(".fi").exists():
                 continue
