@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,6 +182,30 @@ def test_passing_over_a_backend_for_another_device_or_operator_is_no_fallback() 
     )
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
     assert (decision.backend, decision.fell_back_from) == ("reference", None)
+
+
+ROCM = candidate("rocm", impl("cuda", arch=("gfx9*",)), impl("cuda", dtypes=("bfloat16",), arch=("gfx11*",)))
+
+
+@pytest.mark.parametrize(
+    ("arch", "order", "passed_over"),
+    [
+        ("sm90", (AUTO,), None),  # made for other hardware
+        ("sm90", ("rocm", AUTO), "rocm"),  # but wanted on this one
+        ("gfx803", (AUTO,), "rocm"),  # an AMD GPU that it does not know
+        ("gfx1100", (AUTO,), "rocm"),  # it knows this one, and does not take the call
+    ],
+)
+def test_a_backend_for_other_hardware_is_passed_over_only_where_it_is_named(arch, order, passed_over) -> None:
+    machine = by_name(ROCM, candidate("triton", impl("cuda")))
+    decision = resolve(machine, FACTS, Call(OP, "cuda", "float32", arch=arch), OpPolicy(order))
+    assert (decision.backend, decision.fell_back_from) == ("triton", passed_over)
+
+
+def test_what_is_made_for_hopper_is_not_passed_over_on_another_gpu() -> None:
+    machine = by_name(candidate("cuda", impl("cuda", arch=("sm90",))), candidate("triton", impl("cuda")))
+    decision = resolve(machine, FACTS, Call(OP, "cuda", arch="sm80"), OpPolicy(fallback="error"))
+    assert (decision.backend, decision.fell_back_from) == ("triton", None)
 
 
 def test_a_named_backend_that_does_not_load_is_fallen_back_from() -> None:

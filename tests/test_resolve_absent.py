@@ -26,6 +26,7 @@ def decide(device: str, arch: str | None = None, order: tuple[str, ...] = ("auto
         ("cuda", "sm90", ["cuda", "triton"]),
         ("cuda", "gfx942", ["rocm", "triton"]),
         ("cuda", "sm87", ["jetson", "triton"]),
+        ("cuda", "sm80", ["triton"]),
         ("cuda", None, ["cuda", "rocm", "jetson", "triton"]),
         ("xpu", None, []),
     ],

@@ -42,18 +42,15 @@ class Ours(NamedTuple):
     install: str  # the line that installs it
     devices: tuple[str, ...]  # torch device types it is made for
     archs: tuple[str, ...] = ("*",)  # globs over architectures it is made for
-    not_archs: tuple[str, ...] = ()
 
     def made_for(self, device: str, arch: str | None) -> bool:
         """Whether one would install it for this hardware; an unknown architecture counts as any."""
-        return device in self.devices and (
-            arch is None or (any(fnmatchcase(arch, a) for a in self.archs) and arch not in self.not_archs)
-        )
+        return device in self.devices and (arch is None or any(fnmatchcase(arch, a) for a in self.archs))
 
 
 # `auto` considers these alone, lowest tier first.
 FIRST_PARTY: Final[Mapping[str, Ours]] = {
-    "cuda": Ours("rlkernel-cuda", 0, "pip install 'rlkernel[cuda]'", ("cuda",), ("sm*",), JETSON_ARCHS),
+    "cuda": Ours("rlkernel-cuda", 0, "pip install 'rlkernel[cuda]'", ("cuda",), ("sm90",)),
     "rocm": Ours("rlkernel-rocm", 0, "pip install 'rlkernel[rocm]'", ("cuda",), ("gfx*",)),  # torch calls HIP "cuda"
     "jetson": Ours("rlkernel-jetson", 0, "pip install 'rlkernel[jetson]'", ("cuda",), JETSON_ARCHS),
     "triton": Ours("rlkernel-triton", 1, "pip install 'rlkernel[triton]'", ("cuda",)),

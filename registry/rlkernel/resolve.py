@@ -79,10 +79,10 @@ def resolve(
         outranked = bool(qualified) and (slot.tier is None or slot.tier != qualified[0][0].tier)
         # Nobody outranked is asked about the arguments: only calls whose choice depends on a check pay for one.
         found, reasons = _consider(slot, candidate, facts, call, policy, None if outranked else check)
-        stage = reasons[0].reason.stage if reasons and found is None else None
         # A backend of our own that did not even load may be about any device; discovery warns about it.
         concerned = slot.named or (candidate is not None and candidate.manifest is not None)
-        if first_concerned is None and concerned and stage not in _NOT_CONCERNED:
+        refused = found is None and bool(reasons) and not _concerns(slot, reasons[0].reason, call)
+        if first_concerned is None and concerned and not refused:
             first_concerned = slot.name
         rejected += reasons
         if found is None:
@@ -174,8 +174,18 @@ def _consider(
             return impl, rejected
         rejected.append(Rejected(slot.name, why, impl.target))
     # The reason nearest to success is the telling one where a backend has several implementations.
-    rejected.sort(key=lambda r: r.reason.stage in _NOT_CONCERNED)
+    rejected.sort(key=lambda r: not _concerns(slot, r.reason, call))
     return None, rejected
+
+
+def _concerns(slot: _Slot, reason: Reason, call: Call) -> bool:
+    """Whether a backend that is refused for this reason is about this call, so that passing over it is a fallback.
+
+    Of our own backends, which `auto` brings, those that are made for other hardware are not.
+    """
+    if reason.slug == "arch/unsupported" and not slot.named:
+        return FIRST_PARTY[slot.name].made_for(call.device, call.arch)
+    return reason.stage not in _NOT_CONCERNED
 
 
 def _absent(candidate: Candidate, call: Call) -> Reason:
