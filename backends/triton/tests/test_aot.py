@@ -200,7 +200,7 @@ def test_another_chip_gets_the_ptx(orin, over) -> None:
 def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin, over) -> None:
     host = over(orin, Recording((9, 0)))
     planned = host.module("rlkernel_triton.quant.product").machine(torch.device("cpu"))
-    assert (planned.kind, planned.multiprocessors) == ("other", 8)
+    assert (planned.kind, planned.multiprocessors) == ("jetson", 8)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from rlkernel_triton.aot.targets import TARGETS
 def plan_for(host: Host, target: str) -> None:
     """Let a host plan as on a target."""
     chip = TARGETS[target]
-    nvidia, hopper = chip.kind == "cuda", target == "sm_90"
+    nvidia = chip.kind == "cuda"
     product: Any = host.module("rlkernel_triton.quant.product")
-    planned = product.Machine("sm90" if hopper else "other", chip.planned, ptx=nvidia, sync=nvidia and not hopper)
+    kind = product.choice.kind_of(target.replace("_", ""))
+    planned = product.Machine(kind, chip.planned, ptx=nvidia, sync=nvidia and kind != "sm90")
     product.machine = lambda _: planned
     recursion: Any = host.module("rlkernel_triton.recursion")
     recursion.warps = lambda _: max(1, recursion.TILE // chip.warp)

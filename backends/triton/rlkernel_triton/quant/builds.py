@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from rlkernel_triton.builds import Build
 from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernels, word_kernels
-from rlkernel_triton.quant.choice import DEVICES, Cut
+from rlkernel_triton.quant.choice import DEVICES, Cut, kind_of
 from rlkernel_triton.quant.codec import TILE
 
 _INT4, _INT8, _FLOAT8, _NF4 = range(4)
@@ -85,7 +85,7 @@ def _codecs() -> Iterator[Build]:
 
 
 def _products(arch: str) -> Iterator[Build]:
-    device = DEVICES["sm90" if arch == "sm90" else "other"]
+    device = DEVICES[kind_of(arch)]
     nvidia = arch.startswith("sm")
     words = {**_PRODUCT, "codes": "*i32"}
     base = {**_PLAIN, "GROUP": 128, "SYMMETRIC": True, "ASM": nvidia}

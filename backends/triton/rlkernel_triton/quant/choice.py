@@ -37,8 +37,11 @@ class Device(NamedTuple):
     unrounded: Cut  # large M where no weight may be rounded, and pairs
 
 
-# sm90: measured on an H200 (benchmarks/notes/qmatmul.md). Others: chosen to fit 64 KiB of shared memory, unmeasured.
+# sm90: measured on an H200 (benchmarks/notes/qmatmul.md). Orin and Thor: two programs a multiprocessor or more by
+# registers and shared memory, none spilled (benchmarks/notes/jetson.md). Others: chosen to fit 64 KiB of shared memory.
+# Neither was measured.
 _SMALL: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 8), 64: Cut(64, 64, 0, 2, 8)}
+_JETSON: Final = {16: Cut(16, 64, 0, 3, 4), 32: Cut(32, 64, 0, 3, 4), 64: Cut(64, 64, 0, 2, 4)}
 DEVICES: Final[dict[str, Device]] = {
     "sm90": Device(
         {
@@ -52,9 +55,16 @@ DEVICES: Final[dict[str, Device]] = {
         },
         Cut(64, 64, 0, 3, 4),
     ),
+    "jetson": Device({M: Row(found, found) for M, found in _JETSON.items()}, Cut(16, 64, 0, 2, 8)),
     "other": Device({M: Row(found, found) for M, found in _SMALL.items()}, Cut(16, 64, 0, 2, 8)),
 }
+_KINDS: Final = {"sm90": "sm90", "sm87": "jetson", "sm110": "jetson", "sm101": "jetson"}
 PROGRAMS: Final = 3  # a multiprocessor, at most, where K is split
+
+
+def kind_of(arch: str) -> str:
+    """The kind of GPU, a key of `DEVICES`, that an architecture is: "sm87", "gfx942"."""
+    return _KINDS.get(arch, "other")
 
 
 def class_of(M: int, kind: str) -> int | None:

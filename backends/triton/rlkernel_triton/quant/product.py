@@ -155,9 +155,9 @@ def machine(device: torch.device) -> Machine:
         simulated = triton.runtime.driver.active.utils.get_device_properties(0)
         return Machine("other", simulated["multiprocessor_count"], ptx=False, sync=False)
     found = torch.cuda.get_device_properties(device)
-    hopper = not torch.version.hip and found.major == 9
     nvidia = torch.version.hip is None
-    return Machine("sm90" if hopper else "other", found.multi_processor_count, ptx=nvidia, sync=nvidia and not hopper)
+    kind = choice.kind_of(f"sm{found.major}{found.minor}") if nvidia else "other"
+    return Machine(kind, found.multi_processor_count, ptx=nvidia, sync=nvidia and kind != "sm90")
 
 
 def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
