@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -29,24 +30,27 @@ from gpu_qmatmul import COLD, replayed
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = (28672, 4096)
-WORKERS = 12
-SILENCE = 14.0  # seconds
+WORKERS = max(4, min(14, len(os.sched_getaffinity(0))))  # that compile
+SILENCE = 9.0  # seconds
+BANDWIDTH, RATE = 4.3e12, 790e12  # bytes and operations a second that an H200 reaches
 Finding = dict[str, Any]
 
 
-# (sets, parts, joined) that are compared, by (N, K)
+# (sets, parts, joined) of narrow cuts that are compared, by (N, K): Llama 3 8B and 70B, Qwen3 4B, 8B and 14B
 FEW: dict[tuple[int, int], list[tuple[int, int, int]]] = {
-    (28672, 4096): [(14, 1, 1), (7, 2, 1), (7, 2, 2), (14, 2, 1), (7, 4, 2)],
-    (6144, 4096): [(3, 4, 1), (3, 8, 1), (3, 2, 1)],
-    (4096, 14336): [(2, 7, 1), (2, 8, 1), (2, 14, 1)],
-    (4096, 4096): [(2, 8, 1), (2, 4, 1), (2, 16, 1)],
-    (8192, 8192): [(4, 4, 1), (4, 8, 1)],
+    (28672, 4096): [(14, 1, 1), (7, 2, 2)],
+    (6144, 4096): [(3, 4, 1)],
+    (4096, 14336): [(2, 7, 1)],
+    (4096, 4096): [(2, 8, 1), (2, 4, 1)],
+    (8192, 8192): [(4, 4, 1)],
     (10240, 8192): [(5, 2, 1), (5, 4, 1)],
-    (57344, 8192): [(14, 1, 2), (14, 1, 1), (7, 2, 2)],
-    (8192, 28672): [(4, 4, 1), (4, 7, 1)],
-    (19456, 2560): [(10, 1, 1), (10, 2, 1), (5, 2, 2)],
-    (34816, 5120): [(6, 2, 3), (9, 2, 2), (17, 1, 1)],
-    (5120, 17408): [(3, 4, 1), (5, 4, 1)],
+    (57344, 8192): [(14, 1, 2), (7, 2, 2)],
+    (8192, 28672): [(4, 4, 1)],
+    (24576, 4096): [(12, 1, 1), (6, 2, 2)],
+    (4096, 12288): [(2, 6, 1), (2, 8, 1)],
+    (19456, 2560): [(10, 1, 1), (5, 2, 2)],
+    (34816, 5120): [(9, 2, 2), (17, 1, 1)],
+    (5120, 17408): [(3, 4, 1)],
 }
 RING = 200 << 10
 
@@ -61,47 +65,60 @@ def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
         yield (tokens, sets, parts, stages) if family == "narrow8" else (tokens, sets, parts, joined, stages)
 
 
-def wide_cuts(M: int) -> Iterator[tuple[int, ...]]:
-    """(tokens, steps, stages, split, teams, ahead) that are compared."""
-    if M <= 32:
-        yield 32, 2, 6, 1, 4, 1
-        yield 32, 2, 6, 0, 4, 1
-    if 16 < M <= 64:
-        yield 64, 2, 5, 1, 4, 1
-        yield 64, 2, 5, 0, 4, 1
-        yield 64, 2, 5, 1, 4, 0
-        yield 64, 2, 6, 1, 2, 1
-    if 64 < M <= 512:
-        yield 128, 2, 5, 1, 2, 1
-        yield 128, 2, 5, 0, 2, 1
-    if M == 128:
-        yield 128, 2, 5, 1, 2, 0
-    if M > 128:
-        yield 256, 1, 5, 0, 2, 0
-        yield 256, 1, 5, 0, 2, 1
-    if 128 < M <= 512:
-        yield 256, 1, 5, 1, 2, 1
+# (tokens, steps, stages, split, teams, cluster, ahead) of wide cuts, by M
+WIDE: dict[int, list[tuple[int, ...]]] = {
+    1: [(16, 2, 8, 0, 4, 1, 0)],
+    16: [
+        (16, 2, 8, 0, 4, 1, 0), (16, 2, 8, 1, 4, 1, 0), (16, 2, 14, 1, 2, 1, 0), (16, 2, 8, 0, 4, 2, 0),
+        (16, 2, 8, 0, 4, 1, 1), (16, 2, 14, 0, 2, 1, 0),
+    ],
+    32: [(32, 2, 7, 0, 4, 1, 0), (32, 2, 7, 1, 4, 1, 0), (32, 2, 7, 0, 4, 2, 0), (32, 2, 7, 1, 4, 2, 0)],
+    64: [
+        (64, 2, 5, 0, 4, 1, 0), (64, 2, 5, 0, 4, 2, 0), (64, 2, 5, 1, 4, 1, 0), (64, 2, 5, 1, 4, 2, 0),
+        (64, 2, 5, 0, 4, 1, 1), (64, 2, 7, 1, 2, 1, 0), (64, 2, 7, 1, 2, 2, 0), (64, 2, 7, 1, 2, 1, 1),
+    ],
+    128: [
+        (128, 2, 5, 1, 2, 1, 0), (128, 2, 5, 1, 2, 2, 0), (128, 2, 5, 0, 2, 1, 0), (128, 2, 5, 0, 2, 2, 0),
+        (128, 2, 5, 1, 2, 1, 1), (128, 2, 5, 1, 2, 2, 1),
+    ],
+    256: [
+        (256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 1, 0), (256, 1, 5, 1, 2, 2, 0),
+        (128, 2, 5, 1, 2, 2, 0), (128, 2, 5, 0, 2, 2, 0), (256, 1, 5, 0, 2, 2, 1),
+    ],
+    512: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0)],
+    1024: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 0, 2, 2, 1), (256, 1, 5, 1, 2, 2, 0)],
+    4096: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0)],
+}  # fmt: skip
+# The same, for every other shape.
+WIDE_ELSEWHERE: dict[int, list[tuple[int, ...]]] = {
+    16: [(16, 2, 8, 1, 4, 1, 0), (16, 2, 14, 1, 2, 1, 0), (16, 2, 8, 0, 4, 1, 0)],
+    64: [(64, 2, 5, 1, 4, 1, 0), (64, 2, 7, 1, 2, 1, 0), (64, 2, 7, 1, 2, 2, 0), (64, 2, 5, 0, 4, 1, 0)],
+    128: [(128, 2, 5, 1, 2, 1, 0), (128, 2, 5, 1, 2, 2, 0)],
+    256: [(128, 2, 5, 1, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0), (256, 1, 5, 0, 2, 2, 0)],
+    1024: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0)],
+}
 
 
-def jobs(family: str, full: bool) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """(N, K, M, cut)."""
-    if family in {"narrow", "narrow8"}:
-        shapes: dict[tuple[int, int], tuple[int, ...]] = {MAIN: (1, 16), (6144, 4096): (1, 16), (4096, 14336): (1, 16)}
-        if family == "narrow8":
-            shapes = {MAIN: (1, 16), (4096, 14336): (1,)}
-        elif full:
-            shapes |= {shape: (1, 16) for shape in FEW if shape not in shapes}
-        for (N, K), Ms in shapes.items():
-            for M in Ms:
+def wide_cuts(shape: tuple[int, int], M: int) -> Iterator[tuple[int, ...]]:
+    """Those that divide a shape; whole tiles only where they occupy half of the multiprocessors."""
+    for cut in (WIDE if shape == MAIN else WIDE_ELSEWHERE).get(M, []):
+        rows = 64 * cut[4]
+        tiles = -(-shape[0] // rows) * -(-M // cut[0])
+        if shape[0] % rows == 0 and (cut[3] or tiles >= 66):
+            yield cut
+
+
+def jobs(family: str, where: str) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+    """(N, K, M, cut); `where`: at the main shape, or at all others."""
+    shapes = [MAIN] if where == "main" else [shape for shape in FEW if shape != MAIN]
+    for N, K in shapes:
+        if family in {"narrow", "narrow8"}:
+            for M in (1, 16):
                 for cut in few_cuts(family, N, K, M):
                     yield N, K, M, cut
-        return
-    wide = {MAIN: (32, 64, 128, 256, 512, 1024, 4096), (6144, 4096): (64, 128, 256), (4096, 14336): (64, 256)}
-    if full:
-        wide |= {(57344, 8192): (64, 256), (8192, 28672): (64, 256), (34816, 5120): (64, 256)}
-    for (N, K), Ms in wide.items():
-        for M in Ms:
-            for cut in wide_cuts(M):
+            continue
+        for M in (1, 16, 32, 64, 128, 256, 512, 1024, 4096):
+            for cut in wide_cuts((N, K), M):
                 if bool(cut[3]) == (family == "split"):
                     yield N, K, M, cut
 
@@ -130,34 +147,52 @@ def cut_of(family: str, cut: tuple[int, ...]) -> Any:
     from rlkernel_cuda.quant import launch
 
     if family in {"split", "whole"}:
-        return launch.Wide(cut[0], cut[1], cut[2], bool(cut[3]), cut[4], bool(cut[5]))
+        return launch.Wide(*cut[:3], bool(cut[3]), *cut[4:6], bool(cut[6]))
     return launch.Narrow(*cut) if family == "narrow" else launch.Narrow8(*cut)
 
 
 FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "int4_g32_asym")
 FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
-FAMILIES = ("narrow", "narrow8", "split", "whole")
+# Seconds that a family may take of those that are left, in this order.
+SHARES = {
+    "main": {"split": 0.4, "whole": 0.85, "narrow": 1.0},
+    "elsewhere": {"split": 0.55, "whole": 0.8, "narrow": 1.0},
+}
+# (N, K, M, cut): ends of clusters, of tokens and of the depth of a tile
+SMALL = {
+    "split": [
+        (512, 2048, 13, (16, 2, 4, 1, 4, 1, 0)),
+        (384, 1024, 50, (64, 2, 4, 1, 2, 2, 0)),
+        (640, 1024, 200, (128, 2, 4, 1, 2, 2, 0)),
+        (640, 1024, 200, (128, 2, 4, 1, 2, 1, 1)),
+        (384, 2048, 300, (256, 1, 4, 1, 2, 2, 0)),
+    ],
+    "whole": [
+        (768, 512, 9, (16, 2, 4, 0, 4, 2, 0)),
+        (512, 640, 33, (64, 2, 4, 0, 4, 1, 0)),
+        (384, 2048, 300, (256, 1, 4, 0, 2, 2, 0)),
+        (640, 640, 300, (256, 1, 4, 0, 2, 1, 0)),
+    ],
+}
 
 
-def small_jobs(family: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
+def small_jobs(family: str, where: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
     """(format, N, K, M, cut, dtype) that are only checked."""
-    for dtype in ("bfloat16", "float16"):
-        if family == "narrow8":
-            for kind in FORMATS8:
-                yield kind, 400, 1536, 13, (16, 4, 2, 3), dtype
-            continue
-        for kind in FORMATS:
-            if family == "narrow" and "g32" not in kind:
-                yield kind, 448, 1536, 13, (16, 4, 2, 2, 3), dtype
-            elif family == "split":
-                yield kind, 512, 2048, 20, (32, 2, 4, 1, 4, 1), dtype
-                yield kind, 640, 1024, 200, (128, 1, 5, 1, 2, 1), dtype
-            elif family == "whole":
-                yield kind, 384, 2048, 300, (256, 1, 4, 0, 2, 1), dtype
-                yield kind, 256, 640, 33, (64, 1, 5, 0, 2, 0), dtype
+    if where != "main":
+        return
+    for N, K, M, cut in SMALL.get(family, []):
+        every = cut[0] in {16, 64} and cut[5] == 2  # the others in some formats
+        for kind in FORMATS if every else ("int4_g128", "int4_channel_asym"):
+            yield kind, N, K, M, cut, "bfloat16"
+        yield "int4_g32_asym", N, K, M, cut, "float16"
+    if family == "narrow8":
+        for kind in FORMATS8:
+            yield kind, 400, 1536, 13, (16, 4, 2, 3), "bfloat16"
+    if family == "narrow":
+        yield "int4_g64_asym", 448, 1536, 13, (16, 4, 2, 2, 3), "bfloat16"
 
 
-def compile_some(worker: int, folder: Path, full: bool) -> None:
+def compile_some(worker: int, folder: Path, where: str) -> None:
     """Every WORKERS-th build."""
     import torch
 
@@ -179,10 +214,10 @@ def compile_some(worker: int, folder: Path, full: bool) -> None:
         sources, options, _ = launch.build(cut_of(family, cut), Weight(kind, dtype), getattr(torch, dtype))
         wanted[sources, options] = None
 
-    for family in FAMILIES:
-        for kind, _, _, _, cut, dtype in small_jobs(family):
+    for family in SHARES[where]:
+        for kind, _, _, _, cut, dtype in small_jobs(family, where):
             add(family, cut, kind, dtype)
-        for _, _, _, cut in jobs(family, full):
+        for _, _, _, cut in jobs(family, where):
             for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
                 add(family, cut, kind, "bfloat16")
     for sources, options in list(wanted)[worker::WORKERS]:
@@ -230,7 +265,13 @@ def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
     return codec.prepack(codec.quantize(full, QuantSpec.named(kind, **half)))
 
 
-def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
+def cut_in(label: str) -> str:
+    """The cut that a label names."""
+    found = re.findall(r"\((?:\d+, )+\d+\)", label)
+    return found[-1] if found else label
+
+
+def family_child(family: str, folder: Path, where: str, skip: set[str], hung: set[str]) -> None:
     """Check, then time, all jobs of a family; a line a finding."""
     import torch
 
@@ -243,7 +284,7 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
     rounding = "dtype" if family in {"split", "whole"} else "none"
 
     def told(label: str, work: Any) -> None:
-        if label in skip:
+        if label in skip or cut_in(label) in hung:
             return
         print("@begin " + label, flush=True)
         try:
@@ -270,7 +311,7 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
         off = (y.float() - (plain.float() + bias.float())).abs() / (plain.float().abs() + bias.float().abs() + 1)
         return {**found, "bias": round(float(off.nan_to_num(nan=1e9).max()), 5)}
 
-    for job in small_jobs(family):
+    for job in small_jobs(family, where):
         told(f"small {job}", partial(small, *job))
     state: dict[str, Any] = {}
 
@@ -300,20 +341,23 @@ def family_child(family: str, folder: Path, full: bool, skip: set[str]) -> None:
             state["dense_at"] = M
             state["cublas"] = replayed([partial(torch.mm, x, d.t(), out=y) for d in state["dense"]], 0.05)
         found["cublas"] = state["cublas"]
+        moved = state["copies"][0].nbytes + 2 * M * (N + K)
+        found["floor"] = round(1e6 * max(moved / BANDWIDTH, 2 * M * N * K / RATE), 2)
         return found
 
     for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
-        for N, K, M, cut in jobs(family, full):
+        for N, K, M, cut in jobs(family, where):
             told(f"{kind} {K}x{N} M={M} {cut}", partial(timed, N, K, M, cut, kind))
     print("@done", flush=True)
 
 
-def followed(family: str, folder: Path, full: bool, until: float, note: Any) -> None:
+def followed(family: str, folder: Path, where: str, until: float, note: Any) -> None:
     """A family's child, ended and started again without what it hung in."""
     skip: list[str] = []
+    hung: list[str] = []
     while time.monotonic() < until:
         command = [sys.executable, __file__, "--child", family, "--folder", str(folder), "--skip", json.dumps(skip)]
-        command += ["--full"] if full else []
+        command += ["--where", where, "--hung", json.dumps(hung)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         lines: queue.Queue[str | None] = queue.Queue()
 
@@ -329,6 +373,7 @@ def followed(family: str, folder: Path, full: bool, until: float, note: Any) -> 
                 line = lines.get(timeout=max(0.1, min(SILENCE, until - time.monotonic())))
             except queue.Empty:
                 note(family, at or "start", {"failed": "silent; ended"})
+                hung.append(cut_in(at))
                 break
             if line is None:
                 break
@@ -358,20 +403,22 @@ def main() -> None:
     """Compile, then each family."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--where", choices=("main", "elsewhere"), default="main")
     parser.add_argument("--child")
     parser.add_argument("--folder", default="")
     parser.add_argument("--skip", default="[]")
+    parser.add_argument("--hung", default="[]")
     given = parser.parse_args()
     if given.child:
         folder = Path(given.folder)
         if given.child.isdigit():
-            compile_some(int(given.child), folder, given.full)
+            compile_some(int(given.child), folder, given.where)
         else:
-            family_child(given.child, folder, given.full, set(json.loads(given.skip)))
+            family_child(given.child, folder, given.where, set(json.loads(given.skip)), set(json.loads(given.hung)))
         return
     begun = time.monotonic()
-    place = Path(os.environ.get("OUT", ".")) / "gpu_qmatmul_cuda.json"
+    name = "gpu_qmatmul_cuda.json" if given.where == "main" else "gpu_qmatmul_cuda_shapes.json"
+    place = Path(os.environ.get("OUT", ".")) / name
     report: dict[str, Any] = {}
 
     def note(family: str, label: str, found: Finding) -> None:
@@ -383,7 +430,7 @@ def main() -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        more = ["--full"] if given.full else []
+        more = ["--where", given.where]
         workers = [
             subprocess.Popen(
                 [sys.executable, __file__, "--child", str(i), "--folder", folder, *more],
@@ -394,11 +441,10 @@ def main() -> None:
         failed = [p.communicate(timeout=given.seconds)[1][-1500:] for p in workers]
         note("compile", "all", {"failed": [f for p, f in zip(workers, failed, strict=True) if p.returncode]})
         end = begun + given.seconds
-        shares = {"split": 0.38, "whole": 0.64, "narrow8": 0.84, "narrow": 1.0}
         left = end - time.monotonic()
         start = time.monotonic()
-        for family, share in shares.items():
-            followed(family, Path(folder), given.full, start + share * left, note)
+        for family, share in SHARES[given.where].items():
+            followed(family, Path(folder), given.where, start + share * left, note)
     print("seconds", report["seconds"])
 
 

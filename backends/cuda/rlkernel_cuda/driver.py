@@ -21,7 +21,9 @@ from rlkernel_cuda.variants import Tile
 
 SHARED: Final = 227 << 10  # bytes that a block may use on compute capability 9.0
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_BF16, _SWIZZLE_128B, _PROMOTE_256B = 9, 3, 3  # CUtensorMapDataType, …Swizzle, …L2promotion
+BITS16, BITS32 = 9, 2  # CUtensorMapDataType: bfloat16, uint32
+SWIZZLE_128B: Final = 3  # CUtensorMapSwizzle
+_PROMOTE_256B: Final = 3  # CUtensorMapL2promotion
 
 
 class Map(ctypes.Structure):
@@ -103,20 +105,34 @@ def loaded(code: bytes, name: str, shared: int) -> ctypes.c_void_p:
     return kernel
 
 
-def described(x: Tensor, rows: int, cols: int) -> Any:
-    """What TMA needs to know of x, [n, m] bf16, to fetch boxes of [rows, cols] swizzled by 128 bytes.
+def boxes(
+    address: int, kind: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 0
+) -> Any:
+    """What TMA needs to know to fetch boxes of a tensor, the contiguous dimension first; beyond its ends are zeros.
 
-    Elements outside of x are fetched as 0.
+    Args:
+        address: of the tensor, a multiple of 16.
+        kind: CUtensorMapDataType.
+        sizes: elements of each dimension.
+        strides: bytes, of each dimension but the first.
+        box: elements of each dimension, at most 256.
+        swizzle: CUtensorMapSwizzle.
     """
     storage = Map()
-    address = (ctypes.addressof(storage) + 63) // 64 * 64
-    u64, u32 = ctypes.c_uint64, ctypes.c_uint32
+    aligned = (ctypes.addressof(storage) + 63) // 64 * 64
+    u64, u32, n = ctypes.c_uint64, ctypes.c_uint32, len(sizes)
     result = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(address), _BF16, 2, ctypes.c_void_p(x.data_ptr()), (u64 * 2)(x.shape[1], x.shape[0]),
-        (u64 * 1)(x.stride(0) * 2), (u32 * 2)(cols, rows), (u32 * 2)(1, 1), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+        ctypes.c_void_p(aligned), kind, n, ctypes.c_void_p(address), (u64 * n)(*sizes), (u64 * (n - 1))(*strides),
+        (u32 * n)(*box), (u32 * n)(*[1] * n), 0, swizzle, _PROMOTE_256B, 0,
     )  # fmt: skip
-    _check(result, f"describing {list(x.shape)} with strides {list(x.stride())} to TMA")
-    return storage, address
+    _check(result, f"describing {list(sizes)} with strides of {list(strides)} bytes to TMA")
+    return storage, aligned
+
+
+def described(x: Tensor, rows: int, cols: int) -> Any:
+    """What TMA needs to know of x, [n, m] of 16 bits, to fetch boxes of [rows, cols] swizzled by 128 bytes."""
+    sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * 2,)
+    return boxes(x.data_ptr(), BITS16, sizes, strides, (cols, rows), SWIZZLE_128B)
 
 
 def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:

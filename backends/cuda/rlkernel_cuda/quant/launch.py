@@ -12,6 +12,7 @@ Legend: M tokens · N rows · K columns of the weight.
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -64,6 +65,7 @@ class Wide(NamedTuple):
     stages: int
     split: bool  # the depth of a tile may be shared by blocks
     teams: int = 2  # warpgroups that multiply, 64 rows of the weight each
+    cluster: int = 1  # blocks that share x
     ahead: bool = False  # the next step is decoded while this one is multiplied
 
     @property
@@ -90,7 +92,7 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16, "GROUP": 1, "LAG": 1}
     if isinstance(cut, Wide):
         flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "TEAMS": cut.teams, "AHEAD": cut.ahead}
-        flags |= {"FINE": spec.group == 32, "ZEROS": not spec.symmetric}
+        flags |= {"CLUSTER": cut.cluster, "GROUP_": spec.group, "ZEROS": not spec.symmetric}
         files, name = (*_BASE, _HERE / "wgmma.cuh", _HERE / "wide.cu"), "wide"
     else:
         flags |= {"SETS": cut.sets, "PARTS": cut.parts, "GROUP_": spec.group}
@@ -101,6 +103,22 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
             flags |= {"FLOAT8": spec.element != "int8", "SCALE_SHIFT": SCALE_SHIFT[spec.rows]}
             files, name = (*_BASE, _HERE / "narrow8.cu"), "narrow8"
     return files, tuple(f"-D{n}={int(v)}" for n, v in flags.items()), name
+
+
+def _tokens(x: Tensor, cut: Wide) -> Any:
+    """Rows of x as [K / 64, M, 64], in boxes of a block's share of a stage."""
+    M, K = x.shape
+    if cut.cluster == 1:
+        box = (64, cut.tokens, cut.steps)
+    else:
+        box = (64, cut.tokens if cut.steps == 2 else cut.tokens // 2, 1)
+    return driver.boxes(x.data_ptr(), driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
+
+
+@lru_cache(4096)
+def _words(address: int, N: int, K: int, tiles: int, steps: int) -> Any:
+    """Codes in tiles of 16 x 64 as [N / 16, K / 64, 128] words, in boxes of `tiles` by `steps` of them."""
+    return driver.boxes(address, driver.BITS32, (2 * K, N // 16), (8 * K,), (128 * steps, tiles))
 
 
 def product(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Cut) -> None:
@@ -119,21 +137,26 @@ def product(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Cut)
     added = ctypes.c_void_p(0 if bias is None else bias.data_ptr())
     codes, scale = w.parts["codes"], w.parts["scale"]
     zero = w.parts.get("zero", scale)
-    given: list[Any] = [driver.described(x, cut.tokens, 64), codes, scale]
+    given: list[Any]
     if isinstance(cut, Wide):
-        tiles = N // (64 * cut.teams) * -(-M // cut.tokens)
-        blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
-        blocks = min(blocks, tiles * (K // 128) if cut.split else tiles)
+        rows = 64 * cut.teams
+        tiles = -(-N // (rows * cut.cluster)) * -(-M // cut.tokens)  # of clusters
+        clusters = torch.cuda.get_device_properties(x.device).multi_processor_count // cut.cluster
+        clusters = min(clusters, tiles * (K // 128) if cut.split else tiles)
+        blocks = clusters * cut.cluster
         partial, counters = x, x
         if cut.split:
-            size = 2 * blocks * 64 * cut.teams * cut.tokens
-            partial, counters = torch.empty(size, dtype=torch.float32, device=x.device), tickets(tiles, x.device)
+            size = 2 * blocks * rows * cut.tokens
+            partial = torch.empty(size, dtype=torch.float32, device=x.device)
+            counters = tickets(tiles * cut.cluster, x.device)
         shift = spec.group.bit_length() - 1 if spec.group else 31
+        given = [_tokens(x, cut), _words(codes.data_ptr(), N, K, rows // 16, cut.steps), scale]
         given += [zero, added, y, partial, counters, ctypes.c_int(shift)]
     elif isinstance(cut, Narrow):
         blocks = -(-(N // 16) // (cut.sets * cut.joined))
-        given += [zero, added, y]
+        given = [driver.described(x, cut.tokens, 64), codes, scale, zero, added, y]
     else:
         blocks = -(-(N // 16) // cut.sets)
-        given += [added, y, ctypes.c_int(-(-K // spec.group) if spec.group else 1)]
+        groups = ctypes.c_int(-(-K // spec.group) if spec.group else 1)
+        given = [driver.described(x, cut.tokens, 64), codes, scale, added, y, groups]
     driver.launch(kernel, blocks, cut.threads, bytes_, [*given, *map(ctypes.c_int, (M, N, K))])

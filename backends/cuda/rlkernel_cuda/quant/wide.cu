@@ -1,13 +1,14 @@
 // y = x W' for many tokens: a 4-bit weight times its scales is rounded in registers, as `dequantize` does, and is the
-// operand of wgmma that comes from registers; x comes from shared memory. One block a multiprocessor, two warpgroups of 64
-// rows of the weight each, one thread that fetches.
+// operand of wgmma that comes from registers; x comes from shared memory. One block a multiprocessor, warpgroups of 64 rows of
+// the weight each, one thread that fetches: few large boxes, since it takes some 120 cycles to ask for one.
 //
 //   BM      tokens of a tile, of STEPS x 64 of depth a stage
 //   TEAMS   warpgroups that multiply, of 64 rows of the weight each: 2, or 4 where BM is at most 64
 //   SPLIT   blocks take equal shares of all tiles' depth: a tile that several blocks share is added up, in the order of its
 //           depth, by the last of them to arrive. Else a block takes whole tiles
-//   FINE    two groups of 32 a row of 64 columns; else a row of 64 lies in one group
+//   GROUP_  columns of a scale: 32, 64, 128, 256; 0: one a row
 //   ZEROS   zero-points, uint8; else 8
+//   CLUSTER blocks of neighbouring rows, 1 or 2: each fetches half of x for both
 //   AHEAD   the next step is decoded between the four products of this one, since a warp waits where wgmma reads its
 //           registers; else before its own
 //
@@ -17,14 +18,44 @@
 #define X_BYTES (BM * 128)
 #define WORD_BYTES (2048 * TEAMS)
 #define STAGE (STEPS * (X_BYTES + WORD_BYTES))
-#define SCALE_ROW (3 * ROWS_)  // scales, then zero-points
-#define SCALE_BYTES (STEPS * (1 + FINE) * SCALE_ROW)
+#define LINES (GROUP_ && GROUP_ < 64 * STEPS ? 64 * STEPS / (GROUP_ ? GROUP_ : 1) : 1)  // groups of a stage
+#define LINE_BYTES ((2 + ZEROS) * ROWS_)  // scales, then zero-points
+#define SCALE_BYTES (LINES * LINE_BYTES)
 #define PITCH 144  // of a token's 64 results of a warpgroup, in bytes: no two rows of a matrix in one bank
 #define CHUNK (BM < 64 ? BM : 64)
 #define COUNT (BM / 2)  // accumulators of a thread
 
+// This block's share of a stage of x, for all blocks of the cluster. x is described as [K / 64, M, 64].
+__device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, int k, u32 rank, u32 bar) {
+#if CLUSTER > 1
+  if (STEPS == 2) k += rank, to += rank * X_BYTES;
+  else token += rank * (BM / 2), to += rank * (X_BYTES / 2);
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k), "h"((unsigned short)3) : "memory");
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k) : "memory");
+#endif
+}
+
+// A stage may be written again, by every block that writes to it.
+__device__ __forceinline__ void done_with(u32 bar, int lane) {
+#if CLUSTER > 1
+  if (lane < CLUSTER) barrier_arrive(bar, lane);
+#else
+  if (lane == 0) arrive(bar);
+#endif
+}
+
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WORKERS + 128, 1)
+#else
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
-wide(const __grid_constant__ Map x_map, const char* words, const char* scale, const char* zero,
+#endif
+wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(128) char scales_[STAGES * SCALE_BYTES];
@@ -36,56 +67,61 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4 * TEAMS);  // warps that multiply
+      barrier_init(empty + 8 * s, 4 * TEAMS * CLUSTER);  // warps that multiply
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
-
-  const int m_tiles = (M + BM - 1) / BM, tiles = N / ROWS_ * m_tiles, units = K / 128;
-  const long long all = (long long)tiles * units;
-#if SPLIT
-  const int begin = (int)(blockIdx.x * all / gridDim.x), end = (int)((blockIdx.x + 1) * all / gridDim.x);
+#if CLUSTER > 1
+  cluster_sync();
+  const int rank = cluster_rank();
 #else
-  const int begin = blockIdx.x * units, end = (int)all;
+  __syncthreads();
+  const int rank = 0;
+#endif
+
+  // A tile is that of a cluster: CLUSTER x ROWS_ rows by BM tokens. Where N ends within one, a block repeats the last rows.
+  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+  const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + CLUSTER * ROWS_ - 1) / (CLUSTER * ROWS_), units = K / 128;
+  const long long all = (long long)m_tiles * n_tiles * units;
+#if SPLIT
+  const int begin = (int)(cluster * all / clusters), end = (int)((cluster + 1) * all / clusters);
+#else
+  const int begin = cluster * units, end = (int)all;
 #endif
   int stage = 0;
   u32 phase = 0;
 
   if (warpgroup == 0) {
-    #if TEAMS == 4
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#if TEAMS == 4
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #else
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 #endif
-    if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) {
       for (int u = begin; u < end;) {
         const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-        const int row = tile / m_tiles * ROWS_, token = tile % m_tiles * BM;
+        const int row = min((tile / m_tiles * CLUSTER + rank) * ROWS_, N - ROWS_), token = tile % m_tiles * BM;
+#pragma unroll 1
         for (int k = 2 * k0; k < 2 * k1; k += STEPS) {  // 64 of depth each
           const u32 bar = full + 8 * stage, at = base + stage * STAGE, beside = scales + stage * SCALE_BYTES;
           barrier_wait(empty + 8 * stage, phase ^ 1);
-          if (lane == 0) {
-            barrier_expect(bar, STEPS * (X_BYTES + WORD_BYTES + (1 + FINE) * (ZEROS ? 3 : 2) * ROWS_));
-            for (int j = 0; j < STEPS; j++) fetch(at + j * X_BYTES, &x_map, (k + j) * 64, token, bar);
-          }
-          __syncwarp();
-          if (lane < 4 * TEAMS) {  // tiles of 16 rows
-            const long long from = (long long)(row / 16 + lane) * (K / 64) + k;
-            fetch_line(at + STEPS * X_BYTES + lane * (STEPS * 512), words + from * 512, STEPS * 512, bar);
-          } else if (lane < 4 * TEAMS + STEPS * (1 + FINE)) {
-            const int j = lane - 4 * TEAMS;
-            const long long from = (long long)((k * 64 + j * (64 >> FINE)) >> group_shift) * N + row;
-            fetch_line(beside + j * SCALE_ROW, scale + 2 * from, 2 * ROWS_, bar);
-            if (ZEROS) fetch_line(beside + j * SCALE_ROW + 2 * ROWS_, zero + from, ROWS_, bar);
+          barrier_expect(bar, STEPS * (X_BYTES + WORD_BYTES) + SCALE_BYTES);
+          fetch(at + STEPS * X_BYTES, &word_map, k * 128, row / 16, bar);
+          fetch_tokens(at, &x_map, token, k, rank, bar);
+#pragma unroll
+          for (int l = 0; l < LINES; l++) {
+            const long long from = (long long)(((k * 64) >> group_shift) + l) * N + row;
+            fetch_line(beside + l * LINE_BYTES, scale + 2 * from, 2 * ROWS_, bar);
+            if (ZEROS) fetch_line(beside + l * LINE_BYTES + 2 * ROWS_, zero + from, ROWS_, bar);
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-        u += SPLIT ? k1 - k0 : gridDim.x * units;
+        u += SPLIT ? k1 - k0 : clusters * units;
       }
     }
+    __syncwarp();
   } else {
-    #if TEAMS == 4
+#if TEAMS == 4
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #else
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -96,7 +132,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
     const u32 staging = base + STAGES * STAGE + group * (CHUNK * PITCH);
     for (int u = begin; u < end;) {
       const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-      u += SPLIT ? k1 - k0 : gridDim.x * units;
+      u += SPLIT ? k1 - k0 : clusters * units;
       float d[COUNT];
 #pragma unroll
       for (int j = 0; j < COUNT; j++) d[j] = 0.f;
@@ -105,7 +141,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
       uint4 v = make_uint4(0, 0, 0, 0);
       auto decode = [&](u32* to, int j, int of_stage, int step) {
         const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
-        const u32 at = of_stage * SCALE_BYTES + (FINE ? 2 * step + j / 2 : step) * SCALE_ROW;
+        const u32 at = of_stage * SCALE_BYTES + (LINES > 1 ? (64 * step + 16 * j) / (GROUP_ ? GROUP_ : 1) : 0) * LINE_BYTES;
         const u32 s0 = twice(shared_half(my_scales + at)), s1 = twice(shared_half(my_scales + at + 16));
         const u32 z0 = offset_of(ZEROS ? shared_byte(my_zeros + at) : 8);
         const u32 z1 = offset_of(ZEROS ? shared_byte(my_zeros + at + 8) : 8);
@@ -134,7 +170,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
           multiply(d, a[half], b);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before is done
-          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);
+          if (step == 0 && k + half > k0) done_with(empty + 8 * before, lane);
           before = here;
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -165,7 +201,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
           for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
+          if (step == 0 && k + half > k0) done_with(empty + 8 * before, lane);  // the step before is done
           if (step == STEPS - 1) {
             before = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -174,18 +210,19 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
       }
 #endif
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (lane == 0) arrive(empty + 8 * before);
+      done_with(empty + 8 * before, lane);
 #pragma unroll
       for (int j = 0; j < COUNT; j++) asm volatile("" : "+f"(d[j])::"memory");
 
 #if SPLIT
-      const int first = (int)((((long long)tile * units + 1) * gridDim.x - 1) / all);
-      const int parts = (int)(((long long)(tile + 1) * units * gridDim.x - 1) / all) - first + 1;
-      const int part = blockIdx.x - first;
+      const int first = (int)((((long long)tile * units + 1) * clusters - 1) / all);
+      const int parts = (int)(((long long)(tile + 1) * units * clusters - 1) / all) - first + 1;
+      const int part = cluster - first;
+      int* ticket = tickets + tile * CLUSTER + rank;
       if (parts > 1) {
         if (me == 0) {
           int now;
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
           seen_ = now;
         }
         meet(1, WORKERS);
@@ -200,7 +237,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
         if (arrived != parts - 1) {
           __threadfence();
           meet(1, WORKERS);
-          if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
+          if (me == 0) seen_ = atomicAdd(ticket, 1);
           meet(1, WORKERS);
           arrived = seen_;
           meet(1, WORKERS);
@@ -211,7 +248,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
 #pragma unroll 1
         for (int p = part > 1 ? 0 : part == 0; p < parts; p++) {
           if (p == part && part < 2) continue;
-          const float4* from = partial + (long long)(2 * (first + p) + (p == 0)) * (COUNT / 4 * WORKERS) + me;
+          const float4* from = partial + (2ll * ((first + p) * CLUSTER + rank) + (p == 0)) * (COUNT / 4 * WORKERS) + me;
           const bool fresh = p == 0 && part > 1;
 #pragma unroll
           for (int j = 0; j < COUNT / 4; j++) {
@@ -220,10 +257,11 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
             d[4 * j + 2] = fresh ? t.z : d[4 * j + 2] + t.z, d[4 * j + 3] = fresh ? t.w : d[4 * j + 3] + t.w;
           }
         }
-        if (me == 0) tickets[tile] = 0;
+        if (me == 0) *ticket = 0;
       }
 #endif
-      const int row = tile / m_tiles * ROWS_ + group * 64, token = tile % m_tiles * BM;
+      const int row = (tile / m_tiles * CLUSTER + rank) * ROWS_ + group * 64, token = tile % m_tiles * BM;
+      if (CLUSTER > 1 && row >= N) continue;
       float b0 = 0.f, b1 = 0.f;
       if (bias) b0 = wide_of(bias[row + warp % 4 * 16 + r8]), b1 = wide_of(bias[row + warp % 4 * 16 + r8 + 8]);
       const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + warp % 4 * 32 + lane / 8 % 2 * 16;
@@ -250,4 +288,7 @@ wide(const __grid_constant__ Map x_map, const char* words, const char* scale, co
       }
     }
   }
+#if CLUSTER > 1
+  cluster_sync();  // no block leaves while another may still write to its ring
+#endif
 }
