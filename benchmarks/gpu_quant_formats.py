@@ -2,10 +2,11 @@
 
     PYTHONPATH=.:registry:conformance:backends/triton OUT=. python benchmarks/gpu_quant_formats.py
 
-Writes $OUT/gpu_quant_formats.json after every section, prints a line a finding. Every section is a process of its own;
-those that check run side by side, those that time one after the other. Times are medians of CUDA graph replays over
-copies of a weight that together exceed 256 MB. TritonLLM's and triton_kernels' MX products are no peers here: neither
-is installed where this runs. One file, as it compares ways to cut a product of which one ships.
+Writes $OUT/gpu_quant_formats_SECTION_FORMAT.json as it goes and $OUT/gpu_quant_formats.json at the end. A task is a
+section of one format in a process of its own, as many at a time as there are cores: they check, and compile what is
+timed into Triton's cache on disk; then one process alone times. Times are medians of CUDA graph replays over copies of
+a weight that together exceed 256 MB. TritonLLM's and triton_kernels' MX products are no peers here: neither is
+installed where this runs. One file, as it compares ways to cut a product of which one ships.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +31,10 @@ FORMATS = (
     *("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k"),
     *("q4l", "gguf_q4_0", "gguf_q8_0", "hqq4", "hqq4_g32", "fp4", "fp4_g128"),
 )
-SHAPES = {"4096x28672": (28672, 4096), "4096x6144": (6144, 4096)}  # K x N, (N, K) here
+OTHERS = ("int4_g128", "nf4", "int8_channel", "fp8_channel")  # timed beside them
+N_TIMED, K_TIMED = 28672, 4096  # gate and up of Llama-3 8B
+TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+WHOLE = ("mxfp4", "nvfp4", "int4_g128", "fp8_channel", "int8_channel")  # timed at every number of tokens
 EXPERTS, TOP, N, K = 32, 4, 5760, 2880  # of gpt-oss
 COLD = 256 << 20
 
@@ -59,41 +64,35 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def bits() -> dict[str, Any]:
-    """Dequantised, quantised, packed and unpacked weights of every format, against the definition on the CPU."""
+def bits(name: str) -> dict[str, Any]:
+    """Dequantised, quantised, packed and unpacked weights of a format, against the definition on the CPU."""
     import torch
 
     from rlkernel_core import quant
     from rlkernel_triton.quant import codec
 
-    found = {}
-    for name in FORMATS:
-        verdict = {}
-        for rows, columns in ((7, 301), (128, 512), (64, 320)):
-            w = filled(name, rows, columns)
-            on = w.to("cuda")
-            for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                want = quant.dequantize(w, dtype=dtype)
-                verdict[f"{rows}x{columns} {str(dtype)[6:]}"] = same(codec.dequantize(on, dtype=dtype).cpu(), want)
-            packed = codec.prepack(on)
-            verdict[f"{rows}x{columns} {packed.layout}"] = codec.prepack(packed, layout="canonical").same_bits(on)
-            full = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
-            made, want = codec.quantize(full.cuda(), name).to("cpu"), quant.quantize(full, name)
-            away = max(
-                float((made.parts[n].float() != t.float()).double().mean())
-                for n, t in want.parts.items()
-                if n != "table"
-            )
-            verdict[f"{rows}x{columns} codes that differ"] = away
-            codec.quantize(full.cuda(), name, out=packed)
-            fresh = codec.dequantize(made.to("cuda"))
-            verdict[f"{rows}x{columns} in place"] = same(codec.dequantize(packed), fresh)
-        found[name] = {"right": all(v is True or (isinstance(v, float) and v < 1e-4) for v in verdict.values())}
-        if not found[name]["right"]:
-            found[name] |= {k: v for k, v in verdict.items() if v is False or (isinstance(v, float) and v >= 1e-4)}
-        print(f"bits {name}: {found[name]}", flush=True)
-        note("bits", found)
-    return found
+    verdict: dict[str, Any] = {}
+    for rows, columns in ((7, 301), (64, 320)):
+        w = filled(name, rows, columns)
+        on = w.to("cuda")
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            want = quant.dequantize(w, dtype=dtype)
+            verdict[f"{rows}x{columns} {str(dtype)[6:]}"] = same(codec.dequantize(on, dtype=dtype).cpu(), want)
+        packed = codec.prepack(on)
+        verdict[f"{rows}x{columns} {packed.layout}"] = codec.prepack(packed, layout="canonical").same_bits(on)
+        full = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+        full[1, 3], full[2], full[3] = torch.inf, 0, full[3] * 1e-38
+        made, want = codec.quantize(full.cuda(), name).to("cpu"), quant.quantize(full, name)
+        away = max(
+            float((made.parts[n].view(torch.uint8) != t.view(torch.uint8)).double().mean())
+            for n, t in want.parts.items()
+            if n != "table" and t.dtype.itemsize == 1
+        )
+        verdict[f"{rows}x{columns} codes that differ"] = away
+        verdict[f"{rows}x{columns} values"] = same(codec.dequantize(made.to("cuda")).cpu(), quant.dequantize(want))
+        codec.quantize(full.cuda(), name, out=packed)
+        verdict[f"{rows}x{columns} in place"] = same(codec.dequantize(packed).cpu(), quant.dequantize(want))
+    return {"right": all(v is True or v == 0.0 for v in verdict.values()), **verdict}
 
 
 def share_of_bound(y: Any, x: Any, w: Any, rounding: str, *, added: Any = 0.0) -> float:
@@ -115,8 +114,8 @@ def share_of_bound(y: Any, x: Any, w: Any, rounding: str, *, added: Any = 0.0) -
     return float(over.nan_to_num(nan=torch.inf).max()) if y.numel() else 0.0
 
 
-def products() -> dict[str, Any]:
-    """Products of every format, shape, type and rounding: the largest share of the bound."""
+def products(name: str) -> dict[str, Any]:
+    """Products of every shape, type and rounding: the largest share of the bound."""
     import torch
 
     from rlkernel_core import quant
@@ -124,25 +123,19 @@ def products() -> dict[str, Any]:
     from rlkernel_triton.quant.qmatmul import qmatmul
 
     half, short, full = torch.bfloat16, torch.float16, torch.float32
-    calls = [(half, "any", M) for M in (1, 17, 100)]
-    calls += [(half, "none", 17), (half, "dtype", 17), (short, "any", 17), (short, "none", 17), (full, "any", 17)]
-    found: dict[str, Any] = {}
-    for name in FORMATS:
-        shares = {}
-        for rows, columns in ((66, 301), (128, 320), (192, 512)):
-            w = quant.quantize(torch.randn(rows, columns, device="cuda"), name)
-            value = quant.dequantize(w, dtype=torch.float32)
-            packed = prepack(w)
-            for weight in (w,) if packed is w else (w, packed):
-                for dtype, rounding, M in calls:
-                    x = torch.randn(M, columns, device="cuda").to(dtype)
-                    y, again = (qmatmul(x, weight, weight_rounding=rounding) for _ in range(2))
-                    share = share_of_bound(y, x, value, rounding) if torch.equal(y, again) else float("inf")
-                    shares[f"{rows}x{columns} {weight.layout} {str(dtype)[6:]} {rounding} {M}"] = share
-        found[name] = worst_of(shares)
-        print(f"product {name}: {found[name]}", flush=True)
-        note("products", found)
-    return found
+    calls = [(half, "any", 17), (half, "any", 100), (half, "dtype", 17), (short, "none", 17), (full, "any", 17)]
+    shares = {}
+    for rows, columns in ((66, 301), (192, 512)):
+        w = quant.quantize(torch.randn(rows, columns, device="cuda"), name)
+        value = quant.dequantize(w, dtype=torch.float32)
+        packed = prepack(w)
+        for weight in (w,) if packed is w else (packed,):
+            for dtype, rounding, M in calls:
+                x = torch.randn(M, columns, device="cuda").to(dtype)
+                y, again = (qmatmul(x, weight, weight_rounding=rounding) for _ in range(2))
+                share = share_of_bound(y, x, value, rounding) if torch.equal(y, again) else float("inf")
+                shares[f"{rows}x{columns} {weight.layout} {str(dtype)[6:]} {rounding} {M}"] = share
+    return worst_of(shares)
 
 
 def worst_of(shares: dict[str, float]) -> dict[str, Any]:
@@ -160,7 +153,7 @@ def sizes_of(M: int, seed: int = 0) -> Any:
     return torch.bincount(logits.topk(TOP, 1).indices.flatten(), minlength=EXPERTS).cumsum(0).int().cuda()
 
 
-def experts() -> dict[str, Any]:
+def experts(name: str) -> dict[str, Any]:
     """Products of ragged and empty experts, each against its own product in float64; a bias, a pair; gradients."""
     import torch
 
@@ -169,50 +162,35 @@ def experts() -> dict[str, Any]:
     from rlkernel_triton.quant.codec import prepack
     from rlkernel_triton.quant.qmatmul import qmatmul
 
-    found: dict[str, Any] = {}
-    for name in (
-        "mxfp4",
-        "nvfp4",
-        "int4_g128",
-        "int4_g32_asym",
-        "mxfp8",
-        "gguf_q4_k",
-        "int8_channel",
-        "nf4",
-        "fp8_channel",
-    ):
-        shares = {}
-        for sizes in ((3, 0, 40, 5), (0, 0, 0, 200), (130, 1, 0, 0), (0, 0, 0, 0)):
-            ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
-            M, rows, columns = sum(sizes) + 3, 192, 384
-            w = quant.quantize(torch.randn(4 * rows, columns, device="cuda"), name)
-            value = quant.dequantize(w, dtype=torch.float32).view(4, rows, columns)
-            x = torch.randn(M, columns, device="cuda").bfloat16()
-            for layout, weight in {"canonical": w, "packed": prepack(w)}.items():
-                for rounding in ("any", "none", "dtype"):
-                    y = qmatmul(x, weight, ends=ends, weight_rounding=rounding)
-                    bad = 0.0 if bool((y[sum(sizes) :] == 0).all()) else float("inf")
-                    start = 0
-                    for e, size in enumerate(sizes):
-                        part = slice(start, start + size)
-                        bad = max(bad, share_of_bound(y[part], x[part], value[e], rounding))
-                        start += size
-                    shares[f"{sizes} {layout} {rounding}"] = bad
-                bias = torch.randn(4 * rows, device="cuda").bfloat16()
-                results = []
-                for f, v, dtype in ((qmatmul, weight, torch.bfloat16), (definition, w, torch.float64)):
-                    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, bias)]
-                    y = f(leaves[0], v, bias=leaves[1], activation="swiglu", ends=ends)
-                    torch.manual_seed(0)
-                    dy = torch.randn(y.shape, device="cuda").to(torch.bfloat16).to(dtype)
-                    results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
-                for what, mine, theirs in zip(("y", "dx", "dbias"), *results, strict=True):
-                    off = float((mine.double() - theirs).norm() / theirs.norm().clamp(min=1e-9))
-                    shares[f"{sizes} {layout} swiglu {what}"] = off / 0.012  # three roundings to bfloat16
-        found[name] = worst_of(shares)
-        print(f"experts {name}: {found[name]}", flush=True)
-        note("experts", found)
-    return found
+    shares = {}
+    for sizes in ((3, 0, 40, 5), (0, 0, 0, 200), (0, 0, 0, 0)):
+        ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+        M, rows, columns = sum(sizes) + 3, 192, 384
+        w = quant.quantize(torch.randn(4 * rows, columns, device="cuda"), name)
+        value = quant.dequantize(w, dtype=torch.float32).view(4, rows, columns)
+        x = torch.randn(M, columns, device="cuda").bfloat16()
+        weight = prepack(w)
+        for rounding in ("any", "none"):
+            y = qmatmul(x, weight, ends=ends, weight_rounding=rounding)
+            bad = 0.0 if bool((y[sum(sizes) :] == 0).all()) else float("inf")
+            start = 0
+            for e, size in enumerate(sizes):
+                part = slice(start, start + size)
+                bad = max(bad, share_of_bound(y[part], x[part], value[e], rounding))
+                start += size
+            shares[f"{sizes} {rounding}"] = bad
+        bias = torch.randn(4 * rows, device="cuda").bfloat16()
+        results = []
+        for f, v, dtype in ((qmatmul, weight, torch.bfloat16), (definition, w, torch.float64)):
+            leaves = [t.detach().to(dtype).requires_grad_() for t in (x, bias)]
+            y = f(leaves[0], v, bias=leaves[1], activation="swiglu", ends=ends)
+            torch.manual_seed(0)
+            dy = torch.randn(y.shape, device="cuda").to(torch.bfloat16).to(dtype)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+        for what, mine, theirs in zip(("y", "dx", "dbias"), *results, strict=True):
+            off = float((mine.double() - theirs).norm() / theirs.norm().clamp(min=1e-9))
+            shares[f"{sizes} swiglu {what}"] = off / 0.012  # three roundings to bfloat16
+    return worst_of(shares)
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -274,50 +252,122 @@ class Table(dict[str, Any]):
         note(self.section, self)
 
 
-def speed() -> dict[str, Any]:
-    """Products of 4096 x 28672 and 4096 x 6144 by M, through the operator, beside cuBLAS on a bf16 weight; and cuts."""
+def tokens_of(name: str) -> tuple[int, ...]:
+    """Numbers of tokens that a format is timed at."""
+    return TOKENS if name in WHOLE else (1, 16, 64)
+
+
+def cuts_of(name: str) -> Iterator[tuple[int, int, Any]]:
+    """(tokens, parts of K, cut) beside the one that ships."""
+    from rlkernel_triton.quant.block_products import Cut
+
+    if name not in {"mxfp4", "nvfp4"}:
+        return
+    yield from ((16, p, Cut(16, 64, s, 4)) for p in (1, 2, 4) for s in (4, 6))
+    yield from ((16, p, Cut(16, 128, 4, 8)) for p in (1, 2))
+    yield from ((64, p, Cut(64, 64, 3, 4)) for p in (1, 2))
+    if name == "mxfp4":
+        yield from ((64, 1, Cut(64, 128, 3, 8)), (128, 1, Cut(128, 128, 3, 8)), (256, 1, Cut(128, 128, 3, 8)))
+
+
+def warm(name: str) -> dict[str, Any]:
+    """Every call of the timing once, so that Triton's cache holds it; products against float64 on the way."""
     import torch
 
     from rlkernel_core import quant
-    from rlkernel_triton.quant.block_products import Cut, launch
+    from rlkernel_triton.quant.block_products import launch
+    from rlkernel_triton.quant.codec import dequantize, prepack, quantize
+    from rlkernel_triton.quant.product import After
+    from rlkernel_triton.quant.qmatmul import qmatmul
+
+    rows, columns = N_TIMED, K_TIMED
+    full = torch.randn(rows, columns, device="cuda").bfloat16()
+    plain = quantize(full, name)
+    packed = prepack(plain)
+    quantize(full, plain.spec, out=packed)
+    value = dequantize(packed, dtype=torch.float32)[:512]
+    shares = {"bits in place": 0.0 if same(value, quant.dequantize(quant.quantize(full[:512], name)).float()) else 9.0}
+    if name == "nvfp4":  # a scale of all
+        shares.clear()
+    for M in tokens_of(name):
+        x = torch.randn(M, columns, device="cuda").bfloat16()
+        y = qmatmul(x, packed)[:, :512]
+        if M <= 64:
+            shares[f"M={M}"] = share_of_bound(y, x, value, "any")
+    for M, parts, cut in cuts_of(name):
+        x = torch.randn(M, columns, device="cuda").bfloat16()
+        y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
+        launch(x, packed, After(), "any", None, y, cut, parts)
+        if M <= 64:
+            shares[f"M={M} cut {label(cut)}/{parts}"] = share_of_bound(y[:, :512], x, value, "any")
+    dequantize(plain), dequantize(packed)
+    return worst_of(shares)
+
+
+def speed() -> dict[str, Any]:
+    """Products of 4096 x 28672 by tokens, through the operator, beside cuBLAS on a bf16 weight; cuts; codecs."""
+    import torch
+
+    from rlkernel_triton.quant.block_products import launch
     from rlkernel_triton.quant.codec import dequantize, prepack, quantize
     from rlkernel_triton.quant.product import After
     from rlkernel_triton.quant.qmatmul import qmatmul
 
     found = Table("speed")
-    for shape, (rows, columns) in SHAPES.items():
-        dense = [torch.randn(rows, columns, device="cuda").bfloat16() for _ in range(-(-COLD // (2 * rows * columns)))]
-        inputs = {M: torch.randn(M, columns, device="cuda").bfloat16() for M in (1, 16, 64, 256, 1024)}
-        for M, x in inputs.items():
-            found[f"{shape} bf16 M={M}"] = timed([partial(torch.mm, x, d.t()) for d in dense])
-        for name in FORMATS if rows > 10000 else ("mxfp4", "nvfp4"):
-            made = copies(prepack(quant.quantize(dense[0], name)))
-            for M in inputs if name == "mxfp4" else (1, 16, 64):
-                found[f"{shape} {name} M={M}"] = timed([partial(qmatmul, inputs[M], w) for w in made])
-            if name in {"mxfp4", "nvfp4"}:
-                for M, parts, cut in (
-                    *((16, p, Cut(16, 64, s, 4)) for p in (1, 2, 4) for s in (3, 5)),
-                    *((16, p, Cut(16, 128, 4, 8)) for p in (1, 2)),
-                    *((64, p, Cut(64, n, 3, w)) for p in (1, 2) for n, w in ((64, 4), (128, 8))),
-                    (256, 1, Cut(128, 128, 3, 8)),
-                ):
-                    y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
-                    found[f"{shape} {name} M={M} cut {label(cut)}/{parts}"] = timed(
-                        [partial(launch, inputs[M], w, After(), "any", None, y, cut, parts) for w in made], 0.02
-                    )
-            if rows > 10000:
-                bytes_moved, w = made[0].nbytes + 2 * rows * columns, made[0]
-                for what, call in {
-                    "dequantise": partial(dequantize, w),
-                    "quantise": partial(quantize, dense[0], w.spec, out=w),
-                }.items():
-                    took = timed([call] * 2)
-                    found[f"{what} TB/s {name}"] = (
-                        round(bytes_moved / took / 1e6, 3) if isinstance(took, float) else took
-                    )
-            del made
-        del dense
+    rows, columns = N_TIMED, K_TIMED
+    dense = [torch.randn(rows, columns, device="cuda").bfloat16() for _ in range(2)]
+    inputs = {M: torch.randn(M, columns, device="cuda").bfloat16() for M in TOKENS}
+    beside = torch.empty_like(dense[0])
+    took = timed([partial(beside.copy_, dense[0])] * 2)
+    found["copy TB/s"] = round(2 * beside.nbytes / took / 1e6, 3)
+    for M, x in inputs.items():
+        found[f"bf16 M={M}"] = timed([partial(torch.mm, x, d.t()) for d in dense])
+    for name in ("mxfp4", "nvfp4", "mxfp8", *OTHERS, *(f for f in FORMATS if f not in {"mxfp4", "nvfp4", "mxfp8"})):
+        plain = quantize(dense[0], name)
+        made = copies(prepack(plain))
+        for M in tokens_of(name):
+            found[f"{name} M={M}"] = timed([partial(qmatmul, inputs[M], w) for w in made])
+        for M, parts, cut in cuts_of(name):
+            y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
+            found[f"{name} M={M} cut {label(cut)}/{parts}"] = timed(
+                [partial(launch, inputs[M], w, After(), "any", None, y, cut, parts) for w in made], 0.02
+            )
+        if name == "int4_g128":
+            packs = int4packs(plain)
+            for M in (1, 4, 16, 32, 64, 128):
+                found[f"torch int4pack M={M}"] = timed([partial(int4pack, inputs[M], *pack) for pack in packs])
+            del packs
+        moved = made[0].nbytes + 2 * rows * columns
+        for layout, w in {"": plain, " tiles": made[0]}.items():
+            if layout and w.layout == "canonical":
+                continue
+            for what, call in {
+                "quantise": partial(quantize, dense[0], w.spec, out=w), "dequantise": partial(dequantize, w),
+            }.items():  # fmt: skip
+                took = timed([call] * 2, 0.02)
+                found[f"{what} TB/s {name}{layout}"] = round(moved / took / 1e6, 3) if isinstance(took, float) else took
+        del made, plain
     return found
+
+
+def int4packs(w: Any) -> list[Any]:
+    """The codes of a weight as torch's own int4 product reads them, with scales, in copies that exceed the cache."""
+    import torch
+
+    from rlkernel_core.quant.nibbles import unpack_low_first
+
+    codes = unpack_low_first(w.parts["codes"], w.shape[1])
+    scale = w.parts["scale"].t().contiguous()  # [K / group, N]
+    first = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)  # noqa: SLF001 no public name
+    scales = torch.stack([scale, torch.zeros_like(scale)], -1)
+    return [(first.clone(), w.spec.group, scales.clone()) for _ in range(1 + COLD // first.nbytes)]
+
+
+def int4pack(x: Any, weight: Any, group: int, scales: Any) -> Any:
+    """torch's own int4 product."""
+    import torch
+
+    return torch._weight_int4pack_mm(x, weight, group, scales)  # noqa: SLF001 no public name
 
 
 def label(cut: Any) -> str:
@@ -339,9 +389,8 @@ def moe() -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
-    from rlkernel_core import quant
     from rlkernel_triton.quant.block_products import Cut, launch
-    from rlkernel_triton.quant.codec import prepack
+    from rlkernel_triton.quant.codec import prepack, quantize
     from rlkernel_triton.quant.product import After
     from rlkernel_triton.quant.qmatmul import qmatmul
 
@@ -353,8 +402,8 @@ def moe() -> dict[str, Any]:
         *(Cut(32, 64, 4, 4), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4), Cut(64, 128, 3, 8)),
         *(Cut(128, 128, 3, 8), Cut(128, 64, 3, 4), Cut(256, 128, 3, 8)),
     )
-    for name in ("mxfp4", "nvfp4", "int4_g64", "gguf_q4_k"):
-        packed[name] = w = prepack(quant.quantize(dense.view(-1, K), name))
+    for name in ("mxfp4", "nvfp4"):
+        packed[name] = w = prepack(quantize(dense.view(-1, K), name))
         for tokens in (1, 4, 16, 64, 256, 1024, 4096) if name == "mxfp4" else (4, 64, 1024):
             ends = sizes_of(tokens)
             M, used = tokens * TOP, int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
@@ -375,10 +424,19 @@ def moe() -> dict[str, Any]:
     return found
 
 
-SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "bits": bits, "products": products, "experts": experts, "moe": moe, "speed": speed,
+CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "warm": warm, "bits": bits, "products": products, "experts": experts,
 }  # fmt: skip
-TIMED = ("moe", "speed")
+TIMED: dict[str, Callable[[], dict[str, Any]]] = {"speed": speed, "moe": moe}
+OF_EXPERTS = ("mxfp4", "nvfp4", "int4_g128", "mxfp8", "gguf_q4_k", "int8_channel", "nf4", "fp8_channel")
+
+
+def tasks(wanted: list[str]) -> list[tuple[str, str]]:
+    """(section, format) of every check, what timing waits for first."""
+    found = [("warm", f) for f in (*FORMATS, *OTHERS)] if "speed" in wanted else []
+    found += [("products", f) for f in FORMATS] if "products" in wanted else []
+    found += [("experts", f) for f in OF_EXPERTS] if "experts" in wanted else []
+    return found + ([("bits", f) for f in FORMATS] if "bits" in wanted else [])
 
 
 def folder() -> Path:
@@ -391,55 +449,61 @@ def note(section: str, found: dict[str, Any]) -> None:
     (folder() / f"gpu_quant_formats_{section}.json").write_text(json.dumps(found, indent=1))
 
 
-def child(section: str) -> None:
+def child(section: str, name: str) -> None:
     """One section in this process."""
+    file = f"{section}_{name}" if name else section
     try:
-        note(section, SECTIONS[section]())
+        found = CHECKS[section](name) if name else TIMED[section]()
     except Exception:
-        note(section, {"error": traceback.format_exc()[-3000:]})
-        traceback.print_exc()
+        found = {"error": traceback.format_exc()[-2000:]}
+    note(file, found)
+    print(f"{file}: {found}"[:400] if name or "error" in found else f"{section}: done", flush=True)
+
+
+def checked(waiting: list[tuple[str, str]], until: float) -> None:
+    """Every task, as many at a time as there are cores."""
+    running: list[subprocess.Popen[bytes]] = []
+    while (waiting or running) and time.monotonic() < until:
+        running = [p for p in running if p.poll() is None]
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            running.append(subprocess.Popen([sys.executable, __file__, "--task", *waiting.pop(0)], cwd=ROOT))
+        time.sleep(0.05)
+    for process in running:
+        process.kill()
+        print(f"{process.args}: out of time", flush=True)
+    if waiting:
+        print(f"never begun: {waiting}", flush=True)
 
 
 def main() -> None:
     """All sections within the time, and one file of their results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", choices=SECTIONS)
-    parser.add_argument("--only", help="sections by comma", default=",".join(SECTIONS))
+    parser.add_argument("--task", nargs="*")
+    parser.add_argument("--only", help="sections by comma", default="speed,products,experts,bits")
     parser.add_argument("--seconds", type=float, default=75.0)
     given = parser.parse_args()
-    if given.section:
-        child(given.section)
+    if given.task:
+        child(given.task[0], "".join(given.task[1:]))
         return
-    until = time.monotonic() + given.seconds - 3
-    wanted = [s for s in SECTIONS if s in given.only.split(",")]
-    command = [sys.executable, __file__, "--section"]
-    checks = {s: subprocess.Popen([*command, s], cwd=ROOT) for s in wanted if s not in TIMED}
-    share = given.seconds * (0.4 if any(s in TIMED for s in wanted) else 1.0)
-    checked = min(until, time.monotonic() + share)
-    for process in checks.values():
-        finish(process, checked)
-    for section in (s for s in wanted if s in TIMED):
-        finish(subprocess.Popen([*command, section], cwd=ROOT), until)
+    begun, wanted = time.monotonic(), given.only.split(",")
+    timing = [s for s in TIMED if s in wanted]
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+    checked(tasks(wanted), begun + given.seconds * (0.6 if timing else 0.95))
+    for section in timing:
+        process = subprocess.Popen([sys.executable, __file__, "--task", section], cwd=ROOT)
+        try:
+            process.wait(max(0.5, begun + given.seconds - 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print(f"{section}: out of time", flush=True)
     import torch
 
-    environment = {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-    }
-    results: dict[str, Any] = {"environment": environment}
-    for section in wanted:
-        path = folder() / f"gpu_quant_formats_{section}.json"
-        results[section] = json.loads(path.read_text()) if path.exists() else {"error": "nothing was written"}
+    results: dict[str, Any] = {"environment": {"torch": torch.__version__}}
+    if torch.cuda.is_available():
+        results["environment"]["device"] = torch.cuda.get_device_name()
+    for path in sorted(folder().glob("gpu_quant_formats_*.json")):
+        results[path.stem.removeprefix("gpu_quant_formats_")] = json.loads(path.read_text())
     (folder() / "gpu_quant_formats.json").write_text(json.dumps(results, indent=1))
-
-
-def finish(process: subprocess.Popen[bytes], until: float) -> None:
-    """Wait, or end it."""
-    try:
-        process.wait(max(0.5, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        print(f"{process.args}: out of time", flush=True)
 
 
 if __name__ == "__main__":
