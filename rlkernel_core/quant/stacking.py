@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.slicing import whole_rows
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor, check_layout
 
 
@@ -44,11 +45,8 @@ def stack(weights: Sequence[QuantTensor]) -> QuantTensor:  # of [N_i, K] -> [sum
 
 def _check_whole(w: QuantTensor) -> None:
     """What follows the last row of `w` starts a byte, a block and a scale of its own."""
-    spec, (rows, columns) = w.spec, w.shape
-    whole = rows % spec.rows == 0 if spec.rows > 1 else True
-    if "absmax" in w.parts:  # blocks of the flat weight
-        whole = (rows * columns) % (256 * spec.group if spec.double_quant else spec.group) == 0
-    if not whole:
+    rows, columns = w.shape
+    if not whole_rows(w.spec, rows, columns, flat="absmax" in w.parts):
         raise ArgumentError("weights", w, "ends inside a block", "Quantize the stacked weight instead.")
 
 

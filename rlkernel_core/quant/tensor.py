@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CANONICAL: Final = "canonical"  # layout id of the storage that the formats define
-_META: Final = "quant_meta"  # key of a state dict: JSON as a uint8 tensor, so that any tensor file can hold it
+META: Final = "quant_meta"  # key of a state dict: JSON as a uint8 tensor, so that any tensor file can hold it
 
 
 class QuantMeta(NamedTuple):
@@ -100,7 +100,7 @@ class QuantTensor:
             "parts": list(self.parts),
         }
         packed = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
-        return {**{prefix + name: t for name, t in self.parts.items()}, prefix + _META: packed}
+        return {**{prefix + name: t for name, t in self.parts.items()}, prefix + META: packed}
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Tensor], prefix: str = "") -> QuantTensor:
@@ -112,18 +112,16 @@ class QuantTensor:
         """
         import torch
 
-        if prefix + _META not in state:
+        if prefix + META not in state:
             raise ArgumentError(
-                "state", sorted(state), f"has no {prefix + _META!r}", "Pass the prefix it was saved with."
+                "state", sorted(state), f"has no {prefix + META!r}", "Pass the prefix it was saved with."
             )
-        meta: dict[str, Any] = json.loads(bytes(state[prefix + _META].tolist()))
+        spec, meta = told(state[prefix + META])
         missing = [prefix + name for name in meta["parts"] if prefix + name not in state]
         if missing:
             raise ArgumentError(
                 "state", sorted(state), f"lacks {', '.join(missing)}", "Load all tensors of the weight."
             )
-        spec = spec_of(meta["spec"]["format"])  # an unknown name is told before unknown fields are
-        spec = spec_of(dataclasses.replace(spec, **meta["spec"]))
         rows, columns = meta["shape"]
         parts = {name: state[prefix + name] for name in meta["parts"]}
         weight = QuantTensor(spec, (rows, columns), getattr(torch, meta["dtype"]), parts, meta["layout"])
@@ -153,6 +151,17 @@ class QuantTensor:
         rows, columns = self.shape
         kept = "" if self.layout == CANONICAL else f", layout={self.layout}"
         return f"QuantTensor({self.spec}, [{rows}, {columns}], {self.nbytes} bytes on {self.device}{kept})"
+
+
+def told(note: Tensor) -> tuple[QuantSpec, dict[str, Any]]:
+    """What the tensor under `META` says: the spec, and all of it.
+
+    Raises:
+        UnknownNameError: it was written with a format that is not known here.
+    """
+    meta: dict[str, Any] = json.loads(bytes(note.tolist()))
+    spec = spec_of(meta["spec"]["format"])  # an unknown name is told before unknown fields are
+    return spec_of(dataclasses.replace(spec, **meta["spec"])), meta
 
 
 def check_layout(name: str, w: QuantTensor, layouts: Collection[str]) -> None:

@@ -31,6 +31,7 @@ HOSTS: Final = (  # modules here, each with a `HOST`
     "torchao",
     "sglang",
     "vllm",
+    "vllm_quant",
 )
 
 
