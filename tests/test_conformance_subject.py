@@ -6,13 +6,20 @@ import functools
 
 import pytest
 import torch
+from hypothesis.errors import UnsatisfiedAssumption
 
 import rlkernel as rlk
+from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.harness import carry_out
+from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.whitening import whiten as right
+from rlkernel_core.reference.qmatmul import qmatmul as product
+from rlkernel_core.spec.qmatmul import qmatmul as product_spec
 from rlkernel_core.spec.whiten import whiten as spec
 
 PICKY = Backend(
@@ -57,3 +64,55 @@ def test_a_call_that_its_check_admits_has_one(subject) -> None:
 def test_a_call_beyond_its_claims_is_an_error(subject) -> None:
     with pytest.raises(ResolutionError, match="dtype"):
         subject.unless_refused(torch.randn(6, dtype=torch.float64))
+
+
+# Kernels on tiles: a weight of 16 rows and 256 columns at least, prepacked, its scales in the dtype of x.
+TILED = Backend(
+    name="tiled",
+    api=API_VERSION,
+    impls=(
+        Impl(
+            op="qmatmul@1",
+            target="tests.test_conformance_subject:qmatmul",
+            requires=Requires(device="cpu", dtypes=("bfloat16",)),
+            supports=frozenset({"format:int4_g128", "bias"}),
+            check="tests.test_conformance_subject:on_tiles",
+        ),
+    ),
+)
+MULTIPLIED: list[tuple[int, int, int]] = []
+
+
+@functools.wraps(product_spec)
+def qmatmul(x, w, **rest):
+    MULTIPLIED.append((*w.shape, x[0].numel()))
+    return product(x, w, **rest)
+
+
+@functools.wraps(product_spec)
+def on_tiles(x, w, **rest):
+    fits = (
+        w.layout == "reference_tiled"
+        and w.shape[0] % 16 == 0
+        and w.shape[1] % 256 == 0
+        and x.numel() <= 17 * w.shape[1]
+    )
+    return None if fits else Reason("shape", "unsupported", "off the grid")
+
+
+@pytest.mark.parametrize("clause", ["QM-03", "QM-11", "QM-94"])
+def test_a_backend_that_wants_tiles_is_attacked_on_its_grid(clause) -> None:
+    MULTIPLIED.clear()
+    with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():
+        [attack] = [a for a in attacks_on("qmatmul") if a.clause.id == clause]
+        outcome = carry_out(subject, attack, Profile("few", 6, 60, thorough=False))
+    assert (outcome.status, outcome.message) == ("held", "")
+    assert outcome.executed > 0
+    assert MULTIPLIED
+
+
+def test_a_weight_that_is_refused_even_so_is_no_case() -> None:
+    with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():
+        w = quantize(torch.ones(16, 256), QuantSpec.named("int4_g128"))
+        with pytest.raises(UnsatisfiedAssumption):
+            subject(torch.ones(18, 256).bfloat16(), w)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
+from hypothesis.errors import UnsatisfiedAssumption
 
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
@@ -70,12 +71,17 @@ def carry_out(
     Without `shrink` a counterexample is the first one that was found.
     """
     seen: list[Any] = []
+    rejected: list[Any] = []
     worst: dict[str, float] = {}
 
     def body(case: Any) -> None:
         seen.append(case)
         subject.measures.clear()
-        attack.prop(subject, case)
+        try:
+            attack.prop(subject, case)
+        except UnsatisfiedAssumption:
+            rejected.append(case)
+            raise
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))
         if subject.measures:  # hypothesis climbs towards the worst case
@@ -87,7 +93,7 @@ def carry_out(
 
     began = time.perf_counter()
     _, error = guarded(attacked)
-    told: dict[str, Any] = {"executed": len(seen), "measures": worst}
+    told: dict[str, Any] = {"executed": len(seen) - len(rejected), "measures": worst}
     told["seconds"] = time.perf_counter() - began
     clause = attack.clause
     if error is None:

@@ -6,6 +6,7 @@ Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoR
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,8 @@ from rlkernel_conformance.compare import require, within
 from rlkernel_conformance.oracles import qmatmul as oracle
 from rlkernel_conformance.quantised import MULTIPLIED, SPECS, WEIGHTS, Weight, claims, kinds
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.quant import QuantSpec, QuantTensor
+from rlkernel_core.manifest import Impl
+from rlkernel_core.quant import QuantSpec, QuantTensor, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 
 INPUTS: Final = ("normal", "positive", "spread", "sparse")
@@ -78,6 +80,33 @@ class Product:
         return 3 * self.normal(subject, self.M, self.N // (2 if activation in PAIRS else 1), salt=4)
 
 
+GRIDS: Final = ((1, 1), (16, 256), (128, 256))  # of rows and columns of a weight that kernels ask for
+
+
+def grid(subject: Subject, spec: QuantSpec, dtype: str) -> tuple[int, int] | None:
+    """The finest of GRIDS that the subject takes weights of a format on, for an x of a dtype; None: none of them."""
+    return _grid(subject, subject.impls, spec, dtype)
+
+
+@lru_cache(512)
+def _grid(subject: Subject, impls: tuple[Impl, ...], spec: QuantSpec, dtype: str) -> tuple[int, int] | None:
+    for rows, columns in GRIDS if any(i.check for i in impls) else GRIDS[:1]:
+        w = quantize(torch.ones(rows, columns, device=subject.device), spec)
+        if subject.takes(torch.ones(1, columns, dtype=getattr(torch, dtype), device=subject.device), w):
+            return rows, columns
+    return None
+
+
+def fitted(subject: Subject, case: Product) -> Product:
+    """The case on a grid, and in a dtype, that the subject takes."""
+    for dtype in (case.dtype, *subject.dtypes):
+        found = grid(subject, case.spec, dtype)
+        if found is not None:
+            rows, columns = found
+            return replace(case, dtype=dtype, N=-(-case.N // rows) * rows, K=-(-case.K // columns) * columns)
+    return case
+
+
 def cases(
     subject: Subject, *, rows: int = 6, outputs: int = 40, inputs: int = 300, x_as_it_is: bool = False
 ) -> st.SearchStrategy[Product]:
@@ -100,7 +129,7 @@ def cases(
         x=st.sampled_from(INPUTS),
         weight=st.sampled_from([name for name in WEIGHTS if name != "small"]),
         dtype=st.sampled_from(subject.dtypes),
-    )
+    ).map(partial(fitted, subject))
 
 
 def small(subject: Subject, **limits: Any) -> st.SearchStrategy[Product]:

@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
+from hypothesis.errors import UnsatisfiedAssumption
+
 import rlkernel
-from rlkernel import policy, resolve
-from rlkernel_core.errors import ResolutionError
+from rlkernel import decide, policy, resolve
+from rlkernel_core.errors import ArgumentError, ResolutionError
 from rlkernel_core.manifest import Impl
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def arranged(x: Any) -> Any:
+    """A quantised weight as some installed backend packs it, where one does; all else as it is."""
+    if not isinstance(x, QuantTensor) or x.layout != CANONICAL:
+        return x
+    try:
+        with rlkernel.use("auto"):
+            return rlkernel.prepack(x)
+    except ArgumentError:
+        return x
 
 
 @dataclass(frozen=True)
@@ -53,16 +68,44 @@ class Subject:
         return tuple(d for d in FLOATS if d in claimed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the operator."""
-        return getattr(rlkernel, self.op)(*args, **kwargs)
+        """Call the operator.
+
+        Kernels may want a quantised weight in a layout and in multiples of a tile: one that is refused is prepacked, as
+        the refusal says. A case whose weight is refused even so is no case.
+        """
+        run = getattr(rlkernel, self.op)
+        try:
+            return run(*args, **kwargs)
+        except ResolutionError as error:
+            if not self._refuses(error) or not any(isinstance(a, QuantTensor) for a in (*args, *kwargs.values())):
+                raise
+        try:
+            return run(*map(arranged, args), **{name: arranged(a) for name, a in kwargs.items()})
+        except ResolutionError as error:
+            if self._refuses(error):
+                raise UnsatisfiedAssumption(f"{self.backend} takes no such weight: {error}") from error
+            raise
+
+    def _refuses(self, error: ResolutionError) -> bool:
+        rejected = error.decision.rejected if error.decision is not None else ()
+        return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
+
+    def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the backend's own `check` admits a call, its weight as it is or prepacked."""
+        for arrange in (lambda x: x, arranged):
+            bound = signature(self.spec.signature).bind(*map(arrange, args), **kwargs)
+            bound.apply_defaults()
+            check, _ = decide.check_for(bound.arguments)
+            if any(check(i) is None for i in self.impls):
+                return True
+        return False
 
     def unless_refused(self, *args: Any, **kwargs: Any) -> Any | None:
         """Call the operator; None where the backend's own `check` refuses the call at selection, as it may."""
         try:
             return self(*args, **kwargs)
         except ResolutionError as error:
-            rejected = error.decision.rejected if error.decision is not None else ()
-            if any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected):
+            if self._refuses(error):
                 return None
             raise
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.clauses.rolled import fill
+from rlkernel_conformance.products import grid
 from rlkernel_conformance.quantised import FAMILIES, MULTIPLIED, STORED, claims
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.quant import QuantTensor, quantize
@@ -131,6 +132,14 @@ def _group(case: Call) -> int:
     return 2 if case.N % 2 == 0 else 1 if case.N == 1 else case.N
 
 
+def _qmatmul(subject: Subject, case: Call) -> dict[str, Any]:
+    spec = _format(subject, MULTIPLIED)
+    rows, columns = grid(subject, spec, subject.dtypes[0]) or (1, 1)
+    N, K = -(-2 * case.N // rows) * rows, -(-D // columns) * columns
+    full = draw.normal((N, K), case.seed, "cpu", "float32")
+    return {"x": case.normal(subject, case.N, K, salt=1), "w": quantize(full, spec).to(subject.device)}
+
+
 def step(x: Tensor) -> Tensor:
     """A function worth capturing."""
     return x * 2 + 1
@@ -147,7 +156,7 @@ GIVEN: Final[Mapping[str, Callable[[Subject, Call], dict[str, Any]]]] = {
     "quantize": lambda s, c: {"weight": c.normal(s, 2 * c.N, D), "format": _format(s, ())},
     "dequantize": lambda s, c: {"w": _weight(s, c, STORED)},
     "prepack": lambda s, c: {"w": _weight(s, c, STORED)},
-    "qmatmul": lambda s, c: {"x": c.normal(s, c.N, D, salt=1), "w": _weight(s, c, MULTIPLIED)},
+    "qmatmul": _qmatmul,
     "capture": lambda s, c: {"fn": step, "example": (c.normal(s, c.N, 3),)},
     "advantage": _advantage,
     "affine_suffix_scan": lambda s, c: {"b": c.normal(s, c.N, T), "a": c.normal(s, c.N, T, salt=1)},

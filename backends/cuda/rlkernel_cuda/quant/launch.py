@@ -12,7 +12,6 @@ Legend: M tokens · N rows · K columns of the weight.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -115,7 +114,6 @@ def _tokens(x: Tensor, cut: Wide) -> Any:
     return driver.boxes(x.data_ptr(), driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
 
 
-@lru_cache(4096)
 def _words(address: int, N: int, K: int, tiles: int, steps: int) -> Any:
     """Codes in tiles of 16 x 64 as [N / 16, K / 64, 128] words, in boxes of `tiles` by `steps` of them."""
     return driver.boxes(address, driver.BITS32, (2 * K, N // 16), (8 * K,), (128 * steps, tiles))
