@@ -1,10 +1,11 @@
 """The portable sampler on one GPU: right first, then timed, variants beside what ships.
 
     PYTHONPATH=.:registry:conformance:backends/triton OUT=. python benchmarks/gpu_sampler.py
+    ... python benchmarks/gpu_sampler.py --only "neutral,heads right,heads,head parts,head tiles"
 
 Writes $OUT/gpu_sampler.json after every section and prints a line a finding; a section that raises loses itself only.
 Times are medians of CUDA graph replays over rotating inputs that exceed the L2, unless they say eager. Predictions and
-outcomes: benchmarks/notes/sampling.md. One file of 400 lines, since it compares shapes that do not ship.
+outcomes: benchmarks/notes/sampling.md. One file over 400 lines, since it compares shapes that do not ship.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 START = time.monotonic()
+LIMIT = [75.0]  # seconds, by --seconds
 V = 128256
 COLD = 320 << 20  # bytes of inputs of one graph: several times any L2
 BATCHES = (1, 32, 64, 256, 1024)
@@ -313,33 +315,210 @@ def parts() -> dict[str, Any]:
     return found
 
 
+def neutral() -> dict[str, Any]:
+    """What changes a bit although it says off."""
+    import torch
+
+    from rlkernel_triton.sampling.call import sample
+
+    differ = []
+    for N, width in ((8, 33), (8, 1100), (40, 32003), (4, V)):
+        x = rows("normal", N, torch.float32, width=width) * torch.rand(N, 1, device="cuda")
+        asked = {"temperature": 0.7, "seed": torch.arange(N, device="cuda"), "step": 3, "entropy": True}
+        asked |= {"raw_logprob": True, "rank": True, "top_n": 3, "kept_capacity": 5}
+        every = torch.full((N, -(-width // 32)), -1, dtype=torch.int32, device="cuda")
+        bare = sample(x, **asked)
+        for off in ({"allowed": every}, {"top_k": 0}, {"top_k": width + 7}, {"top_p": 1.0}, {"min_p": 0.0}):
+            out = sample(x, **asked, **off)
+            differ += [
+                f"{N} x {width} {[*off]}: {n}" for n, v in vars(bare).items() if not same_bits(v, getattr(out, n))
+            ]
+    return {"differ": differ}
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two results are one."""
+    import torch
+
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a.view(torch.int32), b.view(torch.int32)) if a.dtype == torch.float32 else torch.equal(a, b)
+
+
+def operands(N: int, D: int, width: int, dtype: Any) -> tuple[Any, Any]:
+    """Hidden states and a head whose logits have a deviation of 3."""
+    import torch
+
+    g = torch.Generator("cuda").manual_seed(N)
+    weight = torch.randn(width, D, device="cuda", generator=g) * (3 / D**0.5)
+    return torch.randn(N, D, device="cuda", generator=g).to(dtype), weight.to(dtype)
+
+
+def heads_right() -> dict[str, Any]:
+    """lm_head_sample against its definition, and a row's bits in batches on both sides of every choice of tiles."""
+    import torch
+
+    from rlkernel_core.reference.lm_head_sample import lm_head_sample as definition
+    from rlkernel_triton.head_sampling import lm_head_sample
+
+    wrong, differ, checked = [], [], 0
+    for dtype, width, D in ((torch.bfloat16, 32003, 256), (torch.float16, 8192, 200), (torch.float32, 5001, 128)):
+        hidden, weight = operands(300, D, width, dtype)
+        hidden[3], hidden[4] = torch.nan, 0
+        words = torch.randint(-(2**31), 2**31 - 1, (300, -(-width // 32)), dtype=torch.int32, device="cuda")
+        slot = torch.randperm(300, device="cuda")
+        slot[9] = -1
+        cases: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "raw": {"raw_logprob": True, "temperature": torch.linspace(0, 2, 300, device="cuda")},
+            "all": {"softcap": 4.0, "bias": weight[:, 0].contiguous(), "logit_scale": 0.7, "raw_logprob": True},
+            "mask": {"allowed": words, "slot": slot, "raw_logprob": True},
+            "filters": {"top_k": 50, "top_p": 0.95},
+        }
+        for name, options in cases.items():
+            given = {"temperature": 0.9, "seed": torch.arange(300, device="cuda") + 7, "step": 3, **options}
+            whole, want = lm_head_sample(hidden, weight, **given), definition(hidden, weight, **given)
+            bad = (whole.token != want.token) | (whole.status & ~32 != want.status)
+            bad |= (whole.kept_count - want.kept_count).abs() > (1 if name == "filters" else 0)
+            same = ~bad
+            for field in ("logprob", "log_kept_mass", "raw_logprob"):
+                v, w = getattr(whole, field), getattr(want, field)
+                if w is not None:
+                    bad |= same & ~((v - w).abs() <= 2e-4) & ~((v == w) | (v.isnan() & w.isnan()))
+            checked += 300
+            for row in bad.nonzero().flatten().tolist():
+                gap = float((want.logprob - whole.logprob)[row])
+                wrong.append(
+                    f"{dtype} {name} row {row}: {whole.token[row]} for {want.token[row]}, logprobs {gap} apart"
+                )
+            for first, n in ((0, 1), (5, 1), (0, 64), (7, 65), (100, 128), (150, 150), (2, 20)):
+                part = slice(first, first + n)
+                some = {
+                    k: v[part] if isinstance(v, torch.Tensor) and len(v) == 300 and k != "bias" else v
+                    for k, v in given.items()
+                }
+                if name == "mask":
+                    some |= {"seed": given["seed"]}  # the tables stay whole: slots point into them
+                out = lm_head_sample(hidden[part], weight, **some)
+                differ += [
+                    f"{dtype} {name} [{first}:{first + n}]: {k}"
+                    for k, v in vars(whole).items()
+                    if v is not None and not same_bits(v[part], getattr(out, k))
+                ]
+    hidden, weight = operands(256, 4096, V, torch.bfloat16)
+    seed = torch.arange(256, device="cuda")
+    for filters in ({}, {"top_k": 50, "top_p": 0.95}):
+        whole = lm_head_sample(hidden, weight, seed=seed, step=1, **filters)
+        for first, n in ((0, 1), (11, 32), (100, 64), (3, 65), (128, 128)):
+            part = slice(first, first + n)
+            out = lm_head_sample(hidden[part], weight, seed=seed[part], step=1, **filters)
+            differ += [
+                f"4096 x {V} {filters} [{first}:{first + n}]: {k}"
+                for k, v in vars(whole).items()
+                if v is not None and not same_bits(v[part], getattr(out, k))
+            ]
+    return {"rows": checked, "wrong": len(wrong), "first": wrong[:20], "differ": differ[:40]}
+
+
 def heads() -> dict[str, Any]:
-    """lm_head_sample at the head of an 8B model, beside a draw from stored fp32 logits: microseconds, tokens apart."""
+    """lm_head_sample at the head of an 8B model, beside draws from fp32 logits that cuBLAS stores: microseconds."""
     import torch
 
     from rlkernel_triton.head_sampling import lm_head_sample
     from rlkernel_triton.sampling.call import sample
 
+    draws = {"stored": sample}
+    try:
+        from rlkernel_cuda.sampling.call import sample as hopper
+
+        draws["stored, Hopper"] = hopper
+    except ImportError:
+        pass
     found: dict[str, Any] = {}
-    g = torch.Generator("cuda").manual_seed(0)
-    weight = (torch.randn(V, 4096, device="cuda", generator=g) * 0.05).bfloat16()
-    for N in (1, 64, 256):
-        hidden = torch.randn(N, 4096, device="cuda", generator=g).bfloat16()
+    for N in (1, 16, 32, 64, 65, 128, 256, 512):
+        hidden, weight = operands(N, 4096, V, torch.bfloat16)
         law = {"seed": torch.arange(N, device="cuda"), "step": 3}
+        line: dict[str, Any] = {}
 
-        def stored(hidden: Any = hidden, law: Any = law) -> Any:
-            return sample(torch.mm(hidden, weight.t(), out_dtype=torch.float32), **law)
+        def product(hidden: Any = hidden, weight: Any = weight) -> Any:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
-        def ours(hidden: Any = hidden, law: Any = law) -> Any:
-            return lm_head_sample(hidden, weight, **law)
+        for name, filters in (("", {}), (", 50, 0.95", {"top_k": 50, "top_p": 0.95})):
+            given = {**law, **filters}
 
-        a, b = ours(), stored()
-        found[str(N)] = {
-            "tokens apart": int((a.token != b.token).sum()),
-            "logprob apart": float((a.logprob - b.logprob)[a.token == b.token].abs().max()),
-            "lm_head_sample": round(replayed([ours, ours]), 1),
-            "stored": round(replayed([stored, stored]), 1),
-        }
+            def ours(hidden: Any = hidden, weight: Any = weight, given: Any = given) -> Any:
+                return lm_head_sample(hidden, weight, **given)
+
+            line["lm_head_sample" + name] = round(replayed([ours, ours]), 1)
+            for label, draw in draws.items():
+                way = lambda d=draw, g=given, p=product: d(p(), **g)  # noqa: E731
+                line[label + name] = round(replayed([way, way]), 1)
+            if not filters:
+                a, b = ours(), sample(product(), **given)
+                line["tokens apart"] = int((a.token != b.token).sum())
+                line["cuBLAS alone"] = round(replayed([product, product]), 1)
+        found[str(N)] = line
+        OUTPUT["heads"] = found
+        save()
+        print("  ", N, line, flush=True)
+    return found
+
+
+def head_tiles() -> dict[str, Any]:
+    """Other tiles for the product, at few rows and at many: microseconds, whether every bit is what ships gives."""
+    import torch
+
+    from rlkernel_triton import head_sampling
+    from rlkernel_triton.head_tiles import Tile
+
+    few = (Tile(64, 128, 64, 4, 3), Tile(64, 128, 128, 4, 3), Tile(64, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3))
+    many = (Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 4, 4), Tile(128, 256, 64, 8, 4))
+    found: dict[str, Any] = {}
+    shipped = head_sampling.tile_of
+    for sizes, tiles in (((1, 64), few), ((128, 256), many)):
+        for tile in tiles:
+            for N in sizes:
+                hidden, weight = operands(N, 4096, V, torch.bfloat16)
+
+                def ours(hidden: Any = hidden, weight: Any = weight, N: int = N) -> Any:
+                    return head_sampling.lm_head_sample(hidden, weight, seed=torch.arange(N, device="cuda"), step=3)
+
+                want = ours()
+                head_sampling.tile_of = lambda *_, t=tile: t
+                try:
+                    got = ours()
+                    equal = same_bits(want.token, got.token) and same_bits(want.logprob, got.logprob)
+                    given = {"seed": torch.arange(N, device="cuda"), "step": 3}
+                    way = lambda h=hidden, w=weight, g=given: head_sampling.lm_head_sample(h, w, **g)  # noqa: E731
+                    found[f"{N} {tuple(tile)}"] = [round(replayed([way, way]), 1), equal]
+                except Exception as error:
+                    found[f"{N} {tuple(tile)}"] = repr(error)[:300]
+                finally:
+                    head_sampling.tile_of = shipped
+                OUTPUT["head tiles"] = found
+                save()
+                if time.monotonic() - START > LIMIT[0]:
+                    return found
+    return found
+
+
+def head_parts() -> dict[str, Any]:
+    """Microseconds of each kernel of lm_head_sample alone, by the profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from rlkernel_triton.head_sampling import lm_head_sample
+
+    found: dict[str, Any] = {}
+    for N in (1, 64, 256):
+        hidden, weight = operands(N, 4096, V, torch.bfloat16)
+        given = {"seed": torch.arange(N, device="cuda"), "step": 3}
+        lm_head_sample(hidden, weight, **given)
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(4):
+                lm_head_sample(hidden, weight, **given)
+            torch.cuda.synchronize()
+        found[str(N)] = {e.key: round(e.device_time_total / e.count, 2) for e in recorded.key_averages()}
     return found
 
 
@@ -425,13 +604,19 @@ def main() -> None:
 
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--seconds", type=float, default=75.0)
-    limit = arguments.parse_args().seconds
+    arguments.add_argument("--only", help="sections, in their order")
+    given = arguments.parse_args()
+    limit = LIMIT[0] = given.seconds
     OUTPUT["device"] = torch.cuda.get_device_name()
     OUTPUT["torch"] = torch.__version__
     sections: dict[str, Callable[[], Any]] = {
         "draws": draws,
         "parts": parts,
+        "neutral": neutral,
+        "heads right": heads_right,
         "heads": heads,
+        "head parts": head_parts,
+        "head tiles": head_tiles,
         "drafts": drafts,
         "timings": lambda: timings(limit * 0.6),
         "correctness": lambda: correctness(limit * 0.85),
@@ -439,7 +624,10 @@ def main() -> None:
         "invariance": invariance,
         "registers": registers,
     }
-    for name, section in sections.items():
+    for name in given.only.split(",") if given.only else sections:
+        section = sections[name]
+        if time.monotonic() - START > limit:
+            break
         began = time.monotonic()
         try:
             OUTPUT[name] = section()
