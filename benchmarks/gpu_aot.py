@@ -1,14 +1,17 @@
 """Bundles on a GPU: conformance of their operators, and how long a first call takes with one and without.
 
-    python benchmarks/gpu_aot.py --out $OUT --limit 80 --only first
-    python benchmarks/gpu_aot.py --out $OUT --limit 80 --ops logprob,advantage --only build,conformance
+    python benchmarks/gpu_aot.py --out $OUT/first --limit 90 --only first --bundles runs/aot
+    python benchmarks/gpu_aot.py --out $OUT/aot --limit 300 --bundles runs/aot --quick policy_loss
 
-`first`: the first call of every operator from a bundle, and compiled on the spot; the bundle holds what these calls
-launch, recorded on the CPU before. `build`, `conformance`: a bundle of the shipped configurations with cubins for this
-GPU and PTX for sm_87, built on all cores with the Triton that is here, and its operators against their clauses.
+`first`: the first call of every operator from a bundle, and compiled on the spot. `conformance`: every operator against
+its clauses, from cubins and from PTX.
+
+Bundles were built elsewhere, `FOLDER/OP.zip` and `FOLDER/first.zip`, with cubins for this GPU and PTX for sm_87: that
+is what they are for. One that is missing, or was built from other sources, is built here, of the configurations in
+`FOLDER/OP.jsonl` or the shipped ones, with the Triton that is here.
 
 `aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
-here is measured on a Jetson. Sections run in processes of their own and write JSON under --out.
+here is measured on a Jetson. What is found is written under --out as it is found.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +36,30 @@ PATHS = [
     for p in (".", "registry", "conformance", "backends/triton", "backends/cuda", "backends/jetson", "benchmarks")
 ]
 MANIFESTS = {"aot": "rlkernel_triton.aot.backend:backend", "orin-ptx": "rlkernel_jetson.elsewhere:backend"}
-MODULES = {"aot": "rlkernel_triton.aot.backend", "orin-ptx": "rlkernel_jetson.elsewhere"}
-OPS = "logprob,sample,advantage,policy_loss,linear_logprob,qmatmul,quantize,dequantize,prepack"
+# What takes longest comes first.
+OPS = "policy_loss,qmatmul,sample,linear_logprob,advantage,logprob"
+CORES = len(os.sched_getaffinity(0))
+WORKERS = 4  # processes of one run of the suite
+LAST = 12.0  # seconds for a run of the suite to write its report when its time is over
 BUILD = """
 import json, sys
 from rlkernel_triton.aot.command import build
 if __name__ == "__main__":
-    ops, out, table, *targets = sys.argv[1:]
-    found = build(targets, ops.split(","), out=out, configurations=table or None, keep_going=True)
+    ops, out, table, jobs, *targets = sys.argv[1:]
+    found = build(targets, ops.split(","), out=out, jobs=int(jobs), configurations=table or None, keep_going=True)
     print(json.dumps(found))
+"""
+# File -> kernels whose source is not the one that it was built from.
+CHECK = """
+import json, sys
+from importlib import import_module
+from pathlib import Path
+from rlkernel_triton.aot.bundle import Bundle
+from rlkernel_triton.aot.sources import digest
+for path in sys.argv[1:]:
+    sources = {c.build.kernel: c.source for c in Bundle(Path(path)).codes}
+    kernels = {k: getattr(import_module(k.partition(":")[0]), k.partition(":")[2], None) for k in sources}
+    print(json.dumps([path, [k for k, f in kernels.items() if f is None or digest(f.fn) != sources[k]]]))
 """
 # Everything that one update on a GPU calls, once; (seconds, results) on standard output.
 COLD = """
@@ -131,17 +151,21 @@ class Run:
     """Folders, environment and clock of one call."""
 
     def __init__(self, asked: argparse.Namespace, work: Path) -> None:
-        self.out, self.work, self.ops = asked.out, work, asked.ops
+        self.out, self.work, self.ops, self.bundles = asked.out, work, asked.ops.split(","), asked.bundles
         self.until = time.monotonic() + asked.limit - 3
         inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self.environ = {
             **kept,
             "PYTHONPATH": os.pathsep.join([*PATHS, *inherited]),
-            "XDG_DATA_HOME": str(work / "data"),
+            "TRITON_CACHE_DIR": str(work / "triton"),
+            # The driver keeps what it compiled from PTX, for all processes.
+            "CUDA_CACHE_PATH": str(work / "nv"),
+            "CUDA_CACHE_MAXSIZE": str(4 << 30),
         }
-        self.environ["TRITON_CACHE_DIR"] = str(work / "triton")
-        self.bundle = work / "data" / "rlkernel" / "bundles" / "here.zip"
+        self.used: dict[str, Any] = {}  # name of a bundle -> where it is from
+        self.lock = Lock()
+        self.target = own_target()
 
     @property
     def left(self) -> float:
@@ -157,6 +181,21 @@ class Run:
         path = self.out / f"{name}.log"
         return path.read_text(errors="replace")[-1500:] if path.exists() else ""
 
+    def with_bundle(self, name: str) -> dict[str, str]:
+        """The environment of a process that finds one bundle."""
+        return {**self.environ, "XDG_DATA_HOME": str(self.work / "data" / name)}
+
+    def file(self, name: str) -> Path:
+        """Where that bundle lies."""
+        return self.work / "data" / name / "rlkernel" / "bundles" / "here.zip"
+
+    def uses(self, name: str, how: dict[str, Any]) -> None:
+        """Say where a bundle is from."""
+        with self.lock:
+            self.used[name] = how
+            self.save("bundles", self.used)
+        print(f"bundle of {name}: {how}"[:700], flush=True)
+
 
 def own_target() -> str:
     """The target of this GPU."""
@@ -166,54 +205,86 @@ def own_target() -> str:
     return f"sm_{major}{minor}"
 
 
-def build(run: Run, name: str = "build", table: str = "") -> None:
-    """One bundle: cubins for this GPU, cubin and PTX for sm_87."""
+def brought(run: Run, names: list[str]) -> set[str]:
+    """Take over the bundles that were built elsewhere from these sources; their names."""
+    found = {str(path): name for name in names if (path := run.bundles / f"{name}.zip").exists()}
+    if not found:
+        return set()
+    status, text = child([sys.executable, "-c", CHECK, *found], run.left, run.environ, run.out / "check.log")
+    taken = set()
+    for path, stale in map(json.loads, text.splitlines()):
+        name = found[path]
+        if stale:
+            run.uses(name, {"refused": f"built from other sources of {', '.join(stale)}"})
+            continue
+        run.file(name).parent.mkdir(parents=True)
+        shutil.copy(path, run.file(name))
+        run.uses(name, {"built": "elsewhere", "bytes": Path(path).stat().st_size})
+        taken.add(name)
+    if status != 0:
+        print(f"bundles that were brought: {status} {run.said('check')[-600:]}", flush=True)
+    return taken
+
+
+def build(run: Run, name: str, ops: str, processes: int, table: str = "") -> None:
+    """A bundle, here: cubins for this GPU, cubin and PTX for sm_87."""
     start = time.monotonic()
-    file = run.work / "build.py"  # a file, as the processes that compile import it
+    file = run.work / f"build-{name}.py"  # a file, as the processes that compile import it
     file.write_text(BUILD)
-    command = [sys.executable, str(file), run.ops, str(run.bundle), table, own_target(), "sm_87"]
-    status, text = child(command, run.left, run.environ, run.out / f"{name}.log")
-    found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": run.said(name)}
-    run.save(name, {"seconds": time.monotonic() - start, **found})
-    told = (
-        f"{found['builds']} builds, {len(found['failed'])} failed {found['failed'][:2]}, {found['bytes'] / 1e6:.1f} MB"
-        if status == 0
-        else found["log"][-600:]
-    )
-    print(f"{name}: {told}, {time.monotonic() - start:.1f} s", flush=True)
+    command = [sys.executable, str(file), ops, str(run.file(name)), table, str(processes), run.target, "sm_87"]
+    status, text = child(command, run.left, run.environ, run.out / f"build-{name}.log")
+    seconds = time.monotonic() - start
+    if status == 0:
+        found = json.loads(text.splitlines()[-1])
+        kept = {k: found[k] for k in ("builds", "bytes", "compiler")} | {"failed": found["failed"][:3]}
+        run.uses(name, {"built": "here", "seconds": seconds, **kept})
+    else:
+        run.uses(name, {"status": status, "seconds": seconds, "log": run.said(f"build-{name}")[-600:]})
 
 
 def first(run: Run) -> None:
-    """First calls: compiled on the spot, from Triton's cache on disk, and from a bundle."""
-
-    def record(target: str) -> str:
-        file = run.work / f"{target}.jsonl"
-        command = [sys.executable, "-c", COLD, "rlkernel_triton.aot.recording", run.ops, "cpu"]
-        child(command, run.left, {**run.environ, "AOT_RECORDING": f"{file}:{target}"}, run.out / f"record-{target}.log")
-        return file.read_text()
-
-    with ThreadPoolExecutor(2) as pool:
-        lines = list(pool.map(record, (own_target(), "sm_87")))
-    table = run.work / "first.jsonl"
-    table.write_text("".join(lines))
-    build(run, "build-first", str(table))
+    """First calls: from a bundle, compiled on the spot, from PTX, and again with Triton's cache on disk."""
+    ops = ",".join(run.ops)
+    if "first" not in brought(run, ["first"]):
+        table = recorded(run, ops)
+        build(run, "first", ops, CORES, str(table))
     found: dict[str, Any] = {}
-    environ = {**run.environ, "TRITON_CACHE_DIR": str(run.work / "cold")}
+    environ = {**run.with_bundle("first"), "TRITON_CACHE_DIR": str(run.work / "cold")}
     ways = {"bundle": "rlkernel_triton.aot.backend", "jit": "jit", "bundle, sm_87 PTX": "rlkernel_jetson.elsewhere"}
-    ways |= {"jit, cached on disk": "jit", "bundle again": "rlkernel_triton.aot.backend"}
+    ways |= {"bundle again": "rlkernel_triton.aot.backend", "jit, cached on disk": "jit"}
     for name, module in ways.items():
         log = run.out / f"first-{name.replace(' ', '-').replace(',', '')}.log"
-        # The driver keeps what it compiled from PTX; a first load is measured without.
+        # A first load of PTX is measured without what the driver kept.
         own = {**environ, "CUDA_CACHE_DISABLE": "1"} if "PTX" in name else environ
-        status, text = child([sys.executable, "-c", COLD, module, run.ops, "cuda"], run.left, own, log)
+        status, text = child([sys.executable, "-c", COLD, module, ops, "cuda"], run.left, own, log)
         if status == 0:
             found[name] = json.loads(text.splitlines()[-1])
             found[name]["apart"] = close(found[name]["results"], found.get("bundle", {}).get("results", {}))
-            print(f"first calls, {name}: {found[name]['seconds']:.3f} s, apart {found[name]['apart']}", flush=True)
+            by = {op: round(s, 3) for op, s in found[name]["by"].items()}
+            print(f"first calls, {name}: {found[name]['seconds']:.3f} s {by}", flush=True)
+            print(f"    apart from the bundle's {found[name]['apart']}", flush=True)
         else:
             found[name] = {"status": status, "log": log.read_text()[-1500:]}
             print(f"first calls, {name}: {status} {found[name]['log'][-700:]}", flush=True)
         run.save("first", found)
+    if all("seconds" in found[way] for way in ("jit", "bundle")):
+        print(f"jit / bundle: {found['jit']['seconds'] / found['bundle']['seconds']:.1f}", flush=True)
+
+
+def recorded(run: Run, ops: str) -> Path:
+    """What the first calls launch, on this GPU's target and on sm_87."""
+
+    def record(target: str) -> str:
+        file = run.work / f"{target}.jsonl"
+        command = [sys.executable, "-c", COLD, "rlkernel_triton.aot.recording", ops, "cpu"]
+        child(command, run.left, {**run.environ, "AOT_RECORDING": f"{file}:{target}"}, run.out / f"record-{target}.log")
+        return file.read_text()
+
+    with ThreadPoolExecutor(2) as pool:
+        lines = list(pool.map(record, (run.target, "sm_87")))
+    table = run.work / "first.jsonl"
+    table.write_text("".join(lines))
+    return table
 
 
 def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, float]:
@@ -225,50 +296,61 @@ def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, flo
     }
 
 
-def conformance(run: Run, profile: str) -> None:
-    """Every operator over the bundle against its clauses, several at a time."""
-    from gpu_all import merged_conformance
-
+def conformance(run: Run, profile: str, quick: list[str]) -> None:
+    """Every operator over its bundle against its clauses, several at a time: from cubins, then from PTX."""
+    lanes = max(1, min(len(run.ops), CORES // WORKERS))
+    workers = max(1, CORES // lanes)
+    there = brought(run, run.ops)
     summary: dict[str, Any] = {}
-    pairs = [(backend, op) for op in run.ops.split(",") for backend in MANIFESTS]
-    workers = str(max(2, (os.cpu_count() or 4) // (2 * len(pairs))))
 
-    def one(pair: tuple[str, str]) -> None:
-        backend, op = pair
-        folder, log = run.out / "conformance" / profile / backend / op, run.out / f"{backend}-{op}.log"
+    def lane(op: str) -> None:
+        if op not in there:
+            table = run.bundles / f"{op}.jsonl"
+            build(run, op, op, max(workers, CORES // 2), str(table) if table.exists() else "")
+        for backend, share in zip(MANIFESTS, (0.5, 1.0), strict=False):
+            attacked(backend, op, "quick" if op in quick else profile, share)
+
+    def attacked(backend: str, op: str, effort: str, share: float) -> None:
+        folder, log = run.out / "conformance" / effort / backend / op, run.out / f"{backend}-{op}.log"
         command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--manifest", MANIFESTS[backend]]
-        command += ["--op", op, "--profile", profile, "--device", "cuda", "--jobs", workers, "--report", str(folder)]
+        command += ["--op", op, "--profile", effort, "--device", "cuda", "--jobs", str(workers)]
+        command += ["--within", f"{max(1.0, (run.left - LAST) * share):.0f}", "--report", str(folder)]
         start = time.monotonic()
-        status, text = child(command, run.left, run.environ, log)
+        status, text = child(command, run.left, run.with_bundle(op), log)
         report = folder / "report.json"
         counts = json.loads(report.read_text())["summary"] if report.exists() else {}
         seconds = time.monotonic() - start
-        summary[f"{backend} {op}"] = {"status": status, "seconds": seconds, "summary": counts, "end": text[-6000:]}
-        print(f"{backend:9} {op:15} {status!s:12} {seconds:5.1f} s {counts}", flush=True)
-        run.save("conformance", summary)
+        with run.lock:
+            of = {"status": status, "seconds": seconds, "profile": effort, "summary": counts, "end": text[-6000:]}
+            summary[f"{backend} {op}"] = of
+            run.save("conformance", summary)
+            whole = merged_conformance(SimpleNamespace(work=run.out), backend, effort)
+            if whole is not None:
+                run.save(f"conformance-{backend}-{effort}", whole)
+        print(f"{backend:9} {op:15} {effort:9} {status!s:12} {seconds:5.1f} s {counts}", flush=True)
 
-    with ThreadPoolExecutor(len(pairs)) as pool:
-        list(pool.map(one, pairs))
-    for backend in MANIFESTS:
-        run.save(
-            f"conformance-{backend}-{profile}", merged_conformance(SimpleNamespace(work=run.out), backend, profile)
-        )
+    from gpu_all import merged_conformance
+
+    with ThreadPoolExecutor(lanes) as pool:
+        list(pool.map(lane, run.ops))
 
 
 def main() -> int:
     """Run the sections; one that fails leaves the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot")))
-    parser.add_argument("--limit", type=float, default=80.0, help="seconds in all")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot-found")))
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds in all")
     parser.add_argument("--ops", default=OPS)
-    parser.add_argument("--only", default="build,conformance")
-    parser.add_argument("--profile", default="quick")
+    parser.add_argument("--only", default="conformance", help="first, conformance, or both with a comma")
+    parser.add_argument("--profile", default="standard")
+    parser.add_argument("--quick", default="", help="operators that are attacked at the quick profile, with commas")
+    parser.add_argument("--bundles", type=Path, default=Path("runs/aot"), help="where bundles from elsewhere lie")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.out = asked.out.resolve()
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
-        sections = {"build": build, "first": first, "conformance": lambda r: conformance(r, asked.profile)}
+        sections = {"first": first, "conformance": lambda r: conformance(r, asked.profile, asked.quick.split(","))}
         for name in asked.only.split(","):
             try:
                 sections[name](run)

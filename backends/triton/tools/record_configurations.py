@@ -49,6 +49,10 @@ def record(target: str, ops: tuple[str, ...], profile: str) -> dict[Build, dict[
         subprocess.run(
             [*command, *(word for op in ops for word in ("--op", op))], check=False, env=environ, stdout=sys.stderr
         )
+        launched = tables.recorded(file.read_text(encoding="utf-8").splitlines())
+        silent = sorted(set(ops) - {op for uses in launched.values() for op in uses})
+        if silent:
+            raise SystemExit(f"conformance launched nothing of {', '.join(silent)} for {target}: see what it said above")
         subprocess.run([sys.executable, "-c", WORKLOADS, *ops], check=True, env=environ, stdout=sys.stderr)
         return tables.recorded(file.read_text(encoding="utf-8").splitlines())
 
@@ -70,7 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--target", action="append", choices=list(TARGETS), help="record these targets, keep the others"
     )
-    parser.add_argument("--profile", default="quick", help="of the conformance suite")
+    parser.add_argument("--profile", default="standard", help="of the conformance suite")
     asked = parser.parse_args()
     parts = [tables.read(path) for path in asked.add]
     if asked.target or asked.add:

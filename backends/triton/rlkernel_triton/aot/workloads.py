@@ -102,7 +102,9 @@ def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     run("advantage")(rewards, kind="gae", mask=mask, values=values, gamma=0.99, lam=0.95)
     run("advantage")(rewards, kind="reinforce_pp", mask=mask)
     run("advantage")(torch.randn(8), kind="grpo", group=4)
-    yield "advantage gae, reinforce_pp, grpo"
+    for dtype in DTYPES:
+        run("advantage")(rewards.to(getattr(torch, dtype)), kind="returns", gamma=0.5)
+    yield "advantage gae, reinforce_pp, grpo, returns"
 
 
 def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
