@@ -162,6 +162,7 @@ class Run:
             # The driver keeps what it compiled from PTX, for all processes.
             "CUDA_CACHE_PATH": str(work / "nv"),
             "CUDA_CACHE_MAXSIZE": str(4 << 30),
+            "OMP_NUM_THREADS": "2",  # of many processes
         }
         self.used: dict[str, Any] = {}  # name of a bundle -> where it is from
         self.lock = Lock()
@@ -246,7 +247,7 @@ def first(run: Run) -> None:
     """First calls: from a bundle, compiled on the spot, from PTX, and again with Triton's cache on disk."""
     ops = ",".join(run.ops)
     if "first" not in brought(run, ["first"]):
-        table = recorded(run, ops)
+        table = recorded(run, "first", ["-c", COLD, "rlkernel_triton.aot.recording", ops, "cpu"])
         build(run, "first", ops, CORES, str(table))
     found: dict[str, Any] = {}
     environ = {**run.with_bundle("first"), "TRITON_CACHE_DIR": str(run.work / "cold")}
@@ -271,20 +272,27 @@ def first(run: Run) -> None:
         print(f"jit / bundle: {found['jit']['seconds'] / found['bundle']['seconds']:.1f}", flush=True)
 
 
-def recorded(run: Run, ops: str) -> Path:
-    """What the first calls launch, on this GPU's target and on sm_87."""
+def recorded(run: Run, name: str, command: list[str]) -> Path:
+    """A table of what a command launches over `rlkernel_triton.aot.recording`, on this GPU's target and on sm_87."""
 
     def record(target: str) -> str:
-        file = run.work / f"{target}.jsonl"
-        command = [sys.executable, "-c", COLD, "rlkernel_triton.aot.recording", ops, "cpu"]
-        child(command, run.left, {**run.environ, "AOT_RECORDING": f"{file}:{target}"}, run.out / f"record-{target}.log")
+        file = run.work / f"{name}-{target}.jsonl"
+        file.touch()
+        environ = {**run.environ, "AOT_RECORDING": f"{file}:{target}"}
+        child([sys.executable, *command], run.left, environ, run.out / f"record-{name}-{target}.log")
         return file.read_text()
 
     with ThreadPoolExecutor(2) as pool:
         lines = list(pool.map(record, (run.target, "sm_87")))
-    table = run.work / "first.jsonl"
+    table = run.work / f"{name}.jsonl"
     table.write_text("".join(lines))
     return table
+
+
+def suite(backend: str, manifest: str, op: str, profile: str, device: str, jobs: int) -> list[str]:
+    """The arguments of Python that hold an operator of a backend against its clauses."""
+    command = ["-m", "rlkernel", "conformance", "run", backend, "--manifest", manifest, "--op", op]
+    return [*command, "--profile", profile, "--device", device, "--jobs", str(jobs)]
 
 
 def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, float]:
@@ -296,24 +304,30 @@ def close(a: dict[str, list[float]], b: dict[str, list[float]]) -> dict[str, flo
     }
 
 
-def conformance(run: Run, profile: str, quick: list[str]) -> None:
-    """Every operator over its bundle against its clauses, several at a time: from cubins, then from PTX."""
+def conformance(run: Run, profile: str, quick: list[str], again: list[str]) -> None:
+    """Every operator over its bundle against its clauses, several at a time: from cubins, then from PTX.
+
+    `again` names operators whose configurations are recorded here.
+    """
     lanes = max(1, min(len(run.ops), CORES // WORKERS))
     workers = max(1, CORES // lanes)
     there = brought(run, run.ops)
     summary: dict[str, Any] = {}
 
     def lane(op: str) -> None:
+        effort = "quick" if op in quick else profile
         if op not in there:
             table = run.bundles / f"{op}.jsonl"
+            if op in again:
+                command = suite("recorded", "rlkernel_triton.aot.recording:backend", op, effort, "cpu", workers)
+                table = recorded(run, op, command)
             build(run, op, op, max(workers, CORES // 2), str(table) if table.exists() else "")
         for backend, share in zip(MANIFESTS, (0.5, 1.0), strict=False):
-            attacked(backend, op, "quick" if op in quick else profile, share)
+            attacked(backend, op, effort, share)
 
     def attacked(backend: str, op: str, effort: str, share: float) -> None:
         folder, log = run.out / "conformance" / effort / backend / op, run.out / f"{backend}-{op}.log"
-        command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--manifest", MANIFESTS[backend]]
-        command += ["--op", op, "--profile", effort, "--device", "cuda", "--jobs", str(workers)]
+        command = [sys.executable, *suite(backend, MANIFESTS[backend], op, effort, "cuda", workers)]
         command += ["--within", f"{max(1.0, (run.left - LAST) * share):.0f}", "--report", str(folder)]
         start = time.monotonic()
         status, text = child(command, run.left, run.with_bundle(op), log)
@@ -344,13 +358,15 @@ def main() -> int:
     parser.add_argument("--only", default="conformance", help="first, conformance, or both with a comma")
     parser.add_argument("--profile", default="standard")
     parser.add_argument("--quick", default="", help="operators that are attacked at the quick profile, with commas")
+    parser.add_argument("--record", default="", help="operators whose configurations are recorded here, with commas")
     parser.add_argument("--bundles", type=Path, default=Path("runs/aot"), help="where bundles from elsewhere lie")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.out = asked.out.resolve()
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
-        sections = {"first": first, "conformance": lambda r: conformance(r, asked.profile, asked.quick.split(","))}
+        quick, again = asked.quick.split(","), asked.record.split(",")
+        sections = {"first": first, "conformance": lambda r: conformance(r, asked.profile, quick, again)}
         for name in asked.only.split(","):
             try:
                 sections[name](run)
