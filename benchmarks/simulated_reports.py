@@ -1,7 +1,7 @@
 """Hold the simulated backends to the clauses of their operators, operator by operator.
 
     python benchmarks/simulated_reports.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
-    python benchmarks/simulated_reports.py gfx942                  # every operator, for an hour or two
+    python benchmarks/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on a machine with many cores
 
 A simulator takes minutes where a GPU takes milliseconds: it is given the cases of the profile "quick", and longer than
 that to answer. Every operator's part of the report names the sources of the kernels that it judged, since it may be
@@ -10,6 +10,7 @@ older than those of others.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections import Counter
@@ -24,7 +25,8 @@ ROCM: Final = ROOT / "backends" / "rocm"
 PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROCM, ROCM / "tools"]
 if __name__ == "__main__":
     sys.path[:0] = [str(p) for p in PATHS]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(p) for p in PATHS])  # of the processes that attack
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *before])  # of the processes that attack
 
 from kernel_sources import sources
 
@@ -62,23 +64,29 @@ def tell(progress: Progress) -> None:
     print(f"{at} {o.op} {o.clause} {o.status} ({effort}) {o.message[:300]}", flush=True)
 
 
-def judged(arch: str, op: str) -> dict[str, Any]:
+def judged(arch: str, op: str, jobs: int) -> dict[str, Any]:
     """A report on one operator."""
     manifest = f"rlkernel_rocm.simulated.{arch}:backend"
-    return run(f"simulated-{arch}", PATIENT, ops=(op,), manifest=manifest, watch=tell)
+    return run(f"simulated-{arch}", PATIENT, ops=(op,), jobs=jobs, manifest=manifest, watch=tell)
 
 
-def main(arch: str, ops: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Judge operators, one after another; what was found so far is written after each."""
-    folder = REPORTS / f"rocm-simulated-{arch}"
-    for op in ops or [op for op, claim in CLAIMS.items() if claim.kernels]:
-        new = judged(arch, op)
+    parser = argparse.ArgumentParser(description="Hold the simulated backends to the clauses of their operators.")
+    parser.add_argument("arch")
+    parser.add_argument("ops", nargs="*", help="default: all that have kernels")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that attack")
+    parser.add_argument("--to", type=Path, default=REPORTS, help="folder of the report's folder")
+    asked = parser.parse_args(arguments)
+    folder = asked.to / f"rocm-simulated-{asked.arch}"
+    for op in asked.ops or [op for op, claim in CLAIMS.items() if claim.kernels]:
+        new = judged(asked.arch, op, asked.jobs)
         if new["summary"]["fault"]:  # no verdict: ranks wait 20 s for each other, and may both compile for longer
             print(f"{op}: again, with what was compiled", flush=True)
-            new = judged(arch, op)
+            new = judged(asked.arch, op, asked.jobs)
         old = read(folder) if (folder / "report.json").exists() else None
         write(joined(old, new), folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])
