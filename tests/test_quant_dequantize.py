@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import rlkernel as rlk
+from rlkernel_conformance.clauses import dequantize as clause
+from rlkernel_conformance.compare import Violation
+from rlkernel_conformance.mutants import mutants_of
 from rlkernel_conformance.oracles import quant as oracle
+from rlkernel_conformance.subject import Subject
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
 from rlkernel_core.quant.codec import decode_rows
 from rlkernel_core.quant.nf4 import TABLE, dynamic_map
@@ -176,3 +181,12 @@ def test_any_range_of_rows_decodes_to_the_bits_of_the_whole(name) -> None:
 def test_fp16_overflows_to_inf() -> None:
     w = quantize(torch.full((1, 4), 1e6), "int8_channel")
     assert torch.equal(dequantize(w, dtype=torch.float16), torch.full((1, 4), torch.inf, dtype=torch.float16))
+
+
+def test_the_suite_names_the_value_whose_sign_of_zero_was_lost() -> None:
+    """It looked for a value that differs, of which there is none, and died of that."""
+    [mutant] = [m for m in mutants_of("dequantize") if m.name == "loses_the_sign_of_zero"]
+    case = clause.Codes("fp8_channel[element=e5m2]", 300, 64, 3, "exponents")
+    with rlk.registered(mutant.manifest), (subject := Subject(mutant.manifest.name, "dequantize")).chosen():
+        with pytest.raises(Violation, match=r"is 0\.0, expected -0\.0"):
+            clause.check(subject, case)

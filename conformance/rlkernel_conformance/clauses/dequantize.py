@@ -98,8 +98,10 @@ def check(subject: Subject, case: Codes, **given: Any) -> None:
     if not is_nan_or_equal(found.cpu(), expected):
         require(found.dtype == expected.dtype, f"dtype {found.dtype} instead of {expected.dtype}")
         require(found.shape == expected.shape, f"shape {list(found.shape)} instead of {list(expected.shape)}")
-        at = tuple(((found.cpu() != expected) & ~(found.cpu().isnan() & expected.isnan())).nonzero()[0].tolist())
-        require(False, f"weight{list(at)} is {found[at].item()!r}, expected {expected[at].item()!r}")
+        mine = found.cpu()
+        other = (mine != expected) | (mine.signbit() != expected.signbit())  # 0 == -0
+        at = tuple((other & ~(mine.isnan() & expected.isnan())).nonzero()[0].tolist())
+        require(False, f"weight{list(at)} is {mine[at].item()!r}, expected {expected[at].item()!r}")
 
 
 # Every byte of codes and of 8-bit scales, every exponent of others (where a format has so many), tried first.

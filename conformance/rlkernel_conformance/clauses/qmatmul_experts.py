@@ -116,7 +116,9 @@ def rows_of_no_expert_give_nothing(subject: Subject, case: Experts) -> None:
     require(bool((y[last:] == 0).all()), f"rows of no expert give {y[last:].tolist()}")
     same_bits("y", y[:last].detach(), want[:last].detach(), "beside rows of no expert that hold NaN")
     if grad:
-        (dx,) = torch.autograd.grad(y, x, torch.full_like(y, torch.nan).index_fill(0, torch.arange(last), 1.0))
+        dy = torch.full_like(y, torch.nan)
+        dy[:last] = 1
+        (dx,) = torch.autograd.grad(y, x, dy)
         require(bool((dx[last:] == 0).all()), f"rows of no expert have the gradient {dx[last:].tolist()}")
         require(bool(dx[:last].isfinite().all()), "a gradient is poisoned by rows of no expert")
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.quant import block_kernels, expert_kernels
+from rlkernel_triton.quant import block_encode_kernels, block_kernels, expert_kernels
 from rlkernel_triton.quant.block_products import CUTS, cut_of
+from rlkernel_triton.quant.blocks import TILE
 from rlkernel_triton.quant.builds import _AFTER, _PLAIN, _build
 
 _SIZES: Final = {"M": "i32", "N": "i32", "K": "i32", "E": "i32", "m_tiles": "i32", "rows": "i32", "first": "i32"}
@@ -19,7 +20,7 @@ _CALL: Final = {
     "x": "*bf16", "x_row": "i32", "ends": "*i32", "first_expert": "i32", "y": "*bf16", "partial": "*fp32",
     "tickets": "*i32", "zero": "*u8", "global_scale": "*fp32", **_AFTER, **_SIZES,
 }  # fmt: skip
-_TILES: Final = {**_CALL, "codes": "*i32", "scale": "*i16"}
+_TILES: Final = {**_CALL, "codes": "*i32", "scale": "*i32"}
 _FORM: Final = {"MANTISSA": 3, "BIAS": 7, "FLOAT_BIAS": 7, "R": 8, "C": 256, "INTERPRETED": False}
 _KINDS: Final = {"mxfp4": 0, "mxfp8": 1, "nvfp4": 2, "gguf_q4_k": 3, "gguf_q5_k": 4, "gguf_q6_k": 5}
 _DENSE: Final = 6
@@ -28,6 +29,7 @@ _INT4: Final = 7
 
 def builds(arch: str) -> Iterator[Build]:
     """Every build that is compiled for an architecture."""
+    yield from _encoded()
     for name, kind in _KINDS.items():
         signed = {"scale": "*i8"} if name == "gguf_q6_k" else {}
         types = {**_BLOCKS, **signed}
@@ -38,6 +40,23 @@ def builds(arch: str) -> Iterator[Build]:
     values = {**_BLOCKS, **_CALL, **dict.fromkeys(("codes", "high", "scale", "d", "least", "dmin", "factor"), "*bf16")}
     yield _build(block_kernels.block_product, "dense, 32 experts", values, dense)
     yield from _tiles(arch)
+
+
+def _encoded() -> Iterator[Build]:
+    types = {"w": "*bf16", "row_stride": "i32", "most": "*i32", "global_scale": "*fp32", **_BLOCKS, "scale": "*u8"}
+    words = {**types, "codes": "*i32"}
+    base = {"column_stride": 1, "R": TILE[0], "C": TILE[1], "GROUP": 32, "AWAY": False, "WHOLE": True, "RULE": 0}
+    base |= {"INTERPRETED": False, "TILED": False}
+    four = {"FOUR": True, "MANTISSA": 1, "BIAS": 1, "TOP": 2, "FRACTION": 1 << 22, "LARGEST": 6.0}
+    eight = {"FOUR": False, "MANTISSA": 3, "BIAS": 7, "TOP": 8, "FRACTION": 3 << 21, "LARGEST": 448.0}
+    encode = block_encode_kernels.encode_powers
+    yield _build(encode, "mxfp4", types, {**base, **four})
+    yield _build(encode, "mxfp4, tiles", words, {**base, **four, "TILED": True})
+    yield _build(encode, "mxfp8", types, {**base, **eight})
+    blocks = {**base, "GROUP": 16}
+    yield _build(block_encode_kernels.largest_finite, "bf16", types, blocks)
+    yield _build(block_encode_kernels.encode_scaled, "nvfp4", types, blocks)
+    yield _build(block_encode_kernels.encode_scaled, "nvfp4, tiles", words, {**blocks, "TILED": True})
 
 
 def _tiles(arch: str) -> Iterator[Build]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
-from rlkernel_triton.quant.float4_tiles import block_scale, e2m1_value, power_of_two, signed
+from rlkernel_triton.quant.float4_tiles import block_scale, e2m1_value, power_of_two
 from rlkernel_triton.quant.product_kernels import finished
 
 MXFP4: Final = tl.constexpr(0)
@@ -82,7 +82,7 @@ def block_values(
         at = n.to(tl.int64)[:, None] * K + k[None, :]
         code = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
         s = power_of_two(per_block(scale, n, k0, N, K, 32, C).to(tl.int32))
-        value = signed(float8_value(code & 127, MANTISSA, BIAS, False), code, 128)
+        value = float8_value(code, MANTISSA, BIAS, False)
         return tl.where(inside, value * spread(s, R, C, 32), 0.0)
     code = pairs(load_bytes(codes, row, k0, N, K, (K + 1) // 2, False, False, R, C), R, C)
     if FORMAT == MXFP4 or FORMAT == NVFP4:

@@ -120,6 +120,8 @@ def launch(
     factored = spec.format == "nvfp4" and rounding == "dtype"
     exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
     scale = w.parts["scale"].contiguous()
+    if spec.element != "int4":
+        scale = scale.view(torch.int32)
     expert_kernels.tile_product[(tiles * parts,)](
         x=x,
         x_row=x.stride(0),

@@ -1,4 +1,4 @@
-"""Formats of blocks (mxfp4, mxfp8, nvfp4, the k-quants): dequantising, and `triton_f4`, a layout of the 4-bit floats.
+"""Formats of blocks (mxfp4, mxfp8, nvfp4, the k-quants): codecs, and `triton_f4`, a layout of the 4-bit floats.
 
 `triton_f4` wants N and K in multiples of 64 (see `float4_tiles`); other weights stay canonical.
 
@@ -7,19 +7,21 @@ Legend: N rows · K columns.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import block_kernels, decode_kernels
+from rlkernel_triton.quant import block_encode_kernels, block_kernels, decode_kernels
 
 F4: Final = "triton_f4"
+TILE: Final = (16, 256)  # rows and columns of a program that quantises
 # Bits are promised: nothing is contracted.
 _EXACT: Final = {"enable_fp_fusion": False}
 KINDS: Final = {
@@ -30,12 +32,18 @@ KINDS: Final = {
     "gguf_q5_k": block_kernels.Q5_K,
     "gguf_q6_k": block_kernels.Q6_K,
 }
+_RULES: Final = {"floor": 0, "rceil": 1, "even": 2}
 _PARTS: Final = ("high", "scale", "d", "min", "dmin", "global_scale")  # beside codes
 
 
 def reads(spec: QuantSpec) -> bool:
     """The format is one of blocks."""
     return spec.format in KINDS
+
+
+def codes(spec: QuantSpec) -> bool:
+    """A kernel quantises to the format: the k-quants search for their scales, which is left to the definition."""
+    return spec.format in {"mxfp4", "mxfp8", "nvfp4"}
 
 
 def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
@@ -58,6 +66,40 @@ def arguments(w: QuantTensor) -> dict[str, Tensor]:
 
 def _raw(part: Tensor) -> Tensor:
     return part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype != torch.int8 else part
+
+
+def encode(w: QuantTensor, weight: Tensor) -> None:
+    """Quantise into the storage of `w`; offsets in a tile of `weight` fit 31 bits."""
+    spec, (N, K), (R, C) = w.spec, w.shape, TILE
+    given: dict[str, Any] = {
+        "w": weight, "row_stride": weight.stride(0), "column_stride": weight.stride(1), "N": N, "K": K, "R": R, "C": C,
+        "GROUP": spec.group, "WHOLE": N % R == 0 and K % C == 0, "INTERPRETED": INTERPRETED, "num_warps": 4, **_EXACT,
+    }  # fmt: skip
+    grid = (triton.cdiv(N, R) * triton.cdiv(K, C),)
+    codes = w.parts["codes"] if w.layout == F4 else w.parts["codes"].view(torch.uint8)
+    stored: dict[str, Any] = {
+        "codes": codes, "scale": w.parts["scale"].view(torch.uint8), "TILED": w.layout == F4,
+        "AWAY": spec.rounding == "away",
+    }  # fmt: skip
+    if spec.format == "nvfp4":
+        most = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        block_encode_kernels.largest_finite[(triton.cdiv(N, R),)](**given, most=most)
+        block_encode_kernels.encode_scaled[grid](
+            **given, **stored, global_scale=w.parts["global_scale"], most=most
+        )  # fmt: skip
+        return
+    element, four = form_of(spec.element), spec.element == "e2m1"
+    block_encode_kernels.encode_powers[grid](
+        **given,
+        **stored,
+        FOUR=four,
+        RULE=_RULES[spec.scale_rule],
+        MANTISSA=element.mantissa,
+        BIAS=1 if four else form(spec)["BIAS"],
+        TOP=element.largest_exponent,
+        FRACTION=int((element.largest_fraction - 1) * (1 << 23)),
+        LARGEST=element.max,
+    )
 
 
 def dequantised(
@@ -103,8 +145,8 @@ def move_codes(w: QuantTensor, codes: Tensor, *, to_tiles: bool) -> None:
     rows, columns = w.shape
     with on_device_of(codes):
         decode_kernels.move[(rows // 64 * (columns // 64),)](  # it writes whole tiles
-            w.parts["codes"].contiguous(), codes, columns // 2, rows, columns, to_tiles, False, 64, 64, num_warps=4,
-            **_EXACT,
+            w.parts["codes"].contiguous(), codes, columns // 2, rows, columns, to_tiles, False, 64, 64, FLOATS=True,
+            num_warps=4, **_EXACT,
         )  # fmt: skip
 
 

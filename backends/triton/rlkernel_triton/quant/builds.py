@@ -10,7 +10,7 @@ from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernel
 from rlkernel_triton.quant.choice import DEVICES, Cut, kind_of
 from rlkernel_triton.quant.codec import TILE
 
-_INT4, _INT8, _FLOAT8, _NF4 = range(4)
+_INT4, _INT8, _FLOAT8, _NF4, _FP4 = range(5)
 _SIZES: Final = {"N": "i32", "K": "i32"}
 _STORED: Final = {
     "row_bytes": "i32", "scale": "*bf16", "zero": "*u8", "scale_row": "i32", "scale_group": "i32",
@@ -22,7 +22,16 @@ _ENCODED: Final = {
 }  # fmt: skip
 _ELEMENT: Final = {"ELEMENT": _INT4, "MANTISSA": 0, "BIAS": 0, "FNUZ": False}
 _E4M3: Final = {"ELEMENT": _FLOAT8, "MANTISSA": 3, "BIAS": 7, "FNUZ": False, "LARGEST": 448.0}
-_INTEGERS: Final = {"LEAST": 0, "MOST": 15, "SYMMETRIC": True, "WHOLE": True, "INTERPRETED": False, "column_stride": 1}
+_INTEGERS: Final = {
+    "LEAST": 0,
+    "MOST": 15,
+    "SYMMETRIC": True,
+    "FLOAT_ZERO": False,
+    "ROUNDING": 0,
+    "WHOLE": True,
+    "INTERPRETED": False,
+    "column_stride": 1,
+}
 _AFTER: Final = {
     "bias": "*bf16", "xa": "*bf16", "lora_b": "*bf16", "lora_row": "i32", "lora_rank": "i32", "lora_scale": "fp32",
     "residual": "*bf16", "residual_row": "i32",
@@ -63,6 +72,14 @@ def _codecs() -> Iterator[Build]:
     encode = encode_kernels.encode_groups
     yield _build(encode, "int4_g128_asym", _ENCODED, {**groups, "SYMMETRIC": False})
     yield _build(encode, "int4_g128, tiles", words, {**groups, "TILED": True})
+    half = {**_ENCODED, "scale": "*fp16", "zero": "*fp16"}
+    yield _build(encode, "hqq4", half, {**groups, "GROUP": 64, "SYMMETRIC": False, "FLOAT_ZERO": True})
+    bytes_ = {"ELEMENT": _INT8, "LEAST": -127, "MOST": 127}
+    yield _build(encode, "gguf_q8_0", {**half, "codes": "*i8"}, {**groups, **bytes_, "GROUP": 32, "ROUNDING": 1})
+    yield _build(
+        encode, "gguf_q4_0, tiles", {**half, "codes": "*i32"}, {**groups, "GROUP": 32, "ROUNDING": 2, "TILED": True}
+    )
+    yield _build(encode, "fp4", {**_ENCODED, "scale": "*fp32"}, {**groups, "ELEMENT": _FP4, "GROUP": 64})
     yield _build(encode, "nf4, tiles", {**words, "scale": "*fp32"}, {**groups, **nf4, "TILED": True})
     rows = {**_INTEGERS, **_ELEMENT, "R": 4, "C": 1024, "ROWS": 1, "POWER": False, "PARTS": 1, "TILED": False}
     rows |= {"LEAST": -127, "MOST": 127, "LARGEST": 0.0}
@@ -81,7 +98,8 @@ def _codecs() -> Iterator[Build]:
     yield _build(decode, "nf4, double_quant, tiles", nested, {**tiles, **nf4, "NESTED": True})
     yield _build(decode, "fp8_channel", {**decoded, "scale": "*fp32"}, {**value, **_E4M3, "GROUP": 0})
     moved = {"source": "*u8", "target": "*i32", "row_bytes": "i32", **_SIZES}
-    yield _build(decode_kernels.move, "to tiles", moved, {"TO_TILES": True, "HIGH_FIRST": False, "R": 64, "C": 128})
+    whole = {"TO_TILES": True, "HIGH_FIRST": False, "FLOATS": False, "R": 64, "C": 128}
+    yield _build(decode_kernels.move, "to tiles", moved, whole)
 
 
 def _products(arch: str) -> Iterator[Build]:

@@ -8,6 +8,10 @@ layout `triton_w4` holds the fragments of a matrix instruction, so that a produc
 
 `(word >> 4 i) & 0x000f000f` is then a pair of neighbours along K, as two 16-bit halves.
 
+Words of 4-bit floats are bent: in each half, sign and magnitude of the four codes stand where one shift brings them to
+the sign and the lowest exponents of bfloat16, `(word << 3 i) & 0x81c081c0` for the first three; the last has the bits
+that are left, its sign at 14 and its magnitude at 13, 11, 10.
+
 Legend: N rows · K columns of the weight · R x C a tile of it, both powers of two.
 """
 
@@ -64,6 +68,20 @@ def of_words(
 
 
 @triton.jit
+def bent(words):
+    """Words of 4-bit floats from words of codes."""
+    found = ((words << 6) & 0x01C001C0) | ((words << 12) & -2147450880) | ((words >> 1) & 0x60386038)
+    return found | ((words << 5) & 0x10001000) | ((words >> 8) & 0x00070007) | ((words >> 2) & 0x0E000E00)
+
+
+@triton.jit
+def straight(words):
+    """Inverse of `bent`."""
+    found = ((words >> 6) & 0x00070007) | ((words >> 12) & 0x00080008) | ((words << 1) & -1066352528)
+    return found | ((words >> 5) & 0x00800080) | ((words << 8) & 0x07000700) | ((words << 2) & 0x38003800)
+
+
+@triton.jit
 def swapped(bytes_):
     """Nibbles of a byte exchanged."""
     return ((bytes_ & 15) << 4) | (bytes_ >> 4)
@@ -79,11 +97,15 @@ def _words_at(row, column, K, R: tl.constexpr, C: tl.constexpr):
 def load_bytes(
     codes, row, column, N, K, row_bytes, TILED: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """[R, C / 2] int32: bytes of two codes, the even column in the low nibble; 0 outside of the weight."""
+    """[R, C / 2] int32: bytes of two codes, the even column in the low nibble; 0 outside of the weight.
+
+    TILED: 1 for words of integers, 2 for those of floats.
+    """
     if TILED:
         tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
         inside = tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K)
-        return of_words(tl.load(codes + _words_at(row, column, K, R, C), mask=inside, other=0), R, C)
+        words = tl.load(codes + _words_at(row, column, K, R, C), mask=inside, other=0)
+        return of_words(straight(words) if TILED == 2 else words, R, C)
     n = row + tl.arange(0, R)
     b = column // 2 + tl.arange(0, C // 2)
     inside = (n < N)[:, None] & (b < (K + 1) // 2)[None, :]
@@ -105,6 +127,8 @@ def store_bytes(
         )
         at = codes + _words_at(row, column, K, R, C)
         found = in_words(bytes_, R, C)
+        if TILED == 2:
+            found = bent(found)
     else:
         n, b = tl.arange(0, R)[:, None], tl.arange(0, C // 2)[None, :]
         inside = (row + n < N) & (column // 2 + b < (K + 1) // 2)
@@ -123,6 +147,12 @@ def pairs(bytes_, R: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def signed(value, code, SIGN: tl.constexpr):
+    """fp32 magnitudes with the sign bit of int32 codes; -0 too, which triton 3.6 loses: it negates by 0 - x."""
+    return (value.to(tl.int32, bitcast=True) | tl.where(code & SIGN != 0, -2147483648, 0)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
     """fp32 of the byte of an 8-bit float, given as int32; exact, subnormal numbers, inf and NaN included.
 
@@ -136,21 +166,34 @@ def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
         value = tl.where(code & 127 == 127, float("nan"), value)
     else:
         value = tl.where(code & 127 > 124, float("nan"), tl.where(code & 127 == 124, float("inf"), value))
-    return tl.where(code & 128 != 0, -value, value)
+    return signed(value, code, 128)
+
+
+@triton.jit
+def magnitude_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.constexpr):
+    """int32 code, without a sign, of the small float nearest to `size`, which is not beyond the largest.
+
+    Adding a number whose last bit is a step of the code lets the addition round, ties to even; the sum's last bits are
+    then the steps within the binade. AWAY: a tie takes the larger magnitude.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    binade = tl.maximum(size.to(tl.int32, bitcast=True), (128 - BIAS) << 23) & 0x7F800000  # subnormal: of the smallest
+    magic = binade + (SHIFT << 23)
+    wide = magic.to(tl.float32, bitcast=True)
+    total = size + wide
+    found = total.to(tl.int32, bitcast=True) - magic + ((binade >> SHIFT) - ((128 - BIAS) << MANTISSA))
+    if AWAY:
+        half = (binade - ((MANTISSA + 1) << 23)).to(tl.float32, bitcast=True)
+        found += (size - (total - wide) >= half).to(tl.int32)
+    return found
 
 
 @triton.jit
 def float8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     """int32 byte of the nearest 8-bit float, ties to even, saturating; x is no NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(x), LARGEST)
-    magnitude = size.to(tl.int32, bitcast=True)
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    # Adding a number whose last bit is the smallest subnormal one lets the addition round.
-    magic = 2.0 ** (1 - BIAS - MANTISSA + 23)
-    subnormal = (size + magic).to(tl.int32, bitcast=True) - ((150 + 1 - BIAS - MANTISSA) << 23)
-    normal = (magnitude - ((127 - BIAS) << 23) + (1 << (SHIFT - 1)) - 1 + ((magnitude >> SHIFT) & 1)) >> SHIFT
-    found = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal)
+    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # tl.abs is an addition
+    found = magnitude_code(tl.minimum(size, LARGEST), MANTISSA, BIAS, False)
     sign = (bits >> 24) & 128
     if FNUZ:
         sign = tl.where(found == 0, 0, sign)

@@ -22,11 +22,14 @@ from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import encode_kernels, storage
+from rlkernel_triton.quant import blocks, encode_kernels, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
 
-_LARGEST: Final = {"absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0}
-_RULES: Final = {*_LARGEST, "absmax/max", "absmax/max_pow2"} - {"absmax"}  # of the formats that kernels quantise to
+_LARGEST: Final = {
+    "absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0,
+    "absmax/127_then_round": 127.0, "signed_max/-8_then_round": -8.0,
+}  # fmt: skip
+_ROUNDINGS: Final = {"even": encode_kernels.EVEN, "away": encode_kernels.AWAY, "up": encode_kernels.UP}
 _CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
 TILE: Final = (16, 256)  # rows and columns of a program, where scales belong to groups
 _NESTED: Final = 256  # nf4 scales that share a scale
@@ -89,7 +92,7 @@ def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
 
 def _coded_here(spec: QuantSpec) -> bool:
     """A kernel quantises to this format; to others the definition does, in torch."""
-    return spec.element == "nf4" or (spec.scale_rule in _RULES and not spec.float_zero)
+    return blocks.codes(spec) or not blocks.reads(spec)
 
 
 def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
@@ -97,8 +100,9 @@ def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
     key = (spec, device)
     if key not in _CONSTANTS:
         found = {name: table.to(device) for name, table in codec_of(spec).constants(spec).items()}
-        if spec.element == "nf4":
-            found["middles"] = (found["table"][:-1] + found["table"][1:]) / 2
+        if "table" in found:
+            ascending = found["table"][:8].sort().values if spec.element == "fp4" else found["table"]
+            found["middles"] = (ascending[:-1] + ascending[1:]) / 2
         _CONSTANTS[key] = found
     return {name: table for name, table in _CONSTANTS[key].items() if name != "middles"}
 
@@ -108,10 +112,12 @@ def _encode(w: QuantTensor, weight: Tensor) -> None:
     spec = w.spec
     by_group = spec.group > 0 and spec.rows == 1
     scale = w.parts[storage.scale_name(spec)]
-    if spec.double_quant:
+    if spec.double_quant:  # scales in fp32 first
         scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     with on_device_of(weight):
-        if by_group:
+        if blocks.reads(spec):
+            blocks.encode(w, _near(weight, *blocks.TILE))
+        elif by_group:
             _by_group(w, weight, scale)
         else:
             _by_row(w, weight, scale)
@@ -135,7 +141,7 @@ def _integers(spec: QuantSpec) -> dict[str, int]:
 def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
     spec, (N, K) = w.spec, w.shape
     middles = scale
-    if spec.element == "nf4":
+    if spec.element in {"nf4", "fp4"}:
         _constants(spec, weight.device)
         middles = _CONSTANTS[spec, weight.device]["middles"]
         if K % spec.group:  # blocks go on from row to row
@@ -163,6 +169,8 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         ELEMENT=Element.of(spec).ELEMENT,
         TILED=w.layout == W4,
         SYMMETRIC=spec.symmetric,
+        FLOAT_ZERO=spec.float_zero,
+        ROUNDING=_ROUNDINGS[spec.rounding].value,
         **_integers(spec),
         WHOLE=N % R == 0 and K % C == 0,
         INTERPRETED=INTERPRETED,

@@ -81,11 +81,13 @@ def dequantise(
 
 @triton.jit
 def move(
-    source, target, row_bytes, N, K, TO_TILES: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+    source, target, row_bytes, N, K, TO_TILES: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, FLOATS: tl.constexpr = False,
 ):  # fmt: skip
     """4-bit codes from the canonical layout to tiles, or back."""
+    TILED: tl.constexpr = 2 if FLOATS else 1
     column_tiles = tl.cdiv(K, C)
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
-    found = load_bytes(source, row, column, N, K, row_bytes, not TO_TILES, HIGH_FIRST, R, C)
-    store_bytes(target, found, row, column, N, K, row_bytes, TO_TILES, HIGH_FIRST, True, R, C)
+    found = load_bytes(source, row, column, N, K, row_bytes, 0 if TO_TILES else TILED, HIGH_FIRST, R, C)
+    store_bytes(target, found, row, column, N, K, row_bytes, TILED if TO_TILES else 0, HIGH_FIRST, True, R, C)

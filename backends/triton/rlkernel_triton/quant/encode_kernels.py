@@ -20,6 +20,10 @@ INT4: Final = tl.constexpr(0)
 INT8: Final = tl.constexpr(1)
 FLOAT8: Final = tl.constexpr(2)
 NF4: Final = tl.constexpr(3)
+FP4: Final = tl.constexpr(4)
+EVEN: Final = tl.constexpr(0)  # how a quotient is rounded to an integer
+AWAY: Final = tl.constexpr(1)  # a tie away from zero; the quotient is by the scale before that is rounded
+UP: Final = tl.constexpr(2)  # floor(x + 1/2); so is the quotient, and the scale has a sign
 _INFINITE: Final = tl.constexpr(0x7F800000)
 
 
@@ -53,6 +57,7 @@ def scale_and_zero(
     SYMMETRIC: tl.constexpr,
     POWER: tl.constexpr,  # the scale rounded up to a power of two
     INTERPRETED: tl.constexpr,
+    FLOAT_ZERO: tl.constexpr = False,  # a zero-point has the type of the scale
 ):
     """(the scale as it is stored, what the codes divide by: inf where it is 0 or NaN, the zero-point as fp32)."""
     if SYMMETRIC:
@@ -68,9 +73,47 @@ def scale_and_zero(
     stored = narrowed(tl.where(finite, wide, float("nan")), SCALE, INTERPRETED)
     zero = tl.zeros_like(span)
     if not SYMMETRIC:
-        ratio = tl.div_rn(-low, divisor)
-        zero = tl.minimum(tl.maximum(rint(tl.where(ratio == ratio, ratio, 0.0)), 0.0), 15.0)
+        ratio = tl.div_rn(tl.abs(low), divisor)
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
+        if FLOAT_ZERO:
+            zero = widened(narrowed(ratio, SCALE, INTERPRETED), INTERPRETED)
+        else:
+            zero = tl.minimum(tl.maximum(rint(ratio), 0.0), 15.0)
     return stored, divisor, zero
+
+
+@triton.jit
+def early_scale(x, bits, largest, SCALE: tl.constexpr, SIGNED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """(the scale as it is stored, what the weights are multiplied by: 0 where it is 0 or NaN) of rows of groups.
+
+    The rules of llama.cpp: 1 / d with d = a / largest before it is rounded. SIGNED: a is the first value of the largest
+    magnitude with its sign.
+    """
+    span = bits
+    if SIGNED:
+        own = x.to(tl.int32, bitcast=True)
+        column = tl.arange(0, x.shape[1])[None, :]
+        first = tl.min(tl.where(size_bits(x) == bits[:, None], 2 * column + ((own >> 31) & 1), 2 * x.shape[1]), axis=1)
+        span = bits | (first << 31)
+    exact = tl.div_rn(span.to(tl.float32, bitcast=True), largest + tl.zeros(span.shape, tl.float32))
+    wide = widened(narrowed(exact, SCALE, INTERPRETED), INTERPRETED)
+    finite = (bits < _INFINITE) & (size_bits(wide) < _INFINITE)
+    usable = finite & (wide != 0)
+    factor = tl.where(usable, tl.div_rn(tl.full(span.shape, 1.0, tl.float32), tl.where(usable, exact, 1.0)), 0.0)
+    return narrowed(tl.where(finite, wide, float("nan")), SCALE, INTERPRETED), factor
+
+
+@triton.jit
+def early_integers(ratio, ROUNDING: tl.constexpr):
+    """Integers as fp32, NaN as 0; those beyond every code stay beyond."""
+    ratio = tl.where(ratio == ratio, ratio, 0.0)
+    if ROUNDING == UP:
+        raised = ratio + 0.5
+        near = rint(raised)
+        return tl.where(near > raised, near - 1.0, near)
+    near = rint(tl.abs(ratio))
+    near = tl.where(tl.abs(ratio) - near == 0.5, near + 1.0, near)
+    return tl.where(ratio < 0, 0.0 - near, near)
 
 
 @triton.jit
@@ -131,6 +174,19 @@ def nearest_of_table(x, middles):
 
 
 @triton.jit
+def nearest_of_fp4(x, middles):
+    """fp4 codes: the number of the 7 midpoints of ascending magnitudes below |x|, as the code of that; a sign."""
+    m0, m1, m2, m3 = tl.load(middles), tl.load(middles + 1), tl.load(middles + 2), tl.load(middles + 3)
+    m4, m5, m6 = tl.load(middles + 4), tl.load(middles + 5), tl.load(middles + 6)
+    size = tl.abs(x)
+    a = size > m3
+    b = size > tl.where(a, m5, m1)
+    c = size > tl.where(a, tl.where(b, m6, m4), tl.where(b, m2, m0))
+    place = a.to(tl.int32) * 4 + b.to(tl.int32) * 2 + c.to(tl.int32)
+    return place ^ ((place & 2) << 1) | tl.where(x < 0, 8, 0)
+
+
+@triton.jit
 def integer_codes(ratio, zero, LEAST: tl.constexpr, MOST: tl.constexpr):
     """int32: rint(w / s) + z between two numbers.
 
@@ -166,8 +222,8 @@ def store_codes(
     elif ELEMENT == FLOAT8:
         found = float8_code(ratio, MANTISSA, BIAS, FNUZ, LARGEST)
         tl.store(codes + n * K + k, found.to(tl.uint8), mask=inside)
-    elif ELEMENT == NF4:
-        found = nearest_of_table(ratio, middles)
+    elif ELEMENT == NF4 or ELEMENT == FP4:
+        found = nearest_of_table(ratio, middles) if ELEMENT == NF4 else nearest_of_fp4(ratio, middles)
         if not WHOLE:
             found = tl.where(inside, found, 0)
         store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, True, WHOLE, R, C)
@@ -183,8 +239,9 @@ def encode_groups(
     w, row_stride, column_stride, codes, row_bytes, scale, zero, scale_row, scale_group, middles, largest, N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
     SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    FLOAT_ZERO: tl.constexpr = False, ROUNDING: tl.constexpr = 0,
 ):  # fmt: skip
-    """Groups of GROUP columns of a row: 4-bit integers and nf4. Grid: row tiles x column tiles."""
+    """Groups of GROUP columns of a row: integers, nf4 and fp4. Grid: row tiles x column tiles."""
     column_tiles = tl.cdiv(K, C)
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
@@ -195,17 +252,32 @@ def encode_groups(
     if not SYMMETRIC:
         low, high = tl.minimum(tl.min(x, axis=1), 0.0), tl.maximum(tl.max(x, axis=1), 0.0)
     SCALE: tl.constexpr = scale.dtype.element_ty
-    stored, divisor, z = scale_and_zero(low, high, bits, largest, SCALE, SYMMETRIC, False, INTERPRETED)
+    if ROUNDING == EVEN:
+        stored, divisor, z = scale_and_zero(
+            low, high, bits, largest, SCALE, SYMMETRIC, False, INTERPRETED, FLOAT_ZERO
+        )  # fmt: skip
+    else:
+        stored, divisor = early_scale(x, bits, largest, SCALE, ROUNDING == UP, INTERPRETED)
+        z = low
     n = tl.reshape((row + tl.arange(0, R)).to(tl.int64)[:, None] + tl.zeros((1, G), tl.int64), (R * G,))
     group = tl.reshape(column // GROUP + tl.arange(0, G)[None, :] + tl.zeros((R, 1), tl.int32), (R * G,))
     inside = (n < N) & (group < tl.cdiv(K, GROUP))
     at = n * scale_row + group.to(tl.int64) * scale_group
     tl.store(scale + at, stored, mask=inside)
     if not SYMMETRIC:
-        tl.store(zero + at, z.to(tl.uint8), mask=inside)
-    ratio = ratio_of(x, divisor[:, None], INTERPRETED)
+        if FLOAT_ZERO:
+            tl.store(zero + at, narrowed(z, SCALE, INTERPRETED), mask=inside)
+        else:
+            tl.store(zero + at, z.to(tl.uint8), mask=inside)
+    if ROUNDING == EVEN:
+        ratio = ratio_of(x, divisor[:, None], INTERPRETED)
+    else:
+        ratio = early_integers(x * divisor[:, None], ROUNDING)
     if SYMMETRIC:
         zeros = tl.full((1, 1), 8.0, tl.float32)
+    elif FLOAT_ZERO:
+        zeros = tl.zeros((1, 1), tl.float32)
+        ratio += z[:, None]
     else:
         zeros = tl.reshape(z[:, None] + tl.zeros_like(ratio), (R, C))
     store_codes(

@@ -56,7 +56,7 @@ def tile_values(
         w = w.to(tl.float32) * widened(s, INTERPRETED)[:, None]
         w = widened(narrowed(w, X_TYPE, INTERPRETED), INTERPRETED).to(DTYPE)
     else:
-        w = float4_tile(words, s.to(tl.int32), factor, FORMAT, X_TYPE, DTYPE, TN, BK, PERMUTED, ASM, INTERPRETED)
+        w = float4_tile(words, s, factor, FORMAT, X_TYPE, DTYPE, TN, BK, PERMUTED, ASM, INTERPRETED)
     return w
 
 
@@ -95,15 +95,22 @@ def tile_product(
         acc = tl.zeros((BN, BM), tl.float32)
         other = acc if PAIR else tl.zeros((1, 1), tl.float32)
         k0 = part * steps * BK
-        s, z = groups_of(scale, zero, above + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
-        s_value, z_value = s, z
-        if PAIR:
-            s_value, z_value = groups_of(scale, zero, above + width + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
+        # Loads too small to be pipelined are asked for a step ahead.
+        AHEAD: tl.constexpr = FORMAT == INT4
+        if AHEAD:
+            s_next, z_next = groups_of(scale, zero, above + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
+            if PAIR:
+                s_other, z_other = groups_of(
+                    scale, zero, above + width + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC
+                )
         for step in tl.range(0, steps, num_stages=STAGES):
             k0 = (part * steps + step) * BK
-            # Asked for a step ahead: these loads are too small to be pipelined.
             k_next = tl.minimum(k0 + BK, (part * steps + steps - 1) * BK)
-            s_next, z_next = groups_of(scale, zero, above + n0, k_next, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
+            if AHEAD:
+                s, z = s_next, z_next
+                s_next, z_next = groups_of(scale, zero, above + n0, k_next, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
+            else:
+                s, z = groups_of(scale, zero, above + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
             xt = tl.load(x_at + step * BK, mask=of_m, other=0.0)
             if INTERPRETED:
                 xt = widened(xt, INTERPRETED)
@@ -111,17 +118,19 @@ def tile_product(
                 codes, s, z, factor, above + n0, k0, K, FORMAT, X_TYPE, DTYPE, BN, BK, SYMMETRIC, PERMUTED, ASM,
                 INTERPRETED,
             )  # fmt: skip
-            s, z = s_next, z_next
             acc = tl.dot(w, xt, acc, input_precision="ieee")
             if PAIR:
-                s_next, z_next = groups_of(
-                    scale, zero, above + width + n0, k_next, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC
-                )
+                if AHEAD:
+                    s, z = s_other, z_other
+                    s_other, z_other = groups_of(
+                        scale, zero, above + width + n0, k_next, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC
+                    )
+                else:
+                    s, z = groups_of(scale, zero, above + width + n0, k0, rows, K, FORMAT, BN, BK, GROUP, SYMMETRIC)
                 w = tile_values(
-                    codes, s_value, z_value, factor, above + width + n0, k0, K, FORMAT, X_TYPE, DTYPE, BN, BK,
+                    codes, s, z, factor, above + width + n0, k0, K, FORMAT, X_TYPE, DTYPE, BN, BK,
                     SYMMETRIC, PERMUTED, ASM, INTERPRETED,
                 )  # fmt: skip
-                s_value, z_value = s_next, z_next
                 other = tl.dot(w, xt, other, input_precision="ieee")
         last = True
         if PARTS > 1:

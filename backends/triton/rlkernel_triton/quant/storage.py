@@ -46,7 +46,10 @@ class Element:
             form = FLOAT8_FORMS[spec.element]
             fnuz = spec.element.endswith("fnuz")
             return Element(encode_kernels.FLOAT8.value, form.mantissa, BIAS[spec.element], fnuz)
-        kinds = {"int4": encode_kernels.INT4, "int8": encode_kernels.INT8, "nf4": encode_kernels.NF4}
+        kinds = {
+            "int4": encode_kernels.INT4, "int8": encode_kernels.INT8, "nf4": encode_kernels.NF4,
+            "fp4": encode_kernels.FP4,
+        }  # fmt: skip
         return Element(kinds[spec.element].value)
 
     @property
@@ -80,7 +83,7 @@ def preferred(w: QuantTensor) -> str:
 
 def scale_name(spec: QuantSpec) -> str:
     """The part that holds the scales of groups."""
-    return "absmax" if spec.element == "nf4" else "scale"
+    return "absmax" if spec.element in {"nf4", "fp4"} else "scale"
 
 
 def scale_grid(w: QuantTensor) -> dict[str, Any]:

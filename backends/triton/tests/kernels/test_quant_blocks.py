@@ -43,6 +43,44 @@ def test_values_have_the_bits_of_the_definition(device, spec) -> None:
         assert same(rlk.dequantize(w, dtype=dtype), reference.dequantize(w, dtype=dtype))
 
 
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+def test_every_byte_of_an_8_bit_float_keeps_its_sign(device, element) -> None:
+    """Triton 3.6 negates by 0 - x, which made +0 of -0."""
+    w = reference.quantize(torch.randn(2, 128), named("fp8_channel", element=element))
+    w.parts["codes"].view(torch.uint8).copy_(torch.arange(256).view(2, 128))
+    w = w.to(device)
+    assert same(rlk.dequantize(w, dtype=torch.float32), reference.dequantize(w, dtype=torch.float32))
+
+
+def edges(N, K):
+    """Normal numbers; inf and NaN of both signs, zeros of both, subnormal and huge rows, ties of every format."""
+    g = torch.Generator().manual_seed(N + K)
+    w = torch.randn(N, K, generator=g)
+    w[0, 0], w[1, 3], w[1, 70], w[2] = torch.inf, -torch.nan, -torch.inf, 0
+    w[2, 1], w[2, 2], w[2, 5] = 1e-40, -0.0, -1e-42
+    w[3], w[4] = w[3] * 1e-38, w[4] * 1e37
+    w[5] = torch.randint(-12, 13, (K,), generator=g) / 2
+    w[6] = torch.randint(-12, 13, (K,), generator=g) / 4
+    w[5, ::16], w[6, ::32] = 6, -6
+    return w
+
+
+CODED = [*(named(f, scale_rule=r) for f in ("mxfp4", "mxfp8") for r in ("floor", "rceil", "even"))]
+CODED += [named("mxfp4", rounding="away"), named("mxfp8", element="e5m2"), named("nvfp4", rounding="away")]
+CODED += [*(named(f) for f in ("nvfp4", "gguf_q4_0", "gguf_q8_0", "hqq4", "fp4"))]
+
+
+@pytest.mark.parametrize("spec", CODED, **ids)
+def test_codes_and_scales_have_the_bits_of_the_definition(device, spec) -> None:
+    for N, K, dtype in ((7, 301, torch.float32), (16, 256, torch.bfloat16)):
+        w = edges(N, K).to(dtype)
+        want, found = reference.quantize(w, spec), rlk.quantize(w.to(device), spec).to("cpu")
+        for name, part in want.parts.items():
+            small = part.dtype.itemsize == 1
+            mine, theirs = (t.view(torch.uint8) if small else t for t in (found.parts[name], part))
+            assert torch.equal(mine, theirs) if small else same(mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("kind", "K"), [("mxfp4", 320), ("nvfp4", 320), ("q4l", 256), ("gguf_q4_0", 256), ("fp4", 256)]
 )
