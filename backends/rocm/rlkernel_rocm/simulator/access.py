@@ -20,7 +20,8 @@ from rlkernel_rocm.simulator.team import M0, Team
 from rlkernel_rocm.simulator.transfer import WIDTHS, Lanes, put_loaded, taken
 
 Compute = Callable[..., Any]
-Place = Callable[[Team], tuple[Lanes, Array]]  # active lanes, their addresses [k]
+# Active lanes, their addresses [k], and the lanes beyond the end of a buffer, which read 0; None where there are none.
+Place = Callable[[Team], tuple[Lanes, Array, Lanes | None]]
 # The bits of M0 that name a place in LDS: 16, and as many as gfx950's 160 KiB need. LLVM puts such places there.
 _PLACE_IN_LDS: Final = {"gfx950": 0x3FFFF}
 # name -> (numpy type, (old, operand) -> new)
@@ -61,35 +62,30 @@ def _global_place(ops: tuple[Operand, ...], offset: int) -> Place:
         wide = u64(ops[0])
         read = lambda t: np.broadcast_to(wide(t), (t.W, 64)).astype(I64)  # noqa: E731
 
-    def place(t: Team) -> tuple[Lanes, Array]:
+    def place(t: Team) -> tuple[Lanes, Array, None]:
         lanes = np.nonzero(t.mask)
-        return lanes, read(t)[lanes] + offset
+        return lanes, read(t)[lanes] + offset, None
 
     return place
 
 
-def _buffer_places(ins: Instruction, ops: tuple[Operand, ...], size: int) -> tuple[Place, Place]:
+def _buffer_place(ins: Instruction, ops: tuple[Operand, ...], size: int) -> Place:
     """Raw buffers: the lanes within the descriptor's size, and those beyond it."""
     lane = full(u32(ops[0])) if "offen" in ins.modifiers else None
     descriptor, scalar, offset = ops[1].index, u32(ops[2]), ins.number("offset")
     if "idxen" in ins.modifiers:
         raise unknown(ins)
 
-    def place(t: Team, *, inside: bool) -> tuple[Lanes, Array]:
+    def place(t: Team) -> tuple[Lanes, Array, Lanes | None]:
         words = t.s[:, descriptor : descriptor + 4].astype(I64)
         base = (words[:, 0] | (words[:, 1] & 0xFFFF) << 32)[:, None]
-        own = lane(t).astype(I64) if lane else np.zeros((t.W, 64), I64)
-        at = own + offset + np.asarray(scalar(t)).astype(I64)
+        at = np.asarray(scalar(t)).astype(I64) + offset
+        at = at + lane(t) if lane else np.broadcast_to(at, (t.W, 64))
         within = at + size <= words[:, 2:3]
-        lanes = np.nonzero(t.mask & (within if inside else ~within))
-        return lanes, (base + at)[lanes]
+        lanes, beyond = np.nonzero(t.mask & within), t.mask & ~within
+        return lanes, (base + at)[lanes], np.nonzero(beyond) if beyond.any() else None
 
-    return (lambda t: place(t, inside=True)), (lambda t: place(t, inside=False))
-
-
-def _nowhere(_: Team) -> tuple[Lanes, Array]:
-    none = np.empty(0, I64)
-    return (none, none), none
+    return place
 
 
 def bind(ins: Instruction) -> Step:
@@ -112,43 +108,39 @@ def bind(ins: Instruction) -> Step:
     else:
         data, address = ops[1], (ops[0], *ops[2:])
     size = (8 if of.endswith(("_x2", "f64")) else 4) if what == "atomic" else WIDTHS[of].size
-    if space == "buffer":
-        inside, outside = _buffer_places(ins, address, size)
-    else:
-        inside, outside = _global_place(address, ins.number("offset")), _nowhere
+    place = _buffer_place(ins, address, size) if space == "buffer" else _global_place(address, ins.number("offset"))
     if what == "atomic":
-        return _atomic(ins, of, data, ops[0] if returns else None, inside)
+        return _atomic(ins, of, data, ops[0] if returns else None, place)
     if to_lds:
-        return _load_to_lds(ins, size, inside, outside)
-    return _load(of, data, inside, outside) if what == "load" else _store(of, data, inside)
+        return _load_to_lds(ins, size, place)
+    return _load(of, data, place) if what == "load" else _store(of, data, place)
 
 
-def _load(of: str, data: Operand, inside: Place, outside: Place) -> Step:
+def _load(of: str, data: Operand, place: Place) -> Step:
     width = WIDTHS[of]
 
     def step(t: Team) -> None:
-        lanes, at = inside(t)
-        beyond, _ = outside(t)
+        lanes, at, beyond = place(t)
         if len(at):
             put_loaded(t, data, lanes, t.memory.read(at, width.size), width)
-        if len(beyond[0]):
+        if beyond is not None:
             put_loaded(t, data, beyond, np.zeros((len(beyond[0]), width.size), U8), width)
 
     return step
 
 
-def _store(of: str, data: Operand, inside: Place) -> Step:
+def _store(of: str, data: Operand, place: Place) -> Step:
     width = WIDTHS[of]
 
     def step(t: Team) -> None:
-        lanes, at = inside(t)
+        lanes, at, _ = place(t)
         if len(at):
             t.memory.write(at, taken(t, data, lanes, width))
 
     return step
 
 
-def _load_to_lds(ins: Instruction, size: int, inside: Place, outside: Place) -> Step:
+def _load_to_lds(ins: Instruction, size: int, place: Place) -> Step:
     """A load that goes to LDS, at M0 and the instruction's offset, lane after lane."""
     offset = ins.number("offset")
 
@@ -159,11 +151,10 @@ def _load_to_lds(ins: Instruction, size: int, inside: Place, outside: Place) -> 
         t.lds.write(lds.at(t, lanes, here, size), data)
 
     def step(t: Team) -> None:
-        lanes, at = inside(t)
-        beyond, _ = outside(t)
+        lanes, at, beyond = place(t)
         if len(at):
             put(t, lanes, t.memory.read(at, size))
-        if len(beyond[0]):
+        if beyond is not None:
             put(t, beyond, np.zeros((len(beyond[0]), size), U8))
 
     return step
@@ -185,7 +176,7 @@ def _atomic(ins: Instruction, of: str, data: Operand, to: Operand | None, place:
         return np.stack(held, axis=1).view(kind)[:, 0]
 
     def step(t: Team) -> None:
-        lanes, at = place(t)
+        lanes, at, _ = place(t)
         if not len(at):
             return
         new = given(t, 0, lanes)

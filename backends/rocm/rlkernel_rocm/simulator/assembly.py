@@ -9,10 +9,12 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from rlkernel_rocm.simulator.faults import UnsupportedKernelError
 
+MANY: Final = 1 << 16  # lines that are read once; kernels have most of theirs in common
 ACC: Final = 256  # number of the first accumulation register
 # Scalar registers with names (CDNA3 ISA, table "SGPR operands").
 NAMED: Final = {
@@ -126,6 +128,7 @@ def _code(body: str) -> tuple[tuple[Instruction, ...], dict[str, int]]:
     return tuple(code), labels
 
 
+@lru_cache(MANY)
 def instruction(line: str) -> Instruction:
     """Read one line."""
     opcode, _, rest = line.partition(" ")

@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 
 from rlkernel_rocm.simulator import access, compare, convert, division, double, lanes, lds, matrix, scalar
 from rlkernel_rocm.simulator import vector as arithmetic
-from rlkernel_rocm.simulator.assembly import Instruction, Kernel
+from rlkernel_rocm.simulator.assembly import MANY, Instruction, Kernel, instruction
 from rlkernel_rocm.simulator.faults import HangError, SimulationError, UnsupportedKernelError
 from rlkernel_rocm.simulator.formats import U8, U32, Array
 from rlkernel_rocm.simulator.memory import Bank, GlobalMemory
@@ -205,11 +206,24 @@ def _bytes(value: Any, size: int) -> bytes:
 
 
 def bind(ins: Instruction, kernel: Kernel) -> Step:
-    """The function that executes an instruction.
+    """The function that executes an instruction of a kernel.
 
     Raises:
         UnknownInstructionError: nobody does.
     """
+    if ins.name in BRANCHES:
+        return _branch(kernel.labels[ins.operands[0].name], BRANCHES[ins.name], always=ins.name == "s_branch")
+    return bound(ins.text)
+
+
+@lru_cache(MANY)
+def bound(line: str) -> Step:
+    """The function that executes an instruction that is no branch, in whatever kernel.
+
+    Raises:
+        UnknownInstructionError: nobody does.
+    """
+    ins = instruction(line)
     name = ins.name
     if name in _IDLE:
         return lambda _: None
@@ -217,8 +231,6 @@ def bind(ins: Instruction, kernel: Kernel) -> Step:
         return lambda _: _BARRIER
     if name == "s_endpgm":
         return lambda _: _END
-    if name in BRANCHES:
-        return _branch(kernel.labels[ins.operands[0].name], BRANCHES[name], always=name == "s_branch")
     if name.startswith("s_setreg"):
         return _mode(ins)
     if name.startswith("s_load_dword"):
