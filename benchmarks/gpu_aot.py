@@ -4,7 +4,8 @@
     python benchmarks/gpu_aot.py --out $OUT/aot --limit 300 --bundles runs/aot --quick policy_loss
 
 `first`: the first call of every operator from a bundle, and compiled on the spot. `conformance`: every operator against
-its clauses, from cubins and from PTX.
+its clauses, from cubins and from PTX. `board`: the calls of `first` on as few multiprocessors and as little memory as a
+board has.
 
 Bundles were built elsewhere, `FOLDER/OP.zip` and `FOLDER/first.zip`, with cubins for this GPU and PTX for sm_87: that
 is what they are for. One that is missing, or was built from other sources, is built here, of the configurations in
@@ -67,6 +68,12 @@ import json, sys, time
 from importlib import import_module
 import torch
 kind, ops, device = sys.argv[1], sys.argv[2].split(","), sys.argv[3]
+if len(sys.argv) > 4:  # as many multiprocessors and as much memory as a board has
+    from torch.cuda.green_contexts import GreenContext
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(float(sys.argv[5]) * 2**30 / whole, 0)
+    few = GreenContext.create(num_sms=int(sys.argv[4]), device_id=0)
+    few.set_context()
 x = torch.zeros(1, device=device) + 1
 torch.mm(torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device))
 if device == "cuda":
@@ -129,8 +136,18 @@ for op, call in {
 }.items():
     timed(op, call)
 took_all = time.perf_counter() - begun
+product = 0.0
+if device == "cuda":  # how much of the GPU there is
+    a = torch.ones(4096, 4096, dtype=torch.bfloat16, device=device)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.mm(a, a)
+        torch.cuda.synchronize()
+        product = time.perf_counter() - start
 name = torch.cuda.get_device_name() if device == "cuda" else device
-print(json.dumps({"seconds": took_all, "by": took, "results": out, "device": name}))
+found = {"seconds": took_all, "by": took, "results": out, "device": name, "product_s": product}
+print(json.dumps(found))
 """
 
 
@@ -246,9 +263,7 @@ def build(run: Run, name: str, ops: str, processes: int, table: str = "") -> Non
 def first(run: Run) -> None:
     """First calls: from a bundle, compiled on the spot, from PTX, and again with Triton's cache on disk."""
     ops = ",".join(run.ops)
-    if "first" not in brought(run, ["first"]):
-        table = recorded(run, "first", ["-c", COLD, "rlkernel_triton.aot.recording", ops, "cpu"])
-        build(run, "first", ops, CORES, str(table))
+    ready(run, ops)
     found: dict[str, Any] = {}
     environ = {**run.with_bundle("first"), "TRITON_CACHE_DIR": str(run.work / "cold")}
     ways = {"bundle": "rlkernel_triton.aot.backend", "jit": "jit", "bundle, sm_87 PTX": "rlkernel_jetson.elsewhere"}
@@ -270,6 +285,32 @@ def first(run: Run) -> None:
         run.save("first", found)
     if all("seconds" in found[way] for way in ("jit", "bundle")):
         print(f"jit / bundle: {found['jit']['seconds'] / found['bundle']['seconds']:.1f}", flush=True)
+
+
+def board(run: Run) -> None:
+    """The sm_87 PTX on as many multiprocessors and as much memory as an Orin of 8 GB has, and on the whole GPU."""
+    ops = ",".join(run.ops)
+    ready(run, ops)
+    found: dict[str, Any] = {}
+    for name, more in {"whole": [], "8 multiprocessors, 5 GiB": ["8", "5"]}.items():
+        log = run.out / f"board-{len(more)}.log"
+        command = [sys.executable, "-c", COLD, "rlkernel_jetson.elsewhere", ops, "cuda", *more]
+        status, text = child(command, run.left, run.with_bundle("first"), log)
+        found[name] = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()}
+        run.save("board", found)
+        told = {k: v for k, v in found[name].items() if k in {"results", "product_s", "status", "log"}}
+        print(f"sm_87 PTX, {name}: {told}"[-1500:], flush=True)
+    few, whole = found["8 multiprocessors, 5 GiB"], found["whole"]
+    if "results" in few and "results" in whole:
+        print(f"the same bits: {few['results'] == whole['results']}, apart {close(few['results'], whole['results'])}")
+
+
+def ready(run: Run, ops: str) -> None:
+    """See to it that the bundle of the first calls is there."""
+    if run.file("first").exists() or "first" in brought(run, ["first"]):
+        return
+    table = recorded(run, "first", ["-c", COLD, "rlkernel_triton.aot.recording", ops, "cpu"])
+    build(run, "first", ops, CORES, str(table))
 
 
 def recorded(run: Run, name: str, command: list[str]) -> Path:
@@ -355,7 +396,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot-found")))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds in all")
     parser.add_argument("--ops", default=OPS)
-    parser.add_argument("--only", default="conformance", help="first, conformance, or both with a comma")
+    parser.add_argument("--only", default="conformance", help="first, board, conformance, with commas")
     parser.add_argument("--profile", default="standard")
     parser.add_argument("--quick", default="", help="operators that are attacked at the quick profile, with commas")
     parser.add_argument("--record", default="", help="operators whose configurations are recorded here, with commas")
@@ -366,7 +407,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
         quick, again = asked.quick.split(","), asked.record.split(",")
-        sections = {"first": first, "conformance": lambda r: conformance(r, asked.profile, quick, again)}
+        sections = {
+            "first": first,
+            "board": board,
+            "conformance": lambda r: conformance(r, asked.profile, quick, again),
+        }
         for name in asked.only.split(","):
             try:
                 sections[name](run)
