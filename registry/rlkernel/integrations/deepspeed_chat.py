@@ -5,8 +5,8 @@
     with deepspeed_chat.enabled():
         main()                       # of training/step3_rlhf_finetuning/main.py
 
-Held against DeepSpeed-Chat's source and, for what is computed, against torch; never run in it. It has no registry, and
-looks the function up at every call: for the policy, the reference and the update alike.
+Held against DeepSpeed-Chat's source and its own PPO trainer on a CPU; never run in it as a whole. It has no registry,
+and looks the function up at every call: for the policy, the reference and the update alike.
 """
 
 from __future__ import annotations

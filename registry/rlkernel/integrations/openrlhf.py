@@ -1,6 +1,6 @@
 """OpenRLHF: the log-probabilities of its actors through `rlkernel.logprob`, by the one global that their forward uses.
 
-Held against OpenRLHF's source and, for what is computed, against torch; never run in OpenRLHF, which needs a GPU build.
+Held against OpenRLHF's source and its own `Actor` on a CPU; never run in OpenRLHF as a whole, which needs a GPU build.
 OpenRLHF has no registry, so that this is a patch, made because the user names it: of every Ray worker of a job by
 
     ray.init(runtime_env={"worker_process_setup_hook": "rlkernel.integrations.openrlhf.worker"})
