@@ -1,4 +1,4 @@
-"""Builds of the kernels of lm_head_sample: the head in bf16 and fp32, draws with and without edits."""
+"""Builds of the kernels of lm_head_sample: the head in bf16 and fp32, few rows and many, with and without edits."""
 
 from __future__ import annotations
 
@@ -8,39 +8,56 @@ from typing import Final
 import triton.language as tl
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.head_draw_kernels import draw_row, draw_tile, head_logits
-from rlkernel_triton.head_tiles import tile_for
+from rlkernel_triton.head_draw_kernels import draw_row, draw_slab, head_draw, head_logits
+from rlkernel_triton.head_tiles import Tile, tile_for
 
-_ALIGNED: Final = ("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "T", "seed")
-_SIZES: Final = dict.fromkeys(("n", "D", "width", "x_stride", "head_stride", "first", "N", "V", "S"), "i32")
-_ROW: Final = {
-    **dict.fromkeys(("slab", "raw", "T", "parts", "floats"), "*fp32"),
-    **dict.fromkeys(("allowed", "places", "greedy", "flags", "ints"), "*i32"),
-    **dict.fromkeys(("seed", "step", "longs"), "*i64"),
-    **dict.fromkeys(("allowed_stride", "noise_stream", "invalid_token"), "i32"),
+_ALIGNED: Final = ("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "seed", "room")
+_TYPES: Final = {
+    **dict.fromkeys(("n", "D", "width", "x_stride", "head_stride", "first", "N", "V", "S"), "i32"),
+    **dict.fromkeys(("allowed_stride", "last_slot", "noise_stream", "invalid_token"), "i32"),
+    **dict.fromkeys(("slab", "raw", "temperature", "parts", "floats", "room", "out"), "*fp32"),
+    **dict.fromkeys(("allowed", "places", "ints", "spoiled"), "*i32"),
+    **dict.fromkeys(("seed", "step", "longs", "slot"), "*i64"),
+    **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
+_LAW: Final = {"T_EACH": 1, "SEED_EACH": 1, "STEP_EACH": 1, "TILE": 128}
 
 
 def builds(arch: str) -> Iterator[Build]:
     """Every build that is compiled for an architecture."""
     for dtype, operand in (("bf16", tl.bfloat16), ("fp32", tl.float32)):
-        for label, full in (("plain", False), ("bias and cap", True)):
-            tile = tile_for(arch, "wide" if dtype == "fp32" else "rich" if full else "sweep")
-            types = dict.fromkeys(("x", "weight", "bias"), f"*{dtype}") | {"out": "*fp32"} | _SIZES
-            types |= {"scale": "fp32", "softcap": "fp32"}
-            constants = {"HAS_BIAS": full, "HAS_CAP": full, "OPERAND": operand, "INTERPRETED": False, "head_step": 1}
-            constants |= {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
-            constants |= {} if full else {"bias": None}
-            yield _build(head_logits, f"{dtype}, {label}", types, constants, tile.num_warps, tile.num_stages)
-    for label, edited, allowed in (("plain", False, False), ("bitmask", False, True), ("edited", True, False)):
-        constants = {"HAS_ALLOWED": allowed, "EDITED": edited, "TILE": 1024}
-        constants |= {} if allowed else {"allowed": None, "allowed_stride": 0}
-        constants |= {} if edited else {"raw": None}
-        yield _build(draw_tile, label, _ROW | _SIZES, constants, 4, 2)
-    yield _build(draw_row, "128 tiles", _ROW | _SIZES, {"SP": 128}, 4, 2)
+        kinds = ("wide",) if dtype == "fp32" else ("product", "few")
+        if tile_for(arch, kinds[-1]) == tile_for(arch, kinds[0]):
+            kinds = kinds[:1]
+        types = _TYPES | dict.fromkeys(("x", "weight", "bias"), f"*{dtype}")
+        for kind, (label, full) in ((k, f) for k in kinds for f in (("plain", False), ("everything", True))):
+            tile = tile_for(arch, kind)
+            product = {"HAS_BIAS": full, "HAS_CAP": full, "OPERAND": operand, "head_step": 1} | _off(full, "bias")
+            draw = {"HAS_ALLOWED": full, "HAS_SLOT": full, "RAW": full, **_LAW, **product, **_cut(tile)}
+            draw |= {"SPAN": max(tile.BN, 128), "R": 4 * tile.num_warps} | _off(full, "allowed", "slot")
+            yield _build(head_draw, f"{dtype}, {kind}, {label}", types, draw, tile)
+            if kind == "few" and full:
+                continue  # a cap over stored logits has one tile, whatever the rows
+            tile = tile_for(arch, "rich") if kind == "product" and full else tile
+            yield _build(head_logits, f"{dtype}, {kind}, {label}", types, product | _cut(tile), tile)
+    for label, full in (("plain", False), ("everything", True)):
+        slab = {"HAS_SLOT": full, "RAW": full, "R": 16, **_LAW} | _off(full, "slot")
+        yield _build(draw_slab, label, _TYPES, slab, None)
+        row = {"HAS_SPOILED": full, "HAS_SLOT": full, "RAW": full, "T_EACH": 1, "SP": 1024}
+        yield _build(draw_row, label, _TYPES, row | _off(full, "slot", "spoiled"), None)
 
 
-def _build(kernel, label: str, types: dict, constants: dict, warps: int, stages: int) -> Build:
+def _off(full: bool, *names: str) -> dict[str, None]:
+    return {} if full else dict.fromkeys(names)
+
+
+def _cut(tile: Tile) -> dict[str, int]:
+    return {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
+
+
+def _build(kernel, label: str, types: dict, constants: dict, tile: Tile | None) -> Build:
     names = kernel.arg_names
+    constants = {n: v for n, v in constants.items() if n in names}
     known = {n: t for n, t in types.items() if n in names and n not in constants}
+    warps, stages = (tile.num_warps, tile.num_stages) if tile else (4, 2)
     return Build(kernel, label, known, constants, warps, stages, tuple(n for n in _ALIGNED if n in known))

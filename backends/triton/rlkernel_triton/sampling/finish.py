@@ -13,7 +13,7 @@ import triton.language as tl
 from rlkernel_triton.sampling.candidates import gather, kept_of
 from rlkernel_triton.sampling.noise import gumbel
 from rlkernel_triton.sampling.results import PENDING, request, settle, summed
-from rlkernel_triton.sampling.rows import NOTHING, floor_of, id_of, logits_at, parameter, ranked, value_of
+from rlkernel_triton.sampling.rows import NOTHING, floor_of, id_of, logits_at, parameter, ranked, times, value_of
 from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, as_int32, filtered
 
 
@@ -245,7 +245,7 @@ def finish(
                             w = tl.where(keep, tl.exp(y), 0.0)
                             mass = tl.sum(w, 0)
                             if ENTROPY:
-                                tilted = tl.sum(tl.where(w > 0.0, w * y, 0.0), 0)
+                                tilted = tl.sum(tl.where(w > 0.0, times(w, y), 0.0), 0)
                             ids = id_of(key)
                             score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
                             winner = id_of(tl.max(tl.where(keep, score, NOTHING), 0))

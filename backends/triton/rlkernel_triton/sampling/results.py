@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.rows import floor_of, logits_at, parameter, place_of
+from rlkernel_triton.sampling.rows import floor_of, logits_at, parameter, place_of, times
 from rlkernel_triton.sampling.stream import BEST, COUNT, MOMENT, TOTAL, as_int32
 
 # Rows of the results: [., N] each.
@@ -55,11 +55,12 @@ def summed(work, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
     live = m > floor_of(top)
     shift = tl.where(live, tl.where(m == top, 0.0, (m - top) / T), -float("inf"))
     scale = tl.exp(shift)
-    Z = tl.sum(tl.where(live, z * scale, 0.0), 0)
+    Z = tl.sum(tl.where(live, times(z, scale), 0.0), 0)
     tilted = tl.full((), 0.0, tl.float32)
     if ENTROPY:
         h = tl.load(work + MOMENT * S + t, mask=t < S, other=0.0)
-        tilted = tl.sum(tl.where(live & (scale > 0.0), scale * (h + z * tl.where(scale > 0.0, shift, 0.0)), 0.0), 0)
+        each = times(scale, h + times(z, tl.where(scale > 0.0, shift, 0.0)))
+        tilted = tl.sum(tl.where(live & (scale > 0.0), each, 0.0), 0)
     return top, tl.sum(tl.where(live, n, 0), 0), Z, tilted, nan
 
 
@@ -71,7 +72,7 @@ def summed_raw(work, S, SP: tl.constexpr):
     z = tl.load(work + TOTAL * S + t, mask=t < S, other=0.0)
     top = tl.max(m, 0)
     y = tl.where(m == top, 0.0, m - top)
-    return top, tl.sum(tl.where(m > -float("inf"), z * tl.exp(y), 0.0), 0)
+    return top, tl.sum(tl.where(m > -float("inf"), times(z, tl.exp(y)), 0.0), 0)
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def settle(
     dead = nothing | padding
     safe = tl.where(dead, 0, winner).to(tl.int64)
     v = logits_at(x, safe, dead == 0, column_stride, allowed, HAS_ALLOWED, UNIT)
-    y = tl.where(v == top, 0.0, (v - top) / T)
+    y = tl.where(v == top, 0.0, (v - top) / T) + 0.0  # a quotient ends in a product: `times` says why
     log_mass = tl.log(mass)
     lp = tl.where(greedy, 0.0, y - log_mass)
     held = tl.where(greedy | (kept == tokens), 0.0, tl.minimum(tl.log(mass / Z), 0.0))
@@ -132,7 +133,7 @@ def settle(
     tl.store(ints + KEPT * N + row, tl.where(dead, 0, kept))
     tl.store(ints + STATUS * N + row, tl.where(padding, 0, told))
     if ENTROPY:
-        e = tl.where(greedy, 0.0, log_mass - tilted / mass)
+        e = tl.where(greedy, 0.0, log_mass - (tilted / mass + 0.0))
         e = tl.where(nothing, float("nan"), tl.maximum(e, 0.0))
         tl.store(floats + ENTROPY_OF * N + row, tl.where(padding, 0.0, e))
     if LAWS:

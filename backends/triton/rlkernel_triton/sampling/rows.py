@@ -52,6 +52,15 @@ def logits_at(x, ids, inside, column_stride, allowed, HAS_ALLOWED: tl.constexpr,
 
 
 @triton.jit
+def times(a, b):
+    """Their product, rounded before anything is added to it.
+
+    Builds of one kernel may differ in whether they fuse the two, and an argument that says off must change no bit.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def floor_of(top):
     """Tokens above it can be drawn: all but -inf, and beside +inf the +inf alone."""
     return tl.where(top < float("inf"), -float("inf"), LARGEST)

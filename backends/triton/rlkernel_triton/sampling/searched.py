@@ -11,7 +11,7 @@ import triton.language as tl
 
 from rlkernel_triton.sampling.noise import SLACK, early, exponential, uniform, words_of
 from rlkernel_triton.sampling.results import PENDING, request, settle, summed
-from rlkernel_triton.sampling.rows import ordered, parameter, unordered
+from rlkernel_triton.sampling.rows import ordered, parameter, times, unordered
 from rlkernel_triton.sampling.search import block_of, kept_by_search, total
 from rlkernel_triton.sampling.stream import GROUPS
 
@@ -53,7 +53,7 @@ def drawn(
         w = tl.exp(y)
         mass += tl.sum(w, 1)
         if ENTROPY:
-            tilted += tl.sum(tl.where(w > 0.0, w * y, 0.0), 1)
+            tilted += tl.sum(tl.where(w > 0.0, times(w, y), 0.0), 1)
         words = words_of(seed, step, (start >> 2) + tl.arange(0, BLOCK // 4), noise_stream)
         hit = keep & (early(uniform(words)) <= w * latest)
         if total(hit.to(tl.int32)) > 0:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
-from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, logits_at, parameter, place_of
+from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, logits_at, parameter, place_of, times
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -152,7 +152,7 @@ def tiles(
     if not RAW:
         tl.store(counts + COUNT * S + t, tl.where(nan > 0, -1 - n, n), mask=t < S)
         if ENTROPY:
-            h = tl.sum(tl.reshape(tl.sum(tl.where(w > 0.0, w * (y * LN2), 0.0), 1), [PER, G]), 1)
+            h = tl.sum(tl.reshape(tl.sum(tl.where(w > 0.0, times(w, y * LN2), 0.0), 1), [PER, G]), 1)
             h = tl.where((best < float("inf")) & (best > -float("inf")), h, 0.0)
             tl.store(work + MOMENT * S + t, h, mask=t < S)
         if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:

@@ -113,6 +113,20 @@ def test_edits_come_before_the_filters(small, device, seed) -> None:
     agree(rows(g, N, V), request(g, N, V) | edits(g, N, V), device)
 
 
+@pytest.mark.parametrize("V", [33, 1100])
+def test_a_filter_that_says_off_changes_no_bit(device, V) -> None:
+    # On an H200 a mask that forbids nothing moved an entropy's last bit: its build fused a product into a difference
+    g = torch.Generator().manual_seed(V)
+    x = (torch.randn(8, V, generator=g) * torch.tensor([0.1, 1, 3, 0.3, 1, 2, 30, 1])[:, None]).to(device)
+    asked = {"temperature": 0.7, "seed": torch.arange(8, device=device), "step": 3}
+    asked |= {"entropy": True, "raw_logprob": True, "rank": True, "top_n": 3, "kept_capacity": 5}
+    bare = rlk.sample(x, **asked)
+    every = torch.full((8, -(-V // 32)), -1, dtype=torch.int32, device=device)
+    for off in ({"allowed": every}, {"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}):
+        out = rlk.sample(x, **asked, **off)
+        assert [n for n in RESULTS if not torch.equal(getattr(bare, n), getattr(out, n))] == []
+
+
 @pytest.mark.parametrize(("k", "p", "fallback"), [(8, 1.0, False), (0, 0.3, False), (9, 1.0, True), (0, 0.999, True)])
 def test_what_the_candidates_do_not_tell_is_searched_for(small, device, k, p, fallback) -> None:
     x = 3 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
