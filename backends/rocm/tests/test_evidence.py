@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -49,8 +50,9 @@ def hashed(root, *, file="op.py", old="", new="", places=(("pkg.op", "run"),)):
 
 
 def rows(markdown):
-    """Operator -> its cells."""
-    cells = [[c.strip() for c in line.split("|")] for line in markdown.splitlines() if line.startswith("| `")]
+    """Operator -> its cells, whichever kernels they are of: a change of a kernel makes no page wrong but older."""
+    lines = [line.replace(evidence.EARLIER, "") for line in markdown.splitlines() if line.startswith("| `")]
+    cells = [[c.strip() for c in line.split("|")] for line in lines]
     return {row[1]: row[2:-1] for row in cells}
 
 
@@ -58,8 +60,8 @@ def test_the_page_says_what_the_reports_say() -> None:
     page = (evidence.ROOT / "docs" / "rocm.md").read_text()
     said = rows(page.partition(evidence.BEGIN)[2].partition(evidence.END)[0])
     found = rows(evidence.table())
-    cells = slice(2, None)  # simulated, AITER, run on AMD hardware; the others are what rlkernel-triton says of itself
-    assert {op: row[cells] for op, row in said.items()} == {op: found[op][cells] for op in said}
+    cells = itemgetter(2, 3, 4, 5, 7)  # simulated, AITER, AMD hardware; the others say of rlkernel-triton what it says
+    assert {op: cells(row) for op, row in said.items()} == {op: cells(found[op]) for op in said}
     assert said
 
 

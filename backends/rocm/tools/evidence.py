@@ -32,6 +32,7 @@ SIMULATED: Final = tuple(name for name, a in ARCHITECTURES.items() if a.wave == 
 REPORTS: Final = ROOT / "conformance" / "reports"
 TRITON: Final = ROOT / "backends" / "triton"
 BEGIN: Final = "<!-- evidence: written by `python backends/rocm/tools/evidence.py docs/rocm.md` -->"
+EARLIER: Final = ", of earlier kernels"  # beside what a report found of sources that have changed since
 END: Final = "<!-- end of evidence -->"
 # operator -> the tables of the kernels that it launches most
 BUILDS: Final = {
@@ -77,7 +78,8 @@ def _judged(report: str, op_id: str) -> str:
         return "-"
     outcomes = Counter(clause["status"].replace("_", " ") for clause in found["clauses"])
     held, rest = outcomes.pop("held", 0), [f"{n} {status}" for status, n in sorted(outcomes.items())]
-    return f"{held} clauses" + (f" ({', '.join(rest)})" if rest else "")
+    earlier = "sources" in found and found["sources"] != sources(op_id.partition("@")[0])
+    return f"{held} clauses" + (f" ({', '.join(rest)})" if rest else "") + (EARLIER if earlier else "")
 
 
 def _contract(op_id: str) -> str:
@@ -87,12 +89,14 @@ def _contract(op_id: str) -> str:
     return f"bound to {len(versions)} versions, never run"
 
 
-def _on_cuda(op: str) -> str:
-    """Shapes that the kernels ran at on an NVIDIA GPU within the contract's tolerance, as the benchmarks have them."""
+def _on_cuda(op_id: str) -> str:
+    """Clauses that the kernels held on an NVIDIA GPU; shapes within tolerance there, as the benchmarks have them."""
+    judged = [found for report in ("triton", "triton-quick") if (found := _judged(report, op_id)) != "-"]
+    op = op_id.partition("@")[0]
     with (ROOT / "benchmarks/results/h200/results.csv").open(encoding="utf-8") as file:
         rows = [r for r in csv.DictReader(file) if (r["op"], r["candidate"]) == (op, "triton")]
     right = [r for r in rows if r["worst_error_over_tolerance"] and float(r["worst_error_over_tolerance"]) <= 1]
-    return f"{len(right)} shapes" if right else "-"
+    return ", ".join(judged[:1] + ([f"{len(right)} shapes"] if right else [])) or "-"
 
 
 def stale() -> list[str]:
@@ -113,7 +117,7 @@ def table() -> str:
         "compiled",
         *(f"simulated {a}" for a in SIMULATED),
         "AITER",
-        "full size on an H200",
+        "the same sources on an H200",
         "run on AMD hardware",
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -127,7 +131,7 @@ def table() -> str:
             _compiled(op),
             *simulated,
             _contract(impl.op),
-            _on_cuda(op),
+            _on_cuda(impl.op),
             ", ".join(real) or "no",
         ]
         lines.append(f"| {' | '.join(cells)} |")
