@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
-from rlkernel_triton.aot import tables
+from rlkernel_core.errors import ArgumentError
+from rlkernel_triton.aot import compiling, tables
 from rlkernel_triton.aot.builds import Argument, Build, Code
 from rlkernel_triton.aot.bundle import Bundle, BundleError, written
 from rlkernel_triton.aot.command import build, listed
@@ -102,6 +104,10 @@ def over():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
+    try:
+        compiling.require(target)
+    except ArgumentError as error:
+        pytest.skip(str(error))
     made = list(compiled(some(target, "sweep"), target))
     assert limits(made) == []
     ((code, files),) = made
@@ -297,6 +303,20 @@ def test_a_configuration_of_a_changed_kernel_is_refused_when_it_is_compiled() ->
 def test_unknown_words_are_refused(targets, ops, said, tmp_path) -> None:
     with pytest.raises(Exception, match=said):
         build(targets, ops, out=str(tmp_path / "x.zip"))
+
+
+def test_a_target_that_the_compiler_does_not_know_is_named_before_anything_is_compiled(tmp_path, monkeypatch) -> None:
+    old = tmp_path / "ptxas"  # knows no chip, as that of Triton 3.6 does not know Thor
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    tool = SimpleNamespace(path=str(old))
+    monkeypatch.setattr(compiling.triton.knobs, "nvidia", SimpleNamespace(ptxas=tool, ptxas_blackwell=tool))
+    compiling._assembled.cache_clear()
+    with pytest.raises(
+        ArgumentError, match=r"target: .*knows sm_110a: .*triton .*; got sm_110\. .*Triton 3\.7 or newer"
+    ):
+        build(["sm_110"], out=str(tmp_path / "x.zip"), keep_going=True)
+    compiling._assembled.cache_clear()
 
 
 def test_a_build_serves_wider_numbers_and_no_narrower_ones() -> None:

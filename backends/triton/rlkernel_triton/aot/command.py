@@ -42,6 +42,7 @@ def build(
 
     Raises:
         UnknownNameError: no such target or operator.
+        ArgumentError: this Triton has no such target.
         RLKernelError: Triton is not installed, nothing is to be compiled, or something does not compile.
     """
     for op in ops:
@@ -63,9 +64,11 @@ def build(
             "some: python backends/triton/tools/record_configurations.py --target TARGET"
         )
     try:
-        from rlkernel_triton.aot.compiling import compiler
+        from rlkernel_triton.aot.compiling import compiler, require
     except ImportError as error:
         raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
+    for target in targets:
+        require(target)
     path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
     made = _compiled(work, jobs or os.cpu_count() or 1)
     failed = [text for _, texts in made for text in texts]

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -19,12 +20,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.sources import digest
 from rlkernel_triton.aot.targets import TARGETS
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_OWN_FEATURES: Final = 90  # from here on Triton compiles for sm_90a, sm_110a and so on
 _AGAIN: Final = "python backends/triton/tools/record_configurations.py"
 
 
@@ -38,6 +40,32 @@ def compiler() -> dict[str, str]:
     return found
 
 
+def require(target: str) -> None:
+    """See to it that this compiler has a target.
+
+    Raises:
+        UnknownNameError: there is no such target.
+        ArgumentError: this Triton is older than the chip.
+    """
+    if target not in TARGETS:
+        raise UnknownNameError("target", target, TARGETS)
+    chip = TARGETS[target]
+    name = f"{target}a" if chip.kind == "cuda" and int(chip.arch) >= _OWN_FEATURES else target
+    if chip.kind == "cuda" and not _assembled(name):
+        made_by = ", ".join(f"{tool} {version}" for tool, version in compiler().items())
+        raise ArgumentError(
+            "target", target, f"no assembler of this Triton knows {name}: {made_by}",
+            "Build it with Triton 3.7 or newer, or name a newer ptxas: TRITON_PTXAS_BLACKWELL_PATH.",
+        )  # fmt: skip
+
+
+@cache
+def _assembled(name: str) -> bool:
+    tools = (triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.ptxas_blackwell.path)
+    commands = ([tool, f"--gpu-name={name}", "--version"] for tool in tools)
+    return any(subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in commands)  # noqa: S603
+
+
 def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> Iterator[tuple[Code, dict[str, bytes]]]:
     """Each build for a target, with its files by kind.
 
@@ -48,10 +76,10 @@ def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> It
 
     Raises:
         UnknownNameError: there is no such target.
+        ArgumentError: this Triton is older than the chip.
         RLKernelError: a build does not compile, or does not fit the target.
     """
-    if target not in TARGETS:
-        raise UnknownNameError("target", target, TARGETS)
+    require(target)
     with _without_lines():
         for build in builds:
             yield _one(build, target, ptx)
