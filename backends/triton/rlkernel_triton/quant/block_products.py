@@ -16,10 +16,10 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
+from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
 from rlkernel_triton.quant.tickets import tickets
 
@@ -175,7 +175,7 @@ def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Ten
     kind = x.dtype if x.dtype != torch.float32 and (rounding == "dtype" or w.spec.act == "none") else torch.float32
     kind = torch.float32 if rounding == "none" else kind
     if w.spec.act != "none":
-        x = quantize_activation(x.float(), w.spec).value()
+        x = quantize_activation(x, w.spec).value()
     N = w.shape[0] // ends.shape[0]
     for first, some, dense in dense_experts(w, ends.shape[0], kind):
         dense_product(x, dense, after, ends, y, first=first, experts=some, N=N)

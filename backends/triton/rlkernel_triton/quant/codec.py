@@ -63,6 +63,11 @@ def quantize(
             if part is not whole[name]:  # strided: written beside it, then copied
                 part.copy_(whole[name])
         return out
+    return encoded(weight, spec, dtype)
+
+
+def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -> QuantTensor:
+    """A new canonical weight of a format that kernels quantise to."""
     shape = (weight.shape[0], weight.shape[1])
     parts = {
         name: torch.empty(size, dtype=kind, device=weight.device)

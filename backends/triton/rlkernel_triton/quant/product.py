@@ -18,11 +18,11 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
+from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.storage import W4, Element
 from rlkernel_triton.quant.tickets import tickets
@@ -249,7 +249,7 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) 
     rank_of = after.arguments(x)
     scale, coded, form = x, x, 0
     if spec.act != "none":
-        q = quantize_activation(x.float(), spec)
+        q = quantize_activation(x, spec)
         integers = spec.act == "token_int8"
         scale, form = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
         # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.

@@ -14,6 +14,7 @@ from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.reference.qmatmul import qmatmul as definition
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, accumulation_bound
 from rlkernel_triton.quant import storage
+from rlkernel_triton.quant.activations import quantize_activation as coded_tokens
 from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.product import After, by_words
 
@@ -129,6 +130,18 @@ def test_a_product_of_tiles_is_within_the_bound(device, spec, rounding, dtype) -
     y, want = rlk.qmatmul(x, rlk.prepack(w), weight_rounding=rounding), exactly(x, w, rounding)
     assert y.dtype == dtype
     assert bool(((y.double() - want).abs() <= bound_of(x, w, want, rounding)).all())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [named("int8_w8a8"), named("fp8_channel", act="token_fp8", element="e5m2"), named("fp8_tensor", act="token_fp8")],
+    **ids,
+)
+def test_tokens_are_coded_as_the_definition_says(device, spec) -> None:
+    x = weight(7, 301, device, torch.bfloat16)
+    want, found = quantize_activation(x.float(), spec), coded_tokens(x, spec)
+    assert same(found.codes.float(), want.codes.float())
+    assert same(found.scale, want.scale)
 
 
 BYTES = [*PRODUCTS, *(named(f) for f in ("int8_channel", "int8_w8a8", "fp8_tensor", "fp8_block128"))]
