@@ -80,13 +80,14 @@ TILED = Backend(
         ),
     ),
 )
-MULTIPLIED: list[tuple[int, int, int]] = []
+MULTIPLIED: list[tuple[int, int]] = []
 
 
 @functools.wraps(product_spec)
 def qmatmul(x, w, **rest):
-    MULTIPLIED.append((*w.shape, x[0].numel()))
-    return product(x, w, **rest)
+    y = product(x, w, **rest)
+    MULTIPLIED.append(w.shape)
+    return y
 
 
 @functools.wraps(product_spec)
@@ -100,7 +101,7 @@ def on_tiles(x, w, **rest):
     return None if fits else Reason("shape", "unsupported", "off the grid")
 
 
-@pytest.mark.parametrize("clause", ["QM-03", "QM-11", "QM-94"])
+@pytest.mark.parametrize("clause", ["QM-03", "QM-11", "QM-91", "QM-92", "QM-94"])
 def test_a_backend_that_wants_tiles_is_attacked_on_its_grid(clause) -> None:
     MULTIPLIED.clear()
     with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():

@@ -17,7 +17,7 @@ from rlkernel_conformance import draw
 from rlkernel_conformance.compare import require, within
 from rlkernel_conformance.oracles import qmatmul as oracle
 from rlkernel_conformance.quantised import MULTIPLIED, SPECS, WEIGHTS, Weight, claims, kinds
-from rlkernel_conformance.subject import Subject
+from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.manifest import Impl
 from rlkernel_core.quant import QuantSpec, QuantTensor, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
@@ -92,7 +92,8 @@ def grid(subject: Subject, spec: QuantSpec, dtype: str) -> tuple[int, int] | Non
 def _grid(subject: Subject, impls: tuple[Impl, ...], spec: QuantSpec, dtype: str) -> tuple[int, int] | None:
     for rows, columns in GRIDS if any(i.check for i in impls) else GRIDS[:1]:
         w = quantize(torch.ones(rows, columns, device=subject.device), spec)
-        if subject.takes(torch.ones(1, columns, dtype=getattr(torch, dtype), device=subject.device), w):
+        x = torch.ones(1, columns, dtype=getattr(torch, dtype), device=subject.device)
+        if subject.admits(x, w) or subject.admits(x, arranged(w)):
             return rows, columns
     return None
 

@@ -21,9 +21,13 @@ from rlkernel_core.spec.form import OpSpec
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
+def _as_stored(x: Any) -> bool:
+    return isinstance(x, QuantTensor) and x.layout == CANONICAL
+
+
 def arranged(x: Any) -> Any:
     """A quantised weight as some installed backend packs it, where one does; all else as it is."""
-    if not isinstance(x, QuantTensor) or x.layout != CANONICAL:
+    if not _as_stored(x):
         return x
     try:
         with rlkernel.use("auto"):
@@ -77,7 +81,7 @@ class Subject:
         try:
             return run(*args, **kwargs)
         except ResolutionError as error:
-            if not self._refuses(error) or not any(isinstance(a, QuantTensor) for a in (*args, *kwargs.values())):
+            if not self._refuses(error) or not any(map(_as_stored, (*args, *kwargs.values()))):
                 raise
         try:
             return run(*map(arranged, args), **{name: arranged(a) for name, a in kwargs.items()})
@@ -90,15 +94,12 @@ class Subject:
         rejected = error.decision.rejected if error.decision is not None else ()
         return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
 
-    def takes(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the backend's own `check` admits a call, its weight as it is or prepacked."""
-        for arrange in (lambda x: x, arranged):
-            bound = signature(self.spec.signature).bind(*map(arrange, args), **kwargs)
-            bound.apply_defaults()
-            check, _ = decide.check_for(bound.arguments)
-            if any(check(i) is None for i in self.impls):
-                return True
-        return False
+    def admits(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether the backend's own `check` admits a call as it is."""
+        bound = signature(self.spec.signature).bind(*args, **kwargs)
+        bound.apply_defaults()
+        check, _ = decide.check_for(bound.arguments)
+        return any(check(i) is None for i in self.impls)
 
     def unless_refused(self, *args: Any, **kwargs: Any) -> Any | None:
         """Call the operator; None where the backend's own `check` refuses the call at selection, as it may."""

@@ -18,7 +18,7 @@ from rlkernel_conformance import draw
 from rlkernel_conformance.clauses.rolled import fill
 from rlkernel_conformance.products import grid
 from rlkernel_conformance.quantised import FAMILIES, MULTIPLIED, STORED, claims
-from rlkernel_conformance.subject import Subject
+from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
@@ -136,8 +136,9 @@ def _qmatmul(subject: Subject, case: Call) -> dict[str, Any]:
     spec = _format(subject, MULTIPLIED)
     rows, columns = grid(subject, spec, subject.dtypes[0]) or (1, 1)
     N, K = -(-2 * case.N // rows) * rows, -(-D // columns) * columns
-    full = draw.normal((N, K), case.seed, "cpu", "float32")
-    return {"x": case.normal(subject, case.N, K, salt=1), "w": quantize(full, spec).to(subject.device)}
+    x, w = case.normal(subject, case.N, K, salt=1), quantize(draw.normal((N, K), case.seed, "cpu", "float32"), spec)
+    w = w.to(subject.device)
+    return {"x": x, "w": w if subject.admits(x, w) else arranged(w)}
 
 
 def step(x: Tensor) -> Tensor:
