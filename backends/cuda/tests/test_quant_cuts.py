@@ -13,7 +13,7 @@ from rlkernel_cuda.quant import choice, launch
 from rlkernel_cuda.quant.qmatmul import fits
 
 SHAPES = [(28672, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096), (19456, 2560), (5120, 17408)]
-DECLARED = 8 << 10  # most bytes of shared memory that a kernel declares beside what is asked for
+DECLARED = 1 << 10  # bytes of shared memory for barriers, beside what is asked for and scales
 
 
 class Weight:
@@ -32,19 +32,43 @@ def eight(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_cuts_divide_the_depth_and_fit_a_block(kind, shape) -> None:
     w = Weight(kind, shape)
-    for M in (1, 8, 9, 16, 65, 256, 257, 100_000):
+    for M in (1, 8, 9, 16, 33, 65, 256, 257, 100_000):
         cut = choice.cut(M, w)
+        declared = DECLARED + (cut.stages * launch.scales(cut, w.spec) if isinstance(cut, launch.Wide) else 0)
         if isinstance(cut, launch.Wide):
             assert (M > 16, w.spec.element) == (True, "int4")
         elif cut is not None:
             assert (shape[1] % (256 * cut.parts), cut.threads <= 1024, cut.tokens >= M) == (0, True, True)
-        assert cut is None or launch.shared(cut) + DECLARED <= driver.SHARED
+        assert cut is None or launch.shared(cut) + declared <= driver.SHARED
+        assert cut is None or cut.stages >= choice.LEAST_STAGES
 
 
 def test_tokens_of_a_class_have_one_cut() -> None:
     w = Weight("int4_g128", (28672, 4096))
-    classes = (range(1, 9), range(9, 17), range(65, 129), range(129, 9000, 97))
-    assert [len({choice.cut(M, w) for M in Ms}) for Ms in classes] == [1, 1, 1, 1]
+    classes = (range(1, 9), range(9, 17), range(33, 65), range(65, 129), range(129, 9000, 97))
+    assert [len({choice.cut(M, w) for M in Ms}) for Ms in classes] == [1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "M", "expected"),
+    [
+        ((28672, 4096), 64, (64, 4, False)),  # 112 tiles of 256 rows, of 132 multiprocessors
+        ((34816, 5120), 64, (64, 4, True)),  # 136 tiles would be two waves
+        ((4096, 14336), 64, (64, 2, True)),
+        ((28672, 4096), 128, (128, 2, False)),
+        ((6144, 4096), 128, (128, 2, True)),
+        ((28672, 4096), 256, (256, 2, False)),
+        ((5120, 17408), 1024, (128, 2, True)),  # 160 whole tiles would be two waves
+        ((8192, 8192), 1024, (256, 2, False)),
+    ],
+)
+def test_blocks_share_a_tile_where_whole_tiles_would_leave_multiprocessors_idle(shape, M, expected) -> None:
+    cut = choice.cut(M, Weight("int4_g128", shape))
+    assert (cut.tokens, cut.teams, cut.split) == expected
+
+
+def test_small_weights_with_few_tokens_are_left_to_the_portable_kernel() -> None:
+    assert [choice.cut(M, Weight("int4_g128", (6144, 4096))) for M in (17, 64)] == [None, None]
 
 
 def refused(w, M=3, dtype=torch.bfloat16, **rest):
@@ -75,6 +99,7 @@ def test_weights_as_the_kernels_read_them_fit(w) -> None:
 CUTS = [
     ("int4_g64_asym", launch.Narrow(16, 3, 2, 1, 3)),
     ("int4_g128", launch.Wide(128, 2, 5, split=True)),
+    ("int4_g128_asym", launch.Wide(64, 2, 5, split=False, teams=4, turns=True)),
     ("int4_g32", launch.Wide(256, 1, 5, split=False)),
     ("fp8_block128", launch.Narrow8(8, 3, 4, 4)),
 ]

@@ -105,7 +105,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def read_on(tmp_path_factory) -> ctypes.CDLL:
     """Three blocks that finish their rows while they read the next."""
-    return built(tmp_path_factory.mktemp("read_on"), NT=128, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=2, GRID=3)
+    return built(tmp_path_factory.mktemp("read_on"), NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=8, GRID=3)
 
 
 @pytest.mark.parametrize("build", ["filtered", "read_on"])

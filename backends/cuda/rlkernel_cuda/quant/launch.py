@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda import driver
 from rlkernel_triton.quant.tickets import tickets
@@ -64,7 +65,7 @@ class Wide(NamedTuple):
     stages: int
     split: bool  # the depth of a tile may be shared by blocks
     teams: int = 2  # warpgroups that multiply, 64 rows of the weight each
-    cluster: int = 1  # blocks that share x
+    turns: bool = False  # warpgroups multiply one after the other
     ahead: bool = False  # the next step is decoded while this one is multiplied
 
     @property
@@ -76,11 +77,21 @@ class Wide(NamedTuple):
 Cut = Narrow | Narrow8 | Wide
 
 
+def staging(cut: Wide) -> int:
+    """Bytes of the results of a block, 64 tokens of each warpgroup."""
+    return cut.teams * min(cut.tokens, 64) * 144
+
+
+def scales(cut: Wide, spec: QuantSpec) -> int:
+    """Bytes of scales and zero-points of a stage, which the kernel declares."""
+    deep = 64 * cut.steps
+    return max(1, deep // spec.group if spec.group else 1) * (2 if spec.symmetric else 3) * 64 * cut.teams
+
+
 def shared(cut: Cut) -> int:
     """Bytes of a block, beside what a kernel declares."""
     if isinstance(cut, Wide):
-        stage = cut.steps * (cut.tokens * 128 + 2048 * cut.teams)
-        return cut.stages * stage + cut.teams * min(cut.tokens, 64) * 144  # and the results of a warpgroup
+        return cut.stages * cut.steps * (cut.tokens * 128 + 2048 * cut.teams) + staging(cut)
     sums = (cut.parts - 1) * cut.sets * (cut.tokens // 8) * 512 * (cut.joined if isinstance(cut, Narrow) else 1)
     return max(cut.stages * cut.parts * 4 * cut.tokens * 128, sums)
 
@@ -91,7 +102,7 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16, "GROUP": 1, "LAG": 1}
     if isinstance(cut, Wide):
         flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "TEAMS": cut.teams, "AHEAD": cut.ahead}
-        flags |= {"CLUSTER": cut.cluster, "GROUP_": spec.group, "ZEROS": not spec.symmetric}
+        flags |= {"TURNS": cut.turns, "GROUP_": spec.group, "ZEROS": not spec.symmetric}
         files, name = (*_BASE, _HERE / "wgmma.cuh", _HERE / "wide.cu"), "wide"
     else:
         flags |= {"SETS": cut.sets, "PARTS": cut.parts, "GROUP_": spec.group}
@@ -105,12 +116,9 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
 
 
 def _tokens(x: Tensor, cut: Wide) -> Any:
-    """Rows of x as [K / 64, M, 64], in boxes of a block's share of a stage."""
+    """Rows of x as [K / 64, M, 64], in boxes of a stage."""
     M, K = x.shape
-    if cut.cluster == 1:
-        box = (64, cut.tokens, cut.steps)
-    else:
-        box = (64, cut.tokens if cut.steps == 2 else cut.tokens // 2, 1)
+    box = (64, cut.tokens, cut.steps)
     return driver.boxes(x.data_ptr(), driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
 
 
@@ -138,15 +146,14 @@ def product(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Cut)
     given: list[Any]
     if isinstance(cut, Wide):
         rows = 64 * cut.teams
-        tiles = -(-N // (rows * cut.cluster)) * -(-M // cut.tokens)  # of clusters
-        clusters = torch.cuda.get_device_properties(x.device).multi_processor_count // cut.cluster
-        clusters = min(clusters, tiles * (K // 128) if cut.split else tiles)
-        blocks = clusters * cut.cluster
+        tiles = N // rows * -(-M // cut.tokens)
+        blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+        blocks = min(blocks, tiles * (K // 128) if cut.split else tiles)
         partial, counters = x, x
         if cut.split:
             size = 2 * blocks * rows * cut.tokens
             partial = torch.empty(size, dtype=torch.float32, device=x.device)
-            counters = tickets(tiles * cut.cluster, x.device)
+            counters = tickets(tiles, x.device)
         shift = spec.group.bit_length() - 1 if spec.group else 31
         given = [_tokens(x, cut), _words(codes.data_ptr(), N, K, rows // 16, cut.steps), scale]
         given += [zero, added, y, partial, counters, ctypes.c_int(shift)]

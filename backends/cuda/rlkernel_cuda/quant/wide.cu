@@ -8,7 +8,7 @@
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   GROUP_  columns of a scale: 32, 64, 128, 256; 0: one a row
 //   ZEROS   zero-points, uint8; else 8
-//   CLUSTER blocks of neighbouring rows, 1 or 2: each fetches half of x for both
+//   TURNS   warpgroups multiply a step one after the other, so that one decodes while another multiplies
 //   AHEAD   the next step is decoded between the four products of this one, since a warp waits where wgmma reads its
 //           registers; else before its own
 //
@@ -23,38 +23,20 @@
 #define SCALE_BYTES (LINES * LINE_BYTES)
 #define PITCH 144  // of a token's 64 results of a warpgroup, in bytes: no two rows of a matrix in one bank
 #define CHUNK (BM < 64 ? BM : 64)
+#define TURN 8         // the barrier of the first warpgroup that multiplies
 #define COUNT (BM / 2)  // accumulators of a thread
 
-// This block's share of a stage of x, for all blocks of the cluster. x is described as [K / 64, M, 64].
-__device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, int k, u32 rank, u32 bar) {
-#if CLUSTER > 1
-  if (STEPS == 2) k += rank, to += rank * X_BYTES;
-  else token += rank * (BM / 2), to += rank * (X_BYTES / 2);
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;"
-      ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k), "h"((unsigned short)3) : "memory");
-#else
+// A stage of x, which is described as [K / 64, M, 64].
+__device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, int k, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
       ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k) : "memory");
-#endif
 }
 
-// A stage may be written again, by every block that writes to it.
-__device__ __forceinline__ void done_with(u32 bar, int lane) {
-#if CLUSTER > 1
-  if (lane < CLUSTER) barrier_arrive(bar, lane);
-#else
-  if (lane == 0) arrive(bar);
-#endif
-}
+// The warpgroup that waits for the barrier goes on.
+__device__ __forceinline__ void pass(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
-#if CLUSTER > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(WORKERS + 128, 1)
-#else
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
-#endif
 wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
@@ -67,26 +49,18 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4 * TEAMS * CLUSTER);  // warps that multiply
+      barrier_init(empty + 8 * s, 4 * TEAMS);  // warps that multiply
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-#if CLUSTER > 1
-  cluster_sync();
-  const int rank = cluster_rank();
-#else
   __syncthreads();
-  const int rank = 0;
-#endif
 
-  // A tile is that of a cluster: CLUSTER x ROWS_ rows by BM tokens. Where N ends within one, a block repeats the last rows.
-  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
-  const int m_tiles = (M + BM - 1) / BM, n_tiles = (N + CLUSTER * ROWS_ - 1) / (CLUSTER * ROWS_), units = K / 128;
-  const long long all = (long long)m_tiles * n_tiles * units;
+  const int m_tiles = (M + BM - 1) / BM, tiles = N / ROWS_ * m_tiles, units = K / 128;
+  const long long all = (long long)tiles * units;
 #if SPLIT
-  const int begin = (int)(cluster * all / clusters), end = (int)((cluster + 1) * all / clusters);
+  const int begin = (int)(blockIdx.x * all / gridDim.x), end = (int)((blockIdx.x + 1) * all / gridDim.x);
 #else
-  const int begin = cluster * units, end = (int)all;
+  const int begin = blockIdx.x * units, end = (int)all;
 #endif
   int stage = 0;
   u32 phase = 0;
@@ -100,14 +74,14 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
     if (threadIdx.x == 0) {
       for (int u = begin; u < end;) {
         const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-        const int row = min((tile / m_tiles * CLUSTER + rank) * ROWS_, N - ROWS_), token = tile % m_tiles * BM;
+        const int row = tile / m_tiles * ROWS_, token = tile % m_tiles * BM;
 #pragma unroll 1
         for (int k = 2 * k0; k < 2 * k1; k += STEPS) {  // 64 of depth each
           const u32 bar = full + 8 * stage, at = base + stage * STAGE, beside = scales + stage * SCALE_BYTES;
           barrier_wait(empty + 8 * stage, phase ^ 1);
           barrier_expect(bar, STEPS * (X_BYTES + WORD_BYTES) + SCALE_BYTES);
           fetch(at + STEPS * X_BYTES, &word_map, k * 128, row / 16, bar);
-          fetch_tokens(at, &x_map, token, k, rank, bar);
+          fetch_tokens(at, &x_map, token, k, bar);
 #pragma unroll
           for (int l = 0; l < LINES; l++) {
             const long long from = (long long)(((k * 64) >> group_shift) + l) * N + row;
@@ -116,7 +90,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
           }
           if (++stage == STAGES) stage = 0, phase ^= 1;
         }
-        u += SPLIT ? k1 - k0 : clusters * units;
+        u += SPLIT ? k1 - k0 : gridDim.x * units;
       }
     }
     __syncwarp();
@@ -130,9 +104,10 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
     const u32 my_words = base + STEPS * X_BYTES + warp * (STEPS * 512) + lane * 16;
     const u32 my_scales = scales + 2 * (warp * 16 + r8), my_zeros = scales + 2 * ROWS_ + warp * 16 + r8;
     const u32 staging = base + STAGES * STAGE + group * (CHUNK * PITCH);
+    if (TURNS && group == TEAMS - 1) pass(TURN);
     for (int u = begin; u < end;) {
       const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
-      u += SPLIT ? k1 - k0 : clusters * units;
+      u += SPLIT ? k1 - k0 : gridDim.x * units;
       float d[COUNT];
 #pragma unroll
       for (int j = 0; j < COUNT; j++) d[j] = 0.f;
@@ -170,7 +145,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
           multiply(d, a[half], b);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before is done
-          if (step == 0 && k + half > k0) done_with(empty + 8 * before, lane);
+          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);
           before = here;
 #pragma unroll
           for (int j = 0; j < 4; j++) {
@@ -196,12 +171,15 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
 #pragma unroll
           for (int j = 0; j < 4; j++) decode(a[half] + 4 * j, j, stage, step);
           const u64 b = described(base + stage * STAGE + step * X_BYTES);
+          if (TURNS) meet(TURN + group, 256);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
           for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+          const bool ends = group == TEAMS - 1 && half == 1 && k + 1 == k1 && u >= end;
+          if (TURNS && !ends) pass(TURN + (group + 1) % TEAMS);
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (step == 0 && k + half > k0) done_with(empty + 8 * before, lane);  // the step before is done
+          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
           if (step == STEPS - 1) {
             before = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
@@ -210,19 +188,18 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
       }
 #endif
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      done_with(empty + 8 * before, lane);
+      if (lane == 0) arrive(empty + 8 * before);
 #pragma unroll
       for (int j = 0; j < COUNT; j++) asm volatile("" : "+f"(d[j])::"memory");
 
 #if SPLIT
-      const int first = (int)((((long long)tile * units + 1) * clusters - 1) / all);
-      const int parts = (int)(((long long)(tile + 1) * units * clusters - 1) / all) - first + 1;
-      const int part = cluster - first;
-      int* ticket = tickets + tile * CLUSTER + rank;
+      const int first = (int)((((long long)tile * units + 1) * gridDim.x - 1) / all);
+      const int parts = (int)(((long long)(tile + 1) * units * gridDim.x - 1) / all) - first + 1;
+      const int part = blockIdx.x - first;
       if (parts > 1) {
         if (me == 0) {
           int now;
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
           seen_ = now;
         }
         meet(1, WORKERS);
@@ -237,7 +214,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
         if (arrived != parts - 1) {
           __threadfence();
           meet(1, WORKERS);
-          if (me == 0) seen_ = atomicAdd(ticket, 1);
+          if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
           meet(1, WORKERS);
           arrived = seen_;
           meet(1, WORKERS);
@@ -248,7 +225,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
 #pragma unroll 1
         for (int p = part > 1 ? 0 : part == 0; p < parts; p++) {
           if (p == part && part < 2) continue;
-          const float4* from = partial + (2ll * ((first + p) * CLUSTER + rank) + (p == 0)) * (COUNT / 4 * WORKERS) + me;
+          const float4* from = partial + (2ll * (first + p) + (p == 0)) * (COUNT / 4 * WORKERS) + me;
           const bool fresh = p == 0 && part > 1;
 #pragma unroll
           for (int j = 0; j < COUNT / 4; j++) {
@@ -257,11 +234,10 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
             d[4 * j + 2] = fresh ? t.z : d[4 * j + 2] + t.z, d[4 * j + 3] = fresh ? t.w : d[4 * j + 3] + t.w;
           }
         }
-        if (me == 0) *ticket = 0;
+        if (me == 0) tickets[tile] = 0;
       }
 #endif
-      const int row = (tile / m_tiles * CLUSTER + rank) * ROWS_ + group * 64, token = tile % m_tiles * BM;
-      if (CLUSTER > 1 && row >= N) continue;
+      const int row = tile / m_tiles * ROWS_ + group * 64, token = tile % m_tiles * BM;
       float b0 = 0.f, b1 = 0.f;
       if (bias) b0 = wide_of(bias[row + warp % 4 * 16 + r8]), b1 = wide_of(bias[row + warp % 4 * 16 + r8 + 8]);
       const u32 to = staging + (lane / 16 * 8 + lane % 8) * PITCH + warp % 4 * 32 + lane / 8 % 2 * 16;
@@ -288,7 +264,4 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
       }
     }
   }
-#if CLUSTER > 1
-  cluster_sync();  // no block leaves while another may still write to its ring
-#endif
 }
