@@ -65,37 +65,29 @@ def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
         yield (tokens, sets, parts, stages) if family == "narrow8" else (tokens, sets, parts, joined, stages)
 
 
-# (tokens, steps, stages, split, teams, cluster, ahead) of wide cuts, by M
+# (tokens, steps, stages, split, teams, turns, ahead) of wide cuts, by M
 WIDE: dict[int, list[tuple[int, ...]]] = {
-    1: [(16, 2, 8, 0, 4, 1, 0)],
-    16: [
-        (16, 2, 8, 0, 4, 1, 0), (16, 2, 8, 1, 4, 1, 0), (16, 2, 14, 1, 2, 1, 0), (16, 2, 8, 0, 4, 2, 0),
-        (16, 2, 8, 0, 4, 1, 1), (16, 2, 14, 0, 2, 1, 0),
-    ],
-    32: [(32, 2, 7, 0, 4, 1, 0), (32, 2, 7, 1, 4, 1, 0), (32, 2, 7, 0, 4, 2, 0), (32, 2, 7, 1, 4, 2, 0)],
+    16: [(16, 2, 8, 0, 4, 0, 0), (16, 2, 8, 0, 4, 1, 0)],
+    32: [(32, 2, 7, 0, 4, 0, 0), (32, 2, 7, 0, 4, 1, 0)],
     64: [
-        (64, 2, 5, 0, 4, 1, 0), (64, 2, 5, 0, 4, 2, 0), (64, 2, 5, 1, 4, 1, 0), (64, 2, 5, 1, 4, 2, 0),
-        (64, 2, 5, 0, 4, 1, 1), (64, 2, 7, 1, 2, 1, 0), (64, 2, 7, 1, 2, 2, 0), (64, 2, 7, 1, 2, 1, 1),
+        (64, 2, 5, 0, 4, 0, 0), (64, 2, 5, 0, 4, 1, 0), (64, 2, 5, 1, 4, 1, 0), (64, 2, 8, 1, 2, 0, 0),
+        (64, 2, 8, 1, 2, 1, 0),
     ],
-    128: [
-        (128, 2, 5, 1, 2, 1, 0), (128, 2, 5, 1, 2, 2, 0), (128, 2, 5, 0, 2, 1, 0), (128, 2, 5, 0, 2, 2, 0),
-        (128, 2, 5, 1, 2, 1, 1), (128, 2, 5, 1, 2, 2, 1),
-    ],
+    128: [(128, 2, 5, 0, 2, 0, 0), (128, 2, 5, 0, 2, 1, 0), (128, 2, 5, 1, 2, 0, 0), (128, 2, 5, 1, 2, 1, 0)],
     256: [
-        (256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 1, 0), (256, 1, 5, 1, 2, 2, 0),
-        (128, 2, 5, 1, 2, 2, 0), (128, 2, 5, 0, 2, 2, 0), (256, 1, 5, 0, 2, 2, 1),
+        (256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 0, 1), (128, 2, 5, 1, 2, 0, 0),
+        (128, 2, 5, 1, 2, 1, 0),
     ],
-    512: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0)],
-    1024: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 0, 2, 2, 1), (256, 1, 5, 1, 2, 2, 0)],
-    4096: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0)],
+    512: [(256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 0, 1)],
+    1024: [(256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 0, 1)],
+    4096: [(256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0)],
 }  # fmt: skip
 # The same, for every other shape.
 WIDE_ELSEWHERE: dict[int, list[tuple[int, ...]]] = {
-    16: [(16, 2, 8, 1, 4, 1, 0), (16, 2, 14, 1, 2, 1, 0), (16, 2, 8, 0, 4, 1, 0)],
-    64: [(64, 2, 5, 1, 4, 1, 0), (64, 2, 7, 1, 2, 1, 0), (64, 2, 7, 1, 2, 2, 0), (64, 2, 5, 0, 4, 1, 0)],
-    128: [(128, 2, 5, 1, 2, 1, 0), (128, 2, 5, 1, 2, 2, 0)],
-    256: [(128, 2, 5, 1, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0), (256, 1, 5, 0, 2, 2, 0)],
-    1024: [(256, 1, 5, 0, 2, 1, 0), (256, 1, 5, 0, 2, 2, 0), (256, 1, 5, 1, 2, 2, 0)],
+    64: [(64, 2, 5, 1, 4, 0, 0), (64, 2, 5, 1, 4, 1, 0), (64, 2, 8, 1, 2, 0, 0), (64, 2, 8, 1, 2, 1, 0)],
+    128: [(128, 2, 5, 1, 2, 0, 0), (128, 2, 5, 1, 2, 1, 0)],
+    256: [(128, 2, 5, 1, 2, 0, 0), (128, 2, 5, 1, 2, 1, 0), (256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0)],
+    1024: [(256, 1, 5, 0, 2, 0, 0), (256, 1, 5, 0, 2, 1, 0), (128, 2, 5, 1, 2, 0, 0), (128, 2, 5, 1, 2, 1, 0)],
 }
 
 
@@ -112,6 +104,10 @@ def jobs(family: str, where: str) -> Iterator[tuple[int, int, int, tuple[int, ..
     """(N, K, M, cut); `where`: at the main shape, or at all others."""
     shapes = [MAIN] if where == "main" else [shape for shape in FEW if shape != MAIN]
     for N, K in shapes:
+        if family == "portable":
+            for M in (1, 16, 32, 64, 128, 256) if where == "main" else (16, 64):
+                yield N, K, M, ()
+            continue
         if family in {"narrow", "narrow8"}:
             for M in (1, 16):
                 for cut in few_cuts(family, N, K, M):
@@ -147,7 +143,7 @@ def cut_of(family: str, cut: tuple[int, ...]) -> Any:
     from rlkernel_cuda.quant import launch
 
     if family in {"split", "whole"}:
-        return launch.Wide(*cut[:3], bool(cut[3]), *cut[4:6], bool(cut[6]))
+        return launch.Wide(*cut[:3], bool(cut[3]), cut[4], bool(cut[5]), bool(cut[6]))
     return launch.Narrow(*cut) if family == "narrow" else launch.Narrow8(*cut)
 
 
@@ -155,23 +151,20 @@ FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "i
 FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
 # Seconds that a family may take of those that are left, in this order.
 SHARES = {
-    "main": {"split": 0.4, "whole": 0.85, "narrow": 1.0},
-    "elsewhere": {"split": 0.55, "whole": 0.8, "narrow": 1.0},
+    "main": {"split": 0.25, "whole": 0.6, "narrow": 0.7, "portable": 1.0},
+    "elsewhere": {"split": 0.45, "whole": 0.65, "narrow": 0.8, "portable": 1.0},
 }
 # (N, K, M, cut): ends of clusters, of tokens and of the depth of a tile
 SMALL = {
     "split": [
-        (512, 2048, 13, (16, 2, 4, 1, 4, 1, 0)),
-        (384, 1024, 50, (64, 2, 4, 1, 2, 2, 0)),
-        (640, 1024, 200, (128, 2, 4, 1, 2, 2, 0)),
-        (640, 1024, 200, (128, 2, 4, 1, 2, 1, 1)),
-        (384, 2048, 300, (256, 1, 4, 1, 2, 2, 0)),
+        (512, 2048, 13, (16, 2, 4, 1, 4, 0, 0)),
+        (384, 1024, 50, (64, 2, 4, 1, 2, 1, 0)),
+        (640, 1024, 200, (128, 2, 4, 1, 2, 1, 0)),
     ],
     "whole": [
-        (768, 512, 9, (16, 2, 4, 0, 4, 2, 0)),
         (512, 640, 33, (64, 2, 4, 0, 4, 1, 0)),
-        (384, 2048, 300, (256, 1, 4, 0, 2, 2, 0)),
-        (640, 640, 300, (256, 1, 4, 0, 2, 1, 0)),
+        (384, 2048, 300, (256, 1, 4, 0, 2, 1, 0)),
+        (640, 640, 300, (256, 1, 4, 0, 2, 0, 1)),
     ],
 }
 
@@ -181,7 +174,7 @@ def small_jobs(family: str, where: str) -> Iterator[tuple[str, int, int, int, tu
     if where != "main":
         return
     for N, K, M, cut in SMALL.get(family, []):
-        every = cut[0] in {16, 64} and cut[5] == 2  # the others in some formats
+        every = cut[0] == 64  # the others in some formats
         for kind in FORMATS if every else ("int4_g128", "int4_channel_asym"):
             yield kind, N, K, M, cut, "bfloat16"
         yield "int4_g32_asym", N, K, M, cut, "float16"
@@ -211,6 +204,8 @@ def compile_some(worker: int, folder: Path, where: str) -> None:
             self.parts = {"scale": torch.empty(0, dtype=getattr(torch, dtype))}
 
     def add(family: str, cut: tuple[int, ...], kind: str, dtype: str) -> None:
+        if not cut:
+            return  # a portable kernel
         sources, options, _ = launch.build(cut_of(family, cut), Weight(kind, dtype), getattr(torch, dtype))
         wanted[sources, options] = None
 
@@ -277,11 +272,12 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
 
     from rlkernel_cuda.quant import launch
     from rlkernel_triton.quant import codec
+    from rlkernel_triton.quant.qmatmul import qmatmul
 
     kept_compiler(folder)
     torch.manual_seed(1)
     run_of = launch.product
-    rounding = "dtype" if family in {"split", "whole"} else "none"
+    rounding = "none" if family.startswith("narrow") else "any" if family == "portable" else "dtype"
 
     def told(label: str, work: Any) -> None:
         if label in skip or cut_in(label) in hung:
@@ -296,7 +292,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             sys.exit(1)  # the context is lost
 
     def exact_of(w: Any, dtype: Any) -> Any:
-        values = codec.dequantize(w, dtype=torch.float32 if rounding == "none" else dtype)
+        values = codec.dequantize(w, dtype=dtype if rounding == "dtype" else torch.float32)
         return values.double()
 
     def small(kind: str, N: int, K: int, M: int, cut: Any, dtype_name: str) -> Finding:
@@ -328,14 +324,23 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             state.update(shape=(N, K, kind), dense_at=None, copies=copies, dense=[dense, dense.clone()])
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        plan = cut_of(family, cut)
+        plan = cut_of(family, cut) if cut else None
+
+        def run(x: Any, w: Any, y: Any) -> None:
+            if plan is None:
+                y.copy_(qmatmul(x, w))
+            else:
+                run_of(x, w, None, y, plan)
+
         found: Finding = {}
         if M <= 1024:
             w = state["copies"][0]
             exact = exact_of(w, torch.bfloat16)
-            found = checked(lambda a, b: run_of(a, w, None, b, plan), x, y, exact, rounding, "bfloat16")
+            found = checked(lambda a, b: run(a, w, b), x, y, exact, rounding, "bfloat16")
             del exact
-        calls = [partial(run_of, x, w, None, y, plan) for w in state["copies"]]
+        timing = partial(qmatmul, x) if plan is None else partial(run, x)
+        rest = () if plan is None else (y,)
+        calls = [partial(timing, w, *rest) for w in state["copies"]]
         found["us"] = replayed(calls, 0.05)
         if state.get("dense_at") != M:
             state["dense_at"] = M
@@ -370,7 +375,9 @@ def followed(family: str, folder: Path, where: str, until: float, note: Any) -> 
         at, tail, done = "", "", False
         while True:
             try:
-                line = lines.get(timeout=max(0.1, min(SILENCE, until - time.monotonic())))
+                line = lines.get(
+                    timeout=max(0.1, min(2 * SILENCE if family == "portable" else SILENCE, until - time.monotonic()))
+                )
             except queue.Empty:
                 note(family, at or "start", {"failed": "silent; ended"})
                 hung.append(cut_in(at))
