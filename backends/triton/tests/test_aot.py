@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import triton
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_triton.aot import compiling, tables
+from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
 from rlkernel_triton.aot.bundle import Bundle, BundleError, written
 from rlkernel_triton.aot.command import build, listed
@@ -88,8 +90,9 @@ def over():
     """Make a host over a bundle and a driver; it is forgotten afterwards."""
     made = []
 
-    def make(bundle, driver, **options):
+    def make(bundle, driver, *others, **options):
         launcher = FromBundle(bundle, driver, **options)
+        launcher.others = tuple(FromBundle(other, driver) for other in others)
         host = Host(f"test{len(made)}", stand_in(launcher))
         made.append(host)
         plan_for(host, launcher.target())
@@ -234,6 +237,32 @@ def test_a_missing_configuration_is_named_with_the_ways_out(orin, over) -> None:
     run = implementation(over(orin, Recording()), "logprob")
     with pytest.raises(BundleError, match=r"none for HAS_MASK=False, HAS_T=False, HAS_CAP=True.*Record the call"):
         run(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0)
+
+
+def test_what_one_bundle_lacks_another_may_have(orin, over, tmp_path) -> None:
+    capped = [
+        b
+        for b in tables.chosen(TABLE, "sm_87", ("logprob",))
+        if b.kernel.endswith(":sweep") and dict(b.types)["logits"] == "*bf16"
+        if {n for n in ("HAS_MASK", "HAS_T", "HAS_CAP", "MOMENT") if dict(b.constants).get(n)} == {"HAS_CAP"}
+    ]
+    mine = written(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
+    driver = Recording()
+    run = implementation(over(orin, driver, mine), "logprob")
+    run(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0)
+    assert [entry for _, entry, _ in driver.loaded] == ["sweep", "law"]
+
+
+def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kernels_for_it(
+    tmp_path, monkeypatch
+) -> None:
+    scan = some("sm_87", "scan_kernel")
+    written(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
+    driver = Recording()
+    monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    FromBundles("scans", lambda: [tmp_path]).self_test("cpu")
+    assert [entry for _, entry, _ in driver.loaded] == ["scan_kernel"]
 
 
 def test_code_of_another_source_is_refused(orin, over, tmp_path) -> None:

@@ -1,10 +1,14 @@
 """Record the configurations that bundles are compiled from: what the conformance suite and a training run would launch.
 
     python backends/triton/tools/record_configurations.py                  # every target, half an hour
+    python backends/triton/tools/record_configurations.py --target sm_87   # one target anew, the others as they are
     python backends/triton/tools/record_configurations.py --add FILE       # what somebody recorded of their own run
+    python backends/triton/tools/record_configurations.py --target sm_87 --profile standard --out standard.json
 
-Runs on a CPU. Writes rlkernel_triton/aot/configurations.json. Operators whose launches depend on the target (products
-of matrices; on AMD scans too) are recorded for each, the others once.
+Runs on a CPU. Writes rlkernel_triton/aot/configurations.json, or the file of --out, which is what
+`rlkernel aot build --configurations` reads: the standard profile launches three times as many as the quick one.
+Operators whose launches depend on the target (products of matrices; on AMD scans too) are recorded for each, the others
+once.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ def record(target: str, ops: tuple[str, ...], profile: str) -> dict[Build, dict[
         launched = tables.recorded(file.read_text(encoding="utf-8").splitlines())
         silent = sorted(set(ops) - {op for uses in launched.values() for op in uses})
         if silent:
-            raise SystemExit(f"conformance launched nothing of {', '.join(silent)} for {target}: see what it said above")
+            raise SystemExit(
+                f"conformance launched nothing of {', '.join(silent)} for {target}: see what it said above"
+            )
         subprocess.run([sys.executable, "-c", WORKLOADS, *ops], check=True, env=environ, stdout=sys.stderr)
         return tables.recorded(file.read_text(encoding="utf-8").splitlines())
 
@@ -67,6 +73,19 @@ def everywhere(table: dict[Build, dict[str, frozenset[str]]], kind: str) -> dict
     }
 
 
+def without(table: dict[Build, dict[str, frozenset[str]]], target: str) -> dict[Build, dict[str, frozenset[str]]]:
+    """A table less what recording a target writes."""
+
+    def again(op: str, on: str) -> bool:
+        own = op in BY_TARGET[TARGETS[on].kind]
+        return (target == FIRST or own) if on == target else (target == FIRST and not own)
+
+    def kept(op: str, on: frozenset[str]) -> frozenset[str]:
+        return frozenset(t for t in on if not again(op, t))
+
+    return {b: own for b, uses in table.items() if (own := {op: k for op, on in uses.items() if (k := kept(op, on))})}
+
+
 def main() -> None:
     """Record, merge, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,18 +93,20 @@ def main() -> None:
     parser.add_argument(
         "--target", action="append", choices=list(TARGETS), help="record these targets, keep the others"
     )
-    parser.add_argument("--profile", default="standard", help="of the conformance suite")
+    parser.add_argument("--profile", default="quick", help="of the conformance suite")
+    parser.add_argument("--out", type=Path, help="write these targets alone, to this file")
     asked = parser.parse_args()
+    table = tables.read() if (asked.target or asked.add) and asked.out is None else {}
     parts = [tables.read(path) for path in asked.add]
-    if asked.target or asked.add:
-        parts.append(tables.read())
     for target in asked.target or ([] if asked.add else TARGETS):
         kind = TARGETS[target].kind
-        found = record(target, OPERATORS if target == FIRST else BY_TARGET[kind], asked.profile)
+        # Operators that launch the same everywhere are recorded once, unless one target is all that is asked for.
+        found = record(target, OPERATORS if target == FIRST or asked.out else BY_TARGET[kind], asked.profile)
+        table = without(table, target)
         parts.append(found)
-        if target == FIRST:
+        if target == FIRST and asked.out is None:
             parts += [everywhere(found, k) for k in BY_TARGET]
-    tables.write(tables.merged(*parts))
+    tables.write(tables.merged(table, *parts), asked.out or tables.TABLE)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import typer
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import print_json, print_table
 from rlkernel.discover import load_target
+from rlkernel.probe import forget
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_core.reasons import Reason
 
@@ -76,6 +77,7 @@ def command(
     if file is not None:
         raise ArgumentError("FILE", file, "build writes where --out says", f"Write --out {file}.")
     found = act(target, op or (), out=out, jobs=jobs, ptx=ptx, configurations=configurations, keep_going=keep_going)
+    forget()  # without this bundle the self-test of a backend may have failed
     _show(found, json=json)
     if found["failed"]:
         for text in found["failed"]:

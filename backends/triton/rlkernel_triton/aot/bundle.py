@@ -28,6 +28,10 @@ class BundleError(RLKernelError):
     """A bundle cannot be read or does not fit; the message says which, why, and the line that makes a new one."""
 
 
+class NoBuildError(BundleError):
+    """A call is outside of what a bundle was compiled for; the message says how to have it compiled."""
+
+
 def _remade(path: Path, targets: Iterable[str] = ()) -> str:
     said = " ".join(f"--target {t}" for t in targets) or "--target sm_87"
     return f"Make it again where Triton is installed: rlkernel aot build {said} --out {path.name}"

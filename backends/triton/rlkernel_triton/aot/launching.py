@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from rlkernel_triton.aot.builds import Code, fixed
-from rlkernel_triton.aot.bundle import Bundle, BundleError
+from rlkernel_triton.aot.bundle import Bundle, BundleError, NoBuildError
 from rlkernel_triton.aot.standin import Call
 
 # Tegra chips: their cubins do not run on others, nor those of others on them (CUDA C++ Programming Guide, on binary
@@ -39,7 +39,7 @@ def served_by(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str,
 
 
 class FromBundle:
-    """A launcher over one bundle and one kind of GPU.
+    """A launcher over one bundle, and others where there are, and one kind of GPU.
 
     Args:
         bundle: where the code is.
@@ -71,7 +71,8 @@ class FromBundle:
         for code in bundle.of(self.chosen):
             self._by_kernel.setdefault(code.build.kernel, []).append(code)
         self._indexed: set[str] = set()
-        self._found: dict[tuple[Any, ...], Code] = {}
+        self.others: tuple[FromBundle, ...] = ()  # asked in turn for what this one lacks; of the same target and kind
+        self._found: dict[tuple[Any, ...], tuple[FromBundle, Code]] = {}
         self._loaded: dict[tuple[int, str, str], Any] = {}
         self._on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
 
@@ -86,13 +87,14 @@ class FromBundle:
     def launch(self, call: Call) -> None:
         """Find the build, load it if need be, and launch it on torch's current stream."""
         signature = (call.key, tuple(call.arguments.values()))
-        code = self._found.get(signature)
-        if code is None:
-            code = self._found[signature] = self._find(call)
+        found = self._found.get(signature)
+        if found is None:
+            found = self._found[signature] = self._served(call)
+        holder, code = found
         device = 0 if self._on_cpu else torch.cuda.current_device()
         stream = 0 if self._on_cpu else torch.cuda.current_stream(device).cuda_stream
         self.driver.enter(device)
-        kernel = self._kernel(code, device)
+        kernel = holder._kernel(code, device)  # noqa: SLF001 the same class
         passed = dict(code.build.types)
         kinds, values = [], []
         for name, value in zip(call.arguments, call.values, strict=True):
@@ -105,6 +107,16 @@ class FromBundle:
             self.driver.launch(
                 kernel, call.grid, threads, code.shared, stream, kinds + ["*"] * scratch, values + [0] * scratch
             )
+
+    def _served(self, call: Call) -> tuple[FromBundle, Code]:
+        """The first bundle that has a build for a call, and the build; the first one's reason where none has."""
+        refused = []
+        for holder in (self, *self.others):
+            try:
+                return holder, holder._find(call)  # noqa: SLF001 the same class
+            except BundleError as error:
+                refused.append(error)
+        raise refused[0]
 
     def _find(self, call: Call) -> Code:
         kernel = call.kernel
@@ -123,7 +135,17 @@ class FromBundle:
         for code in self._codes.get(call.key, ()):
             if code.build.serves(call.arguments):
                 return code
-        raise BundleError(_missing(call, self))
+        raise NoBuildError(_missing(call, self))
+
+    def load_one(self) -> None:
+        """Load some kernel, so that the driver says whether it takes this code.
+
+        Raises:
+            DriverError: it does not.
+        """
+        device = 0 if self._on_cpu else torch.cuda.current_device()
+        self.driver.enter(device)
+        self._kernel(self.bundle.of(self.chosen)[0], device)
 
     def _kernel(self, code: Code, device: int) -> Any:
         file = code.files[self.kind]
