@@ -358,6 +358,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
 
 def followed(family: str, folder: Path, where: str, until: float, note: Any) -> None:
     """A family's child, ended and started again without what it hung in."""
+    patience = 2 * SILENCE if family == "portable" else SILENCE  # Triton compiles where it is first called
     skip: list[str] = []
     hung: list[str] = []
     while time.monotonic() < until:
@@ -375,9 +376,7 @@ def followed(family: str, folder: Path, where: str, until: float, note: Any) -> 
         at, tail, done = "", "", False
         while True:
             try:
-                line = lines.get(
-                    timeout=max(0.1, min(2 * SILENCE if family == "portable" else SILENCE, until - time.monotonic()))
-                )
+                line = lines.get(timeout=max(0.1, min(patience, until - time.monotonic())))
             except queue.Empty:
                 note(family, at or "start", {"failed": "silent; ended"})
                 hung.append(cut_in(at))

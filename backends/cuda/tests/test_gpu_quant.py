@@ -53,12 +53,15 @@ def _canonical(w):
     return codec.prepack(w, layout="canonical")
 
 
-@pytest.mark.parametrize("M", [8, 16, 128])
-def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M) -> None:
+@pytest.mark.parametrize(
+    ("M", "shape"),
+    [(8, (1024, 2048)), (16, (1024, 2048)), (64, (12288, 4096)), (64, (28672, 4096)), (128, (1024, 2048))],
+)
+def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M, shape) -> None:
     from rlkernel_cuda.quant import choice
     from rlkernel_cuda.quant.qmatmul import qmatmul
 
-    w, x = packed("int4_g128", torch.bfloat16, 1024, 2048), inputs(M, 2048, torch.bfloat16)
+    w, x = packed("int4_g128", torch.bfloat16, *shape), inputs(M, shape[1], torch.bfloat16)
     least = next(m for m in range(1, M + 1) if choice.cut(m, w) == choice.cut(M, w))
     whole = qmatmul(x, w)
     assert torch.equal(whole, qmatmul(x, w))
