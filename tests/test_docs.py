@@ -8,18 +8,22 @@ docs/write-a-backend.md installs what it writes: tests/test_new_backend_page.py 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import rlkernel as rlk
+from rlkernel.cli import main
 from rlkernel.config import validated
 from rlkernel_core.reasons import CODES
 
@@ -33,7 +37,6 @@ WRITE = ROOT / "docs" / "write-a-backend.md"
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 # Take minutes or the network; what they name is checked instead.
 NOT_RUN = {"pip", "git", "cd", "make", "export", "pytest"}
-MAIN = "from rlkernel.cli import main; main()"
 SLOW = (
     "rlkernel demo",
     "rlkernel conformance mutants",
@@ -117,12 +120,39 @@ def assert_printed(printed: str, expected: list[str]) -> None:
 def run(command: str, folder: Path) -> str:
     words = shlex.split(command)
     assert words[0] in {"rlkernel", "python"}, command
-    argv = [sys.executable, *(["-c", MAIN] if words[0] == "rlkernel" else []), *words[1:]]
+    if words[0] == "rlkernel":
+        return run_here(words[1:])
     done = subprocess.run(
-        argv, check=False, capture_output=True, text=True, cwd=folder, env={**os.environ, "COLUMNS": "200"}
+        [sys.executable, *words[1:]],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def run_here(words: list[str]) -> str:
+    """A command in this process, which has imported torch already, as if it were a new one."""
+    rlk.refresh()
+    printed, told = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(told),
+    ):
+        patch.setenv("COLUMNS", "200")
+        warnings.simplefilter("default")
+        try:
+            main(words)
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    assert not code, f"rlkernel {' '.join(words)}\n{printed.getvalue()}{told.getvalue()}"
+    return printed.getvalue()
 
 
 def shell(command: str, project: Path) -> None:
