@@ -8,7 +8,7 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
 STAMP   = $(VENV)/.rlkernel-ready
 
-.PHONY: help setup demo test check conform bench docs site hosts build clean
+.PHONY: help setup demo test check conform bench docs fresh site hosts build clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -42,6 +42,20 @@ bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a 
 
 docs: $(STAMP) ## run every code block and command of README and docs
 	$(RUN) -m pytest -q tests/test_docs.py
+
+# Pages and tests alone are copied, so that nothing of the clone can be imported. What backends have is run with them.
+FRESH = build/fresh
+PAGES = README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md Makefile pyproject.toml mkdocs.yml docs examples tests benchmarks/notes
+fresh: build ## the same from the built wheels, in a new environment without the clone
+	rm -rf $(FRESH) && mkdir -p $(FRESH)/clone
+	$(PYTHON) -m venv $(FRESH)/env
+	$(FRESH)/env/bin/python -m pip install --quiet "$(TORCH)+cpu" || $(FRESH)/env/bin/python -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
+	$(FRESH)/env/bin/python -m pip install --quiet "$$(ls dist/rlkernel-*.whl)[dev]"
+	for page in $(PAGES) backends/*/README.md; do mkdir -p $(FRESH)/clone/$$(dirname $$page) && cp -r $$page $(FRESH)/clone/$$page || exit 1; done
+	cd $(FRESH)/clone && ../env/bin/python -c "import rlkernel, rlkernel_core, sys; assert all(m.__file__.startswith(sys.prefix) for m in (rlkernel, rlkernel_core))"
+	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "(block_runs or page) and not jetson.md and not rocm.md" tests/test_docs.py tests/test_docs_ops.py tests/test_new_backend_page.py
+	$(FRESH)/env/bin/python -m pip install --quiet --no-deps dist/rlkernel_triton-*.whl dist/rlkernel_rocm-*.whl dist/rlkernel_jetson-*.whl
+	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "block_runs and (jetson.md or rocm.md)" tests/test_docs.py
 
 site: $(STAMP) ## the documentation as a site in site/
 	$(RUN) -m pip install --quiet -e '.[docs]'

@@ -241,15 +241,23 @@ SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {"update": update, "curves":
 
 
 def draw(path: Path) -> None:
-    """Loss and reward beside the file, a panel each."""
+    """Loss and reward, and of a GPU time and peak memory of the largest update: a panel each, beside the file."""
     import matplotlib as mpl
 
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    stock, ours = json.loads(path.read_text(encoding="utf-8"))["curves"]["runs"].values()
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for panel, name in zip(panels, ("loss", "reward"), strict=True):
+    told = json.loads(path.read_text(encoding="utf-8"))
+    stock, ours = told["curves"]["runs"].values()
+    rows = list(told["update"].values())[-1]["step"]
+    bars = ("ms", "peak_gib") if all(row["peak_gib"] for row in rows.values()) else ()
+    figure, panels = plt.subplots(1, 2 + len(bars), figsize=(9 if not bars else 14, 3.2), layout="constrained")
+    for panel, name in zip(panels[2:], bars, strict=True):
+        colours = ["0.75" if which.startswith("stock") else "tab:blue" for which in rows]
+        panel.barh(list(rows), [row[name] for row in rows.values()], color=colours)
+        panel.set(title={"ms": "update, ms", "peak_gib": "peak memory, GiB"}[name])
+        panel.invert_yaxis()
+    for panel, name in zip(panels[:2], ("loss", "reward"), strict=True):
         panel.plot(stock[name], label="verl", linewidth=3, color="0.75")
         panel.plot(ours[name], label="verl with rlkernel", linewidth=1, color="tab:blue")
         panel.set(xlabel="step", title=name)
