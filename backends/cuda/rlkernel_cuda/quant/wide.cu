@@ -8,6 +8,7 @@
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   GROUP_  columns of a scale: 32, 64, 128, 256; 0: one a row
 //   ZEROS   zero-points, uint8; else 8
+//   AFTER   a scale multiplies the sum of its group in fp32, so that no weight is rounded; groups of 128 or more, STEPS 2
 //   TURNS   warpgroups multiply a step one after the other, so that one decodes while another multiplies
 //   AHEAD   the next step is decoded between the four products of this one, since a warp waits where wgmma reads its
 //           registers; else before its own
@@ -121,6 +122,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
         const u32 z0 = offset_of(ZEROS ? shared_byte(my_zeros + at) : 8);
         const u32 z1 = offset_of(ZEROS ? shared_byte(my_zeros + at + 8) : 8);
         decoded(word, z0, z1, to);
+        if (AFTER) return;
         to[0] = multiplied(to[0], s0), to[1] = multiplied(to[1], s1);
         to[2] = multiplied(to[2], s0), to[3] = multiplied(to[3], s1);
       };
@@ -163,6 +165,15 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
 #else
       int before = 0;  // the stage of the step before
       for (int k = k0; k < k1; k++) {
+#if AFTER
+        float sum[COUNT];
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) sum[j] = 0.f;
+        const u32 of = my_scales + stage * SCALE_BYTES;
+        float s0 = 0.f, s1 = 0.f;
+#else
+        float(&sum)[COUNT] = d;
+#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int step = half % STEPS;
@@ -174,10 +185,16 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
           if (TURNS) meet(TURN + group, 256);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-          for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
+          for (int j = 0; j < 4; j++) multiply(sum, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           const bool ends = group == TEAMS - 1 && half == 1 && k + 1 == k1 && u >= end;
           if (TURNS && !ends) pass(TURN + (group + 1) % TEAMS);
+#if AFTER
+          if (half == 1) {
+            s0 = wide_of(shared_half(of)), s1 = wide_of(shared_half(of + 16));
+            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+          } else
+#endif
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
           if (step == STEPS - 1) {
@@ -185,6 +202,13 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
             if (++stage == STAGES) stage = 0, phase ^= 1;
           }
         }
+#if AFTER
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+          asm volatile("" : "+f"(sum[j])::"memory");
+          d[j] += sum[j] * (j & 2 ? s1 : s0);
+        }
+#endif
       }
 #endif
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
