@@ -373,7 +373,10 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
 
     for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
         for N, K, M, cut in jobs(family, where):
-            told(f"{kind} {K}x{N} M={M} {cut}", partial(timed, N, K, M, cut, kind))
+            told(
+                f"{kind} {K}x{N} M={M} {cut}" if cut else f"portable {kind} {K}x{N} M={M}",
+                partial(timed, N, K, M, cut, kind),
+            )
     print("@done", flush=True)
 
 
