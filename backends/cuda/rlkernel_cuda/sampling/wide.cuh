@@ -75,9 +75,10 @@ template <int SIZE> __device__ u64 team_max(u64 v, Shared& sm) {
 }
 // First bin whose running sum reaches `target` -> sm.at (BINS if none does), and the sum before it -> sm.before.
 __device__ __noinline__ void find(u64 before, u64 target, Shared& sm) {
-  const int tid = threadIdx.x, warp = tid >> 5, i0 = tid * (BINS / NT);
+  constexpr int EACH = (BINS + NT - 1) / NT;  // the last threads have fewer where NT does not divide them
+  const int tid = threadIdx.x, warp = tid >> 5, i0 = min(tid * EACH, BINS), i1 = min(i0 + EACH, BINS);
   u64 part = 0;
-  for (int i = 0; i < BINS / NT; ++i) part += sm.bins[i0 + i];
+  for (int i = i0; i < i1; ++i) part += sm.bins[i];
   const u64 upto = warp_scan(part);
   __syncthreads();
   if ((tid & 31) == 31) sm.red[0][warp] = upto;
@@ -90,10 +91,10 @@ __device__ __noinline__ void find(u64 before, u64 target, Shared& sm) {
   }
   if (tid == 0 && total < target) sm.before = total;
   if (run < target && run + part >= target)
-    for (int i = 0; i < BINS / NT; ++i) {
-      const u64 next = run + sm.bins[i0 + i];
+    for (int i = i0; i < i1; ++i) {
+      const u64 next = run + sm.bins[i];
       if (next >= target) {
-        sm.at = i0 + i, sm.before = run;
+        sm.at = i, sm.before = run;
         break;
       }
       run = next;
