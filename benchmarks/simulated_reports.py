@@ -44,8 +44,7 @@ REPORTS: Final = ROOT / "conformance" / "reports"
 
 def joined(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:
     """A report with the operators of another one, where both are of one profile; else the new one alone."""
-    operators = {o: {**found, "sources": sources(o.partition("@")[0])} for o, found in new["operators"].items()}
-    seconds = new["seconds"]
+    operators, seconds = dict(new["operators"]), new["seconds"]
     if old is not None and old["profile"] == new["profile"]:
         operators = {**old["operators"], **operators}
         seconds = round(seconds + old["seconds"], 1)
@@ -67,10 +66,11 @@ def tell(progress: Progress) -> None:
 
 
 def judged(arch: str, op: str, jobs: int) -> dict[str, Any]:
-    """A report on one operator."""
-    manifest = f"rlkernel_rocm.simulated.{arch}:backend"
+    """A report on one operator, which names what it judged: the sources as they were before it was."""
+    before, manifest = sources(op), f"rlkernel_rocm.simulated.{arch}:backend"
     effort = replace(TOY, examples=FEW) if op in COSTLY else TOY
-    return run(f"simulated-{arch}", effort, ops=(op,), jobs=jobs, manifest=manifest, watch=tell)
+    found = run(f"simulated-{arch}", effort, ops=(op,), jobs=jobs, manifest=manifest, watch=tell)
+    return {**found, "operators": {o: {**one, "sources": before} for o, one in found["operators"].items()}}
 
 
 def main(arguments: list[str]) -> None:
