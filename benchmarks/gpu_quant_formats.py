@@ -31,7 +31,7 @@ FORMATS = (
     *("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k"),
     *("q4l", "gguf_q4_0", "gguf_q8_0", "hqq4", "hqq4_g32", "fp4", "fp4_g128"),
 )
-OTHERS = ("int4_g128", "nf4", "int8_channel", "fp8_channel")  # timed beside them
+OTHERS = ("int4_g128", "nf4", "int8_channel", "fp8_channel", "int8_w8a8")  # timed beside them
 N_TIMED, K_TIMED = 28672, 4096  # gate and up of Llama-3 8B
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 WHOLE = ("mxfp4", "nvfp4", "int4_g128", "fp8_channel", "int8_channel")  # timed at every number of tokens
@@ -263,11 +263,12 @@ def cuts_of(name: str) -> Iterator[tuple[int, int, Any]]:
 
     if name not in {"mxfp4", "nvfp4"}:
         return
-    yield from ((16, p, Cut(16, 64, s, 4)) for p in (1, 2, 4) for s in (4, 6))
-    yield from ((16, p, Cut(16, 128, 4, 8)) for p in (1, 2))
-    yield from ((64, p, Cut(64, 64, 3, 4)) for p in (1, 2))
+    yield from ((16, p, Cut(16, 64, s, 4)) for p in (1, 2, 4) for s in (3, 4))
+    yield from ((32, p, Cut(32, 64, 4, 4)) for p in (1, 2))
+    yield from ((64, p, Cut(64, 128, s, 8)) for p, s in ((1, 4), (2, 3)))
     if name == "mxfp4":
-        yield from ((64, 1, Cut(64, 128, 3, 8)), (128, 1, Cut(128, 128, 3, 8)), (256, 1, Cut(128, 128, 3, 8)))
+        yield from ((M, 1, Cut(256, 128, 3, 8)) for M in (256, 512))
+        yield from ((M, 1, Cut(128, 128, 4, 8)) for M in (128, 1024))
 
 
 def warm(name: str) -> dict[str, Any]:
@@ -286,7 +287,8 @@ def warm(name: str) -> dict[str, Any]:
     packed = prepack(plain)
     quantize(full, plain.spec, out=packed)
     value = dequantize(packed, dtype=torch.float32)[:512]
-    shares = {"bits in place": 0.0 if same(value, quant.dequantize(quant.quantize(full[:512], name)).float()) else 9.0}
+    want = quant.dequantize(quant.quantize(full[:512], name), dtype=torch.float32)
+    shares = {"bits in place": 0.0 if same(value, want) else 9.0}
     if name == "nvfp4":  # a scale of all
         shares.clear()
     for M in tokens_of(name):
@@ -396,9 +398,8 @@ def moe() -> dict[str, Any]:
     dense = torch.randn(EXPERTS, N, K, device="cuda", dtype=torch.bfloat16)
     packed: dict[str, Any] = {}
     cuts = (
-        *(Cut(16, n, s, w) for n, w in ((64, 4), (128, 8)) for s in (3, 4)),
-        *(Cut(32, 64, 4, 4), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4), Cut(64, 128, 3, 8)),
-        *(Cut(128, 128, 3, 8), Cut(128, 64, 3, 4), Cut(256, 128, 3, 8)),
+        *(Cut(16, 64, 4, 4), Cut(16, 128, 4, 8), Cut(32, 64, 4, 4), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4)),
+        *(Cut(64, 128, 3, 8), Cut(128, 128, 3, 8), Cut(128, 128, 4, 8), Cut(256, 128, 3, 8)),
     )
     for name in ("mxfp4", "nvfp4"):
         packed[name] = w = prepack(quantize(dense.view(-1, K), name))
@@ -415,7 +416,7 @@ def moe() -> dict[str, Any]:
             found[f"cublas an expert {tokens} tokens"] = timed([partial(each_expert, x, dense, bounds, y)] * 3)
             floor = max((used * N * K * 4.25 / 8 + 2 * M * (N + K)) / 4.3e6, 2 * M * N * K / 790e6)
             found[f"floor {tokens} tokens, {used} experts"] = round(floor, 2)
-            for cut in cuts if tokens in {4, 64, 1024} else ():
+            for cut in cuts if tokens in {1, 16, 256, 4096} else ():
                 found[f"{tokens} tokens cut {label(cut)}"] = timed(
                     [partial(launch, x, w, After(), "any", ends, y, cut)] * 3, 0.02
                 )

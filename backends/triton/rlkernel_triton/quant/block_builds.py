@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.quant import block_encode_kernels, block_kernels, expert_kernels
-from rlkernel_triton.quant.block_products import CUTS, cut_of
+from rlkernel_triton.quant import block_encode_kernels, block_kernels, expert_kernels, float4_tiles
+from rlkernel_triton.quant.block_products import ALONE, OF_EXPERTS, cut_of
 from rlkernel_triton.quant.blocks import TILE
 from rlkernel_triton.quant.builds import _AFTER, _PLAIN, _build
 
@@ -39,6 +39,11 @@ def builds(arch: str) -> Iterator[Build]:
     dense = {**_PLAIN, **_FORM, "FORMAT": _DENSE, "BM": 64, "BN": 64, "BK": 64, "STAGES": 2, "EB": 32, "WIDE": False}
     values = {**_BLOCKS, **_CALL, **dict.fromkeys(("codes", "high", "scale", "d", "least", "dmin", "factor"), "*bf16")}
     yield _build(block_kernels.block_product, "dense, 32 experts", values, dense)
+    for name in ("mxfp4", "nvfp4"):
+        yield _build(
+            float4_tiles.dequantise_tiles, f"{name}, tiles", {**_BLOCKS, "codes": "*i32", "scale": "*i32"},
+            {"FORMAT": _KINDS[name], "C": 256, "INTERPRETED": False},
+        )  # fmt: skip
     yield from _tiles(arch)
 
 
@@ -65,17 +70,18 @@ def _tiles(arch: str) -> Iterator[Build]:
     base |= {"FACTORED": False, "ASM": nvidia, "PERMUTED": nvidia and arch != "sm90"}
 
     def tile(label: str, rows: int, **more: Any) -> Build:
-        cut = cut_of(rows, arch)
+        cut = cut_of(rows, arch, alone=more.get("EB") == 0)
         shape = {"BM": cut.BM, "BN": cut.BN, "BK": 64, "STAGES": cut.stages}
         return _build(expert_kernels.tile_product, label, _TILES, {**base, **shape, **more}, cut.warps, cut.stages)
 
-    for rows in CUTS:
+    for rows in OF_EXPERTS:
         yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows)
-    yield tile("mxfp4, M <= 32", 32, EB=0, PARTS=4, BK=128)
-    yield tile("nvfp4, M <= 32", 32, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
+    for rows in ALONE:
+        yield tile(f"mxfp4, M <= {rows}", rows, EB=0, BK=64 if rows > 64 else 128, PARTS=2 if rows <= 16 else 1)
+    yield tile("nvfp4, M <= 16", 16, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
     yield tile("mxfp4, 32 experts, swiglu, bias", 32, PAIR=True, ACTIVATION="swiglu", BIAS=True)
     int4 = {"FORMAT": _INT4, "GROUP": 128, "BK": 128}
     given = {**_TILES, "scale": "*bf16"}
-    cut = cut_of(32, arch)
+    cut = cut_of(32, arch, alone=False)
     shape = {"BM": cut.BM, "BN": cut.BN, "STAGES": cut.stages, **int4}
     yield _build(expert_kernels.tile_product, "int4_g128, 32 experts", given, {**base, **shape}, cut.warps, cut.stages)

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
@@ -33,9 +33,12 @@ class Cut(NamedTuple):
     warps: int
 
 
-# Rows of x (of an expert, on average) up to a class -> cut, as measured on an H200 (benchmarks/notes/quant-formats.md).
-# 128 rows of folded weights want 8 warps: see choice.
-CUTS: Final = {32: Cut(32, 128, 4, 8), 64: Cut(64, 64, 3, 4), 128: Cut(128, 64, 3, 4)}
+# Rows of x up to a class -> cut, as measured on an H200 (benchmarks/notes/quant-formats.md): of an expert, on average,
+# and of a weight alone, which is dequantised above. 128 rows of folded weights want 8 warps: see choice.
+OF_EXPERTS: Final = {4: Cut(16, 128, 4, 8), 32: Cut(32, 128, 4, 8), 64: Cut(64, 64, 3, 4), 128: Cut(128, 128, 3, 8)}
+ALONE: Final = {16: Cut(16, 64, 4, 4), 32: Cut(32, 128, 4, 8), 64: Cut(64, 128, 3, 8), 512: Cut(128, 128, 3, 8)}
+_PROGRAMS: Final = 7  # a multiprocessor, at most, where K is split; few registers and little memory fit so many
+_LARGE: Final = 1 << 14  # elements of a tile from which a step is short
 _DENSE_EXPERTS: Final = 8 * PIECE  # bytes of experts that are dequantised at once
 
 
@@ -58,7 +61,7 @@ def multiplied(
         elif in_tiles(x, w, rounding, N, after):
             by_tiles(x, w, after, rounding, ends, y)
         elif ends is None and many(x, rounding):
-            product.by_pieces(x, blocks.unpacked(w), after, y)
+            product.by_pieces(x, w, after, y)
         elif blocks.reads(w.spec):
             by_blocks(x, w, after, rounding, ends, y)
         else:
@@ -85,18 +88,21 @@ def by_tiles(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tenso
     """Codes in tiles, decoded in registers."""
     experts = 1 if ends is None else ends.shape[0]
     rows = triton.cdiv(x.shape[0], experts)
-    if ends is None and rows > max(CUTS) and rounding != "none":
-        product.by_pieces(x, blocks.unpacked(w), after, y)
+    if ends is None and rows > max(ALONE) and rounding != "none":
+        product.by_pieces(x, w, after, y)
         return
-    cut = cut_of(rows, product.machine(x.device).kind)
+    cut = cut_of(rows, product.machine(x.device).kind, alone=ends is None)
+    if after.pair and cut.BM * cut.BN >= _LARGE:  # two sums
+        cut = cut._replace(BN=64, warps=4)
     if y.shape[1] % cut.BN:
         cut = cut._replace(BN=64 if y.shape[1] % 64 == 0 else 32, warps=4)
     launch(x, w, after, rounding, ends, y, cut)
 
 
-def cut_of(rows: int, kind: str) -> Cut:
-    """The cut for so many rows of an expert, on a kind of GPU; others than that which was measured have less memory."""
-    cut = next((c for limit, c in CUTS.items() if rows <= limit), CUTS[max(CUTS)])
+def cut_of(rows: int, kind: str, *, alone: bool) -> Cut:
+    """The cut for so many rows, on a kind of GPU; others than that which was measured have less memory."""
+    cuts = ALONE if alone else OF_EXPERTS
+    cut = next((c for limit, c in cuts.items() if rows <= limit), cuts[max(cuts)])
     return cut if kind == "sm90" else cut._replace(stages=2)
 
 
@@ -108,10 +114,11 @@ def launch(
     experts = 1 if ends is None else ends.shape[0]
     m_tiles = triton.cdiv(M, cut.BM) if ends is None else M // cut.BM + min(M, experts)
     step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
-    if cut.BM * cut.BN >= 1 << 14:
+    if cut.BM * cut.BN >= _LARGE:
         step = min(step, 64)
     on, tiles = product.machine(x.device), m_tiles * (y.shape[1] // cut.BN)
-    parts = parts or (choice.parts_of(tiles, K // step, on.multiprocessors) if ends is None else 1)
+    programs = _PROGRAMS if cut.BM == 16 and on.kind == "sm90" else choice.PROGRAMS
+    parts = parts or (choice.parts_of(tiles, K // step, on.multiprocessors, programs) if ends is None else 1)
     partial, counters = x, x
     if parts > 1:
         halves = 2 if after.pair else 1
@@ -160,7 +167,7 @@ def launch(
 
 def by_blocks(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor) -> None:
     """Canonical blocks, decoded beside the product."""
-    w = blocks.unpacked(w)
+    w = blocks.packed(w, CANONICAL)
     form = blocks.form(w.spec)
     experts = 1 if ends is None else ends.shape[0]
     _canonical(
@@ -183,7 +190,6 @@ def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Ten
 
 def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Any:
     """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
-    w = blocks.unpacked(w)
     N, K = w.shape[0] // experts, w.shape[1]
     most = max(1, _DENSE_EXPERTS // (N * K * kind.itemsize))
     aligned = 16 // _common(N, 16)  # tiles are read from multiples of 16 rows

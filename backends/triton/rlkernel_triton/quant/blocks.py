@@ -18,7 +18,7 @@ from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import block_encode_kernels, block_kernels, decode_kernels
+from rlkernel_triton.quant import block_encode_kernels, block_kernels, decode_kernels, float4_tiles
 
 F4: Final = "triton_f4"
 TILE: Final = (16, 256)  # rows and columns of a program that quantises
@@ -105,10 +105,19 @@ def encode(w: QuantTensor, weight: Tensor) -> None:
 def dequantised(
     w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
 ) -> Tensor:  # -> [rows, K]
-    """The weight, or a range of its rows."""
-    w = packed(w, CANONICAL)
+    """The weight, or a range of its rows, which starts at a multiple of 16 where it is in tiles."""
     first, last = rows or (0, w.shape[0])
     result = torch.empty(last - first, w.shape[1], dtype=dtype, device=w.device) if out is None else out
+    if w.layout == F4:
+        C = next(size for size in (256, 128, 64) if w.shape[1] % size == 0)
+        scale = w.parts["scale"].contiguous().view(torch.int32)
+        with on_device_of(result):
+            float4_tiles.dequantise_tiles[(triton.cdiv(last - first, 16) * (w.shape[1] // C),)](
+                codes=w.parts["codes"].contiguous(), scale=scale, factor=w.parts.get("global_scale", scale), out=result,
+                first=first, N=last, K=w.shape[1], FORMAT=KINDS[w.spec.format].value, C=C, INTERPRETED=INTERPRETED,
+                num_warps=4, **_EXACT,
+            )  # fmt: skip
+        return result
     R, C = 8, 256
     with on_device_of(result):
         block_kernels.dequantise_blocks[(triton.cdiv(last - first, R) * triton.cdiv(w.shape[1], C),)](
@@ -133,11 +142,6 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
     move_codes(w, codes, to_tiles=layout == F4)
     scale = (_scales_in_tiles if layout == F4 else _scales_in_rows)(w)
     return QuantTensor(w.spec, w.shape, w.dtype, {**w.parts, "codes": codes, "scale": scale}, layout)
-
-
-def unpacked(w: QuantTensor) -> QuantTensor:
-    """A weight in `triton_f4` as canonical, once for all pieces that are read of it; others as they are."""
-    return packed(w, CANONICAL) if w.layout == F4 else w
 
 
 def move_codes(w: QuantTensor, codes: Tensor, *, to_tiles: bool) -> None:

@@ -72,10 +72,10 @@ def class_of(M: int, kind: str) -> int | None:
     return next((c for c in DEVICES[kind].table if c >= M), None)
 
 
-def parts_of(tiles: int, steps: int, multiprocessors: int) -> int:
-    """A power of two that divides the steps of K, for `PROGRAMS` programs a multiprocessor, and 8 at most."""
+def parts_of(tiles: int, steps: int, multiprocessors: int, programs: int = PROGRAMS) -> int:
+    """A power of two that divides the steps of K, for so many programs a multiprocessor, and 8 at most."""
     parts = 1
-    while parts < 8 and tiles * parts * 2 <= PROGRAMS * multiprocessors and steps % (parts * 2) == 0:
+    while parts < 8 and tiles * parts * 2 <= programs * multiprocessors and steps % (parts * 2) == 0:
         parts *= 2
     return parts
 

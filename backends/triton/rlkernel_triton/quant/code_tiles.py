@@ -173,15 +173,15 @@ def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
 def magnitude_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.constexpr):
     """int32 code, without a sign, of the small float nearest to `size`, which is not beyond the largest.
 
-    Adding a number whose last bit is a step of the code lets the addition round, ties to even; the sum's last bits are
-    then the steps within the binade. AWAY: a tie takes the larger magnitude.
+    Adding a number whose last bit is a step of the code lets the addition round, ties to even. The number counts the
+    steps of the binades below too, so the last bits of the sum are the code. AWAY: a tie takes the larger magnitude.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
     binade = tl.maximum(size.to(tl.int32, bitcast=True), (128 - BIAS) << 23) & 0x7F800000  # subnormal: of the smallest
-    magic = binade + (SHIFT << 23)
+    magic = binade + (binade >> SHIFT) + ((SHIFT << 23) - ((128 - BIAS) << MANTISSA))
     wide = magic.to(tl.float32, bitcast=True)
     total = size + wide
-    found = total.to(tl.int32, bitcast=True) - magic + ((binade >> SHIFT) - ((128 - BIAS) << MANTISSA))
+    found = total.to(tl.int32, bitcast=True) & (7 if MANTISSA == 1 else 127)
     if AWAY:
         half = (binade - ((MANTISSA + 1) << 23)).to(tl.float32, bitcast=True)
         found += (size - (total - wide) >= half).to(tl.int32)

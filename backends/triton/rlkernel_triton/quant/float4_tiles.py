@@ -185,3 +185,25 @@ def float4_tile(
         v6 = _one(words, high, 12, X_TYPE, DTYPE, INTERPRETED)
         v7 = _one(words, high, 28, X_TYPE, DTYPE, INTERPRETED)
     return as_operand(v0, v1, v2, v3, v4, v5, v6, v7, TN, BK, PERMUTED)
+
+
+@triton.jit
+def dequantise_tiles(
+    codes, scale, factor, out, first, N, K, FORMAT: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """16 rows x C columns of the weight's rows first .. N; `first` is a multiple of 16, K one of C."""
+    column_tiles = K // C
+    row16 = first // 16 + tl.program_id(0) // column_tiles
+    k0 = tl.program_id(0) % column_tiles * C
+    one = tl.arange(0, 1)
+    words = tl.load(codes + (row16 + one).to(tl.int64)[:, None] * (K * 2) + (k0 * 2 + tl.arange(0, C * 2))[None, :])
+    s = load_scales(scale, row16, k0, K, FORMAT, 1, C)
+    whole = 1.0
+    if FORMAT == NVFP4:
+        whole = tl.load(factor)
+    X_TYPE: tl.constexpr = out.dtype.element_ty
+    DTYPE: tl.constexpr = tl.float32 if INTERPRETED else X_TYPE
+    value = float4_tile(words, s, whole, FORMAT, X_TYPE, DTYPE, 1, C, False, False, INTERPRETED)
+    n, k = row16 * 16 + tl.arange(0, 16), k0 + tl.arange(0, C)
+    at = (n - first).to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(out + at, narrowed(value.to(tl.float32), X_TYPE, INTERPRETED), mask=(n < N)[:, None])

@@ -22,7 +22,6 @@ from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, check
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
-from rlkernel_triton.quant.blocks import unpacked
 from rlkernel_triton.quant.product import PIECE, After, wide_product
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
@@ -178,7 +177,6 @@ def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  #
             turned = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
             dense_product(dh.contiguous(), turned, After(), ends, dx, first=first, experts=some, N=K)
         return dx
-    w = unpacked(w)
     rows = max(64, 8 * PIECE // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):
