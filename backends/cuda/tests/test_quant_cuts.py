@@ -71,6 +71,28 @@ def test_small_weights_with_few_tokens_are_left_to_the_portable_kernel() -> None
     assert [choice.cut(M, Weight("int4_g128", (6144, 4096))) for M in (17, 64)] == [None, None]
 
 
+def tiled(x, element, sizes, strides):
+    """What a description of TMA says of the memory of x, its slowest dimension first."""
+    steps = [1, *(bytes_ // element for bytes_ in strides)]
+    return x.as_strided(sizes[::-1], steps[::-1])
+
+
+@pytest.mark.parametrize("M", [33, 65, 300])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_stage_is_one_box_of_x_and_one_of_codes(shape, M, monkeypatch) -> None:
+    monkeypatch.setattr(driver, "boxes", lambda *given: given)
+    (N, K), w = shape, Weight("int4_g128", shape)
+    cut = choice.many4(N, K, M, w.spec, 132) or launch.Wide(64, 2, 5, split=False)
+    x = torch.arange(5 * 256, dtype=torch.int16).view(5, 256)
+    _, _, sizes, strides, box, swizzle = launch._tokens(x, cut)
+    assert torch.equal(tiled(x, 2, sizes, strides), x.view(5, 4, 64).transpose(0, 1))
+    assert (box, swizzle) == ((64, cut.tokens, cut.steps), driver.SWIZZLE_128B)
+    codes = torch.arange(3 * 4 * 128, dtype=torch.int32).view(3, 4, 128)
+    _, _, sizes, strides, box = launch._words(0, 48, 256, 4 * cut.teams, cut.steps)
+    assert torch.equal(tiled(codes, 4, sizes, strides), codes.view(3, 512))
+    assert (box, max(box) <= 256) == ((128 * cut.steps, 4 * cut.teams), True)
+
+
 def refused(w, M=3, dtype=torch.bfloat16, **rest):
     reason = fits(torch.zeros(M, w.shape[1], dtype=dtype), w, **rest)
     return None if reason is None else reason.slug
