@@ -121,6 +121,10 @@ print(sorted({str(md.distribution(d).version) for d in sys.argv[1:]}), pathlib.P
     assert said[0] == f"['{rlkernel_core.__version__}'"
     assert Path(said[1].strip()).is_relative_to(environment.python.parents[1])  # not the clone
     environment.run("rlkernel", "explain", "logprob", "--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16")
+    (bundle,) = environment.python.parents[1].rglob("rlkernel_jetson/bundles/jetson.zip")
+    listed = json.loads(environment.run("rlkernel", "aot", "list", str(bundle), "--json").stdout)
+    assert listed["targets"] == {"sm_87": ["cubin", "ptx"]}
+    assert {row["kernel"] for row in listed["kernels"]} == {"rlkernel_triton.quant.decode_kernels:move"}
 
 
 def test_upgrade_notes_and_changelog_speak_of_this_version() -> None:
