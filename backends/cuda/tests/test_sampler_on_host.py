@@ -105,7 +105,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def read_on(tmp_path_factory) -> ctypes.CDLL:
     """Three blocks that finish their rows while they read the next."""
-    return built(tmp_path_factory.mktemp("read_on"), NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=8, GRID=3)
+    return built(tmp_path_factory.mktemp("read_on"), NT=128, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=2, GRID=3)
 
 
 @pytest.mark.parametrize("build", ["filtered", "read_on"])
@@ -131,13 +131,13 @@ def test_usual_rows_take_the_quick_way_and_flat_nuclei_the_exact_one(filtered) -
     assert [way.tolist() for way in ways] == [[False] * 2] * 3 + [[True] * 2] * 2
 
 
-def test_a_nucleus_may_end_in_any_bin_whatever_the_threads(filtered, read_on) -> None:
+def test_a_nucleus_may_end_in_any_bin_whatever_the_threads(tmp_path) -> None:
     # 768 threads looked at 1536 of the 2048 bins of the exact search, and kept a row whole that ends behind them
+    library = built(tmp_path, NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=8, GRID=2)
     g = torch.Generator().manual_seed(4)
-    x = 0.5 * torch.randn(4, 2600, generator=g) - 2 * (torch.arange(2600) + 2.0).log()
-    for law in ({"temperature": 2.0, "top_p": 0.95}, {"top_p": 0.999}, {"top_p": 0.999, "top_k": 2590}):
-        for library in (filtered, read_on):
-            assert same(library, x, seed=torch.arange(4), step=2, **law).any()
+    x = 0.5 * torch.randn(3, 2600, generator=g) - 2 * (torch.arange(2600) + 2.0).log()
+    for law in ({"temperature": 2.0, "top_p": 0.95}, {"top_p": 0.999}):
+        assert same(library, x, seed=torch.arange(3), step=2, **law).any()
 
 
 def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
