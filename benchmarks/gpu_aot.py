@@ -360,14 +360,17 @@ def conformance(run: Run, profile: str, quick: list[str], again: list[str]) -> N
     def lane(op: str) -> None:
         effort = "quick" if op in quick else profile
         if op not in there:
-            table = run.bundles / f"{op}.jsonl"
-            if op in again:
-                command = suite("recorded", "rlkernel_triton.aot.recording:backend", op, effort, "cpu", workers)
-                table = recorded(run, op, command)
-            wider = effort != "quick" and table.exists()  # than the shipped configurations
-            build(run, op, op, max(workers, CORES // 2), str(table) if wider else "")
+            build(run, op, op, max(workers, CORES // 2), table(op, effort))
         for backend, share in zip(MANIFESTS, (0.5, 1.0), strict=False):
             attacked(backend, op, effort, share)
+
+    def table(op: str, effort: str) -> str:
+        """A file of configurations, if those that ship will not do: they are those of the quick profile."""
+        if op in again:
+            command = suite("recorded", "rlkernel_triton.aot.recording:backend", op, effort, "cpu", workers)
+            return str(recorded(run, op, command))
+        brought_along = run.bundles / f"{op}.jsonl"
+        return str(brought_along) if effort != "quick" and brought_along.exists() else ""
 
     def attacked(backend: str, op: str, effort: str, share: float) -> None:
         folder, log = run.out / "conformance" / effort / backend / op, run.out / f"{backend}-{op}.log"
