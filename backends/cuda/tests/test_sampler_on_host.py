@@ -136,8 +136,7 @@ def test_a_nucleus_may_end_in_any_bin_whatever_the_threads(tmp_path) -> None:
     library = built(tmp_path, NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=8, GRID=2)
     g = torch.Generator().manual_seed(4)
     x = 0.5 * torch.randn(3, 2600, generator=g) - 2 * (torch.arange(2600) + 2.0).log()
-    for law in ({"temperature": 2.0, "top_p": 0.95}, {"top_p": 0.999}):
-        assert same(library, x, seed=torch.arange(3), step=2, **law).any()
+    assert same(library, x, seed=torch.arange(3), step=2, temperature=2.0, top_p=0.95).all()
 
 
 def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
