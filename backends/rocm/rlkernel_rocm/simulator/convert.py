@@ -72,6 +72,7 @@ PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": n
 HALVES: Final[Mapping[str, Compute]] = {
     "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
 }  # fmt: skip
+SHORTS: Final[Mapping[str, Compute]] = {"v_pk_add_u16": np.add, "v_pk_sub_u16": np.subtract}
 HALF: Final[Mapping[str, Compute]] = {
     "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_mul_f16": np.multiply, "v_max_f16": np.fmax, "v_min_f16": np.fmin,
 }  # fmt: skip
@@ -132,6 +133,22 @@ def _halves(ins: Instruction) -> Step:
         t.put(ins.operands[0].index, low.astype(U32) | high.astype(U32) << U32(16))
 
     return step
+
+
+def _short_pair(ins: Instruction) -> Step:
+    """Two operations on 16 bits without sign; with clamp they stop at the ends of their range."""
+    compute, reads, to = SHORTS[ins.name], [u32(o) for o in ins.operands[1:]], ins.operands[0].index
+    if set(ins.modifiers) - {"clamp", "op_sel", "op_sel_hi"}:
+        raise unknown(ins)
+    halves = ins.bits("op_sel", 2, 0), ins.bits("op_sel_hi", 2, 1)
+    clamp = "clamp" in ins.modifiers
+
+    def part(t: Team, chosen: list[int]) -> Array:
+        xs = [(np.asarray(r(t)) >> U32(16 * s) & U32(0xFFFF)).astype(I32) for r, s in zip(reads, chosen, strict=True)]
+        out = np.clip(compute(*xs), 0, 0xFFFF) if clamp else compute(*xs) & I32(0xFFFF)
+        return out.astype(U32)
+
+    return lambda t: t.put(to, part(t, halves[0]) | part(t, halves[1]) << U32(16))
 
 
 def _half_arithmetic(ins: Instruction) -> Step:
@@ -281,7 +298,7 @@ def bind(ins: Instruction) -> Step | None:
         a, b, bits = f32(ins.operands[1]), f32(ins.operands[2]), PACK[name]
         to = ins.operands[0].index
         return lambda t: t.put(to, bits(np.asarray(a(t))) | bits(np.asarray(b(t))) << U32(16))
-    for table, binder in ((PAIRS, _pair), (HALVES, _halves), (HALF, _half_arithmetic)):
+    for table, binder in ((PAIRS, _pair), (HALVES, _halves), (SHORTS, _short_pair), (HALF, _half_arithmetic)):
         if name in table:
             return binder(ins)
     if name in {"v_bitop3_b32", "v_bitop3_b16"}:

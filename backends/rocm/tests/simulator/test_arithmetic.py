@@ -302,6 +302,22 @@ def test_pairs_take_the_halves_that_their_modifiers_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "want"),
+    [
+        ("v_pk_sub_u16 v2, v0, v1", 0xFFFF_0003),
+        ("v_pk_sub_u16 v2, v0, v1 clamp", 0x0000_0003),
+        ("v_pk_sub_u16 v2, v0, 2 clamp", 0x0001_0003),  # a constant has nothing in its high half
+        ("v_pk_add_u16 v2, v0, v0 op_sel_hi:[0,0]", 0x000A_000A),
+    ],
+)
+def test_pairs_of_16_bits_wrap_or_stop(line, want) -> None:
+    t = team()
+    t.v[0][...], t.v[1][...] = 0x0001_0005, 0x0002_0002
+    run(t, line)
+    assert int(t.v[2][0, 0]) == want
+
+
+@pytest.mark.parametrize(
     "line", ["v_frobnicate_b32 v0, v1", "s_frobnicate s0, s1", "v_add_u32_e64 v0, v1, v2 banana:1"]
 )
 def test_an_instruction_that_nobody_knows_is_named(line) -> None:
