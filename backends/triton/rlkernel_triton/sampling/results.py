@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.rows import floor_of, logits_at, parameter, place_of, times
+from rlkernel_triton.sampling.rows import floor_of, in_pairs, logits_at, parameter, place_of, times
 from rlkernel_triton.sampling.stream import BEST, COUNT, MOMENT, TOTAL, as_int32
 
 # Rows of the results: [., N] each.
@@ -43,6 +43,12 @@ def request(
 
 
 @triton.jit
+def joined(x):
+    """The sum of the tiles of a row, [SP]."""
+    return tl.sum(in_pairs(tl.reshape(x, [1, x.shape[0]])), 0)
+
+
+@triton.jit
 def summed(work, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
     """(best logit, tokens that can be drawn, their mass, their sum of w * y, whether there is NaN) of the row."""
     t = tl.arange(0, SP)
@@ -55,12 +61,12 @@ def summed(work, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
     live = m > floor_of(top)
     shift = tl.where(live, tl.where(m == top, 0.0, (m - top) / T), -float("inf"))
     scale = tl.exp(shift)
-    Z = tl.sum(tl.where(live, times(z, scale), 0.0), 0)
+    Z = joined(tl.where(live, times(z, scale), 0.0))
     tilted = tl.full((), 0.0, tl.float32)
     if ENTROPY:
         h = tl.load(work + MOMENT * S + t, mask=t < S, other=0.0)
         each = times(scale, h + times(z, tl.where(scale > 0.0, shift, 0.0)))
-        tilted = tl.sum(tl.where(live & (scale > 0.0), each, 0.0), 0)
+        tilted = joined(tl.where(live & (scale > 0.0), each, 0.0))
     return top, tl.sum(tl.where(live, n, 0), 0), Z, tilted, nan
 
 
@@ -72,7 +78,7 @@ def summed_raw(work, S, SP: tl.constexpr):
     z = tl.load(work + TOTAL * S + t, mask=t < S, other=0.0)
     top = tl.max(m, 0)
     y = tl.where(m == top, 0.0, m - top)
-    return top, tl.sum(tl.where(m > -float("inf"), times(z, tl.exp(y)), 0.0), 0)
+    return top, joined(tl.where(m > -float("inf"), times(z, tl.exp(y)), 0.0))
 
 
 @triton.jit

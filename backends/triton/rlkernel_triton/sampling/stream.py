@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
-from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, logits_at, parameter, place_of, times
+from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, in_pairs, logits_at, parameter, place_of, times
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -144,7 +144,7 @@ def tiles(
     top = tl.reshape(tl.broadcast_to(best[:, None], [PER, G]), [ROWS])[:, None]
     y = (v - top) * s
     w = tl.exp2(y)
-    total = tl.sum(tl.reshape(tl.sum(w, 1), [PER, G]), 1)
+    total = in_pairs(tl.reshape(in_pairs(w), [PER, G]))
     # An infinite best has no differences: +inf counts its like, and -inf counts nothing.
     total = tl.where(best < float("inf"), tl.where(best > -float("inf"), total, 0.0), n.to(tl.float32))
     tl.store(work + BEST * S + t, best, mask=t < S)
@@ -152,7 +152,7 @@ def tiles(
     if not RAW:
         tl.store(counts + COUNT * S + t, tl.where(nan > 0, -1 - n, n), mask=t < S)
         if ENTROPY:
-            h = tl.sum(tl.reshape(tl.sum(tl.where(w > 0.0, times(w, y * LN2), 0.0), 1), [PER, G]), 1)
+            h = in_pairs(tl.reshape(in_pairs(tl.where(w > 0.0, times(w, y * LN2), 0.0)), [PER, G]))
             h = tl.where((best < float("inf")) & (best > -float("inf")), h, 0.0)
             tl.store(work + MOMENT * S + t, h, mask=t < S)
         if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
