@@ -73,7 +73,7 @@ def needed(*, all_stages: bool) -> list[tuple[str, ...]]:
         return sorted({flags(s, getattr(torch, d), plain=p) for s, d, p in found})
     found |= {(Shape(*s), "float32", False) for s in itertools.chain(*SWEEP.values())}
     found |= {(Shape(*s), "float32", True) for s in itertools.chain(*PLAIN_SWEEP.values())}
-    found |= {(s, d, False) for _, s in call.FILTERED for d in ("float32", "bfloat16")}
+    found |= {(s, d, False) for _, s in (*call.FILTERED, *call.CUT) for d in ("float32", "bfloat16")}
     found |= {(s, "float32", True) for _, s in call.PLAIN}
     found |= {(call.FILTERED[-1][1], "float16", False), (call.PLAIN[-1][1], "bfloat16", True)}
     options = {flags(s, getattr(torch, d), plain=p) for s, d, p in found}
@@ -247,7 +247,7 @@ def right(shapes: list[Any]) -> dict[str, Any]:
     from rlkernel_cuda.sampling import call
 
     total: dict[str, Any] = {"rows": 0, "near": 0, "slow": 0, "worst": 0.0, "wrong": [], "bits": []}
-    tables = call.FILTERED, call.PLAIN
+    tables = call.FILTERED, call.PLAIN, call.CUT
     at = time.monotonic()
     for i, (name, x, law) in enumerate(cases()):
         n = x.shape[0]
@@ -256,10 +256,10 @@ def right(shapes: list[Any]) -> dict[str, Any]:
         args = {**law, **noise, "raw_logprob": True}
         outs = []
         for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 1) % len(shapes)])):
-            call.FILTERED = ((2**31, shape),)
+            call.FILTERED = call.CUT = ((2**31, shape),)
             call.PLANS.clear()
             outs.append(call.sample(x, **args))
-        call.FILTERED = tables[0]
+        call.FILTERED, call.CUT = tables[0], tables[2]
         call.PLANS.clear()
         torch.cuda.synchronize()
         found = judged(x, args, outs[0])
@@ -379,15 +379,15 @@ def reading_on(save: Any) -> dict[str, Any]:
     from rlkernel_cuda.sampling.launch import Shape
 
     found: dict[str, Any] = {"differ": [], "wrong": [], "rows": 0, "judged": 0, "near": 0, "slow": 0, "worst": 0.0}
-    table = call.FILTERED
+    table = call.FILTERED, call.CUT
 
     def drawn(shape: tuple[int, ...], x: Any, **args: Any) -> Any:
-        call.FILTERED = ((2**31, Shape(*shape)),)
+        call.FILTERED = call.CUT = ((2**31, Shape(*shape)),)
         call.PLANS.clear()
         try:
             return call.sample(x, **args)
         finally:
-            call.FILTERED = table
+            call.FILTERED, call.CUT = table
             call.PLANS.clear()
 
     def same(name: str, a: Any, b: Any) -> None:
@@ -456,7 +456,7 @@ def steps(save: Any) -> dict[str, Any]:
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape
 
-    table, out = call.FILTERED, {}
+    table, out = (call.FILTERED, call.CUT), {}
     for B in STEPS:
         ids, rows = torch.arange(B, device="cuda"), {}
         base = {"temperature": torch.ones(B, device="cuda"), "seed": ids, "step": ids}
@@ -469,12 +469,12 @@ def steps(save: Any) -> dict[str, Any]:
             dtype = torch.bfloat16 if name == "bf16" else torch.float32
             inputs = [logits(kind, B, dtype, i) for i in range(2)]
             for s in (APART, READ_ON):
-                call.FILTERED = ((2**31, Shape(*s)),)
+                call.FILTERED = call.CUT = ((2**31, Shape(*s)),)
                 call.PLANS.clear()
                 rows[f"{name} {s}"] = tried(partial(call.sample, **law), inputs, 4)
             del inputs
         out[str(B)] = rows
-        call.FILTERED = table
+        call.FILTERED, call.CUT = table
         call.PLANS.clear()
         save(out)
         print(B, json.dumps(rows), flush=True)
@@ -532,7 +532,7 @@ def timing(save: Any) -> dict[str, Any]:
     from rlkernel_cuda.sampling.launch import Shape
     from rlkernel_triton.sampling.call import sample as portable
 
-    tables = call.FILTERED, call.PLAIN
+    tables = call.FILTERED, call.PLAIN, call.CUT
     out: dict[str, Any] = {}
     at = time.monotonic()
     for B, shapes in SWEEP.items():
@@ -546,10 +546,10 @@ def timing(save: Any) -> dict[str, Any]:
         rows: dict[str, Any] = {}
         inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
         for s in shapes:
-            call.FILTERED = ((2**31, Shape(*s)),)
+            call.FILTERED = call.CUT = ((2**31, Shape(*s)),)
             call.PLANS.clear()
             rows[f"50, 0.95 {s}"] = tried(partial(call.sample, **both), inputs, calls)
-        call.FILTERED = tables[0]
+        call.FILTERED, call.CUT = tables[0], tables[2]
         call.PLANS.clear()
         for s in PLAIN_SWEEP[B]:
             call.PLAIN = ((2**31, Shape(*s)),)
@@ -569,7 +569,7 @@ def timing(save: Any) -> dict[str, Any]:
             call.sample(inputs[i % 2], **both)
         rows["host us"] = round((time.perf_counter() - start) / 50 * 1e6, 1)
         torch.cuda.synchronize()
-        call.FILTERED = tables[0]
+        call.FILTERED, call.CUT = tables[0], tables[2]
         call.PLANS.clear()
         out[str(B)] = rows
         save(out)
@@ -692,7 +692,7 @@ def main() -> None:
             "build": partial(all_builds, given.only),
             "on": partial(reading_on, save),
             "steps": partial(steps, save),
-            "right": partial(right, [s for _, s in call.FILTERED]),
+            "right": partial(right, [s for _, s in call.CUT]),
             "more": right_more,
             "clocks": clocks,
             "time": partial(timing, save),

@@ -43,18 +43,18 @@ def test_results_are_the_reference_s(law, dtype) -> None:
 def test_bits_depend_on_the_row_alone(law, monkeypatch) -> None:
     from rlkernel_cuda.sampling import call
 
-    x, rest = case(N=300)  # more rows than multiprocessors: blocks that read on have several each
+    x, rest = case(N=600)  # more rows than multiprocessors: blocks that read on have several each
     whole = call.sample(x, **rest, **law)
     turned = call.sample(x.flip(0), **{**rest, "seed": rest["seed"].flip(0)}, **law)
     alone = call.sample(x[5:6], **{**rest, "seed": rest["seed"][5:6]}, **law)
-    tables = (*call.FILTERED, *call.PLAIN)
+    shapes = {shape for _, shape in (*call.FILTERED, *call.CUT, *call.PLAIN)}
     for name in FIELDS:
         a = getattr(whole, name)
         assert torch.equal(a, getattr(turned, name).flip(0)), name
         assert torch.equal(a[5:6], getattr(alone, name)), name
-    for _, shape in tables:
-        monkeypatch.setattr(call, "FILTERED", ((2**31, shape),))
-        monkeypatch.setattr(call, "PLAIN", ((2**31, shape),))
+    for shape in shapes:
+        for table in ("FILTERED", "CUT") if shape.finishers else ("FILTERED", "CUT", "PLAIN"):
+            monkeypatch.setattr(call, table, ((2**31, shape),))
         call.PLANS.clear()
         other = call.sample(x, **rest, **law)
         assert [n for n in FIELDS if not torch.equal(getattr(whole, n), getattr(other, n))] == []
