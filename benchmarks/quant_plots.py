@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE / "results" / "h200"
-PORTABLE: Final = "quant_formats_run3.json"  # of gpu_quant_formats.py
+PORTABLE: Final = "quant_formats_run[3-9].json"  # of gpu_quant_formats.py
 HOPPER: Final = "qmatmul_cuda_run*.json"  # of gpu_qmatmul_cuda.py
 SHAPE: Final = "4096x28672"
 RULER: Final = "cuBLAS, bf16 weight"
@@ -37,18 +37,21 @@ class Line(NamedTuple):
     ruler: Times
 
 
-def portable(found: Mapping[str, Any], formats: tuple[str, ...]) -> list[Line]:
-    """Curves of a file of `gpu_quant_formats.py`: the ruler, the formats, and torch's own int4 product."""
-    by_name: dict[str, dict[int, float]] = {}
-    for key, us in found["speed"].items():
-        named = re.fullmatch(r"(.+) M=(\d+)", key)
-        if named and isinstance(us, float):
-            by_name.setdefault(named[1], {})[int(named[2])] = us
-    ruler = by_name["bf16"]
-    lines = [Line(RULER, ruler, ruler)]
-    lines += [Line(f"triton, {name}", by_name[name], ruler) for name in formats if name in by_name]
-    if "int4_g128" in formats and "torch int4pack" in by_name:
-        lines.append(Line("torch's int4, int4_g128", by_name["torch int4pack"], ruler))
+def portable(files: list[Mapping[str, Any]], formats: tuple[str, ...]) -> list[Line]:
+    """Curves of files of `gpu_quant_formats.py`, the last one's: the ruler, formats, torch's own int4 product."""
+    us: dict[str, dict[int, float]] = {}
+    ruler: dict[str, dict[int, float]] = {}
+    for file in files:
+        for key, took in file["speed"].items():
+            named = re.fullmatch(r"(.+) M=(\d+)", key)
+            if named and isinstance(took, float):
+                name, tokens = named[1], int(named[2])
+                us.setdefault(name, {})[tokens] = took
+                ruler.setdefault(name, {})[tokens] = file["speed"][f"bf16 M={tokens}"]
+    lines = [Line(RULER, us["bf16"], ruler["bf16"])]
+    lines += [Line(f"triton, {name}", us[name], ruler[name]) for name in formats if name in us]
+    if "int4_g128" in formats and "torch int4pack" in us:
+        lines.append(Line("torch's int4, int4_g128", us["torch int4pack"], ruler["torch int4pack"]))
     return lines
 
 
@@ -72,9 +75,8 @@ def hopper(files: list[Mapping[str, Any]], formats: tuple[str, ...]) -> list[Lin
 
 def lines_of(folder: Path, formats: tuple[str, ...]) -> list[Line]:
     """Every curve of some formats."""
-    runs = sorted(folder.glob(HOPPER))
-    read = [json.loads(file.read_text()) for file in (folder / PORTABLE, *runs)]
-    return portable(read[0], formats) + hopper(read[1:], formats)
+    first, second = ([json.loads(f.read_text()) for f in sorted(folder.glob(p))] for p in (PORTABLE, HOPPER))
+    return portable(first, formats) + hopper(second, formats)
 
 
 def draw(lines: list[Line], file: Path) -> None:
