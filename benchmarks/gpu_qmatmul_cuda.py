@@ -65,42 +65,40 @@ def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
         yield (tokens, sets, parts, stages) if family == "narrow8" else (tokens, sets, parts, joined, stages)
 
 
-# (tokens, steps, stages, split, teams, turns, after, ahead) of wide cuts, by M
+# (tokens, steps, stages, split, teams) of wide cuts, by M
 WIDE: dict[int, list[tuple[int, ...]]] = {
-    1: [(16, 2, 8, 0, 4, 0, 1, 0)],
-    16: [(16, 2, 8, 0, 4, 0, 0, 0), (16, 2, 8, 0, 4, 1, 0, 0), (16, 2, 8, 0, 4, 0, 1, 0), (16, 2, 8, 0, 4, 1, 1, 0)],
-    32: [(32, 2, 7, 0, 4, 0, 0, 0), (32, 2, 7, 0, 4, 1, 0, 0), (32, 2, 7, 0, 4, 0, 1, 0), (32, 2, 7, 0, 4, 1, 1, 0)],
+    16: [(16, 2, 8, 0, 4) ],
+    32: [(32, 2, 7, 0, 4) ],
     64: [
-        (64, 2, 8, 0, 2, 0, 1, 0),
-        (64, 2, 5, 0, 4, 0, 0, 0), (64, 2, 5, 0, 4, 1, 0, 0), (64, 2, 5, 1, 4, 1, 0, 0), (64, 2, 8, 1, 2, 0, 0, 0),
-        (64, 2, 8, 1, 2, 1, 0, 0),
+
+        (64, 2, 5, 0, 4), (64, 2, 8, 1, 2),
     ],
     128: [
-        (128, 2, 5, 0, 2, 0, 0, 0), (128, 2, 5, 0, 2, 1, 0, 0), (128, 2, 5, 1, 2, 0, 0, 0), (128, 2, 5, 1, 2, 1, 0, 0),
+        (128, 2, 5, 0, 2), (128, 2, 5, 1, 2),
     ],
     256: [
-        (256, 1, 5, 0, 2, 0, 0, 0), (256, 1, 5, 0, 2, 1, 0, 0), (256, 1, 5, 0, 2, 0, 0, 1), (128, 2, 5, 1, 2, 0, 0, 0),
-        (128, 2, 5, 1, 2, 1, 0, 0),
+        (256, 1, 5, 0, 2), (128, 2, 5, 1, 2),
     ],
-    512: [(256, 1, 5, 0, 2, 0, 0, 0), (256, 1, 5, 0, 2, 1, 0, 0), (256, 1, 5, 0, 2, 0, 0, 1)],
-    1024: [(256, 1, 5, 0, 2, 0, 0, 0), (256, 1, 5, 0, 2, 1, 0, 0), (256, 1, 5, 0, 2, 0, 0, 1)],
-    4096: [(256, 1, 5, 0, 2, 0, 0, 0), (256, 1, 5, 0, 2, 1, 0, 0)],
+    512: [(256, 1, 5, 0, 2) ],
+    1024: [(256, 1, 5, 0, 2) ],
+    4096: [(256, 1, 5, 0, 2) ],
 }  # fmt: skip
 # The same, for every other shape.
 WIDE_ELSEWHERE: dict[int, list[tuple[int, ...]]] = {
-    64: [(64, 2, 5, 1, 4, 0, 0, 0), (64, 2, 5, 1, 4, 1, 0, 0), (64, 2, 8, 1, 2, 0, 0, 0), (64, 2, 8, 1, 2, 1, 0, 0)],
-    128: [(128, 2, 5, 1, 2, 0, 0, 0), (128, 2, 5, 1, 2, 1, 0, 0)],
+    64: [
+        (64, 2, 5, 1, 4),
+        (64, 2, 8, 1, 2),
+    ],
+    128: [
+        (128, 2, 5, 1, 2),
+    ],
     256: [
-        (128, 2, 5, 1, 2, 0, 0, 0),
-        (128, 2, 5, 1, 2, 1, 0, 0),
-        (256, 1, 5, 0, 2, 0, 0, 0),
-        (256, 1, 5, 0, 2, 1, 0, 0),
+        (128, 2, 5, 1, 2),
+        (256, 1, 5, 0, 2),
     ],
     1024: [
-        (256, 1, 5, 0, 2, 0, 0, 0),
-        (256, 1, 5, 0, 2, 1, 0, 0),
-        (128, 2, 5, 1, 2, 0, 0, 0),
-        (128, 2, 5, 1, 2, 1, 0, 0),
+        (256, 1, 5, 0, 2),
+        (128, 2, 5, 1, 2),
     ],
 }
 
@@ -157,7 +155,7 @@ def cut_of(family: str, cut: tuple[int, ...]) -> Any:
     from rlkernel_cuda.quant import launch
 
     if family in {"split", "whole"}:
-        return launch.Wide(*cut[:3], bool(cut[3]), cut[4], *map(bool, cut[5:]))
+        return launch.Wide(*cut[:3], bool(cut[3]), cut[4])
     return launch.Narrow(*cut) if family == "narrow" else launch.Narrow8(*cut)
 
 
@@ -171,15 +169,14 @@ SHARES = {
 # (N, K, M, cut): ends of clusters, of tokens and of the depth of a tile
 SMALL = {
     "split": [
-        (512, 2048, 13, (16, 2, 4, 1, 4, 0, 0, 0)),
-        (384, 1024, 50, (64, 2, 4, 1, 2, 1, 0, 0)),
-        (640, 1024, 200, (128, 2, 4, 1, 2, 1, 0, 0)),
+        (512, 2048, 13, (16, 2, 4, 1, 4)),
+        (384, 1024, 50, (64, 2, 4, 1, 2)),
+        (640, 1024, 200, (128, 2, 4, 1, 2)),
     ],
     "whole": [
-        (512, 640, 33, (64, 2, 4, 0, 4, 1, 0, 0)),
-        (512, 640, 9, (16, 2, 4, 0, 4, 1, 1, 0)),
-        (384, 2048, 300, (256, 1, 4, 0, 2, 1, 0, 0)),
-        (640, 640, 300, (256, 1, 4, 0, 2, 0, 0, 1)),
+        (512, 640, 33, (64, 2, 4, 0, 4)),
+        (384, 2048, 300, (256, 1, 4, 0, 2)),
+        (640, 640, 300, (256, 1, 4, 0, 2)),
     ],
 }
 
@@ -192,7 +189,7 @@ def small_jobs(family: str, where: str) -> Iterator[tuple[str, int, int, int, tu
         every = cut[0] == 64  # the others in some formats
         for kind in FORMATS if every else ("int4_g128", "int4_channel_asym"):
             yield kind, N, K, M, cut, "bfloat16"
-        yield "int4_g128_asym" if cut[6] else "int4_g32_asym", N, K, M, cut, "float16"
+        yield "int4_g32_asym", N, K, M, cut, "float16"
     if family == "narrow8":
         for kind in FORMATS8:
             yield kind, 400, 1536, 13, (16, 4, 2, 3), "bfloat16"
@@ -293,9 +290,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
     torch.manual_seed(1)
     run_of = launch.product
 
-    def rounding_of(cut: Any) -> str:
-        wide = family in {"split", "whole"}
-        return "any" if family == "portable" else "dtype" if wide and not cut[6] else "none"
+    rounding = "any" if family == "portable" else "dtype" if family in {"split", "whole"} else "none"
 
     def told(label: str, work: Any) -> None:
         if label in skip or cut_in(label) in hung:
@@ -318,7 +313,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
         w = weight(N, K, kind, dtype)
         x, y = torch.randn(M, K, device="cuda", dtype=dtype), torch.empty(M, N, device="cuda", dtype=dtype)
         bias = torch.randn(N, device="cuda", dtype=dtype)
-        plan, rounding = cut_of(family, cut), rounding_of(cut)
+        plan = cut_of(family, cut)
         found = checked(
             lambda a, b: run_of(a, w, None, b, plan), x, y, exact_of(w, dtype, rounding), rounding, dtype_name
         )
@@ -355,7 +350,6 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
         found: Finding = {}
         if M <= 1024:
             w = state["copies"][0]
-            rounding = rounding_of(cut)
             exact = exact_of(w, torch.bfloat16, rounding)
             found = checked(lambda a, b: run(a, w, b), x, y, exact, rounding, "bfloat16")
             del exact

@@ -65,9 +65,6 @@ class Wide(NamedTuple):
     stages: int
     split: bool  # the depth of a tile may be shared by blocks
     teams: int = 2  # warpgroups that multiply, 64 rows of the weight each
-    turns: bool = False  # warpgroups multiply one after the other
-    after: bool = False  # scales multiply sums, not weights
-    ahead: bool = False  # the next step is decoded while this one is multiplied
 
     @property
     def threads(self) -> int:
@@ -102,8 +99,8 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     spec = w.spec
     flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16, "GROUP": 1, "LAG": 1}
     if isinstance(cut, Wide):
-        flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "TEAMS": cut.teams, "AHEAD": cut.ahead}
-        flags |= {"TURNS": cut.turns, "AFTER": cut.after, "GROUP_": spec.group, "ZEROS": not spec.symmetric}
+        flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "TEAMS": cut.teams}
+        flags |= {"GROUP_": spec.group, "ZEROS": not spec.symmetric}
         files, name = (*_BASE, _HERE / "wgmma.cuh", _HERE / "wide.cu"), "wide"
     else:
         flags |= {"SETS": cut.sets, "PARTS": cut.parts, "GROUP_": spec.group}

@@ -8,10 +8,6 @@
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   GROUP_  columns of a scale: 32, 64, 128, 256; 0: one a row
 //   ZEROS   zero-points, uint8; else 8
-//   AFTER   a scale multiplies the sum of its group in fp32, so that no weight is rounded; groups of 128 or more, STEPS 2
-//   TURNS   warpgroups multiply a step one after the other, so that one decodes while another multiplies
-//   AHEAD   the next step is decoded between the four products of this one, since a warp waits where wgmma reads its
-//           registers; else before its own
 //
 // Compiled after pair.cuh, fragments.cuh and wgmma.cuh. N is a multiple of 64 TEAMS, K of 128.
 #define ROWS_ (64 * TEAMS)
@@ -24,7 +20,6 @@
 #define SCALE_BYTES (LINES * LINE_BYTES)
 #define PITCH 144  // of a token's 64 results of a warpgroup, in bytes: no two rows of a matrix in one bank
 #define CHUNK (BM < 64 ? BM : 64)
-#define TURN 8         // the barrier of the first warpgroup that multiplies
 #define COUNT (BM / 2)  // accumulators of a thread
 
 // A stage of x, which is described as [K / 64, M, 64].
@@ -33,9 +28,6 @@ __device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, 
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
       ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k) : "memory");
 }
-
-// The warpgroup that waits for the barrier goes on.
-__device__ __forceinline__ void pass(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
 wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
@@ -105,7 +97,6 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
     const u32 my_words = base + STEPS * X_BYTES + warp * (STEPS * 512) + lane * 16;
     const u32 my_scales = scales + 2 * (warp * 16 + r8), my_zeros = scales + 2 * ROWS_ + warp * 16 + r8;
     const u32 staging = base + STAGES * STAGE + group * (CHUNK * PITCH);
-    if (TURNS && group == TEAMS - 1) pass(TURN);
     for (int u = begin; u < end;) {
       const int tile = u / units, k0 = u % units, k1 = min(units, k0 + end - u);
       u += SPLIT ? k1 - k0 : gridDim.x * units;
@@ -122,58 +113,11 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
         const u32 z0 = offset_of(ZEROS ? shared_byte(my_zeros + at) : 8);
         const u32 z1 = offset_of(ZEROS ? shared_byte(my_zeros + at + 8) : 8);
         decoded(word, z0, z1, to);
-        if (AFTER) return;
         to[0] = multiplied(to[0], s0), to[1] = multiplied(to[1], s1);
         to[2] = multiplied(to[2], s0), to[3] = multiplied(to[3], s1);
       };
-#if AHEAD
-      barrier_wait(full + 8 * stage, phase);
-      v = shared_quad(my_words + stage * STAGE);
-#pragma unroll
-      for (int j = 0; j < 4; j++) decode(a[0] + 4 * j, j, stage, 0);
-      int before = stage;  // the stage of the step before
-      for (int k = k0; k < k1; k++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int step = half % STEPS, next = (half + 1) % STEPS, here = stage;
-          const bool last = half == 1 && k + 1 == k1;
-          const u64 b = described(base + here * STAGE + step * X_BYTES);
-          if (step == STEPS - 1 && ++stage == STAGES) stage = 0, phase ^= 1;
-          if (!last) {  // after the last, the stage is the first of another tile, and not looked at
-            if (next == 0) barrier_wait(full + 8 * stage, phase);
-            v = shared_quad(my_words + stage * STAGE + next * 512);
-          }
-          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-          multiply(d, a[half], b);
-          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the step before is done
-          if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);
-          before = here;
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            u32* to = a[half ^ 1] + 4 * j;
-            if (!last) decode(to, j, stage, next);
-            asm volatile("" : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])::"memory");  // here, not later
-            if (j < 3) {
-              asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-              multiply(d, a[half] + 4 * (j + 1), b + 2 * (j + 1));
-              if (j == 2) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            }
-          }
-        }
-      }
-#else
       int before = 0;  // the stage of the step before
       for (int k = k0; k < k1; k++) {
-#if AFTER
-        float sum[COUNT];
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) sum[j] = 0.f;
-        const u32 of = my_scales + stage * SCALE_BYTES;
-        float s0 = 0.f, s1 = 0.f;
-#else
-        float(&sum)[COUNT] = d;
-#endif
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int step = half % STEPS;
@@ -182,19 +126,10 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
 #pragma unroll
           for (int j = 0; j < 4; j++) decode(a[half] + 4 * j, j, stage, step);
           const u64 b = described(base + stage * STAGE + step * X_BYTES);
-          if (TURNS) meet(TURN + group, 256);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-          for (int j = 0; j < 4; j++) multiply(sum, a[half] + 4 * j, b + 2 * j);
+          for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-          const bool ends = group == TEAMS - 1 && half == 1 && k + 1 == k1 && u >= end;
-          if (TURNS && !ends) pass(TURN + (group + 1) % TEAMS);
-#if AFTER
-          if (half == 1) {
-            s0 = wide_of(shared_half(of)), s1 = wide_of(shared_half(of + 16));
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-          } else
-#endif
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
           if (step == STEPS - 1) {
@@ -202,15 +137,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
             if (++stage == STAGES) stage = 0, phase ^= 1;
           }
         }
-#if AFTER
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-          asm volatile("" : "+f"(sum[j])::"memory");
-          d[j] += sum[j] * (j & 2 ? s1 : s0);
-        }
-#endif
       }
-#endif
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (lane == 0) arrive(empty + 8 * before);
 #pragma unroll
