@@ -247,17 +247,31 @@ def brought(run: Run, names: list[str]) -> set[str]:
 
 
 def build(run: Run, name: str, ops: str, processes: int, table: str = "") -> None:
-    """A bundle, here: cubins for this GPU, cubin and PTX for sm_87."""
+    """A bundle, here: cubins for this GPU, cubin and PTX for sm_87; what one that was brought lacks, if one was."""
     start = time.monotonic()
     file = run.work / f"build-{name}.py"  # a file, as the processes that compile import it
     file.write_text(BUILD)
-    command = [sys.executable, str(file), ops, str(run.file(name)), table, str(processes), run.target, "sm_87"]
+    out = run.file(name)
+    if out.exists() and not table:
+        return
+    if out.exists():
+        from rlkernel_triton.aot.builds import Build
+        from rlkernel_triton.aot.bundle import Bundle
+
+        there = {(c.target, c.build) for c in Bundle(out).codes}
+        lines = Path(table).read_text().splitlines(keepends=True)
+        lacking = [x for x in lines if (json.loads(x)["target"], Build.of(json.loads(x))) not in there]
+        if not lacking:
+            return
+        Path(table).write_text("".join(lacking))
+        out = out.with_name("more.zip")
+    command = [sys.executable, str(file), ops, str(out), table, str(processes), run.target, "sm_87"]
     status, text = child(command, run.left, run.environ, run.out / f"build-{name}.log")
     seconds = time.monotonic() - start
     if status == 0:
         found = json.loads(text.splitlines()[-1])
         kept = {k: found[k] for k in ("builds", "bytes", "compiler")} | {"failed": found["failed"][:3]}
-        run.uses(name, {"built": "here", "seconds": seconds, **kept})
+        run.uses(name, {**run.used.get(name, {}), "built here": kept, "seconds": seconds})
     else:
         run.uses(name, {"status": status, "seconds": seconds, "log": run.said(f"build-{name}")[-600:]})
 
@@ -359,17 +373,19 @@ def conformance(run: Run, profile: str, quick: list[str], again: list[str]) -> N
 
     def lane(op: str) -> None:
         effort = "quick" if op in quick else profile
-        if op not in there:
+        if op not in there or op in again:
             build(run, op, op, max(workers, CORES // 2), table(op, effort))
         for backend, share in zip(MANIFESTS, (0.5, 1.0), strict=False):
             attacked(backend, op, effort, share)
 
     def table(op: str, effort: str) -> str:
         """A file of configurations, if those that ship will not do: they are those of the quick profile."""
-        if op in again:
-            command = suite("recorded", "rlkernel_triton.aot.recording:backend", op, effort, "cpu", workers)
-            return str(recorded(run, op, command))
         brought_along = run.bundles / f"{op}.jsonl"
+        if op in again:
+            command = suite("recorded", "rlkernel_triton.aot.recording:on_gpu", op, effort, "cuda", workers)
+            found = recorded(run, op, command)
+            if found.stat().st_size:
+                return str(found)
         return str(brought_along) if effort != "quick" and brought_along.exists() else ""
 
     def attacked(backend: str, op: str, effort: str, share: float) -> None:
@@ -410,6 +426,7 @@ def main() -> int:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.out = asked.out.resolve()
+    sys.path[:0] = PATHS
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
         quick, again = asked.quick.split(","), asked.record.split(",")

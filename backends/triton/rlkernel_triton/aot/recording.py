@@ -31,8 +31,8 @@ VARIABLE: Final = "AOT_RECORDING"
 _HERE: Final = "rlkernel_triton.aot.recording"
 
 
-def _manifest() -> Backend:
-    portable = manifest("recorded", device="cpu")
+def _manifest(device: str) -> Backend:
+    portable = manifest("recorded", device=device)
     impls = [
         i.model_copy(update={"target": f"{_HERE}:{op}", "check": i.check and f"{_HERE}:{op}_fits"})
         for i in portable.impls
@@ -41,7 +41,8 @@ def _manifest() -> Backend:
     return portable.model_copy(update={"impls": tuple(impls)})
 
 
-backend = _manifest()
+backend = _manifest("cpu")
+on_gpu = _manifest("cuda")  # the same for tensors of a GPU, on which the conformance suite draws other cases
 
 
 class Recorder:
