@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 import rlkernel as rlk
 from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.compare import Violation, within
 from rlkernel_conformance.harness import carry_out
+from rlkernel_conformance.products import Product, fitted
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ResolutionError
@@ -75,7 +78,7 @@ TILED = Backend(
             op="qmatmul@1",
             target="tests.test_conformance_subject:qmatmul",
             requires=Requires(device="cpu", dtypes=("bfloat16",)),
-            supports=frozenset({"format:int4_g128", "bias"}),
+            supports=frozenset({"format:int4_g128", "format:int4_g32", "bias"}),
             check="tests.test_conformance_subject:on_tiles",
         ),
     ),
@@ -96,7 +99,7 @@ def on_tiles(x, w, **rest):
         w.layout == "reference_tiled"
         and w.shape[0] % 16 == 0
         and w.shape[1] % 256 == 0
-        and x.numel() <= 17 * w.shape[1]
+        and (x.numel() >= 65 * w.shape[1] if w.spec.group == 32 else x.numel() <= 17 * w.shape[1])
     )
     return None if fits else Reason("shape", "unsupported", "off the grid")
 
@@ -117,3 +120,16 @@ def test_a_weight_that_is_refused_even_so_is_no_case() -> None:
         w = quantize(torch.ones(16, 256), QuantSpec.named("int4_g128"))
         with pytest.raises(UnsatisfiedAssumption):
             subject(torch.ones(18, 256).bfloat16(), w)
+
+
+@pytest.mark.parametrize(("value", "wrong"), [(65519.0, True), (65520.0, False), (-66005.0, True)])
+def test_what_lies_beyond_a_dtype_may_be_infinite_and_nothing_else(value, wrong) -> None:
+    subject = Subject("reference", "qmatmul")
+    with pytest.raises(Violation) if wrong else nullcontext():
+        within(subject, "y", torch.tensor([torch.inf], dtype=torch.float16), [value], [0.5])
+
+
+def test_a_weight_that_is_taken_with_many_tokens_gets_them() -> None:
+    with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():
+        found = fitted(subject, Product("int4_g32", M=2, N=10, K=70, seed=0, dtype="bfloat16"))
+    assert found == Product("int4_g32", M=66, N=128, K=256, seed=0, dtype="bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,15 @@ def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: st
 
 
 def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: Any) -> None:
-    """`found` is no further from the float64 `expected` than `allowed`; NaN must meet NaN, infinities themselves."""
+    """`found` is no further from the float64 `expected` than `allowed`; NaN must meet NaN, infinities themselves.
+
+    What may lie beyond the largest number of `found`'s dtype may be rounded to infinity.
+    """
     have = plain(found, output).astype(np.float64)
     want, allowed = np.asarray(expected, np.float64), np.asarray(allowed, np.float64)
     require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
     same = (have == want) | (np.isnan(have) & np.isnan(want))
+    same |= np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))
     finite = np.isfinite(have) & np.isfinite(want)
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.where(finite, np.abs(have - want), np.inf)
@@ -55,6 +60,14 @@ def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed:
         found_there, expected_there = have[at].item(), want[at].item()
         text = f"is {found_there!r}, expected {expected_there!r}: {worst:.3g} times the tolerance"
         raise Violation(f"{output}{list(place)} {text}")
+
+
+def _overflow(dtype: torch.dtype) -> float:
+    """The least number that rounds to infinity: half a step above the largest."""
+    if not dtype.is_floating_point:
+        return math.inf
+    kind = torch.finfo(dtype)
+    return kind.max + kind.eps * math.ldexp(0.25, math.frexp(kind.max)[1])
 
 
 def same_bits(output: str, found: Tensor, expected: Tensor, when: str) -> None:

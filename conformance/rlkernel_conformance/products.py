@@ -80,21 +80,22 @@ class Product:
         return 3 * self.normal(subject, self.M, self.N // (2 if activation in PAIRS else 1), salt=4)
 
 
-GRIDS: Final = ((1, 1), (16, 256), (128, 256))  # of rows and columns of a weight that kernels ask for
+# Rows and columns of a weight that kernels ask for multiples of, and the tokens from which they take it.
+GRIDS: Final = ((1, 1, 1), (16, 256, 1), (128, 256, 1), (128, 256, 65))
 
 
-def grid(subject: Subject, spec: QuantSpec, dtype: str) -> tuple[int, int] | None:
+def grid(subject: Subject, spec: QuantSpec, dtype: str) -> tuple[int, int, int] | None:
     """The finest of GRIDS that the subject takes weights of a format on, for an x of a dtype; None: none of them."""
     return _grid(subject, subject.impls, spec, dtype)
 
 
 @lru_cache(512)
-def _grid(subject: Subject, impls: tuple[Impl, ...], spec: QuantSpec, dtype: str) -> tuple[int, int] | None:
-    for rows, columns in GRIDS if any(i.check for i in impls) else GRIDS[:1]:
+def _grid(subject: Subject, impls: tuple[Impl, ...], spec: QuantSpec, dtype: str) -> tuple[int, int, int] | None:
+    for rows, columns, tokens in GRIDS if any(i.check for i in impls) else GRIDS[:1]:
         w = quantize(torch.ones(rows, columns, device=subject.device), spec)
-        x = torch.ones(1, columns, dtype=getattr(torch, dtype), device=subject.device)
+        x = torch.ones(tokens, columns, dtype=getattr(torch, dtype), device=subject.device)
         if subject.admits(x, w) or subject.admits(x, arranged(w)):
-            return rows, columns
+            return rows, columns, tokens
     return None
 
 
@@ -103,8 +104,9 @@ def fitted(subject: Subject, case: Product) -> Product:
     for dtype in (case.dtype, *subject.dtypes):
         found = grid(subject, case.spec, dtype)
         if found is not None:
-            rows, columns = found
-            return replace(case, dtype=dtype, N=-(-case.N // rows) * rows, K=-(-case.K // columns) * columns)
+            rows, columns, tokens = found
+            wide, deep = -(-case.N // rows) * rows, -(-case.K // columns) * columns
+            return replace(case, dtype=dtype, M=case.M + tokens - 1, N=wide, K=deep)
     return case
 
 

@@ -42,7 +42,9 @@ def extra(subject: Subject, case: Head, **more: Any) -> int:
             out.logprob.sum().backward()
         return out
 
-    subject(**call, **more)  # what a first call loads and keeps is not its workspace
+    run()  # what first calls load and keep is not their workspace
+    for x in leaves.values():
+        x.grad = None
     most, out = peak(subject, run)
     results = sum(x.nbytes for x in vars(out).values() if isinstance(x, torch.Tensor))
     return most - results - sum(x.grad.nbytes for x in leaves.values() if x.grad is not None)

@@ -134,7 +134,7 @@ def _group(case: Call) -> int:
 
 def _qmatmul(subject: Subject, case: Call) -> dict[str, Any]:
     spec = _format(subject, MULTIPLIED)
-    rows, columns = grid(subject, spec, subject.dtypes[0]) or (1, 1)
+    rows, columns, _ = grid(subject, spec, subject.dtypes[0]) or (1, 1, 1)
     N, K = -(-2 * case.N // rows) * rows, -(-D // columns) * columns
     x, w = case.normal(subject, case.N, K, salt=1), quantize(draw.normal((N, K), case.seed, "cpu", "float32"), spec)
     w = w.to(subject.device)
