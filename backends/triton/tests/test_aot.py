@@ -401,13 +401,21 @@ def test_kernels_compiled_on_the_spot_are_untouched_by_a_host(orin, over) -> Non
     assert copy.sweep.id == "rlkernel_triton.logprob_kernels:sweep"
 
 
-def test_a_recording_names_what_a_gradient_launches(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        "out.logprob.sum().backward(); g = x.grad",
+        "(g,) = torch.autograd.grad(out.logprob, x, torch.ones(2))",  # that begins at one of several results
+    ],
+)
+def test_a_recording_names_what_a_gradient_launches(tmp_path, gradient) -> None:
     code = (
         "import torch\n"
         "from rlkernel_triton.aot import recording\n"
         "x = torch.randn(2, 100, requires_grad=True)\n"
-        "recording.logprob(x, torch.arange(2)).logprob.sum().backward()\n"
-        "print(bool(x.grad.abs().sum() > 0))\n"  # the reference's
+        "out = recording.logprob(x, torch.arange(2), entropy=True)\n"
+        f"{gradient}\n"
+        "print(bool(g.abs().sum() > 0))\n"  # the reference's
     )
     file = tmp_path / "run.jsonl"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -161,7 +161,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
         if op == "prepack":
             options["layout"] = CANONICAL
         out = meant(*args, **options)
-        _follow(op, list(_tensors((args, options))), dict(_named(hollow)), dict(_named(out)))
+        out = _follow(op, list(_tensors((args, options))), hollow, out)
         if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
             _CANONICAL[hollow] = out
             return hollow
@@ -184,24 +184,38 @@ def _canonical(x: Any) -> Any:
     return tuple(map(_canonical, x)) if type(x) is tuple else x
 
 
-def _follow(op: str, given: list[Any], hollow: dict[str, Any], out: dict[str, Any]) -> None:
-    """When gradients arrive at results, record what the same gradients launch."""
+def _follow(op: str, given: list[Any], hollow: Any, out: Any) -> Any:
+    """The result, tapped: when gradients arrive at it, what the same gradients launch is recorded."""
     import torch
 
+    from rlkernel_core.tree import flatten
+
+    planned = dict(_named(hollow))
     inputs = [x for x in given if x.requires_grad]
-    both = [n for n, x in out.items() if x.requires_grad and n in hollow and hollow[n].requires_grad]
-    if not inputs or not both or not torch.is_grad_enabled():
-        return
+    there = [(n, x) for n, x in _named(out) if x.requires_grad and n in planned and planned[n].requires_grad]
+    if not inputs or not there or not torch.is_grad_enabled():
+        return out
 
-    def backward(upstream: Sequence[Any]) -> None:
-        recorder()[1].op = op
-        there = [(hollow[n], g) for n, g in zip(both, upstream, strict=True) if g is not None]
-        torch.autograd.grad([h for h, _ in there], inputs, [g for _, g in there], retain_graph=True, allow_unused=True)
+    class Tap(torch.autograd.Function):
+        """Itself; a node of its own sees gradients that begin at any of its results, as hooks on several do not."""
 
-    if len(both) == 1:  # a hook on several does not see the root of a backward pass
-        out[both[0]].register_hook(lambda g: backward((g,)))
-    else:
-        torch.autograd.graph.register_multi_grad_hook([out[n] for n in both], backward)
+        @staticmethod
+        def forward(ctx: Any, *values: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return tuple(x.view_as(x) for x in values)
+
+        @staticmethod
+        def backward(ctx: Any, *upstream: Any) -> Any:  # noqa: ARG004  as autograd calls it
+            recorder()[1].op = op
+            arrived = [(planned[n], g) for (n, _), g in zip(there, upstream, strict=True) if g is not None]
+            with torch.enable_grad():
+                roots, grads = zip(*arrived, strict=True)
+                torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
+            return upstream
+
+    tapped = dict(zip([id(x) for _, x in there], Tap.apply(*(x for _, x in there)), strict=True))
+    leaves, structure = flatten(out)
+    return structure.build([tapped.get(id(x), x) for x in leaves])
 
 
 def _named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
