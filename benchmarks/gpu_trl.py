@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:registry:benchmarks:backends/triton:backends/cuda OUT=/tmp/out python benchmarks/gpu_trl.py
     DEVICE=cpu SIZE=toy OUT=/tmp/out python benchmarks/gpu_trl.py
+    python benchmarks/gpu_trl.py plot benchmarks/results/h200/trl.json    # bars of time and memory beside the file
 
 Needs trl 1.16, transformers, accelerate and what they import, but for datasets and pandas: TRL names their classes when
 it is imported and what is run here uses none, so empty modules stand for them where they are not installed.
@@ -218,6 +219,26 @@ def step() -> dict[str, Any]:
     }
 
 
+def draw(path: Path) -> None:
+    """Time and peak memory of head and step, forward and backward: a panel each, beside the file."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    told = json.loads(path.read_text(encoding="utf-8"))
+    rows = {f"head {name}": at["forward_backward"] for name, at in told["head"].items()}
+    rows["GRPO step"] = told["step"]["step"]
+    figure, panels = plt.subplots(2, len(rows), figsize=(4 * len(rows), 4), layout="constrained")
+    for column, (name, by) in zip(panels.T, rows.items(), strict=True):
+        for panel, unit in zip(column, ("ms", "peak_gib"), strict=True):
+            colours = ["0.75" if which == "stock" else "tab:blue" for which in by]
+            panel.barh(list(by), [row[unit] for row in by.values()], color=colours)
+            panel.set(title=f"{name}, {'ms' if unit == 'ms' else 'GiB at the peak'}")
+            panel.invert_yaxis()
+    figure.savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
+
+
 def main() -> None:
     """Every section in a process of its own."""
     begun, found = time.monotonic(), {}
@@ -237,7 +258,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] == ["plot"]:
+        draw(Path(sys.argv[2]))
+    elif len(sys.argv) > 1:
         prepare()
         print(json.dumps({"head": head, "step": step}[sys.argv[1]]()))
     else:
