@@ -129,6 +129,12 @@ def test_what_lies_beyond_a_dtype_may_be_infinite_and_nothing_else(value, wrong)
         within(subject, "y", torch.tensor([torch.inf], dtype=torch.float16), [value], [0.5])
 
 
+def test_infinities_are_themselves_beside_zeros() -> None:
+    found = torch.tensor([0.0, -torch.inf])
+    with pytest.raises(Violation, match="expected inf"):
+        within(Subject("reference", "qmatmul"), "y", found, [torch.inf, -torch.inf], [0.0, 0.0])
+
+
 def test_a_weight_that_is_taken_with_many_tokens_gets_them() -> None:
     with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():
         found = fitted(subject, Product("int4_g32", M=2, N=10, K=70, seed=0, dtype="bfloat16"))

@@ -47,9 +47,9 @@ def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed:
     want, allowed = np.asarray(expected, np.float64), np.asarray(allowed, np.float64)
     require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
     same = (have == want) | (np.isnan(have) & np.isnan(want))
-    same |= np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))
     finite = np.isfinite(have) & np.isfinite(want)
     with np.errstate(invalid="ignore", divide="ignore"):
+        same |= np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))
         error = np.where(finite, np.abs(have - want), np.inf)
         ratio = np.where(same, 0.0, error / allowed)
     worst = float(ratio.max(initial=0.0))
