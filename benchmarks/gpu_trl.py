@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -239,21 +239,21 @@ def draw(path: Path) -> None:
     figure.savefig(path.with_suffix(".png"), dpi=110, metadata={"Software": None})
 
 
-def main() -> None:
-    """Every section in a process of its own."""
-    begun, found = time.monotonic(), {}
-    for name in ("head", "step"):
+def sections(script: str, names: Iterable[str], file: Path, found: dict[str, Any]) -> None:
+    """Run `script NAME` for every name, each in a process of its own, and write what was found after each."""
+    begun = time.monotonic()
+    for name in names:
         left = BUDGET_S - (time.monotonic() - begun)
         try:
             done = subprocess.run(
-                [sys.executable, __file__, name], capture_output=True, text=True, check=False, timeout=max(left, 1)
+                [sys.executable, script, name], capture_output=True, text=True, check=False, timeout=max(left, 1)
             )
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             found[name] = json.loads(lines[-1]) if done.returncode == 0 and lines else {"failed": done.stderr[-3000:]}
         except subprocess.TimeoutExpired as late:
             found[name] = {"failed": f"out of time after {left:.0f} s", "stderr": str(late.stderr)[-1500:]}
-        OUT.mkdir(parents=True, exist_ok=True)
-        (OUT / "trl.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {json.dumps(found[name])[:1500]}", flush=True)
 
 
@@ -264,4 +264,4 @@ if __name__ == "__main__":
         prepare()
         print(json.dumps({"head": head, "step": step}[sys.argv[1]]()))
     else:
-        main()
+        sections(__file__, ("head", "step"), OUT / "trl.json", {})

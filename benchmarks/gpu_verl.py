@@ -20,23 +20,21 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpu_trl import measured, prepare
+from gpu_trl import measured, prepare, sections
 
 OUT = Path(os.environ.get("OUT", "."))
 DEVICE = os.environ.get("DEVICE", "cuda")
 TOY = os.environ.get("SIZE") == "toy"
-BUDGET_S = float(os.environ.get("BUDGET_S", "80"))
 SIZES = [(4, 16, 64, 301)] if TOY else [(16, 512, 1536, 151936), (16, 512, 4096, 128256)]  # B, T, D, V
 GROUP = 4
 HEAT = 0.9
@@ -265,31 +263,11 @@ def draw(path: Path) -> None:
     figure.savefig(path.with_name("curves.png"), dpi=110, metadata={"Software": None})
 
 
-def main() -> None:
-    """Every section in a process of its own."""
-    from importlib.metadata import version
-
-    begun = time.monotonic()
-    found: dict[str, Any] = {"machine": platform.machine(), "verl": version("verl"), "torch": version("torch")}
-    for name in SECTIONS:
-        left = BUDGET_S - (time.monotonic() - begun)
-        try:
-            done = subprocess.run(
-                [sys.executable, __file__, name], capture_output=True, text=True, check=False, timeout=max(left, 1)
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            found[name] = json.loads(lines[-1]) if done.returncode == 0 and lines else {"failed": done.stderr[-3000:]}
-        except subprocess.TimeoutExpired as late:
-            found[name] = {"failed": f"out of time after {left:.0f} s", "stderr": str(late.stderr)[-1500:]}
-        OUT.mkdir(parents=True, exist_ok=True)
-        (OUT / "verl.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(f"{name}: {json.dumps(found[name])[:1500]}", flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["plot"]:
         draw(Path(sys.argv[2]))
     elif len(sys.argv) > 1:
         print(json.dumps(SECTIONS[sys.argv[1]]()))
     else:
-        main()
+        made = {"machine": platform.machine(), "verl": version("verl"), "torch": version("torch")}
+        sections(__file__, SECTIONS, OUT / "verl.json", made)

@@ -152,19 +152,6 @@ def test_a_bundle_keeps_what_was_compiled(orin) -> None:
     assert [Code.of(json.loads(json.dumps(c.document()))) for c in orin.codes] == list(orin.codes)
 
 
-def test_tables_are_read_as_they_were_written(tmp_path) -> None:
-    tables.write(TABLE, tmp_path / "table.json")
-    assert tables.read(tmp_path / "table.json") == TABLE
-    assert (tmp_path / "table.json").read_text() == tables.TABLE.read_text()
-
-
-def test_a_recording_is_a_table(tmp_path) -> None:
-    one = some("sm_87", "sweep")[0]
-    line = json.dumps({"op": "logprob", "target": "sm_87", **one.document()})
-    (tmp_path / "run.jsonl").write_text(f"{line}\n{line.replace('sm_87', 'sm_90')}\n")
-    assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
-
-
 def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, over) -> None:
     driver = Recording()
     host = over(orin, driver)
@@ -399,30 +386,3 @@ def test_kernels_compiled_on_the_spot_are_untouched_by_a_host(orin, over) -> Non
     assert isinstance(sweep, triton.runtime.jit.KernelInterface)
     assert copy.sweep is not sweep
     assert copy.sweep.id == "rlkernel_triton.logprob_kernels:sweep"
-
-
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        "out.logprob.sum().backward(); g = x.grad",
-        "(g,) = torch.autograd.grad(out.logprob, x, torch.ones(2))",  # that begins at one of several results
-    ],
-)
-def test_a_recording_names_what_a_gradient_launches(tmp_path, gradient) -> None:
-    code = (
-        "import torch\n"
-        "from rlkernel_triton.aot import recording\n"
-        "x = torch.randn(2, 100, requires_grad=True)\n"
-        "out = recording.logprob(x, torch.arange(2), entropy=True)\n"
-        f"{gradient}\n"
-        "print(bool(g.abs().sum() > 0))\n"  # the reference's
-    )
-    file = tmp_path / "run.jsonl"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.strip() == "True"
-    assert [json.loads(line)["kernel"].rpartition(":")[2] for line in file.read_text().splitlines()] == [
-        "sweep",
-        "law",
-        "gradient",
-    ]
