@@ -4,8 +4,8 @@
     python benchmarks/gpu_aot.py --out $OUT/aot --limit 300 --bundles runs/aot --quick policy_loss
 
 `first`: the first call of every operator from a bundle, and compiled on the spot. `conformance`: every operator against
-its clauses, from cubins and from PTX. `board`: the calls of `first` on as few multiprocessors and as little memory as a
-board has.
+its clauses, from cubins and from PTX. `grow`: what those clauses launch, compiled as it is asked for. `board`: the
+calls of `first` on as few multiprocessors and as little memory as a board has.
 
 Bundles were built elsewhere, `FOLDER/OP.zip` and `FOLDER/first.zip`, with cubins for this GPU and PTX for sm_87: that
 is what they are for. One that is missing, or was built from other sources, is built here, of the configurations in
@@ -68,12 +68,10 @@ import json, sys, time
 from importlib import import_module
 import torch
 kind, ops, device = sys.argv[1], sys.argv[2].split(","), sys.argv[3]
+confined = {}
 if len(sys.argv) > 4:  # as many multiprocessors and as much memory as a board has
-    from torch.cuda.green_contexts import GreenContext
-    whole = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(float(sys.argv[5]) * 2**30 / whole, 0)
-    few = GreenContext.create(num_sms=int(sys.argv[4]), device_id=0)
-    few.set_context()
+    import aot_board
+    confined = {k: v for k, v in aot_board.confined().items() if k != "green"}
 x = torch.zeros(1, device=device) + 1
 torch.mm(torch.zeros(16, 16, device=device), torch.zeros(16, 16, device=device))
 if device == "cuda":
@@ -146,7 +144,9 @@ if device == "cuda":  # how much of the GPU there is
         torch.cuda.synchronize()
         product = time.perf_counter() - start
 name = torch.cuda.get_device_name() if device == "cuda" else device
-found = {"seconds": took_all, "by": took, "results": out, "device": name, "product_s": product}
+peak = torch.cuda.max_memory_reserved() if device == "cuda" else 0
+found = {"seconds": took_all, "by": took, "results": out, "device": name, "product_s": product, "peak": peak}
+found |= confined
 print(json.dumps(found))
 """
 
@@ -182,6 +182,7 @@ class Run:
             "OMP_NUM_THREADS": "2",  # of many processes
         }
         self.used: dict[str, Any] = {}  # name of a bundle -> where it is from
+        self.codes: list[str] = asked.codes.split(",")
         self.lock = Lock()
         self.target = own_target()
 
@@ -307,18 +308,54 @@ def board(run: Run) -> None:
     """The sm_87 PTX on as many multiprocessors and as much memory as an Orin of 8 GB has, and on the whole GPU."""
     ops = ",".join(run.ops)
     ready(run, ops)
-    found: dict[str, Any] = {}
-    for name, more in {"whole": [], "8 multiprocessors, 5 GiB": ["8", "5"]}.items():
+
+    def calls(name: str, *more: str) -> dict[str, Any]:
         log = run.out / f"board-{len(more)}.log"
         command = [sys.executable, "-c", COLD, "rlkernel_jetson.elsewhere", ops, "cuda", *more]
         status, text = child(command, run.left, run.with_bundle("first"), log)
-        found[name] = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()}
-        run.save("board", found)
-        told = {k: v for k, v in found[name].items() if k in {"results", "product_s", "status", "log"}}
-        print(f"sm_87 PTX, {name}: {told}"[-1500:], flush=True)
-    few, whole = found["8 multiprocessors, 5 GiB"], found["whole"]
-    if "results" in few and "results" in whole:
-        print(f"the same bits: {few['results'] == whole['results']}, apart {close(few['results'], whole['results'])}")
+        found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()[-3000:]}
+        print(f"sm_87 PTX, {name}: { {k: v for k, v in found.items() if k != 'results'} }"[-1500:], flush=True)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        few, whole = pool.map(lambda of: calls(*of), (("8 multiprocessors, 5 GiB", "confined"), ("whole",)))
+    apart = close(few.get("results", {}), whole.get("results", {}))
+    same = "results" in few and few.get("results") == whole.get("results")
+    run.save("board", {"few": few, "whole": whole, "same bits": same, "apart": apart})
+    print(f"the same bits: {same}, apart {apart}", flush=True)
+
+
+def grow(run: Run, profile: str) -> None:
+    """What every operator launches under its clauses on this GPU, compiled as it is asked for."""
+    from collections import Counter
+
+    ready(run, ",".join(run.ops))
+    jobs = max(1, CORES // len(run.ops))
+    summary: dict[str, Any] = {}
+
+    def lane(op: str) -> None:
+        files = {"": run.out / f"grown-{op}-cubins.jsonl", "ptx": run.out / f"grown-{op}-ptx.jsonl"}
+        for code, file in files.items():
+            if code not in run.codes:
+                continue
+            file.touch()
+            environ = {**run.with_bundle("first"), "AOT_RECORDING": str(file), "AOT_CODE": code}
+            environ["XDG_CACHE_HOME"] = str(run.work / "cache" / f"{op}-{code}")
+            command = [sys.executable, *suite("growing", "aot_growing:backend", op, profile, "cuda", jobs)]
+            share = 1.0 if code == run.codes[-1] else 0.5
+            report = run.out / "grown" / f"{op}-{code or 'cubins'}"
+            command += ["--within", f"{max(1.0, (run.left - LAST) * share):.0f}", "--report", str(report)]
+            start = time.monotonic()
+            status, text = child(command, run.left, environ, run.out / f"grow-{op}-{code or 'cubins'}.log")
+            kernels = Counter(json.loads(line)["kernel"] for line in set(file.read_text().splitlines()))
+            found = {"status": status, "seconds": time.monotonic() - start, "builds": kernels, "end": text[-9000:]}
+            with run.lock:
+                summary[f"{op} {code or 'cubins'}"] = found
+                run.save("grown", summary)
+            print(f"grown {op:15} {code or 'cubins':7} {status!s:12} {found['seconds']:5.1f} s {sum(kernels.values())}")
+
+    with ThreadPoolExecutor(len(run.ops)) as pool:
+        list(pool.map(lane, run.ops))
 
 
 def ready(run: Run, ops: str) -> None:
@@ -418,7 +455,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot-found")))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds in all")
     parser.add_argument("--ops", default=OPS)
-    parser.add_argument("--only", default="conformance", help="first, board, conformance, with commas")
+    parser.add_argument("--only", default="conformance", help="first, board, grow, conformance, with commas")
+    parser.add_argument("--codes", default=",ptx", help="what `grow` runs: nothing for cubins, ptx, with commas")
     parser.add_argument("--profile", default="standard")
     parser.add_argument("--quick", default="", help="operators that are attacked at the quick profile, with commas")
     parser.add_argument("--record", default="", help="operators whose configurations are recorded here, with commas")
@@ -433,6 +471,7 @@ def main() -> int:
         sections = {
             "first": first,
             "board": board,
+            "grow": lambda r: grow(r, asked.profile),
             "conformance": lambda r: conformance(r, asked.profile, quick, again),
         }
         for name in asked.only.split(","):

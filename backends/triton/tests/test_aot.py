@@ -276,7 +276,7 @@ def damaged(kind, orin, path):
             for name in old.namelist():
                 data = old.read(name)
                 if kind == "another format" and name == "bundle.json":
-                    data = data.replace(b'"format": 1', b'"format": 9')
+                    data = data.replace(b'"format": 2', b'"format": 9')
                 if kind == "changed code" and name.endswith(".cubin"):
                     data = data[:-1] + b"?"
                 new.writestr(name, data)
@@ -287,7 +287,7 @@ def damaged(kind, orin, path):
     [
         ("no zip", "is no bundle of rlkernel, or damaged"),
         ("cut", "is no bundle of rlkernel, or damaged"),
-        ("another format", "has format 9, this rlkernel reads 1"),
+        ("another format", "has format 9, this rlkernel reads 2"),
         ("changed code", "is damaged: its SHA-256 differs"),
         ("missing", "there is no bundle at"),
     ],

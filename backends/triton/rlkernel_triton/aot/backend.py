@@ -9,7 +9,7 @@ Claims only; importing this loads neither torch nor Triton and looks for no bund
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,8 @@ from rlkernel_triton.claims import manifest as portable
 OPERATORS: Final = (
     "advantage", "dequantize", "linear_logprob", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "sample",
 )  # fmt: skip
+# What an operator cannot be used without: weights are made before they are multiplied, and again when they change.
+WITH: Final[Mapping[str, tuple[str, ...]]] = {"qmatmul": ("quantize", "prepack", "dequantize")}
 
 
 def folder() -> Path:

@@ -8,13 +8,14 @@ Imports neither torch nor Triton.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 Constant = bool | int | float | str | None
 _NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
+_OWN: Final = ("target", "entry", "shared", "arguments", "registers", "spilled", "source")  # of a Code, as in JSON
 WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
 
 
@@ -45,17 +46,30 @@ class Build:
         for name in ("types", "constants", "divisible", "options"):
             object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
 
-    def serves(self, arguments: Mapping[str, Argument]) -> bool:
-        """Whether a call with these run-time arguments may run it; constants of the signature are compared by `key`."""
+    def unpromised(self, constexprs: Collection[str]) -> Build:
+        """The same of which nothing is assumed: it serves what this one does, and every other alignment and size."""
+        ones = {n: "i32" for n, v in self.constants if n not in constexprs and v is not None}
+        kept = tuple((n, v) for n, v in self.constants if n not in ones)
+        return replace(self, types=(*self.types, *ones.items()), constants=kept, divisible=())
+
+    def serves(self, arguments: Mapping[str, Argument], unread: Collection[str] = ()) -> bool:
+        """Whether a call with these run-time arguments may run it; constants of the signature are compared by `key`.
+
+        Args:
+            arguments: those of the call, by name.
+            unread: parameters that its code never looks at, whose types do not matter.
+        """
         for name, kind in self.types:
             argument = arguments.get(name)
-            if argument is None or kind not in WIDER.get(argument.type, (argument.type,)):
+            if argument is None:
+                return False
+            if name not in unread and kind not in WIDER.get(argument.type, (argument.type,)):
                 return False
         promised = dict(self.constants)
         for name, argument in arguments.items():
             if name in promised and not (argument.one if promised[name] == 1 else argument.type == "none"):
                 return False
-        return all(arguments[name].divisible for name in self.divisible)
+        return all(arguments[name].divisible for name in self.divisible if name not in unread)
 
     @property
     def promises(self) -> int:
@@ -107,20 +121,33 @@ class Code:
     registers: int  # of a thread
     spilled: int  # bytes a thread
     source: str  # hash of the kernel's source and all it calls
+    unread: tuple[
+        str, ...
+    ] = ()  # parameters that its code never looks at, as what stands for a mask where there is none
     files: Mapping[str, str] = field(default_factory=dict)  # kind ("cubin", "ptx", "hsaco") -> name within the bundle
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        own = {
-            k: getattr(self, k) for k in ("target", "entry", "shared", "arguments", "registers", "spilled", "source")
-        }
-        return {**self.build.document(), **own, "files": dict(self.files)}
+        own = {name: getattr(self, name) for name in _OWN}
+        return {**self.build.document(), **own, "unread": list(self.unread), "files": dict(self.files)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Code:
         """From JSON."""
-        names = ("target", "entry", "shared", "arguments", "registers", "spilled", "source", "files")
-        return cls(Build.of(document), **{name: document[name] for name in names})
+        own = {name: document[name] for name in (*_OWN, "files")}
+        return cls(Build.of(document), unread=tuple(document["unread"]), **own)
+
+    def serves(self, arguments: Mapping[str, Argument]) -> bool:
+        """Whether a call with these run-time arguments may run it."""
+        return self.build.serves(arguments, self.unread)
+
+    def stands_for(self, build: Build) -> bool:
+        """Whether another build would be this code again: it differs in types of parameters that are never read."""
+        return self._blank(self.build) == self._blank(build)
+
+    def _blank(self, build: Build) -> Build:
+        types = tuple((n, "" if n in self.unread else kind) for n, kind in build.types)
+        return replace(build, types=types, divisible=tuple(n for n in build.divisible if n not in self.unread))
 
 
 def fixed(build: Build, constexprs: Iterable[str]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from rlkernel_core import __version__
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.aot.builds import Code
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 DESCRIPTION: Final = "bundle.json"
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that a zip can say
 

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from rlkernel_core.errors import RLKernelError, UnknownNameError
 from rlkernel_triton.aot import tables
-from rlkernel_triton.aot.backend import OPERATORS, folder
+from rlkernel_triton.aot.backend import OPERATORS, WITH, folder
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.bundle import Bundle, written
 from rlkernel_triton.aot.targets import TARGETS
 
-_CHUNK: Final = 4  # builds that a process takes at a time
+_CHUNK: Final = 4  # pieces of work that a process takes at a time
 
 
 def build(
@@ -33,7 +33,7 @@ def build(
 
     Args:
         targets: keys of `TARGETS`.
-        ops: operators; all that bundles have where empty.
+        ops: operators, with those that they cannot be used without; all that bundles have where empty.
         out: the file; by default one named after the targets where the backend `aot` looks.
         jobs: processes; 0 for one a core.
         ptx: ISA version of the PTX, 85 for 8.5; None for the targets' own.
@@ -52,31 +52,28 @@ def build(
         if target not in TARGETS:
             raise UnknownNameError("target", target, TARGETS)
     table = tables.read(Path(configurations) if configurations else tables.TABLE)
-    work = [
-        (target, chosen[i : i + _CHUNK], ptx, keep_going)
-        for target in sorted(set(targets))
-        for chosen in [tables.chosen(table, target, ops)]
-        for i in range(0, len(chosen), _CHUNK)
-    ]
-    if not work:
+    asked = {*ops, *(other for op in ops for other in WITH.get(op, ()))}
+    wanted = {target: tables.chosen(table, target, asked) for target in sorted(set(targets))}
+    if not any(wanted.values()):
         raise RLKernelError(
             f"the table of configurations has none for {', '.join(ops or OPERATORS)} on {', '.join(targets)}; record "
             "some: python backends/triton/tools/record_configurations.py --target TARGET"
         )
     try:
-        from rlkernel_triton.aot.compiling import compiler, require
+        from rlkernel_triton.aot.compiling import closed, compiler, require
     except ImportError as error:
         raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
     for target in targets:
         require(target)
     path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
+    work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
     made = _compiled(work, jobs or os.cpu_count() or 1)
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
 
 
-_Work = tuple[str, list[Build], int | None, bool]
+_Work = tuple[str, list[Build], int | None, bool]  # of builds that one code may stand for
 _Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was compiled, what was not and why
 
 
@@ -85,16 +82,18 @@ def _compiled(work: list[_Work], jobs: int) -> list[_Made]:
         return [_part(part) for part in work]
     # Fresh processes: compilers hold threads and locks that a fork would break.
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_part, work))
+        return list(pool.map(_part, work, chunksize=_CHUNK))
 
 
 def _part(work: _Work) -> _Made:
     from rlkernel_triton.aot.compiling import compiled
 
-    target, builds, ptx, keep_going = work
+    target, alike, ptx, keep_going = work
     codes: list[tuple[Code, Mapping[str, bytes]]] = []
     failed = []
-    for build in builds:
+    for build in alike:
+        if any(code.stands_for(build) for code, _ in codes):
+            continue
         try:
             codes += compiled([build], target, ptx)
         except RLKernelError as error:

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -66,6 +67,29 @@ def _assembled(name: str) -> bool:
     return any(subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in commands)  # noqa: S603
 
 
+def closed(builds: Iterable[Build]) -> list[list[Build]]:
+    """Builds, and each without its promises on alignment and size; together those that one code may stand for.
+
+    Raises:
+        RLKernelError: a kernel is gone.
+    """
+    alike: dict[Build, dict[Build, None]] = {}
+    for build in builds:
+        plain = build.unpromised(frozenset(p.name for p in _kernel(build).params if p.is_constexpr))
+        for one in (build, plain):
+            kinds = tuple((n, kind[:1] if kind.startswith("*") else kind) for n, kind in one.types)
+            alike.setdefault(replace(one, types=kinds), {})[one] = None
+    return [list(group) for group in alike.values()]
+
+
+def _kernel(build: Build) -> Any:
+    module, _, name = build.kernel.partition(":")
+    found = getattr(import_module(module), name, None)
+    if found is None:
+        raise RLKernelError(f"{build.kernel} is no kernel any more; record its configurations again: {_AGAIN}")
+    return found
+
+
 def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> Iterator[tuple[Code, dict[str, bytes]]]:
     """Each build for a target, with its files by kind.
 
@@ -87,10 +111,7 @@ def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> It
 
 def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, bytes]]:
     chip = TARGETS[target]
-    module, _, name = build.kernel.partition(":")
-    kernel: Any = getattr(import_module(module), name, None)
-    if kernel is None:
-        raise RLKernelError(f"{build.kernel} is no kernel any more; record its configurations again: {_AGAIN}")
+    kernel = _kernel(build)
     kinds, constants = dict(build.types), {n: _constant(v) for n, v in build.constants}
     names = kernel.arg_names
     if sorted(names) != sorted([*kinds, *constants]):
@@ -127,10 +148,21 @@ def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, by
     return (
         Code(
             build, target, made.metadata.name, made.metadata.shared, arguments, registers, spilled,
-            digest(kernel.fn), dict.fromkeys(files, ""),
+            digest(kernel.fn), _unread(made, [n for n in names if n in kinds]), dict.fromkeys(files, ""),
         ),
         files,
     )  # fmt: skip
+
+
+def _unread(made: Any, passed: list[str]) -> tuple[str, ...]:
+    """Those of the parameters that are passed at run time which the kernel's body does not name."""
+    head, _, body = made.asm["ttir"].partition("tt.func public ")[2].partition("\n")
+    names = re.findall(r"(%\w+): ", head)
+    if len(names) != len(passed):
+        raise RLKernelError(
+            f"{made.metadata.name} has {len(names)} parameters in Triton's IR, {len(passed)} are passed"
+        )
+    return tuple(sorted(n for n, own in zip(passed, names, strict=True) if not re.search(rf"{own}\b", body)))
 
 
 def _constant(value: Any) -> Any:

@@ -6,7 +6,7 @@ driver compiles when it is loaded. Imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -72,6 +72,8 @@ class FromBundle:
             self._by_kernel.setdefault(code.build.kernel, []).append(code)
         self._indexed: set[str] = set()
         self.others: tuple[FromBundle, ...] = ()  # asked in turn for what this one lacks; of the same target and kind
+        # Asked for a build that none has: the launcher of one, or None.
+        self.elsewhere: Callable[[Call], FromBundle | None] = lambda _: None
         self._found: dict[tuple[Any, ...], tuple[FromBundle, Code]] = {}
         self._loaded: dict[tuple[int, str, str], Any] = {}
         self._on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
@@ -100,7 +102,8 @@ class FromBundle:
         for name, value in zip(call.arguments, call.values, strict=True):
             if name in passed:
                 kinds.append(passed[name])
-                values.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+                read = 0 if name in code.unread else value
+                values.append(read.data_ptr() if isinstance(read, torch.Tensor) else read)
         scratch = code.arguments - len(values)
         if all(call.grid):
             threads = 32 * code.build.num_warps
@@ -116,7 +119,10 @@ class FromBundle:
                 return holder, holder._find(call)  # noqa: SLF001 the same class
             except BundleError as error:
                 refused.append(error)
-        raise refused[0]
+        more = self.elsewhere(call)
+        if more is None:
+            raise refused[0]
+        return more, more._find(call)  # noqa: SLF001 the same class
 
     def _find(self, call: Call) -> Code:
         kernel = call.kernel
@@ -133,7 +139,7 @@ class FromBundle:
             for codes in self._codes.values():
                 codes.sort(key=lambda c: -c.build.promises)
         for code in self._codes.get(call.key, ()):
-            if code.build.serves(call.arguments):
+            if code.serves(call.arguments):
                 return code
         raise NoBuildError(_missing(call, self))
 
