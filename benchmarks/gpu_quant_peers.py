@@ -48,7 +48,9 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 SHAPES = ("4096x28672", "4096x6144", "14336x4096", "8192x10240")  # K x N
 TOKENS = (1, 4, 16, 64, 256, 1024)  # of a mixture of experts, four experts each
 EXPERTS, TOP = 32, 4
+BLOCKS = "fp8_block128"  # the tokens too, 128 columns at a time
 FORMATS = {"bitsandbytes": "nf4", "tritonllm": "mxfp4"}  # the rest: int4_g128
+FORMATS |= dict.fromkeys(("flashinfer", "flashinfer codes", "scaled_mm blocks"), BLOCKS)
 # Up to where a peer is asked: torch's int4 reads the weight for every 16 rows, gemlite searches for seconds a shape.
 LIMITS = {"int4pack": 128}
 NAMES = ("humming", "marlin", "int4pack", "bitsandbytes", "gemlite", "tritonllm")
@@ -65,17 +67,19 @@ class Case:
         from rlkernel_bench.peers.quantised import PRODUCTS
 
         import rlkernel as rlk
+        from rlkernel_core.errors import ResolutionError
 
         K, N = map(int, shape.split("x"))
         self.name, self.shape, self.product = name, shape, PRODUCTS[name]
         self.experts = EXPERTS if name == "tritonllm" else 1
         weight = torch.randn(self.experts * N, K, device="cuda", dtype=torch.bfloat16) * K**-0.5
         with rlk.use("triton", fallback="error"):
-            w = rlk.quantize(weight, form)
+            w = rlk.quantize(weight, rlk.QuantSpec.named(form, **({"act": "block128_fp8"} if form == BLOCKS else {})))
         dense = weight.view(self.experts, N, K) if self.experts > 1 else weight
         self.given = {"weight": dense, "w": w}
         self.packed = self.product.pack(self.given)
-        with rlk.use("triton", fallback="error"):
+        self.tiles = w
+        with contextlib.suppress(ResolutionError), rlk.use("triton", fallback="error"):
             self.tiles = rlk.prepack(w)  # what the kernels for Hopper read as well
 
     def inputs(self, rows: int) -> dict[str, Any]:
@@ -108,21 +112,24 @@ class Case:
         import rlkernel as rlk
         from rlkernel_core.errors import ResolutionError
         from rlkernel_core.quant import dequantize
+        from rlkernel_core.quant.activations import quantize_activation
         from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
 
         inputs = self.inputs(rows)
-        values = dequantize(self.given["w"], dtype=torch.float32)
-        want = self.exact(values, inputs)
+        values, spec = dequantize(self.given["w"], dtype=torch.float32), self.given["w"].spec
+        coded = inputs if spec.act == "none" else {"x": quantize_activation(inputs["x"].float(), spec).value()}
+        want = self.exact(values, coded)
         theirs = self.exact(self.given["weight"].flatten(0, -2), inputs) if self.product.own else want
         y = self.product.multiply({**self.given, **inputs}, self.packed).double()
         found = {self.name: float((y - theirs).norm() / theirs.norm())}
-        reach = self.exact(values.abs(), {**inputs, "x": inputs["x"].abs()})
+        reach = self.exact(values.abs(), {**coded, "x": coded["x"].abs()})
         bound = accumulation_bound(want, reach, unit=UNITS["bfloat16"], inner=inputs["x"].shape[1])
+        share = float(((y - want).abs() / bound).nan_to_num(nan=1e9).max())
         for backend in OURS:
             with contextlib.suppress(ResolutionError), rlk.use(backend, fallback="error"):
                 y = rlk.qmatmul(w=self.tiles, **inputs).double()
                 found[backend] = float(((y - want).abs() / bound).nan_to_num(nan=1e9).max())
-        return found
+        return found if self.product.own else {**found, "share of the bound": share}
 
     def copies(self) -> None:
         """As many of each as exceed the cache, where few experts meet a token too."""
@@ -222,9 +229,9 @@ def child(name: str, shapes: list[str], rows: list[int]) -> None:
                 continue
             try:
                 used = case.judged(M)
-                limits = {name: OWN if case.product.own else SAME}
+                limits = {name: OWN if case.product.own else SAME, **dict.fromkeys(OURS, 1.0)}
                 told("check", shape, M, used)
-                right += [M] if all(v <= limits.get(k, 1.0) for k, v in used.items()) else []
+                right += [M] if all(v <= limits.get(k, v) for k, v in used.items()) else []
             except Exception as error:
                 told("check", shape, M, f"{type(error).__name__}: {str(error)[:300]}")
                 if "CUDA error" in str(error):
