@@ -41,7 +41,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
-from gpu_all import PATHS, distributions, environment  # noqa: E402  the script beside this one
+from gpu_all import PATHS, distributions, environment  # noqa: E402  the scripts beside this one
+from gpu_qmatmul_cuda import kept_compiler  # noqa: E402
 
 COLD = 256 << 20  # bytes that calls go through before they meet a weight again
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
@@ -212,9 +213,13 @@ def in_turns(graphs: dict[str, tuple[Any, int]]) -> dict[str, float]:
     return {name: round(statistics.median(times), 2) for name, times in took.items()}
 
 
-def child(name: str, shapes: list[str], rows: list[int]) -> None:
+def child(name: str, shapes: list[str], rows: list[int], kept: Path) -> None:
     """Check everything, wait for the word, time what was right; a line a finding."""
     import torch
+
+    kept_compiler(kept)  # children begin with different shapes, and find what others have compiled
+    first = (*NAMES, name).index(name) % len(shapes)
+    shapes = shapes[first:] + shapes[:first]
 
     def told(kind: str, shape: str, M: int, found: Any) -> None:
         print("@" + json.dumps([kind, f"{shape} M={M}", found]), flush=True)
@@ -267,7 +272,12 @@ class Child:
         self.name, self.found, self.lines = name, {}, queue.Queue()  # type: ignore[var-annotated]
         with (out / f"peer_{name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
+                [*command, "--child", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environ,
             )
         threading.Thread(target=self.pump, daemon=True).start()
 
@@ -303,9 +313,10 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--name", default="gpu_quant_peers.json")
     parser.add_argument("--child")
+    parser.add_argument("--kept", type=Path)
     given = parser.parse_args()
     if given.child:
-        child(given.child, given.shapes.split(","), [int(m) for m in given.rows.split(",")])
+        child(given.child, given.shapes.split(","), [int(m) for m in given.rows.split(",")], given.kept)
         return
     end = time.monotonic() + given.seconds
     given.out.mkdir(parents=True, exist_ok=True)
@@ -316,7 +327,8 @@ def main() -> None:
         carried = peers_folder(Path(temporary) / "peers")
         environ = environment(Path(temporary) / "dist", *(ROOT / p for p in PATHS), *folders.values(), *carried)
         environ |= {"HUMMING_CACHE_DIR": str(Path(temporary) / "humming")}
-        command = [sys.executable, __file__, "--shapes", given.shapes, "--rows", given.rows, "--child"]
+        (kept := Path(temporary) / "kernels").mkdir()
+        command = [sys.executable, __file__, "--kept", str(kept), "--shapes", given.shapes, "--rows", given.rows]
         children = [Child(name, command, environ, given.out) for name in given.peers.split(",")]
 
         def note() -> None:
