@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rlkernel.checkpoints import gguf_blocks
+from rlkernel.checkpoints import folders, gguf_blocks
 from rlkernel.checkpoints.schemes import Entry, Source
 from rlkernel_core.errors import ArgumentError
 
@@ -27,18 +27,34 @@ _GGUF_DENSE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @contextmanager
-def opened(path: Path | str) -> Iterator[Source]:
-    """A safetensors or GGUF file.
+def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
+    """A safetensors or GGUF file, the folder or the index of a sharded checkpoint, or its shards.
 
     Raises:
-        ArgumentError: no such file, one that is cut off, or of another kind; a package that reads it is missing.
+        ArgumentError: no such file, one that is cut off, or of another kind; a tensor that two files hold, or that an
+            index promises and no file holds; a package that reads it is missing.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ArgumentError("file", str(path), "does not exist", "Pass a .safetensors or .gguf file.")
-    with path.open("rb") as file:
+    told: Mapping[str, str] = {}
+    if not isinstance(path, Path | str):
+        files, path = [Path(shard) for shard in path], "shards"
+    elif Path(path).is_dir() or str(path).endswith(folders.INDEX):
+        files, told = folders.files_of(_there(Path(path)))
+    else:
+        files = [Path(path)]
+    sources = [_file(file) for file in files]
+    yield sources[0] if len(sources) == 1 and not told else folders.Joined(Path(path), files, sources, told)
+
+
+def _file(path: Path) -> Source:
+    with _there(path).open("rb") as file:
         magic = file.read(4)
-    yield _gguf(path) if magic == _GGUF_MAGIC else _safetensors(path)
+    return _gguf(path) if magic == _GGUF_MAGIC else _safetensors(path)
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise ArgumentError("file", str(path), "does not exist", "Pass a .safetensors or .gguf file, or a folder.")
+    return path
 
 
 class _SafetensorsFile:
@@ -151,34 +167,73 @@ def whole(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """All tensors and the quantization config into one file, whole or not at all."""
-    from safetensors.torch import save_file
+class Out(Protocol):
+    """What a checkpoint is written to."""
 
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    metadata = {"format": "pt", **({"quantization_config": json.dumps(dict(config))} if config else {})}
-    with whole(path) as draft:
-        save_file(held, draft, metadata=metadata)
+    bytes: int  # of what was added
+
+    def add(self, tensors: Mapping[str, Any]) -> None:
+        """Tensors of one weight by name."""
+        ...
+
+    def finish(self, config: Mapping[str, Any] | None) -> None:
+        """All is added: let it appear, with what a reader has to know besides (`quantization_config`)."""
+        ...
 
 
-def write_gguf(path: Path, items: Mapping[str, QuantTensor | Tensor], architecture: str) -> None:
-    """Weights in GGUF blocks and dense tensors into one file, whole or not at all."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise _missing("gguf") from error
-    import torch
+class OneFile:
+    """A safetensors file; its tensors are held until the end."""
 
-    with whole(path) as draft:
-        writer = gguf.GGUFWriter(draft, architecture)
-        for name, item in items.items():
-            if isinstance(item, torch.Tensor):
-                dense = item.float() if item.dtype not in {torch.float16, torch.float32} else item
-                writer.add_tensor(name, dense.contiguous().numpy())
-            else:
-                kind, raw = gguf_blocks.write_blocks(name, item)
-                writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, Tensor] = {}
+        self.bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold them."""
+        self._tensors |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self.bytes += sum(t.nbytes for t in tensors.values())
+
+    def finish(self, config: Mapping[str, Any] | None) -> None:
+        """Write all, with the config in the file's metadata."""
+        from safetensors.torch import save_file
+
+        metadata = {"format": "pt", **({"quantization_config": json.dumps(dict(config))} if config else {})}
+        with whole(self.path) as draft:
+            save_file(self._tensors, draft, metadata=metadata)
+
+
+class OneGguf:
+    """A GGUF file; its weights are held until the end, and say themselves what they are."""
+
+    def __init__(self, path: Path, architecture: str = "llama") -> None:
+        self.path, self.architecture = path, architecture
+        self._items: dict[str, QuantTensor | Tensor] = {}
+        self.bytes = 0
+
+    def add(self, tensors: Mapping[str, QuantTensor | Tensor]) -> None:
+        """Hold them."""
+        self._items |= tensors
+        self.bytes += sum(t.nbytes for t in tensors.values())
+
+    def finish(self, _: Mapping[str, Any] | None) -> None:
+        """Write blocks and dense tensors."""
+        try:
+            import gguf
+        except ImportError as error:
+            raise _missing("gguf") from error
+        import torch
+
+        with whole(self.path) as draft:
+            writer = gguf.GGUFWriter(draft, self.architecture)
+            for name, item in self._items.items():
+                if isinstance(item, torch.Tensor):
+                    dense = item.float() if item.dtype not in {torch.float16, torch.float32} else item
+                    writer.add_tensor(name, dense.contiguous().numpy())
+                else:
+                    kind, raw = gguf_blocks.write_blocks(name, item)
+                    writer.add_tensor(name, raw.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()

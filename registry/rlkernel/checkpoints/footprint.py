@@ -83,7 +83,7 @@ def footprint(
     """Sizes of a checkpoint in memory, its weights loaded one at a time.
 
     Args:
-        path: a safetensors or GGUF file.
+        path: a safetensors or GGUF file, or the folder or the index of a sharded checkpoint.
         format: what weights [N, K] are quantised to as they are read; None leaves each as it is.
         skip: shell patterns of names that stay dense.
         lora_rank: of an adapter in 16 bits beside every quantised weight; 0 for none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from rlkernel.checkpoints import floats, integers
 from rlkernel_core.errors import ArgumentError
@@ -29,6 +29,7 @@ class Entry:
     nbytes: int
 
 
+@runtime_checkable
 class Source(Protocol):
     """An open checkpoint."""
 

@@ -25,7 +25,7 @@ _GIB: Final = 1024**3
 
 def command(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="A .safetensors or .gguf file to plan for.")
+        Path | None, typer.Argument(metavar="FILE", help="A .safetensors or .gguf file, or a folder, to plan for.")
     ] = None,
     *,
     format: Annotated[  # noqa: A002  the option's name
@@ -42,7 +42,7 @@ def command(
 
     Where CPU and GPU share one memory this is the only budget there is: what
     the kernel calls available, less a reserve of 15 per cent or 1 GiB.
-    With FILE, its header is read and held against the budget; nothing is
+    With FILE, its headers are read and held against the budget; nothing is
     loaded.
     """
     found = memory()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rlkernel.checkpoints import conversion, files
+from rlkernel.checkpoints import conversion, files, folders
 from rlkernel.checkpoints.schemes import Item, Source, items
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import print_json, print_table
@@ -26,6 +26,10 @@ EXAMPLES: Final = (
         "rlkernel quant convert runs/bf16.safetensors runs/int4.safetensors --format int4_g128 --scheme gptq",
         "quantise what no --skip pattern matches, and spell it as GPTQ does",
     ),
+    (
+        "rlkernel quant convert runs/model runs/model-int4 --format int4_g128",
+        "a sharded checkpoint: from folder to folder, config.json and tokenizer with it",
+    ),
 )
 EXITS: Final = {0: "read, or written whole; nothing is written otherwise"}
 
@@ -34,8 +38,13 @@ _ACTIONS: Final = ("inspect", "convert")
 
 def command(
     action: Annotated[str, typer.Argument(metavar="{inspect|convert}", help="What to do.")],
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors or .gguf file.")],
-    target: Annotated[Path | None, typer.Argument(metavar="TARGET", help="convert: the file to write.")] = None,
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A .safetensors or .gguf file, or a folder of shards.")
+    ],
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="TARGET", help="convert: a .safetensors or .gguf file to write, or a folder."),
+    ] = None,
     *,
     scheme: Annotated[
         str | None,
@@ -52,13 +61,17 @@ def command(
     gptq_v2: Annotated[
         bool, typer.Option("--gptq-v2", help="Zero-points of a GPTQ source are stored as they are.")
     ] = False,
+    shard_gb: Annotated[
+        float, typer.Option(min=0.001, metavar="GB", help="convert: the largest shard of a folder.")
+    ] = folders.SHARD_BYTES / 1e9,
     check: Annotated[bool, typer.Option("--check", help="inspect: read every weight too.")] = False,
     json: Json = False,
 ) -> None:
     """Read quantised weights of GPTQ, AWQ, compressed-tensors, bitsandbytes, HQQ, gpt-oss, ModelOpt, DeepSeek and GGUF.
 
     Nothing is downloaded, and no model is built. Weights are read one at a
-    time; a target appears when it is whole. Values do not change unless
+    time; a target appears when it is whole: one file, or a folder of shards
+    with what else stands in the source's. Values do not change unless
     --format says so.
     """
     if action not in _ACTIONS:
@@ -66,11 +79,11 @@ def command(
     config = {"checkpoint_format": "gptq_v2"} if gptq_v2 else None
     if action == "inspect":
         if target is not None:
-            raise ArgumentError("target", str(target), "inspect reads one file", "Leave it out.")
+            raise ArgumentError("target", str(target), "inspect reads one checkpoint", "Leave it out.")
         _inspect(source, config, check=check, json=json)
         return
     if target is None:
-        raise ArgumentError("target", "nothing", "convert writes a file", "Name it after the source.")
+        raise ArgumentError("target", "nothing", "convert writes a file or a folder", "Name it after the source.")
     chosen = scheme or ("gguf" if target.suffix == ".gguf" else conversion.OWN)
     done = conversion.convert(
         source,
@@ -79,6 +92,7 @@ def command(
         format=format,
         skip=tuple(skip) if skip else conversion.SKIPPED,
         config=config,
+        shard_bytes=int(shard_gb * 1e9),
         progress=_progress if sys.stderr.isatty() else lambda *_: None,
     )
     if json:
@@ -88,6 +102,8 @@ def command(
         f"{target}: {done.kept} weight(s) as they were, {done.quantised} quantised, {done.dense} dense, "
         f"{done.bytes / 2**20:.1f} MiB as {chosen}"
     )
+    if done.note:
+        typer.echo(done.note, err=True)
 
 
 def _progress(done: int, count: int, name: str) -> None:

@@ -51,7 +51,7 @@ def load_quantized(
 
     Args:
         model: its parameters and persistent buffers have the names of the file.
-        path: a safetensors or GGUF file, the shards of one checkpoint, or an opened one.
+        path: a safetensors or GGUF file, the folder, index or shards of one checkpoint, or an opened one.
         policy: which layers, and to what format. A weight that two modules share stays dense.
         place: a device, or what takes each tensor to where it is used, such as `rlkernel_jetson.adopt.Adopter`.
         within: the memory whose budget the peak must fit into, as `rlkernel_core.host.memory.memory` finds it; None
@@ -70,22 +70,22 @@ def load_quantized(
     formats: dict[str, str] = {}
     dense = nbytes = 0
     with ExitStack() as stack, torch.no_grad():
-        sources = _sources(path, stack)
-        found = [(source, item) for source in sources for item in items(source)]
-        _check(model, slots, layers, [item for _, item in found])
+        source = path if isinstance(path, Source) else stack.enter_context(files.opened(path))
+        found = list(items(source))
+        _check(model, slots, layers, found)
         chosen = {
             item.name: policy.format_of(item.name.removesuffix(_WEIGHT))
-            for _, item in found
+            for item in found
             if item.name.removesuffix(_WEIGHT) in layers
             and item.name.endswith(_WEIGHT)
             and item.scheme == "dense"
             and len(slots[item.name]) == 1
         }
         if within is not None:
-            _footprint([item for _, item in found], chosen, policy).require(within, "filling this model")
+            _footprint(found, chosen, policy).require(within, "filling this model")
         if policy.lora_rank:
             model.requires_grad_(requires_grad=False)
-        for source, item in found:
+        for item in found:
             name, weights = item.name.removesuffix(_WEIGHT), item.read(source)
             spec = chosen.get(item.name)
             if not isinstance(weights, Tensor):
@@ -105,15 +105,6 @@ def load_quantized(
             formats[name] = quantised.spec.kind
             nbytes += layer.weight.nbytes
     return LoadReport(formats, dense, nbytes)
-
-
-def _sources(path: Path | str | Source | Sequence[Path | str], stack: ExitStack) -> list[Source]:
-    """What is read, open until the stack is left."""
-    if isinstance(path, str | Path):
-        return [stack.enter_context(files.opened(path))]
-    if isinstance(path, Sequence):
-        return [stack.enter_context(files.opened(shard)) for shard in path]
-    return [path]
 
 
 def _footprint(found: list[Item], chosen: Mapping[str, QuantSpec | None], policy: QuantPolicy) -> Footprint:
