@@ -339,7 +339,7 @@ def grow(run: Run, profile: str) -> None:
             if code not in run.codes:
                 continue
             file.touch()
-            environ = {**run.with_bundle("first"), "AOT_RECORDING": str(file), "AOT_CODE": code}
+            environ = {**run.with_bundle("first"), "AOT_MISSING": str(file), "AOT_CODE": code}
             environ["XDG_CACHE_HOME"] = str(run.work / "cache" / f"{op}-{code}")
             command = [sys.executable, *suite("growing", "aot_growing:backend", op, profile, "cuda", jobs)]
             share = 1.0 if code == run.codes[-1] else 0.5

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from rlkernel_triton.aot import tables
 
 TABLE = tables.read()
@@ -25,28 +23,22 @@ def test_a_recording_is_a_table(tmp_path) -> None:
     assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        "out.logprob.sum().backward(); g = x.grad",
-        "(g,) = torch.autograd.grad(out.logprob, x, torch.ones(2))",  # that begins at one of several results
-    ],
-)
-def test_a_recording_names_what_a_gradient_launches(tmp_path, gradient) -> None:
+def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     code = (
         "import torch\n"
         "from rlkernel_triton.aot import recording\n"
         "x = torch.randn(2, 100, requires_grad=True)\n"
-        "out = recording.logprob(x, torch.arange(2), entropy=True)\n"
-        f"{gradient}\n"
-        "print(bool(g.abs().sum() > 0))\n"  # the reference's
+        "out = recording.logprob(x, torch.arange(2), entropy=True)\n"  # with what losses ask for
+        "torch.autograd.grad(out.lse, x, torch.ones(2), retain_graph=True)\n"  # begins at one of several results
+        "(out.logprob + out.lse + out.entropy).sum().backward()\n"
+        "print(bool(x.grad.abs().sum() > 0))\n"  # the reference's
     )
     file = tmp_path / "run.jsonl"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.strip() == "True"
-    assert [json.loads(line)["kernel"].rpartition(":")[2] for line in file.read_text().splitlines()] == [
-        "sweep",
-        "law",
-        "gradient",
-    ]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["kernel"].rpartition(":")[2] for line in lines} == {"sweep", "law", "gradient"}
+    flags = [line["constants"] for line in lines if line["kernel"].endswith(":gradient")]
+    found = {(f["G"], f["G_LSE"], f["G_ENTROPY"]) for f in flags}
+    assert found == {(True, False, False), (True, False, True), (False, True, False), (True, True, True)}

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core.manifest import Backend
+from rlkernel_core.reasons import Reason
+from rlkernel_triton.claims import CLAIMS
 from rlkernel_triton.claims import manifest as portable
 
 # What a rollout and an update on one GPU need; every other operator stays with Triton.
@@ -35,7 +37,7 @@ def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
     """A manifest over bundles: `module:logprob` is an implementation, `module:logprob_fits` its check."""
     whole = portable(name, device="cuda", arch=arch)
     impls = [
-        impl.model_copy(update={"target": f"{module}:{op}", "check": impl.check and f"{module}:{op}_fits"})
+        impl.model_copy(update={"target": f"{module}:{op}", "check": f"{module}:{op}_fits"})
         for impl in whole.impls
         if (op := impl.op.partition("@")[0]) in OPERATORS
     ]
@@ -75,6 +77,7 @@ class FromBundles:
             best = min(found, key=lambda launcher: launcher.rank)
             alike = [f for f in found if f is not best and (f.chosen, f.kind) == (best.chosen, best.kind)]
             best.others = tuple(alike)
+            best.elsewhere = self.missing
             return best
         major, minor = driver.capability(0)
         looked = ", ".join(map(str, self._folders()))
@@ -82,6 +85,20 @@ class FromBundles:
             f"no bundle in {looked} runs on this GPU. {' '.join(refused)} Make one where Triton is installed: "
             f"rlkernel aot build --target sm_{major}{minor}"
         )
+
+    def missing(self, call: Any) -> Any:
+        """A launcher for a launch that no bundle has a build for: none. It is written down if that is asked for."""
+        from rlkernel_triton.aot.recording import MISSING, noted
+
+        if os.environ.get(MISSING):
+            noted(call, self.host, self.launcher.target(), Path(os.environ[MISSING]))
+
+    @cached_property
+    def rehearsals(self) -> Any:
+        """What the bundles say to a call before it is run."""
+        from rlkernel_triton.aot.rehearsal import Rehearsals
+
+        return Rehearsals(f"{self._name}_planned", self.launcher)
 
     @cached_property
     def host(self) -> Any:
@@ -105,9 +122,23 @@ class FromBundles:
         op = name.removesuffix("_fits")
         if op not in OPERATORS:
             raise AttributeError(name)
+        if op != name:
+            return self._fits(op)
         from rlkernel_triton.aot.hosts import implementation
 
-        return implementation(self.host, op, check=op != name)
+        return implementation(self.host, op)
+
+    def _fits(self, op: str) -> Callable[..., Reason | None]:
+        from rlkernel_triton.aot.hosts import implementation
+
+        own = implementation(self.host, op, check=True) if CLAIMS[op].check else None
+
+        def fits(**args: Any) -> Reason | None:
+            """What the kernels' own check says to these arguments, and then the bundles."""
+            said: Reason | None = own(**args) if own else None
+            return said or self.rehearsals.missing(op, args)
+
+        return fits
 
     def self_test(self, device: str) -> None:
         """Draw-free: log-probabilities on a device, held against their definition; without their kernels one is loaded.

@@ -88,11 +88,7 @@ class FromBundle:
 
     def launch(self, call: Call) -> None:
         """Find the build, load it if need be, and launch it on torch's current stream."""
-        signature = (call.key, tuple(call.arguments.values()))
-        found = self._found.get(signature)
-        if found is None:
-            found = self._found[signature] = self._served(call)
-        holder, code = found
+        holder, code = self.served(call)
         device = 0 if self._on_cpu else torch.cuda.current_device()
         stream = 0 if self._on_cpu else torch.cuda.current_stream(device).cuda_stream
         self.driver.enter(device)
@@ -111,8 +107,19 @@ class FromBundle:
                 kernel, call.grid, threads, code.shared, stream, kinds + ["*"] * scratch, values + [0] * scratch
             )
 
-    def _served(self, call: Call) -> tuple[FromBundle, Code]:
-        """The first bundle that has a build for a call, and the build; the first one's reason where none has."""
+    def served(self, call: Call) -> tuple[FromBundle, Code]:
+        """The first bundle that has a build for a call, and the build.
+
+        Raises:
+            BundleError: none has; the reason is the first one's.
+        """
+        signature = (call.key, tuple(call.arguments.values()))
+        found = self._found.get(signature)
+        if found is None:
+            found = self._found[signature] = self._looked_up(call)
+        return found
+
+    def _looked_up(self, call: Call) -> tuple[FromBundle, Code]:
         refused = []
         for holder in (self, *self.others):
             try:
@@ -170,7 +177,8 @@ def _missing(call: Call, launcher: FromBundle) -> str:
     )
     several = len(launcher._by_kernel.get(kernel, ()))  # noqa: SLF001 the same module
     return (
-        f"{launcher.bundle.path} holds {several} builds of {kernel} for {launcher.chosen}, but none for {described}; "
-        f"{types}; {call.num_warps} warps, {call.num_stages} stages. Record the call (rlkernel_triton.aot.recording) "
-        f'and build with --configurations FILE; or let another backend run it: order = ["triton"]'
+        f"{launcher.bundle.path} holds {several} builds of {kernel} for {launcher.chosen}, and none for {described}; "
+        f"{types}; {call.num_warps} warps, {call.num_stages} stages. Run it with AOT_MISSING=FILE, which writes that "
+        "down, and build with --configurations FILE where Triton is installed; or let another backend run it: "
+        'order = ["triton"]'
     )

@@ -9,10 +9,10 @@ operators can be recorded so. Importing this loads neither torch nor Triton.
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +22,15 @@ from weakref import WeakKeyDictionary
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.manifest import Backend
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.aot.rehearsal import named, rehearse
 from rlkernel_triton.builds import MODULES
 from rlkernel_triton.claims import manifest
 
 VARIABLE: Final = "AOT_RECORDING"
+MISSING: Final = "AOT_MISSING"  # a file, into which backends over bundles write what they lack
 _HERE: Final = "rlkernel_triton.aot.recording"
 
 
@@ -99,6 +102,30 @@ def build_of(call: Any, divisible: frozenset[str], ones: frozenset[str]) -> Buil
     )
 
 
+def noted(call: Any, host: Any, target: str, file: Path) -> Build:
+    """Write down a launch that no bundle has a build for, for every operator that may have asked; the build."""
+    build = build_of(call, *_promises(host).get(call.kernel.id, (frozenset(), frozenset())))
+    ops = sorted(_users().get(build.kernel, OPERATORS))
+    lines = [json.dumps({"op": op, "target": target, **build.document()}) + "\n" for op in ops]
+    with file.open("a", encoding="utf-8") as out:
+        out.write("".join(lines))
+    return build
+
+
+@cache
+def _users() -> dict[str, set[str]]:
+    """Kernel -> operators that launch it, as the shipped table knows."""
+    found: dict[str, set[str]] = {}
+    for build, uses in tables.read().items():
+        found.setdefault(build.kernel, set()).update(uses)
+    return found
+
+
+@cache
+def _promises(host: Any) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    return declared(host)
+
+
 def declared(host: Any) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """Kernel -> parameters that its builds promise to be multiples of 16, and parameters that they promise to be 1."""
     found: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
@@ -156,12 +183,12 @@ def __getattr__(name: str) -> Callable[..., Any]:
     def recorded(*args: Any, **options: Any) -> Any:
         host, of_process = recorder()
         of_process.op = op
-        hollow = implementation(host, op)(*args, **options)
+        hollow = rehearse(implementation(host, op), inspect.signature(meant).bind(*args, **options).arguments)
         args, options = _canonical((args, options))
         if op == "prepack":
             options["layout"] = CANONICAL
         out = meant(*args, **options)
-        out = _follow(op, list(_tensors((args, options))), hollow, out)
+        out = _follow(op, [x for _, x in named((args, options))], hollow, out)
         if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
             _CANONICAL[hollow] = out
             return hollow
@@ -190,9 +217,9 @@ def _follow(op: str, given: list[Any], hollow: Any, out: Any) -> Any:
 
     from rlkernel_core.tree import flatten
 
-    planned = dict(_named(hollow))
+    planned = dict(named(hollow))
     inputs = [x for x in given if x.requires_grad]
-    there = [(n, x) for n, x in _named(out) if x.requires_grad and n in planned and planned[n].requires_grad]
+    there = [(n, x) for n, x in named(out) if x.requires_grad and n in planned and planned[n].requires_grad]
     if not inputs or not there or not torch.is_grad_enabled():
         return out
 
@@ -216,24 +243,3 @@ def _follow(op: str, given: list[Any], hollow: Any, out: Any) -> Any:
     tapped = dict(zip([id(x) for _, x in there], Tap.apply(*(x for _, x in there)), strict=True))
     leaves, structure = flatten(out)
     return structure.build([tapped.get(id(x), x) for x in leaves])
-
-
-def _named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every tensor within a value, by where it stands."""
-    import torch
-
-    if isinstance(x, torch.Tensor):
-        yield path, x
-    elif isinstance(x, Mapping):
-        for name, value in x.items():
-            yield from _named(value, f"{path}.{name}")
-    elif isinstance(x, tuple | list):
-        for i, value in enumerate(x):
-            yield from _named(value, f"{path}.{i}")
-    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
-        for part in dataclasses.fields(x):
-            yield from _named(getattr(x, part.name), f"{path}.{part.name}")
-
-
-def _tensors(x: Any) -> Iterator[Any]:
-    return (value for _, value in _named(x))

@@ -1,0 +1,155 @@
+"""Calls planned before they are run, so that what a bundle lacks is a Reason at selection and no error half-way.
+
+Host code runs once more over a launcher that looks builds up and launches nothing: forward, and backward for the first
+result and with the entropy, which is what losses use. A call like one that was planned is not planned again.
+Imports torch inside functions only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Final
+
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.reasons import Reason
+from rlkernel_triton.aot.bundle import NoBuildError
+from rlkernel_triton.aot.hosts import Host, implementation
+from rlkernel_triton.aot.planning import plan_for
+
+MANY: Final = 4096  # calls that are remembered
+ENTROPY: Final = ".entropy"
+WIDE: Final = 1 << 31  # from here on a number takes 64 bits
+_NUMBERS: Final = frozenset({"seed", "step", "stream"})  # which differ from call to call and are numbers to kernels
+
+
+class Planned:
+    """A launcher that finds the build of every launch, and launches nothing."""
+
+    def __init__(self, launcher: Any) -> None:
+        self._launcher = launcher
+
+    def target(self) -> str:
+        """The target whose code would run."""
+        found: str = self._launcher.target()
+        return found
+
+    def device_type(self) -> str | None:
+        """As of the launcher."""
+        found: str | None = self._launcher.device_type()
+        return found
+
+    def launch(self, call: Any) -> None:
+        """Find the build.
+
+        Raises:
+            BundleError: there is none.
+        """
+        self._launcher.served(call)
+
+
+class Rehearsals:
+    """What a bundle would say to calls.
+
+    Args:
+        name: under which host modules are imported once more.
+        launcher: what launches from the bundle.
+    """
+
+    def __init__(self, name: str, launcher: Any) -> None:
+        self._name, self._launcher = name, launcher
+        self._known: dict[Any, Reason | None] = {}
+
+    @cached_property
+    def host(self) -> Host:
+        """Host modules that launch nothing."""
+        from rlkernel_triton.aot.standin import triton
+
+        made = Host(self._name, triton(Planned(self._launcher)))
+        plan_for(made, self._launcher.target())
+        return made
+
+    def missing(self, op: str, args: Mapping[str, Any]) -> Reason | None:
+        """Why a call cannot run from the bundle; None: it can, or it is wrong, which running it will say."""
+        import torch
+
+        if args.get("group") is not None and not isinstance(args["group"], int | torch.Tensor):
+            return None  # planning over several ranks would speak to them
+        key = (op, torch.is_grad_enabled(), *[(n, signature(None if n == "out" else v, n)) for n, v in args.items()])
+        if key not in self._known:
+            if len(self._known) >= MANY:
+                self._known.clear()
+            self._known[key] = self._planned(op, args)
+        return self._known[key]
+
+    def _planned(self, op: str, args: Mapping[str, Any]) -> Reason | None:
+        given = {n: v for n, v in args.items() if n != "out"}  # which planning must not touch
+        try:
+            rehearse(implementation(self.host, op), given)
+        except NoBuildError as error:
+            text, _, fix = str(error).partition(". Run")
+            return Reason("shape", "unsupported", text, f"Run{fix}")
+        except (RLKernelError, RuntimeError):
+            return None
+        return None
+
+
+def rehearse(run: Callable[..., Any], args: Mapping[str, Any]) -> Any:
+    """Run host code, forward and for the gradients that losses ask for; its result."""
+    import torch
+
+    out = run(**args)
+    inputs = [x for _, x in named(args) if x.requires_grad]
+    roots = [(n, x) for n, x in named(out) if x.requires_grad]
+    if inputs and roots and torch.is_grad_enabled():
+        entropy = [x for n, x in roots if n == ENTROPY]
+        for begun in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
+            torch.autograd.grad(
+                begun, inputs, [torch.zeros_like(x) for x in begun], retain_graph=True, allow_unused=True
+            )
+    return out
+
+
+def signature(x: Any, name: str = "") -> Any:
+    """All of an argument that host code plans by, as something that can be looked up."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        sizes = (*map(_class, x.shape[:-1]), *x.shape[-1:], _class(x.numel()))
+        strides = tuple((s % 16 == 0, min(s, 2), s >= WIDE) for s in x.stride())
+        return x.dtype, sizes, strides, x.is_contiguous(), x.data_ptr() & 15, x.requires_grad, x.device
+    if isinstance(x, QuantTensor):
+        return x.spec, x.shape, x.dtype, x.layout, tuple(signature(part) for part in x.parts.values())
+    if name in _NUMBERS and isinstance(x, int):
+        return int, x % 16 == 0, x == 1, x.bit_length() // 32
+    if isinstance(x, Mapping):
+        return tuple((n, signature(v)) for n, v in x.items())
+    if isinstance(x, tuple | list):
+        return tuple(map(signature, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x), tuple(signature(getattr(x, part.name)) for part in dataclasses.fields(x))
+    return type(x), x
+
+
+def _class(size: int) -> tuple[int, int, bool]:
+    """Sizes that host code and a compiler tell apart: by powers of two, and by what is a multiple of 16."""
+    return size.bit_length(), max(0, size - 1).bit_length(), size % 16 == 0
+
+
+def named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every tensor within a value, by where it stands."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        yield path, x
+    elif isinstance(x, Mapping):
+        for name, value in x.items():
+            yield from named(value, f"{path}.{name}")
+    elif isinstance(x, tuple | list):
+        for i, value in enumerate(x):
+            yield from named(value, f"{path}.{i}")
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        for part in dataclasses.fields(x):
+            yield from named(getattr(x, part.name), f"{path}.{part.name}")

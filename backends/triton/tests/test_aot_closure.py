@@ -1,0 +1,140 @@
+"""What a bundle serves beyond the calls that it was recorded of, and what it says of the others before they run."""
+
+import json
+
+import pytest
+import torch
+
+from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.backend import FromBundles
+from rlkernel_triton.aot.builds import Argument
+from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.command import build
+from rlkernel_triton.aot.compiling import closed, compiled, compiler
+from rlkernel_triton.aot.hosts import Host
+from rlkernel_triton.aot.rehearsal import signature
+
+FLAGS = ("HAS_MASK", "HAS_T", "HAS_CAP", "SUPPORT", "MOMENT", "G_LSE", "G_ENTROPY")
+
+
+class Nothing:
+    """A driver for an Orin that loads and launches nothing."""
+
+    tensors = "cpu"
+
+    def capability(self, device):
+        return (8, 7)
+
+    def enter(self, device):
+        pass
+
+    def load(self, code, entry, shared):
+        return entry
+
+    def launch(self, *call):
+        pass
+
+
+def plain(kernel, promised=True):
+    """Builds of a kernel for bf16 logits without options, recorded with promises or without."""
+    return [
+        b
+        for b in tables.chosen(tables.read(), "sm_87", ("logprob",))
+        if b.kernel.endswith(f":{kernel}")
+        and dict(b.types).get("logits", "*bf16") == "*bf16"
+        and not any(dict(b.constants).get(n) for n in FLAGS)
+        and ("logits" in b.divisible or "logits" not in dict(b.types)) == promised
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A bundle of log-probabilities of aligned bf16 rows, forward, closed over what is not promised."""
+    folder = tmp_path_factory.mktemp("closed")
+    found = [code for name in ("sweep", "law") for alike in closed(plain(name)) for code in compiled(alike, "sm_87")]
+    written(folder / "rows.zip", found, compiler())
+    return folder
+
+
+@pytest.fixture
+def served(rows, monkeypatch):
+    monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", Nothing)
+    monkeypatch.setattr(Host, "__init__", _forgotten(Host.__init__, monkeypatch))
+    return FromBundles("closure", lambda: [rows])
+
+
+def _forgotten(made, monkeypatch):
+    """Hosts are importers of their own; those of a test go with it."""
+    import sys
+
+    def init(self, name, triton):
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        for known in [n for n in sys.modules if n.startswith(f"rlkernel_triton.aot.{name}")]:
+            monkeypatch.delitem(sys.modules, known)
+        made(self, name, triton)
+
+    return init
+
+
+def asked(logits, **options):
+    return {"logits": logits, "ids": torch.zeros(logits.shape[:-1], dtype=torch.int64), **options}
+
+
+def test_rows_of_any_alignment_run_where_aligned_ones_were_recorded(served) -> None:
+    assert served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16())) is None
+    assert served("logprob_fits")(**asked(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
+    assert served("logprob")(**asked(torch.randn(3, 1, 1001).bfloat16())).logprob.shape == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [({"softcap": 30.0}, "HAS_CAP=True"), ({"entropy": True}, "MOMENT=True"), ({}, "logprob_kernels:gradient")],
+)
+def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, lacks) -> None:
+    logits = torch.randn(2, 32000).bfloat16().requires_grad_(not options)
+    reason = served("logprob_fits")(**asked(logits, **options))
+    assert (reason.slug, lacks in reason.text) == ("shape/unsupported", True)
+    assert "AOT_MISSING=FILE" in reason.fix
+
+
+def test_a_wrong_call_is_left_to_the_operator_to_refuse(served) -> None:
+    assert served("logprob_fits")(logits=torch.randn(2, 100).bfloat16(), ids=torch.zeros(3, dtype=torch.int64)) is None
+
+
+def test_what_is_missing_is_written_down_and_can_be_built(served, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "missing.jsonl"
+    monkeypatch.setenv("AOT_MISSING", str(file))
+    served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16(), softcap=30.0))
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert (line["op"], line["target"], line["constants"]["HAS_CAP"]) == ("logprob", "sm_87", True)
+    made = build(["sm_87"], ["logprob"], out=str(tmp_path / "more.zip"), configurations=str(file), jobs=1)
+    assert made["builds"] == 2  # for aligned rows, and for all
+
+
+def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
+    ((code, _),) = compiled(plain("sweep")[:1], "sm_87")
+    assert "mask" in code.unread
+    arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.build.types}
+    arguments |= {n: Argument("i32", one=True, divisible=True) for n, v in code.build.constants if v == 1}
+    assert code.serves({**arguments, "mask": Argument("*bf16")})
+    assert not code.serves({**arguments, "logits": Argument("*fp16", divisible=True)})
+
+
+def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) -> None:
+    one = plain("sweep")[0]
+    table = tmp_path / "twice.jsonl"
+    lines = []
+    for kind in ("*i64", "*i1"):
+        document = {**one.document(), "types": {**dict(one.types), "mask": kind}}
+        lines.append(json.dumps({"op": "logprob", "target": "sm_87", **document}) + "\n")
+    table.write_text("".join(lines))
+    assert build(["sm_87"], out=str(tmp_path / "x.zip"), configurations=str(table), jobs=1)["builds"] == 2
+
+
+def test_calls_are_told_apart_as_host_code_and_compilers_tell_them_apart() -> None:
+    x = torch.zeros(64, 128)
+    assert signature(x) == signature(torch.zeros(50 + 14, 128))
+    assert signature(torch.zeros(100, 128)) == signature(torch.zeros(101, 128))
+    different = [x, x[:63], torch.zeros(65, 128), torch.zeros(64, 129), x.t(), x.half(), x[:, :127], x[1:2]]
+    assert len({signature(other) for other in different}) == len(different)
+    assert signature(17, "seed") == signature(2**30 + 1, "seed") != signature(16, "seed")
