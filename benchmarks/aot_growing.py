@@ -23,14 +23,16 @@ class Growing(FromBundles):
     def missing(self, call: Any) -> Any:
         """A launcher over a bundle of the one build that is missing."""
         from rlkernel_triton.aot.bundle import written
-        from rlkernel_triton.aot.compiling import compiled
+        from rlkernel_triton.aot.compiling import closed, compiled
         from rlkernel_triton.aot.launching import FromBundle
         from rlkernel_triton.aot.recording import MISSING, noted
 
         launcher = self.launcher
-        build = noted(call, self.host, launcher.chosen, Path(os.environ[MISSING]))
+        build = noted(call, launcher.chosen, Path(os.environ[MISSING]))
         path = Path(tempfile.mkdtemp()) / "one.zip"
-        made = written(path, list(compiled([build], launcher.chosen)), {"grown": "here"})
+        wanted = [b for alike in closed([build]) for b in alike if b.serves(call.arguments)]
+        best = max(wanted, key=lambda b: b.promises)
+        made = written(path, list(compiled([best], launcher.chosen)), {"grown": "here"})
         found = FromBundle(made, launcher.driver, force=self._force)
         launcher.others = (*launcher.others, found)
         return found

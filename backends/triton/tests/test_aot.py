@@ -18,7 +18,7 @@ from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
 from rlkernel_triton.aot.bundle import Bundle, BundleError, written
 from rlkernel_triton.aot.command import build, listed
-from rlkernel_triton.aot.compiling import compiled, compiler, limits
+from rlkernel_triton.aot.compiling import closed, compiled, compiler, limits
 from rlkernel_triton.aot.driver import Driver, DriverError
 from rlkernel_triton.aot.hosts import Host, implementation
 from rlkernel_triton.aot.launching import FromBundle, served_by
@@ -60,7 +60,7 @@ def orin(tmp_path_factory):
         and not any(dict(b.constants).get(n) for n in ("HAS_MASK", "HAS_T", "HAS_CAP", "SUPPORT", "MOMENT"))
     ]
     path = tmp_path_factory.mktemp("bundle") / "orin.zip"
-    return written(path, list(compiled(wanted, "sm_87")), compiler())
+    return written(path, [code for alike in closed(wanted) for code in compiled(alike, "sm_87")], compiler())
 
 
 class Recording:

@@ -35,21 +35,20 @@ class Nothing:
         pass
 
 
-def plain(kernel, promised=True):
-    """Builds of a kernel for bf16 logits without options, recorded with promises or without."""
+def plain(kernel):
+    """What is recorded of a kernel for bf16 logits without options."""
     return [
         b
         for b in tables.chosen(tables.read(), "sm_87", ("logprob",))
         if b.kernel.endswith(f":{kernel}")
         and dict(b.types).get("logits", "*bf16") == "*bf16"
         and not any(dict(b.constants).get(n) for n in FLAGS)
-        and ("logits" in b.divisible or "logits" not in dict(b.types)) == promised
     ]
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A bundle of log-probabilities of aligned bf16 rows, forward, closed over what is not promised."""
+    """A bundle of log-probabilities of bf16 rows, forward, with what kernels promise and without."""
     folder = tmp_path_factory.mktemp("closed")
     found = [code for name in ("sweep", "law") for alike in closed(plain(name)) for code in compiled(alike, "sm_87")]
     written(folder / "rows.zip", found, compiler())
@@ -80,7 +79,7 @@ def asked(logits, **options):
     return {"logits": logits, "ids": torch.zeros(logits.shape[:-1], dtype=torch.int64), **options}
 
 
-def test_rows_of_any_alignment_run_where_aligned_ones_were_recorded(served) -> None:
+def test_rows_of_any_size_and_alignment_run(served) -> None:
     assert served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16())) is None
     assert served("logprob_fits")(**asked(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
     assert served("logprob")(**asked(torch.randn(3, 1, 1001).bfloat16())).logprob.shape == (3, 1)
@@ -115,9 +114,16 @@ def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
     ((code, _),) = compiled(plain("sweep")[:1], "sm_87")
     assert "mask" in code.unread
     arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.build.types}
-    arguments |= {n: Argument("i32", one=True, divisible=True) for n, v in code.build.constants if v == 1}
     assert code.serves({**arguments, "mask": Argument("*bf16")})
     assert not code.serves({**arguments, "logits": Argument("*fp16", divisible=True)})
+
+
+def test_what_kernels_declare_is_promised_and_nothing_else() -> None:
+    product = [b for b in tables.chosen(tables.read(), "sm_87") if b.kernel.endswith("head_kernels:product")][:1]
+    made = [b for alike in closed(product) for b in alike]
+    ones = {tuple(n for n, v in b.constants if v == 1 and n.endswith(("stride", "step"))) for b in made}
+    assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ()}
+    assert [b.divisible for b in made if b.promises == min(b.promises for b in made)] == [()]
 
 
 def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) -> None:

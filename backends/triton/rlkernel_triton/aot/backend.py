@@ -91,7 +91,7 @@ class FromBundles:
         from rlkernel_triton.aot.recording import MISSING, noted
 
         if os.environ.get(MISSING):
-            noted(call, self.host, self.launcher.target(), Path(os.environ[MISSING]))
+            noted(call, self.launcher.target(), Path(os.environ[MISSING]))
 
     @cached_property
     def rehearsals(self) -> Any:

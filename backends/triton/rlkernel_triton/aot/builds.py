@@ -52,6 +52,13 @@ class Build:
         kept = tuple((n, v) for n, v in self.constants if n not in ones)
         return replace(self, types=(*self.types, *ones.items()), constants=kept, divisible=())
 
+    def promised(self, divisible: Collection[str], ones: Collection[str]) -> Build:
+        """The same where these parameters are multiples of 16 and those are 1, of those that are passed."""
+        types = tuple((n, kind) for n, kind in self.types if n not in ones)
+        one = tuple((n, 1) for n, _ in self.types if n in ones)
+        kept = tuple(n for n, _ in types if n in divisible)
+        return replace(self, types=types, constants=(*self.constants, *one), divisible=kept)
+
     def serves(self, arguments: Mapping[str, Argument], unread: Collection[str] = ()) -> bool:
         """Whether a call with these run-time arguments may run it; constants of the signature are compared by `key`.
 

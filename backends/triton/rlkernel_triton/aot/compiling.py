@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,6 +25,7 @@ from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.sources import digest
 from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.builds import MODULES
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OWN_FEATURES: Final = 90  # from here on Triton compiles for sm_90a, sm_110a and so on
@@ -68,18 +69,59 @@ def _assembled(name: str) -> bool:
 
 
 def closed(builds: Iterable[Build]) -> list[list[Build]]:
-    """Builds, and each without its promises on alignment and size; together those that one code may stand for.
+    """Builds with the promises on sizes and alignments that their kernels declare, and without any.
+
+    Together in a list are those that one code may stand for.
 
     Raises:
         RLKernelError: a kernel is gone.
     """
     alike: dict[Build, dict[Build, None]] = {}
     for build in builds:
-        plain = build.unpromised(frozenset(p.name for p in _kernel(build).params if p.is_constexpr))
-        for one in (build, plain):
-            kinds = tuple((n, kind[:1] if kind.startswith("*") else kind) for n, kind in one.types)
-            alike.setdefault(replace(one, types=kinds), {})[one] = None
+        plain = build.unpromised(_constexprs(_kernel(build)))
+        kinds = dict(plain.types)
+        pointers = {n for n, kind in kinds.items() if kind.startswith("*")}
+        for promise in promises().get(build.kernel, ()):
+            divisible = (promise.pointers & pointers) | {n for n in promise.numbers if kinds.get(n) in {"i32", "i64"}}
+            _put(alike, plain.promised(divisible, [n for n in promise.ones if kinds.get(n) == "i32"]))
+        _put(alike, plain)
     return [list(group) for group in alike.values()]
+
+
+def _put(alike: dict[Build, dict[Build, None]], build: Build) -> None:
+    kinds = tuple((n, kind[:1] if kind.startswith("*") else kind) for n, kind in build.types)
+    alike.setdefault(replace(build, types=kinds), {})[build] = None
+
+
+class Promise(NamedTuple):
+    """What a kernel's module declares that calls mostly keep."""
+
+    pointers: frozenset[str]  # aligned to 16 bytes
+    numbers: frozenset[str]  # multiples of 16
+    ones: frozenset[str]
+
+
+@cache
+def promises() -> dict[str, tuple[Promise, ...]]:
+    """By kernel. Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins."""
+    found: dict[str, dict[tuple[frozenset[str], frozenset[str]], frozenset[str]]] = {}
+    for name in MODULES:
+        for arch in ("sm87", "sm90"):
+            for b in import_module(name).builds(arch):
+                constants = _constexprs(b.kernel)
+                ones = frozenset(n for n, v in b.constants.items() if n not in constants and v == 1)
+                pointers = frozenset(n for n in b.divisible if b.types[n].startswith("*"))
+                own = found.setdefault(f"{b.kernel.fn.__module__}:{b.kernel.fn.__name__}", {})
+                kind = (frozenset(b.divisible) - pointers, ones)
+                own[kind] = own.get(kind, frozenset()) | pointers
+    return {
+        kernel: tuple(sorted((Promise(pointers, *kind) for kind, pointers in own.items()), key=str))
+        for kernel, own in found.items()
+    }
+
+
+def _constexprs(kernel: Any) -> frozenset[str]:
+    return frozenset(p.name for p in kernel.params if p.is_constexpr)
 
 
 def _kernel(build: Build) -> Any:

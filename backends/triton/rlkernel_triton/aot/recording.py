@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,6 @@ from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
 from rlkernel_triton.aot.rehearsal import named, rehearse
-from rlkernel_triton.builds import MODULES
 from rlkernel_triton.claims import manifest
 
 VARIABLE: Final = "AOT_RECORDING"
@@ -51,12 +50,9 @@ on_gpu = _manifest("cuda")  # the same for tensors of a GPU, on which the confor
 class Recorder:
     """A launcher that launches nothing."""
 
-    def __init__(
-        self, target: str, declared: Callable[[], Mapping[str, tuple[frozenset[str], frozenset[str]]]]
-    ) -> None:
-        self._target, self._declared = target, declared
+    def __init__(self, target: str, file: Path | None = None) -> None:
+        self._target, self._file = target, file
         self.seen: set[tuple[str, Build]] = set()
-        self.file: Path | None = None
         self.op = ""  # whose launches these are
 
     def target(self) -> str:
@@ -69,32 +65,22 @@ class Recorder:
 
     def launch(self, call: Any) -> None:
         """Describe a launch."""
-        build = build_of(call, *self._declared().get(call.kernel.id, (frozenset(), frozenset())))
+        build = build_of(call)
         if (self.op, build) not in self.seen:
             self.seen.add((self.op, build))
-            if self.file is not None:
-                with self.file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"op": self.op, "target": self._target, **build.document()}) + "\n")
+            if self._file is not None:
+                _write(self._file, [self.op], self._target, build)
 
 
-def build_of(call: Any, divisible: frozenset[str], ones: frozenset[str]) -> Build:
-    """The build that serves a call: all that is promised where the call keeps it, or nothing is promised."""
-    arguments = call.arguments
-    there = {n: a for n, a in arguments.items() if a.type != "none"}
-    kept = all(there[n].divisible for n in divisible & there.keys()) and all(there[n].one for n in ones & there.keys())
-    fixed_ones = ones & there.keys() if kept else frozenset()
-    constants = [
-        (n, call.constants.get(n, 1 if n in fixed_ones else None))
-        for n in call.kernel.arg_names
-        if n in call.constants or n in fixed_ones or arguments[n].type == "none"
-    ]
-    types = tuple((n, a.type) for n, a in there.items() if n not in fixed_ones)
-    promised = tuple(n for n, _ in types if n in divisible) if kept else ()
+def build_of(call: Any) -> Build:
+    """The build that serves a call, and every other size and alignment: what is assumed of those, kernels declare."""
+    there = {n: a.type for n, a in call.arguments.items() if a.type != "none"}
+    constants = tuple((n, call.constants.get(n)) for n in call.kernel.arg_names if n not in there)
     return Build(
         call.kernel.id,
-        types,
-        tuple(constants),
-        promised,
+        tuple(there.items()),
+        constants,
+        (),
         call.num_warps,
         call.num_stages,
         enable_fp_fusion=call.fusion,
@@ -102,14 +88,17 @@ def build_of(call: Any, divisible: frozenset[str], ones: frozenset[str]) -> Buil
     )
 
 
-def noted(call: Any, host: Any, target: str, file: Path) -> Build:
+def noted(call: Any, target: str, file: Path) -> Build:
     """Write down a launch that no bundle has a build for, for every operator that may have asked; the build."""
-    build = build_of(call, *_promises(host).get(call.kernel.id, (frozenset(), frozenset())))
-    ops = sorted(_users().get(build.kernel, OPERATORS))
+    build = build_of(call)
+    _write(file, sorted(_users().get(build.kernel, OPERATORS)), target, build)
+    return build
+
+
+def _write(file: Path, ops: Iterable[str], target: str, build: Build) -> None:
     lines = [json.dumps({"op": op, "target": target, **build.document()}) + "\n" for op in ops]
     with file.open("a", encoding="utf-8") as out:
         out.write("".join(lines))
-    return build
 
 
 @cache
@@ -118,23 +107,6 @@ def _users() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for build, uses in tables.read().items():
         found.setdefault(build.kernel, set()).update(uses)
-    return found
-
-
-@cache
-def _promises(host: Any) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    return declared(host)
-
-
-def declared(host: Any) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Kernel -> parameters that its builds promise to be multiples of 16, and parameters that they promise to be 1."""
-    found: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
-    for module in MODULES:
-        for arch in ("sm87", "sm90"):
-            for b in host.module(module).builds(arch):
-                divisible, ones = found.get(b.kernel.id, (frozenset(), frozenset()))
-                more = {n for n, v in b.constants.items() if n not in b.kernel.constexprs and v == 1}
-                found[b.kernel.id] = (divisible | set(b.divisible), ones | more)
     return found
 
 
@@ -156,10 +128,8 @@ def recorder() -> tuple[Any, Recorder]:
             f"{VARIABLE} says where to record and for which target: FILE:TARGET, such as launches.jsonl:sm_87; it "
             f"is {os.environ.get(VARIABLE)!r}, and targets are {', '.join(TARGETS)}"
         )
-    known = cache(lambda: declared(host))
-    made = Recorder(target, known)
+    made = Recorder(target, Path(file).resolve())
     host = Host("recorded", triton(made))
-    made.file = Path(file).resolve()
     plan_for(host, target)
     return host, made
 

@@ -4,8 +4,9 @@
                                         "rows": [{}, {"logits": "*bf16", "for": {"logprob": ["sm_87", "sm_90"]}}, ...]}}
 
 A row is what differs from its kernel's base. A string is the type of a parameter passed at run time, a list of one the
-value of a constant; "16" names the parameters that are multiples of 16, "how" is [warps, stages, whether a multiply
-and an add are fused, options of the target's compiler], "for" says which operators launch it on which targets.
+value of a constant; "how" is [warps, stages, whether a multiply and an add are fused, options of the target's
+compiler], "for" says which operators launch it on which targets. Nothing is said of sizes and alignments: what more a
+bundle is compiled for, kernels declare (`rlkernel_triton.aot.compiling.closed`).
 Imports neither torch nor Triton.
 """
 
@@ -91,7 +92,6 @@ def _row(build: Build, uses: Mapping[str, frozenset[str]]) -> dict[str, Any]:
     return {
         **dict(build.types),
         **{n: [v] for n, v in build.constants},
-        "16": list(build.divisible),
         "how": [build.num_warps, build.num_stages, build.enable_fp_fusion, dict(build.options)],
         "for": {op: sorted(targets) for op, targets in sorted(uses.items())},
     }
@@ -100,20 +100,20 @@ def _row(build: Build, uses: Mapping[str, frozenset[str]]) -> dict[str, Any]:
 def _common(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Parameter by parameter what most rows say."""
     base = {}
-    for name in sorted(rows[0], key=lambda n: (n in {"16", "how", "for"}, n)):
+    for name in sorted(rows[0], key=lambda n: (n in {"how", "for"}, n)):
         said = [json.dumps(row[name]) for row in rows]
         base[name] = json.loads(max(sorted(set(said)), key=said.count))
     return base
 
 
 def _of(kernel: str, row: Mapping[str, Any]) -> tuple[Build, dict[str, frozenset[str]]]:
-    own = {n: v for n, v in row.items() if n not in {"16", "how", "for"}}
+    own = {n: v for n, v in row.items() if n not in {"how", "for"}}
     *how, options = row["how"]
     build = Build(
         kernel,
         tuple((n, v) for n, v in own.items() if isinstance(v, str)),
         tuple((n, v[0]) for n, v in own.items() if isinstance(v, list)),
-        tuple(row["16"]),
+        (),
         *how,
         tuple(options.items()),
     )
