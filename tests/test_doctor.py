@@ -363,7 +363,8 @@ def test_a_board_in_order_is_told_with_all_that_is_known_of_it() -> None:
     )
     assert "torch 2.9.0 has code for sm_87: sm87 runs" in told
     assert "power mode 15W, 6.1 W (VDD_IN), 48 °C at most, GPU at 1020 MHz of 1020 to 1020" in told
-    assert "memory: 6.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 4.80 GiB to take" in told
+    room = "6.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 4.80 GiB to take, 512.0 MiB a piece"
+    assert f"memory: {room}" in told
 
 
 def test_every_finding_of_the_source_is_among_the_cases() -> None:

@@ -21,6 +21,7 @@ _GIB: Final = 1024**3
 # What is left to the system: a desktop takes 0.8 GiB, and the kernel kills where page cache and buffers cannot breathe.
 _LEAST_RESERVE: Final = _GIB
 _RESERVED_SHARE: Final = 0.15
+_LEAST_PIECE: Final = 16 * _MIB
 _NVMAP: Final = "sys/kernel/debug/nvmap/iovmm/clients"
 _CGROUP: Final = "sys/fs/cgroup"
 
@@ -49,6 +50,14 @@ class Memory:
         room = max(0, min(self.available, self.total) - self.reserve)
         return room if self.limit is None else min(room, self.limit)
 
+    @property
+    def piece(self) -> int:
+        """What a call that works in pieces may take at a time beside its results.
+
+        An eighth of the budget, as a power of two: calls are cut alike while the budget moves a little.
+        """
+        return max(_LEAST_PIECE, 1 << max(0, (self.budget // 8).bit_length() - 1))
+
     def require(self, nbytes: int, what: str, remedy: str = "Take a smaller model, batch or context.") -> None:
         """Refuse an allocation that would swap.
 
@@ -70,7 +79,7 @@ class Memory:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {**asdict(self), "reserve": self.reserve, "budget": self.budget}
+        return {**asdict(self), "reserve": self.reserve, "budget": self.budget, "piece": self.piece}
 
 
 def memory(root: Path = Path("/")) -> Memory | None:

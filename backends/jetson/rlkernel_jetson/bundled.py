@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel_jetson.pieces import cut
 from rlkernel_triton.aot.backend import FromBundles, folder
 
 SHIPPED: Final = Path(__file__).with_name("bundles")
-_found: Final = FromBundles("jetson", lambda: [SHIPPED, folder()])
+_found: Final = FromBundles("jetson", lambda: [SHIPPED, folder()], prepare=cut)
 
 
 def self_test(device: str) -> None:

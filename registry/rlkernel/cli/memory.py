@@ -81,6 +81,7 @@ def _rows(found: Memory, held: int | None) -> list[tuple[str, str, str]]:
         ("available", found.available, "what can be taken without swapping, as the kernel estimates"),
         ("reserve", found.reserve, "left to the system: 15 % or 1 GiB"),
         ("budget", found.budget, "what may be taken: available less reserve"),
+        ("piece", found.piece, "what calls that work in pieces take at a time on Jetson: an eighth of it"),
         ("swap", found.swap_total, f"of which {size(found.zram)} zram, which is this memory, compressed"),
     ]
     rows += [("container", found.limit, "what its limit still allows")] if found.limit is not None else []

@@ -108,7 +108,7 @@ def shared(machine: Machine) -> Iterator[Finding]:
     memory = machine.hardware.memory
     if memory is None:
         return
-    text = f"memory: {memory.describe()}, {size(memory.budget)} to take"
+    text = f"memory: {memory.describe()}, {size(memory.budget)} to take, {size(memory.piece)} a piece"
     if memory.budget < _GIB:
         fix = "sudo systemctl set-default multi-user.target (no desktop) and reboot; rlkernel memory shows what is what"
         yield warning("jetson/memory", text, "models that need more are refused, or swap", fix)

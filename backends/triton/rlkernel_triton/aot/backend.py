@@ -51,10 +51,17 @@ class FromBundles:
         host: name under which the host modules are imported.
         folders: where bundles are looked for, in order.
         force: (target, kind of file) to run in place of what serves the GPU best.
+        prepare: what is done to host modules before anything runs.
     """
 
-    def __init__(self, host: str, folders: Callable[[], list[Path]], force: tuple[str, str] | None = None) -> None:
-        self._name, self._folders, self._force = host, folders, force
+    def __init__(
+        self,
+        host: str,
+        folders: Callable[[], list[Path]],
+        force: tuple[str, str] | None = None,
+        prepare: Callable[[Any], object] = lambda _: None,
+    ) -> None:
+        self._name, self._folders, self._force, self._prepare = host, folders, force, prepare
 
     @cached_property
     def launcher(self) -> Any:
@@ -98,7 +105,7 @@ class FromBundles:
         """What the bundles say to a call before it is run."""
         from rlkernel_triton.aot.rehearsal import Rehearsals
 
-        return Rehearsals(f"{self._name}_planned", self.launcher)
+        return Rehearsals(f"{self._name}_planned", self.launcher, self._prepare)
 
     @cached_property
     def host(self) -> Any:
@@ -109,6 +116,7 @@ class FromBundles:
 
         made = Host(self._name, triton(self.launcher))
         plan_for(made, self.launcher.target())
+        self._prepare(made)
         return made
 
     def __call__(self, name: str) -> Callable[..., Any]:

@@ -56,10 +56,11 @@ class Rehearsals:
     Args:
         name: under which host modules are imported once more.
         launcher: what launches from the bundle.
+        prepare: what is done to host modules before anything runs.
     """
 
-    def __init__(self, name: str, launcher: Any) -> None:
-        self._name, self._launcher = name, launcher
+    def __init__(self, name: str, launcher: Any, prepare: Callable[[Host], object] = lambda _: None) -> None:
+        self._name, self._launcher, self._prepare = name, launcher, prepare
         self._known: dict[Any, Reason | None] = {}
 
     @cached_property
@@ -69,6 +70,7 @@ class Rehearsals:
 
         made = Host(self._name, triton(Planned(self._launcher)))
         plan_for(made, self._launcher.target())
+        self._prepare(made)
         return made
 
     def missing(self, op: str, args: Mapping[str, Any]) -> Reason | None:
