@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import zipfile
+import zlib
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_triton.aot import compiling, tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
-from rlkernel_triton.aot.bundle import Bundle, BundleError, written
+from rlkernel_triton.aot.bundle import BundleError, written
 from rlkernel_triton.aot.command import build, listed
 from rlkernel_triton.aot.compiling import closed, compiled, compiler, limits
 from rlkernel_triton.aot.driver import Driver, DriverError
@@ -152,6 +154,15 @@ def test_a_bundle_keeps_what_was_compiled(orin) -> None:
     assert [Code.of(json.loads(json.dumps(c.document()))) for c in orin.codes] == list(orin.codes)
 
 
+def test_code_that_is_the_same_is_there_once_and_packed_with_its_like(orin, tmp_path) -> None:
+    files = [(c, {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
+    twice = files + [(replace(c, build=replace(c.build, options=(("again", 1),))), own) for c, own in files]
+    both = written(tmp_path / "twice.zip", twice, compiler())
+    assert (len(both.codes), {c.files["cubin"] for c in both.codes}) == (12, {c.files["cubin"] for c in orin.codes})
+    assert both.path.stat().st_size < 1.1 * orin.path.stat().st_size
+    assert orin.path.stat().st_size < 0.7 * sum(len(zlib.compress(x, 9)) for _, own in files for x in own.values())
+
+
 def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, over) -> None:
     driver = Recording()
     host = over(orin, driver)
@@ -163,7 +174,7 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, o
     ]
     _, _, _, given, count = driver.launched[0]
     assert given["*bf16"] == logits.data_ptr()
-    code = next(c for c in orin.codes if c.entry == "sweep")
+    code = max((c for c in orin.codes if c.entry == "sweep"), key=lambda c: c.build.promises)
     assert count == code.arguments
     assert [code[:4] for code, _, _ in driver.loaded] == [b"\x7fELF"] * 2
 
@@ -253,13 +264,9 @@ def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kern
 
 
 def test_code_of_another_source_is_refused(orin, over, tmp_path) -> None:
-    stale = tmp_path / "stale.zip"
-    source = next(c.source for c in orin.codes if c.entry == "sweep")
-    with zipfile.ZipFile(orin.path) as old, zipfile.ZipFile(stale, "w") as new:
-        for name in old.namelist():
-            data = old.read(name)
-            new.writestr(name, data.replace(source.encode(), b"0" * 16) if name == "bundle.json" else data)
-    run = implementation(over(Bundle(stale), Recording()), "logprob")
+    old = [(replace(c, source="0" * 16), {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
+    stale = written(tmp_path / "stale.zip", old, compiler())
+    run = implementation(over(stale, Recording()), "logprob")
     with pytest.raises(
         BundleError, match=r"built from another rlkernel_triton\.logprob_kernels:sweep .*build it again"
     ):
@@ -277,7 +284,7 @@ def damaged(kind, orin, path):
                 data = old.read(name)
                 if kind == "another format" and name == "bundle.json":
                     data = data.replace(b'"format": 2', b'"format": 9')
-                if kind == "changed code" and name.endswith(".cubin"):
+                if kind == "changed code" and name.endswith(".cubin.0.xz"):
                     data = data[:-1] + b"?"
                 new.writestr(name, data)
 

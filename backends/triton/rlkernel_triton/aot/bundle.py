@@ -1,17 +1,21 @@
-"""The file that holds compiled kernels: a zip with `bundle.json` and one file per distinct piece of machine code.
+"""The file that holds compiled kernels: a zip with `bundle.json`, a list of builds for every kernel, and packs of code.
 
-Written twice from the same builds it has the same bytes: entries are sorted, dates fixed, compression stated. Read
-lazily: opening it reads the description alone. Every piece is held against its SHA-256 when it is read.
-Imports neither torch nor Triton.
+Builds of a kernel differ in little, so a pack holds machine code of several, one after the other, compressed together:
+less than half of what they take one by one. Code that is the same is there once. Read lazily: opening a bundle reads
+its description, a kernel's first launch the list of its builds and one pack. Every entry is held against its SHA-256
+when it is read. Written twice from the same builds a bundle has the same bytes: entries are sorted, dates fixed,
+compression stated. Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import zipfile
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +25,7 @@ from rlkernel_triton.aot.builds import Code
 
 FORMAT: Final = 2
 DESCRIPTION: Final = "bundle.json"
+_PACK: Final = 16  # pieces of code in a pack: of 8 a bundle is a tenth larger, of 32 a first launch takes twice as long
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that a zip can say
 
 
@@ -59,25 +64,37 @@ class Bundle:
             )
         self.compiler: Mapping[str, str] = description["compiler"]
         self.version: str = description["rlkernel"]
-        self.targets: tuple[str, ...] = tuple(description["targets"])
-        self._sums: Mapping[str, str] = description["files"]
-        self._documents: list[dict[str, Any]] = description["codes"]
+        # Target -> kinds of files, and kernel -> the entry that lists its builds.
+        self.targets: Mapping[str, Mapping[str, Any]] = description["targets"]
+        self._sums: Mapping[str, str] = description["entries"]
+        self._last: tuple[str, bytes] = "", b""
 
     @cached_property
     def codes(self) -> tuple[Code, ...]:
         """Everything in it."""
-        return tuple(Code.of(d) for d in self._documents)
+        return tuple(c for target, there in self.targets.items() for k in there["kernels"] for c in self.of(target, k))
 
-    def of(self, target: str) -> tuple[Code, ...]:
-        """What is there for a target."""
-        return tuple(Code.of(d) for d in self._documents if d["target"] == target)
+    def of(self, target: str, kernel: str) -> tuple[Code, ...]:
+        """Builds of a kernel for a target.
 
-    def read(self, name: str) -> bytes:
-        """A piece of machine code.
+        Raises:
+            BundleError: what lists them is damaged.
+        """
+        entry = self.targets.get(target, {}).get("kernels", {}).get(kernel)
+        return () if entry is None else tuple(map(Code.of, json.loads(self._entry(entry))))
+
+    def read(self, place: str) -> bytes:
+        """A piece of machine code, by what `Code.files` says of it.
 
         Raises:
             BundleError: it is not there, or not what was written.
         """
+        pack, start, stop = place.split(":")
+        if pack != self._last[0]:  # builds that are launched together lie together
+            self._last = pack, lzma.decompress(self._entry(pack))
+        return self._last[1][int(start) : int(stop)]
+
+    def _entry(self, name: str) -> bytes:
         try:
             data = self._zip.read(name)
         except (KeyError, zipfile.BadZipFile, EOFError, OSError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
@@ -93,28 +110,52 @@ class Bundle:
 
 def written(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
     """Write a bundle: compiled configurations with their files by kind, and who compiled them."""
-    pieces: dict[str, bytes] = {}
-    documents = []
-    for code, files in codes:
-        names = {}
-        for kind, data in sorted(files.items()):
-            name = f"{code.target}/{hashlib.sha256(data).hexdigest()[:24]}.{kind}"
-            pieces[name] = data
-            names[kind] = name
-        documents.append({**code.document(), "files": names})
-    documents.sort(key=lambda d: json.dumps(d, sort_keys=True))
+    listed = sorted(codes, key=lambda made: (made[0].target, made[0].build.kernel, made[0].build.text))
+    places, entries = _packed(listed)
+    targets: dict[str, dict[str, Any]] = {}
+    for (target, kernel), of_kernel in groupby(listed, key=lambda made: (made[0].target, made[0].build.kernel)):
+        documents = []
+        for code, files in of_kernel:
+            there = targets.setdefault(target, {"kinds": [], "kernels": {}})
+            there["kinds"] = sorted({*there["kinds"], *files})
+            held = {kind: places[target, kind, data] for kind, data in sorted(files.items())}
+            documents.append({**code.document(), "files": held})
+        name = f"{target}/{kernel.replace(':', '.')}.json"
+        there["kernels"][kernel] = name
+        entries[name] = json.dumps(documents).encode()
     description = {
         "format": FORMAT,
         "rlkernel": __version__,
         "compiler": dict(sorted(compiler.items())),
-        "targets": sorted({d["target"] for d in documents}),
-        "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(pieces.items())},
-        "codes": documents,
+        "targets": targets,
+        "entries": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(entries.items())},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
-        for name, data in [(DESCRIPTION, json.dumps(description).encode()), *sorted(pieces.items())]:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in [(DESCRIPTION, json.dumps(description).encode()), *sorted(entries.items())]:
             entry = zipfile.ZipInfo(name, _DATE)
-            entry.compress_type, entry.external_attr, entry.create_system = zipfile.ZIP_DEFLATED, 0o644 << 16, 3
+            entry.compress_type = zipfile.ZIP_STORED if name.endswith(".xz") else zipfile.ZIP_DEFLATED
+            entry.external_attr, entry.create_system = 0o644 << 16, 3
             file.writestr(entry, data, compresslevel=9)
     return Bundle(path)
+
+
+def _packed(
+    codes: Iterable[tuple[Code, Mapping[str, bytes]]],
+) -> tuple[dict[tuple[str, str, bytes], str], dict[str, bytes]]:
+    """Where each distinct piece of code lies, by target, kind and content; and packs by name."""
+    distinct: dict[tuple[str, str, str], dict[bytes, None]] = {}
+    for code, files in codes:
+        for kind, data in files.items():
+            distinct.setdefault((code.target, kind, code.build.kernel), {})[data] = None
+    places: dict[tuple[str, str, bytes], str] = {}
+    entries: dict[str, bytes] = {}
+    for (target, kind, kernel), pieces in sorted(distinct.items()):
+        new = [data for data in pieces if (target, kind, data) not in places]
+        for i in range(0, len(new), _PACK):
+            name, at = f"{target}/{kernel.replace(':', '.')}.{kind}.{i // _PACK}.xz", 0
+            for data in new[i : i + _PACK]:
+                places[target, kind, data] = f"{name}:{at}:{at + len(data)}"
+                at += len(data)
+            entries[name] = lzma.compress(b"".join(new[i : i + _PACK]), preset=6)
+    return places, entries

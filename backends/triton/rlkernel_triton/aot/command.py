@@ -113,7 +113,7 @@ def described(bundle: Bundle) -> dict[str, Any]:
         "bytes": bundle.path.stat().st_size,
         "rlkernel": bundle.version,
         "compiler": dict(bundle.compiler),
-        "targets": {t: sorted({k for c in bundle.of(t) for k in c.files}) for t in bundle.targets},
+        "targets": {target: list(there["kinds"]) for target, there in bundle.targets.items()},
         "builds": len(bundle.codes),
         "kernels": [
             {
@@ -137,6 +137,6 @@ def listed(path: str) -> dict[str, Any]:
         BundleError: it is missing, damaged, or of another format.
     """
     bundle = Bundle(Path(path))
-    for name in {name for code in bundle.codes for name in code.files.values()}:
-        bundle.read(name)
+    for place in sorted({place for code in bundle.codes for place in code.files.values()}):
+        bundle.read(place)
     return described(bundle)

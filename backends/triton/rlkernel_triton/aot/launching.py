@@ -54,9 +54,7 @@ class FromBundle:
         self.bundle, self.driver = bundle, driver
         major, minor = driver.capability(device)
         own = f"sm_{major}{minor}"
-        kinds: dict[str, set[str]] = {}
-        for code in bundle.codes:
-            kinds.setdefault(code.target, set()).update(code.files)
+        kinds = {target: there["kinds"] for target, there in bundle.targets.items()}
         found = force or served_by(own, kinds)
         if found is None or found[1] not in kinds.get(found[0], ()):
             there = ", ".join(f"{t} ({'/'.join(sorted(k))})" for t, k in sorted(kinds.items()))
@@ -67,10 +65,7 @@ class FromBundle:
         self.chosen, self.kind = found
         self.rank = (self.kind == "ptx", self.chosen != own)  # the least is the best
         self._codes: dict[tuple[Any, ...], list[Code]] = {}
-        self._by_kernel: dict[str, list[Code]] = {}
-        for code in bundle.of(self.chosen):
-            self._by_kernel.setdefault(code.build.kernel, []).append(code)
-        self._indexed: set[str] = set()
+        self._of_kernel: dict[str, int] = {}  # kernels whose builds are among them, and how many
         self.others: tuple[FromBundle, ...] = ()  # asked in turn for what this one lacks; of the same target and kind
         # Asked for a build that none has: the launcher of one, or None.
         self.elsewhere: Callable[[Call], FromBundle | None] = lambda _: None
@@ -133,9 +128,9 @@ class FromBundle:
 
     def _find(self, call: Call) -> Code:
         kernel = call.kernel
-        if kernel.id not in self._indexed:
-            self._indexed.add(kernel.id)
-            for code in self._by_kernel.get(kernel.id, ()):
+        if kernel.id not in self._of_kernel:
+            codes = self.bundle.of(self.chosen, kernel.id)
+            for code in codes:
                 if code.source != kernel.source:
                     raise BundleError(
                         f"{self.bundle.path} was built from another {kernel.id} (source {code.source}, here "
@@ -143,8 +138,9 @@ class FromBundle:
                         f"rlkernel aot build --target {self.chosen} --out {self.bundle.path.name}"
                     )
                 self._codes.setdefault(fixed(code.build, sorted(kernel.constexprs)), []).append(code)
-            for codes in self._codes.values():
-                codes.sort(key=lambda c: -c.build.promises)
+            self._of_kernel[kernel.id] = len(codes)
+            for alike in self._codes.values():
+                alike.sort(key=lambda c: -c.build.promises)
         for code in self._codes.get(call.key, ()):
             if code.serves(call.arguments):
                 return code
@@ -158,7 +154,7 @@ class FromBundle:
         """
         device = 0 if self._on_cpu else torch.cuda.current_device()
         self.driver.enter(device)
-        self._kernel(self.bundle.of(self.chosen)[0], device)
+        self._kernel(self.bundle.of(self.chosen, min(self.bundle.targets[self.chosen]["kernels"]))[0], device)
 
     def _kernel(self, code: Code, device: int) -> Any:
         file = code.files[self.kind]
@@ -175,7 +171,7 @@ def _missing(call: Call, launcher: FromBundle) -> str:
     types = ", ".join(
         f"{n}:{a.type}{'/16' if a.divisible else ''}{'=1' if a.one else ''}" for n, a in call.arguments.items()
     )
-    several = len(launcher._by_kernel.get(kernel, ()))  # noqa: SLF001 the same module
+    several = launcher._of_kernel.get(kernel, 0)  # noqa: SLF001 the same module
     return (
         f"{launcher.bundle.path} holds {several} builds of {kernel} for {launcher.chosen}, and none for {described}; "
         f"{types}; {call.num_warps} warps, {call.num_stages} stages. Run it with AOT_MISSING=FILE, which writes that "
