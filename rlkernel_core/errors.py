@@ -61,17 +61,20 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class UnknownNameError(RLKernelError, KeyError):
-    """A name that nothing answers to; the message suggests the nearest known ones."""
+    """A name that nothing answers to; the message suggests the nearest known ones, or what would install it."""
 
-    def __init__(self, what: str, name: object, known: Iterable[str]) -> None:
-        self.what, self.name, self.known = what, name, tuple(sorted(known))
-        super().__init__(f"unknown {what} {name!r}{did_you_mean(str(name), self.known)}")
+    def __init__(self, what: str, name: object, known: Iterable[str], install: str = "") -> None:
+        self.what, self.name, self.known, self.install = what, name, tuple(sorted(known)), install
+        nearest = did_you_mean(str(name), self.known)
+        super().__init__(
+            f"{what} {name!r} is not installed: {install}" if install else f"unknown {what} {name!r}{nearest}"
+        )
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.name, self.known)
+        return type(self), (self.what, self.name, self.known, self.install)
 
 
 class ConfigError(RLKernelError, ValueError):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel import policy
+from rlkernel import discover, policy
 from rlkernel_core.errors import ConfigError, FallbackWarning, PluginWarning, UnknownNameError
 from tests.plugins import good, module_of
 
@@ -111,6 +111,13 @@ def test_listing_names_imports_nothing(plug) -> None:
 def test_an_unknown_backend_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
         policy.installed()["referense"]
+
+
+def test_one_of_our_own_that_is_not_installed_is_told_apart_from_a_misspelt_one(monkeypatch) -> None:
+    monkeypatch.setattr(discover, "entries", lambda _: ((), ()))
+    with pytest.raises(UnknownNameError) as caught:
+        discover.Installed()["cuda"]
+    assert str(caught.value) == "backend 'cuda' is not installed: pip install 'rlkernel[cuda]'"
 
 
 def test_a_name_that_is_taken_cannot_be_registered() -> None:

@@ -108,7 +108,8 @@ class Installed(Mapping[str, Candidate]):
     def __getitem__(self, name: str) -> Candidate:
         if name not in self._loaded:
             if name not in self._entries:
-                raise UnknownNameError("backend", name, {*self, *FIRST_PARTY})
+                install = FIRST_PARTY[name].install if name in FIRST_PARTY else ""
+                raise UnknownNameError("backend", name, {*self, *FIRST_PARTY}, install)
             self._loaded[name] = _load(self._entries[name])
         return self._loaded[name]
 
