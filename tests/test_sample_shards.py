@@ -18,7 +18,8 @@ from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.sample import sample
-from rlkernel_core.sharded import sampling
+from rlkernel_core.reference.truncation import descending
+from rlkernel_core.sharded import sampling, statistics
 from rlkernel_core.spec.graphed import CaptureGroup
 
 SUBJECT = Subject("reference", "sample")
@@ -83,6 +84,12 @@ def requests(draw):
     if draw(st.booleans()):  # no filter
         law |= dict.fromkeys(("top_k", "top_p", "min_p"))
     return x, sizes, {**law, **extras, "seed": torch.arange(N), "step": draw(st.integers(0, 9))}
+
+
+def test_the_best_ids_are_those_of_the_total_order() -> None:
+    x = (4 * torch.randn(4, 900, generator=torch.Generator().manual_seed(0))).round() / 2
+    x[0, :90], x[1, 5], x[2] = -torch.inf, torch.inf, -0.0 * x[2].sign()
+    assert torch.equal(statistics._first(x, 300), descending(x)[1][:, :300])
 
 
 @settings(derandomize=True, deadline=None, max_examples=120)

@@ -16,7 +16,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.philox import gumbel, range_words
 from rlkernel_core.reference.requests import Edited, Requests
 from rlkernel_core.reference.row_statistics import tree_sum
-from rlkernel_core.reference.truncation import descending, weigh
+from rlkernel_core.reference.truncation import weigh
 
 RACE: Final = 2  # ids sent where there is no filter
 
@@ -97,7 +97,7 @@ def statistics(given: Tensor, edited: Edited, first: int, requests: Requests, st
     given = torch.where(given.isnan(), -torch.inf, given)
     whole = weigh(given, torch.ones_like(requests.temperature))
     if C:
-        ids = descending(edited.x)[1][:, :C]
+        ids = _first(edited.x, min(C, edited.x.shape[1]))
     else:
         words = range_words(requests.seed, requests.step, first, first + given.shape[1], stream)
         score = torch.where(requests.greedy[:, None], part.y, part.y + gumbel(words, torch.float64))
@@ -105,10 +105,10 @@ def statistics(given: Tensor, edited: Edited, first: int, requests: Requests, st
     column = torch.arange(given.shape[1], device=given.device)
     return Statistics(
         top=edited.x.amax(1).double(),
-        rest=tree_sum(torch.where(column != part.best[:, None], part.w, 0.0)),
-        tail=tree_sum(part.w.scatter(1, ids, 0.0)),
+        rest=torch.where(column != part.best[:, None], part.w, 0.0).sum(1),
+        tail=part.w.scatter(1, ids, 0.0).sum(1),
         raw_top=given.amax(1).double(),
-        raw_rest=tree_sum(torch.where(column != whole.best[:, None], whole.w, 0.0)),
+        raw_rest=torch.where(column != whole.best[:, None], whole.w, 0.0).sum(1),
         tokens=part.present.sum(1).double(),
         last=torch.where(part.present, column + first, 0).amax(1).double(),
         flaws=edited.nan.double() + 2 * edited.bad.double(),
@@ -116,6 +116,16 @@ def statistics(given: Tensor, edited: Edited, first: int, requests: Requests, st
         raw=filled(given.gather(1, ids).double(), C or RACE, -torch.inf),
         ids=filled((ids + first).double(), C or RACE, 0.0),
     )
+
+
+def _first(x: Tensor, C: int) -> Tensor:
+    """[N, C] ids of the best in the total order of `descending`, without sorting the row; x is fp32 without NaN.
+
+    A key that no other has: the float as an integer of the same order, and below it the id, lower ones first.
+    """
+    bits = (x + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return ((order << 32) - torch.arange(x.shape[1], device=x.device)).topk(C, 1).indices
 
 
 def _first_two(score: Tensor) -> Tensor:
