@@ -2,17 +2,17 @@
 
     AOT_MISSING=missing.jsonl rlkernel conformance run growing --manifest aot_growing:backend --device cuda
 
-What stands in the file afterwards is what the table of configurations lacks. It runs this GPU's own machine code, and
-with AOT_CODE=ptx the code for sm_87 through the driver's compiler. Needs Triton; it finds gaps and proves nothing.
+What stands in the file afterwards is what the bundle lacked, and beside it, in `missing/`, lies a bundle of each build.
+It runs this GPU's own machine code, with AOT_CODE=ptx the code for sm_87 through the driver's compiler. Needs Triton.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rlkernel_triton.aot.backend import FromBundles, claims, folder
 
@@ -23,16 +23,16 @@ class Growing(FromBundles):
     def missing(self, call: Any) -> Any:
         """A launcher over a bundle of the one build that is missing."""
         from rlkernel_triton.aot.bundle import written
-        from rlkernel_triton.aot.compiling import closed, compiled
+        from rlkernel_triton.aot.compiling import closed, compiled, compiler
         from rlkernel_triton.aot.launching import FromBundle
         from rlkernel_triton.aot.recording import MISSING, noted
 
         launcher = self.launcher
         build = noted(call, launcher.chosen, Path(os.environ[MISSING]))
-        path = Path(tempfile.mkdtemp()) / "one.zip"
+        path = Path(os.environ[MISSING]).with_suffix("") / f"{uuid4().hex}.zip"
         wanted = [b for alike in closed([build]) for b in alike if b.serves(call.arguments)]
         best = max(wanted, key=lambda b: b.promises)
-        made = written(path, list(compiled([best], launcher.chosen)), {"grown": "here"})
+        made = written(path, list(compiled([best], launcher.chosen)), compiler())
         found = FromBundle(made, launcher.driver, force=self._force)
         launcher.others = (*launcher.others, found)
         return found

@@ -1,6 +1,7 @@
 """What a bundle serves beyond the calls that it was recorded of, and what it says of the others before they run."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument
-from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.bundle import Bundle, written
 from rlkernel_triton.aot.command import build
 from rlkernel_triton.aot.compiling import closed, compiled, compiler
 from rlkernel_triton.aot.hosts import Host
@@ -100,6 +101,12 @@ def test_a_wrong_call_is_left_to_the_operator_to_refuse(served) -> None:
     assert served("logprob_fits")(logits=torch.randn(2, 100).bfloat16(), ids=torch.zeros(3, dtype=torch.int64)) is None
 
 
+@pytest.mark.parametrize("name", ["group", "process_group"])
+def test_calls_over_several_ranks_are_not_planned_as_planning_would_speak_to_them(served, name) -> None:
+    assert served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16(), softcap=30.0)) is not None
+    assert served.rehearsals.missing("logprob", {**asked(torch.randn(2, 32000).bfloat16()), name: object()}) is None
+
+
 def test_what_is_missing_is_written_down_and_can_be_built(served, tmp_path, monkeypatch) -> None:
     file = tmp_path / "missing.jsonl"
     monkeypatch.setenv("AOT_MISSING", str(file))
@@ -108,6 +115,15 @@ def test_what_is_missing_is_written_down_and_can_be_built(served, tmp_path, monk
     assert (line["op"], line["target"], line["constants"]["HAS_CAP"]) == ("logprob", "sm_87", True)
     made = build(["sm_87"], ["logprob"], out=str(tmp_path / "more.zip"), configurations=str(file), jobs=1)
     assert made["builds"] == 2  # for aligned rows, and for all
+
+
+def test_threads_that_read_at_once_get_what_they_asked_for(rows) -> None:
+    bundle = Bundle(rows / "rows.zip")
+    places = sorted({at for code in bundle.codes for at in code.files.values()})
+    alone = [bundle.read(at) for at in places]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(bundle.read, places * 20))
+    assert together == alone * 20
 
 
 def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:

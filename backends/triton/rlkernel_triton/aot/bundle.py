@@ -90,9 +90,10 @@ class Bundle:
             BundleError: it is not there, or not what was written.
         """
         pack, start, stop = place.split(":")
-        if pack != self._last[0]:  # builds that are launched together lie together
-            self._last = pack, lzma.decompress(self._entry(pack))
-        return self._last[1][int(start) : int(stop)]
+        last = self._last
+        if pack != last[0]:  # builds that are launched together lie together
+            last = self._last = pack, lzma.decompress(self._entry(pack))
+        return last[1][int(start) : int(stop)]
 
     def _entry(self, name: str) -> bytes:
         try:

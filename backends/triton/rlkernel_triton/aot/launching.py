@@ -7,6 +7,7 @@ driver compiles when it is loaded. Imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -71,6 +72,7 @@ class FromBundle:
         self.elsewhere: Callable[[Call], FromBundle | None] = lambda _: None
         self._found: dict[tuple[Any, ...], tuple[FromBundle, Code]] = {}
         self._loaded: dict[tuple[int, str, str], Any] = {}
+        self._lock = Lock()
         self._on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
 
     def target(self) -> str:
@@ -111,7 +113,8 @@ class FromBundle:
         signature = (call.key, tuple(call.arguments.values()))
         found = self._found.get(signature)
         if found is None:
-            found = self._found[signature] = self._looked_up(call)
+            with self._lock:  # ranks may be threads
+                found = self._found[signature] = self._looked_up(call)
         return found
 
     def _looked_up(self, call: Call) -> tuple[FromBundle, Code]:
@@ -160,7 +163,8 @@ class FromBundle:
         file = code.files[self.kind]
         place = (device, file, code.entry)
         if place not in self._loaded:
-            self._loaded[place] = self.driver.load(self.bundle.read(file), code.entry, code.shared)
+            with self._lock:
+                self._loaded[place] = self.driver.load(self.bundle.read(file), code.entry, code.shared)
         return self._loaded[place]
 
 

@@ -20,6 +20,7 @@ from rlkernel_triton.aot.hosts import Host, implementation
 from rlkernel_triton.aot.planning import plan_for
 
 MANY: Final = 4096  # calls that are remembered
+_RANKS: Final = ("group", "process_group")
 ENTROPY: Final = ".entropy"
 WIDE: Final = 1 << 31  # from here on a number takes 64 bits
 _NUMBERS: Final = frozenset({"seed", "step", "stream"})  # which differ from call to call and are numbers to kernels
@@ -77,8 +78,8 @@ class Rehearsals:
         """Why a call cannot run from the bundle; None: it can, or it is wrong, which running it will say."""
         import torch
 
-        if args.get("group") is not None and not isinstance(args["group"], int | torch.Tensor):
-            return None  # planning over several ranks would speak to them
+        if any(not isinstance(args.get(n), int | torch.Tensor | None) for n in _RANKS):
+            return None  # planning would speak to them
         key = (op, torch.is_grad_enabled(), *[(n, signature(None if n == "out" else v, n)) for n, v in args.items()])
         if key not in self._known:
             if len(self._known) >= MANY:
