@@ -36,7 +36,7 @@ PARTS = (".", "registry", "conformance", "backends/triton", "backends/cuda", "ba
 PATHS = [str(ROOT / p) for p in PARTS]
 MANIFESTS = {"aot": "rlkernel_triton.aot.backend:backend", "orin-ptx": "rlkernel_jetson.elsewhere:backend"}
 # Operators, and for how many processes each is work beside the others.
-OPS = {"sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 5, "linear_logprob": 4, "logprob": 3}
+OPS = {"sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 3, "linear_logprob": 3, "logprob": 3}
 CORES = len(os.sched_getaffinity(0))
 LAST = 12.0  # seconds for a run of the suite to write its report when its time is over
 AGAIN = 40.0  # seconds that are left to try clauses again
