@@ -37,7 +37,7 @@ BY_TARGET: Final = {"cuda": ("linear_logprob", "qmatmul"), "hip": ("advantage", 
 WORKLOADS: Final = (
     "import sys; from importlib import import_module; from rlkernel_triton.aot.workloads import calls; "
     "m = import_module('rlkernel_triton.aot.recording'); "
-    "[print(line, flush=True) for line in calls(lambda op: getattr(m, op), sys.argv[1:])]"
+    "[print(line, flush=True) for line in calls(m.planned, sys.argv[1:])]"
 )
 
 

@@ -134,6 +134,21 @@ def recorder() -> tuple[Any, Recorder]:
     return host, made
 
 
+def planned(op: str) -> Callable[..., Any]:
+    """What an operator would launch for a call and its gradients is recorded; what it returns holds nothing."""
+    from rlkernel_core.spec import OPERATORS as SPECS
+    from rlkernel_triton.aot.hosts import implementation
+
+    host, of_process = recorder()
+    run = implementation(host, op)
+
+    def call(*args: Any, **options: Any) -> Any:
+        of_process.op = op
+        return rehearse(run, inspect.signature(SPECS[op].signature).bind(*args, **options).arguments)
+
+    return call
+
+
 def __getattr__(name: str) -> Callable[..., Any]:
     """`logprob`, `logprob_fits` and so on: operators that record, and their checks."""
     from rlkernel_triton.aot.hosts import implementation

@@ -13,6 +13,8 @@ from typing import Any, Final
 VOCABULARIES: Final = (32000, 50304, 128256, 151936, 262144)  # Llama 2, GPT-2 padded, Llama 3, Qwen 2 and 3, Gemma 3
 KINDS: Final = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 DTYPES: Final = ("bfloat16", "float16", "float32")
+TOP: Final = (1, 2, 4, 8, 16, 32)  # ids asked for, up to these
+# Formats, as every rollout and every adapter that is trained on one needs them: with and without what may follow.
 FORMATS: Final = (
     "int4_g128",
     "int4_g64",
@@ -23,6 +25,8 @@ FORMATS: Final = (
     "int8_w8a8",
     "fp8_channel",
 )
+ADAPTED: Final = ("int4_g128", "int4_g64", "nf4")  # of which adapters and fused layers are, too
+TOKENS: Final = (1, 4, 16, 32, 64, 128)
 
 
 def calls(run: Callable[[str], Callable[..., Any]], ops: Collection[str]) -> Iterator[str]:
@@ -53,11 +57,17 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
             "softcap": 30.0 if capped else None,
             "support": Support(ids=torch.arange(N), offsets=torch.arange(N + 1)) if kept else None,
         }
-        for of_entropy in (False, True) if entropy else (False,):
-            logits = torch.randn(N, V).to(getattr(torch, dtype)).requires_grad_()
-            out = run("logprob")(logits, torch.arange(N), entropy=entropy, **given)
-            (out.logprob.sum() + (out.entropy.sum() if of_entropy else 0)).backward()
+        logits = torch.randn(N, V).to(getattr(torch, dtype)).requires_grad_()
+        run("logprob")(logits, torch.arange(N), entropy=entropy, **given)
         yield f"logprob {dtype} [{N}, {V}] entropy={entropy} {[n for n, v in given.items() if v is not None]}"
+    for n, dtype, (rows, masked, capped) in product(
+        TOP, DTYPES, ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
+    ):
+        logits = torch.randn(4, 512).to(getattr(torch, dtype))
+        given = {"temperature": torch.full((4,), 0.8) if rows else 0.8, "softcap": 30.0 if capped else None}
+        given["mask"] = torch.ones(4, dtype=torch.bool) if masked else None
+        run("logprob")(logits, torch.arange(4), top_logprobs=n, **given)
+        yield f"logprob {dtype} top {n}"
 
 
 def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
@@ -82,16 +92,21 @@ def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
 def _linear(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    for V, dtype, entropy in product((32000, 151936), DTYPES[:2], (False, True)):
+    flags = (False, True)
+    for V, dtype, entropy, masked, rows in product(VOCABULARIES, DTYPES, flags, flags, flags):
+        if V not in VOCABULARIES[::3] and (masked or rows or dtype != "bfloat16"):
+            continue  # a vocabulary decides how the parts of a row are joined, and nothing else
         kind = getattr(torch, dtype)
-        hidden = torch.randn(8, 64).to(kind).requires_grad_()
-        weight = torch.randn(V, 64).to(kind).requires_grad_()
-        out = run("linear_logprob")(hidden, weight, torch.arange(8), entropy=entropy)
-        (out.logprob.sum() + (out.entropy.sum() if entropy else 0)).backward()
-        run("linear_logprob")(
-            hidden.detach().requires_grad_(), weight.detach(), torch.arange(8)
-        ).logprob.sum().backward()
-        yield f"linear_logprob V={V} {dtype} entropy={entropy}"
+        given: dict[str, Any] = {
+            "entropy": entropy,
+            "mask": torch.ones(8, dtype=torch.bool) if masked else None,
+            "temperature": torch.full((8,), 0.8) if rows else 0.8,
+        }
+        for of_hidden, of_weight in ((True, True), (True, False)):
+            hidden = torch.zeros(8, 64, dtype=kind).requires_grad_(of_hidden)
+            weight = torch.zeros(V, 64, dtype=kind).requires_grad_(of_weight)
+            run("linear_logprob")(hidden, weight, torch.arange(8), **given)
+        yield f"linear_logprob V={V} {dtype} {[n for n, v in given.items() if v is not None]}"
 
 
 def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
@@ -118,19 +133,29 @@ def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
         if entropy:
             more |= {"entropy": torch.rand(8, 1024), "entropy_coef": 0.01}
         advantages = torch.randn(8) if per_row else torch.randn(8, 1024)
-        run("policy_loss")(logprob, old, advantages, kind=kind, mask=mask, **more).loss.backward()
+        run("policy_loss")(logprob, old, advantages, kind=kind, mask=mask, **more)
         yield f"policy_loss {kind} {sorted(more)}"
 
 
 def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
+    from rlkernel_core.spec.qmatmul import LoRA
+
     for name, dtype in product(FORMATS, DTYPES[:2]):
         kind = getattr(torch, dtype)
-        w = run("quantize")(torch.randn(1024, 1024).to(kind), name)
+        w = run("quantize")(torch.zeros(1024, 1024, dtype=kind), name)
         packed = run("prepack")(w)
         run("dequantize")(packed)
-        for M in (1, 4, 16, 32, 64, 128):
-            run("qmatmul")(torch.randn(M, 1024).to(kind), packed)
-            run("qmatmul")(torch.randn(M, 1024).to(kind), packed, bias=torch.randn(1024).to(kind))
+        adapter = LoRA(torch.zeros(16, 1024, dtype=kind), torch.zeros(1024, 16, dtype=kind))
+        after: list[dict[str, Any]] = [{}, {"bias": torch.zeros(1024, dtype=kind)}]
+        if name in ADAPTED:
+            after += [{"lora": adapter}, {"activation": "swiglu"}, {"activation": "swiglu", "lora": adapter}]
+        for M, more in product(TOKENS, after):
+            x = torch.zeros(M, 1024, dtype=kind)
+            run("qmatmul")(x, packed, **more)
+            if "lora" in more:
+                run("qmatmul")(x.clone().requires_grad_(), packed, **more)
+        for M in TOKENS if name in ADAPTED else ():
+            run("qmatmul")(torch.zeros(M, 1024, dtype=kind), packed, residual=torch.zeros(M, 1024, dtype=kind))
         yield f"weights {name} {dtype}"
