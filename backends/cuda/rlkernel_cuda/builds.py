@@ -13,6 +13,7 @@ from typing import Any, Final
 from triton.experimental.gluon import language as gl
 
 from rlkernel_cuda import row_kernels as rows
+from rlkernel_cuda import token_kernels as tokens
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 from rlkernel_cuda.variants import SINGLE, Tile
 
@@ -101,3 +102,5 @@ def builds() -> Iterator[Build]:
             some = {"CAP": cap, "COUNTED": counted}
             yield Build(rows.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
             yield Build(rows.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})
+    coded = {"x": "*bf16", "codes": "*u8", "scale": "*fp32", "M": "i32", "K": "i32", "stride": "i32"}
+    yield Build(tokens.code_blocks, "tokens by blocks", coded, {"ROWS": 16, "COLUMNS": tokens.BLOCK, "CAST": True})

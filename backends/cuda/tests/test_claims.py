@@ -11,23 +11,28 @@ import torch
 
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
-from rlkernel_cuda import backend
+from rlkernel_cuda import backend, cublaslt, flashinfer
 
 HERE = Path(__file__).parents[1]
 
 
 def test_the_entry_point_names_the_backend() -> None:
     points = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["entry-points"]["rlkernel.backends"]
-    assert points == {backend.name: "rlkernel_cuda:backend"}
+    libraries = {b.name: f"rlkernel_cuda.{b.name}:backend" for b in (cublaslt.backend, flashinfer.backend)}
+    assert points == {backend.name: "rlkernel_cuda:backend", **libraries}
 
 
 def test_importing_claims_loads_neither_torch_nor_triton() -> None:
-    code = "import sys, rlkernel_cuda; print({'torch', 'triton', 'rlkernel_triton'} & set(sys.modules))"
+    modules = "rlkernel_cuda, rlkernel_cuda.cublaslt, rlkernel_cuda.flashinfer"
+    code = f"import sys, {modules}; print({{'torch', 'triton', 'rlkernel_triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("impl", backend.impls, ids=lambda i: i.op)
+IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
 def test_targets_take_the_arguments_of_their_operator(impl) -> None:
     from importlib import import_module
 
@@ -38,13 +43,19 @@ def test_targets_take_the_arguments_of_their_operator(impl) -> None:
     assert [(p.name, p.kind, p.default) for p in have.values()] == [(p.name, p.kind, p.default) for p in want.values()]
 
 
-@pytest.mark.parametrize("impl", backend.impls, ids=lambda i: i.op)
+IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
 def test_only_features_of_the_operator_are_claimed_and_only_on_hopper(impl) -> None:
     spec = OPERATORS[impl.op.partition("@")[0]]
     assert impl.supports < spec.feature_names
     assert impl.requires.arch == ("sm90",)
-    dtypes = {"sample": ("bfloat16", "float16", "float32"), "qmatmul": ("bfloat16", "float16")}
-    assert impl.requires.dtypes == dtypes.get(spec.name, ("bfloat16",))
+    dtypes = {
+        "rlkernel_cuda.sampling": ("bfloat16", "float16", "float32"),
+        "rlkernel_cuda.quant": ("bfloat16", "float16"),
+    }
+    assert impl.requires.dtypes == dtypes.get(impl.target.rpartition(".")[0], ("bfloat16",))
 
 
 def fits(weight) -> Reason | None:

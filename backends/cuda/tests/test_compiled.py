@@ -28,7 +28,15 @@ def gate():
     return module
 
 
-LABELS = ("STATS", "SAVE", "GRAD", "GRAD bias counted", "join", "saved {'CAP': False, 'COUNTED': False}")
+LABELS = (
+    "STATS",
+    "SAVE",
+    "GRAD",
+    "GRAD bias counted",
+    "join",
+    "saved {'CAP': False, 'COUNTED': False}",
+    "tokens by blocks",
+)
 
 
 @pytest.mark.parametrize("label", LABELS)

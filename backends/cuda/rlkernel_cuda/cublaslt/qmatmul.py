@@ -1,0 +1,93 @@
+"""qmatmul@1 by cuBLASLt through torch: fp8 weights and fp8 tokens, scales a row and a token, or by blocks of 128.
+
+    fp8_channel with act="token_fp8"        a scale a row of the weight and a scale a token
+    fp8_block128 with act="block128_fp8"    a scale a block of 128 x 128, and one for 128 columns of a token
+
+Fp8 sums of Hopper's tensor cores keep about 14 bits before they are added in fp32, which is within what a rounded bf16
+weight is allowed (`weight_rounding="any"`) and not within the others, which are not claimed.
+
+Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.qmatmul import LoRA, check
+
+BLOCKS: Final = "block128_fp8"
+MULTIPLES: Final = {"token_fp8": 16, BLOCKS: 128}  # act of the format -> what N and K are multiples of
+_MULTIPLE: Final = 4  # scales of blocks lie in rows of 16 bytes
+
+
+def fits(
+    x: Tensor,
+    w: QuantTensor,
+    *,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    weight_rounding: str = "any",
+    ends: Tensor | None = None,
+) -> Reason | None:
+    """Refuses tokens that the format does not quantise, other layouts, and what cuBLASLt does not divide."""
+    N, K = w.shape
+    said, fix = "", ""
+    if w.spec.act not in MULTIPLES:
+        said, fix = "cuBLASLt multiplies tokens of 8 bits", f'quantize with act="{"/".join(MULTIPLES)}"'
+    elif w.layout != CANONICAL:
+        said, fix = f"the weight is packed as {w.layout!r}", "use it as quantize made it"
+    elif N % MULTIPLES[w.spec.act] or K % MULTIPLES[w.spec.act]:
+        said, fix = f"a weight of {N} x {K}", f"multiples of {MULTIPLES[w.spec.act]}"
+    elif not all(part.is_contiguous() for part in w.parts.values()) or w.parts["codes"].data_ptr() % 16:
+        said = "a weight that is not contiguous, or not at a multiple of 16 bytes"
+    return Reason("shape", "unsupported", said, fix) if said else None
+
+
+def qmatmul(
+    x: Tensor,  # [..., K]
+    w: QuantTensor,  # [N, K]
+    *,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    weight_rounding: str = "any",
+    ends: Tensor | None = None,
+) -> Tensor:  # -> [..., N]
+    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats."""
+    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
+    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    N, K = w.shape
+    rows = x.detach().reshape(-1, K).contiguous()
+    if not rows.shape[0]:
+        return x.new_empty(*x.shape[:-1], N)
+    codes, scale, weight_scale = _coded(rows, w)
+    with torch.cuda.device_of(x):
+        y = torch._scaled_mm(  # noqa: SLF001 torch has no public name for it
+            codes, w.parts["codes"].t(), scale_a=scale, scale_b=weight_scale, out_dtype=x.dtype
+        )
+    return y.view(*x.shape[:-1], N)
+
+
+def _coded(rows: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [M, K] and scales of the tokens [M, 1 or K / 128] and of the weight [1 or K / 128, N or N / 128]."""
+    scale = w.parts["scale"]
+    if w.spec.act == BLOCKS:
+        from rlkernel_cuda.token_kernels import coded
+
+        codes, scales = coded(rows)
+        if scale.shape[1] % _MULTIPLE:
+            blocks = scale.shape[1]
+            scale = torch.nn.functional.pad(scale, (0, -blocks % _MULTIPLE))[:, :blocks]
+        return codes, scales.t(), scale.t()
+    from rlkernel_triton.quant.activations import quantize_activation
+
+    made = quantize_activation(rows, w.spec)
+    return made.codes, made.scale, scale.reshape(1, -1)

@@ -1,0 +1,139 @@
+"""qmatmul@1 by FlashInfer on Hopper: e4m3 weights in blocks of 128 x 128, tokens in blocks of 128 columns.
+
+FlashInfer carries DeepGEMM: a tensor-core product of the codes, 128 columns at a time, whose sums are scaled and added
+in fp32. Its own quantiser of tokens multiplies with an approximate 448 / max where the contract divides by max / 448,
+so tokens are coded here. Fp8 sums of Hopper's tensor cores keep about 14 bits, which is within
+what a rounded bf16 weight is allowed (`weight_rounding="any"`) and not within the others, which are not claimed.
+
+Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch, and FlashInfer where a call is asked about.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.errors import CaptureError, RLKernelError
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.qmatmul import LoRA, check
+
+BLOCK: Final = 128
+_MULTIPLE: Final = 4  # TMA reads rows of 16 bytes
+_MODULE, _RUNNER = "flashinfer.gemm.gemm_base", "get_fp8_blockscale_gemm_runner_sm90"
+_built: set[tuple[object, ...]] = set()  # what has been compiled and run in this process
+
+
+def _compiler() -> str | None:
+    """The nvcc that DeepGEMM calls for each kernel: as its compiler.cuh looks for it."""
+    named = os.environ.get("TRTLLM_DG_NVCC_COMPILER")
+    if named is None and (home := os.environ.get("CUDA_HOME")):
+        named = str(Path(home) / "bin" / "nvcc")
+    return shutil.which(named or "nvcc")
+
+
+class Runner(NamedTuple):
+    """FlashInfer's products, or why there are none."""
+
+    made: Any = None
+    workspace: Tensor | None = None  # kept: the runner holds its address, and would use it for tokens of its own coding
+    said: str = ""
+    fix: str = ""
+
+
+@cache
+def runner(device: torch.device) -> Runner:
+    """Loads FlashInfer, whose module is built the first time on a machine, for minutes."""
+    if _compiler() is None:
+        said = "FlashInfer compiles each of its fp8 products with nvcc, which is not found"
+        return Runner(said=said, fix="install the CUDA toolkit and set CUDA_HOME, or TRTLLM_DG_NVCC_COMPILER")
+    try:
+        made = getattr(import_module(_MODULE), _RUNNER)()
+        workspace = torch.empty(16, dtype=torch.uint8, device=device)
+        made.configure_workspace(workspace)
+    except AttributeError as error:
+        return Runner(said=f"FlashInfer is not as it was in 0.7.2: {error}", fix="pip install flashinfer-python==0.7.2")
+    except (
+        ImportError,
+        RuntimeError,
+        ValueError,
+        OSError,
+    ) as error:  # what its import and its builds are known to raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Runner(said=f"FlashInfer cannot be loaded or built here: {text}", fix="leave it out of the order")
+    return Runner(made, workspace)
+
+
+def fits(
+    x: Tensor,
+    w: QuantTensor,
+    *,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    weight_rounding: str = "any",
+    ends: Tensor | None = None,
+) -> Reason | None:
+    """Refuses other layouts, weights that its tiles do not divide, and a FlashInfer that cannot be built here."""
+    said, fix = "", ""
+    if w.layout != CANONICAL:
+        said, fix = f"the weight is packed as {w.layout!r}", "use it as quantize made it"
+    elif w.spec.act == "none":
+        said = "FlashInfer multiplies tokens of 8 bits"
+        fix = 'quantize with QuantSpec.named("fp8_block128", act="block128_fp8")'
+    elif w.shape[0] % BLOCK or w.shape[1] % BLOCK:
+        said, fix = f"a weight of {w.shape[0]} x {w.shape[1]}", f"multiples of {BLOCK}"
+    elif not all(part.is_contiguous() for part in w.parts.values()):
+        said = "a weight that is not contiguous"
+    else:
+        _, _, said, fix = runner(x.device)
+    return Reason("shape", "unsupported", said, fix) if said else None
+
+
+def qmatmul(
+    x: Tensor,  # [..., K]
+    w: QuantTensor,  # [N, K]
+    *,
+    bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    weight_rounding: str = "any",
+    ends: Tensor | None = None,
+) -> Tensor:  # -> [..., N]
+    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but the format.
+
+    Raises:
+        CaptureError: a graph is being captured and this product has not been compiled yet.
+        RLKernelError: FlashInfer is not as `fits` wants it.
+    """
+    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
+    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    found = runner(x.device)
+    if found.made is None:
+        raise RLKernelError(f"{found.said}: {found.fix}.")
+    N, K = w.shape
+    rows = x.detach().reshape(-1, K).contiguous()
+    M = rows.shape[0]
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    kind = (x.device, M, N, K)
+    if kind not in _built and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "FlashInfer compiles a product at its first call with a shape: call it once before a capture"
+        )
+    if M:
+        from rlkernel_cuda.token_kernels import coded
+
+        codes, scale = coded(rows, _MULTIPLE)
+        with torch.cuda.device_of(x):
+            found.made.run_gemm(codes, w.parts["codes"], y, scale, w.parts["scale"])
+        _built.add(kind)
+    return y.view(*x.shape[:-1], N)

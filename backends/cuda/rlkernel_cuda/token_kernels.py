@@ -1,0 +1,72 @@
+"""Tokens of bf16 coded to e4m3 in blocks of 128 columns, by the definition's bits, as libraries of products read them.
+
+    s = max |x| / 448 of a block    codes = e4m3(x / s)     (rlkernel_core.quant.activations, `block128_fp8`)
+
+Legend: M tokens · K inputs, a multiple of 128.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.quant.code_tiles import float8_code
+
+BLOCK: Final = 128
+_ROWS: Final = 16  # tokens of a program
+
+
+@triton.jit(do_not_specialize=["M", "stride"])
+def code_blocks(
+    x,  # [M, K]
+    codes,  # [M, K] bytes of e4m3
+    scale,  # [K / 128, stride] fp32: a block's scales of all tokens, one after the other
+    M,
+    K,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CAST: tl.constexpr,  # by the GPU's instruction; Triton's interpreter rounds otherwise
+):
+    """Grid: (M over ROWS, K over COLUMNS)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(1)
+    at = row.to(tl.int64)[:, None] * K + block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    live = row < M
+    v = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
+    # Bits of magnitudes have their order, with NaN above inf.
+    most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    s = tl.div_rn(most, tl.full([ROWS], 448.0, tl.float32))
+    s = tl.where(s < float("inf"), s, float("nan"))
+    ratio = tl.div_rn(v, tl.where(s > 0, s, float("inf"))[:, None] + tl.zeros_like(v))
+    ratio = tl.where(ratio == ratio, ratio, 0.0)
+    if CAST:
+        code = ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = float8_code(ratio, 3, 7, False, 448.0).to(tl.uint8)
+    tl.store(codes + at, code, mask=live[:, None])
+    tl.store(scale + block.to(tl.int64) * stride + row, s, mask=live)
+
+
+def coded(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
+    """Codes [M, K], and scales [K / 128, M up to a multiple], whose places beyond M hold anything.
+
+    Args:
+        x: [M, K] contiguous.
+        multiple: of the tokens that a row of scales has room for.
+    """
+    M, K = x.shape
+    stride = -(-M // multiple) * multiple
+    codes = torch.empty(M, K, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(K // BLOCK, stride, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(M, _ROWS), K // BLOCK)
+    with on_device_of(x):
+        code_blocks[grid](
+            x, codes, scale, M, K, stride, ROWS=_ROWS, COLUMNS=BLOCK, CAST=not INTERPRETED, num_warps=4, **FUSED
+        )
+    return codes.view(torch.float8_e4m3fn), scale
