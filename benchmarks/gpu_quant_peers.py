@@ -3,18 +3,20 @@
     python benchmarks/gpu_quant_peers.py --out $OUT [--seconds 85] [--peers humming,marlin] [--rows 1,16] [--shapes ...]
 
 Every peer has a process of its own. It packs its weights, compiles, and is held to float64 (whoever multiplies the
-suite's codes to 1 % of the result, whoever quantises by itself to 25 %, in the Frobenius norm; ours to the bound of the
+suite's codes to 2 % of the result, whoever quantises by itself to 25 %, in the Frobenius norm; ours to the bound of the
 contract). When all are ready each is timed alone on the GPU: in turns with the kernels of rlkernel-cuda, with the
 portable ones and with cuBLAS on a bf16 weight, in graphs over copies of the weights that exceed 256 MB, medians of
 rounds in a random order. Peers that pip cannot bring (Marlin, TritonLLM) or that must not meet other packages are
 looked for in `.peers/peers.tar.xz`: `site/` and `tllm/`. Their adapters are `rlkernel_bench/peers/quantised.py`.
 
-`tritonllm` multiplies the experts of a gpt-oss layer in mxfp4: 32 of 5760 x 2880, four a token. Its routing tables are
-made before the time; ours reads the ends of the groups within it.
+`scaled_mm` and `flashinfer own` are fp8 on both sides and quantise tokens themselves, beside our backends `cublaslt`
+and `flashinfer`; what FlashInfer needs is set by `.fi/fi_env.sh`. `tritonllm` multiplies the experts of a gpt-oss layer
+in mxfp4, 32 of 5760 x 2880, four a token; its routing tables are made before the time, ours reads the groups' ends.
 
-Predictions, written before the first run (H200, us, 4096x28672, M = 1/16/64/128/256/1024): Humming 23/27/40/52/93/310,
-Marlin 29/30/48/87/164/600, gemlite 38/90/100 and more, int4pack 34/136/515, bitsandbytes 55/189/184/196/217/429;
-rlkernel-cuda 20/22/30/46/83/310: ahead everywhere. TritonLLM at 4/64/1024 tokens 60/140/420 beside our 53/143/388.
+Predictions before the first run (H200, us, 4096x28672, M = 1/16/64/128/256/1024) and what was found: Humming
+23/27/40/52/93/310; Marlin 29/30/48/87/164/600: 32/33/51/90/168/843; gemlite 38/90/100: -/87/98; int4pack 34/136/515:
+34/135/691; bitsandbytes 55/189/184/196/217/429: 59/189/186/197/218/442; FlashInfer's fp8 37/38/38/42/58/190:
+34/34/37/40/64/206. TritonLLM at 4/64/1024 tokens 60/140/420: 66/139/534. benchmarks/notes/quant-peers.md has the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ import copy
 import json
 import os
 import queue
-import random
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -49,15 +49,13 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 1024)
 SHAPES = ("4096x28672", "4096x6144", "14336x4096", "8192x10240")  # K x N
 TOKENS = (1, 4, 16, 64, 256, 1024)  # of a mixture of experts, four experts each
 EXPERTS, TOP = 32, 4
-BLOCKS = "fp8_block128"  # the tokens too, 128 columns at a time
-FORMATS = {"bitsandbytes": "nf4", "tritonllm": "mxfp4"}  # the rest: int4_g128
-FORMATS |= dict.fromkeys(("flashinfer", "flashinfer codes", "scaled_mm blocks"), BLOCKS)
-# Up to where a peer is asked: torch's int4 reads the weight for every 16 rows, gemlite searches for seconds a shape.
-LIMITS = {"int4pack": 128}
+FORMATS = {"bitsandbytes": "nf4", "tritonllm": "mxfp4", "scaled_mm": "fp8_channel", "flashinfer own": "fp8_block128"}
+ACTS = {"fp8_channel": "token_fp8", "fp8_block128": "block128_fp8"}  # tokens are quantised too
+LIMITS = {"int4pack": 128}  # up to where a peer is asked: torch's int4 reads the weight for every 16 rows
 NAMES = ("humming", "marlin", "int4pack", "bitsandbytes", "gemlite", "tritonllm")
-OURS = ("cuda", "triton")
+OURS = ("cuda", "triton", "cublaslt", "flashinfer")  # backends; the last two run where they are named
 ROUNDS = 15
-SAME, OWN = 0.01, 0.25  # relative errors that a peer may have
+SAME, OWN = 0.02, 0.25  # relative errors that a peer may have
 
 
 class Case:
@@ -75,7 +73,8 @@ class Case:
         self.experts = EXPERTS if name == "tritonllm" else 1
         weight = torch.randn(self.experts * N, K, device="cuda", dtype=torch.bfloat16) * K**-0.5
         with rlk.use("triton", fallback="error"):
-            w = rlk.quantize(weight, rlk.QuantSpec.named(form, **({"act": "block128_fp8"} if form == BLOCKS else {})))
+            act = {"act": ACTS[form]} if form in ACTS else {}
+            w = rlk.quantize(weight, rlk.QuantSpec.named(form, **act))
         dense = weight.view(self.experts, N, K) if self.experts > 1 else weight
         self.given = {"weight": dense, "w": w}
         self.packed = self.product.pack(self.given)
@@ -149,6 +148,7 @@ class Case:
     def timed(self, rows: int) -> dict[str, Any]:
         """Microseconds a call of each."""
         import torch
+        from rlkernel_bench.timing import Spread, Stopwatch, in_turns, recorded
 
         import rlkernel as rlk
         from rlkernel_core.errors import ResolutionError
@@ -166,51 +166,16 @@ class Case:
 
         ways = {self.name: partial(self.product.multiply, given), "bf16": dense, **dict.fromkeys(OURS, ours)}
         graphs: dict[str, Any] = {}
+        watch = Stopwatch("cuda")
         for name, call in ways.items():
             with contextlib.ExitStack() as stack:
                 if name in OURS:
                     stack.enter_context(contextlib.suppress(ResolutionError))
                     stack.enter_context(rlk.use(name, fallback="error"))
                 many = self.many.get(name, self.many["ours"])
-                graphs[name] = recorded([partial(call, w) for w in many]), len(many)
-        return in_turns(graphs)
-
-
-def recorded(calls: list[Callable[[], Any]]) -> Any:
-    """A graph of the calls, one after the other."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def in_turns(graphs: dict[str, tuple[Any, int]]) -> dict[str, float]:
-    """Medians over rounds in which each graph is replayed once, in an order drawn anew."""
-    import torch
-
-    order, took = random.Random(0), {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        names = order.sample(list(graphs), len(graphs))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
-        marks[0].record()
-        for name, mark in zip(names, marks[1:], strict=True):
-            graphs[name][0].replay()
-            mark.record()
-        torch.cuda.synchronize()
-        for i, name in enumerate(names):
-            took[name].append(1e3 * marks[i].elapsed_time(marks[i + 1]) / graphs[name][1])
-    return {name: round(statistics.median(times), 2) for name, times in took.items()}
+                graphs[name] = recorded(watch, [partial(call, w) for w in many]), len(many)
+        found = in_turns(watch, graphs, ROUNDS)
+        return {name: round(Spread.of(each).median, 2) for name, each in found.items()}
 
 
 def child(name: str, shapes: list[str], rows: list[int], kept: Path) -> None:
@@ -219,38 +184,29 @@ def child(name: str, shapes: list[str], rows: list[int], kept: Path) -> None:
 
     kept_compiler(kept)  # children begin with different shapes, and find what others have compiled
     first = (*NAMES, name).index(name) % len(shapes)
-    shapes = shapes[first:] + shapes[:first]
+    shapes, rows = (["2880x5760"], list(TOKENS)) if name == "tritonllm" else (shapes[first:] + shapes[:first], rows)
 
-    def told(kind: str, shape: str, M: int, found: Any) -> None:
-        print("@" + json.dumps([kind, f"{shape} M={M}", found]), flush=True)
+    def told(kind: str, case: Case, M: int, find: Callable[[int], dict[str, float]]) -> dict[str, float]:
+        try:
+            found: Any = find(M)
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:300]}"
+        print("@" + json.dumps([kind, f"{case.shape} M={M}", found]), flush=True)
+        return found if isinstance(found, dict) else {name: float("inf")}
 
     torch.manual_seed(1)
-    form = FORMATS.get(name, "int4_g128")
     cases: list[tuple[Case, list[int]]] = []
-    for shape in ["2880x5760"] if name == "tritonllm" else shapes:
-        case, right = Case(name, shape, form), []
-        for M in TOKENS if name == "tritonllm" else rows:
-            if LIMITS.get(name, M) < M:
-                continue
-            try:
-                used = case.judged(M)
-                limits = {name: OWN if case.product.own else SAME, **dict.fromkeys(OURS, 1.0)}
-                told("check", shape, M, used)
-                right += [M] if all(v <= limits.get(k, v) for k, v in used.items()) else []
-            except Exception as error:
-                told("check", shape, M, f"{type(error).__name__}: {str(error)[:300]}")
-                if "CUDA error" in str(error):
-                    raise
-        cases.append((case, right))
+    for shape in shapes:
+        case = Case(name, shape, FORMATS.get(name, "int4_g128"))
+        limits = {name: OWN if case.product.own else SAME, **dict.fromkeys(OURS, 1.0)}
+        used = {M: told("check", case, M, case.judged) for M in rows if LIMITS.get(name, M) >= M}
+        cases.append((case, [M for M, u in used.items() if all(v <= limits.get(k, v) for k, v in u.items())]))
     print("@ready", flush=True)
     sys.stdin.readline()
     for case, right in cases:
         case.copies()
         for M in right:
-            try:
-                told("us", case.shape, M, case.timed(M))
-            except Exception as error:
-                told("us", case.shape, M, f"{type(error).__name__}: {str(error)[:300]}")
+            told("us", case, M, case.timed)
         del case.many
         torch.cuda.empty_cache()
     print("@done", flush=True)
@@ -270,15 +226,9 @@ class Child:
 
     def __init__(self, name: str, command: list[str], environ: dict[str, str], out: Path) -> None:
         self.name, self.found, self.lines = name, {}, queue.Queue()  # type: ignore[var-annotated]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with (out / f"peer_{name}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, "--child", name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environ,
-            )
+            self.process = subprocess.Popen([*command, name], stderr=log, text=True, env=environ, **pipes)
         threading.Thread(target=self.pump, daemon=True).start()
 
     def pump(self) -> None:
@@ -328,7 +278,17 @@ def main() -> None:
         environ = environment(Path(temporary) / "dist", *(ROOT / p for p in PATHS), *folders.values(), *carried)
         environ |= {"HUMMING_CACHE_DIR": str(Path(temporary) / "humming")}
         (kept := Path(temporary) / "kernels").mkdir()
-        command = [sys.executable, __file__, "--kept", str(kept), "--shapes", given.shapes, "--rows", given.rows]
+        command = [
+            sys.executable,
+            __file__,
+            "--kept",
+            str(kept),
+            "--shapes",
+            given.shapes,
+            "--rows",
+            given.rows,
+            "--child",
+        ]
         children = [Child(name, command, environ, given.out) for name in given.peers.split(",")]
 
         def note() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -117,24 +118,41 @@ def rested(watch: Stopwatch, run: Run, times: int = 3) -> list[float]:
     return readings
 
 
-def replayed(watch: Stopwatch, run: Callable[[int], Any], inputs: int, *, seconds: float) -> list[float]:
-    """Microseconds a call inside a graph that goes through all inputs, again and again."""
-    calls = max(inputs, 8)
+def recorded(watch: Stopwatch, calls: Sequence[Run]) -> torch.cuda.CUDAGraph:
+    """A graph of the calls, one after the other; each was made once before, since some compile or allocate then."""
     stream = torch.cuda.Stream(watch.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for i in range(inputs):
-            run(i)
+        for call in calls:
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(calls):
-            run(i % inputs)
+        for call in calls:
+            call()
+    return graph
+
+
+def replayed(watch: Stopwatch, run: Callable[[int], Any], inputs: int, *, seconds: float) -> list[float]:
+    """Microseconds a call inside a graph that goes through all inputs, again and again."""
+    calls = max(inputs, 8)
+    graph = recorded(watch, [partial(run, i % inputs) for i in range(calls)])
     first = watch.once(graph.replay) / 1e6
     times = max(5, min(100, int(seconds / max(first, 1e-7))))
     readings = [t / calls for t in watch.back_to_back([graph.replay] * times)]
     del graph
     return readings
+
+
+def in_turns(watch: Stopwatch, graphs: Mapping[str, tuple[Any, int]], rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call of graphs that hold so many calls each, replayed in turns, each round in another order."""
+    order, took = random.Random(0), {name: list[float]() for name in graphs}
+    watch.back_to_back([graph.replay for graph, _ in graphs.values()])
+    for _ in range(rounds):
+        names = order.sample(list(graphs), len(graphs))
+        for name, t in zip(names, watch.back_to_back([graphs[n][0].replay for n in names]), strict=True):
+            took[name].append(t / graphs[name][1])
+    return took
 
 
 def on_the_host(watch: Stopwatch, run: Run, *, seconds: float, batch: int) -> list[float]:

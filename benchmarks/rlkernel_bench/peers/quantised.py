@@ -173,33 +173,6 @@ def _multiply_flashinfer(given: Inputs, packed: Any) -> torch.Tensor:
     return y
 
 
-def _blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [M, K] -> [M, K], [M, K / 128]
-    """Tokens quantised as the contract says, by the portable kernel: a block of 128 is a row to it."""
-    from rlkernel_triton.quant import codec
-
-    m, k = x.shape
-    parts = codec.quantize(x.view(-1, 128), "fp8_channel").parts
-    return parts["codes"].view(m, k), parts["scale"].view(m, k // 128)
-
-
-def _multiply_flashinfer_codes(given: Inputs, packed: Any) -> torch.Tensor:
-    """The same on tokens that were quantised before; scales a column of blocks at a time, as TMA reads them."""
-    from flashinfer.gemm import fp8_blockscale_gemm_sm90
-
-    codes, scale = _blocks(given["x"])
-    turned = torch.nn.functional.pad(scale.t(), (0, -len(codes) % 4)).contiguous()
-    y: torch.Tensor = fp8_blockscale_gemm_sm90(codes, packed[0], turned, packed[1])
-    return y
-
-
-def _multiply_scaled_blocks(given: Inputs, packed: Any) -> torch.Tensor:
-    """CuBLASLt's product with scales of blocks, through torch."""
-    codes, scale = _blocks(given["x"])
-    turned = scale.t().contiguous().t()
-    dtype = given["x"].dtype
-    return torch._scaled_mm(codes, packed[0].t(), turned, packed[1].t().contiguous().t(), out_dtype=dtype)  # noqa: SLF001
-
-
 def _layer(given: Inputs, layer: Any) -> torch.Tensor:
     y: torch.Tensor = layer(given["x"])
     return y
@@ -213,9 +186,7 @@ PRODUCTS = {
     "humming": Product(_GROUPS[:2], _pack_humming, _layer, own=True),
     "marlin": Product(_GROUPS[:1], _pack_marlin, _multiply_marlin),
     "gemlite": Product(_GROUPS, _pack_gemlite, _layer),
-    "flashinfer": Product(("fp8_block128",), _pack_blocks, _multiply_flashinfer),
-    "flashinfer codes": Product(("fp8_block128",), _pack_blocks, _multiply_flashinfer_codes),
-    "scaled_mm blocks": Product(("fp8_block128",), _pack_blocks, _multiply_scaled_blocks),
+    "flashinfer own": Product(("fp8_block128",), _pack_blocks, _multiply_flashinfer),
     "tritonllm": Product(("mxfp4",), _pack_tritonllm, _multiply_tritonllm),
 }
 
