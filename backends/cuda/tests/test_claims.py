@@ -14,6 +14,7 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_cuda import backend, cublaslt, flashinfer
 
 HERE = Path(__file__).parents[1]
+IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
 
 
 def test_the_entry_point_names_the_backend() -> None:
@@ -29,9 +30,6 @@ def test_importing_claims_loads_neither_torch_nor_triton() -> None:
     assert done.stdout.strip() == "set()"
 
 
-IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
-
-
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
 def test_targets_take_the_arguments_of_their_operator(impl) -> None:
     from importlib import import_module
@@ -41,9 +39,6 @@ def test_targets_take_the_arguments_of_their_operator(impl) -> None:
     have = inspect.signature(getattr(import_module(module), name)).parameters
     want = inspect.signature(spec.signature).parameters
     assert [(p.name, p.kind, p.default) for p in have.values()] == [(p.name, p.kind, p.default) for p in want.values()]
-
-
-IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
