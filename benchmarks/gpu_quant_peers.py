@@ -13,10 +13,7 @@ looked for in `.peers/peers.tar.xz`: `site/` and `tllm/`. Their adapters are `rl
 and `flashinfer`; what FlashInfer needs is set by `.fi/fi_env.sh`. `tritonllm` multiplies the experts of a gpt-oss layer
 in mxfp4, 32 of 5760 x 2880, four a token; its routing tables are made before the time, ours reads the groups' ends.
 
-Predictions before the first run (H200, us, 4096x28672, M = 1/16/64/128/256/1024) and what was found: Humming
-23/27/40/52/93/310; Marlin 29/30/48/87/164/600: 32/33/51/90/168/843; gemlite 38/90/100: -/87/98; int4pack 34/136/515:
-34/135/691; bitsandbytes 55/189/184/196/217/429: 59/189/186/197/218/442; FlashInfer's fp8 37/38/38/42/58/190:
-34/34/37/40/64/206. TritonLLM at 4/64/1024 tokens 60/140/420: 66/139/534. benchmarks/notes/quant-peers.md has the rest.
+Predictions and what was found: benchmarks/notes/quant-peers.md.
 """
 
 from __future__ import annotations
@@ -212,15 +209,6 @@ def child(name: str, shapes: list[str], rows: list[int], kept: Path) -> None:
     print("@done", flush=True)
 
 
-def peers_folder(to: Path) -> list[Path]:
-    """What was carried along, unpacked."""
-    packed = ROOT / ".peers" / "peers.tar.xz"
-    if packed.exists():
-        with tarfile.open(packed) as archive:
-            archive.extractall(to, filter="data")
-    return [p for p in (to / "site", to / "tllm") if p.exists()]
-
-
 class Child:
     """A peer's process, its lines and its place in the report."""
 
@@ -274,21 +262,16 @@ def main() -> None:
         folders = distributions(Path(temporary) / "dist")
         for name in ("reference", "template"):
             folders.pop(name, None)
-        carried = peers_folder(Path(temporary) / "peers")
+        packed, place = ROOT / ".peers" / "peers.tar.xz", Path(temporary) / "peers"
+        if packed.exists():
+            with tarfile.open(packed) as archive:
+                archive.extractall(place, filter="data")
+        carried = [place / "site", place / "tllm"]
         environ = environment(Path(temporary) / "dist", *(ROOT / p for p in PATHS), *folders.values(), *carried)
         environ |= {"HUMMING_CACHE_DIR": str(Path(temporary) / "humming")}
         (kept := Path(temporary) / "kernels").mkdir()
-        command = [
-            sys.executable,
-            __file__,
-            "--kept",
-            str(kept),
-            "--shapes",
-            given.shapes,
-            "--rows",
-            given.rows,
-            "--child",
-        ]
+        passed = ["--kept", str(kept), "--shapes", given.shapes, "--rows", given.rows]
+        command = [sys.executable, __file__, *passed, "--child"]
         children = [Child(name, command, environ, given.out) for name in given.peers.split(",")]
 
         def note() -> None:
