@@ -4,7 +4,8 @@
 
 4096 x 28672, gate and up of Llama-3 8B, bf16 tokens, weights out of the cache: microseconds, and how many times as fast
 as cuBLAS on a bf16 weight in the same run. The portable kernels are timed through the operator; those for Hopper cut by
-cut, and the plot has the fastest cut that was right. Needs matplotlib.
+cut, and the plot has the fastest cut that was right. In the picture of peers all are timed through the operator, each
+peer in turns with ours. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,11 +23,14 @@ HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE / "results" / "h200"
 PORTABLE: Final = "quant_formats_run[3-9].json"  # of gpu_quant_formats.py
 HOPPER: Final = "qmatmul_cuda_run*.json"  # of gpu_qmatmul_cuda.py
+PEERS: Final = "quant_peers.json"  # of gpu_quant_peers.py
 SHAPE: Final = "4096x28672"
 RULER: Final = "cuBLAS, bf16 weight"
 FOUR: Final = ("int4_g128", "nf4", "mxfp4", "nvfp4")
 EIGHT: Final = ("int8_channel", "fp8_channel", "mxfp8")
-PICTURES: Final = {"qmatmul-4bit.png": FOUR, "qmatmul-8bit.png": EIGHT}
+OTHERS: Final = {  # peer -> label; those that multiply int4_g128
+    "humming": "Humming", "marlin": "Marlin, fp16", "gemlite": "gemlite", "int4pack": "torch's int4",
+}  # fmt: skip
 
 Times = Mapping[int, float]  # tokens -> microseconds
 
@@ -79,6 +85,31 @@ def lines_of(folder: Path, formats: tuple[str, ...]) -> list[Line]:
     return portable(first, formats) + hopper(second, formats)
 
 
+def peers(folder: Path) -> list[Line]:
+    """Curves of a file of `gpu_quant_peers.py`: each peer's, and of ours the median over the peers' turns."""
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for peer, entry in json.loads((folder / PEERS).read_text()).items():
+        for key, us in entry.get("us", {}).items() if peer in OTHERS else ():
+            shape, _, tokens = key.partition(" M=")
+            names = {"bf16": RULER, "triton": "triton, int4_g128", "cuda": "cuda, int4_g128", peer: OTHERS[peer]}
+            for name in names.keys() & us.keys() if shape == SHAPE else ():
+                found.setdefault(names[name], {}).setdefault(int(tokens), []).append((us[name], us["bf16"]))
+    lines = []
+    for label in (RULER, "triton, int4_g128", "cuda, int4_g128", *OTHERS.values()):
+        at = {
+            m: [statistics.median(side) for side in zip(*each, strict=True)] for m, each in found.get(label, {}).items()
+        }
+        lines += [Line(label, {m: us for m, (us, _) in at.items()}, {m: b for m, (_, b) in at.items()})] if at else []
+    return lines
+
+
+PICTURES: Final[Mapping[str, Callable[[Path], list[Line]]]] = {
+    "qmatmul-4bit.png": partial(lines_of, formats=FOUR),
+    "qmatmul-8bit.png": partial(lines_of, formats=EIGHT),
+    "qmatmul-peers.png": peers,
+}
+
+
 def draw(lines: list[Line], file: Path) -> None:
     """Microseconds, and times as fast as the ruler, by tokens."""
     import matplotlib as mpl
@@ -108,12 +139,12 @@ def draw(lines: list[Line], file: Path) -> None:
 
 
 def main() -> None:
-    """Both pictures."""
+    """All pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    for name, formats in PICTURES.items():
-        draw(lines_of(RESULTS, formats), given.out / name)
+    for name, lines in PICTURES.items():
+        draw(lines(RESULTS), given.out / name)
 
 
 if __name__ == "__main__":

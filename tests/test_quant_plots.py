@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +38,25 @@ def test_cuts_that_were_tried_and_errors_are_no_points() -> None:
     assert [(line.label, line.us) for line in lines] == [(quant_plots.RULER, {1: 58.0}), ("triton, mxfp4", {1: 30.0})]
 
 
+def test_ours_are_the_medians_over_the_turns_with_each_peer(tmp_path) -> None:
+    turns = {
+        "marlin": {"marlin": 30.0, "cuda": 20.0, "bf16": 58.0},
+        "humming": {"humming": 24.0, "cuda": 22.0, "bf16": 60.0},
+    }
+    content = {peer: {"us": {"4096x28672 M=1": us, "4096x6144 M=1": us}} for peer, us in turns.items()}
+    (tmp_path / quant_plots.PEERS).write_text(json.dumps(content))
+    assert [(line.label, line.us, line.ruler) for line in quant_plots.peers(tmp_path)] == [
+        (quant_plots.RULER, {1: 59.0}, {1: 59.0}),
+        ("cuda, int4_g128", {1: 21.0}, {1: 59.0}),
+        ("Humming", {1: 24.0}, {1: 60.0}),
+        ("Marlin, fp16", {1: 30.0}, {1: 58.0}),
+    ]
+
+
 @pytest.mark.parametrize("name", quant_plots.PICTURES)
 def test_a_picture_is_drawn_from_the_committed_measurements(tmp_path, name) -> None:
     pytest.importorskip("matplotlib")
-    lines = quant_plots.lines_of(quant_plots.RESULTS, quant_plots.PICTURES[name])
+    lines = quant_plots.PICTURES[name](quant_plots.RESULTS)
     kinds = {line.label.partition(",")[0] for line in lines}
     assert {"cuBLAS", "triton", "cuda"} <= kinds
     quant_plots.draw(lines, tmp_path / name)
