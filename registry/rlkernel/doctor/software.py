@@ -66,7 +66,7 @@ def flashinfer(machine: Machine) -> Iterator[Finding]:
         yield ok("flashinfer/version", f"flashinfer-python {version}")
     elif machine.has("rlkernel-cuda"):
         text = "rlkernel-cuda is installed without flashinfer-python"
-        cost = "no operator needs it; rlkernel bench cannot time it as a peer"
+        cost = "nothing, but where an order names the backend flashinfer, or for its peer in rlkernel bench"
         yield note("flashinfer/missing", text, cost, "pip install flashinfer-python")
     for part in ("flashinfer-cubin", "flashinfer-jit-cache"):
         have = machine.packages.get(part)
