@@ -1,7 +1,8 @@
 """Calls of a run of post-training, whose launches go into the table of configurations beside those of conformance.
 
-Sizes do not matter beyond what is known of them to a compiler: whether they are multiples of 16, and the power of two
-above the number of tiles of a vocabulary. Imports torch when a call is made.
+What host code decides by sizes is gone through: the power of two above the number of parts of a vocabulary, how many
+rows or tokens a program takes, into how many parts K is split. Alignments are no matter of a recording. What a bundle
+always serves (docs/aot.md) is what these calls go through. Imports torch when a call is made.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any, Final
 VOCABULARIES: Final = (32000, 50304, 128256, 151936, 262144)  # Llama 2, GPT-2 padded, Llama 3, Qwen 2 and 3, Gemma 3
 KINDS: Final = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 DTYPES: Final = ("bfloat16", "float16", "float32")
+DRAWN: Final = (32000, 50257, 50304, 128256, 262144)
+LAW: Final = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
+FILTERS: Final = ((), ("top_p",), ("top_k",), ("top_k", "top_p"), ("min_p",), ("top_k", "top_p", "min_p"))
 TOP: Final = (1, 2, 4, 8, 16, 32)  # ids asked for, up to these
 # Formats, as every rollout and every adapter that is trained on one needs them: with and without what may follow.
 FORMATS: Final = (
@@ -26,7 +30,16 @@ FORMATS: Final = (
     "fp8_channel",
 )
 ADAPTED: Final = ("int4_g128", "int4_g64", "nf4")  # of which adapters and fused layers are, too
-TOKENS: Final = (1, 4, 16, 32, 64, 128)
+TOKENS: Final = (1, 16, 32, 64, 128, 256, 512, 1024)  # one for each class of M anywhere
+# [N, K] of a weight whose product is split into 1, 2, 4 and 8 parts, on GPUs of few multiprocessors and of many.
+SHAPES: Final = (
+    (1024, 1024), (1024, 512), (1024, 256), (1024, 128), (768, 1024), (384, 1024), (192, 1024), (20480, 256),
+    (20480, 128),
+)  # fmt: skip
+# [B, T] of a batch: tokens of a program and whether a row has as many (the loss), one program a row or several and how
+# many chunks it has in flight (the scan).
+BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
+SCANS: Final = ((8, 1024), (200, 8192), (8, 32768))
 
 
 def calls(run: Callable[[str], Callable[..., Any]], ops: Collection[str]) -> Iterator[str]:
@@ -46,7 +59,7 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     from rlkernel_core.spec.logprob import Support
 
     flags = (False, True)
-    sizes = [(dtype, 4, 512) for dtype in DTYPES] + [("bfloat16", 256, 512)]
+    sizes = [(dtype, N, 512) for dtype in DTYPES for N in (4, 256)]
     sizes += [("bfloat16", 2, V) for V in VOCABULARIES[1:]]  # one for each number of parts, to a power of two
     for (dtype, N, V), entropy, rows, masked, capped, kept in product(sizes, flags, flags, flags, flags, flags):
         if V > VOCABULARIES[0] and (capped or (V, kept) == (VOCABULARIES[3], True)):
@@ -57,13 +70,11 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
             "softcap": 30.0 if capped else None,
             "support": Support(ids=torch.arange(N), offsets=torch.arange(N + 1)) if kept else None,
         }
-        logits = torch.randn(N, V).to(getattr(torch, dtype)).requires_grad_()
+        logits = torch.zeros(N, V).to(getattr(torch, dtype)).requires_grad_()
         run("logprob")(logits, torch.arange(N), entropy=entropy, **given)
         yield f"logprob {dtype} [{N}, {V}] entropy={entropy} {[n for n, v in given.items() if v is not None]}"
-    for n, dtype, (rows, masked, capped) in product(
-        TOP, DTYPES, ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1))
-    ):
-        logits = torch.randn(4, 512).to(getattr(torch, dtype))
+    for n, dtype, rows, masked, capped in product(TOP, DTYPES, flags, flags, flags):
+        logits = torch.zeros(4, 512).to(getattr(torch, dtype))
         given = {"temperature": torch.full((4,), 0.8) if rows else 0.8, "softcap": 30.0 if capped else None}
         given["mask"] = torch.ones(4, dtype=torch.bool) if masked else None
         run("logprob")(logits, torch.arange(4), top_logprobs=n, **given)
@@ -73,68 +84,69 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
 def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    filters: tuple[dict[str, Any], ...] = (
-        {}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05},
-    )  # fmt: skip
-    # A batch of requests with parameters of their own, and one request with numbers.
-    for V, N, dtype, chosen in product(VOCABULARIES[2:4], (1, 8), DTYPES[::2], filters):
-        if N == 1 and (V, dtype) != (VOCABULARIES[3], "bfloat16"):
-            continue
-        law: dict[str, Any] = {"temperature": 0.8, **chosen}
-        if N > 1:
+    # Vocabularies with 32, 64, 128 and 256 tiles, and one that is no multiple of 16; few rows and many; numbers, and
+    # requests with parameters of their own.
+    for V, N, dtype, names, each in product(DRAWN, (1, 4, 8), DTYPES[::2], FILTERS, (False, True)):
+        law: dict[str, Any] = {"temperature": 0.8, **{n: v for n, v in LAW.items() if n in names}}
+        if each:
             law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}
-        logits = torch.randn(N, V).to(getattr(torch, dtype))
-        rows = torch.arange(N)
-        run("sample")(logits, **law, seed=rows if N > 1 else 7, step=rows if N > 1 else 3)
-        yield f"sample V={V} N={N} {dtype} {sorted(chosen)}"
+        rows = torch.zeros(N, dtype=torch.int64)  # rows of a batch have seeds of their own
+        noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else 3}
+        run("sample")(torch.zeros(N, V, dtype=getattr(torch, dtype)), **law, **noise)
+        yield f"sample V={V} N={N} {dtype} {names} each={each}"
 
 
 def _linear(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
     flags = (False, True)
-    for V, dtype, entropy, masked, rows in product(VOCABULARIES, DTYPES, flags, flags, flags):
-        if V not in VOCABULARIES[::3] and (masked or rows or dtype != "bfloat16"):
-            continue  # a vocabulary decides how the parts of a row are joined, and nothing else
+    for V, dtype, entropy, masked, rows in product(VOCABULARIES[::3], DTYPES, flags, flags, flags):
         kind = getattr(torch, dtype)
         given: dict[str, Any] = {
             "entropy": entropy,
             "mask": torch.ones(8, dtype=torch.bool) if masked else None,
             "temperature": torch.full((8,), 0.8) if rows else 0.8,
         }
-        for of_hidden, of_weight in ((True, True), (True, False)):
-            hidden = torch.zeros(8, 64, dtype=kind).requires_grad_(of_hidden)
+        for of_weight in flags:
+            hidden = torch.zeros(8, 64, dtype=kind).requires_grad_()
             weight = torch.zeros(V, 64, dtype=kind).requires_grad_(of_weight)
             run("linear_logprob")(hidden, weight, torch.arange(8), **given)
         yield f"linear_logprob V={V} {dtype} {[n for n, v in given.items() if v is not None]}"
+    # As many tiles as a vocabulary may have, to a power of two.
+    for k, dtype, entropy, masked in product(range(13), DTYPES[::2], flags, flags):
+        hidden, weight = (torch.zeros(n, 16, dtype=getattr(torch, dtype)) for n in (8, 64 << k))
+        mask = torch.ones(8, dtype=torch.bool) if masked else None
+        run("linear_logprob")(hidden, weight, torch.arange(8), entropy=entropy, mask=mask)
+        yield f"linear_logprob V={64 << k} {dtype}"
 
 
 def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    mask = torch.ones(8, 1024, dtype=torch.bool)
-    rewards, values = torch.randn(8, 1024), torch.randn(8, 1024)
-    run("advantage")(rewards, kind="gae", mask=mask, values=values, gamma=0.99, lam=0.95)
-    run("advantage")(rewards, kind="reinforce_pp", mask=mask)
-    run("advantage")(torch.randn(8), kind="grpo", group=4)
-    for dtype in DTYPES:
-        run("advantage")(rewards.to(getattr(torch, dtype)), kind="returns", gamma=0.5)
-    yield "advantage gae, reinforce_pp, grpo, returns"
+    for shape, masked in product(SCANS, (False, True)):
+        mask = torch.ones(shape, dtype=torch.bool) if masked else None
+        rewards, values = torch.zeros(shape), torch.zeros(shape)
+        run("advantage")(rewards, kind="gae", mask=mask, values=values, gamma=0.99, lam=0.95)
+        run("advantage")(rewards, kind="reinforce_pp", mask=mask)
+        for dtype in DTYPES:
+            run("advantage")(rewards.to(getattr(torch, dtype)), kind="returns", gamma=0.5, mask=mask)
+        yield f"advantage gae, reinforce_pp, returns {shape}"
+    run("advantage")(torch.zeros(8), kind="grpo", group=4)
+    yield "advantage grpo"
 
 
 def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    mask = torch.ones(8, 1024, dtype=torch.bool)
-    for kind, ref, entropy, per_row in product(KINDS, (False, True), (False, True), (False, True)):
-        logprob = torch.randn(8, 1024, requires_grad=True)
-        old = logprob.detach() + 0.1
+    for shape, kind, ref, entropy, per_row in product(BATCHES, KINDS, *[(False, True)] * 3):
+        mask = torch.ones(shape, dtype=torch.bool)
+        logprob, old = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
         more: dict[str, Any] = {"ref_logprob": old, "kl_coef": 0.01} if ref else {}
         if entropy:
-            more |= {"entropy": torch.rand(8, 1024), "entropy_coef": 0.01}
-        advantages = torch.randn(8) if per_row else torch.randn(8, 1024)
+            more |= {"entropy": torch.zeros(shape), "entropy_coef": 0.01}
+        advantages = torch.zeros(shape[:1]) if per_row else torch.zeros(shape)
         run("policy_loss")(logprob, old, advantages, kind=kind, mask=mask, **more)
-        yield f"policy_loss {kind} {sorted(more)}"
+        yield f"policy_loss {shape} {kind} {sorted(more)}"
 
 
 def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
@@ -142,20 +154,22 @@ def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
 
     from rlkernel_core.spec.qmatmul import LoRA
 
-    for name, dtype in product(FORMATS, DTYPES[:2]):
+    for name, dtype, (N, K) in product(FORMATS, DTYPES[:2], SHAPES):
         kind = getattr(torch, dtype)
-        w = run("quantize")(torch.zeros(1024, 1024, dtype=kind), name)
+        w = run("quantize")(torch.zeros(N, K, dtype=kind), name)
         packed = run("prepack")(w)
         run("dequantize")(packed)
-        adapter = LoRA(torch.zeros(16, 1024, dtype=kind), torch.zeros(1024, 16, dtype=kind))
-        after: list[dict[str, Any]] = [{}, {"bias": torch.zeros(1024, dtype=kind)}]
-        if name in ADAPTED:
-            after += [{"lora": adapter}, {"activation": "swiglu"}, {"activation": "swiglu", "lora": adapter}]
+        after: list[dict[str, Any]] = [{}, {"bias": torch.zeros(N, dtype=kind)}]
+        if name in ADAPTED and (N, K) == SHAPES[0]:
+            adapter = LoRA(torch.zeros(16, K, dtype=kind), torch.zeros(N, 16, dtype=kind))
+            after += [
+                {"lora": adapter},
+                {"activation": "swiglu"},
+                {"activation": "swiglu", "lora": adapter},
+                {"residual": 0},
+            ]
         for M, more in product(TOKENS, after):
-            x = torch.zeros(M, 1024, dtype=kind)
-            run("qmatmul")(x, packed, **more)
-            if "lora" in more:
-                run("qmatmul")(x.clone().requires_grad_(), packed, **more)
-        for M in TOKENS if name in ADAPTED else ():
-            run("qmatmul")(torch.zeros(M, 1024, dtype=kind), packed, residual=torch.zeros(M, 1024, dtype=kind))
-        yield f"weights {name} {dtype}"
+            x = torch.zeros(M, K, dtype=kind).requires_grad_("lora" in more)
+            given = {**more, "residual": torch.zeros(M, N, dtype=kind)} if "residual" in more else more
+            run("qmatmul")(x, packed, **given)
+        yield f"weights {name} {dtype} [{N}, {K}]"
