@@ -4,11 +4,12 @@
     builds       one compiled configuration, and what an argument says about itself
     bundle       the file: written reproducibly, read lazily, checked
     recording    which configurations a run launches
-    compiling    configurations into a bundle; the only module here that imports Triton
+    compiling    configurations into a bundle, with the promises that kernels declare and without; alone imports Triton
     standin      what stands for `triton` in host code that launches from a bundle
     hosts        the host modules of rlkernel_triton once more, over the stand-in
     driver       the CUDA driver, by ctypes
     launching    from a launch to machine code on a device
+    rehearsal    calls planned before they are run: what a bundle lacks for one
     backend      the operators over a bundle, and the backend named `aot`
     tables       the configurations that are shipped; workloads: calls that they were recorded of, beside conformance
     planning     for which machine host code plans; sources: what a kernel was compiled from

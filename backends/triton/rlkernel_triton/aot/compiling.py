@@ -114,10 +114,7 @@ def promises() -> dict[str, tuple[Promise, ...]]:
                 own = found.setdefault(f"{b.kernel.fn.__module__}:{b.kernel.fn.__name__}", {})
                 kind = (frozenset(b.divisible) - pointers, ones)
                 own[kind] = own.get(kind, frozenset()) | pointers
-    return {
-        kernel: tuple(sorted((Promise(pointers, *kind) for kind, pointers in own.items()), key=str))
-        for kernel, own in found.items()
-    }
+    return {kernel: tuple(Promise(pointers, *kind) for kind, pointers in own.items()) for kernel, own in found.items()}
 
 
 def _constexprs(kernel: Any) -> frozenset[str]:

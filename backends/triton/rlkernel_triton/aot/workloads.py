@@ -30,12 +30,13 @@ FORMATS: Final = (
     "fp8_channel",
 )
 ADAPTED: Final = ("int4_g128", "int4_g64", "nf4")  # of which adapters and fused layers are, too
-TOKENS: Final = (1, 16, 32, 64, 128, 256, 512, 1024)  # one for each class of M anywhere
+TOKENS: Final = (1, 17, 33, 65, 129, 257, 513)  # the fewest of each class of M anywhere
 # [N, K] of a weight whose product is split into 1, 2, 4 and 8 parts, on GPUs of few multiprocessors and of many.
 SHAPES: Final = (
-    (1024, 1024), (1024, 512), (1024, 256), (1024, 128), (768, 1024), (384, 1024), (192, 1024), (20480, 256),
-    (20480, 128),
+    (1024, 1024), (1024, 512), (1024, 256), (1024, 128), (768, 1024), (384, 1024), (192, 1024), (16896, 256),
+    (16896, 128), (4096, 256),
 )  # fmt: skip
+LARGE: Final = frozenset({(1024, 1024), (4096, 256)})  # of those, weights that have adapters and are fused in pairs
 # [B, T] of a batch: tokens of a program and whether a row has as many (the loss), one program a row or several and how
 # many chunks it has in flight (the scan).
 BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
@@ -112,6 +113,13 @@ def _linear(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
             weight = torch.zeros(V, 64, dtype=kind).requires_grad_(of_weight)
             run("linear_logprob")(hidden, weight, torch.arange(8), **given)
         yield f"linear_logprob V={V} {dtype} {[n for n, v in given.items() if v is not None]}"
+    # More rows than one block holds.
+    for dtype, masked in product(DTYPES, flags):
+        kind, N = getattr(torch, dtype), 16400
+        hidden, weight = (torch.zeros(n, 16, dtype=kind).requires_grad_() for n in (N, 1000))
+        mask = torch.ones(N, dtype=torch.bool) if masked else None
+        run("linear_logprob")(hidden, weight, torch.zeros(N, dtype=torch.int64), mask=mask)
+        yield f"linear_logprob {N} rows {dtype}"
     # As many tiles as a vocabulary may have, to a power of two.
     for k, dtype, entropy, masked in product(range(13), DTYPES[::2], flags, flags):
         hidden, weight = (torch.zeros(n, 16, dtype=getattr(torch, dtype)) for n in (8, 64 << k))
@@ -160,7 +168,7 @@ def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
         packed = run("prepack")(w)
         run("dequantize")(packed)
         after: list[dict[str, Any]] = [{}, {"bias": torch.zeros(N, dtype=kind)}]
-        if name in ADAPTED and (N, K) == SHAPES[0]:
+        if name in ADAPTED and (N, K) in LARGE:
             adapter = LoRA(torch.zeros(16, K, dtype=kind), torch.zeros(N, 16, dtype=kind))
             after += [
                 {"lora": adapter},
