@@ -42,3 +42,25 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     flags = [line["constants"] for line in lines if line["kernel"].endswith(":gradient")]
     found = {(f["G"], f["G_LSE"], f["G_ENTROPY"]) for f in flags}
     assert found == {(True, False, False), (True, False, True), (False, True, False), (True, True, True)}
+
+
+def test_the_shipped_table_has_what_clauses_launch(tmp_path) -> None:
+    file = tmp_path / "launches.jsonl"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
+    command = [
+        sys.executable,
+        "-m",
+        "rlkernel",
+        "conformance",
+        "run",
+        "recorded",
+        "--op",
+        "logprob",
+        "--profile",
+        "quick",
+    ]
+    command += ["--manifest", "rlkernel_triton.aot.recording:backend", "--json"]
+    subprocess.run(command, capture_output=True, check=True, env=environ)
+    launched = set(tables.read(file))
+    assert len(launched) > 30
+    assert launched <= set(tables.chosen(TABLE, "sm_87", ("logprob",)))
