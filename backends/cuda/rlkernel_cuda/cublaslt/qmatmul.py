@@ -19,10 +19,11 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import LoRA, check
+from rlkernel_triton.quant import storage
 
 BLOCKS: Final = "block128_fp8"
-MULTIPLES: Final = {"token_fp8": 16, BLOCKS: 128}  # act of the format -> what N and K are multiples of
-_MULTIPLE: Final = 4  # scales of blocks lie in rows of 16 bytes
+MULTIPLES: Final = {"token_fp8": (16, 16), BLOCKS: (128, 512)}  # act of the format -> what N and K are multiples of
+_TOKENS: Final = 16  # with blocks, cuBLASLt takes tokens in multiples: rows of zeros fill up
 
 
 def fits(
@@ -39,12 +40,14 @@ def fits(
     """Refuses tokens that the format does not quantise, other layouts, and what cuBLASLt does not divide."""
     N, K = w.shape
     said, fix = "", ""
+    if w.layout not in storage.KNOWN:
+        return None  # an error of the call, which says so
     if w.spec.act not in MULTIPLES:
         said, fix = "cuBLASLt multiplies tokens of 8 bits", f'quantize with act="{"/".join(MULTIPLES)}"'
     elif w.layout != CANONICAL:
         said, fix = f"the weight is packed as {w.layout!r}", "use it as quantize made it"
-    elif N % MULTIPLES[w.spec.act] or K % MULTIPLES[w.spec.act]:
-        said, fix = f"a weight of {N} x {K}", f"multiples of {MULTIPLES[w.spec.act]}"
+    elif N % MULTIPLES[w.spec.act][0] or K % MULTIPLES[w.spec.act][1]:
+        said, fix = f"a weight of {N} x {K}", "multiples of {} and {}".format(*MULTIPLES[w.spec.act])
     elif not all(part.is_contiguous() for part in w.parts.values()) or w.parts["codes"].data_ptr() % 16:
         said = "a weight that is not contiguous, or not at a multiple of 16 bytes"
     return Reason("shape", "unsupported", said, fix) if said else None
@@ -64,6 +67,7 @@ def qmatmul(
     """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats."""
     rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
     check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    storage.check_layouts("w", w)
     N, K = w.shape
     rows = x.detach().reshape(-1, K).contiguous()
     if not rows.shape[0]:
@@ -73,21 +77,17 @@ def qmatmul(
         y = torch._scaled_mm(  # noqa: SLF001 torch has no public name for it
             codes, w.parts["codes"].t(), scale_a=scale, scale_b=weight_scale, out_dtype=x.dtype
         )
-    return y.view(*x.shape[:-1], N)
+    return y[: rows.shape[0]].view(*x.shape[:-1], N)
 
 
 def _coded(rows: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [M, K] and scales of the tokens [M, 1 or K / 128] and of the weight [1 or K / 128, N or N / 128]."""
-    scale = w.parts["scale"]
     if w.spec.act == BLOCKS:
         from rlkernel_cuda.token_kernels import coded
 
-        codes, scales = coded(rows)
-        if scale.shape[1] % _MULTIPLE:
-            blocks = scale.shape[1]
-            scale = torch.nn.functional.pad(scale, (0, -blocks % _MULTIPLE))[:, :blocks]
-        return codes, scales.t(), scale.t()
+        codes, scales = coded(rows, _TOKENS)
+        return codes, scales.t(), w.parts["scale"].t()
     from rlkernel_triton.quant.activations import quantize_activation
 
     made = quantize_activation(rows, w.spec)
-    return made.codes, made.scale, scale.reshape(1, -1)
+    return made.codes, made.scale, w.parts["scale"].reshape(1, -1)

@@ -24,6 +24,7 @@ from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import LoRA, check
+from rlkernel_triton.quant import storage
 
 BLOCK: Final = 128
 _MULTIPLE: Final = 4  # TMA reads rows of 16 bytes
@@ -84,6 +85,8 @@ def fits(
 ) -> Reason | None:
     """Refuses other layouts, weights that its tiles do not divide, and a FlashInfer that cannot be built here."""
     said, fix = "", ""
+    if w.layout not in storage.KNOWN:
+        return None  # an error of the call, which says so
     if w.layout != CANONICAL:
         said, fix = f"the weight is packed as {w.layout!r}", "use it as quantize made it"
     elif w.spec.act == "none":
@@ -117,6 +120,7 @@ def qmatmul(
     """
     rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
     check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    storage.check_layouts("w", w)
     found = runner(x.device)
     if found.made is None:
         raise RLKernelError(f"{found.said}: {found.fix}.")
@@ -134,6 +138,6 @@ def qmatmul(
 
         codes, scale = coded(rows, _MULTIPLE)
         with torch.cuda.device_of(x):
-            found.made.run_gemm(codes, w.parts["codes"], y, scale, w.parts["scale"])
+            found.made.run_gemm(codes[:M], w.parts["codes"], y, scale, w.parts["scale"])
         _built.add(kind)
     return y.view(*x.shape[:-1], N)
