@@ -1,6 +1,6 @@
 """Bundles that grow: a build that none has is compiled when it is asked for, and written down.
 
-    AOT_MISSING=missing.jsonl rlkernel conformance run growing --manifest aot_growing:backend --device cuda
+    AOT_MISSING=missing.jsonl rlkernel conformance run aot --manifest aot_growing:backend --device cuda
 
 What stands in the file afterwards is what the bundle lacked, and beside it, in `missing/`, lies a bundle of each build.
 It runs this GPU's own machine code, with AOT_CODE=ptx the code for sm_87 through the driver's compiler. Needs Triton.
@@ -38,8 +38,9 @@ class Growing(FromBundles):
         return found
 
 
-backend = claims("growing", "aot_growing", arch=("sm80+",))
-_found = Growing("growing", lambda: [folder()], ("sm_87", "ptx") if os.environ.get("AOT_CODE") == "ptx" else None)
+_PTX = os.environ.get("AOT_CODE") == "ptx"
+backend = claims("orin-ptx" if _PTX else "aot", "aot_growing", arch=("sm80+",))
+_found = Growing("growing", lambda: [folder()], ("sm_87", "ptx") if _PTX else None)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

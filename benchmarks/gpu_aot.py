@@ -6,8 +6,8 @@
 `first`: the first call of every operator from a bundle, and compiled on the spot. `board`: the same calls on as few
 multiprocessors and as little memory as a board has, and clauses there in what time is left. `conformance`: every
 operator against its clauses, from cubins and from PTX, on all GPUs that are there; what a bundle lacked is built, and
-clauses that met it are tried again. `grow`: what those clauses launch, compiled as it is asked for; `conformance` after
-it runs from what grew. `wheel`: the bundle that rlkernel-jetson carries, and what its kernels need.
+clauses that met it are tried again. `grow`: the same, and what a bundle lacks is compiled when it is asked for;
+`conformance` after it runs from what grew. `wheel`: the bundle that rlkernel-jetson carries, and what its kernels need.
 
 `aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
 here is measured on a Jetson. What is found is written under --out as it is found.
@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, asked: argparse.Namespace, work: Path) -> None:
         self.out, self.work, self.ops, self.profile = asked.out, work, asked.ops.split(","), asked.profile
-        self.share = asked.share
+        self.share, self.table, self.then = asked.share, asked.table, asked.then
         self.until = time.monotonic() + asked.limit - 3
         inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -106,15 +106,16 @@ class Run:
         return {**self.environ, **homes}
 
     def build(
-        self, name: str, targets: list[str], ops: str = "", table: Path | None = None, file: str = "here"
-    ) -> Path:
-        """A bundle, compiled on all cores; where it lies."""
+        self, name: str, targets: list[str], ops: str = "", table: Path | None = None, file: str = "here",
+        share: float = 1.0,
+    ) -> Path:  # fmt: skip
+        """A bundle, compiled on all cores in a share of the time that is left; where it lies."""
         start, script = time.monotonic(), self.work / "build.py"
         script.write_text(BUILD)  # a file, as the processes that compile import it
         out = self.work / "data" / name / "rlkernel" / "bundles" / f"{file}.zip"
         command = [sys.executable, str(script), ops, str(out), str(table or ""), str(CORES), *targets]
         log = self.out / f"build-{name}-{file}.log"
-        status, text = child(command, self.left, self.environ, log)
+        status, text = child(command, self.left * share, self.environ, log)
         how: dict[str, Any] = {"status": status, "seconds": time.monotonic() - start}
         if status == 0:
             found = json.loads(text.splitlines()[-1])
@@ -231,8 +232,10 @@ def lanes(run: Run, act: Callable[[str, str, int, int], Any], pairs: list[tuple[
 
 
 def grow(run: Run) -> None:
-    """What every operator launches under its clauses on this GPU, compiled as it is asked for."""
+    """Every operator against its clauses; a build that the bundle of a table lacks is compiled when it is asked for."""
     ready(run)
+    if run.table is not None:
+        run.build("first", [run.target, "sm_87"], table=run.table, file="table", share=0.5)
     summary: dict[str, Any] = {}
 
     def lane(backend: str, op: str, jobs: int, gpu: int) -> None:
@@ -243,19 +246,28 @@ def grow(run: Run) -> None:
         environ = run.with_bundle("first", name)
         environ |= {"AOT_MISSING": str(file), "AOT_CODE": "ptx" if backend == "orin-ptx" else "cubins"}
         environ |= {"CUDA_VISIBLE_DEVICES": run.visible[gpu]}
-        command = suite("growing", "aot_growing:backend", op, run.profile, jobs)
+        command = suite(backend, "aot_growing:backend", op, run.profile, jobs)
         command += ["--within", f"{max(1.0, run.left * run.share - LAST):.0f}"]
-        command += ["--report", str(run.out / "grown" / name)]
+        command += ["--report", str(run.out / "conformance" / run.profile / backend / op)]
         start = time.monotonic()
         status, text = child(command, run.left, environ, run.out / f"grow-{name}.log")
         lines = sorted(set(file.read_text().splitlines()))
         (run.out / f"grown-{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
         kernels = Counter(json.loads(line)["kernel"] for line in lines)
-        found = {"status": status, "seconds": time.monotonic() - start, "builds": kernels, "end": text[-9000:]}
+        report = run.out / "conformance" / run.profile / backend / op / "report.json"
+        counts = json.loads(report.read_text())["summary"] if report.exists() else {}
+        found = {"status": status, "seconds": time.monotonic() - start, "summary": counts, "builds": kernels}
         with run.lock:
-            summary[name] = found
+            summary[name] = {**found, "end": text[-6000:]}
             run.save("grown", summary)
-        print(f"grown {name:24} {status!s:12} {found['seconds']:5.1f} s {sum(kernels.values())}", flush=True)
+            whole = merged(run, backend, run.profile)
+            if whole is not None:
+                run.save(f"conformance-{backend}-{run.profile}", whole)
+        compiled = sum(kernels.values())
+        print(
+            f"grown {name:24} {status!s:5} {found['seconds']:5.1f} s, {compiled} compiled meanwhile {counts}",
+            flush=True,
+        )
 
     lanes(run, lane, [(backend, op) for op in run.ops for backend in MANIFESTS])
 
@@ -322,7 +334,7 @@ def together(run: Run) -> bool:
 
 def conformance(run: Run) -> None:
     """Every operator over a bundle against its clauses: of what grew, else of the shipped table."""
-    run.share = 1.0
+    run.share, run.profile = 1.0, run.then or run.profile
     shipped = not together(run)
     if shipped:
         run.build("all", [run.target, "sm_87"], ",".join(run.ops))
@@ -387,7 +399,9 @@ def main() -> int:
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--only", default="conformance", help=f"{', '.join(SECTIONS)}, with commas")
     parser.add_argument("--share", type=float, default=1.0, help="of the time for `grow`, where more follows")
+    parser.add_argument("--table", type=Path, help="what `grow` compiles beforehand")
     parser.add_argument("--profile", default="standard")
+    parser.add_argument("--then", default="", help="the profile of `conformance` after `grow`, if another")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.out = asked.out.resolve()
