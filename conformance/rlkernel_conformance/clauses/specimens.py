@@ -133,8 +133,10 @@ def _group(case: Call) -> int:
 
 
 def _qmatmul(subject: Subject, case: Call) -> dict[str, Any]:
-    spec = _format(subject, MULTIPLIED)
-    rows, columns, _ = grid(subject, spec, subject.dtypes[0]) or (1, 1, 1)
+    claimed = [s for family in FAMILIES.values() for s in family if claims(subject, s, MULTIPLIED)]
+    grids = ((s, grid(subject, s, subject.dtypes[0])) for s in claimed)
+    spec, found = next((pair for pair in grids if pair[1]), (claimed[0], None))  # a check may want tokens quantised too
+    rows, columns, _ = found or (1, 1, 1)
     N, K = -(-2 * case.N // rows) * rows, -(-D // columns) * columns
     x, w = case.normal(subject, case.N, K, salt=1), quantize(draw.normal((N, K), case.seed, "cpu", "float32"), spec)
     w = w.to(subject.device)
