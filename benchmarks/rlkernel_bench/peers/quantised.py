@@ -204,15 +204,20 @@ def bitsandbytes_quantize(work: Work) -> Call:
     return run
 
 
+_H200 = "H200, torch 2.11 (benchmarks/notes/quant-peers.md)"
+
 PEERS = (
-    Peer("int4pack", "torch", ("torch",), {"qmatmul": PRODUCTS["int4pack"].call}, "torch._weight_int4pack_mm"),
-    Peer("scaled_mm", "torch", ("torch",), {"qmatmul": PRODUCTS["scaled_mm"].call}, "torch._scaled_mm"),
+    Peer(
+        "int4pack", "torch", ("torch",), {"qmatmul": PRODUCTS["int4pack"].call}, "torch._weight_int4pack_mm", ran=_H200
+    ),
+    Peer("scaled_mm", "torch", ("torch",), {"qmatmul": PRODUCTS["scaled_mm"].call}, "torch._scaled_mm", ran=_H200),
     Peer(
         "bitsandbytes",
         "bitsandbytes",
         ("bitsandbytes",),
         {"qmatmul": PRODUCTS["bitsandbytes"].call, "quantize": bitsandbytes_quantize},
         "bitsandbytes 0.50.2, functional.py",
+        ran=_H200,
     ),
     Peer(
         "humming",
@@ -220,6 +225,7 @@ PEERS = (
         ("humming",),
         {"qmatmul": PRODUCTS["humming"].call},
         "humming-kernels 0.1.19, layer.py",
+        ran=_H200,
     ),
     Peer(
         "marlin",
@@ -227,15 +233,24 @@ PEERS = (
         ("marlin", "marlin_cuda"),
         {"qmatmul": PRODUCTS["marlin"].call},
         "IST-DASLab/marlin at 2f6d7c1",
+        ran=f"{_H200}, patched",
         install="pip install git+https://github.com/IST-DASLab/marlin",  # PyPI's package of that name is another
     ),
-    Peer("gemlite", "gemlite", ("gemlite",), {"qmatmul": PRODUCTS["gemlite"].call}, "gemlite 0.6.0.post2, core.py"),
+    Peer(
+        "gemlite",
+        "gemlite",
+        ("gemlite",),
+        {"qmatmul": PRODUCTS["gemlite"].call},
+        "gemlite 0.6.0.post2, core.py",
+        ran=_H200,
+    ),
     Peer(
         "tritonllm",
         "tritonllm",
         ("tritonllm",),
         {"experts": PRODUCTS["tritonllm"].call},
         "toyaix/TritonLLM at 9ecc490, triton_kernels/matmul_ogs.py",
+        ran=_H200,
         install="pip install git+https://github.com/toyaix/TritonLLM",  # triton_kernels on PyPI is another
     ),
 )
