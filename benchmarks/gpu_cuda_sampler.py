@@ -30,18 +30,18 @@ HERE = Path(__file__).resolve().parents[1]
 LIMITS = {"build": 40, "on": 40, "steps": 25, "right": 20, "time": 30, "peers": 20}  # seconds a stage
 START = time.monotonic()
 V = 128256
-# Shapes tried at each number of rows: threads, blocks a row, blocks a multiprocessor, finishing warps.
+# Shapes tried at each number of rows: threads, blocks a row, blocks a multiprocessor, finishing warps, reading ahead.
+READ_ON = (768, 1, 1, 6)  # blocks that read on while they finish
+APART = (256, 1, 3)  # what they are held against: a block a row
 SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((512, 8, 1),),
-    32: ((512, 3, 1), (256, 8, 3)),
-    64: ((512, 2, 1),),
-    256: ((256, 1, 3),),
-    1024: ((256, 1, 4),),
+    32: ((512, 3, 1, 0, 1),),
+    64: ((512, 2, 1, 0, 1),),
+    256: ((256, 1, 2, 0, 1),),
+    1024: (READ_ON, APART),
 }
-READ_ON = (768, 1, 1, 8)  # blocks that read on while they finish: stages of their own, for they wait
-APART = (256, 1, 4)  # what they are held against: a block a row
 STEPS = (264, 396, 512, 528, 660, 768, 1024, 1536, 2048)  # rows at which the two are timed
-CLOCKED = {1: ((512, 8, 1),), 32: ((512, 3, 1),), 64: ((512, 2, 1),)}
+CLOCKED = {1: ((512, 8, 1),), 32: ((512, 3, 1, 0, 1),), 64: ((512, 2, 1, 0, 1),)}
 PLAIN_SWEEP: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((512, 8, 1),),
     32: ((512, 3, 1),),

@@ -29,7 +29,7 @@ def built(folder: Path, **macros: int) -> ctypes.CDLL:
     source = folder / "sampler.cpp"
     source.write_text((HERE / "device_on_host.h").read_text() + kernel + (HERE / "run_on_host.h").read_text())
     shared = Shape(macros["NT"], macros["CLUSTER"], 1, macros.get("FINISHERS", 0)).shared
-    macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "GRID": 1} | macros
+    macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "AHEAD": 0, "GRID": 1} | macros
     flags = [f"-D{n}={v}" for n, v in macros.items()]
     command = ["g++", "-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w", *flags]
     subprocess.run([*command, "-o", str(folder / "sampler.so"), str(source)], check=True)
@@ -38,7 +38,7 @@ def built(folder: Path, **macros: int) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def filtered(tmp_path_factory) -> ctypes.CDLL:
-    return built(tmp_path_factory.mktemp("filtered"), NT=64, CLUSTER=3, TYPE=0, PLAIN=0)
+    return built(tmp_path_factory.mktemp("filtered"), NT=64, CLUSTER=3, TYPE=0, PLAIN=0, AHEAD=1)
 
 
 def run(library, logits, temperature=1.0, top_k=None, top_p=None, min_p=None, seed=0, step=0):
@@ -133,10 +133,19 @@ def test_usual_rows_take_the_quick_way_and_flat_nuclei_the_exact_one(filtered) -
 
 def test_a_nucleus_may_end_in_any_bin_whatever_the_threads(tmp_path) -> None:
     # 768 threads looked at 1536 of the 2048 bins of the exact search, and kept a row whole that ends behind them
-    library = built(tmp_path, NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=8, GRID=2)
+    library = built(tmp_path, NT=768, CLUSTER=1, TYPE=0, PLAIN=0, FINISHERS=6, GRID=2)
     g = torch.Generator().manual_seed(4)
     x = 0.5 * torch.randn(3, 2600, generator=g) - 2 * (torch.arange(2600) + 2.0).log()
     assert same(library, x, seed=torch.arange(3), step=2, temperature=2.0, top_p=0.95).all()
+
+
+@pytest.mark.parametrize("build", ["filtered", "read_on"])
+def test_where_fewer_tokens_are_left_than_k_all_of_them_are_kept(build, request) -> None:
+    g = torch.Generator().manual_seed(6)
+    x = torch.randn(6, 2600, generator=g)
+    x = x.where(x > torch.tensor([2.0, 2.2, 2.5, 3.0, 2.2, 2.2])[:, None], -INF)  # 50 tokens and fewer
+    p = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.9, 0.5])
+    same(request.getfixturevalue(build), x, top_k=64, top_p=p, seed=torch.arange(6), step=0)
 
 
 def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:

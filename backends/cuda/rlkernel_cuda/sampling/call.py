@@ -22,13 +22,13 @@ from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Sha
 # (most rows, shape), measured at V = 128256: with a filter, and without one.
 FILTERED: Final = (
     (8, Shape(512, 8, 1)),
-    (40, Shape(512, 3, 1)),
-    (128, Shape(512, 2, 1)),
-    (512, Shape(256, 1, 3)),
-    (2**31, Shape(256, 1, 4)),
+    (40, Shape(512, 3, 1, ahead=1)),
+    (128, Shape(512, 2, 1, ahead=1)),
+    (264, Shape(256, 1, 2, ahead=1)),
+    (2**31, Shape(256, 1, 3)),
 )
-# fp32 rows under a top-k end sooner than they are read: blocks that finish one while they read the next.
-CUT: Final = (*FILTERED[:-1], (2**31, Shape(768, 1, 1, finishers=8)))
+# Rows under a top-k end sooner than they are read: blocks that finish one while they read the next.
+CUT: Final = (*FILTERED[:-1], (2**31, Shape(768, 1, 1, finishers=6)))
 PLAIN: Final = (
     (8, Shape(512, 8, 1)),
     (40, Shape(512, 3, 1)),
@@ -191,8 +191,8 @@ def _planned(key: Any, args: dict[str, Any]) -> Plan:
     plain = args["top_k"] is args["top_p"] is args["min_p"] is None
     law = [args[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")]
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
-    cut = args["top_k"] is not None and logits.dtype == torch.float32
-    shape = next(shape for most, shape in (PLAIN if plain else CUT if cut else FILTERED) if most >= N)
+    table = PLAIN if plain else FILTERED if args["top_k"] is None else CUT
+    shape = next(shape for most, shape in table if most >= N)
     index = logits.device.index
     with torch.cuda.device_of(logits):
         of = kernel(shape, logits.dtype, plain, index) if N else None

@@ -11,8 +11,10 @@ __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ float float_of(u32 b) { return __uint_as_float(b); }
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float times_up(float a, float b) { return __fmul_ru(a, b); }
 __device__ __forceinline__ float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ int to_int(float x) { return __float2int_rz(x); }  // the nearest where it is out of range, 0 of NaN
+__device__ __forceinline__ int whole_of(float x) { return bits_of(__fadd_rz(x, 8388608.f)) & 0x7fffff; }  // of 0 <= x < 2^23
 __device__ __forceinline__ int first_bit(u32 b) { return __ffs(b) - 1; }
 
 // ---- collectives of 32 lanes
@@ -67,6 +69,9 @@ __device__ __forceinline__ void keep(u32& a, u32& b) { asm volatile("" : "+r"(a)
 template <int SIZE> __device__ __forceinline__ void sync() {  // of its first ones
   if (SIZE == NT) __syncthreads();
   else asm volatile("bar.sync 1, %0;" ::"n"(SIZE) : "memory");
+}
+template <int SIZE> __device__ __forceinline__ void sync_apart() {  // of its first ones, while a warp that ends a row does not come
+  asm volatile("bar.sync 2, %0;" ::"n"(SIZE) : "memory");
 }
 // A counter that one part of a block advances and another watches: what was written before is seen after.
 __device__ __forceinline__ void add_seen(u32* counter) { __threadfence_block(), atomicAdd(counter, 1u); }

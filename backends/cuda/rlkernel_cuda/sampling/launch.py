@@ -37,6 +37,7 @@ class Shape:
     cluster: int
     per_sm: int
     finishers: int = 0  # warps that finish a row while the others read the next; 0: a block has one row
+    ahead: int = 0  # whether a warp reads a tile while it works on one
 
     @property
     def shared(self) -> int:
@@ -64,6 +65,7 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
         "CLUSTER": shape.cluster,
         "PER_SM": shape.per_sm,
         "FINISHERS": shape.finishers,
+        "AHEAD": shape.ahead,
         "TYPE": TYPES[dtype],
         "PLAIN": int(plain),
         "SHARED_BYTES": shape.shared,

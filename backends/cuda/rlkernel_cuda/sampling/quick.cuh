@@ -1,7 +1,7 @@
 // The quick way to what a row keeps: the groups with the largest maxima hold the best tokens, certified.
 //
 // The n groups with the largest maxima contain the n first tokens of the order: each of them supplies one at or above the
-// n-th maximum. So the maxima themselves are candidates, and the few groups whose second could be one too are read again.
+// n-th maximum. So the groups that reach a level are read again, 256 bytes each, and what reaches it there are candidates.
 // A level that n groups reach is found among the tiles' best tokens, since a tile has as many groups at a level as tokens
 // in different groups: in rows whose popular tokens stand apart it lets few more through. Other rows count their groups.
 //
@@ -28,71 +28,80 @@ __device__ __forceinline__ Tops tops_of(const Params& P, const Stats& st) {
   return t;
 }
 #if !PLAIN
-// What at least `want` tiles reach, and few more: 1 <= want <= t.live.
+// What at least `want` tiles reach, and few more: 1 <= want <= t.live. Three trials at a time, whose counts share a word.
 __device__ __forceinline__ float level_of(const Tops& t, int want) {
   float low = t.low, high = t.top;
   if (t.live > want + SLACK)
 #pragma unroll 1
-    for (int i = 0; i < 12; ++i) {
-      const float trial = 0.5f * low + 0.5f * high;
+    for (int i = 0; i < 6; ++i) {
+      const float one = 0.75f * low + 0.25f * high, two = 0.5f * low + 0.5f * high, three = 0.25f * low + 0.75f * high;
       int n = 0;
 #pragma unroll
-      for (int e = 0; e < TILES / 32; ++e) n += t.of[e] >= trial;
+      for (int e = 0; e < TILES / 32; ++e) n += (t.of[e] >= one ? 1 : 0) + (t.of[e] >= two ? 1 << 10 : 0) + (t.of[e] >= three ? 1 << 20 : 0);
       n = lanes_add(n);
-      if (n >= want) low = trial;
-      else high = trial;
+      const int ones = n & 1023, twos = n >> 10 & 1023, threes = n >> 20;
+      if (threes >= want) low = three, n = threes;
+      else if (twos >= want) low = two, high = three, n = twos;
+      else if (ones >= want) low = one, high = two, n = ones;
+      else high = one, n = 0;
       if (n >= want && n <= want + SLACK) break;
     }
   return low;
 }
+#endif
+// By one warp: the best of the tiles, how many hold a token, and the level that `want` of them reach.
+__device__ __forceinline__ void look(const Params& P, const Stats& st, int want, Shared& sm) {
+  const Tops t = tops_of(P, st);
+  float level = 0.f;
+#if !PLAIN
+  if (want && want <= t.live && t.top < INF) level = level_of(t, want);
+#endif
+  if ((threadIdx.x & 31) == 0) sm.top = t.top, sm.live = t.live, sm.level = level;
+}
+#if !PLAIN
 __device__ __forceinline__ int below_me(u32 lanes) { return __popc(lanes & ((1u << (threadIdx.x & 31)) - 1)); }
 __device__ __forceinline__ int room_for(int n, int* counter) {  // by whole warps
   int at = 0;
   if ((threadIdx.x & 31) == 0) at = atomicAdd(counter, n);
   return from_lane(at, 0);
 }
-__device__ __forceinline__ void append(bool mine, u64 key, int base, int* counter, Shared& sm) {  // by whole warps
+__device__ __forceinline__ void append(bool mine, u64 key, int* counter, Shared& sm) {  // by whole warps
   const u32 who = lanes_where(mine);
   if (!who) return;
-  const int at = base + room_for(__popc(who), counter) + below_me(who);
+  const int at = room_for(__popc(who), counter) + below_me(who);
   if (mine && at < CANDIDATES) sm.found[at] = key;
 }
-// Lists the groups that reach `level`: as candidates, or to be read again where their second could reach it too.
-// By warp `warp` of `warps`.
-__device__ __forceinline__ void list_groups(const Params& P, const Stats& st, float level, int warp, int warps, Shared& sm) {
-  constexpr int E = 4;
-  const int lane = threadIdx.x & 31, groups = P.tiles * 8;
-  const u32 bar = ordered(level);
+// Lists the groups for which `mine` holds, by warp `warp` of `warps`.
+template <typename Test> __device__ __forceinline__ void list_groups(const Params& P, const Stats& st, int warp, int warps, Shared& sm, Test mine) {
+  constexpr int E = 5;
+  const int lane = threadIdx.x & 31, groups = P.tiles * PER_TILE;
 #pragma unroll 1
   for (int i0 = warp * 32; i0 < groups; i0 += warps * 32 * E) {
-    u64 g[E];
-    u32 one[E], two[E];
-    int ones = 0, twos = 0;
+    u32 in[E];
+    int n = 0;
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       const int i = i0 + e * warps * 32 + lane;
-      g[e] = i < groups ? st.group[i] : 0;
+      in[e] = lanes_where(mine(i < groups ? st.group[i] : -INF)), n += __popc(in[e]);
     }
+    if (!n) continue;
+    int at = room_for(n, &sm.n_again);
 #pragma unroll
     for (int e = 0; e < E; ++e) {
-      const bool in = u32(g[e] >> 32) >= bar, more = in && (u32(g[e]) & 0xffff0000u) >= bar;
-      one[e] = lanes_where(in && !more), two[e] = lanes_where(more);
-      ones += __popc(one[e]), twos += __popc(two[e]);
-    }
-    int at = ones ? room_for(ones, &sm.n_found) : 0, again = twos ? room_for(twos, &sm.n_again) : 0;
-#pragma unroll
-    for (int e = 0; e < E; ++e) {
-      const int i = i0 + e * warps * 32 + lane;
-      if (one[e] >> lane & 1) sm.found[at + below_me(one[e])] = (g[e] >> 32) << 32 | u32(~(i / 8 * TILE + int(u32(g[e]) & (TILE - 1))));
-      if (two[e] >> lane & 1 && again + below_me(two[e]) < REREAD) sm.again[again + below_me(two[e])] = i;
-      at += __popc(one[e]), again += __popc(two[e]);
+      const int a = at + below_me(in[e]);
+      if (in[e] >> lane & 1 && a < REREAD) sm.again[a] = i0 + e * warps * 32 + lane;
+      at += __popc(in[e]);
     }
   }
 }
-// The tokens of a group that is read again, four a lane; returns the first one's id.
-__device__ __forceinline__ int group_again(float (&x)[4], const Params& P, const Stored* src, int group) {
-  const int lane = threadIdx.x & 31, id = group / 8 * TILE + lane / 4 * GROUP + (group % 8 * 4 + lane % 4) * 4;
-  if ((P.whole & 2) && id < P.V) {
+// Four tokens of one of two groups that a warp reads again, of `n` that are listed; returns the first one's id.
+__device__ __forceinline__ int group_again(float (&x)[4], const Params& P, const Stored* src, int i, int n, const Shared& sm) {
+  const int lane = threadIdx.x & 31, group = sm.again[min(i + (lane >> 4), n - 1)];
+  const int id = group / PER_TILE * TILE + (lane & 15) / 2 * WIDTH + group % PER_TILE * 8 + (lane & 1) * 4;
+  if (i + (lane >> 4) >= n) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = -INF;
+  } else if ((P.whole & 2) && id < P.V) {
     load4_again(x, src + id);
   } else {
 #pragma unroll
@@ -100,32 +109,43 @@ __device__ __forceinline__ int group_again(float (&x)[4], const Params& P, const
   }
   return id;
 }
-// How many candidates there are, by the tiles' level; -1 where it lets too many through. `want` <= t.live. The tiles are
-// added up by the last warp at the same time.
-__device__ __forceinline__ int by_tiles(const Params& P, const Row& R, const Stored* src, const Stats& st, const Tops& t, int want, Shared& sm) {
+// How many candidates there are, by the tiles' level; -1 where it lets too many through. `want` <= live tiles. The last
+// warp, which adds the tiles up, comes after the groups are listed.
+__device__ __forceinline__ int by_tiles(const Params& P, const Stored* src, const Stats& st, int want, bool last, Shared& sm) {
+  constexpr int E = 3;
   const int warp = threadIdx.x >> 5;
-  if (warp == TEAM / 32 - 1) {
-    merge(P, R, st, sm);
-  } else {
-    const float level = level_of(t, want);
-    list_groups(P, st, level, warp, TEAM / 32 - 1, sm);
-    if (threadIdx.x == 0) sm.level = level;
+  if (!last) {
+    const float level = sm.level;
+    list_groups(P, st, warp, TEAM / 32 - 1, sm, [&](float v) { return v >= level; });
   }
   sync<TEAM>();
   MARK(4);
   const float level = sm.level;
-  const int n = sm.n_found, again = sm.n_again;
-  if (n + again > want + max(64, want / 2)) return -1;
-  if (!again) return n;
+  const int again = sm.n_again;
+  if (again > want + max(64, want / 2)) return -1;
 #pragma unroll 1
-  for (int i = warp; i < again; i += TEAM / 32) {
-    float x[4];
-    const int id = group_again(x, P, src, sm.again[i]);
+  for (int i = warp * 2; i < again; i += TEAM / 16 * E) {
+    float x[E][4];
+    int id[E];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) append(x[j] >= level, make_key(x[j], id + j), n, &sm.n_more, sm);
+    for (int e = 0; e < E; ++e) id[e] = group_again(x[e], P, src, i + e * (TEAM / 16), again, sm);
+#pragma unroll
+    for (int e = 0; e < E; ++e) {
+      int n = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) n += x[e][j] >= level;
+      if (!n) continue;
+      int at = atomicAdd(&sm.n_found, n);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (x[e][j] >= level) {
+          if (at < CANDIDATES) sm.found[at] = make_key(x[e][j], id[e] + j);
+          ++at;
+        }
+    }
   }
   sync<TEAM>();
-  return n + sm.n_more > CANDIDATES ? -1 : n + sm.n_more;
+  return sm.n_found > CANDIDATES ? -1 : sm.n_found;
 }
 __device__ __forceinline__ bool passes(float v, float M, float inv, int cut) { return v > -INF && to_int((M - v) * inv) <= cut; }
 // Bins of the group maxima from M down: every warp finds the bin where `want` groups are reached, for itself.
@@ -162,16 +182,14 @@ __device__ __forceinline__ void clear_bins(Shared& sm) {
 }
 // How many candidates there are, by a histogram of the maxima of the groups; -1: more than there is room for.
 __device__ __noinline__ int by_groups(const Params& P, const Row& R, const Stored* src, const Stats& st, int want, Shared& sm) {
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, groups = P.tiles * 8;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, groups = P.tiles * PER_TILE;
   const float M = sm.merged.top;
   float low = sm.merged.low, inv;
   if (want > sm.merged.live) {  // fewer tiles than groups asked for
     u32 least = FULL;
 #pragma unroll 1
-    for (int i = lane; i < groups; i += 32) {
-      const u32 v = u32(st.group[i] >> 32);
-      if (v > ordered(-INF)) least = min(least, v);
-    }
+    for (int i = lane; i < groups; i += 32)
+      if (st.group[i] > -INF) least = min(least, ordered(st.group[i]));
     low = unordered(lanes_min(least));
   }
   int cut, upto;
@@ -181,7 +199,7 @@ __device__ __noinline__ int by_groups(const Params& P, const Row& R, const Store
     clear_bins(sm);
 #pragma unroll 1
     for (int i = tid; i < groups; i += TEAM) {
-      const float v = unordered(u32(st.group[i] >> 32)), at = (M - v) * inv;
+      const float v = st.group[i], at = (M - v) * inv;
       if (v > -INF && to_int(at) < COARSE) count_at(at, sm);
     }
     sync<TEAM>();
@@ -190,58 +208,35 @@ __device__ __noinline__ int by_groups(const Params& P, const Row& R, const Store
     low = M - (cut + 1) / inv;  // an outlier far below: again over the range that qualified
   }
   if (cut == COARSE) cut = 0x7fffffff;
-  // A group is a candidate by its maximum, or is read again where its second could be one too.
-  auto maximum = [&](u64 g) { return unordered(u32(g >> 32)); };
-  auto twice = [&](u64 g, float v, int c) { return passes(unordered(u32(g) & 0xffff0000u), M, v, c); };
-  auto first = [&](u64 g, int i) { return (g >> 32) << 32 | u32(~(i / 8 * TILE + int(u32(g) & (TILE - 1)))); };
-#pragma unroll 1
-  for (int i0 = warp * 32; i0 < groups; i0 += TEAM) {
-    const int i = i0 + lane;
-    const u64 g = i < groups ? st.group[i] : u64(ordered(-INF)) << 32;
-    const bool mine = passes(maximum(g), M, inv, cut), more = mine && twice(g, inv, cut);
-    append(mine && !more, first(g, i), 0, &sm.n_found, sm);
-    if (more) {
-      const int a = atomicAdd(&sm.n_again, 1);
-      if (a < REREAD) sm.again[a] = i;
-    }
-  }
+  list_groups(P, st, warp, TEAM / 32, sm, [&](float v) { return passes(v, M, inv, cut); });
   sync<TEAM>();
   const int again = sm.n_again;
   if (again > REREAD) return -1;
   if (again > 4 && inv > 0.f) {  // popular tokens share groups: a finer cut, by all tokens of the groups read again
-    const int coarse = cut, enough = R.k ? R.k : 8 * want;
+    const int enough = R.k ? R.k : 4 * want;
     const float wide = inv, inv2 = (COARSE - 1) / (cut < COARSE ? (cut + 1) / inv : M - low);
-    clear_bins(sm);
+    sync<TEAM>();
 #pragma unroll 1
-    for (int i = tid; i < groups; i += TEAM) {
-      const u64 g = st.group[i];
-      if (passes(maximum(g), M, wide, coarse) && !twice(g, wide, coarse)) count_at((M - maximum(g)) * inv2, sm);
-    }
+    for (int i = tid; i < COARSE; i += TEAM) sm.bins[i] = 0;
+    sync<TEAM>();
 #pragma unroll 1
-    for (int i = warp; i < again; i += TEAM / 32) {
+    for (int i = warp * 2; i < again; i += TEAM / 16) {
       float x[4];
-      group_again(x, P, src, sm.again[i]);
+      group_again(x, P, src, i, again, sm);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (passes(x[j], M, wide, coarse)) count_at((M - x[j]) * inv2, sm);
+        if (passes(x[j], M, wide, cut)) count_at((M - x[j]) * inv2, sm);
     }
     sync<TEAM>();
     const int fine = min(coarse_cut(enough, sm, upto), COARSE - 1);
-    const bool all = fine == COARSE - 1;
-    if (!all) inv = inv2, cut = fine;
-#pragma unroll 1
-    for (int i0 = warp * 32; i0 < groups; i0 += TEAM) {
-      const u64 g = i0 + lane < groups ? st.group[i0 + lane] : u64(ordered(-INF)) << 32;
-      const bool mine = passes(maximum(g), M, wide, coarse) && !twice(g, wide, coarse);
-      append(mine && (all || passes(maximum(g), M, inv, cut)), first(g, i0 + lane), 0, &sm.n_found, sm);
-    }
+    if (fine < COARSE - 1) inv = inv2, cut = fine;
   }
 #pragma unroll 1
-  for (int i = warp; i < again; i += TEAM / 32) {
+  for (int i = warp * 2; i < again; i += TEAM / 16) {
     float x[4];
-    const int id = group_again(x, P, src, sm.again[i]);
+    const int id = group_again(x, P, src, i, again, sm);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) append(passes(x[j], M, inv, cut), make_key(x[j], id + j), 0, &sm.n_found, sm);
+    for (int j = 0; j < 4; ++j) append(passes(x[j], M, inv, cut), make_key(x[j], id + j), &sm.n_found, sm);
   }
   sync<TEAM>();
   return sm.n_found > CANDIDATES ? -1 : sm.n_found;
@@ -269,11 +264,10 @@ __device__ __forceinline__ bool cut_of(const Params& P, const Row& R, const Merg
   // Equal logits add up exactly, and then p decides to its last bit. run < goal, as floats: below the first that is not.
   float bar = INF;
   if (R.p < 1.f) {
-    const double goal = double(R.p) * (sure && (R.k || R.m > 0.f || complete) ? total : m.Z);
+    const bool own = sure && (R.k || R.m > 0.f || complete);
     // Without another filter the nucleus is known where the candidates hold its mass.
-    if (!sure) sure = R.k == 0 && R.m == 0.f && total >= goal * 1.000001;
-    bar = float(goal);
-    if (double(bar) < goal) bar = float_of(bits_of(bar) + 1);
+    if (!sure) sure = R.k == 0 && R.m == 0.f && total >= double(R.p) * m.Z * 1.000001;
+    bar = times_up(R.p, own ? total : m.Z);
   }
   if (!sure) return false;
   int kept = 0;
@@ -291,6 +285,11 @@ __device__ __forceinline__ bool cut_of(const Params& P, const Row& R, const Merg
 __device__ __forceinline__ u64 score_of(const Params& P, const Row& R, float top, u64 key) {
   return make_key(scaled(key_value(key), top, R) + token_noise(key_id(key), R, P.stream), key_id(key));
 }
+// The best score of a warp's lanes, of tokens with the logit x, as the drawn token of a cut.
+__device__ __forceinline__ void draw(u64 best, float x, Cut& c) {
+  const u64 winner = warp_max(best);
+  c.token = key_id(winner), c.x = from_lane(x, first_bit(lanes_where(best == winner)));
+}
 // Writes what a row keeps and draws, by one warp, from its n candidates in order. False: they do not tell.
 __device__ __forceinline__ bool conclude(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const Merged m = sm.merged;
@@ -304,23 +303,43 @@ __device__ __forceinline__ bool conclude(const Params& P, const Row& R, int row,
     const u64 score = sm.score[sm.from[i]];
     if (score > best) best = score, x = key_value(sm.sorted[i]);
   }
-  const u64 winner = warp_max(best);
-  c.token = key_id(winner), c.x = from_lane(x, first_bit(lanes_where(best == winner)));
+  draw(best, x, c);
   MARK(8);
   write(P, R, row, m, c, 0);
   return true;
+}
+// The same under a top-k of at most 64: every lane has the candidates that cut_of gives it, two at most, in registers.
+__device__ __forceinline__ void conclude_few(const Params& P, const Row& R, int row, int n, Shared& sm) {
+  const int lane = threadIdx.x & 31, left = min(R.k, n), per = left > 32 ? 2 : 1, i = lane * per;
+  const bool one = i < left, two = per == 2 && i + 1 < left;
+  const u64 first = sm.sorted[i], second = sm.sorted[i + 1];
+  const float w1 = one ? sm.weight[i] : 0.f, w2 = two ? sm.weight[i + 1] : 0.f;
+  const u64 score1 = one ? sm.score[sm.from[i]] : 0, score2 = two ? sm.score[sm.from[i + 1]] : 0;
+  const float part = w1 + w2, incl = warp_scan(part), run = incl - part;
+  const float bar = R.p < 1.f ? times_up(R.p, from_lane(incl, 31)) : INF;
+  const bool in1 = one && (run < bar || lane == 0), in2 = in1 && two && run + w1 < bar;
+  Cut c;
+  c.kept = __popc(lanes_where(in1)) + __popc(lanes_where(in2));
+  c.mass = float_of(lanes_max(in2 ? bits_of(run + w1 + w2) : in1 ? bits_of(run + w1) : 0u));
+  c.last = sm.sorted[c.kept - 1];
+  MARK(7);
+  const bool latter = in2 && score2 > score1;
+  draw(latter ? score2 : in1 ? score1 : 0, key_value(latter ? second : first), c);
+  MARK(8);
+  write(P, R, row, sm.merged, c, 0);
 }
 // Ends a row by its n candidates: its results are written. False: they do not tell what it keeps.
 __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const int tid = threadIdx.x, lane = tid & 31;
   const Merged& m = sm.merged;
+  constexpr int RANKING = TEAM < 512 ? TEAM / 2 : TEAM / 128 * 96;
   const bool certain = R.k && !(R.m > 0.f);
   Cut c = {};
   if (n <= RANKED) {
-    if (tid < TEAM / 2) {  // a candidate's place is the number of those before it, counted by several threads
-      const int split = n * 8 <= TEAM ? 2 : n * 4 <= TEAM ? 1 : 0;
+    if (tid < RANKING) {  // a candidate's place is the number of those before it, counted by several threads
+      const int split = n * 4 <= RANKING ? 2 : n * 2 <= RANKING ? 1 : 0;
 #pragma unroll 1
-      for (int base = 0; base < n; base += TEAM / 2 >> split) {
+      for (int base = 0; base < n; base += RANKING >> split) {
         const int i = base + (tid >> split);
         const u64 own = sm.found[min(i, n - 1)];
         int place = 0;
@@ -328,17 +347,21 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
         for (int j = tid & ((1 << split) - 1); j < n; j += 1 << split) place += sm.found[j] > own;
         if (split > 0) place += from_across(place, 1);
         if (split > 1) place += from_across(place, 2);
-        if (i < n) sm.sorted[place] = own, sm.from[place] = i;
+        if (i < n) sm.sorted[place] = own, sm.from[place] = i, sm.weight[place] = weight(key_value(own), m.top, R);
       }
-    } else {               // its noise, by the others
+    } else {              // its noise, by the others
 #pragma unroll 1
-      for (int i = tid - TEAM / 2; i < n; i += TEAM / 2) sm.score[i] = score_of(P, R, m.top, sm.found[i]);
+      for (int i = tid - RANKING; i < n; i += TEAM - RANKING) sm.score[i] = score_of(P, R, m.top, sm.found[i]);
     }
     sync<TEAM>();
     MARK(6);
     if (tid < 32) {
-      const bool sure = conclude(P, R, row, n, sm);
-      if (!certain && lane == 0) sm.sure = sure;
+      if (certain && R.k <= 64) {
+        conclude_few(P, R, row, n, sm);
+      } else {
+        const bool sure = conclude(P, R, row, n, sm);
+        if (!certain && lane == 0) sm.sure = sure;
+      }
     }
     if (certain) return true;
     sync<TEAM>();

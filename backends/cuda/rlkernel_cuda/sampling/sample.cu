@@ -1,14 +1,15 @@
 // sample@1 in one launch: every warp reads tiles of 1024 tokens, a team of warps finishes the row they belong to.
 //
-// One warp writes to the finishing block, of the 8 groups of a tile, their best token and a bound on its second, and of the
-// tile sum exp((x - top) / T). What the groups tell is quick.cuh's; what keeps more than they tell goes the exact way, of
+// One warp writes to the finishing block the best logit of each of the 16 groups of a tile, and of the tile sum
+// exp((x - top) / T). What the groups tell is quick.cuh's; what keeps more than they tell goes the exact way, of
 // wide.cuh. A row without a filter takes the best of its tiles' winners.
 //
 // Few rows: a cluster of blocks reads each, its first block finishes. Many rows: a block reads its rows one after the
 // other, while its first FINISHERS warps finish those that were read.
 //
 // Put after device.cuh, tile.cuh, wide.cuh, write.cuh and quick.cuh. Macros: NT threads, CLUSTER blocks a row, FINISHERS
-// warps (0: all, after they have read), PER_SM blocks a multiprocessor, TYPE of the logits (0 fp32, 1 bf16, 2 fp16),
+// warps (0: all, after they have read), AHEAD: a warp reads a tile while it works on
+// one, PER_SM blocks a multiprocessor, TYPE of the logits (0 fp32, 1 bf16, 2 fp16),
 // PLAIN: no row has a filter.
 
 // What a row keeps and draws whose tiles tell: without a filter all, or the first of its best. By one warp.
@@ -27,41 +28,43 @@ __device__ __forceinline__ Cut best_of_tiles(const Params& P, const Row& R, cons
   if (R.greedy) return Cut{1, 1.f, x, winner, key_id(winner)};
   return Cut{m.tokens, m.Z, x, 0, key_id(winner)};
 }
-// One row, from its tiles, by the team. False: it must go the exact way.
+// One row, from its tiles, by the team. False: it must go the exact way. The last warp adds the tiles up; the first looks for
+// the level that lets candidates through.
 __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int row, const Row& R, const Stats& st, Shared& sm) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const Tops t = tops_of(P, st);
-  MARK(3);
-  const bool none = R.padding || R.bad || t.top == -INF;
-  if (none || (t.top < INF && (R.greedy || !R.filtered))) {
-    if (warp) return true;
+  const int warp = threadIdx.x >> 5, few = R.k ? R.k : 32;
+  const bool last = warp == TEAM / 32 - 1, off = R.padding || R.bad;
+  float top;
+  int live;
+  if (last) {
     const Merged& m = merge(P, R, st, sm);
-    write(P, R, row, m, none ? Cut{} : best_of_tiles(P, R, st, m), 0);
+    top = m.top, live = m.live;
+  } else {
+    if (warp == 0) look(P, st, off ? 0 : few, sm);
+    sync_apart<TEAM - 32>();
+    top = sm.top, live = sm.live;
+  }
+  MARK(3);
+  const bool none = off || top == -INF;
+  if (none || (top < INF && (R.greedy || !R.filtered))) {
+    if (last) write(P, R, row, sm.merged, none ? Cut{} : best_of_tiles(P, R, st, sm.merged), 0);
     return true;
   }
 #if !PLAIN
-  if (R.filtered && t.top < INF && R.k <= REREAD) {
-    const int few = R.k ? R.k : 32;
+  if (R.filtered && top < INF && R.k <= ASKED) {
     int n = -1;
-    if (few <= t.live) {
-      n = by_tiles(P, R, src, st, t, few, sm);
-    } else {
-      if (warp == TEAM / 32 - 1) merge(P, R, st, sm);
-      sync<TEAM>();
-    }
+    if (few <= live) n = by_tiles(P, src, st, few, last, sm);
+    else sync<TEAM>();
     // A nucleus without another filter that the largest number of candidates could not hold
     if (!R.k && !(R.m > 0.f) && R.p * sm.merged.Z > float(CANDIDATES)) return false;
 #pragma unroll 1
-    for (int want = few; want <= REREAD; want *= 4) {
+    for (int want = few; want <= ASKED; want *= 4) {
       if (want > few || n < 0) n = by_groups(P, R, src, st, want, sm);
       MARK(5);
       if (n >= 0 && end_by(P, R, row, n, sm)) return true;
       if (R.k && !(R.m > 0.f)) break;
     }
-    return false;
   }
 #endif
-  if (warp == 0) merge(P, R, st, sm);
   return false;
 }
 // A row that the tiles do not settle, by all threads of the block.
@@ -96,6 +99,17 @@ __device__ __noinline__ void exactly_now(const Params& P, int row, int buffer, S
   if (threadIdx.x == 0) refill(P, row + 2 * gridDim.x, buffer, sm);
   __syncthreads();
 }
+template <bool NOISY> __device__ __forceinline__ int read_row(const Params& P, const Stored* src, int tile, const Row& row, u32* row_best, Stats* st) {
+  const Row R = row;
+#pragma unroll 1
+  for (; tile < P.tiles; tile += READERS) {
+    Tile x;
+    load_tile(x, P, src, tile);
+    const int count = clean(x, P, tile);
+    stream_tile<NOISY>(P, R, row, src, tile, x, count, row_best, st);
+  }
+  return tile;
+}
 __device__ __forceinline__ void read_rows(const Params& P, Shared& sm) {
   const int lane = threadIdx.x & 31, step = gridDim.x;
   int tile = (threadIdx.x >> 5) - FINISHERS;
@@ -107,15 +121,12 @@ __device__ __forceinline__ void read_rows(const Params& P, Shared& sm) {
       if (sm.pending[b]) exactly_now(P, row - 2 * step, b, sm);
     }
     if (row >= P.N) continue;
-    const Row R = sm.row[b];
+    const Row& R = sm.row[b];
     const Stored* src = logits_of(P, row);
-#pragma unroll 1
-    for (; tile < P.tiles; tile += READERS) {
-      if (R.padding) continue;
-      Tile x;
-      load_tile(x, P, src, tile);
-      stream_tile(P, R, sm.row[b], src, tile, x, &sm.best[b], &sm.st[b]);
-    }
+    if (R.padding)
+      while (tile < P.tiles) tile += READERS;
+    else if (R.filtered || R.greedy) tile = read_row<false>(P, src, tile, R, &sm.best[b], &sm.st[b]);
+    else tile = read_row<true>(P, src, tile, R, &sm.best[b], &sm.st[b]);
     tile -= P.tiles;
     __syncwarp();
     if (lane == 0) add_seen(&sm.full[b]);
@@ -126,7 +137,7 @@ __device__ __forceinline__ void finish_rows(const Params& P, Shared& sm) {
 #pragma unroll 1
   for (int i = 0, row = blockIdx.x; row < P.N; ++i, row += step) {
     const int b = i & 1;
-    if (threadIdx.x == 0) sm.n_found = sm.n_again = sm.n_more = 0;
+    if (threadIdx.x == 0) sm.n_found = sm.n_again = 0;
     MARK(1);
     if (threadIdx.x < 32) wait_until(&sm.full[b], (i / 2 + 1) * READERS);
     sync<TEAM>();
@@ -145,6 +156,7 @@ __device__ __forceinline__ void finish_rows(const Params& P, Shared& sm) {
 extern "C" __global__ void __launch_bounds__(NT, PER_SM) sample(const __grid_constant__ Params P) {
   extern __shared__ __align__(16) char memory[];
   Shared& sm = *reinterpret_cast<Shared*>(memory);
+  if (threadIdx.x >= TEAM) prefetch(logits_of(P, blockIdx.x) + min(int(threadIdx.x - TEAM) * (TILE / 32), P.V - 1));  // its first tiles
   if (threadIdx.x < 2) {
     const int b = threadIdx.x;
     sm.full[b] = sm.empty[b] = 0;
@@ -156,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(NT, PER_SM) sample(const __grid_con
 }
 #else
 #define EARLY (NT * PER_SM <= 512)  // registers suffice to hold a tile while something else is done
+static_assert(!AHEAD || EARLY, "two tiles");
 extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const __grid_constant__ Params P) {
   extern __shared__ __align__(16) char memory[];
   Shared& sm = *reinterpret_cast<Shared*>(memory);
@@ -164,26 +177,31 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   cluster_arrive();     // this block runs: others may write to its memory
   const Stored* src = static_cast<const Stored*>(P.logits) + row * P.row_stride;
   int tile = CLUSTER - 1 - rank + CLUSTER * (tid >> 5);  // the last warps have the least to read, first in the block that ends
-  Tile x;
+  Tile x, y;
   if (tile < P.tiles) {  // before anything is waited for
     if (EARLY) load_tile(x, P, src, tile);
     else prefetch(src + min(tile * TILE + (tid & 31) * (TILE / 32), P.V - 1));
   }
   const Row R = row_of(P, parameters_of(P, row));
-  if (tid == 0) sm.n_found = sm.n_again = sm.n_more = 0, sm.best[0] = 0, sm.row[0] = R;
+  if (tid == 0) sm.n_found = sm.n_again = 0, sm.best[0] = 0, sm.row[0] = R;
   __syncthreads();
   cluster_wait();
   Stats* to = &in_block(&sm, 0)->st[0];
-  if (!R.padding)
-#pragma unroll 1
-    while (tile < P.tiles) {
-      if (!EARLY) load_tile(x, P, src, tile);
-      stream_tile(P, R, sm.row[0], src, tile, x, &sm.best[0], to);
-      tile += step;
-      if (EARLY && tile < P.tiles) load_tile(x, P, src, tile);
-    }
+#define READ(NOISY) \
+  _Pragma("unroll 1") while (tile < P.tiles) { \
+    if (!EARLY) load_tile(x, P, src, tile); \
+    if (AHEAD && tile + step < P.tiles) load_tile(y, P, src, tile + step); \
+    const int count = clean(x, P, tile); \
+    stream_tile<NOISY>(P, R, sm.row[0], src, tile, x, count, &sm.best[0], to); \
+    tile += step; \
+    if (AHEAD) copy_tile(x, y); \
+    else if (EARLY && tile < P.tiles) load_tile(x, P, src, tile); \
+  }
+  if (R.padding) {}
+  else if (R.filtered || R.greedy) { READ(false) }
+  else { READ(true) }
   // Blocks of a row that may need the exact way wait for it; the others leave.
-  const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > REREAD);
+  const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > ASKED);
   const int crew = stays ? CLUSTER : 1;
   MARK(1);
   cluster_arrive();

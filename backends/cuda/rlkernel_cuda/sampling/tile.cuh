@@ -4,14 +4,16 @@
 // Order everywhere: value descending, token id ascending. NaN counts as -inf.
 // Noise: Philox4x32-10 (Salmon et al., SC 2011), key = seed, counter = (id div 4, step, stream), word = id mod 4.
 
-#define GROUP 128      // tokens that a warp reads at once, and tokens of a group: those of four lanes
+#define WIDTH 128      // tokens that a warp reads at once
 #define TILE 1024
 #define TILES 256      // most tiles of a row
-#define GROUPS (8 * TILES)
+#define PER_TILE 16    // groups of a tile: what two neighbouring lanes hold of it, 64 tokens
+#define GROUPS (PER_TILE * TILES)
 #define BINS 2048      // of the exact search
 #define COARSE 256     // bins of the group maxima
 #define CANDIDATES 2048
-#define REREAD 512     // groups that may be read again
+#define ASKED 512      // most of the best groups that are asked for
+#define REREAD 1024    // groups that may be read again
 #define RANKED 256     // candidates that are ordered by counting
 #define SLACK 6        // tiles more than asked for that a level may let through
 #define WARPS (NT / 32)
@@ -111,8 +113,7 @@ struct Stats {         // of every tile of a row, in the block that finishes it
   float top[TILES], sum[TILES], raw[TILES];  // best logit; sum of exp((x - top) / T); the same with T = 1
   int count[TILES];    // tokens above -inf; bit 16: the tile holds NaN
   Winner winner[TILES];
-  // High: maximum, as `ordered`; low: upper half of the second, rounded up, and where in the tile the first is.
-  u64 group[GROUPS];
+  float group[GROUPS]; // best logit
 };
 
 // ---- noise
@@ -162,16 +163,20 @@ __device__ __forceinline__ void load_tile(Tile& x, const Params& P, const Stored
   const int base = tile * TILE + (threadIdx.x & 31) * 4;
   if ((P.whole & 1) && tile * TILE + TILE <= P.V) {
 #pragma unroll
-    for (int g = 0; g < 8; ++g) load4(x[g], src + base + g * GROUP);
+    for (int g = 0; g < 8; ++g) load4(x[g], src + base + g * WIDTH);
   } else {
 #pragma unroll
     for (int g = 0; g < 8; ++g)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int id = base + g * GROUP + j;
+        const int id = base + g * WIDTH + j;
         x[g][j] = id < P.V ? value_at(src + id) : -INF;
       }
   }
+}
+__device__ __forceinline__ void copy_tile(Tile& x, const Tile& y) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) x[i >> 2][i & 3] = y[i >> 2][i & 3];
 }
 // Puts -inf in the place of NaN. Returns how many tokens are above -inf, with bit 16 where there was NaN.
 __device__ __forceinline__ int clean(Tile& x, const Params& P, int tile) {
@@ -243,7 +248,7 @@ __device__ __forceinline__ Winner noise_tile(const Params& P, const Row& R, int 
 #pragma unroll
     for (int half = 0; half < 8; half += 4) {
       u32 word[4];
-      philox_min4(word, u32(base + half * GROUP) >> 2, R, P.stream);
+      philox_min4(word, u32(base + half * WIDTH) >> 2, R, P.stream);
 #pragma unroll
       for (int g = half; g < half + 4; ++g) {
         const float most = fmaxf(fmaxf(x[g][0], x[g][1]), fmaxf(x[g][2], x[g][3]));
@@ -252,7 +257,7 @@ __device__ __forceinline__ Winner noise_tile(const Params& P, const Row& R, int 
     }
     while (any_lane(hits != 0)) {
       if (hits) {
-        const int g = first_bit(hits), id = base + g * GROUP;
+        const int g = first_bit(hits), id = base + g * WIDTH;
         hits &= hits - 1;
         float y[4];
 #pragma unroll
@@ -282,11 +287,15 @@ __device__ __forceinline__ Winner noise_tile(const Params& P, const Row& R, int 
     if (score && unordered(score) > -logf(bound) + 1e-3f) return best;
   }
 }
-__device__ __forceinline__ float top_of(const Tile& x) {
-  float l = -INF;
+__device__ __forceinline__ float lane_best(const Tile& x) {
+  float l[4];
 #pragma unroll
-  for (int g = 0; g < 8; ++g) l = fmaxf(l, fmaxf(fmaxf(x[g][0], x[g][1]), fmaxf(x[g][2], x[g][3])));
-  return unordered(lanes_max(ordered(l)));
+  for (int j = 0; j < 4; ++j) l[j] = x[0][j];
+#pragma unroll
+  for (int g = 1; g < 8; ++g)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) l[j] = fmaxf(l[j], x[g][j]);
+  return fmaxf(fmaxf(l[0], l[1]), fmaxf(l[2], l[3]));
 }
 #if !PLAIN  // rows without a filter among rows with one: the noise must not cost the others registers
 __device__ __noinline__ Winner noise_again(const Params& P, const Row& R, const Stored* src, int tile, float top, float sum, u32* row_best) {
@@ -296,38 +305,17 @@ __device__ __noinline__ Winner noise_again(const Params& P, const Row& R, const 
   return noise_tile(P, R, tile, x, top, sum, row_best);
 }
 #endif
-// R: the row's parameters in registers; `row`: the same in memory.
-__device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const Row& row, const Stored* src, int tile, Tile& x, u32* row_best, Stats* st) {
-  const int lane = threadIdx.x & 31, count = clean(x, P, tile);
+// x has been cleaned. R: the row's parameters in registers; `row`: the same in memory. NOISY: the row has no filter. Rows with one are read by
+// a loop of their own, in which nothing is called: what lives across calls would be kept in memory.
+template <bool NOISY> __device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const Row& row, const Stored* src, int tile, Tile& x, int count, u32* row_best, Stats* st) {
+  const int lane = threadIdx.x & 31;
   float top;
   if (PLAIN) {
-    top = top_of(x);
+    top = unordered(lanes_max(ordered(lane_best(x))));
   } else {
-    // A group is what four neighbouring lanes hold: each finds its best and second, then two steps across lanes.
-    float best, second;
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {
-      const float a = fmaxf(x[g][0], x[g][1]), b = fminf(x[g][0], x[g][1]), c = fmaxf(x[g][2], x[g][3]), d = fminf(x[g][2], x[g][3]);
-      const float one = fmaxf(a, c), two = fmaxf(fminf(a, c), fmaxf(b, d));
-      second = g ? fmaxf(fminf(best, one), fmaxf(second, two)) : two;
-      best = g ? fmaxf(best, one) : one;
-    }
-    int id = 0;
-#pragma unroll
-    for (int g = 0; g < 8; ++g)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (x[g][j] == best) id = g * GROUP + j;
-    id += lane * 4;
+    const float best = lane_best(x), across = from_across(best, 1);
+    if (!(lane & 1)) st->group[tile * PER_TILE + lane / 2] = fmaxf(best, across);
     top = unordered(lanes_max(ordered(best)));
-#pragma unroll
-    for (int o = 1; o < 4; o <<= 1) {
-      const float one = from_across(best, o), two = from_across(second, o);
-      const int its = from_across(id, o);
-      if (one > best) id = its;
-      second = fmaxf(fminf(best, one), fmaxf(second, two)), best = fmaxf(best, one);
-    }
-    if (!(lane & 3)) st->group[tile * 8 + lane / 4] = u64(ordered(best)) << 32 | ((ordered(second) + 0xffffu) & 0xffff0000u) | u32(id);
   }
   float sum = 0.f, raw = 0.f;
   if (fabsf(top) < INF) {
@@ -335,17 +323,17 @@ __device__ __forceinline__ void stream_tile(const Params& P, const Row& R, const
     if (P.raw) raw = R.T == 1.f ? sum : sum_of(x, top, LOG2E);
   }
   if (lane == 0) st->top[tile] = top, st->sum[tile] = sum, st->raw[tile] = raw, st->count[tile] = count;
-  if (R.greedy) {  // the first of the best
+  if (!NOISY && R.greedy) {  // the first of the best
     u32 id = FULL;
 #pragma unroll
     for (int g = 0; g < 8; ++g)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (x[g][j] == top) id = min(id, u32(tile * TILE + g * GROUP + lane * 4 + j));
+        if (x[g][j] == top) id = min(id, u32(tile * TILE + g * WIDTH + lane * 4 + j));
     id = lanes_min(id);
     if (lane == 0) st->winner[tile] = Winner{top, 0.f, int(id)};
   }
-  if (R.filtered || R.greedy) return;
+  if (!NOISY) return;
   Winner w = {0.f, 0.f, -1};
   if (fabsf(top) < INF) {
 #if PLAIN

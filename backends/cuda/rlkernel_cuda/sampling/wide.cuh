@@ -25,20 +25,10 @@ struct Merged {         // what the tiles of a row add up to
 struct Shared {
   Stats st[BUFFERS];
   Row row[BUFFERS];
-  union {
-    u32 bins[BINS];
-    float prefix[CANDIDATES];
-    struct {            // of few candidates: in order, where each was found, and as they were found
-      u64 sorted[RANKED];
-      int from[RANKED];
-      u64 score[RANKED];
-    };
-  };
-  u64 found[CANDIDATES];
   u64 red[2][WARPS];
   int again[REREAD];
-  int n_found, n_again, n_more, at, sure;
-  float level;
+  int n_found, n_again, at, sure, live;
+  float level, top;
   u64 before;
   u32 best[BUFFERS];
   Order order;
@@ -52,6 +42,17 @@ struct Shared {
 #ifdef CLOCKS
   i64 marks[10];
 #endif
+  union {
+    u32 bins[BINS];
+    float prefix[CANDIDATES];
+    struct {            // of few candidates: in order, where each was found and what it weighs, and scores as they were found
+      u64 sorted[RANKED];
+      int from[RANKED];
+      float weight[RANKED];
+      u64 score[RANKED];
+    };
+  };
+  u64 found[CANDIDATES];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && NT <= BINS / 2, "what the launch asks for");
 __device__ __forceinline__ Stats& stats_in(Shared& sm) { return sm.st[BUFFERS > 1 ? sm.buffer : 0]; }
@@ -125,62 +126,68 @@ __device__ __noinline__ int bin_of(const Order& o, float x, int id) {
   return (1 << bits) - 1 - int((v >> o.shift) & ((1u << bits) - 1));
 }
 __device__ __forceinline__ int id_at(int tile, int i) {  // of what a lane holds at x[i / 4][i % 4]
-  return tile * TILE + (i >> 2) * GROUP + (threadIdx.x & 31) * 4 + (i & 3);
+  return tile * TILE + (i >> 2) * WIDTH + (threadIdx.x & 31) * 4 + (i & 3);
 }
 // What one block of the crew does for an order; the answers go to the block that finishes.
 __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, int crew, Shared& sm, Shared& head) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Order& o = sm.order;
   const Row& R = row_in(sm);
-  const float M = o.top, floor = M < INF ? -INF : LARGEST, inv = o.inv, s = R.s;
-  const bool linear = o.level < 0, peers = M == INF;
-  const int kind = o.kind;
+  const bool linear = o.level < 0, peers = o.top == INF;  // peers: all tokens at +inf, the law of the row
+  // Copies: what atomics write could be these, for all the compiler knows.
+  const float M = peers ? 0.f : o.top, inv = o.inv, s = R.s, scale = o.scale, log_m = o.log_m, lo = o.bin, hi = lo + 1.f;
+  const int kind = o.kind, by_mass = o.by_mass, draw = o.draw, tiles = P.tiles;
   Stats& stats = stats_in(head);
+  // Two histograms, of odd lanes and of even ones: neighbours meet less often.
+  u32* bins = lane & 1 ? reinterpret_cast<u32*>(sm.found) : sm.bins;
   if (kind == FILL) {
-    for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] = reinterpret_cast<u32*>(sm.found)[i] = 0;
     __syncthreads();
   }
 #pragma unroll 1
-  for (int tile = rank + crew * warp; tile < P.tiles; tile += crew * WARPS) {
+  for (int tile = rank + crew * warp; tile < tiles; tile += crew * WARPS) {
     Tile x;
     load_tile(x, P, src, tile);
     clean(x, P, tile);
+    if (peers)
+#pragma unroll
+      for (int i = 0; i < 32; ++i) x[i >> 2][i & 3] = x[i >> 2][i & 3] == INF ? 0.f : -INF;
     if (kind == COUNT) {
       int n = 0;
 #pragma unroll
       for (int g = 0; g < 8; ++g)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) n += x[g][j] > floor && scaled(x[g][j], M, R) >= o.log_m;
+        for (int j = 0; j < 4; ++j) n += x[g][j] > -INF && scaled(x[g][j], M, R) >= log_m;
       n = lanes_add(n);
       if (lane == 0) stats.count[tile] = n;
       continue;
     }
-    const float lo = o.bin, hi = lo + 1.f;
     u32 kept = 0, inside = 0;
     float part[4] = {0.f, 0.f, 0.f, 0.f};
-    if (linear) {
+    if (linear && kind == FILL) {
 #pragma unroll
-      for (int g = 0; g < 8; ++g)
+      for (int i = 0; i < 32; ++i) {
+        const float v = x[i >> 2][i & 3], at = (M - v) * inv, w = ex2((v - M) * s) * scale;
+        // An amount below 2^22 is rounded by an addition: conversions are few at a time.
+        if (at < BINS) atomicAdd(&bins[whole_of(at)], !by_mass ? 1u : scale <= 4194304.f ? bits_of(w + 8388608.f) & 0x7fffff : u32(w + 0.5f));
+      }
+    } else if (linear) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float v = x[g][j], at = (M - v) * inv;
-          if (kind == FILL) {
-            const u32 amount = !(v > floor) ? 0u : o.by_mass ? u32((peers ? 1.f : ex2((v - M) * s)) * o.scale + 0.5f) : 1u;
-            if (amount && !(at >= BINS)) atomicAdd(&sm.bins[to_int(at)], amount);
-          } else if (v > floor) {
-            if (at < lo) kept |= 1u << (g * 4 + j);
-            else if (!(at >= hi)) inside |= 1u << (g * 4 + j);
-          }
-        }
+      for (int i = 0; i < 32; ++i) {
+        const float v = x[i >> 2][i & 3], at = (M - v) * inv;
+        const bool in = at < lo, on = v > -INF && !in && !(at >= hi);
+        if (in) kept |= 1u << i;
+        if (on) inside |= 1u << i;
+      }
     } else {
 #pragma unroll 1
       for (int i = 0; i < 32; ++i) {
         const int id = id_at(tile, i);
         const float v = id < P.V ? value_at(src + id) : -INF;
-        if (!(v > floor)) continue;
+        if (peers ? v != INF : !(v > -INF)) continue;
         const int b = bin_of(o, v, id);
         if (kind == PASS) kept |= u32(b < o.bin) << i, inside |= u32(b == o.bin && b >= 0) << i;
-        else if (b >= 0 && b < BINS) atomicAdd(&sm.bins[b], o.by_mass ? u32(weight(v, M, R) * o.scale + 0.5f) : 1u);
+        else if (b >= 0 && b < BINS) atomicAdd(&bins[b], by_mass ? u32((peers ? 1.f : weight(v, M, R)) * scale + 0.5f) : 1u);
       }
     }
     if (kind == FILL) continue;
@@ -188,9 +195,8 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     for (int g = 0; g < 8; ++g)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool in = kept >> (g * 4 + j) & 1;
-        part[j] += !in ? 0.f : peers ? 1.f : ex2((x[g][j] - M) * s);
-        x[g][j] = !in ? -INF : peers ? 0.f : x[g][j];
+        x[g][j] = kept >> (g * 4 + j) & 1 ? x[g][j] : -INF;
+        part[j] += ex2((x[g][j] - M) * s);
       }
     for (; inside; inside &= inside - 1) {
       const int id = id_at(tile, first_bit(inside)), a = atomicAdd(&head.n_found, 1);
@@ -200,11 +206,15 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     const float sum = warp_sum((part[0] + part[1]) + (part[2] + part[3]));
     const int n = lanes_add(__popc(kept));
     if (lane == 0) stats.count[tile] = n, stats.raw[tile] = sum;
-    if (o.draw) {
+    if (draw) {
       Winner w = {0.f, 0.f, -1};
-      if (n) w = noise_tile(P, R, tile, x, peers ? 0.f : M, sum, &best_in(sm));
+      if (n) w = noise_tile(P, R, tile, x, M, sum, &best_in(sm));
       if (lane == 0) stats.winner[tile] = w;
     }
+  }
+  if (kind == FILL) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] += reinterpret_cast<u32*>(sm.found)[i];
   }
 }
 // One order, carried out by the crew. By the block that finishes, whose threads agree on `o`.
@@ -260,7 +270,7 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
   u64 before = 0;
   int n_above = 0;
   float above = 0.f;
-  for (;; ) {
+  for (;;) {
     o.kind = FILL;
     command(P, src, o, crew, sm);
     find(before, target, sm);

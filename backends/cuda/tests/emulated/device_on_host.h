@@ -1,6 +1,7 @@
 // A CPU in the place of device.cuh: every CUDA thread is a coroutine, and whatever a warp, a block or a cluster does together
 // is a place where coroutines wait for each other. For the tests: one cluster at a time, lanes in order, no speed.
 #include <math.h>
+
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,7 +39,7 @@ static bool finished[THREADS];
 static int now;                       // the running thread of the cluster
 static char shared_memory[CLUSTER][SHARED_BYTES] __attribute__((aligned(64)));
 static u64 slots[THREADS / LANES][2][LANES];
-static Waiting warps[THREADS / LANES], blocks[CLUSTER], teams[CLUSTER], cluster;
+static Waiting warps[THREADS / LANES], blocks[CLUSTER], teams[CLUSTER], teams_apart[CLUSTER], cluster;
 static u64 warp_turn[THREADS], arrived_turn[THREADS];
 static Index grid_block;
 static int live[CLUSTER];             // threads of a block that have not returned
@@ -54,6 +55,7 @@ static inline void wait_for(Waiting& w, int all) {
 }
 static inline void __syncthreads() { wait_for(blocks[now / NT], NT); }
 template <int SIZE> static inline void sync() { wait_for(SIZE == NT ? blocks[now / NT] : teams[now / NT], SIZE); }
+template <int SIZE> static inline void sync_apart() { wait_for(teams_apart[now / NT], SIZE); }
 static inline void wait_until(const u32* counter, u32 n) { while (*counter < n) yield(); }
 // What every lane gave; all 32 must come.
 static inline const u64* exchange(u64 mine) {
@@ -68,8 +70,14 @@ static inline float float_of(u32 b) { float x; memcpy(&x, &b, 4); return x; }
 static inline float __int_as_float(int b) { return float_of(u32(b)); }
 static inline float ex2(float x) { const float y = exp2f(x); return y < 1.17549435e-38f ? 0.f : y; }
 static inline float divide(float a, float b) { return a / b; }
+static inline float times_up(float a, float b) {
+  const double exact = double(a) * b;
+  const float c = float(exact);
+  return double(c) < exact ? float_of(bits_of(c) + 1) : c;
+}
 static inline float reciprocal(float x) { return 1 / x; }
 static inline float __fdividef(float a, float b) { return a / b; }
+static inline int whole_of(float x) { if (!(x >= 0 && x < 8388608.f)) abort(); return int(x); }
 static inline int first_bit(u32 b) { return b ? __builtin_ctz(b) : -1; }
 static inline int __popc(u32 b) { return __builtin_popcount(b); }
 static inline int to_int(float x) { return x != x ? 0 : x > 2147483520.f ? 2147483647 : x < -2147483520.f ? -2147483647 - 1 : int(x); }
