@@ -37,6 +37,7 @@ PATHS = [str(ROOT / p) for p in PARTS]
 MANIFESTS = {"aot": "rlkernel_triton.aot.backend:backend", "orin-ptx": "rlkernel_jetson.elsewhere:backend"}
 # Operators, and for how many processes each is work beside the others.
 OPS = {"sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 3, "linear_logprob": 3, "logprob": 3}
+WEIGHTS = {"orin-ptx": 2}  # the driver compiles what it loads
 CORES = len(os.sched_getaffinity(0))
 LAST = 12.0  # seconds for a run of the suite to write its report when its time is over
 AGAIN = 40.0  # seconds that are left to try clauses again
@@ -69,7 +70,7 @@ class Run:
 
     def __init__(self, asked: argparse.Namespace, work: Path) -> None:
         self.out, self.work, self.ops, self.profile = asked.out, work, asked.ops.split(","), asked.profile
-        self.share, self.table, self.then = asked.share, asked.table, asked.then
+        self.share, self.tables, self.then, self.limit = asked.share, asked.table, asked.then, asked.limit
         self.until = time.monotonic() + asked.limit - 3
         inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -221,11 +222,10 @@ def board(run: Run) -> None:
 
 def lanes(run: Run, act: Callable[[str, str, int, int], Any], pairs: list[tuple[str, str]]) -> list[Any]:
     """`act(backend, op, processes, GPU)` of all pairs at once, on all cores and GPUs, each with its share."""
-    whole = sum(OPS[op] for _, op in pairs)
+    weights = [OPS[op] * WEIGHTS.get(backend, 1) for backend, op in pairs]
 
     def one(at: int) -> Any:
-        backend, op = pairs[at]
-        return act(backend, op, max(1, OPS[op] * CORES // whole), at % len(run.visible))
+        return act(*pairs[at], max(1, weights[at] * CORES // sum(weights)), at % len(run.visible))
 
     with ThreadPoolExecutor(len(pairs)) as pool:
         return list(pool.map(one, range(len(pairs))))
@@ -234,8 +234,10 @@ def lanes(run: Run, act: Callable[[str, str, int, int], Any], pairs: list[tuple[
 def grow(run: Run) -> None:
     """Every operator against its clauses; a build that the bundle of a table lacks is compiled when it is asked for."""
     ready(run)
-    if run.table is not None:
-        run.build("first", [run.target, "sm_87"], table=run.table, file="table", share=0.5)
+    for i, table in enumerate(run.tables):
+        share = 1 - 0.5 * run.limit / max(run.left, 1.0)  # half of all time is the clauses'
+        if share * run.left > AGAIN:
+            run.build("first", [run.target, "sm_87"], table=table, file=f"table{i}", share=share)
     summary: dict[str, Any] = {}
 
     def lane(backend: str, op: str, jobs: int, gpu: int) -> None:
@@ -399,7 +401,7 @@ def main() -> int:
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--only", default="conformance", help=f"{', '.join(SECTIONS)}, with commas")
     parser.add_argument("--share", type=float, default=1.0, help="of the time for `grow`, where more follows")
-    parser.add_argument("--table", type=Path, help="what `grow` compiles beforehand")
+    parser.add_argument("--table", type=Path, action="append", default=[], help="what `grow` compiles beforehand")
     parser.add_argument("--profile", default="standard")
     parser.add_argument("--then", default="", help="the profile of `conformance` after `grow`, if another")
     asked = parser.parse_args()
