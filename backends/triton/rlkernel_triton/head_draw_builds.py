@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import triton.language as tl
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.head_draw_kernels import draw_row, draw_slab, head_draw, head_logits
+from rlkernel_triton.head_draw_kernels import draw_row, draw_slab
+from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile, tile_for
 
-_ALIGNED: Final = ("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "seed", "room")
+_ALIGNED: Final = (
+    *("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "pairs", "raw_pairs"),
+    *("seed", "floats", "of_pieces"),
+)
 _TYPES: Final = {
-    **dict.fromkeys(("n", "D", "width", "x_stride", "head_stride", "first", "N", "V", "S"), "i32"),
+    **dict.fromkeys(("n", "D", "width", "x_stride", "head_stride", "first", "piece", "N", "V", "S", "P"), "i32"),
     **dict.fromkeys(("allowed_stride", "last_slot", "noise_stream", "invalid_token"), "i32"),
-    **dict.fromkeys(("slab", "raw", "temperature", "parts", "floats", "room", "out"), "*fp32"),
-    **dict.fromkeys(("allowed", "places", "ints", "spoiled"), "*i32"),
+    **dict.fromkeys(("slab", "raw", "temperature", "pairs", "raw_pairs", "floats", "of_pieces", "out"), "*fp32"),
+    **dict.fromkeys(("allowed", "ints", "ints_of_pieces", "spoiled"), "*i32"),
     **dict.fromkeys(("seed", "step", "longs", "slot"), "*i64"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
-_LAW: Final = {"T_EACH": 1, "SEED_EACH": 1, "STEP_EACH": 1, "TILE": 128}
+_LAW: Final = {"T_EACH": 1, "SEED_EACH": 1, "STEP_EACH": 1}
 
 
 def builds(arch: str) -> Iterator[Build]:
@@ -31,19 +35,24 @@ def builds(arch: str) -> Iterator[Build]:
             kinds = kinds[:1]
         types = _TYPES | dict.fromkeys(("x", "weight", "bias"), f"*{dtype}")
         for kind, (label, full) in ((k, f) for k in kinds for f in (("plain", False), ("everything", True))):
-            tile = tile_for(arch, kind)
-            product = {"HAS_BIAS": full, "HAS_CAP": full, "OPERAND": operand, "head_step": 1} | _off(full, "bias")
-            draw = {"HAS_ALLOWED": full, "HAS_SLOT": full, "RAW": full, **_LAW, **product, **_cut(tile)}
-            draw |= {"SPAN": max(tile.BN, 128), "R": 4 * tile.num_warps} | _off(full, "allowed", "slot")
-            yield _build(head_draw, f"{dtype}, {kind}, {label}", types, draw, tile)
             if kind == "few" and full:
                 continue  # a cap over stored logits has one tile, whatever the rows
-            tile = tile_for(arch, "rich") if kind == "product" and full else tile
+            tile = tile_for(arch, "rich" if kind == "product" and full else kind)
+            product = {"HAS_BIAS": full, "HAS_CAP": full, "OPERAND": operand, "head_step": 1} | _off(full, "bias")
             yield _build(head_logits, f"{dtype}, {kind}, {label}", types, product | _cut(tile), tile)
+    for kind in ("product", "few") if arch == "sm90" else ():
+        tile = tile_for(arch, f"described {kind}")
+        operands = {"x": f"tensordesc<bf16[{tile.BM}, {tile.BK}]>", "weight": f"tensordesc<bf16[{tile.BN}, {tile.BK}]>"}
+        product = {"HAS_BIAS": False, **_off(False, "bias"), **_cut(tile)}
+        yield _build(described_logits, f"bf16, {kind}", _TYPES | operands, product, tile)
+    slab = {"HAS_SLOT": False, "RAW": False, "EDITED": False, "HAS_CAP": False, "HAS_ALLOWED": False, **_LAW}
+    slab |= {"WHOLE": True, "BLOCKS": 1}
+    yield _build(draw_slab, "plain", _TYPES, slab | _off(False, "slot", "allowed", "raw"), None)
+    more = slab | {"HAS_SLOT": True, "RAW": True}
+    yield _build(draw_slab, "mask and cap", _TYPES, more | {"HAS_CAP": True, "HAS_ALLOWED": True, "raw": None}, None)
+    yield _build(draw_slab, "edited", _TYPES, more | {"EDITED": True, "allowed": None}, None)
     for label, full in (("plain", False), ("everything", True)):
-        slab = {"HAS_SLOT": full, "RAW": full, "R": 16, **_LAW} | _off(full, "slot")
-        yield _build(draw_slab, label, _TYPES, slab, None)
-        row = {"HAS_SPOILED": full, "HAS_SLOT": full, "RAW": full, "T_EACH": 1, "SP": 1024}
+        row = {"HAS_SPOILED": full, "HAS_SLOT": full, "RAW": full, "T_EACH": 1, "SP": 2048, "PP": 64}
         yield _build(draw_row, label, _TYPES, row | _off(full, "slot", "spoiled"), None)
 
 
@@ -55,9 +64,10 @@ def _cut(tile: Tile) -> dict[str, int]:
     return {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
 
 
-def _build(kernel, label: str, types: dict, constants: dict, tile: Tile | None) -> Build:
+def _build(kernel: Any, label: str, types: dict, constants: dict, tile: Tile | None) -> Build:
     names = kernel.arg_names
     constants = {n: v for n, v in constants.items() if n in names}
     known = {n: t for n, t in types.items() if n in names and n not in constants}
     warps, stages = (tile.num_warps, tile.num_stages) if tile else (4, 2)
-    return Build(kernel, label, known, constants, warps, stages, tuple(n for n in _ALIGNED if n in known))
+    aligned = tuple(n for n in _ALIGNED if n in known and not known[n].startswith("tensordesc"))
+    return Build(kernel, label, known, constants, warps, stages, aligned)

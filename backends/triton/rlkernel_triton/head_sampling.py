@@ -1,18 +1,21 @@
-"""lm_head_sample@1 in Triton: logits of the head tile by tile, and a draw that keeps a few numbers of each.
+"""lm_head_sample@1 in Triton: slabs of the logits, and a draw that keeps a few numbers of each.
 
-Without a filter no [N, V] exists: the programs of one launch hold a tile of logits each at a time. Where edits are
-given as lists or penalties, a slab of columns is written, edited by the core's formulas and read once more. With a
-filter, or where whole rows are asked for, the logits are stored and go through sample.
+Without a filter no [N, V] exists: a slab of columns is multiplied while the rows draw from the one before it, which
+still lies in the cache; two slabs are all that there is of the logits. Where edits are given as lists or penalties, a
+slab is edited by the core's formulas first. With a filter, or where whole rows are asked for, the logits are stored and
+go through sample.
 
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
-elsewhere, and every sum is over a tile of 128 tokens: a row's bits depend on the row alone.
+elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
 
-Legend: N rows · D hidden · V vocabulary · S tiles of V.
+Legend: N rows · D hidden · V vocabulary · S groups of V · P pieces of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -24,14 +27,18 @@ from rlkernel_core.spec.lm_head_sample import check
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
 from rlkernel_triton import head_draw_kernels as kernels
 from rlkernel_triton.head_calls import TYPES, tile_of
+from rlkernel_triton.head_product_kernels import described_logits, head_logits
+from rlkernel_triton.head_tiles import Tile
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.sampling.call import sample
 from rlkernel_triton.sampling.plan import Law, each_of
 
-TILE: Final = 128  # tokens of a tile
+TILE: Final = 128  # tokens of which an edited slab is a multiple
 FEW: Final = 64  # rows for which a product is memory-bound
-ROOM: Final = 1 << 23  # logits of a slab: 32 MiB, which stay in the cache of a large GPU
+ROOM: Final = 1 << 23  # logits of an edited slab: 32 MiB, which stay in the cache of a large GPU
 WARPS: Final = 4
+BLOCKS: Final = 1  # of a piece: with 4 a slab of 256 rows takes longer to draw from
+COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
 
 
 def lm_head_sample(
@@ -94,17 +101,21 @@ def lm_head_sample(
         )
     law = Law(temperature, None, None, None, seed, step, filter_order, tie, slot, stream)
     draw = _Draw(law, N, V, hidden.device, raw=raw_logprob)
+    if N == 0:
+        return draw.result(None, invalid_token)
     if penalties is logit_bias is banned is None:
-        draw.over(head, allowed)
+        draw.over(head, None if allowed is None else allowed.contiguous())
         return draw.result(None, invalid_token)
     asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "step": step, "slot": slot}
     requests = decode(N, hidden.device, torch.float32, **asked, penalties=penalties, top_k=None, top_p=None, min_p=None)
     spoiled = requests.bad.to(torch.int32) * 2
-    for first, width in slabs(N, V):
+    cut = list(slabs(N, V))
+    draw.begin([width for _, width in cut])
+    for i, (first, width) in enumerate(cut):
         raw = head.logits(first, width)
         edited = edit(raw, first, requests, **edits)  # type: ignore[arg-type]  the edits by name
         spoiled |= edited.nan * 1 + edited.bad * 2
-        draw.take(edited.x, raw, first)
+        draw.take(i, first, edited.x, raw)
         del edited, raw  # before the next slab is made
     return draw.result(spoiled, invalid_token)
 
@@ -126,71 +137,125 @@ class _Head:
         self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         self.weight, self.bias = weight, None if bias is None else bias.contiguous()
         self.scale, self.softcap = scale, softcap
-        self.tile = tile_of(hidden, weight, "few" if hidden.shape[0] <= FEW else "product")
-        self.stored = self.tile if softcap is None else tile_of(hidden, weight, "rich")
-        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
-        operand = TYPES[hidden.dtype if same else torch.float32]
-        self.constants = {"HAS_BIAS": bias is not None, "HAS_CAP": softcap is not None, "OPERAND": operand}
+        kind = "few" if hidden.shape[0] <= FEW else "product"
+        described = (
+            hidden.shape[0] >= COPIED
+            and describable(self.hidden)
+            and describable(weight)
+            and hidden.dtype == weight.dtype
+        )
+        self.tile = tile_of(hidden, weight, f"described {kind}" if described else kind)
+        self.capped = self.tile if softcap is None else tile_of(hidden, weight, "rich")
+        self.operands: tuple[Any, Any] | None = None
+        if described:
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def logits(self, first: int, width: int) -> Tensor:
-        """[N, width] fp32."""
+            tile = self.tile
+            self.operands = (
+                TensorDescriptor.from_tensor(self.hidden, [tile.BM, tile.BK]),
+                TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
+            )
+        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
+        self.operand = TYPES[hidden.dtype if same else torch.float32]
+
+    def logits(self, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
+        """[N, width] fp32, in `out` if it is given; without the softcap unless `cap`."""
         n, D = self.hidden.shape
-        out = torch.empty(n, width, dtype=torch.float32, device=self.hidden.device)
+        if out is None:
+            out = torch.empty(n, width, dtype=torch.float32, device=self.hidden.device)
         if n == 0:
             return out
-        weight = self.weight[first : first + width]
-        bias = None if self.bias is None else self.bias[first:]
-        grid = (triton.cdiv(n, self.stored.BM) * triton.cdiv(width, self.stored.BN),)
+        has_cap = cap and self.softcap is not None
+        tile = self.capped if has_cap else self.tile
+        grid = (triton.cdiv(n, tile.BM) * triton.cdiv(width, tile.BN),)
         with on_device_of(self.hidden):
-            kernels.head_logits[grid](
+            if self.operands is not None and not has_cap:
+                described_logits[grid](
+                    *self.operands, self.bias, out, n, D, first, width, self.scale, HAS_BIAS=self.bias is not None,
+                    **tile._asdict(), **FUSED,
+                )  # fmt: skip
+                return out
+            weight = self.weight[first : first + width]
+            bias = None if self.bias is None else self.bias[first:]
+            head_logits[grid](
                 self.hidden, weight, bias, out, n, D, width, self.hidden.stride(0), *weight.stride(), self.scale,
-                self.softcap or 0.0, **self.constants, **self.stored._asdict(), **FUSED,
+                self.softcap or 0.0, HAS_BIAS=bias is not None, HAS_CAP=has_cap, OPERAND=self.operand,
+                **tile._asdict(), **FUSED,
             )  # fmt: skip
         return out
 
 
+def describable(x: Tensor) -> bool:
+    """Whether Hopper's copy engine may read x, [N, D] of 16 bits with rows at multiples of 16 bytes."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]
+    if not (x.is_cuda and aligned and x.element_size() == 2 and torch.version.hip is None):
+        return False
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 class _Draw:
-    """What rows keep of their tiles, and the draw."""
+    """What rows keep of their groups and pieces, and the draw."""
 
     def __init__(self, law: Law, N: int, V: int, device: torch.device, *, raw: bool) -> None:
         T, _, _, _, seed, step, self.slot = law.arguments()
         self.T, self.law, self.stream, self.device = T, (T, seed, step), law.stream, device
-        self.N, self.V, self.S, self.raw = N, V, triton.cdiv(V, TILE), raw
+        self.N, self.V, self.S, self.raw = N, V, triton.cdiv(V, kernels.GROUP.value), raw
         counts = [x.shape[0] for x in self.law if isinstance(x, Tensor) and x.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
-        each = zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, self.law), strict=True)
-        self.constants = {**dict(each), "HAS_SLOT": self.slot is not None, "RAW": raw, "TILE": TILE}
-        self.parts = torch.empty(8 if raw else 4, N, self.S, dtype=torch.float32, device=device)
-        self.places = torch.empty(4, N, self.S, dtype=torch.int32, device=device)
+        self.each = dict(zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, self.law), strict=True))
+
+    def begin(self, widths: list[int]) -> None:
+        """Make room for what is kept of slabs of these widths."""
+        counts = [triton.cdiv(width, BLOCKS * kernels.BLOCK.value) for width in widths]
+        self.piece = [0, *accumulate(counts)]
+        self.pairs = torch.empty(2 if self.raw else 1, self.N, self.S, 2, dtype=torch.float32, device=self.device)
+        self.floats = torch.empty(5 if self.raw else 3, self.N, self.piece[-1], dtype=torch.float32, device=self.device)
+        self.ints = torch.empty(4, self.N, self.piece[-1], dtype=torch.int32, device=self.device)
 
     def over(self, head: _Head, allowed: Tensor | None) -> None:
-        """The whole vocabulary, by as many programs as run at a time; together they hold less than a third of it."""
-        if self.N == 0:
-            return
-        tile = head.tile
-        span = max(tile.BN, TILE)
-        work = triton.cdiv(self.N, tile.BM) * triton.cdiv(self.V, span)
-        programs = max(min(_at_a_time(self.device) * (2 if tile.BM * tile.BN <= 1 << 14 else 1), work // 3), 1)
-        room = torch.empty(programs, min(self.N, tile.BM), span, dtype=torch.float32, device=self.device)
-        words = None if allowed is None else allowed.contiguous()
-        wide = 0 if words is None else words.shape[1]
-        with on_device_of(head.hidden):
-            kernels.head_draw[(programs,)](
-                head.hidden, head.weight, head.bias, words, self.slot, *self.law, room, self.parts, self.places,
-                self.N, head.hidden.shape[1], self.V, self.S, head.hidden.stride(0), *head.weight.stride(), head.scale,
-                head.softcap or 0.0, wide, self.last_slot, self.stream, HAS_ALLOWED=words is not None, SPAN=span,
-                R=4 * tile.num_warps, **self.constants, **head.constants, **tile._asdict(), **FUSED,
-            )  # fmt: skip
+        """The whole vocabulary: one slab is multiplied in a stream of its own while the one before is drawn from.
 
-    def take(self, x: Tensor, raw: Tensor, first: int) -> None:
-        """One edited slab, and what it was."""
-        if self.N == 0:
-            return
-        width, some = x.shape[1], 4 * WARPS
+        A slab is as many tiles as run at a time, so two of them take the same memory however many rows there are.
+        """
+        tile = head.tile
+        columns = max(_at_a_time(self.device, tile) // triton.cdiv(self.N, tile.BM), 1) * tile.BN
+        block, group = kernels.BLOCK.value, kernels.GROUP.value
+        if columns >= block:
+            columns -= columns % block  # no piece is begun for a rest
+        else:  # so many rows that a slab would be less than what a draw looks at together
+            columns = max(columns, min(block, self.V // 8) // group * group)
+        cut = [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
+        self.begin([width for _, width in cut])
+        room = [torch.empty(self.N * cut[0][1], dtype=torch.float32, device=self.device) for _ in cut[:2]]
+        lane = _Lane(self.device)
+        for i, (first, width) in enumerate(cut):
+            slab = room[i % 2][: self.N * width].view(self.N, width)
+            with lane.beside(i):
+                head.logits(first, width, slab, cap=False)
+            lane.join(i)
+            self.take(i, first, slab, None, allowed=allowed, softcap=head.softcap)
+            lane.leave(i)
+
+    def take(
+        self,
+        i: int,
+        first: int,
+        x: Tensor,  # [N, width]
+        raw: Tensor | None,  # [N, width], what it was before edits
+        *,
+        allowed: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Slab number i."""
+        width = x.shape[1]
+        grid = (self.N * (self.piece[i + 1] - self.piece[i]),)
         with on_device_of(x):
-            kernels.draw_slab[(triton.cdiv(self.N, some), triton.cdiv(width, TILE))](
-                x, raw, self.slot, *self.law, self.parts, self.places, first, width, self.N, self.V, self.S,
-                self.last_slot, self.stream, R=some, num_warps=WARPS, **self.constants, **FUSED,
+            kernels.draw_slab[grid](
+                x, raw, allowed, self.slot, *self.law, self.pairs, self.pairs[-1], self.floats, self.ints, first, width,
+                self.piece[i], self.N, self.S, self.piece[-1], softcap or 0.0,
+                0 if allowed is None else allowed.shape[1], self.last_slot, self.stream, HAS_CAP=softcap is not None,
+                HAS_ALLOWED=allowed is not None, EDITED=raw is not None, HAS_SLOT=self.slot is not None, RAW=self.raw,
+                **self.each, WHOLE=width % 16 == 0, BLOCKS=BLOCKS, num_warps=WARPS, **FUSED,
             )  # fmt: skip
 
     def result(self, spoiled: Tensor | None, invalid_token: int) -> SampleResult:
@@ -200,11 +265,13 @@ class _Draw:
         ints = torch.empty(2, N, dtype=torch.int32, device=device)
         floats = torch.empty(4, N, dtype=torch.float32, device=device)
         if N:
+            P = self.piece[-1]
             with on_device_of(longs):
                 kernels.draw_row[(N,)](
-                    self.parts, self.places, spoiled, self.slot, self.T, longs, ints, floats, N, self.S, invalid_token,
-                    self.last_slot, HAS_SPOILED=spoiled is not None, HAS_SLOT=self.slot is not None, RAW=self.raw,
-                    T_EACH=self.constants["T_EACH"], SP=triton.next_power_of_2(self.S), num_warps=WARPS, **FUSED,
+                    self.pairs, self.pairs[-1], self.floats, self.ints, spoiled, self.slot, self.T, longs, ints, floats,
+                    N, self.S, P, invalid_token, self.last_slot, HAS_SPOILED=spoiled is not None,
+                    HAS_SLOT=self.slot is not None, RAW=self.raw, T_EACH=self.each["T_EACH"],
+                    SP=triton.next_power_of_2(self.S), PP=triton.next_power_of_2(P), num_warps=WARPS, **FUSED,
                 )  # fmt: skip
         return SampleResult(
             token=longs[0],
@@ -218,6 +285,46 @@ class _Draw:
         )
 
 
-def _at_a_time(device: torch.device) -> int:
-    """Programs that run at a time, if a multiprocessor has one; 1 in the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+class _Lane:
+    """A stream beside the caller's, in which products run ahead of draws by one slab; nothing on a CPU.
+
+    Of a higher priority: what draws takes the room that a product leaves. One for each stream that calls, since a
+    capture of one caller takes in all that others put in its streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.side: torch.cuda.Stream | None = None
+        self.drawn: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self.caller = torch.cuda.current_stream(device)
+            key = (self.caller.device_index, self.caller.cuda_stream)
+            self.side = _SIDES.get(key) or _SIDES.setdefault(key, torch.cuda.Stream(device, priority=-1))
+            self.side.wait_stream(self.caller)
+
+    def beside(self, i: int) -> AbstractContextManager[object]:
+        """The scope of product i, which overwrites the slab of product i - 2."""
+        if self.side is None:
+            return nullcontext()
+        if i > 1:
+            self.side.wait_event(self.drawn[i - 2])
+        return torch.cuda.stream(self.side)
+
+    def join(self, i: int) -> None:  # noqa: ARG002
+        """What the caller's stream does next comes after the product."""
+        if self.side is not None:
+            self.caller.wait_stream(self.side)
+
+    def leave(self, i: int) -> None:  # noqa: ARG002
+        """Draw i is under way."""
+        if self.side is not None:
+            self.drawn.append(self.caller.record_event())
+
+
+_SIDES: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
+
+
+def _at_a_time(device: torch.device, tile: Tile) -> int:
+    """Programs of a product that run at a time; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * (1 if tile.num_warps > 4 else 2)

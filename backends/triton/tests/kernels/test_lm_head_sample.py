@@ -5,6 +5,7 @@ import torch
 
 from rlkernel_core.reference.lm_head_sample import lm_head_sample as reference
 from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
+from rlkernel_triton import head_sampling
 from rlkernel_triton.head_sampling import ROOM, TILE, lm_head_sample, slabs
 
 N, V, D = 6, 2500, 16
@@ -59,6 +60,34 @@ def test_edits_act_on_slabs(device) -> None:
     bias = LogitBias(torch.randint(0, V, (N,), generator=g), torch.full((N,), 6.0), torch.arange(N + 1))
     given = law(3) | {"banned": banned, "logit_bias": bias, "raw_logprob": True}
     assert_as_reference(hidden, weight, given, device)
+
+
+def bits(result) -> list[torch.Tensor]:
+    found = [x for x in vars(result).values() if x is not None]
+    return [x.view(torch.int32) if x.dtype == torch.float32 else x for x in found]
+
+
+def test_no_cut_changes_a_bit(device, monkeypatch) -> None:
+    hidden, weight, _ = operands(4)
+    hidden[0] = 0.0  # a flat row
+    given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in law(4).items()}
+    want = lm_head_sample(hidden.to(device), weight.to(device), **given)
+    monkeypatch.setattr(head_sampling, "_at_a_time", lambda *_: 3)
+    monkeypatch.setattr(head_sampling, "BLOCKS", 2)
+    got = lm_head_sample(hidden.to(device), weight.to(device), **given)
+    assert all(torch.equal(a, b) for a, b in zip(bits(want), bits(got), strict=True))
+
+
+def test_a_piece_that_wants_care_gives_the_bits_of_one_that_does_not(device) -> None:
+    hidden, weight, _ = operands(5)
+    far, never = (torch.zeros(V).index_fill(0, torch.tensor([7, 1100, V - 1]), x) for x in (-1e30, -torch.inf))
+    given = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in (law(5) | {"temperature": 0.8}).items()}
+    plain, careful = (
+        lm_head_sample(hidden.to(device), weight.to(device), bias=b.to(device), **given) for b in (far, never)
+    )
+    assert torch.equal(careful.kept_count, plain.kept_count - 3)
+    for name in ("token", "logprob"):
+        assert torch.equal(getattr(plain, name), getattr(careful, name))
 
 
 @pytest.mark.parametrize("rows", [1, 64, 4096, 1 << 20])
