@@ -1,4 +1,4 @@
-"""Products with 4-bit weights in CUDA C++ on one Hopper GPU: each way to cut them is checked, then timed.
+"""Products with quantised weights in CUDA C++ on one Hopper GPU, as they ship: each is checked, then timed.
 
     PYTHONPATH=.:registry:conformance:backends/triton:backends/cuda OUT=. python benchmarks/gpu_qmatmul_cuda.py
 
@@ -36,99 +36,54 @@ BANDWIDTH, RATE = 4.3e12, 790e12  # bytes and operations a second that an H200 r
 Finding = dict[str, Any]
 
 
-# (sets, parts, joined) of narrow cuts that are compared, by (N, K): Llama 3 8B and 70B, Qwen3 4B, 8B and 14B
-FEW: dict[tuple[int, int], list[tuple[int, int, int]]] = {
-    (28672, 4096): [(14, 1, 1), (7, 2, 2)],
-    (6144, 4096): [(3, 4, 1)],
-    (4096, 14336): [(2, 7, 1)],
-    (4096, 4096): [(2, 8, 1), (2, 4, 1)],
-    (8192, 8192): [(4, 4, 1)],
-    (10240, 8192): [(5, 2, 1), (5, 4, 1)],
-    (57344, 8192): [(14, 1, 2), (7, 2, 2)],
-    (8192, 28672): [(4, 4, 1)],
-    (24576, 4096): [(12, 1, 1), (6, 2, 2)],
-    (4096, 12288): [(2, 6, 1), (2, 8, 1)],
-    (19456, 2560): [(10, 1, 1), (5, 2, 2)],
-    (34816, 5120): [(9, 2, 2), (17, 1, 1)],
-    (5120, 17408): [(3, 4, 1)],
-}
-RING = 200 << 10
-
-
-def few_cuts(family: str, N: int, K: int, M: int) -> Iterator[tuple[int, ...]]:
-    """Cuts of narrow.cu: (tokens, sets, parts, joined, stages); of narrow8.cu without `joined`."""
-    tokens = 8 if M <= 8 else 16
-    for sets, parts, joined in FEW.get((N, K), []):
-        stages = min(8, RING // (parts * 4 * tokens * 128))
-        if K % (256 * parts) or sets * parts > 17 or stages < 3 or (family == "narrow8" and joined > 1):
-            continue
-        yield (tokens, sets, parts, stages) if family == "narrow8" else (tokens, sets, parts, joined, stages)
-
-
-# (tokens, steps, stages, split, teams) of wide cuts, by M
-WIDE: dict[int, list[tuple[int, ...]]] = {
-    16: [(16, 2, 8, 0, 4) ],
-    32: [(32, 2, 7, 0, 4) ],
-    64: [
-
-        (64, 2, 5, 0, 4), (64, 2, 8, 1, 2),
-    ],
-    128: [
-        (128, 2, 5, 0, 2), (128, 2, 5, 1, 2),
-    ],
-    256: [
-        (256, 1, 5, 0, 2), (128, 2, 5, 1, 2),
-    ],
-    512: [(256, 1, 5, 0, 2) ],
-    1024: [(256, 1, 5, 0, 2) ],
-    4096: [(256, 1, 5, 0, 2) ],
-}  # fmt: skip
-# The same, for every other shape.
-WIDE_ELSEWHERE: dict[int, list[tuple[int, ...]]] = {
-    64: [
-        (64, 2, 5, 1, 4),
-        (64, 2, 8, 1, 2),
-    ],
-    128: [
-        (128, 2, 5, 1, 2),
-    ],
-    256: [
-        (128, 2, 5, 1, 2),
-        (256, 1, 5, 0, 2),
-    ],
-    1024: [
-        (256, 1, 5, 0, 2),
-        (128, 2, 5, 1, 2),
-    ],
+# (N, K): Llama 3 8B and 70B, Qwen3 4B, 8B and 14B
+SHAPES = [
+    MAIN, (6144, 4096), (4096, 14336), (4096, 4096), (8192, 8192), (10240, 8192), (57344, 8192), (8192, 28672),
+    (24576, 4096), (4096, 12288), (19456, 2560), (34816, 5120), (5120, 17408),
+]  # fmt: skip
+TOKENS = {"main": (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096), "elsewhere": (1, 16, 64, 128, 256, 1024)}
+FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "int4_g32_asym")
+FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
+# Seconds that a family may take of those that are left, in this order.
+SHARES = {
+    "main": {"narrow": 0.35, "split": 0.45, "whole": 0.75, "narrow8": 0.8, "portable": 1.0},
+    "elsewhere": {"narrow": 0.4, "split": 0.65, "whole": 0.8, "portable": 1.0},
 }
 
 
-def wide_cuts(shape: tuple[int, int], M: int) -> Iterator[tuple[int, ...]]:
-    """Those that divide a shape; whole tiles only where they occupy half of the multiprocessors."""
-    for cut in (WIDE if shape == MAIN else WIDE_ELSEWHERE).get(M, []):
-        rows = 64 * cut[4]
-        tiles = -(-shape[0] // rows) * -(-M // cut[0])
-        if shape[0] % rows == 0 and (cut[3] or tiles >= 66):
-            yield cut
+class Described:
+    """What cuts and builds depend on of a weight."""
+
+    def __init__(self, kind: str, shape: tuple[int, int] = (0, 0)) -> None:
+        from rlkernel_core.quant.spec import QuantSpec
+
+        self.spec, self.shape = QuantSpec.named(kind), shape
 
 
-def jobs(family: str, where: str) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-    """(N, K, M, cut); `where`: at the main shape, or at all others."""
-    shapes = [MAIN] if where == "main" else [shape for shape in FEW if shape != MAIN]
-    for N, K in shapes:
+def kinds(family: str) -> tuple[str, ...]:
+    """Formats that are timed."""
+    return FORMATS8[:2] if family == "narrow8" else ("int4_g128",)
+
+
+def jobs(family: str, where: str) -> Iterator[tuple[int, int, int, Any]]:
+    """(N, K, M, cut) as they ship; `where`: at the main shape, or at all others."""
+    from rlkernel_cuda.quant import choice
+
+    for N, K in SHAPES[:1] if where == "main" else SHAPES[1:]:
         if family == "portable":
             for M in (1, 16, 32, 64, 128, 256) if where == "main" else (16, 64):
-                yield N, K, M, ()
+                yield N, K, M, None
             continue
-        if family in {"narrow", "narrow8"}:
-            for M in (1, 16):
-                for cut in few_cuts(family, N, K, M):
-                    yield N, K, M, cut
-            continue
-        for M in (1, 16, 32, 64, 128, 256, 512, 1024, 4096):
-            for cut in wide_cuts((N, K), M):
-                if bool(cut[3]) == (family == "split"):
-                    yield N, K, M, cut
+        for M in TOKENS[where]:
+            cut = choice.cut(M, Described(kinds(family)[0], (N, K)))
+            if cut is not None and family_of(cut) == family:
+                yield N, K, M, cut
+
+
+def family_of(cut: Any) -> str:
+    """The kernel of a cut; of `wide`, whether blocks share tiles."""
+    name = type(cut).__name__.lower()
+    return name if name != "wide" else "split" if cut.split else "whole"
 
 
 def kept_compiler(folder: Path) -> None:
@@ -150,83 +105,61 @@ def kept_compiler(folder: Path) -> None:
     driver.compiled = compiled
 
 
-def cut_of(family: str, cut: tuple[int, ...]) -> Any:
-    """The cut as the launcher takes it."""
-    from rlkernel_cuda.quant import launch
+def small_jobs(family: str, where: str) -> Iterator[tuple[str, int, int, int, Any, str]]:
+    """(format, N, K, M, cut, dtype) that are only checked: ends of clusters, of tokens and of the depth of a tile."""
+    from rlkernel_cuda.quant.launch import Narrow, Narrow8, Wide
 
-    if family in {"split", "whole"}:
-        return launch.Wide(*cut[:3], bool(cut[3]), cut[4])
-    return launch.Narrow(*cut) if family == "narrow" else launch.Narrow8(*cut)
-
-
-FORMATS = ("int4_g128", "int4_g64_asym", "int4_channel", "int4_channel_asym", "int4_g32_asym")
-FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
-# Seconds that a family may take of those that are left, in this order.
-SHARES = {
-    "main": {"split": 0.25, "whole": 0.6, "narrow": 0.7, "portable": 1.0},
-    "elsewhere": {"split": 0.45, "whole": 0.65, "narrow": 0.8, "portable": 1.0},
-}
-# (N, K, M, cut): ends of clusters, of tokens and of the depth of a tile
-SMALL = {
-    "split": [
-        (512, 2048, 13, (16, 2, 4, 1, 4)),
-        (384, 1024, 50, (64, 2, 4, 1, 2)),
-        (640, 1024, 200, (128, 2, 4, 1, 2)),
-    ],
-    "whole": [
-        (512, 640, 33, (64, 2, 4, 0, 4)),
-        (384, 2048, 300, (256, 1, 4, 0, 2)),
-        (640, 640, 300, (256, 1, 4, 0, 2)),
-    ],
-}
-
-
-def small_jobs(family: str, where: str) -> Iterator[tuple[str, int, int, int, tuple[int, ...], str]]:
-    """(format, N, K, M, cut, dtype) that are only checked."""
+    small = {
+        "split": [
+            (512, 2048, 13, Wide(16, 2, 4, split=True, teams=4)),
+            (384, 1024, 50, Wide(64, 2, 4, split=True)),
+            (640, 1024, 200, Wide(128, 2, 4, split=True)),
+        ],
+        "whole": [
+            (512, 640, 33, Wide(64, 2, 4, split=False, teams=4)),
+            (384, 2048, 300, Wide(256, 1, 4, split=False)),
+            (640, 640, 300, Wide(256, 1, 4, split=False)),
+        ],
+        "narrow": [
+            (448, 2048, 13, Narrow(16, 4, 2, 2, 2, 2, 4)),
+            (448, 5120, 5, Narrow(8, 3, 2, 1, 4, 1, 4)),
+            (448, 5120, 13, Narrow(16, 3, 1, 3, 4, 2, 8)),
+        ],
+        "narrow8": [(400, 1536, 13, Narrow8(16, 4, 2, 3))],
+    }
     if where != "main":
         return
-    for N, K, M, cut in SMALL.get(family, []):
-        every = cut[0] == 64  # the others in some formats
-        for kind in FORMATS if every else ("int4_g128", "int4_channel_asym"):
-            yield kind, N, K, M, cut, "bfloat16"
-        yield "int4_g32_asym", N, K, M, cut, "float16"
-    if family == "narrow8":
-        for kind in FORMATS8:
-            yield kind, 400, 1536, 13, (16, 4, 2, 3), "bfloat16"
-    if family == "narrow":
-        yield "int4_g64_asym", 448, 1536, 13, (16, 4, 2, 2, 3), "bfloat16"
+    for N, K, M, cut in small.get(family, []):
+        if family == "narrow8":
+            yield from ((kind, N, K, M, cut, "bfloat16") for kind in FORMATS8)
+            continue
+        few = ("int4_g128", "int4_channel_asym")
+        every = FORMATS[:4] if family == "narrow" else FORMATS if cut.tokens == 64 else few
+        yield from ((kind, N, K, M, cut, "bfloat16") for kind in every)
+        yield ("int4_g64_asym" if family == "narrow" else "int4_g32_asym"), N, K, M, cut, "float16"
 
 
 def compile_some(worker: int, folder: Path, where: str) -> None:
     """Every WORKERS-th build."""
     import torch
 
-    from rlkernel_core.quant.spec import QuantSpec
     from rlkernel_cuda import driver
     from rlkernel_cuda.quant import launch
 
     kept_compiler(folder)
     wanted: dict[tuple[Any, ...], None] = {}
 
-    class Weight:
-        """What flags depend on."""
-
-        def __init__(self, kind: str, dtype: str) -> None:
-            self.spec = QuantSpec.named(kind)
-            self.parts = {"scale": torch.empty(0, dtype=getattr(torch, dtype))}
-
-    def add(family: str, cut: tuple[int, ...], kind: str, dtype: str) -> None:
-        if not cut:
-            return  # a portable kernel
-        sources, options, _ = launch.build(cut_of(family, cut), Weight(kind, dtype), getattr(torch, dtype))
-        wanted[sources, options] = None
+    def add(cut: Any, kind: str, dtype: str) -> None:
+        if cut is not None:  # else a portable kernel
+            sources, options, _ = launch.build(cut, Described(kind), getattr(torch, dtype))
+            wanted[sources, options] = None
 
     for family in SHARES[where]:
         for kind, _, _, _, cut, dtype in small_jobs(family, where):
-            add(family, cut, kind, dtype)
+            add(cut, kind, dtype)
         for _, _, _, cut in jobs(family, where):
-            for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
-                add(family, cut, kind, "bfloat16")
+            for kind in kinds(family):
+                add(cut, kind, "bfloat16")
     for sources, options in list(wanted)[worker::WORKERS]:
         driver.compiled("\n".join(path.read_text() for path in sources), options)
         print("compiled", flush=True)
@@ -257,6 +190,27 @@ def checked(run: Any, x: Any, y: Any, exact: Any, rounding: str, kind_unit: str)
     return {"used": round(used, 4), "repeats": repeats, "row_alone": bool(torch.equal(alone[0], first[0]))}
 
 
+def chained(run: Any, x: Any, y: Any, weights: list[Any]) -> Finding:
+    """With a small kernel before each product that writes its x: microseconds of both, and whether that x was seen."""
+    import torch
+
+    several = weights[:8]
+    xs = [x * (i + 1) for i in range(len(several))]
+    ys = [torch.empty_like(y) for _ in several]
+    between = torch.empty_like(x)
+
+    def step(x: Any, w: Any, y: Any) -> None:
+        torch.mul(x, 1.0, out=between)  # a kernel, not a copy
+        run(between, w, y)
+
+    us = replayed([partial(step, *given) for given in zip(xs, several, ys, strict=True)], 0.04)
+    right = True
+    for x_i, w, y_i in zip(xs, several, ys, strict=True):
+        run(x_i, w, y)
+        right &= bool(torch.equal(y, y_i))
+    return {"chain": us, "chain_right": right}
+
+
 def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
     """A packed weight."""
     import torch
@@ -270,6 +224,11 @@ def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
         return codec.quantize(full, QuantSpec.named(kind))
     half = {"scale_dtype": "float16"} if dtype == torch.float16 else {}
     return codec.prepack(codec.quantize(full, QuantSpec.named(kind, **half)))
+
+
+def named(cut: Any) -> str:
+    """The numbers of a cut."""
+    return str(tuple(map(int, cut)))
 
 
 def cut_in(label: str) -> str:
@@ -313,17 +272,16 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
         w = weight(N, K, kind, dtype)
         x, y = torch.randn(M, K, device="cuda", dtype=dtype), torch.empty(M, N, device="cuda", dtype=dtype)
         bias = torch.randn(N, device="cuda", dtype=dtype)
-        plan = cut_of(family, cut)
         found = checked(
-            lambda a, b: run_of(a, w, None, b, plan), x, y, exact_of(w, dtype, rounding), rounding, dtype_name
+            lambda a, b: run_of(a, w, None, b, cut), x, y, exact_of(w, dtype, rounding), rounding, dtype_name
         )
         plain = y.clone()
-        run_of(x, w, bias, y, plan)
+        run_of(x, w, bias, y, cut)
         off = (y.float() - (plain.float() + bias.float())).abs() / (plain.float().abs() + bias.float().abs() + 1)
         return {**found, "bias": round(float(off.nan_to_num(nan=1e9).max()), 5)}
 
     for job in small_jobs(family, where):
-        told(f"small {job}", partial(small, *job))
+        told(f"small {job[:4]} {job[5]} {named(job[4])}", partial(small, *job))
     state: dict[str, Any] = {}
 
     def timed(N: int, K: int, M: int, cut: Any, kind: str = "int4_g128") -> Finding:
@@ -339,24 +297,25 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             state.update(shape=(N, K, kind), dense_at=None, copies=copies, dense=[dense, dense.clone()])
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
-        plan = cut_of(family, cut) if cut else None
 
         def run(x: Any, w: Any, y: Any) -> None:
-            if plan is None:
+            if cut is None:
                 y.copy_(qmatmul(x, w))
             else:
-                run_of(x, w, None, y, plan)
+                run_of(x, w, None, y, cut)
 
         found: Finding = {}
         if M <= 1024:
             w = state["copies"][0]
-            exact = exact_of(w, torch.bfloat16, rounding)
-            found = checked(lambda a, b: run(a, w, b), x, y, exact, rounding, "bfloat16")
-            del exact
-        timing = partial(qmatmul, x) if plan is None else partial(run, x)
-        rest = () if plan is None else (y,)
+            if "exact" not in state:
+                state["exact"] = exact_of(w, torch.bfloat16, rounding)
+            found = checked(lambda a, b: run(a, w, b), x, y, state["exact"], rounding, "bfloat16")
+        timing = partial(qmatmul, x) if cut is None else partial(run, x)
+        rest = () if cut is None else (y,)
         calls = [partial(timing, w, *rest) for w in state["copies"]]
         found["us"] = replayed(calls, 0.05)
+        if cut is not None and M <= 64:
+            found |= chained(run, x, y, state["copies"])
         if state.get("dense_at") != M:
             state["dense_at"] = M
             state["cublas"] = replayed([partial(torch.mm, x, d.t(), out=y) for d in state["dense"]], 0.05)
@@ -365,12 +324,10 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
         found["floor"] = round(1e6 * max(moved / BANDWIDTH, 2 * M * N * K / RATE), 2)
         return found
 
-    for kind in ("int8_channel", "fp8_channel") if family == "narrow8" else ("int4_g128",):
+    for kind in kinds(family):
         for N, K, M, cut in jobs(family, where):
-            told(
-                f"{kind} {K}x{N} M={M} {cut}" if cut else f"portable {kind} {K}x{N} M={M}",
-                partial(timed, N, K, M, cut, kind),
-            )
+            label = f"{kind} {K}x{N} M={M}"
+            told(f"portable {label}" if cut is None else f"{label} {named(cut)}", partial(timed, N, K, M, cut, kind))
     print("@done", flush=True)
 
 
@@ -427,7 +384,7 @@ def main() -> None:
     """Compile, then each family."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=75.0)
-    parser.add_argument("--where", choices=("main", "elsewhere"), default="main")
+    parser.add_argument("--where", choices=tuple(SHARES), default="main")
     parser.add_argument("--child")
     parser.add_argument("--folder", default="")
     parser.add_argument("--skip", default="[]")

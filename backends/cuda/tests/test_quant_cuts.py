@@ -119,7 +119,8 @@ def test_weights_as_the_kernels_read_them_fit(w) -> None:
 
 
 CUTS = [
-    ("int4_g64_asym", launch.Narrow(16, 3, 2, 1, 3)),
+    ("int4_g64_asym", launch.Narrow(16, 3, 2, 1, 4)),
+    ("int4_g128", launch.Narrow(16, 24, 1, 1, 8, cluster=2, ahead=4)),
     ("int4_g128", launch.Wide(128, 2, 5, split=True)),
     ("int4_g128_asym", launch.Wide(64, 2, 5, split=False, teams=4)),
     ("int4_g32", launch.Wide(256, 1, 5, split=False)),

@@ -23,61 +23,78 @@ from rlkernel_cuda.quant.launch import Narrow, Narrow8, Wide
 FEW: Final = (8, 16)  # most tokens of the classes of `narrow` and `narrow8`
 FROM: Final = 32  # tokens up to which the portable kernel is ahead of `wide`
 LARGE: Final = 45_000_000  # codes of a weight below which it is ahead up to 64 tokens too
-WARPS: Final = 16  # of a block there
-BUSY: Final = 12  # warps that draw all of a multiprocessor's share of the memory
+WARPS: Final = {4: 28, 8: 16}  # most of a block there, by bits
+BUSY: Final = {4: 20, 8: 12}  # that draw all of a multiprocessor's share of the memory
 START: Final = 64 << 10  # bytes that could have been read until a block is under way
-RING: Final = 200 << 10  # bytes of shared memory for what is on its way
-LEAST_STAGES: Final = 3
+DECLARED: Final = 1 << 10  # bytes of barriers
+RING: Final = driver.SHARED - DECLARED  # bytes of shared memory for what is on its way
+LEAST_STAGES: Final = 2
+MOST_STAGES: Final = 16
+MOST_PARTS: Final = 8  # of a block: a stage holds x for all of them
 TALL: Final = 100_000_000  # codes of a weight from which four warpgroups a block are ahead of two
 SHARED: Final = 128  # tokens of a tile whose depth blocks share
 WHOLE: Final = 256  # of one whose depth they do not share
 # By tokens of a whole tile, the time of tiles whose depth blocks share over its own; and as many steps of 64 more.
 SHARING: Final = {64: 1.08, SHARED: 1.08, WHOLE: 1.22}
 SHARED_START: Final = 12
-DECLARED: Final = 1 << 10  # bytes of barriers
 # Measured on an H200, where others than the rule's were ahead: benchmarks/notes/qmatmul.md.
-MEASURED: Final = {
-    (28672, 4096, 8): Narrow(8, 7, 2, 2, 8),
-    (24576, 4096, 8): Narrow(8, 6, 2, 2, 8),
-    (34816, 5120, 8): Narrow(8, 17, 1, 1, 8),
-    (34816, 5120, 16): Narrow(16, 17, 1, 1, 8),
-    (19456, 2560, 16): Narrow(16, 5, 2, 2, 8),
-    (4096, 4096, 8): Narrow(8, 2, 4, 1, 8),
-    (4096, 4096, 16): Narrow(16, 2, 4, 1, 6),
+MEASURED: Final = {  # (N, K, tokens) -> (sets, parts, joined, cluster, ahead)
+    (4096, 4096, 8): (2, 8, 1, 1, 4),
+    (4096, 4096, 16): (2, 8, 1, 1, 4),
+    (6144, 4096, 8): (3, 4, 1, 1, 8),
+    (6144, 4096, 16): (3, 4, 1, 1, 8),
+    (8192, 8192, 8): (4, 4, 2, 2, 4),
+    (8192, 8192, 16): (4, 4, 2, 2, 4),
+    (10240, 8192, 8): (10, 2, 1, 2, 4),
+    (10240, 8192, 16): (10, 2, 1, 2, 4),
+    (5120, 17408, 8): (5, 2, 1, 2, 8),
+    (5120, 17408, 16): (5, 2, 1, 2, 8),
+    (24576, 4096, 16): (24, 1, 1, 2, 4),
+    (34816, 5120, 8): (17, 1, 2, 2, 4),
+    (34816, 5120, 16): (11, 1, 3, 2, 4),
 }
 
 
-def _shares(N: int, K: int, multiprocessors: int) -> Iterator[tuple[float, int, int, int]]:
-    """(cost, sets, parts, joined): bytes of the busiest multiprocessor and a start a wave; more with few warps."""
-    for joined in (1, 2):
-        for parts in range(1, WARPS + 1):
-            if K % (256 * parts):
+def _shares(N: int, K: int, multiprocessors: int, bits: int) -> Iterator[tuple[float, int, int, int]]:
+    """(cost, cluster, parts, sets): bytes of the busiest multiprocessor and a start a wave; more with few warps."""
+    for cluster in (1, 2):
+        for parts in range(1, MOST_PARTS + 1):
+            if K % (256 * parts * cluster):
                 continue
-            for sets in range(1, WARPS // parts + 1):
-                rows = sets * joined * 16
-                waves = ceil(ceil(N / rows) / multiprocessors)
-                idle = max(1.0, BUSY / (sets * parts))
-                yield waves * (rows * K / 2 * idle + START * (1 + 0.1 * joined)), sets, parts, joined
+            for sets in range(1, WARPS[bits] // parts + 1):
+                waves = ceil(ceil(N / (16 * sets)) / (multiprocessors // cluster))
+                idle = max(1.0, BUSY[bits] / (sets * parts))
+                yield waves * (sets * 2 * bits * K / cluster * idle + START), cluster, parts, sets
+
+
+def _ring(one: Narrow, K: int) -> Narrow | None:
+    """With as many stages as there is room for, and pieces; None where that is too few."""
+    stage = one.parts * 4 * one.tokens * 128
+    pieces = K // (256 * one.parts * one.cluster)
+    stages = min(MOST_STAGES, (RING - launch.shared(one._replace(stages=0))) // stage // 2 * 2, pieces + pieces % 2)
+    return one._replace(stages=stages) if stages >= LEAST_STAGES else None
 
 
 @lru_cache
 def few4(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow | None:
     """The cut for few tokens and 4 bits; None where K is no multiple of 256."""
     if (N, K, tokens) in MEASURED:
-        return MEASURED[N, K, tokens]
-    for _, sets, parts, joined in sorted(_shares(N, K, multiprocessors)):
-        stages = min(8, RING // (parts * 4 * tokens * 128))
-        if stages >= LEAST_STAGES:
-            return Narrow(tokens, sets, parts, joined, stages)
+        sets, parts, joined, cluster, ahead = MEASURED[N, K, tokens]
+        return _ring(Narrow(tokens, sets, parts, joined, 0, cluster, ahead), K)
+    for _, cluster, parts, sets in sorted(_shares(N, K, multiprocessors, 4)):
+        ahead = 4 if sets * parts > 16 else 8
+        found = _ring(Narrow(tokens, sets, parts, 1, 0, cluster, ahead), K)
+        if found is not None:
+            return found
     return None
 
 
 @lru_cache
 def few8(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow8 | None:
     """The cut for few tokens and 8 bits."""
-    for _, sets, parts, joined in sorted(_shares(N, K, multiprocessors)):
+    for _, cluster, parts, sets in sorted(_shares(N, K, multiprocessors, 8)):
         stages = min(8, RING // (parts * 4 * tokens * 128))
-        if joined == 1 and stages >= LEAST_STAGES:
+        if cluster == 1 and stages >= 3:
             return Narrow8(tokens, sets, parts, stages)
     return None
 

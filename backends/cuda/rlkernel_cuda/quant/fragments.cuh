@@ -22,8 +22,8 @@ __device__ __forceinline__ u32 multiplied(u32 a, u32 b) {
   return r;
 }
 
-// -(base + z), twice, for a zero-point z: what turns 0x4300 | q into q - z by one addition, exactly.
-__device__ __forceinline__ u32 offset_of(u32 zero) { return (BIASED | zero | zero << 16) ^ NEGATIVE; }
+// base + z, twice, for a zero-point z: what turns 0x4300 | q into q - z by one subtraction, exactly.
+__device__ __forceinline__ u32 offset_of(u32 zero) { return BIASED | zero | zero << 16; }
 
 // The operand of one word: codes less the zero-points of both rows.
 __device__ __forceinline__ void decoded(u32 word, u32 low_row, u32 high_row, u32* a) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void decoded(u32 word, u32 low_row, u32 high_row, u32
   for (int i = 0; i < 4; i++) {
     u32 v;
     asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(v) : "r"(word >> 4 * i), "r"(BIASED));
-    asm("fma.rn." T16 "x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"(v), "r"(ONES), "r"(i & 1 ? high_row : low_row));
+    asm("sub.rn." T16 "x2 %0, %1, %2;" : "=r"(a[i]) : "r"(v), "r"(i & 1 ? high_row : low_row));
   }
 }
 
@@ -74,6 +74,19 @@ __device__ __forceinline__ u32 shared_byte(u32 at) {
 __device__ __forceinline__ void arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+
+// Boxes of x, which is described as [K / 64, M, 64].
+__device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, int k, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+      ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k) : "memory");
+}
+
+// The next kernel of the stream may be put on multiprocessors that this one leaves; it waits as this one does.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// What the kernels before this one wrote is there, and nobody reads any more what this one writes.
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // `bytes` next to one another, a multiple of 16, as both addresses are.
 __device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, u32 bar) {

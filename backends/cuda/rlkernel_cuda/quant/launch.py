@@ -4,6 +4,8 @@
     narrow8   8 bits and at most 16 tokens
     wide      int4 and more tokens: bound by the matrix units
 
+Each may begin while the kernel before it ends.
+
 int4 weights lie in the layout `triton_w4` of rlkernel-triton, those of 8 bits as they are stored.
 
 Legend: M tokens · N rows · K columns of the weight.
@@ -21,6 +23,7 @@ from torch import Tensor
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda import driver
+from rlkernel_cuda.quant import early
 from rlkernel_triton.quant.tickets import tickets
 
 _HERE: Final = Path(__file__).parent
@@ -33,14 +36,16 @@ class Narrow(NamedTuple):
 
     tokens: int  # 8 or 16
     sets: int
-    parts: int
+    parts: int  # of a block
     joined: int = 1
-    stages: int = 8
+    stages: int = 8  # even, or as many as there are pieces
+    cluster: int = 1  # blocks, each with its parts of the depth
+    ahead: int = 8  # loads in flight of a tile, a multiple of 4
 
     @property
     def threads(self) -> int:
-        """Of a block: a warp a part of each set, and one that fetches."""
-        return 32 * (self.sets * self.parts + 1)
+        """Of a block: a warp a part of each set."""
+        return 32 * self.sets * self.parts
 
 
 class Narrow8(NamedTuple):
@@ -53,7 +58,7 @@ class Narrow8(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block, as of `Narrow`."""
+        """Of a block: a warp a part of each set, and one that fetches."""
         return 32 * (self.sets * self.parts + 1)
 
 
@@ -90,8 +95,11 @@ def shared(cut: Cut) -> int:
     """Bytes of a block, beside what a kernel declares."""
     if isinstance(cut, Wide):
         return cut.stages * cut.steps * (cut.tokens * 128 + 2048 * cut.teams) + staging(cut)
-    sums = (cut.parts - 1) * cut.sets * (cut.tokens // 8) * 512 * (cut.joined if isinstance(cut, Narrow) else 1)
-    return max(cut.stages * cut.parts * 4 * cut.tokens * 128, sums)
+    ring = cut.stages * cut.parts * 4 * cut.tokens * 128
+    if isinstance(cut, Narrow):
+        deep = cut.parts * cut.cluster
+        return ring + (deep > 1) * -(-cut.sets * cut.joined // cut.cluster) * deep * (cut.tokens // 8) * 512
+    return max(ring, (cut.parts - 1) * cut.sets * (cut.tokens // 8) * 512)
 
 
 def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...], tuple[str, ...], str]:
@@ -105,7 +113,7 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     else:
         flags |= {"SETS": cut.sets, "PARTS": cut.parts, "GROUP_": spec.group}
         if isinstance(cut, Narrow):
-            flags |= {"JOINED": cut.joined, "ZEROS": not spec.symmetric}
+            flags |= {"JOINED": cut.joined, "ZEROS": not spec.symmetric, "CLUSTER": cut.cluster, "AHEAD": cut.ahead}
             files, name = (*_BASE, _HERE / "narrow.cu"), "narrow"
         else:
             flags |= {"FLOAT8": spec.element != "int8", "SCALE_SHIFT": SCALE_SHIFT[spec.rows]}
@@ -113,10 +121,10 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     return files, tuple(f"-D{n}={int(v)}" for n, v in flags.items()), name
 
 
-def _tokens(x: Tensor, cut: Wide) -> Any:
+def _tokens(x: Tensor, cut: Cut) -> Any:
     """Rows of x as [K / 64, M, 64], in boxes of a stage."""
     M, K = x.shape
-    box = (64, cut.tokens, cut.steps)
+    box = (64, cut.tokens, cut.steps if isinstance(cut, Wide) else 4 * cut.parts)
     return driver.boxes(x.data_ptr(), driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
 
 
@@ -156,10 +164,10 @@ def product(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Cut)
         given = [_tokens(x, cut), _words(codes.data_ptr(), N, K, rows // 16, cut.steps), scale]
         given += [zero, added, y, partial, counters, ctypes.c_int(shift)]
     elif isinstance(cut, Narrow):
-        blocks = -(-(N // 16) // (cut.sets * cut.joined))
-        given = [driver.described(x, cut.tokens, 64), codes, scale, zero, added, y]
+        blocks = -(-(N // 16) // (cut.sets * cut.joined)) * cut.cluster
+        given = [_tokens(x, cut), codes, scale, zero, added, y]
     else:
         blocks = -(-(N // 16) // cut.sets)
         groups = ctypes.c_int(-(-K // spec.group) if spec.group else 1)
-        given = [driver.described(x, cut.tokens, 64), codes, scale, added, y, groups]
-    driver.launch(kernel, blocks, cut.threads, bytes_, [*given, *map(ctypes.c_int, (M, N, K))])
+        given = [_tokens(x, cut), codes, scale, added, y, groups]
+    early.launch(kernel, blocks, cut.threads, bytes_, [*given, *map(ctypes.c_int, (M, N, K))])

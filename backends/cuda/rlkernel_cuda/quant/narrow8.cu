@@ -67,29 +67,32 @@ narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
+  let_next_start();
   if (warp == WARPS) {
     __syncthreads();
-    int stage = 0;
-    u32 phase = 0;
-    for (int piece = 0; piece < pieces; piece++) {
-      const u32 bar = full + 8 * stage, at = base + stage * STAGE;
-      barrier_wait(empty + 8 * stage, phase ^ 1);
-      if (lane == 0) barrier_expect(bar, STAGE);
-      __syncwarp();
-      for (int i = lane; i < 4 * PARTS; i += 32)
-        fetch(at + i * BOX_BYTES, &x_map, (i / 4 * pieces + piece) * 256 + i % 4 * 64, 0, bar);
-      if (++stage == STAGES) stage = 0, phase ^= 1;
+    if (lane == 0) {
+      wait_for_last();
+      int stage = 0;
+      u32 phase = 0;
+      for (int piece = 0; piece < pieces; piece++) {
+        const u32 bar = full + 8 * stage;
+        barrier_wait(empty + 8 * stage, phase ^ 1);
+        barrier_expect(bar, STAGE);
+        fetch_tokens(base + stage * STAGE, &x_map, 0, piece * PARTS * 4, bar);
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+      }
     }
     return;
   }
 
   const int part = warp % PARTS, set = warp / PARTS, r8 = lane / 4, c4 = lane % 4;
   const int rows = N / 16, tile = blockIdx.x * SETS + set, row = min(tile, rows - 1) * 16 + r8;
-  const char* low = codes + (long long)row * K + part * pieces * 256 + c4 * 16;
+  const char* low = codes + (long long)row * K + part * 256 + c4 * 16;
   const char* high = low + 8ll * K;
   const float* scale0 = scale + (long long)(row >> SCALE_SHIFT) * scale_row;
   const float* scale1 = scale + (long long)((row + 8) >> SCALE_SHIFT) * scale_row;
-  const int group0 = part * pieces * 2;
+  const int group0 = part * 2;  // a part takes every PARTS-th piece
+  wait_for_last();
   uint4 v[AHEAD][2];
   float s[AHEAD / 2][2];
 #pragma unroll
@@ -127,7 +130,8 @@ narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale
       const u32 of_low[4] = {v[q][0].x, v[q][0].y, v[q][0].z, v[q][0].w};
       const u32 of_high[4] = {v[q][1].x, v[q][1].y, v[q][1].z, v[q][1].w};
       if (more) {
-        v[q][0] = streamed(low + ((piece + 1) * 4 + q) * 64), v[q][1] = streamed(high + ((piece + 1) * 4 + q) * 64);
+        v[q][0] = streamed(low + (piece + 1) * PARTS * 256 + q * 64);
+        v[q][1] = streamed(high + (piece + 1) * PARTS * 256 + q * 64);
       }
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -149,7 +153,7 @@ narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale
           for (int i = 0; i < 4; i++) sum[n][i] = 0.f;
         }
         if (more) {
-          const int group = group0 + (piece + 1) * 2 + q / 2;
+          const int group = group0 + (piece + 1) * PARTS * 2 + q / 2;
           s[q / 2][0] = scale0[group], s[q / 2][1] = scale1[group];
         }
       }

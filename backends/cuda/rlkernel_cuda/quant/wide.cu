@@ -22,13 +22,6 @@
 #define CHUNK (BM < 64 ? BM : 64)
 #define COUNT (BM / 2)  // accumulators of a thread
 
-// A stage of x, which is described as [K / 64, M, 64].
-__device__ __forceinline__ void fetch_tokens(u32 to, const Map* map, int token, int k, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-      ::"r"(to), "l"(map), "r"(bar), "r"(0), "r"(token), "r"(k) : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
 wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
@@ -46,7 +39,9 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  let_next_start();
   __syncthreads();
+  wait_for_last();
 
   const int m_tiles = (M + BM - 1) / BM, tiles = N / ROWS_ * m_tiles, units = K / 128;
   const long long all = (long long)tiles * units;
