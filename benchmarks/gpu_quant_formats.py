@@ -114,6 +114,12 @@ def share_of_bound(y: Any, x: Any, w: Any, rounding: str, *, added: Any = 0.0) -
     return float(over.nan_to_num(nan=torch.inf).max()) if y.numel() else 0.0
 
 
+def share_of_all(y: Any, x: Any, value: Any) -> float:
+    """`share_of_bound` of every row of a weight, some at a time."""
+    steps = range(0, value.shape[0], 4096)
+    return max(share_of_bound(y[:, a : a + 4096], x, value[a : a + 4096], "any") for a in steps)
+
+
 def products(name: str) -> dict[str, Any]:
     """Products of every shape, type and rounding: the largest share of the bound."""
     import torch
@@ -261,14 +267,12 @@ def cuts_of(name: str) -> Iterator[tuple[int, int, Any]]:
     """(tokens, parts of K, cut) beside the one that ships."""
     from rlkernel_triton.quant.block_products import Cut
 
-    if name not in {"mxfp4", "nvfp4"}:
+    if name != "mxfp4":
         return
-    yield from ((16, p, Cut(16, 64, s, 4)) for p in (1, 2, 4) for s in (3, 4))
+    yield from ((16, p, Cut(16, 64, 4, 4)) for p in (1, 2, 4))
     yield from ((32, p, Cut(32, 64, 4, 4)) for p in (1, 2))
-    yield from ((64, p, Cut(64, 128, s, 8)) for p, s in ((1, 4), (2, 3)))
-    if name == "mxfp4":
-        yield from ((M, 1, Cut(256, 128, 3, 8)) for M in (256, 512))
-        yield from ((M, 1, Cut(128, 128, 4, 8)) for M in (128, 1024))
+    yield from ((M, 1, Cut(128, 64, 3, 4)) for M in (128, 256))
+    yield 512, 1, Cut(128, 128, 3, 8)
 
 
 def warm(name: str) -> dict[str, Any]:
@@ -286,22 +290,21 @@ def warm(name: str) -> dict[str, Any]:
     plain = quantize(full, name)
     packed = prepack(plain)
     quantize(full, plain.spec, out=packed)
-    value = dequantize(packed, dtype=torch.float32)[:512]
+    value = dequantize(packed, dtype=torch.float32)
     want = quant.dequantize(quant.quantize(full[:512], name), dtype=torch.float32)
-    shares = {"bits in place": 0.0 if same(value, want) else 9.0}
+    shares = {"bits in place": 0.0 if same(value[:512], want) else 9.0}
     if name == "nvfp4":  # a scale of all
         shares.clear()
-    for M in tokens_of(name):
+    for M in tokens_of(name):  # of every row: a race may spoil a few
         x = torch.randn(M, columns, device="cuda").bfloat16()
-        y = qmatmul(x, packed)[:, :512]
-        if M <= 64:
-            shares[f"M={M}"] = share_of_bound(y, x, value, "any")
+        y, again = qmatmul(x, packed), qmatmul(x, packed)
+        if name != "int8_w8a8":  # tokens are rounded too
+            shares[f"M={M}"] = share_of_all(y, x, value) if torch.equal(y, again) else float("inf")
     for M, parts, cut in cuts_of(name):
         x = torch.randn(M, columns, device="cuda").bfloat16()
         y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
         launch(x, packed, After(), "any", None, y, cut, parts)
-        if M <= 64:
-            shares[f"M={M} cut {label(cut)}/{parts}"] = share_of_bound(y[:, :512], x, value, "any")
+        shares[f"M={M} cut {label(cut)}/{parts}"] = share_of_all(y, x, value)
     dequantize(plain), dequantize(packed)
     return worst_of(shares)
 
@@ -397,10 +400,7 @@ def moe() -> dict[str, Any]:
     found = Table("moe")
     dense = torch.randn(EXPERTS, N, K, device="cuda", dtype=torch.bfloat16)
     packed: dict[str, Any] = {}
-    cuts = (
-        *(Cut(16, 64, 4, 4), Cut(16, 128, 4, 8), Cut(32, 64, 4, 4), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4)),
-        *(Cut(64, 128, 3, 8), Cut(128, 128, 3, 8), Cut(128, 128, 4, 8), Cut(256, 128, 3, 8)),
-    )
+    cuts = (Cut(16, 64, 4, 4), Cut(16, 128, 4, 8), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4), Cut(128, 128, 3, 8))
     for name in ("mxfp4", "nvfp4"):
         packed[name] = w = prepack(quantize(dense.view(-1, K), name))
         for tokens in (1, 4, 16, 64, 256, 1024, 4096) if name == "mxfp4" else (4, 64, 1024):

@@ -31,7 +31,7 @@ from rlkernel_core.quant import codec
 
 FORMATS = (
     *("mxfp4", "nvfp4", "mxfp8", "int4_g128", "fp8_channel", "int8_channel", "nf4", "hqq4", "gguf_q8_0", "gguf_q4_0"),
-    *("int4_g32_asym", "fp8_block128", "fp4", "q4l"),
+    *("int4_g32_asym", "fp8_block128", "fp4", "q4l", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k"),
 )
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 LAYERS, TIMES, LIMIT_S = 4, 5, 80

@@ -110,7 +110,7 @@ CODEC: Final = KQuants()
 def _minmax(parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
     """Scales and minima of q4_k and q5_k."""
     low, high = extremes(weight, 1, SUB[spec.element])
-    low, high = -low.clamp(max=0), high.clamp(min=0)
+    low, high = low.clamp(max=0).abs(), high.clamp(min=0)  # no unit of -0
     step = (high + low) / torch.full_like(low, (1 << 4 + _HIGH_BITS[spec.element]) - 1)
     for name, exact in (("d", step), ("dmin", low)):
         _, most = extremes(exact, 1, spec.group // SUB[spec.element])

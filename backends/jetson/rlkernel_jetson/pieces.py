@@ -20,8 +20,8 @@ from rlkernel_core.host.memory import memory
 # Module, the constant that says how many bytes it takes at a time, and how many of them there may be at once.
 SIZES: Final = (
     ("rlkernel_triton.top_ids", "BLOCK_BYTES", 1),
-    ("rlkernel_triton.quant.product", "PIECE", 8),
-    ("rlkernel_triton.quant.qmatmul", "PIECE", 8),
+    ("rlkernel_triton.quant.product", "PIECE", 2),
+    ("rlkernel_triton.quant.qmatmul", "PIECE", 2),
     ("rlkernel_triton.quant.block_products", "_DENSE_EXPERTS", 1),
 )
 

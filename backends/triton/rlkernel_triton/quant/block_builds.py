@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from rlkernel_triton.builds import Build
-from rlkernel_triton.quant import block_encode_kernels, block_kernels, expert_kernels, float4_tiles
-from rlkernel_triton.quant.block_products import ALONE, OF_EXPERTS, cut_of
-from rlkernel_triton.quant.blocks import TILE
+from rlkernel_triton.quant import (
+    block_encode_kernels,
+    block_kernels,
+    expert_kernels,
+    float4_tiles,
+    super_encode_kernels,
+)
+from rlkernel_triton.quant.block_products import LARGE, NARROW, OF_EXPERTS, WIDE, Cut, cut_of
 from rlkernel_triton.quant.builds import _AFTER, _PLAIN, _build
 
 _SIZES: Final = {"M": "i32", "N": "i32", "K": "i32", "E": "i32", "m_tiles": "i32", "rows": "i32", "first": "i32"}
@@ -50,7 +55,7 @@ def builds(arch: str) -> Iterator[Build]:
 def _encoded() -> Iterator[Build]:
     types = {"w": "*bf16", "row_stride": "i32", "most": "*i32", "global_scale": "*fp32", **_BLOCKS, "scale": "*u8"}
     words = {**types, "codes": "*i32"}
-    base = {"column_stride": 1, "R": TILE[0], "C": TILE[1], "GROUP": 32, "AWAY": False, "WHOLE": True, "RULE": 0}
+    base = {"column_stride": 1, "R": 16, "C": 512, "GROUP": 32, "AWAY": False, "WHOLE": True, "RULE": 0}
     base |= {"INTERPRETED": False, "TILED": False}
     four = {"FOUR": True, "MANTISSA": 1, "BIAS": 1, "TOP": 2, "FRACTION": 1 << 22, "LARGEST": 6.0}
     eight = {"FOUR": False, "MANTISSA": 3, "BIAS": 7, "TOP": 8, "FRACTION": 3 << 21, "LARGEST": 448.0}
@@ -58,10 +63,15 @@ def _encoded() -> Iterator[Build]:
     yield _build(encode, "mxfp4", types, {**base, **four})
     yield _build(encode, "mxfp4, tiles", words, {**base, **four, "TILED": True})
     yield _build(encode, "mxfp8", types, {**base, **eight})
-    blocks = {**base, "GROUP": 16}
+    blocks = {**base, "GROUP": 16, "C": 256}
     yield _build(block_encode_kernels.largest_finite, "bf16", types, blocks)
     yield _build(block_encode_kernels.encode_scaled, "nvfp4", types, blocks)
     yield _build(block_encode_kernels.encode_scaled, "nvfp4, tiles", words, {**blocks, "TILED": True})
+    for name, bits, sub in (("gguf_q4_k", 4, 32), ("gguf_q5_k", 5, 32), ("gguf_q6_k", 6, 16)):
+        yield _build(
+            super_encode_kernels.encode_supers, name, {**types, **({"scale": "*i8"} if bits == 6 else {})},
+            {**base, "SUB": sub, "BITS": bits, "SIGNED": bits == 6},
+        )  # fmt: skip
 
 
 def _tiles(arch: str) -> Iterator[Build]:
@@ -69,19 +79,23 @@ def _tiles(arch: str) -> Iterator[Build]:
     base: dict[str, Any] = {**_PLAIN, "FORMAT": _KINDS["mxfp4"], "PARTS": 1, "GROUP": 32, "SYMMETRIC": True, "EB": 32}
     base |= {"FACTORED": False, "ASM": nvidia, "PERMUTED": nvidia and arch != "sm90"}
 
-    def tile(label: str, rows: int, **more: Any) -> Build:
-        cut = cut_of(rows, arch, alone=more.get("EB") == 0)
+    def tile(label: str, rows: int, cuts: Mapping[int, Cut], **more: Any) -> Build:
+        cut = cut_of(rows, arch, cuts)
         shape = {"BM": cut.BM, "BN": cut.BN, "BK": 64, "STAGES": cut.stages}
         return _build(expert_kernels.tile_product, label, _TILES, {**base, **shape, **more}, cut.warps, cut.stages)
 
     for rows in OF_EXPERTS:
-        yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows)
-    for rows in ALONE:
-        yield tile(f"mxfp4, M <= {rows}", rows, EB=0, BK=64 if rows > 64 else 128, PARTS=2 if rows <= 16 else 1)
-    yield tile("nvfp4, M <= 16", 16, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
-    yield tile("mxfp4, 32 experts, swiglu, bias", 32, PAIR=True, ACTIVATION="swiglu", BIAS=True)
+        yield tile(f"mxfp4, 32 experts, M <= {rows} of each", rows, OF_EXPERTS)
+    for rows, cut in NARROW.items():
+        step, parts = 64 if cut.BM * cut.BN >= LARGE else 128, 2 if rows <= 16 else 1
+        yield tile(f"mxfp4, M <= {rows}", rows, NARROW, EB=0, BK=step, PARTS=parts)
+        if WIDE[rows] != cut:
+            step = 64 if WIDE[rows].BM * WIDE[rows].BN >= LARGE else 128
+            yield tile(f"mxfp4, M <= {rows}, wide", rows, WIDE, EB=0, BK=step, PARTS=1)
+    yield tile("nvfp4, M <= 16", 16, NARROW, EB=0, PARTS=4, BK=128, FORMAT=_KINDS["nvfp4"], GROUP=16)
+    yield tile("mxfp4, 32 experts, swiglu, bias", 32, OF_EXPERTS, PAIR=True, ACTIVATION="swiglu", BIAS=True)
     int4 = {"FORMAT": _INT4, "GROUP": 128, "BK": 128}
     given = {**_TILES, "scale": "*bf16"}
-    cut = cut_of(32, arch, alone=False)
+    cut = cut_of(16, arch, OF_EXPERTS)
     shape = {"BM": cut.BM, "BN": cut.BN, "STAGES": cut.stages, **int4}
     yield _build(expert_kernels.tile_product, "int4_g128, 32 experts", given, {**base, **shape}, cut.warps, cut.stages)

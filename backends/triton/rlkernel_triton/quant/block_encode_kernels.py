@@ -13,8 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.quant.code_tiles import float8_code, float8_value, magnitude_code, store_bytes
-from rlkernel_triton.quant.encode_kernels import paired_bytes, size_bits, weights
+from rlkernel_triton.quant.code_tiles import float8_code, float8_value, magnitude_code
+from rlkernel_triton.quant.encode_tiles import (
+    extremes,
+    grouped,
+    in_order,
+    packed,
+    ratio_of,
+    size_bits,
+    store_words,
+    weights,
+)
 
 
 @triton.jit
@@ -39,10 +48,9 @@ def power_scale(
 def store_scales(
     scale, found, row, column, N, K, GROUP: tl.constexpr, TILED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Bytes [R * G] of the blocks of a tile; in the layout `triton_f4` those of rows r and r + 8 are neighbours."""
+    """Bytes [R * G] of the blocks of a tile; in the layout `triton_e2m1` those of rows r and r + 8 are neighbours."""
     G: tl.constexpr = C // GROUP
-    n = tl.reshape(row + tl.arange(0, R)[:, None] + tl.zeros((1, G), tl.int32), (R * G,))
-    b = tl.reshape(column // GROUP + tl.arange(0, G)[None, :] + tl.zeros((R, 1), tl.int32), (R * G,))
+    n, b = row + tl.arange(0, R * G) // G, column // GROUP + tl.arange(0, R * G) % G
     if TILED:
         B: tl.constexpr = 64 // GROUP
         tile = (n // 16).to(tl.int64) * (K // 64) + b // B
@@ -63,41 +71,36 @@ def encode_powers(
     column_tiles = tl.cdiv(K, C)
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
-    BLOCKS: tl.constexpr = R * (C // GROUP)
-    x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-    x = tl.reshape(x, (BLOCKS, GROUP))
-    e = power_scale(tl.max(size_bits(x), axis=1), RULE, MANTISSA, TOP, FRACTION)
+    x = grouped(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    _, _, bits = extremes(x, True, INTERPRETED)
+    e = power_scale(bits, RULE, MANTISSA, TOP, FRACTION)
     store_scales(scale, e, row, column, N, K, GROUP, TILED, R, C)
     inverse = tl.where(e > 253, 0x00400000, (254 - e) << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
     # A block that is not finite has codes of 0: what is no larger than 0 has no magnitude, and the sign is left out.
     most = tl.where(e == 255, 0.0, LARGEST)
     sign = tl.where(e == 255, 0, 8 if FOUR else 128)
-    size = tl.minimum(size_bits(x).to(tl.float32, bitcast=True) * inverse[:, None], most[:, None])
+    size = tl.minimum(tl.abs(x) * inverse[:, None, None], most[:, None, None])
     found = magnitude_code(size, MANTISSA, BIAS, AWAY)
-    found |= (x.to(tl.int32, bitcast=True) >> (28 if FOUR else 24)) & sign[:, None]
-    store_small(codes, tl.reshape(found, (R, C)), row, column, N, K, FOUR, TILED, WHOLE, R, C)
+    found |= (x.to(tl.int32, bitcast=True) >> (28 if FOUR else 24)) & sign[:, None, None]
+    store_small(codes, found, row, column, N, K, GROUP, FOUR, TILED, WHOLE, R, C)
 
 
 @triton.jit
 def store_small(
-    codes, found, row, column, N, K, FOUR: tl.constexpr, TILED: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    codes, found, row, column, N, K, GROUP: tl.constexpr, FOUR: tl.constexpr, TILED: tl.constexpr,
+    WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Codes of 4 or 8 bits, [R, C]."""
-    n, k = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    inside = (row + n < N) & (column + k < K)
-    if FOUR:
-        if not WHOLE:
-            found = tl.where(inside, found, 0)  # the second half of an odd row's last byte
-        store_bytes(
-            codes, paired_bytes(found, R, C), row, column, N, K, (K + 1) // 2, 2 if TILED else 0, False, WHOLE, R, C
-        )
-    else:
-        at = codes + (row.to(tl.int64) * K + column) + (n.to(tl.int64) * K + k)
-        if WHOLE:
-            tl.store(at, found.to(tl.uint8))
-        else:
-            tl.store(at, found.to(tl.uint8), mask=inside)
+    """Codes of 4 or 8 bits, [B, RUN, 4] as `grouped` has them."""
+    BITS: tl.constexpr = 4 if FOUR else 8
+    if not WHOLE:  # the second half of an odd row's last byte
+        G: tl.constexpr = C // GROUP
+        RUN: tl.constexpr = found.shape[1]
+        k = tl.arange(0, RUN)[None, :, None] + tl.arange(0, GROUP // RUN)[None, None, :] * RUN
+        k += (tl.arange(0, R * G) % G * GROUP)[:, None, None]
+        found = tl.where(column + k < K, found, 0)
+    words = in_order(packed(found, BITS, False, False), R, C * BITS // 32)
+    row_bytes = K // 2 if WHOLE else (K + 1) // 2
+    store_words(codes, words, row, column, N, K, row_bytes, BITS, 2 if TILED else 0, WHOLE, R, C)
 
 
 @triton.jit
@@ -134,29 +137,27 @@ def encode_scaled(
     row = program // column_tiles * R
     column = program % column_tiles * C
     BLOCKS: tl.constexpr = R * (C // GROUP)
-    x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-    x = tl.reshape(x, (BLOCKS, GROUP))
+    x = grouped(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    _, _, bits = extremes(x, True, INTERPRETED)
     one = tl.arange(0, 1)
     top = tl.load(most + one).to(tl.float32, bitcast=True)
     factor = tl.div_rn(top, tl.full((1,), 2688.0, tl.float32))
     if program == 0:
         tl.store(global_scale + one, factor)
-    factor += tl.zeros((BLOCKS,), tl.float32)
-    bits = tl.max(size_bits(x), axis=1)
-    finite = bits < 0x7F800000
     whole = factor * 6.0
-    ratio = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.where(whole > 0, whole, float("inf")))
-    byte = tl.where(finite, float8_code(tl.where(finite, ratio, 0.0), 3, 7, False, 448.0), 127)
+    factor += tl.zeros((BLOCKS,), tl.float32)
+    finite = bits < 0x7F800000
+    ratio = ratio_of(
+        tl.where(finite, bits, 0).to(tl.float32, bitcast=True), tl.where(whole > 0, whole, float("inf")), INTERPRETED
+    )
+    ratio = tl.where(whole > 0, ratio, 0.0)
+    byte = tl.where(finite, float8_code(ratio, 3, 7, False, 448.0), 127)
     store_scales(scale, byte, row, column, N, K, GROUP, TILED, R, C)
     divisor = float8_value(byte, 3, 7, False) * factor
-    usual = finite & (divisor > 2.0**-90) & (divisor < 2.0**90)
-    if INTERPRETED or tl.min(usual.to(tl.int32), axis=0) == 0:  # whose fma rounds twice
-        size, own = divided(x, finite, divisor)
-    else:  # one division for a block, see encode_kernels.ratio_of
-        reciprocal = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), divisor)[:, None] + tl.zeros_like(x)
-        size = size_bits(x).to(tl.float32, bitcast=True)  # cheaper than tl.abs, and found already
-        q = size * reciprocal
-        size = tl.fma(tl.fma(0.0 - q, divisor[:, None] + tl.zeros_like(x), size), reciprocal, q)
-        own = x.to(tl.int32, bitcast=True)
-    found = magnitude_code(tl.minimum(size, 6.0), 1, 1, AWAY) | ((own >> 28) & 8)
-    store_small(codes, tl.reshape(found, (R, C)), row, column, N, K, True, TILED, WHOLE, R, C)
+    usable = finite & (divisor > 0)
+    # What is divided by inf has no magnitude, but its sign where it is a number.
+    size = ratio_of(x, tl.where(usable, divisor, float("inf"))[:, None, None], INTERPRETED)
+    sign = (tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True) >> 28) & 8
+    most = tl.where(usable, 6.0, 0.0)
+    found = magnitude_code(tl.minimum(tl.abs(size), most[:, None, None]), 1, 1, AWAY) | sign
+    store_small(codes, found, row, column, N, K, GROUP, True, TILED, WHOLE, R, C)

@@ -20,6 +20,7 @@ import triton.language as tl
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
 from rlkernel_triton.quant.float4_tiles import block_scale, e2m1_value, power_of_two
 from rlkernel_triton.quant.product_kernels import finished
+from rlkernel_triton.quant.product_tiles import ended
 
 MXFP4: Final = tl.constexpr(0)
 MXFP8: Final = tl.constexpr(1)
@@ -192,9 +193,11 @@ def block_product(
                 if not WIDE:
                     w = widened(narrowed(w, X_TYPE, INTERPRETED), INTERPRETED)
                 if half == 0:
-                    acc = tl.dot(w.to(DTYPE), xt, acc, input_precision="ieee")
+                    total = tl.dot(w.to(DTYPE), xt, acc, input_precision="ieee")
+                    acc = total if FORMAT == DENSE else ended(total, acc, k0, K)
                 else:
-                    other = tl.dot(w.to(DTYPE), xt, other, input_precision="ieee")
+                    total = tl.dot(w.to(DTYPE), xt, other, input_precision="ieee")
+                    other = total if FORMAT == DENSE else ended(total, other, k0, K)
         finished(
             acc, other, n, m, N, stop, y, residual, residual_row, x, x, bias + (above + first_expert * N), xa, lora_b,
             lora_row, lora_rank, lora_scale, 0, False, BIAS, RANK, WIDE_LORA, RESIDUAL, PAIR, ACTIVATION, INTERPRETED,

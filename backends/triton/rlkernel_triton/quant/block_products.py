@@ -9,6 +9,7 @@ Legend: M tokens · N rows of an expert · K inputs · E experts, 1 where there 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -33,13 +34,16 @@ class Cut(NamedTuple):
     warps: int
 
 
-# Rows of x up to a class -> cut, as measured on an H200 (benchmarks/notes/quant-formats.md): of an expert, on average,
-# and of a weight alone, which is dequantised above. 128 rows of folded weights want 8 warps: see choice.
-OF_EXPERTS: Final = {4: Cut(16, 128, 4, 8), 32: Cut(32, 128, 4, 8), 64: Cut(64, 64, 3, 4), 128: Cut(128, 128, 3, 8)}
-ALONE: Final = {16: Cut(16, 64, 4, 4), 32: Cut(32, 128, 4, 8), 64: Cut(64, 128, 3, 8), 512: Cut(128, 128, 3, 8)}
+# Rows of x up to a class -> cut, as measured on an H200 (benchmarks/notes/quant-formats.md): of an expert, on average;
+# of a weight alone, which is dequantised above, where 128 rows a tile make a tile for every multiprocessor, and where
+# not. 128 rows of folded weights want 8 warps: see choice.
+OF_EXPERTS: Final = {4: Cut(16, 64, 4, 4), 16: Cut(32, 128, 4, 8), 64: Cut(64, 64, 3, 4), 128: Cut(128, 128, 3, 8)}
+_FEW: Final = {16: Cut(16, 64, 4, 4), 32: Cut(32, 128, 4, 8)}
+WIDE: Final = {**_FEW, 64: Cut(64, 128, 3, 8), 256: Cut(128, 128, 3, 8)}
+NARROW: Final = {**_FEW, 64: Cut(64, 64, 3, 4), 256: Cut(128, 64, 3, 4)}
 _PROGRAMS: Final = 7  # a multiprocessor, at most, where K is split; few registers and little memory fit so many
-_LARGE: Final = 1 << 14  # elements of a tile from which a step is short
-_DENSE_EXPERTS: Final = 8 * PIECE  # bytes of experts that are dequantised at once
+LARGE: Final = 1 << 14  # elements of a tile from which a step is short
+_DENSE_EXPERTS: Final = 2 * PIECE  # bytes of experts that are dequantised at once
 
 
 def multiplied(
@@ -88,20 +92,21 @@ def by_tiles(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tenso
     """Codes in tiles, decoded in registers."""
     experts = 1 if ends is None else ends.shape[0]
     rows = triton.cdiv(x.shape[0], experts)
-    if ends is None and rows > max(ALONE) and rounding != "none":
+    if ends is None and rows > max(WIDE) and rounding != "none":
         product.by_pieces(x, w, after, y)
         return
-    cut = cut_of(rows, product.machine(x.device).kind, alone=ends is None)
-    if after.pair and cut.BM * cut.BN >= _LARGE:  # two sums
+    on = product.machine(x.device)
+    alone = WIDE if y.shape[1] // 128 >= on.multiprocessors else NARROW
+    cut = cut_of(rows, on.kind, OF_EXPERTS if ends is not None else alone)
+    if after.pair and cut.BM * cut.BN >= LARGE:  # two sums
         cut = cut._replace(BN=64, warps=4)
     if y.shape[1] % cut.BN:
         cut = cut._replace(BN=64 if y.shape[1] % 64 == 0 else 32, warps=4)
     launch(x, w, after, rounding, ends, y, cut)
 
 
-def cut_of(rows: int, kind: str, *, alone: bool) -> Cut:
+def cut_of(rows: int, kind: str, cuts: Mapping[int, Cut]) -> Cut:
     """The cut for so many rows, on a kind of GPU; others than that which was measured have less memory."""
-    cuts = ALONE if alone else OF_EXPERTS
     cut = next((c for limit, c in cuts.items() if rows <= limit), cuts[max(cuts)])
     return cut if kind == "sm90" else cut._replace(stages=2)
 
@@ -114,7 +119,7 @@ def launch(
     experts = 1 if ends is None else ends.shape[0]
     m_tiles = triton.cdiv(M, cut.BM) if ends is None else M // cut.BM + min(M, experts)
     step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
-    if cut.BM * cut.BN >= _LARGE:
+    if cut.BM * cut.BN >= LARGE:
         step = min(step, 64)
     on, tiles = product.machine(x.device), m_tiles * (y.shape[1] // cut.BN)
     programs = _PROGRAMS if cut.BM == 16 and on.kind == "sm90" else choice.PROGRAMS

@@ -1,6 +1,6 @@
-"""Formats of blocks (mxfp4, mxfp8, nvfp4, the k-quants): codecs, and `triton_f4`, a layout of the 4-bit floats.
+"""Formats of blocks (mxfp4, mxfp8, nvfp4, the k-quants): codecs, and `triton_e2m1`, a layout of the 4-bit floats.
 
-`triton_f4` wants N and K in multiples of 64 (see `float4_tiles`); other weights stay canonical.
+`triton_e2m1` wants N and K in multiples of 64 (see `float4_tiles`); other weights stay canonical.
 
 Legend: N rows · K columns.
 """
@@ -14,14 +14,21 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.kquants import SUB
 from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import block_encode_kernels, block_kernels, decode_kernels, float4_tiles
+from rlkernel_triton.quant import (
+    block_encode_kernels,
+    block_kernels,
+    decode_kernels,
+    float4_tiles,
+    super_encode_kernels,
+)
 
-F4: Final = "triton_f4"
-TILE: Final = (16, 256)  # rows and columns of a program that quantises
+F4: Final = "triton_e2m1"
+TILE: Final = (16, 256)  # rows and columns of a program that quantises, where a larger one does not fit
 # Bits are promised: nothing is contracted.
 _EXACT: Final = {"enable_fp_fusion": False}
 KINDS: Final = {
@@ -32,6 +39,7 @@ KINDS: Final = {
     "gguf_q5_k": block_kernels.Q5_K,
     "gguf_q6_k": block_kernels.Q6_K,
 }
+SUPER: Final = 256  # columns of a super-block of the k-quants
 _RULES: Final = {"floor": 0, "rceil": 1, "even": 2}
 _PARTS: Final = ("high", "scale", "d", "min", "dmin", "global_scale")  # beside codes
 
@@ -41,13 +49,8 @@ def reads(spec: QuantSpec) -> bool:
     return spec.format in KINDS
 
 
-def codes(spec: QuantSpec) -> bool:
-    """A kernel quantises to the format: the k-quants search for their scales, which is left to the definition."""
-    return spec.format in {"mxfp4", "mxfp8", "nvfp4"}
-
-
 def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
-    """A weight of this format and shape can be held as `triton_f4`."""
+    """A weight of this format and shape can be held as `triton_e2m1`."""
     return spec.element == "e2m1" and shape[0] % 64 == 0 and shape[1] % 64 == 0
 
 
@@ -68,17 +71,41 @@ def _raw(part: Tensor) -> Tensor:
     return part.view(torch.uint8) if part.dtype.itemsize == 1 and part.dtype != torch.int8 else part
 
 
+def tile_of(N: int, K: int, group: int) -> tuple[int, int]:
+    """Rows and columns of a program that quantises groups; tiles that divide a weight need no masks."""
+    columns = (c for c in (512, 256, 128, 64) if c % group == 0 and K % c == 0)
+    return next(((8192 // c, c) for c in columns if N % (8192 // c) == 0), TILE)
+
+
+def near(weight: Tensor, R: int, C: int) -> Tensor:
+    """The weight, contiguous where offsets in a tile of R x C would not fit 31 bits."""
+    row, column = weight.stride()
+    return weight if (R - 1) * row + (C - 1) * column < 2**31 else weight.contiguous()
+
+
 def encode(w: QuantTensor, weight: Tensor) -> None:
-    """Quantise into the storage of `w`; offsets in a tile of `weight` fit 31 bits."""
-    spec, (N, K), (R, C) = w.spec, w.shape, TILE
+    """Quantise into the storage of `w`."""
+    spec, (N, K) = w.spec, w.shape
+    R, C = TILE if spec.format == "nvfp4" else tile_of(N, K, spec.group)
+    weight = near(weight, R, C)
+    parts = {name: _raw(part) for name, part in w.parts.items()}
+    aligned = all(part.data_ptr() % 16 == 0 for part in parts.values())  # words are written
     given: dict[str, Any] = {
         "w": weight, "row_stride": weight.stride(0), "column_stride": weight.stride(1), "N": N, "K": K, "R": R, "C": C,
-        "GROUP": spec.group, "WHOLE": N % R == 0 and K % C == 0, "INTERPRETED": INTERPRETED, "num_warps": 4, **_EXACT,
+        "WHOLE": N % R == 0 and K % C == 0 and aligned, "INTERPRETED": INTERPRETED, "num_warps": 4, **_EXACT,
     }  # fmt: skip
     grid = (triton.cdiv(N, R) * triton.cdiv(K, C),)
-    codes = w.parts["codes"] if w.layout == F4 else w.parts["codes"].view(torch.uint8)
+    if spec.group == SUPER:
+        bits = {"int4": 4, "int5": 5, "int6": 6}[spec.element]
+        super_encode_kernels.encode_supers[grid](
+            **given, codes=parts["codes"], high=parts.get("high", parts["codes"]), scale=parts["scale"],
+            least=parts.get("min", parts["codes"]), d=parts["d"], dmin=parts.get("dmin", parts["d"]), BITS=bits,
+            SUB=SUB[spec.element], SIGNED=spec.symmetric,
+        )  # fmt: skip
+        return
+    given["GROUP"] = spec.group
     stored: dict[str, Any] = {
-        "codes": codes, "scale": w.parts["scale"].view(torch.uint8), "TILED": w.layout == F4,
+        "codes": parts["codes"], "scale": w.parts["scale"].view(torch.uint8), "TILED": w.layout == F4,
         "AWAY": spec.rounding == "away",
     }  # fmt: skip
     if spec.format == "nvfp4":
@@ -128,7 +155,7 @@ def dequantised(
 
 
 def packed(w: QuantTensor, layout: str) -> QuantTensor:
-    """The weight as `triton_f4`, or canonical."""
+    """The weight as `triton_e2m1`, or canonical."""
     if w.layout == layout:
         return w
     if layout != CANONICAL and not (layout == F4 and tiles(w.spec, w.shape)):

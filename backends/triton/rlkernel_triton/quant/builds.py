@@ -8,7 +8,6 @@ from typing import Any, Final
 from rlkernel_triton.builds import Build
 from rlkernel_triton.quant import decode_kernels, encode_kernels, product_kernels, word_kernels
 from rlkernel_triton.quant.choice import DEVICES, Cut, kind_of
-from rlkernel_triton.quant.codec import TILE
 
 _INT4, _INT8, _FLOAT8, _NF4, _FP4 = range(5)
 _SIZES: Final = {"N": "i32", "K": "i32"}
@@ -17,7 +16,7 @@ _STORED: Final = {
 }  # fmt: skip
 _TABLES: Final = {"table": "*fp32", "nested_table": "*fp32", "nested_absmax": "*fp32", "nested_offset": "*fp32"}
 _ENCODED: Final = {
-    "w": "*bf16", "row_stride": "i32", "codes": "*u8", **_STORED, "middles": "*fp32", "partial": "*i32",
+    "w": "*bf16", "row_stride": "i32", "codes": "*u8", **_STORED, "cells": "*fp32", "partial": "*i32",
     "parts": "i32", "largest": "fp32", **_SIZES,
 }  # fmt: skip
 _ELEMENT: Final = {"ELEMENT": _INT4, "MANTISSA": 0, "BIAS": 0, "FNUZ": False}
@@ -66,9 +65,9 @@ def builds(arch: str) -> Iterator[Build]:
 
 
 def _codecs() -> Iterator[Build]:
-    groups = {**_INTEGERS, **_ELEMENT, "GROUP": 128, "R": TILE[0], "C": TILE[1], "TILED": False}
+    groups = {**_INTEGERS, **_ELEMENT, "GROUP": 128, "R": 16, "C": 512, "TILED": False}
     words = {**_ENCODED, "codes": "*i32"}
-    nf4 = {"ELEMENT": _NF4, "GROUP": 64}
+    nf4 = {"ELEMENT": _NF4, "GROUP": 64, "C": 256}
     encode = encode_kernels.encode_groups
     yield _build(encode, "int4_g128_asym", _ENCODED, {**groups, "SYMMETRIC": False})
     yield _build(encode, "int4_g128, tiles", words, {**groups, "TILED": True})
@@ -81,7 +80,17 @@ def _codecs() -> Iterator[Build]:
     )
     yield _build(encode, "fp4", {**_ENCODED, "scale": "*fp32"}, {**groups, "ELEMENT": _FP4, "GROUP": 64})
     yield _build(encode, "nf4, tiles", {**words, "scale": "*fp32"}, {**groups, **nf4, "TILED": True})
-    rows = {**_INTEGERS, **_ELEMENT, "R": 4, "C": 1024, "ROWS": 1, "POWER": False, "PARTS": 1, "TILED": False}
+    rows = {
+        **_INTEGERS,
+        **_ELEMENT,
+        "R": 4,
+        "C": 1024,
+        "ROWS": 1,
+        "POWER": False,
+        "PARTS": 1,
+        "TILED": False,
+        "CAST": False,
+    }
     rows |= {"LEAST": -127, "MOST": 127, "LARGEST": 0.0}
     wide = {**_ENCODED, "scale": "*fp32"}
     encode = encode_kernels.encode_rows
@@ -134,14 +143,18 @@ def _products(arch: str) -> Iterator[Build]:
     yield word("int4_g128, swiglu, LoRA, bias, residual", device.unrounded, PAIR=True, ACTIVATION="swiglu", **_ALL)
     byte = {**_PLAIN, "BM": 16, "BN": 64, "BK": 64, "STAGES": 2, "GROUP": 0, "SCALE_ROWS": 1, "SYMMETRIC": True}
     byte |= {"NESTED": False, "RAGGED": False, "FOLD": False, "WIDE": False, "X_SCALE": 0, "ELEMENT": _INT4}
-    byte |= {"MANTISSA": 0, "FLOAT_BIAS": 0, "FNUZ": False}
+    byte |= {"MANTISSA": 0, "FLOAT_BIAS": 0, "FNUZ": False, "CAST": False}
+    wide = {"BK": 128, "STAGES": 3} if arch == "sm90" else {"BK": 128}
     product = product_kernels.byte_product
     yield _build(product, "int4_g128, any shape", _PRODUCT, {**byte, "GROUP": 128})
     integers = {**_PRODUCT, "codes": "*i8", "scale": "*fp32"}
     yield _build(
-        product, "int8_w8a8, M > 32", {**integers, "x": "*i8"}, {**byte, "ELEMENT": _INT8, "BM": 64, "X_SCALE": 1}
+        product,
+        "int8_w8a8, M > 32",
+        {**integers, "x": "*i8"},
+        {**byte, **wide, "ELEMENT": _INT8, "BM": 64, "X_SCALE": 1},
     )
-    float8 = {"ELEMENT": _FLOAT8, "MANTISSA": 3, "FLOAT_BIAS": 7}
+    float8 = {"ELEMENT": _FLOAT8, "MANTISSA": 3, "FLOAT_BIAS": 7, "CAST": arch == "sm90", **wide}
     yield _build(product, "fp8_channel", {**_PRODUCT, "scale": "*fp32"}, {**byte, **float8})
     yield _build(
         product_kernels.follow, "swiglu, LoRA, bias, residual", {**_PRODUCT, "h": "*fp32"},

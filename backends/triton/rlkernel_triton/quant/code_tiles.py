@@ -54,6 +54,29 @@ def in_words(
 
 
 @triton.jit
+def tile_words(
+    words,  # [R, C / 8] int32: eight neighbours, the first in the lowest nibble
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """[R / 16, C / 64 * 128] int32: the words of a tile. Of four words, nibbles, then bytes, change places."""
+    x = tl.reshape(words, (R // 16, 2, 8, C // 64, 4, 2))  # tn rh r8 tk ks kh
+    upper, lower = tl.split(tl.permute(x, (0, 3, 2, 4, 5, 1)))  # [tn tk r8 ks kh] of rh 0 and 1
+    even = (upper & 0x0F0F0F0F) | ((lower << 4) & -252645136)
+    odd = ((upper >> 4) & 0x0F0F0F0F) | (lower & -252645136)
+    e0, e1 = tl.split(even)
+    o0, o1 = tl.split(odd)
+    e02 = (e0 & 0x00FF00FF) | ((e1 << 8) & -16711936)
+    e13 = ((e0 >> 8) & 0x00FF00FF) | (e1 & -16711936)
+    o02 = (o0 & 0x00FF00FF) | ((o1 << 8) & -16711936)
+    o13 = ((o0 >> 8) & 0x00FF00FF) | (o1 & -16711936)
+    w0, w2 = (e02 & 0xFFFF) | (o02 << 16), ((e02 >> 16) & 0xFFFF) | (o02 & -65536)
+    w1, w3 = (e13 & 0xFFFF) | (o13 << 16), ((e13 >> 16) & 0xFFFF) | (o13 & -65536)
+    y = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (R // 16, C // 64, 8, 4, 4))  # tn tk r8 ks c4
+    return tl.reshape(tl.permute(y, (0, 1, 2, 4, 3)), (R // 16, C * 2))
+
+
+@triton.jit
 def of_words(
     words,  # [R / 16, C / 64 * 128] int32
     R: tl.constexpr,
@@ -122,22 +145,31 @@ def store_bytes(
 ):  # fmt: skip
     """Inverse of `load_bytes`. WHOLE: the tile lies in the weight."""
     if TILED:
-        inside = (row // 16 + tl.arange(0, R // 16)[:, None] < N // 16) & (
-            column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K
-        )
-        at = codes + _words_at(row, column, K, R, C)
-        found = in_words(bytes_, R, C)
-        if TILED == 2:
-            found = bent(found)
+        store_tiles(codes, in_words(bytes_, R, C), row, column, N, K, TILED, WHOLE, R, C)
     else:
         n, b = tl.arange(0, R)[:, None], tl.arange(0, C // 2)[None, :]
         inside = (row + n < N) & (column // 2 + b < (K + 1) // 2)
         at = codes + row.to(tl.int64) * row_bytes + column // 2 + (n * row_bytes + b)
         found = (swapped(bytes_) if HIGH_FIRST else bytes_).to(tl.uint8)
+        if WHOLE:
+            tl.store(at, found)
+        else:
+            tl.store(at, found, mask=inside)
+
+
+@triton.jit
+def store_tiles(
+    codes, words, row, column, N, K, TILED: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Words of tiles, [R / 16, C / 64 * 128]."""
+    if TILED == 2:
+        words = bent(words)
+    at = codes + _words_at(row, column, K, R, C)
     if WHOLE:
-        tl.store(at, found)
+        tl.store(at, words)
     else:
-        tl.store(at, found, mask=inside)
+        tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
+        tl.store(at, words, mask=tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K))
 
 
 @triton.jit
@@ -158,15 +190,16 @@ def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
 
     The bits of the magnitude, moved to where fp32 has them, are the value times 2^(BIAS - 127), subnormal or not.
     """
-    magnitude = (code & 127) << (23 - MANTISSA)
-    value = magnitude.to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
+    bits = ((code << 24) >> (MANTISSA + 1)) & (-2147483648 | (127 << (23 - MANTISSA)))
+    value = bits.to(tl.float32, bitcast=True) * (2.0 ** (127 - BIAS))
     if FNUZ:  # neither -0 nor inf; the byte of -0 is NaN
         value = tl.where(code & 255 == 128, float("nan"), value)
     elif MANTISSA == 3:
         value = tl.where(code & 127 == 127, float("nan"), value)
     else:
-        value = tl.where(code & 127 > 124, float("nan"), tl.where(code & 127 == 124, float("inf"), value))
-    return signed(value, code, 128)
+        infinite = (bits & -2147483648 | 0x7F800000).to(tl.float32, bitcast=True)
+        value = tl.where(code & 127 > 124, float("nan"), tl.where(code & 127 == 124, infinite, value))
+    return value
 
 
 @triton.jit
@@ -191,10 +224,8 @@ def magnitude_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.co
 @triton.jit
 def float8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     """int32 byte of the nearest 8-bit float, ties to even, saturating; x is no NaN."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)  # tl.abs is an addition
-    found = magnitude_code(tl.minimum(size, LARGEST), MANTISSA, BIAS, False)
-    sign = (bits >> 24) & 128
+    found = magnitude_code(tl.minimum(tl.abs(x), LARGEST), MANTISSA, BIAS, False)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
     if FNUZ:
         sign = tl.where(found == 0, 0, sign)
     return found | sign

@@ -16,22 +16,21 @@ from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant.codec import codec_of
-from rlkernel_core.quant.codec import quantize as defined
 from rlkernel_core.quant.float8 import FLOAT8
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.quant import blocks, encode_kernels, storage
+from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
 
 _LARGEST: Final = {
     "absmax/7.5": 7.5, "absmax/7": 7.0, "minmax/15": 15.0, "absmax/127": 127.0, "absmax": 1.0,
     "absmax/127_then_round": 127.0, "signed_max/-8_then_round": -8.0,
 }  # fmt: skip
-_ROUNDINGS: Final = {"even": encode_kernels.EVEN, "away": encode_kernels.AWAY, "up": encode_kernels.UP}
+_ROUNDINGS: Final = {"even": encode_tiles.EVEN, "away": encode_tiles.AWAY, "up": encode_tiles.UP}
 _CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
-TILE: Final = (16, 256)  # rows and columns of a program, where scales belong to groups
+ROW_TILE: Final = (4, 1024)  # rows and columns of a program, where scales belong to rows
 _NESTED: Final = 256  # nf4 scales that share a scale
 
 
@@ -50,12 +49,6 @@ def quantize(
     weight = weight.detach()
     if out is not None:
         storage.check_layouts("out", out)
-    if not _coded_here(spec):
-        made = defined(weight, spec, dtype=dtype)
-        if out is None:
-            return made
-        storage.written(out, made)
-        return out
     if out is not None:
         whole = {name: part.contiguous() for name, part in out.parts.items()}
         _encode(replace(out, parts=whole), weight)
@@ -95,21 +88,25 @@ def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
     return storage.packed(w, layout or storage.preferred(w))
 
 
-def _coded_here(spec: QuantSpec) -> bool:
-    """A kernel quantises to this format; to others the definition does, in torch."""
-    return blocks.codes(spec) or not blocks.reads(spec)
-
-
 def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
     """Tables of a format; moved to a device once, since a copy from the host is a synchronisation."""
     key = (spec, device)
     if key not in _CONSTANTS:
-        found = {name: table.to(device) for name, table in codec_of(spec).constants(spec).items()}
+        found = codec_of(spec).constants(spec)
         if "table" in found:
-            ascending = found["table"][:8].sort().values if spec.element == "fp4" else found["table"]
-            found["middles"] = (ascending[:-1] + ascending[1:]) / 2
-        _CONSTANTS[key] = found
-    return {name: table for name, table in _CONSTANTS[key].items() if name != "middles"}
+            found["cells"] = _cells(*(found["table"][:8] if spec.element == "fp4" else found["table"]).sort())
+        _CONSTANTS[key] = {name: table.to(device) for name, table in found.items()}
+    return {name: table for name, table in _CONSTANTS[key].items() if name != "cells"}
+
+
+def _cells(values: Tensor, codes: Tensor) -> Tensor:  # ascending [V], [V] -> [2, 64] fp32
+    """The table of `encode_kernels.nearest_code` for the nearest of some values, a tie taking the lower."""
+    middles = (values[:-1] + values[1:]) / 2
+    numbers = (middles * 16).round() + 16  # of the cells that hold them, all different
+    cells = torch.arange(64).unsqueeze(1)
+    own = torch.where(numbers == cells, middles, torch.inf).amin(1)
+    low, high = (codes[how(numbers, cells).sum(1)] for how in (torch.lt, torch.le))
+    return torch.stack([own, (low + 16 * high).float()])
 
 
 def _encode(w: QuantTensor, weight: Tensor) -> None:
@@ -121,19 +118,13 @@ def _encode(w: QuantTensor, weight: Tensor) -> None:
         scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     with on_device_of(weight):
         if blocks.reads(spec):
-            blocks.encode(w, _near(weight, *blocks.TILE))
+            blocks.encode(w, weight)
         elif by_group:
             _by_group(w, weight, scale)
         else:
             _by_row(w, weight, scale)
     if spec.double_quant:
         _nest(w, scale)
-
-
-def _near(weight: Tensor, R: int, C: int) -> Tensor:
-    """The weight, contiguous where offsets in a tile of R x C would not fit 31 bits."""
-    row, column = weight.stride()
-    return weight if (R - 1) * row + (C - 1) * column < 2**31 else weight.contiguous()
 
 
 def _integers(spec: QuantSpec) -> dict[str, int]:
@@ -145,14 +136,14 @@ def _integers(spec: QuantSpec) -> dict[str, int]:
 
 def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
     spec, (N, K) = w.spec, w.shape
-    middles = scale
+    cells = scale
     if spec.element in {"nf4", "fp4"}:
         _constants(spec, weight.device)
-        middles = _CONSTANTS[spec, weight.device]["middles"]
+        cells = _CONSTANTS[spec, weight.device]["cells"]
         if K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
-    R, C = (1, 2048) if N == 1 else TILE
-    weight = _near(weight, R, C)
+    R, C = (1, 2048) if N == 1 else blocks.TILE if spec.element == "nf4" else blocks.tile_of(N, K, spec.group)
+    weight = blocks.near(weight, R, C)
     grid = storage.scale_grid(w)
     encode_kernels.encode_groups[(triton.cdiv(N, R) * triton.cdiv(K, C),)](
         w=weight,
@@ -164,7 +155,7 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         zero=w.parts.get("zero", scale),
         scale_row=grid["scale_row"],
         scale_group=grid["scale_group"],
-        middles=middles,
+        cells=cells,
         largest=_LARGEST[spec.scale_rule],
         N=N,
         K=K,
@@ -177,7 +168,7 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         FLOAT_ZERO=spec.float_zero,
         ROUNDING=_ROUNDINGS[spec.rounding].value,
         **_integers(spec),
-        WHOLE=N % R == 0 and K % C == 0,
+        WHOLE=N % R == 0 and K % C == 0 and storage.codes(w).data_ptr() % 16 == 0,
         INTERPRETED=INTERPRETED,
         num_warps=4,
         **EXACT,
@@ -185,12 +176,14 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
 
 
 def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
+    from rlkernel_triton.quant import product  # which imports this module, to code tokens
+
     spec, (N, K) = w.spec, w.shape
     form = FLOAT8.get(spec.element)
     largest = _LARGEST.get(spec.scale_rule) or (form.max if form else 1.0)
-    R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else (4, 1024)
+    R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else ROW_TILE
     tiles = triton.cdiv(N, R)
-    weight = _near(weight, R, K)
+    weight = blocks.near(weight, R, K)
     given: dict[str, Any] = {
         "w": weight,
         "row_stride": weight.stride(0),
@@ -223,6 +216,7 @@ def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         **_integers(spec),
         LARGEST=form.max if form else 0.0,
         PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
+        CAST=spec.element == "e4m3fn" and product.machine(weight.device).casts,
         num_warps=8 if spec.rows == 128 else 4,
         **EXACT,
     )

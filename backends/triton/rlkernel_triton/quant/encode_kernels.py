@@ -14,229 +14,37 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from rlkernel_triton.quant.code_tiles import float8_code, narrowed, store_bytes, widened
+from rlkernel_triton.quant.code_tiles import float8_code, narrowed, store_bytes
+from rlkernel_triton.quant.encode_tiles import (
+    EVEN,
+    UP,
+    early_integers,
+    early_scale,
+    extremes,
+    grouped,
+    in_order,
+    integer_bits,
+    nan_or_larger,
+    nearest_code,
+    packed,
+    paired_bytes,
+    ratio_of,
+    scale_and_zero,
+    size_bits,
+    store_words,
+    weights,
+)
 
 INT4: Final = tl.constexpr(0)
 INT8: Final = tl.constexpr(1)
 FLOAT8: Final = tl.constexpr(2)
 NF4: Final = tl.constexpr(3)
 FP4: Final = tl.constexpr(4)
-EVEN: Final = tl.constexpr(0)  # how a quotient is rounded to an integer
-AWAY: Final = tl.constexpr(1)  # a tie away from zero; the quotient is by the scale before that is rounded
-UP: Final = tl.constexpr(2)  # floor(x + 1/2); so is the quotient, and the scale has a sign
-_INFINITE: Final = tl.constexpr(0x7F800000)
-
-
-@triton.jit
-def weights(
-    w, row_stride, column_stride, row, column, N, K, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """[R, C] fp32, 0 outside of the weight; WHOLE: nothing is. Offsets within a tile are below 2^31."""
-    n, k = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
-    zero = tl.zeros((1, 1), tl.int64)
-    at = w + ((zero + row) * row_stride + (zero + column) * column_stride) + (n * row_stride + k * column_stride)
-    if WHOLE:
-        return widened(tl.load(at), INTERPRETED)
-    return widened(tl.load(at, mask=(row + n < N) & (column + k < K), other=0.0), INTERPRETED)
-
-
-@triton.jit
-def size_bits(x):
-    """int32 bits of |x|."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def scale_and_zero(
-    low,  # smallest value of a group, or 0; used where asymmetric
-    high,
-    bits,  # largest bits of |w|
-    largest,  # what the scale's rule divides by, fp32
-    SCALE: tl.constexpr,  # type of the scale
-    SYMMETRIC: tl.constexpr,
-    POWER: tl.constexpr,  # the scale rounded up to a power of two
-    INTERPRETED: tl.constexpr,
-    FLOAT_ZERO: tl.constexpr = False,  # a zero-point has the type of the scale
-):
-    """(the scale as it is stored, what the codes divide by: inf where it is 0 or NaN, the zero-point as fp32)."""
-    if SYMMETRIC:
-        span = bits.to(tl.float32, bitcast=True)
-    else:
-        span = tl.abs(high - low)
-    scale = tl.div_rn(span, largest + tl.zeros_like(span))
-    if POWER:
-        scale = power_above(scale)
-    wide = widened(narrowed(scale, SCALE, INTERPRETED), INTERPRETED)
-    finite = (bits < _INFINITE) & (size_bits(wide) < _INFINITE)
-    divisor = tl.where(finite & (wide > 0), wide, float("inf"))
-    stored = narrowed(tl.where(finite, wide, float("nan")), SCALE, INTERPRETED)
-    zero = tl.zeros_like(span)
-    if not SYMMETRIC:
-        ratio = tl.div_rn(tl.abs(low), divisor)
-        ratio = tl.where(ratio == ratio, ratio, 0.0)
-        if FLOAT_ZERO:
-            zero = widened(narrowed(ratio, SCALE, INTERPRETED), INTERPRETED)
-        else:
-            zero = tl.minimum(tl.maximum(rint(ratio), 0.0), 15.0)
-    return stored, divisor, zero
-
-
-@triton.jit
-def early_scale(x, bits, largest, SCALE: tl.constexpr, SIGNED: tl.constexpr, INTERPRETED: tl.constexpr):
-    """(the scale as it is stored, what the weights are multiplied by: 0 where it is 0 or NaN) of rows of groups.
-
-    The rules of llama.cpp: 1 / d with d = a / largest before it is rounded. SIGNED: a is the first value of the largest
-    magnitude with its sign.
-    """
-    span = bits
-    if SIGNED:
-        own = x.to(tl.int32, bitcast=True)
-        column = tl.arange(0, x.shape[1])[None, :]
-        first = tl.min(tl.where(size_bits(x) == bits[:, None], 2 * column + ((own >> 31) & 1), 2 * x.shape[1]), axis=1)
-        span = bits | (first << 31)
-    exact = tl.div_rn(span.to(tl.float32, bitcast=True), largest + tl.zeros(span.shape, tl.float32))
-    wide = widened(narrowed(exact, SCALE, INTERPRETED), INTERPRETED)
-    finite = (bits < _INFINITE) & (size_bits(wide) < _INFINITE)
-    usable = finite & (wide != 0)
-    factor = tl.where(usable, tl.div_rn(tl.full(span.shape, 1.0, tl.float32), tl.where(usable, exact, 1.0)), 0.0)
-    return narrowed(tl.where(finite, wide, float("nan")), SCALE, INTERPRETED), factor
-
-
-@triton.jit
-def early_integers(ratio, ROUNDING: tl.constexpr):
-    """Integers as fp32, NaN as 0; those beyond every code stay beyond."""
-    ratio = tl.where(ratio == ratio, ratio, 0.0)
-    if ROUNDING == UP:
-        raised = ratio + 0.5
-        near = rint(raised)
-        return tl.where(near > raised, near - 1.0, near)
-    near = rint(tl.abs(ratio))
-    near = tl.where(tl.abs(ratio) - near == 0.5, near + 1.0, near)
-    return tl.where(ratio < 0, 0.0 - near, near)
-
-
-@triton.jit
-def power_above(scale):
-    """The least power of two that is no smaller; 0, inf and NaN stay."""
-    bits = scale.to(tl.int32, bitcast=True)
-    normal = bits >= 0x00800000
-    up = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    # Subnormal ones are made normal first.
-    raised = (scale * 8388608.0).to(tl.int32, bitcast=True)
-    below = ((raised + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True) * (1.0 / 8388608.0)
-    return tl.where((bits == 0) | (bits >= 0x7F800000), scale, tl.where(normal, up, below))
-
-
-@triton.jit
-def rint(x):
-    """Nearest integer, ties to even, of numbers below 2^22; larger ones are cut to 2^20, which is beyond every code."""
-    x = tl.minimum(tl.maximum(x, -1048576.0), 1048576.0)
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def ratio_of(x, divisor, INTERPRETED: tl.constexpr):
-    """x / divisor correctly rounded where it is no smaller than 2^-30, and 0 for NaN.
-
-    One division for a group: r = 1 / d, q = x r, and a fused step of q + r (x - q d), which is the rounded quotient
-    where nothing over- or underflows (Markstein 1990). A tile with another divisor takes the division.
-    """
-    if INTERPRETED:  # whose fma rounds twice
-        ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
-        ratio = tl.where(ratio == ratio, ratio, 0.0)
-    else:
-        usual = (divisor > 2.0**-90) & (divisor < 2.0**90)
-        if tl.min(tl.reshape(usual.to(tl.int32), (usual.numel,))) == 1:
-            reciprocal = tl.div_rn(1.0 + tl.zeros_like(divisor), divisor)
-            q = x * reciprocal
-            ratio = tl.fma(tl.fma(-q, divisor + tl.zeros_like(x), x), reciprocal + tl.zeros_like(x), q)
-        else:
-            ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
-            ratio = tl.where(ratio == ratio, ratio, 0.0)
-    return ratio
-
-
-@triton.jit
-def nearest_of_table(x, middles):
-    """Number of the 15 midpoints of the nf4 table that are below x: a search of four steps."""
-    m0, m1, m2, m3 = tl.load(middles), tl.load(middles + 1), tl.load(middles + 2), tl.load(middles + 3)
-    m4, m5, m6, m7 = tl.load(middles + 4), tl.load(middles + 5), tl.load(middles + 6), tl.load(middles + 7)
-    m8, m9, m10, m11 = tl.load(middles + 8), tl.load(middles + 9), tl.load(middles + 10), tl.load(middles + 11)
-    m12, m13, m14 = tl.load(middles + 12), tl.load(middles + 13), tl.load(middles + 14)
-    a = x > m7
-    b = x > tl.where(a, m11, m3)
-    c = x > tl.where(a, tl.where(b, m13, m9), tl.where(b, m5, m1))
-    low = tl.where(b, tl.where(c, m6, m4), tl.where(c, m2, m0))
-    high = tl.where(b, tl.where(c, m14, m12), tl.where(c, m10, m8))
-    d = x > tl.where(a, high, low)
-    return a.to(tl.int32) * 8 + b.to(tl.int32) * 4 + c.to(tl.int32) * 2 + d.to(tl.int32)
-
-
-@triton.jit
-def nearest_of_fp4(x, middles):
-    """fp4 codes: the number of the 7 midpoints of ascending magnitudes below |x|, as the code of that; a sign."""
-    m0, m1, m2, m3 = tl.load(middles), tl.load(middles + 1), tl.load(middles + 2), tl.load(middles + 3)
-    m4, m5, m6 = tl.load(middles + 4), tl.load(middles + 5), tl.load(middles + 6)
-    size = tl.abs(x)
-    a = size > m3
-    b = size > tl.where(a, m5, m1)
-    c = size > tl.where(a, tl.where(b, m6, m4), tl.where(b, m2, m0))
-    place = a.to(tl.int32) * 4 + b.to(tl.int32) * 2 + c.to(tl.int32)
-    return place ^ ((place & 2) << 1) | tl.where(x < 0, 8, 0)
-
-
-@triton.jit
-def integer_codes(ratio, zero, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """int32: rint(w / s) + z between two numbers.
-
-    Cut first, since the ends are integers; adding 1.5 * 2^23 then rounds, and leaves the integer in the last bits.
-    """
-    cut = tl.minimum(tl.maximum(ratio, LEAST - zero), MOST - zero)
-    return (cut + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + zero.to(tl.int32)
-
-
-@triton.jit
-def paired_bytes(codes, R: tl.constexpr, C: tl.constexpr):
-    """[R, C / 2] int32 of [R, C] codes: the even column in the low nibble."""
-    even, odd = tl.split(tl.reshape(codes, (R, C // 2, 2)))
-    return even | (odd << 4)
-
-
-@triton.jit
-def store_codes(
-    codes, ratio, zero, row, column, N, K, row_bytes, middles, ELEMENT: tl.constexpr, TILED: tl.constexpr,
-    LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Code a tile of w / s and write it."""
-    n = (row + tl.arange(0, R)).to(tl.int64)[:, None]
-    k = column + tl.arange(0, C)[None, :]
-    inside = (n < N) & (k < K)  # all true where WHOLE, which the compiler cannot know
-    if WHOLE:
-        inside = None
-    if ELEMENT == INT8:
-        tl.store(
-            codes + n * K + k, integer_codes(ratio, tl.zeros((1, 1), tl.float32), LEAST, MOST).to(tl.int8), mask=inside
-        )
-    elif ELEMENT == FLOAT8:
-        found = float8_code(ratio, MANTISSA, BIAS, FNUZ, LARGEST)
-        tl.store(codes + n * K + k, found.to(tl.uint8), mask=inside)
-    elif ELEMENT == NF4 or ELEMENT == FP4:
-        found = nearest_of_table(ratio, middles) if ELEMENT == NF4 else nearest_of_fp4(ratio, middles)
-        if not WHOLE:
-            found = tl.where(inside, found, 0)
-        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, True, WHOLE, R, C)
-    else:
-        found = integer_codes(ratio, zero, LEAST, MOST)
-        if not WHOLE:
-            found = tl.where(inside, found, 0)
-        store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, False, WHOLE, R, C)
 
 
 @triton.jit
 def encode_groups(
-    w, row_stride, column_stride, codes, row_bytes, scale, zero, scale_row, scale_group, middles, largest, N, K,
+    w, row_stride, column_stride, codes, row_bytes, scale, zero, scale_row, scale_group, cells, largest, N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
     SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
     FLOAT_ZERO: tl.constexpr = False, ROUNDING: tl.constexpr = 0,
@@ -246,22 +54,24 @@ def encode_groups(
     row = tl.program_id(0) // column_tiles * R
     column = tl.program_id(0) % column_tiles * C
     G: tl.constexpr = C // GROUP
-    x = tl.reshape(weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C), (R * G, GROUP))
-    bits = tl.max(size_bits(x), axis=1)
-    low, high = bits.to(tl.float32), bits.to(tl.float32)
-    if not SYMMETRIC:
-        low, high = tl.minimum(tl.min(x, axis=1), 0.0), tl.maximum(tl.max(x, axis=1), 0.0)
+    x = grouped(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    low, high, bits = extremes(x, SYMMETRIC, INTERPRETED)
     SCALE: tl.constexpr = scale.dtype.element_ty
     if ROUNDING == EVEN:
         stored, divisor, z = scale_and_zero(
             low, high, bits, largest, SCALE, SYMMETRIC, False, INTERPRETED, FLOAT_ZERO
         )  # fmt: skip
+        usable = divisor < float("inf")
     else:
         stored, divisor = early_scale(x, bits, largest, SCALE, ROUNDING == UP, INTERPRETED)
         z = low
-    n = tl.reshape((row + tl.arange(0, R)).to(tl.int64)[:, None] + tl.zeros((1, G), tl.int64), (R * G,))
-    group = tl.reshape(column // GROUP + tl.arange(0, G)[None, :] + tl.zeros((R, 1), tl.int32), (R * G,))
+        usable = divisor != 0
+    group = tl.arange(0, R * G)
+    n = (row + group // G).to(tl.int64)
+    group = column // GROUP + group % G
     inside = (n < N) & (group < tl.cdiv(K, GROUP))
+    if WHOLE:
+        inside = None
     at = n * scale_row + group.to(tl.int64) * scale_group
     tl.store(scale + at, stored, mask=inside)
     if not SYMMETRIC:
@@ -270,20 +80,77 @@ def encode_groups(
         else:
             tl.store(zero + at, z.to(tl.uint8), mask=inside)
     if ROUNDING == EVEN:
-        ratio = ratio_of(x, divisor[:, None], INTERPRETED)
+        ratio = ratio_of(x, divisor[:, None, None], INTERPRETED)
     else:
-        ratio = early_integers(x * divisor[:, None], ROUNDING)
-    if SYMMETRIC:
-        zeros = tl.full((1, 1), 8.0, tl.float32)
+        ratio = early_integers(x * divisor[:, None, None], ROUNDING)
+    BITS: tl.constexpr = 8 if ELEMENT == INT8 else 4
+    INTEGER: tl.constexpr = ELEMENT == INT4 or ELEMENT == INT8
+    # Integers become codes by what is added to them, z: to whole words, once they are packed.
+    NOUGHT: tl.constexpr = 0x4B400000 if INTEGER else 7 if ELEMENT == NF4 else 0  # of a group whose scale is 0 or NaN
+    Z_CODE: tl.constexpr = 128 if ELEMENT == INT8 else 8
+    if INTEGER and (SYMMETRIC or FLOAT_ZERO):
+        z_code = tl.zeros_like(bits) + (0 if FLOAT_ZERO else Z_CODE)
+    else:
+        z_code = z.to(tl.int32)
+    if ELEMENT == NF4:
+        found = nearest_code(ratio, cells)
+    elif ELEMENT == FP4:
+        found = nearest_code(tl.abs(ratio), cells) | tl.where(ratio < 0, 8, 0)
     elif FLOAT_ZERO:
-        zeros = tl.zeros((1, 1), tl.float32)
-        ratio += z[:, None]
+        found = integer_bits(ratio + z[:, None, None], LEAST, MOST)
+    elif SYMMETRIC:
+        found = integer_bits(
+            ratio, LEAST + (0.0 if ELEMENT == INT8 else -8.0), MOST + (0.0 if ELEMENT == INT8 else -8.0)
+        )
     else:
-        zeros = tl.reshape(z[:, None] + tl.zeros_like(ratio), (R, C))
-    store_codes(
-        codes, tl.reshape(ratio, (R, C)), zeros, row, column, N, K, row_bytes, middles, ELEMENT, TILED, LEAST, MOST, 0,
-        0, False, 0.0, WHOLE, R, C,
-    )  # fmt: skip
+        found = integer_bits(ratio, LEAST - z[:, None, None], MOST - z[:, None, None])
+    if not WHOLE:
+        k = tl.arange(0, GROUP // 4)[None, :, None] + tl.arange(0, 4)[None, None, :] * (GROUP // 4)
+        found = tl.where(usable[:, None, None], found, NOUGHT)
+        outside = (0x4B400000 - z_code)[:, None, None] if INTEGER else 0
+        found = tl.where(group[:, None, None] * GROUP + k < K, found, outside)
+    found = packed(found, BITS, INTEGER, (ELEMENT == NF4 or ELEMENT == FP4) and not TILED)
+    if WHOLE:
+        found = tl.where(usable[:, None, None], found, NOUGHT * 0x11111111 if ELEMENT == NF4 else 0)
+    if INTEGER:
+        found += (z_code * (0x11111111 if BITS == 4 else 0x01010101))[:, None, None]
+    if ELEMENT == INT8:
+        found ^= -2139062144
+    store_words(codes, in_order(found, R, C * BITS // 32), row, column, N, K, row_bytes, BITS, TILED, WHOLE, R, C)
+
+
+@triton.jit
+def store_rows(
+    x, codes, divisor, usual, z, row, column, N, K, row_bytes, ELEMENT: tl.constexpr, TILED: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr, CAST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Code a tile [R, C] of w / s and write it. `usual`: no divisor is inf."""
+    if usual:
+        ratio = ratio_of(x, divisor, INTERPRETED)
+    else:
+        ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
+        ratio = tl.where(ratio == ratio, ratio, 0.0)
+    n, k = (row + tl.arange(0, R)).to(tl.int64)[:, None], column + tl.arange(0, C)[None, :]
+    inside = (n < N) & (k < K)
+    if WHOLE:
+        inside = None
+    if ELEMENT == FLOAT8:
+        if CAST:
+            found = ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            found = float8_code(ratio, MANTISSA, BIAS, FNUZ, LARGEST).to(tl.uint8)
+        tl.store(codes + n * K + k, found, mask=inside)
+    else:
+        found = integer_bits(ratio, LEAST - z, MOST - z)
+        if ELEMENT == INT8:
+            tl.store(codes + n * K + k, found.to(tl.int8), mask=inside)
+        else:
+            found = (found + z.to(tl.int32)) & 15
+            if not WHOLE:
+                found = tl.where(inside, found, 0)
+            store_bytes(codes, paired_bytes(found, R, C), row, column, N, K, row_bytes, TILED, False, WHOLE, R, C)
 
 
 @triton.jit
@@ -292,11 +159,12 @@ def encode_rows(
     R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
     SYMMETRIC: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr,
     BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAST: tl.constexpr = False,
 ):  # fmt: skip
     """A scale per row (ROWS 1: the row is read twice), per R x C block (ROWS 2: once), or one in all (ROWS 0).
 
     One in all reads `partial`, the largest bits of each of `parts` row tiles, which `largest_bits` wrote.
+    CAST: the GPU has an instruction for e4m3fn.
     """
     row = tl.program_id(0) * R
     first = tl.program_id(1) * C
@@ -310,13 +178,13 @@ def encode_rows(
         low, high = bits.to(tl.float32), bits.to(tl.float32)
     else:
         # Compared element by element, reduced once: a reduction in the loop costs as much as the loads.
-        most, least, top = tl.zeros((R, C), tl.int32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
+        most, least, top = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
         for column in range(0, K, C):
             x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-            most = tl.maximum(most, size_bits(x))
+            most = nan_or_larger(most, tl.abs(x))
             if not SYMMETRIC:
                 least, top = tl.minimum(least, x), tl.maximum(top, x)
-        bits = tl.max(most, axis=1)
+        bits = tl.max(size_bits(most), axis=1)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
         if not SYMMETRIC:
             low, high = tl.min(least, axis=1), tl.max(top, axis=1)
@@ -335,22 +203,22 @@ def encode_rows(
     if ELEMENT == INT4 and SYMMETRIC:
         z += 8.0
     if ROWS == 1:
+        usual = tl.min((divisor < float("inf")).to(tl.int32), axis=0) == 1
         divisor, z = divisor[:, None], z[:, None]
     else:
+        usual = divisor < float("inf")
         divisor, z = divisor + tl.zeros((1, 1), tl.float32), z + tl.zeros((1, 1), tl.float32)
     if ROWS == 2:
-        ratio = ratio_of(x, divisor, INTERPRETED)
-        store_codes(
-            codes, ratio, z, row, first, N, K, row_bytes, codes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS, FNUZ,
-            LARGEST, WHOLE, R, C,
+        store_rows(
+            x, codes, divisor, usual, z, row, first, N, K, row_bytes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS, FNUZ,
+            LARGEST, CAST, WHOLE, INTERPRETED, R, C,
         )  # fmt: skip
     else:
         for column in range(0, K, C):
             x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-            ratio = ratio_of(x, divisor, INTERPRETED)
-            store_codes(
-                codes, ratio, z, row, column, N, K, row_bytes, codes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS,
-                FNUZ, LARGEST, WHOLE, R, C,
+            store_rows(
+                x, codes, divisor, usual, z, row, column, N, K, row_bytes, ELEMENT, TILED, LEAST, MOST, MANTISSA, BIAS,
+                FNUZ, LARGEST, CAST, WHOLE, INTERPRETED, R, C,
             )  # fmt: skip
 
 
@@ -361,8 +229,8 @@ def largest_bits(
 ):  # fmt: skip
     """The largest bits of |w| of every tile of R rows."""
     row = tl.program_id(0) * R
-    most = tl.zeros((R, C), tl.int32)
+    most = tl.zeros((R, C), tl.float32)
     for column in range(0, K, C):
         x = weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-        most = tl.maximum(most, size_bits(x))
-    tl.store(partial + tl.program_id(0), tl.max(tl.max(most, axis=1), axis=0))
+        most = nan_or_larger(most, tl.abs(x))
+    tl.store(partial + tl.program_id(0), tl.max(tl.max(size_bits(most), axis=1), axis=0))

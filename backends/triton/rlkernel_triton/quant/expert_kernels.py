@@ -1,7 +1,7 @@
 """x times a weight of 4-bit codes in tiles, folded: scales and codes are multiplied before the product.
 
-mxfp4 and nvfp4 in the layout `triton_f4`, int4 in `triton_w4`; alone, or for the rows of several experts in one launch.
-As in `product_kernels` the result is transposed, D [N, M] = W [N, K] x^T, and K may be split over programs.
+mxfp4 and nvfp4 in the layout `triton_e2m1`, int4 in `triton_w4`; alone, or for the rows of several experts in one
+launch. As in `product_kernels` the result is transposed, D [N, M] = W [N, K] x^T, and K may be split over programs.
 
 Legend: M tokens · N rows of an expert, or of the weight · K columns · E experts · BN x BM tile of the result.
 """
@@ -17,7 +17,7 @@ from rlkernel_triton.quant.block_kernels import expert_of
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.float4_tiles import NVFP4, float4_tile, load_scales
 from rlkernel_triton.quant.product_kernels import added_up, finished
-from rlkernel_triton.quant.product_tiles import permuted, word_indices, word_start, word_tile
+from rlkernel_triton.quant.product_tiles import ended, permuted, word_indices, word_start, word_tile
 
 INT4: Final = tl.constexpr(7)
 
@@ -118,7 +118,7 @@ def tile_product(
                 codes, s, z, factor, above + n0, k0, K, FORMAT, X_TYPE, DTYPE, BN, BK, SYMMETRIC, PERMUTED, ASM,
                 INTERPRETED,
             )  # fmt: skip
-            acc = tl.dot(w, xt, acc, input_precision="ieee")
+            acc = ended(tl.dot(w, xt, acc, input_precision="ieee"), acc, step, steps, PERMUTED)
             if PAIR:
                 if AHEAD:
                     s, z = s_other, z_other
@@ -131,7 +131,7 @@ def tile_product(
                     codes, s, z, factor, above + width + n0, k0, K, FORMAT, X_TYPE, DTYPE, BN, BK,
                     SYMMETRIC, PERMUTED, ASM, INTERPRETED,
                 )  # fmt: skip
-                other = tl.dot(w, xt, other, input_precision="ieee")
+                other = ended(tl.dot(w, xt, other, input_precision="ieee"), other, step, steps, PERMUTED)
         last = True
         if PARTS > 1:
             acc, other, last = added_up(

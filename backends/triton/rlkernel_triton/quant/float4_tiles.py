@@ -1,6 +1,6 @@
 """Tiles of e2m1 codes with the scales of their blocks as operands of a matrix instruction.
 
-The layout `triton_f4` holds codes as `triton_w4` does but for the bits within a half (see `code_tiles`): tiles of 16
+The layout `triton_e2m1` holds codes as `triton_w4` does but for the bits within a half (see `code_tiles`): tiles of 16
 rows x 64 columns of 128 words, word 16 r8 + 4 c4 + ks, so that a word is four columns of rows r8 and r8 + 8, in block
 ks of 16 columns. Scales lie beside: int16 [N / 16, K / 64, 8, B], the bytes of rows r8 and r8 + 8 for each of the B
 blocks that a scale has in 64 columns (2 of mxfp4, 4 of nvfp4); products read them as words of 32 bits, two blocks each.

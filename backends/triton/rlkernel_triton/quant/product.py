@@ -145,6 +145,11 @@ class Machine(NamedTuple):
         """Bytes of a table in registers can be picked."""
         return self.ptx or INTERPRETED
 
+    @property
+    def casts(self) -> bool:
+        """There are instructions for e4m3fn."""
+        return self.kind == "sm90" and not INTERPRETED
+
 
 @lru_cache
 def machine(device: torch.device) -> Machine:
@@ -201,7 +206,7 @@ def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, pe
     )
 
 
-PIECE: Final = 32 << 20  # bytes of a dequantised piece: what a large cache keeps
+PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU
 
 
 def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
@@ -257,11 +262,12 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) 
         coded = q.codes if integers else q.codes.float().to(exact)
     wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
     ragged = spec.element == "nf4" and K % spec.group != 0
-    step = 32 if wide else 64
+    step = 32 if wide else 64 if spec.group else 128
     if spec.group and not ragged:
         step = min(step, spec.group) if form != 2 else 128
     BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
-    grid = storage.scale_grid(w)
+    grid, on = storage.scale_grid(w), machine(x.device)
+    stages = 3 if step == 128 and on.kind == "sm90" else 2
     product_kernels.byte_product[(triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64),)](
         x=coded,
         x_row=coded.stride(0),
@@ -279,7 +285,7 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) 
         BM=BM,
         BN=64,
         BK=step,
-        STAGES=2,
+        STAGES=stages,
         ELEMENT=element.ELEMENT,
         SYMMETRIC=spec.symmetric,
         NESTED=spec.double_quant,
@@ -290,7 +296,8 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) 
         FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"),
         WIDE=wide,
         X_SCALE=form,
+        CAST=spec.element == "e4m3fn" and on.casts,
         num_warps=4,
-        num_stages=2,
+        num_stages=stages,
         **FUSED,
     )

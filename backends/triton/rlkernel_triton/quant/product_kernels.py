@@ -20,7 +20,7 @@ import triton.language as tl
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
 from rlkernel_triton.quant.decode_kernels import nested_scales
 from rlkernel_triton.quant.encode_kernels import FLOAT8, INT8, NF4
-from rlkernel_triton.quant.product_tiles import activated
+from rlkernel_triton.quant.product_tiles import activated, ended
 
 
 @triton.jit
@@ -112,14 +112,17 @@ def finished(
 def byte_values(
     codes, row_bytes, table, zero, scale_row, scale_group, n0, k0, N, K, GROUP: tl.constexpr, ELEMENT: tl.constexpr,
     SYMMETRIC: tl.constexpr, MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, FNUZ: tl.constexpr, RAGGED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    CAST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """[BN, BK] fp32: codes less zero-points, or table values, of a canonical weight; 0 outside of it."""
     n = n0 + tl.arange(0, BN)
     k = k0 + tl.arange(0, BK)
     inside = (n < N)[:, None] & (k < K)[None, :]
     if ELEMENT == INT8 or ELEMENT == FLOAT8:
-        code = tl.load(codes + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0).to(tl.int32)
+        code = tl.load(codes + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0)
+        if CAST:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        code = code.to(tl.int32)
         return float8_value(code, MANTISSA, FLOAT_BIAS, FNUZ) if ELEMENT == FLOAT8 else code.to(tl.float32)
     if RAGGED:  # nf4 whose rows start inside a byte
         e = n.to(tl.int64)[:, None] * K + k[None, :]
@@ -146,10 +149,11 @@ def byte_product(
     MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, FNUZ: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
     WIDE: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
     RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    CAST: tl.constexpr = False,
 ):  # fmt: skip
     """A canonical weight of any shape. BK divides GROUP, or GROUP is 0; nf4 always folds. WIDE multiplies in fp32.
 
-    X_SCALE: 0 none, 1 one a token, 2 one for 128 columns of a token.
+    X_SCALE: 0 none, 1 one a token, 2 one for 128 columns of a token. CAST: e4m3fn, for which the GPU has instructions.
     """
     m_tiles = tl.cdiv(M, BM)
     width = N // 2 if PAIR else N
@@ -172,7 +176,7 @@ def byte_product(
             limit = width if PAIR and half == 0 else N
             w = byte_values(
                 codes, row_bytes, table, zero, scale_row, scale_group, row, k0, limit, K, GROUP, ELEMENT, SYMMETRIC,
-                MANTISSA, FLOAT_BIAS, FNUZ, RAGGED, BN, BK,
+                MANTISSA, FLOAT_BIAS, FNUZ, RAGGED, CAST, BN, BK,
             )  # fmt: skip
             s = byte_scales(
                 scale, scale_row, scale_group, nested_table, nested_absmax, nested_offset, rows, k, k0, limit, K, GROUP,
@@ -190,9 +194,9 @@ def byte_product(
             if X_SCALE == 2:
                 product *= tl.load(x_scale + m * x_scale_row + k0 // 128, mask=m < M, other=0.0)[None, :]
             if half == 0:
-                acc += product
+                acc = ended(acc + product, acc, k0, K)
             else:
-                other += product
+                other = ended(other + product, other, k0, K)
     ROW_SCALE: tl.constexpr = 0 if FOLD or GROUP > 0 else (1 if SCALE_ROWS == 1 else 2)
     finished(
         acc, other, n, m, N, M, y, residual, residual_row, scale, x_scale, bias, xa, lora_b, lora_row, lora_rank,

@@ -177,7 +177,7 @@ def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  #
             turned = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
             dense_product(dh.contiguous(), turned, After(), ends, dx, first=first, experts=some, N=K)
         return dx
-    rows = max(64, 8 * PIECE // (K * dh.element_size()) // 64 * 64)
+    rows = max(64, 2 * PIECE // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):
         last = min(first + rows, N)

@@ -25,6 +25,9 @@ from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 
 W4: Final = "triton_w4"
 KNOWN: Final = (CANONICAL, W4, blocks.F4)
+FORMER: Final = {
+    "triton_f4": blocks.F4
+}  # layouts of earlier builds, whose bits are in another order -> their successors
 # No product is ever contracted with the sum that follows it: codecs promise bits.
 EXACT: Final = {"enable_fp_fusion": False}
 BIAS: Final = {"e4m3fn": 7, "e5m2": 15, "e4m3fnuz": 8, "e5m2fnuz": 16}
@@ -110,6 +113,11 @@ def codes(w: QuantTensor) -> Tensor:
 
 def check_layouts(name: str, w: QuantTensor) -> None:
     """The layout of `w` is read here."""
+    if w.layout in FORMER:
+        raise LayoutError(
+            f"{name}: is packed as {w.layout!r}, as earlier builds did; its bits are in another order now "
+            f"({FORMER[w.layout]!r}). Quantise or load the weight again and pack that with prepack."
+        )
     if w.layout not in KNOWN:
         raise LayoutError(
             f"{name}: is packed as {w.layout!r}; read here: {', '.join(KNOWN)}. Run it on the backend that packed it, "

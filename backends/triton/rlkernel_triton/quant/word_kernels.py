@@ -12,6 +12,7 @@ from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.decode_kernels import nested_scales
 from rlkernel_triton.quant.product_kernels import added_up, finished
 from rlkernel_triton.quant.product_tiles import (
+    ended,
     permuted,
     table_bytes,
     table_tile,
@@ -137,11 +138,11 @@ def word_product(
                 words, z, s, DTYPE, X_TYPE, TN, BK, PERMUTED, SYMMETRIC, FOLD, ASM, SAME_TYPE, INTERPRETED
             )  # fmt: skip
         if FOLD:
-            acc = tl.dot(w, xt, acc, input_precision="ieee")
+            acc = ended(tl.dot(w, xt, acc, input_precision="ieee"), acc, step, steps, PERMUTED)
         elif SCALED:
             acc += tl.dot(w, xt, input_precision="ieee") * s[:, None]
         else:
-            acc += tl.dot(w, xt, input_precision="ieee")
+            acc = ended(tl.dot(w, xt, acc, input_precision="ieee"), acc, step, steps, PERMUTED)
         if PAIR:
             words = tl.load(at + beyond, eviction_policy="evict_first")
             if SCALED:
@@ -159,11 +160,11 @@ def word_product(
                     INTERPRETED,
                 )  # fmt: skip
             if FOLD:
-                other = tl.dot(w, xt, other, input_precision="ieee")
+                other = ended(tl.dot(w, xt, other, input_precision="ieee"), other, step, steps, PERMUTED)
             elif SCALED:
                 other += tl.dot(w, xt, input_precision="ieee") * s_value[:, None]
             else:
-                other += tl.dot(w, xt, input_precision="ieee")
+                other = ended(tl.dot(w, xt, other, input_precision="ieee"), other, step, steps, PERMUTED)
             if SCALED:
                 s_value = s_value_next
             if not SYMMETRIC:

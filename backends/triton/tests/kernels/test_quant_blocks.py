@@ -1,14 +1,19 @@
 """Formats of blocks and products of experts on Triton: bits, layouts, the contract's bound, gradients."""
 
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.reference.qmatmul import qmatmul as definition
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
-from rlkernel_triton.quant import block_products, blocks, storage
+from rlkernel_triton.quant import block_products, blocks, codec, storage
 from rlkernel_triton.quant.block_products import Cut
 from rlkernel_triton.quant.product import After
 
@@ -68,17 +73,36 @@ def edges(N, K):
 CODED = [*(named(f, scale_rule=r) for f in ("mxfp4", "mxfp8") for r in ("floor", "rceil", "even"))]
 CODED += [named("mxfp4", rounding="away"), named("mxfp8", element="e5m2"), named("nvfp4", rounding="away")]
 CODED += [*(named(f) for f in ("nvfp4", "gguf_q4_0", "gguf_q8_0", "hqq4", "fp4"))]
+CODED += [*(named(f) for f in ("gguf_q4_k", "gguf_q5_k", "gguf_q6_k", "int4_g128_asym", "fp8_channel"))]
 
 
 @pytest.mark.parametrize("spec", CODED, **ids)
 def test_codes_and_scales_have_the_bits_of_the_definition(device, spec) -> None:
-    for N, K, dtype in ((7, 301, torch.float32), (16, 256, torch.bfloat16)):
+    for N, K, dtype in ((7, 301, torch.float32), (16, 512, torch.bfloat16)):
         w = edges(N, K).to(dtype)
         want, found = reference.quantize(w, spec), rlk.quantize(w.to(device), spec).to("cpu")
         for name, part in want.parts.items():
             small = part.dtype.itemsize == 1
             mine, theirs = (t.view(torch.uint8) if small else t for t in (found.parts[name], part))
             assert torch.equal(mine, theirs) if small else same(mine, theirs)
+
+
+@pytest.mark.parametrize("spec", [named(f) for f in ("fp4", "nvfp4", "gguf_q4_k", "gguf_q6_k", "fp8_channel")], **ids)
+def test_what_is_compiled_divides_exactly(device, spec, monkeypatch) -> None:
+    """The interpreter, whose fma rounds twice, divides weight by weight; with another fma it takes the GPU's way."""
+    if device != "cpu":
+        pytest.skip("on a GPU every test takes it")
+
+    def fma(_, x, y, z):
+        a, b, c = (t.data.astype(np.longdouble) for t in (x, y, z))
+        return interpreter.TensorHandle((a * b + c).astype(np.float32), z.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    for module in (codec, blocks):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    w = edges(7, 301)
+    want, found = reference.quantize(w, spec), rlk.quantize(w, spec)
+    assert all(same(found.parts[n].float(), want.parts[n].float()) for n in want.parts)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +136,13 @@ def test_a_weight_that_no_tile_fits_is_refused_by_name(device) -> None:
     for weight, layout in ((w, blocks.F4), (rlk.quantize(torch.randn(64, 128, device=device), "nvfp4"), storage.W4)):
         with pytest.raises(rlk.ArgumentError, match="multiples of 64"):
             rlk.prepack(weight, layout=layout)
+
+
+def test_tiles_of_an_earlier_build_are_refused_and_it_is_said_to_pack_again(device) -> None:
+    w = replace(rlk.prepack(rlk.quantize(torch.randn(64, 128, device=device), "mxfp4")), layout="triton_f4")
+    for call in (rlk.dequantize, rlk.prepack, partial(rlk.qmatmul, torch.ones(1, 128, device=device))):
+        with pytest.raises(rlk.LayoutError, match=r"'triton_f4'.* pack that with prepack"):
+            call(w)
 
 
 def over(y, x, value, rounding):
