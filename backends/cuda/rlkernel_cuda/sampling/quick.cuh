@@ -333,6 +333,7 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
   const int tid = threadIdx.x, lane = tid & 31;
   const Merged& m = sm.merged;
   constexpr int RANKING = TEAM < 512 ? TEAM / 2 : TEAM / 128 * 96;
+  static_assert(RANKING % 32 == 0, "whole warps order candidates, the others draw their noise");
   const bool certain = R.k && !(R.m > 0.f);
   Cut c = {};
   if (n <= RANKED) {

@@ -8,9 +8,8 @@
 // other, while its first FINISHERS warps finish those that were read.
 //
 // Put after device.cuh, tile.cuh, wide.cuh, write.cuh and quick.cuh. Macros: NT threads, CLUSTER blocks a row, FINISHERS
-// warps (0: all, after they have read), AHEAD: a warp reads a tile while it works on
-// one, PER_SM blocks a multiprocessor, TYPE of the logits (0 fp32, 1 bf16, 2 fp16),
-// PLAIN: no row has a filter.
+// warps (0: all, after they have read), PER_SM blocks a multiprocessor, AHEAD: a warp reads a tile while it works on one,
+// TYPE of the logits (0 fp32, 1 bf16, 2 fp16), PLAIN: no row has a filter.
 
 // What a row keeps and draws whose tiles tell: without a filter all, or the first of its best. By one warp.
 __device__ __forceinline__ Cut best_of_tiles(const Params& P, const Row& R, const Stats& st, const Merged& m) {
@@ -84,7 +83,6 @@ __device__ __noinline__ void exactly(const Params& P, const Stored* src, int row
 
 #if FINISHERS
 #define READERS (WARPS - FINISHERS)
-static_assert(FINISHERS > 1, "half of them order candidates, the others draw");
 __device__ __forceinline__ void refill(const Params& P, int row, int buffer, Shared& sm) {  // for the next row of a buffer
   if (row < P.N) sm.row[buffer] = row_of(P, parameters_of(P, row));
   sm.best[buffer] = 0, sm.pending[buffer] = 0;
