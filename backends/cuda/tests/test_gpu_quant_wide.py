@@ -3,21 +3,21 @@
 The suite draws a handful of tokens, for which another kernel is ahead; here this one takes every weight of 4 bits.
 """
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
-import rlkernel_triton
 from rlkernel import policy
 from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
-from rlkernel_cuda import QUANTISED, backend
+from rlkernel_cuda import QUANTISED
 from rlkernel_cuda.quant import choice, launch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+pytestmark = [
+    pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
+    pytest.mark.skipif(not {"cuda", "triton"} <= {*policy.installed()}, reason="the other backend packs weights"),
+]
 CUTS = {"whole tiles": launch.Wide(256, 1, 4, split=False), "shared tiles": launch.Wide(64, 2, 4, split=True)}
 EFFORT = Profile("some", 10, 60, thorough=False)
 
@@ -35,12 +35,7 @@ def test_clauses_hold_however_many_tokens_there_are(cut, monkeypatch) -> None:
         return CUTS[cut]
 
     monkeypatch.setattr(choice, "cut", always)
-    with ExitStack() as scope:
-        for manifest in (rlkernel_triton.backend, backend):  # the other packs weights
-            if manifest.name not in policy.installed():
-                scope.enter_context(policy.registered(manifest))
-        subject = Subject("cuda", "qmatmul", "cuda")
-        scope.enter_context(subject.chosen())
+    with (subject := Subject("cuda", "qmatmul", "cuda")).chosen():
         outcomes = [carry_out(subject, attack, EFFORT) for attack in clauses_of(subject)[0]]
     assert {o.clause: (o.status, o.message) for o in outcomes if o.status != "held"} == {}
     claimed = {f.removeprefix("format:") for f in QUANTISED if f.startswith("format:int4")}
