@@ -341,16 +341,6 @@ def time_codecs() -> dict[str, Any]:
     ):
         try:
             w = codec.quantize(full, kind)
-            if kind == "int4_g128":
-                for tile in ((16, 128), (16, 256), (32, 128), (32, 256), (16, 512)):
-                    codec.TILE = tile  # type: ignore[misc]
-                    p = codec.prepack(w)
-                    took = replayed([lambda w=w: codec.quantize(full, w.spec, out=w)] * 4)
-                    took_tiles = replayed([lambda p=p: codec.quantize(full, p.spec, out=p)] * 4)
-                    bytes_ = w.nbytes + full.numel() * 2
-                    found[f"int4_g128 in tiles of {tile}"] = [round(bytes_ / t / 1e6, 3) for t in (took, took_tiles)]
-                print(found, flush=True)
-                codec.TILE = (16, 128)  # type: ignore[misc]
             moved = w.nbytes + full.numel() * 2
             took = replayed([lambda w=w: codec.quantize(full, w.spec, out=w)] * 4)
             back = replayed([lambda w=w: codec.dequantize(w)] * 4)
