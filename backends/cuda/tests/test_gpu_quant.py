@@ -92,3 +92,28 @@ def test_replays_see_new_inputs_and_weights(M) -> None:
     codec.quantize(torch.randn(640, 1024, device="cuda").bfloat16(), w.spec, out=w)
     graph.replay()
     assert torch.equal(y, qmatmul(x, w))
+
+
+@pytest.mark.parametrize("M", [4, 16, 100, 200])
+def test_a_product_waits_for_the_kernels_before_it_in_a_graph(M) -> None:
+    from rlkernel_cuda.quant.qmatmul import qmatmul
+    from rlkernel_triton.quant import codec
+
+    w, x = packed("int4_g128", torch.bfloat16, 4096, 4096), inputs(M, 4096, torch.bfloat16)
+    xs = [inputs(M, 4096, torch.bfloat16) * i for i in range(1, 5)]
+    weights = [torch.randn(4096, 4096, device="cuda").bfloat16() for _ in xs]
+
+    def each():
+        for x_i, full in zip(xs, weights, strict=True):
+            codec.quantize(full, w.spec, out=w)
+            torch.mul(x_i, 1, out=x)
+            yield qmatmul(x, w)
+            yield qmatmul(x.neg_(), w)
+
+    want = list(each())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = list(each())
+    for _ in range(3):
+        graph.replay()
+        assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * 8
