@@ -1,0 +1,155 @@
+"""What docs/aot.md says that bundles always serve is in the shipped table: calls drawn within the limits, planned."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.hosts import Host, implementation
+from rlkernel_triton.aot.planning import plan_for
+from rlkernel_triton.aot.recording import Recorder
+from rlkernel_triton.aot.rehearsal import rehearse
+from rlkernel_triton.aot.standin import triton
+from rlkernel_triton.aot.workloads import ADAPTED, FILTERS, FORMATS, KINDS, LAW
+
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+TABLE = set(tables.chosen(tables.read(), "sm_87"))
+FLAG = st.booleans()
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """Plan a call as on an Orin; the builds that the table lacks for it."""
+    recorder = Recorder("sm_87")
+    host = Host("limits", triton(recorder))
+    plan_for(host, "sm_87")
+
+    def missing(op, **args):
+        recorder.seen.clear()
+        out = rehearse(implementation(host, op), args)
+        return {build for _, build in recorder.seen} - TABLE, out
+
+    yield missing
+    sys.meta_path.remove(host)
+
+
+def laid(shape, dtype, draw):
+    """A tensor that begins anywhere and whose rows may lie apart."""
+    width = shape[-1] + draw(st.integers(0, 17))
+    skip = draw(st.integers(0, 9))
+    return torch.zeros(*shape[:-1], width + 9, dtype=dtype)[..., skip : skip + shape[-1]]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_log_probabilities(planned, data) -> None:
+    draw = data.draw
+    N, V = draw(st.integers(1, 300)), draw(st.one_of(st.integers(1, 5000), st.integers(1, 262144)))
+    N = min(N, max(1, (1 << 21) // V))
+    top = draw(st.integers(0, min(32, V)))
+    logits = laid((N, V), draw(DTYPES), draw).requires_grad_(draw(FLAG))
+    support = Support(ids=torch.arange(N), offsets=torch.arange(N + 1)) if draw(FLAG) else None
+    lacking, _ = planned(
+        "logprob",
+        logits=logits,
+        ids=torch.zeros(N, dtype=torch.int64),
+        temperature=torch.ones(N) if draw(FLAG) else 0.7,
+        softcap=draw(st.sampled_from([None, 30.0])),
+        mask=torch.ones(N, dtype=torch.bool) if draw(FLAG) else None,
+        entropy=draw(FLAG),
+        top_logprobs=top,
+        support=support,
+    )
+    assert lacking == set()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_heads(planned, data) -> None:
+    draw = data.draw
+    N, D, V = draw(st.integers(1, 40)), draw(st.integers(1, 80)), draw(st.integers(1, 2 ** draw(st.integers(1, 18))))
+    dtype = draw(DTYPES)
+    lacking, _ = planned(
+        "linear_logprob",
+        hidden=laid((N, D), dtype, draw).requires_grad_(draw(FLAG)),
+        weight=torch.zeros(V, D, dtype=dtype).requires_grad_(draw(FLAG)),
+        ids=torch.zeros(N, dtype=torch.int64),
+        temperature=torch.ones(N) if draw(FLAG) else 0.7,
+        mask=torch.ones(N, dtype=torch.bool) if draw(FLAG) else None,
+        entropy=draw(FLAG),
+    )
+    assert lacking == set()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_losses(planned, data) -> None:
+    draw = data.draw
+    B = draw(st.integers(1, 600))
+    T = draw(st.integers(1, (1 << 20) // B))
+    old, entropy = torch.zeros(B, T), draw(FLAG)
+    more = {"ref_logprob": old, "kl_coef": 0.1} if draw(FLAG) else {}
+    lacking, _ = planned(
+        "policy_loss",
+        logprob=torch.zeros(B, T, requires_grad=True),
+        old_logprob=old,
+        advantages=torch.zeros(B) if draw(FLAG) else torch.zeros(B, T),
+        kind=draw(st.sampled_from(KINDS)),
+        mask=torch.ones(B, T, dtype=torch.bool),
+        **({"entropy": torch.zeros(B, T), "entropy_coef": 0.01} if entropy else {}),
+        **more,
+    )
+    assert lacking == set()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_weights(planned, data) -> None:
+    draw = data.draw
+    name, dtype = draw(st.sampled_from(FORMATS)), draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    N, K = 64 * draw(st.integers(1, 50)), 128 * draw(st.integers(1, 12))
+    lacking, w = planned("quantize", weight=torch.zeros(N, K, dtype=dtype), format=name)
+    more, w = planned("prepack", w=w)
+    lacking |= more
+    x = laid((draw(st.integers(1, 130)), K), dtype, draw)
+    for bias in (None, torch.zeros(N, dtype=dtype)):
+        lacking |= planned("qmatmul", x=x, w=w, bias=bias)[0]
+    if name in ADAPTED and N >= 1024:
+        adapter = LoRA(torch.zeros(rank := draw(st.integers(1, 16)), K, dtype=dtype), torch.zeros(N, rank, dtype=dtype))
+        lacking |= planned("qmatmul", x=x, w=w, residual=torch.zeros(x.shape[0], N, dtype=dtype))[0]
+        lacking |= planned("qmatmul", x=x.detach().requires_grad_(), w=w, lora=adapter)[0]
+    if name in ADAPTED and N >= 2048 and N % 128 == 0:
+        lacking |= planned("qmatmul", x=x, w=w, activation="swiglu", lora=adapter)[0]
+    assert lacking == set()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_advantages(planned, data) -> None:
+    draw = data.draw
+    B = draw(st.integers(1, 300))
+    T = draw(st.integers(1, (1 << 20) // B))
+    mask = torch.ones(B, T, dtype=torch.bool) if draw(FLAG) else None
+    rewards = torch.zeros(B, T)
+    gae = {"values": torch.zeros(B, T), "gamma": 0.99, "lam": 0.95}
+    kind, more = draw(st.sampled_from([("gae", gae), ("reinforce_pp", {}), ("returns", {"gamma": 0.5})]))
+    assert planned("advantage", rewards=rewards, kind=kind, mask=mask, **more)[0] == set()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_draws(planned, data) -> None:
+    draw = data.draw
+    N, V = draw(st.integers(1, 20)), 16 * draw(st.integers(1025, 16384))
+    law = {"temperature": 0.8, **{n: LAW[n] for n in draw(st.sampled_from(FILTERS))}}
+    if each := draw(FLAG):
+        law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}
+    rows = torch.zeros(N, dtype=torch.int64)
+    noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else draw(st.integers(0, 2**31 - 1))}
+    logits = laid((N, V), draw(st.sampled_from([torch.bfloat16, torch.float32])), draw)
+    assert planned("sample", logits=logits, **law, **noise)[0] == set()
