@@ -11,6 +11,7 @@ from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
 
 _V: Final = 128256
+_EDGES: Final = ("sm90", "sm100", "sm120")  # where `plan.overlaps`
 # Types as they are launched with tensors of parameters; what a case lacks is None, a constant.
 _TYPES: Final = {
     "row_stride": "i32", "V": "i32", "allowed": "*i32", "allowed_stride": "i32", "slot": "*i64", "last_slot": "i32",
@@ -44,6 +45,7 @@ def builds(arch: str) -> Iterator[Build]:
     """Every build that is compiled for an architecture."""
     from rlkernel_triton.sampling.plan import SHAPE, padded
 
+    few = {"maxnreg": SHAPE.finish_registers}
     for dtype in ("fp32", "bf16"):
         for label, case in _CASES.items():
             filters = label != "no filter"
@@ -56,7 +58,7 @@ def builds(arch: str) -> Iterator[Build]:
                 if dtype == "bf16" and (kernel is not tiles or label != "top-k, top-p"):
                     continue  # bf16 differs in the loads, and those of the others are few
                 types = {"x": f"*{dtype}", "raw": f"*{dtype}", **_TYPES}
-                constants = {**case, **sizes, **own}
+                constants = {**case, **sizes, **own, "EDGE": arch in _EDGES}
                 constants |= {name: None for name, there in _GIVEN.items() if not case[there]}
                 constants |= {"top_k": None, "top_p": None} if not filters else {}
                 constants |= {"min_p": None} if case["M_EACH"] == -2 else {}
@@ -71,4 +73,5 @@ def builds(arch: str) -> Iterator[Build]:
                     constants,
                     num_warps=warps,
                     divisible=tuple(n for n in aligned if n in types),
+                    options=few if kernel is finish and arch.startswith("sm") else {},
                 )

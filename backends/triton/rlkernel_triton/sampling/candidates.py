@@ -14,28 +14,85 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.rows import LOWEST, MOST, NOTHING, floor_of, logits_at, ordered, value_of
+from rlkernel_triton.sampling.rows import (
+    LARGEST,
+    LOG2E,
+    LOWEST,
+    MOST,
+    NOTHING,
+    floor_of,
+    logits_at,
+    ordered,
+    ranked,
+    unordered,
+    value_of,
+)
 
-AT_ONCE: tl.constexpr = tl.constexpr(16)  # candidates that all others are compared with at a time
+UNITS: tl.constexpr = tl.constexpr(2.0**48)  # of a weight, at most 1: so sums of candidates are exact in any order
+AT_ONCE: tl.constexpr = tl.constexpr(64)  # candidates that all others are compared with at a time
+ONE: tl.constexpr = tl.constexpr(1 << 56)  # a count beside a sum of weights
 
 
 @triton.jit
-def threshold(key, low, high, n, most):
-    """A value with at least n of the int32 keys at or above it, and at most `most` where ties allow that.
+def long_of(pointer):
+    """The same memory as int64."""
+    return pointer.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def packed(order, ids):
+    """`ranked` of `ordered` logits."""
+    return (order.to(tl.int64) << 32) | (ids ^ MOST)
+
+
+@triton.jit
+def threshold(key, low, held, high, n, most, TRIALS: tl.constexpr):
+    """(a value with at least n of the int32 keys at or above it, at most `most` where ties allow that; how many).
+
+    A step tries TRIALS values, whose counts share a number.
 
     Args:
         key: keys; those that do not count are LOWEST.
         low: at least n keys are at or above it.
+        held: how many are.
         high: fewer than n keys are at or above it.
         n: how many are wanted.
         most: how many are welcome.
+        TRIALS: 4; with 32768 keys and more 2; or 1, with the least registers.
     """
+    BITS: tl.constexpr = 16 if key.shape[0] < 32768 else 32
     while high - low > 1:
-        trial = low + ((high - low) >> 1)
-        count = tl.sum((key >= trial.to(tl.int32)).to(tl.int32), 0)
-        low = tl.where(count >= n, trial, low)
-        high = tl.where(count < n, trial, tl.where(count <= most, low + 1, high))
-    return low.to(tl.int32)
+        part = tl.maximum(((high - low) * (64 // (TRIALS + 1))) >> 6, 1)
+        votes = tl.zeros([key.shape[0]], tl.int64 if TRIALS > 1 else tl.int32)
+        for i in tl.static_range(TRIALS):
+            trial = tl.minimum(low + (i + 1) * part, high - 1)
+            if TRIALS == 1:
+                votes += (key >= trial.to(tl.int32)).to(tl.int32)
+            else:
+                votes += tl.where(key >= trial.to(tl.int32), tl.full((), 1, tl.int64) << (BITS * i), 0)
+        counts = tl.sum(votes, 0)
+        start = low
+        end = high
+        for i in tl.static_range(TRIALS):
+            trial = tl.minimum(start + (i + 1) * part, end - 1)
+            count = (counts >> (BITS * i)) & ((1 << (BITS - 1)) - 1)
+            enough = count >= n
+            low = tl.where(enough, trial, low)
+            held = tl.where(enough, count.to(tl.int32), held)
+            fits = enough & (count <= most)
+            high = tl.where(enough, tl.where(fits, trial + 1, high), tl.minimum(high, trial))
+    return low.to(tl.int32), held
+
+
+@triton.jit
+def column_of(
+    x, at, column, V, some, scratch, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """(ids, logits) of a column of the groups listed in scratch; -inf where there is none."""
+    read = at < some
+    ids = tl.load(scratch + at, mask=read, other=0) * GROUP + column
+    return ids, logits_at(x, ids, read & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
 
 
 @triton.jit
@@ -44,11 +101,41 @@ def of_groups(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """(ids, `ordered` logits) of the i-th tokens of the groups listed in scratch; LOWEST where none can be drawn."""
-    read = i // GROUP < some
-    ids = tl.load(scratch + i // GROUP, mask=read, other=0) * GROUP + i % GROUP
-    v = logits_at(x, ids, read & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
+    ids, v = column_of(x, i // GROUP, i % GROUP, V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
     v = tl.where(v != v, -float("inf"), v)
     return ids, tl.where(v > floor_of(top), ordered(v), LOWEST)
+
+
+@triton.jit
+def fewer(
+    x, V, top, tau, found, some, scratch, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """(a higher value than tau, how many tokens of the groups stand above it, how many of them are stored, at most C).
+
+    Of ties at that value the first are stored. Threads hold what they compare a few at a time, and read it again.
+    """
+    i = tl.arange(0, K * GROUP)
+    _, order = of_groups(x, i, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+    bar, _ = threshold(order, tau.to(tl.int64), found, ordered(top).to(tl.int64) + 1, C // 2, C, 1)
+    greater = tl.sum((order > bar).to(tl.int32), 0)
+    held = tl.minimum(tl.sum((order >= bar).to(tl.int32), 0), C)
+    PART: tl.constexpr = K * GROUP if K * GROUP < 512 else 512  # noqa: FURB136 a constant of the compiler
+    before = tl.full((), 0, tl.int32)
+    ties = tl.full((), 0, tl.int32)
+    for start in range(0, K * GROUP, PART):
+        j = start + tl.arange(0, PART)
+        ids, now = of_groups(x, j, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+        both = (now > bar).to(tl.int32) + ((now == bar).to(tl.int32) << 16)
+        until = tl.cumsum(both, 0)
+        tied = ties + (until >> 16)
+        at = before + (until & 0xFFFF) + tl.minimum(tied, C - greater) - 1
+        there = (now > bar) | ((now == bar) & (tied <= C - greater))
+        tl.store(long_of(scratch + K) + at, packed(now, ids), mask=there)
+        whole = tl.sum(both, 0)
+        before += whole & 0xFFFF
+        ties += whole >> 16
+    return bar, greater, held
 
 
 @triton.jit
@@ -56,106 +143,121 @@ def gather(
     x,
     V,
     top,
+    least,
     n,  # at most K
     groups,  # how many there are
-    group_best,  # [groups] of this row
-    scratch,  # [K + 2 * C] int32 of this row
+    group_best,  # [GP] maxima of this row
+    scratch,  # [K + 4 * C] int32 of this row
     column_stride,
     allowed,
     HAS_ALLOWED: tl.constexpr,
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
-    GP: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
 ):
     """(how many candidates there are, how many of them are certain).
 
-    The candidates are the first tokens of the order, at most C, among those of the groups that are read. Their ids are
-    in scratch[K:], ascending, and their `ordered` logits behind.
+    The candidates are the first tokens of the order, at most C, among those of the groups that are read. They are in
+    scratch[K:], `packed`, in no order.
     """
+    GP: tl.constexpr = group_best.shape[0]
     g = tl.arange(0, GP)
-    key = ordered(tl.load(group_best + g, mask=g < groups, other=-float("inf")))
-    key = tl.where(g < groups, key, LOWEST)
-    least = tl.min(tl.where(g < groups, key, 0x7FFFFFFF), 0).to(tl.int64)
-    tau = threshold(key, least, tl.where(groups > K, ordered(top).to(tl.int64) + 1, least + 1), n, K)
-    # One scan for both: groups above it in the low half of a number, groups at it in the high half.
+    key = tl.where(g < groups, ordered(group_best), LOWEST)
+    least = ordered(least).to(tl.int64)
+    high = tl.where(groups > K, ordered(top).to(tl.int64) + 1, least + 1)
+    tau, some = threshold(key, least, groups, high, n, K, 4 if GP < 32768 else 2)
+    # Ties at the threshold beyond K are left out: `room` is how many of them are not.
     HALF: tl.constexpr = 16 if GP < 32768 else 32
     LOW: tl.constexpr = (1 << HALF) - 1
+    room = some * 0 + K
+    missed = some > K
+    if missed:
+        room = K - tl.sum((key > tau).to(tl.int32), 0)
+        some = some * 0 + K
+    # One scan for both: groups above it in the low half of a number, groups at it in the high half.
     above = (key > tau).to(tl.int32 if GP < 32768 else tl.int64)
     level = (key == tau).to(tl.int32 if GP < 32768 else tl.int64)
     place = tl.cumsum(above + (level << HALF), 0)
-    every = tl.sum(above + (level << HALF), 0)
-    room = K - (every & LOW)
     chosen = (key > tau) | ((key == tau) & (place >> HALF <= room))
     tl.store(scratch + (place & LOW) + tl.minimum(place >> HALF, room) - 1, g, mask=chosen)
-    some = tl.minimum((every & LOW) + (every >> HALF), K).to(tl.int32)
-    missed = every >> HALF > room
     tl.debug_barrier()
-    ALL: tl.constexpr = K * GROUP
-    _ids, order = of_groups(
-        x, tl.arange(0, ALL), V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
-    )
-    found = tl.sum((order >= tau).to(tl.int32), 0)
-    bar = tau
-    if found > C:
-        bar = threshold(order, tau.to(tl.int64), ordered(top).to(tl.int64) + 1, C // 2, C)
-    greater = tl.sum((order > bar).to(tl.int32), 0)
-    held = tl.minimum(tl.sum((order >= bar).to(tl.int32), 0), C)
-    # Again, a few at a time: all at once would hold too many addresses.
-    PART: tl.constexpr = ALL if ALL < 1024 else 1024  # noqa: FURB136 a constant of the compiler
-    before = tl.full((), 0, tl.int32)
-    ties = tl.full((), 0, tl.int32)
-    for start in range(0, ALL, PART):
-        i = start + tl.arange(0, PART)
-        ids, now = of_groups(x, i, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
-        both = (now > bar).to(tl.int32) + ((now == bar).to(tl.int32) << 16)
-        until = tl.cumsum(both, 0)
-        tied = ties + (until >> 16)
-        at = before + (until & 0xFFFF) + tl.minimum(tied, C - greater) - 1
-        there = (now > bar) | ((now == bar) & (tied <= C - greater))
-        tl.store(scratch + K + at, ids, mask=there)
-        tl.store(scratch + K + C + at, now, mask=there)
-        whole = tl.sum(both, 0)
-        before += whole & 0xFFFF
-        ties += whole >> 16
-    tl.debug_barrier()
-    surely = tl.where(bar > tau, held, tl.minimum(greater, held))
+    # A thread has a fourth of a group: it counts, and then reads again what it stores.
+    i = tl.arange(0, 4 * K)
+    bar = unordered(tau)
+    each = i * 0
+    for strip in tl.static_range(GROUP // 4):
+        _, v = column_of(
+            x, i >> 2, strip * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
+        )
+        each += ((v >= bar) & (v > floor_of(top))).to(tl.int32)
+    found = tl.sum(each, 0)
+    greater = found
+    if found <= C:
+        at = tl.cumsum(each, 0) - each
+        for strip in tl.static_range(GROUP // 4):
+            ids, v = column_of(
+                x, i >> 2, strip * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
+            )
+            here = (v >= bar) & (v > floor_of(top))
+            tl.store(long_of(scratch + K) + at, ranked(v, ids), mask=here)
+            at += here.to(tl.int32)
+    else:
+        tau, greater, found = fewer(
+            x, V, top, tau, found, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, K, C
+        )
+    certain = found
     # Where ties of the last group's maximum were left out, the first K tokens and all above that maximum are certain.
-    return held, tl.where(missed, tl.maximum(tl.minimum(K, held), surely), held)
+    if missed:
+        if unordered(tau) == bar:
+            over = i * 0
+            for again in range(GROUP // 4):
+                _, v = column_of(
+                    x, i >> 2, again * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
+                )
+                over += ((v > bar) & (v > floor_of(top))).to(tl.int32)
+            greater = tl.sum(over, 0)
+            certain = tl.minimum(greater, found)
+        certain = tl.maximum(tl.minimum(K, found), certain)
+    tl.debug_barrier()
+    return found, certain
 
 
 @triton.jit
-def candidate(scratch, c, found, K: tl.constexpr, C: tl.constexpr):
-    """int64 of `ranked` of the candidates c, NOTHING behind the last."""
-    ids = tl.load(scratch + K + c, mask=c < found, other=0)
-    order = tl.load(scratch + K + C + c, mask=c < found, other=0)
-    return tl.where(c < found, (order.to(tl.int64) << 32) | (ids ^ MOST), NOTHING)
+def share_of(key, top, T):
+    """What a candidate weighs beside the best token, in UNITS."""
+    v = value_of(key)
+    y = tl.where(v == top, 0.0, (v - top) * tl.minimum(LOG2E / T, LARGEST))
+    return tl.where(key == NOTHING, 0, (tl.exp2(y) * UNITS).to(tl.int64))
 
 
 @triton.jit
 def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """(how many tokens the filters keep, or more than `certain` where the candidates do not tell; keys, y and places).
+    """What the filters keep of a row, by its candidates.
 
     The place of a candidate is how many come before it; it needs no sort, and neither does the mass before it.
     Args: found candidates in scratch[K:], the first `certain` of which are the first of the row; T, tokens, Z of the
     row; k <= 0, p not < 1 and m not > 0 are off.
+    Returns: how many, or more than `certain` where the candidates do not tell; of each candidate `packed`, y, the mass
+    up to it and with it in UNITS, and its place.
     """
     c = tl.arange(0, C)
-    key = candidate(scratch, c, found, K, C)
+    key = tl.load(long_of(scratch + K) + c, mask=c < found, other=NOTHING)
     v = value_of(key)
     y = tl.where(c < found, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
-    w = tl.exp(y)
-    place = c * 0
-    before = tl.zeros([C], tl.float32)
-    for start in range(0, C, AT_ONCE):
-        j = start + tl.arange(0, AT_ONCE)
-        other = candidate(scratch, j, found, K, C)
-        u = value_of(other)
-        share = tl.where(j < found, tl.exp(tl.where(u == top, 0.0, (u - top) / T)), 0.0)
-        earlier = other[None, :] > key[:, None]
-        place += tl.sum(earlier.to(tl.int32), 1)
-        before += tl.sum(tl.where(earlier, share[None, :], 0.0), 1)
+    w = share_of(key, top, T)
+    before = tl.zeros([C], tl.int64)
+    # How many come before it and what they weigh share a number. Others are read: computed again, they cost more.
+    tl.store(long_of(scratch + K) + C + c, w + ONE)
+    tl.debug_barrier()
+    for start in range(0, found, AT_ONCE):
+        j = start + tl.arange(0, AT_ONCE)[:, None]
+        other = tl.load(long_of(scratch + K) + j, mask=j < found, other=NOTHING)
+        share = tl.load(long_of(scratch + K) + C + j, mask=j < found, other=0)
+        before += tl.sum(tl.where(other > key[None, :], share, 0), 0)
+    place = (before >> 56).to(tl.int32)
+    before = before & (ONE - 1)
+    place = tl.where(c < found, place, MOST)
     unknown = tokens + C
     by_m = tokens
     known_m = certain >= 0
@@ -172,9 +274,11 @@ def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.const
     by_p = unknown
     sure = certain >= 0
     if p < 1.0:
-        mass = tl.where(left >= tokens, Z, tl.sum(tl.where(place < left, w, 0.0), 0))
+        some = tl.max(tl.where(place < left, before + w, 0), 0).to(tl.float32) / UNITS
+        mass = tl.where(left >= tokens, Z, some)
         sure = (left <= certain) | (known_m & (left == tokens))
-        n = tl.maximum(tl.sum(((before < p * mass) & (place < left) & (c < found)).to(tl.int32), 0), 1)
+        inside = (before.to(tl.float32) / UNITS < p * mass) & (place < left)
+        n = tl.maximum(tl.sum(inside.to(tl.int32), 0), 1)
         by_p = tl.where((n < certain) | (certain >= tokens) | (left <= certain), n, unknown)
     kept = tl.minimum(tl.minimum(by_m, by_k), tl.minimum(by_p, unknown))
-    return tl.where(sure, kept, unknown), key, y, tl.where(c < found, place, MOST)
+    return tl.where(sure, kept, unknown), key, y, before + w, place

@@ -1,8 +1,9 @@
-"""The end of a draw, one program a row: add the tiles up, find what the filters keep, draw, and say under which law.
+"""The end of a draw, one program a row: add the groups up, find what the filters keep, draw, and say under which law.
 
 Rows whose filters keep more than the candidates tell are left to `search.py`, which is marked in the results.
-Results of a row depend on the row alone: tiles are merged in order, and sums have fixed shapes.
-Legend: N rows · V vocabulary · S tiles a row · SP = S padded to a power of two. Imports Triton.
+Results of a row depend on the row alone: what programs add up here are integers, whose sums have no order.
+Legend: N rows · V vocabulary · S tiles a row of G groups each · SP, GP: S and S * G padded to powers of two.
+Imports Triton.
 """
 
 from __future__ import annotations
@@ -10,48 +11,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.candidates import gather, kept_of
+from rlkernel_triton.sampling.candidates import UNITS, gather, kept_of
 from rlkernel_triton.sampling.noise import gumbel
-from rlkernel_triton.sampling.results import PENDING, request, settle, summed
-from rlkernel_triton.sampling.rows import NOTHING, floor_of, id_of, logits_at, parameter, ranked, times, value_of
-from rlkernel_triton.sampling.stream import BEST, GROUPS, WINNER, as_int32, filtered
+from rlkernel_triton.sampling.results import PENDING, groups_of, request, settle, summed
+from rlkernel_triton.sampling.rows import (
+    NOTHING,
+    floor_of,
+    followed,
+    id_of,
+    in_units,
+    logits_at,
+    of_units,
+    parameter,
+    ranked,
+    times,
+    value_of,
+    waited,
+)
+from rlkernel_triton.sampling.stream import as_int32, scratch_at, winner_at
+
+
+@triton.jit
+def of_group(
+    x, V, group, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr
+):
+    """(ids of a group, where the best logit stands among them)."""
+    ids = group * GROUP + tl.arange(0, GROUP)
+    return ids, logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT) == top
 
 
 @triton.jit
 def first_best(
-    x,
-    V,
-    work,
-    S,
-    top,
-    column_stride,
-    allowed,
-    HAS_ALLOWED: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    SP: tl.constexpr,
+    x, V, m, groups, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The lowest id of the best logit: it is in the first tile that has it."""
-    t = tl.arange(0, SP)
-    m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
-    tile = tl.min(tl.where((m == top) & (t < S), t, S - 1), 0)
-    ids = tile * TILE + tl.arange(0, TILE)
-    v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
-    return tl.min(tl.where(v == top, ids, V - 1), 0).to(tl.int64)
+    """The lowest id of the best logit: it is in the first group that has it."""
+    g = tl.arange(0, m.shape[0])
+    first = tl.min(tl.where(m == top, g, groups - 1), 0)
+    ids, best = of_group(x, V, first, top, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+    return tl.min(tl.where(best, ids, V - 1), 0).to(tl.int64)
 
 
 @triton.jit
-def last_best(
-    x, V, work, S, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr
-):
-    """The highest id of the best logit, tile by tile."""
-    last = tl.full((), -1, tl.int32)
-    for tile in range(S):
-        if tl.load(work + BEST * S + tile) == top:
-            ids = tile * TILE + tl.arange(0, TILE)
-            v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
-            last = tl.max(tl.where(v == top, ids, -1), 0)
-    return last.to(tl.int64)
+def last_best(x, V, m, top, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr):
+    """The highest id of the best logit."""
+    last = tl.max(tl.where(m == top, tl.arange(0, m.shape[0]), 0), 0)
+    ids, best = of_group(x, V, last, top, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+    return tl.max(tl.where(best, ids, -1), 0).to(tl.int64)
 
 
 @triton.jit
@@ -78,22 +83,23 @@ def score_of(
 
 @triton.jit
 def winner_of(
-    x, V, counts, S, per, top, T, seed, step, noise_stream, column_stride, allowed,
+    x, V, winners, S, per, top, T, seed, step, noise_stream, column_stride, allowed,
     HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SP: tl.constexpr,
 ):  # fmt: skip
     """The token that wins without a filter: the best of the programs' winners, and of all tokens of undecided ones."""
+    SOME: tl.constexpr = TILE if TILE < 512 else 512  # noqa: FURB136 a constant of the compiler
     parts = tl.cdiv(S, per)
     c = tl.arange(0, SP)
-    ids = tl.load(counts + WINNER * S + c, mask=c < parts, other=V)
+    ids = tl.load(winners + c, mask=c < parts, other=V)
     there = (ids >= 0) & (ids < V)
     best = tl.max(
         score_of(x, ids, there, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT), 0
     )
     if tl.min(ids, 0) < 0:
         for part in range(parts):
-            if tl.load(counts + WINNER * S + part) < 0:
-                for start in range(part * per * TILE, (part + 1) * per * TILE, TILE):
-                    all_of = start + tl.arange(0, TILE)
+            if tl.load(winners + part) < 0:
+                for start in range(part * per * TILE, (part + 1) * per * TILE, SOME):
+                    all_of = start + tl.arange(0, SOME)
                     score = score_of(
                         x,
                         all_of,
@@ -144,7 +150,7 @@ def finish(
     seed,
     step,
     noise_stream,
-    work,  # [N, words] of `stream.tiles`; behind the groups, K + 2 * C int32 to work in
+    work,  # [N, words] of `stream.tiles`; from `scratch_at` on, K + 4 * C int32 to work in
     words,
     S,
     N,
@@ -181,6 +187,7 @@ def finish(
     GP: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
+    EDGE: tl.constexpr,  # launched while `stream.tiles` runs, and `searched` while this does
 ):
     """One row: its results, from its tiles."""
     if WHOLE:
@@ -197,7 +204,22 @@ def finish(
     counts = as_int32(work)
     if HAS_ALLOWED:
         allowed += row * allowed_stride
-    top, tokens, Z, tilted, held_nan = summed(work, S, T, ENTROPY, SP)
+    G: tl.constexpr = TILE // GROUP
+    k = tl.full((), 0, tl.int32)
+    p = tl.full((), 1.0, tl.float32)
+    low = tl.full((), 0.0, tl.float32)
+    if K_EACH > -2:
+        wanted = parameter(top_k, place, K_EACH).to(tl.int64)
+        k = tl.where((wanted > 0) & (wanted < V), wanted, 0).to(tl.int32)
+    if P_EACH > -2:
+        p = parameter(top_p, place, P_EACH).to(tl.float32)
+    if M_EACH > -2:
+        low = parameter(min_p, place, M_EACH).to(tl.float32)
+    waited(EDGE)
+    followed(EDGE)
+    m, z = groups_of(work, S, G, GP)
+    filters = (k > 0) | (p < 1.0) | (low > 0.0)
+    top, least, tokens, held_nan, Z, tilted = summed(m, z, work, S, per, T, ENTROPY, G, GROUP, GP)
     nan = nan | held_nan
     kept, mass = tokens, Z
     winner = tl.full((), 0, tl.int64)
@@ -207,7 +229,7 @@ def finish(
     free = row < 0
     if (bad == 0) & (tokens > 0) & (padding == 0):
         if greedy:
-            winner = first_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED, UNIT, TILE, SP)
+            winner = first_best(x, V, m, S * G, top, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
             kept = tl.minimum(tokens, 1)
             mass = tl.full((), 1.0, tl.float32)
             tilted = tl.full((), 0.0, tl.float32)
@@ -215,60 +237,55 @@ def finish(
             cut = tl.where(everything, cut, top)
             cut_id = tl.where(everything, cut_id, winner)
         else:
-            filters = filtered(place, top_k, top_p, min_p, V, K_EACH, P_EACH, M_EACH)
+            free = filters == 0
             if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
                 if filters:
-                    k = tl.full((), 0, tl.int32)
-                    p = tl.full((), 1.0, tl.float32)
-                    low = tl.full((), 0.0, tl.float32)
-                    if K_EACH > -2:
-                        k = tl.minimum(parameter(top_k, place, K_EACH).to(tl.int64), V).to(tl.int32)
-                    if P_EACH > -2:
-                        p = parameter(top_p, place, P_EACH).to(tl.float32)
-                    if M_EACH > -2:
-                        low = parameter(min_p, place, M_EACH).to(tl.float32)
                     if KEEP_ALL:
                         search = row >= 0
                     else:
                         search = k > K
                         if search == 0:
-                            scratch = counts + GROUPS * S + S * (TILE // GROUP)
                             found, certain = gather(
-                                x, V, top, tl.where(k > 0, k, K - K // 4), S * (TILE // GROUP), work + GROUPS * S,
-                                scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, GP, K, C,
+                                x, V, top, least, tl.where(k > 0, k, K - K // 4), S * G, m, counts + scratch_at(S, G),
+                                column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, K, C,
                             )  # fmt: skip
-                            kept, key, y, order = kept_of(
-                                scratch, found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
+                            kept, key, y, until, place_of_each = kept_of(
+                                counts + scratch_at(S, G), found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
                             )
                             search = (kept > certain) & (certain < tokens)
-                            keep = order < kept
-                            w = tl.where(keep, tl.exp(y), 0.0)
-                            mass = tl.sum(w, 0)
-                            if ENTROPY:
-                                tilted = tl.sum(tl.where(w > 0.0, times(w, y), 0.0), 0)
+                            keep = place_of_each < kept
+                            last = place_of_each == kept - 1
                             ids = id_of(key)
                             score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
-                            winner = id_of(tl.max(tl.where(keep, score, NOTHING), 0))
+                            # The winner, the last that is kept and the mass with it, all in one search.
+                            score = tl.where(keep, score, NOTHING)
+                            until = tl.where(last, until, 0)
+                            final = tl.where(last, key, NOTHING)
+                            found_of = tl.max(tl.join(tl.join(score, final), tl.join(until, until)), 0)
+                            who, sums = tl.split(found_of)
+                            score_of_it, last_of_it = tl.split(who)
+                            in_all, _ = tl.split(sums)
+                            winner = id_of(score_of_it)
+                            mass = in_all.to(tl.float32) / UNITS
+                            if ENTROPY:
+                                w = tl.where(keep, tl.exp(y), 0.0)
+                                each = in_units(tl.where(w > 0.0, -times(w, y), 0.0), C)
+                                tilted = -of_units(tl.sum(each, 0), C)
                             everything = (kept == tokens) & (top < float("inf"))
-                            last = tl.max(tl.where(order == kept - 1, key, NOTHING), 0)
-                            cut = tl.where(everything, cut, value_of(last))
-                            cut_id = tl.where(everything, cut_id, id_of(last))
-                else:
-                    free = row >= 0
-            else:
-                free = row >= 0
+                            cut = tl.where(everything, cut, value_of(last_of_it))
+                            cut_id = tl.where(everything, cut_id, id_of(last_of_it))
         if free:
             winner = winner_of(
-                x, V, counts, S, per, top, T, noise_seed, noise_step, noise_stream, column_stride, allowed, HAS_ALLOWED,
-                UNIT, TILE, SP,
+                x, V, counts + winner_at(S, G), S, per, top, T, noise_seed, noise_step, noise_stream, column_stride,
+                allowed, HAS_ALLOWED, UNIT, TILE, SP,
             )  # fmt: skip
             if top == float("inf"):
                 cut = top
-                cut_id = last_best(x, V, work, S, top, column_stride, allowed, HAS_ALLOWED, UNIT, TILE)
+                cut_id = last_best(x, V, m, top, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
     if SEARCH:
         tl.store(ints + PENDING * N + row, search.to(tl.int32))
     settle(
-        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S, invalid_token,
+        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S, per, invalid_token,
         longs, ints, floats, laws, padding, bad, greedy, nan, T, top, tokens, Z, winner, kept, mass, tilted, cut,
-        cut_id, row < 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, SP,
+        cut_id, row < 0, HAS_ALLOWED, UNIT, RAW, ENTROPY, LAWS, G, GROUP, GP,
     )  # fmt: skip

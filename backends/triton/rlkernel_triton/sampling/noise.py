@@ -41,9 +41,10 @@ def early(u):
 
 @triton.jit
 def late(u):
-    """At least -ln(1 - u) of a u in [0, 1] that carries a rounding; +inf at 1."""
+    """At least -ln(1 - u) of a u in [0, 1] that carries a rounding; +inf near 1, where that decides."""
     tail = u * u * u * u * u
-    return tl.where(u < 0.25, early(u) + tail * 0.27, -tl.log(1.0 - u) * SLACK)
+    far = tl.where(u < 0.999, -tl.log(1.0 - u) * SLACK, float("inf"))
+    return tl.where(u < 0.25, early(u) + tail * 0.27, far)
 
 
 @triton.jit
@@ -83,10 +84,3 @@ def gumbel(seed, step, ids, stream):
     j = ids & 3
     word = tl.where(j == 0, a, tl.where(j == 1, b, tl.where(j == 2, c, d)))
     return -tl.log(exponential(word))
-
-
-@triton.jit
-def gumbel_from(seed, step, first, stream, COUNT: tl.constexpr):
-    """fp32 noise of the ids [first, first + COUNT), first a multiple of 4: every word of a block is used."""
-    block = (first >> 2) + tl.arange(0, COUNT // 4)
-    return -tl.log(exponential(tl.reshape(words_of(seed, step, block, stream), [COUNT])))

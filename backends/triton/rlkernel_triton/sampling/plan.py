@@ -20,6 +20,10 @@ from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
 
 MANY: Final = 4096  # prepared draws that are kept
+MANY_ROWS: Final = 1 << 15  # the second axis of a grid has less than 2^16 programs
+
+
+OVERLAPPING: Final = {"launch_pdl": True}  # how a kernel is launched whose EDGE is on
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class Shape:
     BLOCK: int = 2048  # tokens a step of the exact search; with 4096 it spills on CDNA, whatever the warps
     stream_warps: int = 4  # decides the order of a sum too
     finish_warps: int = 8
+    finish_registers: int = 64  # of a thread of the finish, on NVIDIA's; 0: as many as it likes
     search_warps: int = 8
+    edges: int = 1  # rows up to which kernels begin before the one ahead has ended: more would crowd some processors
     per: int = 0  # tiles a program of the stream; 0: by the batch
 
     def tiles_a_program(self, N: int) -> int:
@@ -92,6 +98,19 @@ def padded(V: int, shape: Shape) -> dict[str, int]:
     return {"SP": S, "GP": max(S * shape.TILE // shape.GROUP, shape.K), "K": shape.K, "C": shape.C}
 
 
+def on_nvidia(x: Tensor) -> bool:
+    """Whether kernels on x are compiled here, and for a GPU of NVIDIA's. Those of a bundle were compiled elsewhere."""
+    return x.is_cuda and torch.version.hip is None and hasattr(triton, "compile")
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether a kernel on x may begin before the one ahead of it has ended, and wait for that end itself.
+
+    Programmatic dependent launch of NVIDIA's, from compute capability 9.0 on.
+    """
+    return on_nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 def kind_of(x: Any) -> Any:
     """All of an argument that decides what is compiled for it; of a number, how wide it is."""
     if isinstance(x, Tensor):
@@ -128,13 +147,13 @@ class Plan:
         self.search = law.searches(shape.K)
         self.compiled: list[Any] = [None] * 4
         self.N, self.S, self.V = N, S, V
-        room = max(shape.K + 2 * shape.C, shape.FEW if self.search else 0)
-        self.words = S * (5 + G) + room if filters else S * 5
+        room = max(shape.K + 4 * shape.C, shape.FEW if self.search else 0)
+        self.words = (S * (3 * G + 2) + (room if filters else 0) + 3) // 2 * 2
         self.works = 1 if raw is None else 2
         self.entropy, self.laws, self.raw = entropy, laws, raw is not None
         self.floats = 5 if entropy else 4 if self.raw else 3
         self.per = shape.tiles_a_program(N)
-        self.grid = (N * triton.cdiv(S, self.per), 1, 1)
+        self.grid = (triton.cdiv(S, self.per), min(N, MANY_ROWS), triton.cdiv(N, MANY_ROWS))
         cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
         self.searchers = (min(N, cores), 1, 1)
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
@@ -145,19 +164,33 @@ class Plan:
         each = tuple(map(each_of, parameters[:6]))
         way = (FILTER_ORDERS.index(law.filter_order), law.tie == "keep_all")
         cut = (shape.TILE, shape.GROUP)
-        self.of_tiles = (*there, *each, False, entropy, *cut, self.per)
+        edge = N <= shape.edges and overlaps(x)
+        behind = OVERLAPPING if edge else {}
+        few = {"maxnreg": shape.finish_registers} if shape.finish_registers and on_nvidia(x) else {}
+        self.options = ({}, {}, {**behind, **few}, behind)
+        self.of_tiles = (*there, *each, False, entropy, *cut, self.per, edge)
         unit = raw is not None and raw.stride(1) == 1
-        self.of_raw = (False, False, unit, V % 16 == 0, *each, True, False, *cut, self.per)
+        self.of_raw = (False, False, unit, V % 16 == 0, *each, True, False, *cut, self.per, edge)
         on_request = (self.raw, entropy, laws)
-        self.of_finish = (*there, spoiled is not None, *each, *way, self.search, *on_request, *cut, *sizes.values())
-        tail = (*cut, sizes["SP"], shape.BLOCK, shape.FEW)
+        self.of_finish = (
+            *there,
+            spoiled is not None,
+            *each,
+            *way,
+            self.search,
+            *on_request,
+            *cut,
+            *sizes.values(),
+            edge,
+        )
+        tail = (*cut, sizes["SP"], sizes["GP"], shape.BLOCK, shape.FEW, edge)
         self.of_search = (*there, spoiled is not None, *each, *way, *on_request, *tail)
 
     def launch(self, place: int, kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
         """Run a kernel; what the first call compiled is what later calls of this kind run."""
         compiled = self.compiled[place]
         if compiled is None:
-            self.compiled[place] = kernel[grid](*given, num_warps=self.warps[place], **FUSED)
+            self.compiled[place] = kernel[grid](*given, num_warps=self.warps[place], **FUSED, **self.options[place])
         else:
             compiled[grid](*given)
 
@@ -199,16 +232,16 @@ class Plan:
         asked = (slot, self.last_slot, *asked, stream)
         view = (x, *x.stride(), self.V, allowed, wide, *asked, work, self.words, self.S)
         with on_device_of(x):
-            self.launch(0, tiles, self.grid, view + self.of_tiles)
+            self.launch(0, tiles, self.grid, (*view, N, *self.of_tiles))
             of_raw: tuple[Any, ...] = (None, 0, 0)
             if raw is not None:
                 of_raw = (raw, *raw.stride())
-                as_given = (*of_raw, self.V, None, 0, *asked, work[1], self.words, self.S)
+                as_given = (*of_raw, self.V, None, 0, *asked, work[1], self.words, self.S, N)
                 self.launch(1, tiles, self.grid, as_given + self.of_raw)
             out_of = (spoiled, *of_raw, invalid_token, longs, ints, floats, laws)
             self.launch(2, finish, (N, 1, 1), (*view, N, self.per, *out_of, *self.of_finish))
             if self.search:
-                self.launch(3, searched, self.searchers, (*view, N, *out_of, *self.of_search))
+                self.launch(3, searched, self.searchers, (*view, N, self.per, *out_of, *self.of_search))
         return out, laws
 
 

@@ -1,6 +1,6 @@
-"""What the kernels of a row share: its request, the sum of its tiles, and its results.
+"""What the kernels of a row share: its request, the sum of its groups, and its results.
 
-Legend: N rows · S tiles a row · SP = S padded to a power of two. Imports Triton.
+Legend: N rows · S tiles a row of G groups each · SP, GP: tiles and groups padded to powers of two. Imports Triton.
 """
 
 from __future__ import annotations
@@ -8,8 +8,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rlkernel_triton.sampling.rows import floor_of, in_pairs, logits_at, parameter, place_of, times
-from rlkernel_triton.sampling.stream import BEST, COUNT, MOMENT, TOTAL, as_int32
+from rlkernel_triton.sampling.rows import (
+    LARGEST,
+    LN2,
+    LOG2E,
+    floor_of,
+    in_units,
+    logits_at,
+    of_units,
+    parameter,
+    place_of,
+    times,
+)
+from rlkernel_triton.sampling.stream import HELD_INFINITY, HELD_NAN, as_int32, count_at, moment_at
 
 # Rows of the results: [., N] each.
 TOKEN: tl.constexpr = tl.constexpr(0)  # of int64
@@ -43,42 +54,38 @@ def request(
 
 
 @triton.jit
-def joined(x):
-    """The sum of the tiles of a row, [SP]."""
-    return tl.sum(in_pairs(tl.reshape(x, [1, x.shape[0]])), 0)
+def groups_of(work, S, G: tl.constexpr, GP: tl.constexpr):
+    """([GP] best logits of the groups of a row, their sums); -inf and 0 behind the last."""
+    g = tl.arange(0, GP)
+    there = g < S * G
+    return tl.load(work + 2 * g, mask=there, other=-float("inf")), tl.load(work + 2 * g + 1, mask=there, other=0.0)
 
 
 @triton.jit
-def summed(work, S, T, ENTROPY: tl.constexpr, SP: tl.constexpr):
-    """(best logit, tokens that can be drawn, their mass, their sum of w * y, whether there is NaN) of the row."""
-    t = tl.arange(0, SP)
-    m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
-    n = tl.load(as_int32(work) + COUNT * S + t, mask=t < S, other=0)
-    z = tl.load(work + TOTAL * S + t, mask=t < S, other=0.0)
-    nan = tl.max((n < 0).to(tl.int32), 0)
-    n = tl.where(n < 0, -1 - n, n)
-    top = tl.max(m, 0)
+def summed(m, z, work, S, per, T, ENTROPY: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr):
+    """(best logit, least best, tokens that can be drawn, whether there is NaN, mass, sum of w * y) of a row.
+
+    Args: the best logits m and the sums z of its groups. Sums are exact, of rounded terms.
+    """
+    WHOLE: tl.constexpr = GP * GROUP
+    g = tl.arange(0, GP)
+    n = tl.load(as_int32(work) + count_at(S, G) + g, mask=g < tl.cdiv(S, per), other=0)
+    top, least = tl.split(tl.max(tl.join(m, tl.where(g < S * G, -m, -float("inf"))), 0))
     live = m > floor_of(top)
-    shift = tl.where(live, tl.where(m == top, 0.0, (m - top) / T), -float("inf"))
-    scale = tl.exp(shift)
-    Z = joined(tl.where(live, times(z, scale), 0.0))
+    shift = tl.where(live, tl.where(m == top, 0.0, (m - top) * tl.minimum(LOG2E / T, LARGEST)), -float("inf"))
+    scale = tl.exp2(shift)
+    # NaN counts 2^32; beside +inf the others do not count.
+    counts = ((n & HELD_NAN).to(tl.int64) << 2) + tl.where(
+        ((n & HELD_INFINITY) != 0) == (top == float("inf")), n & (HELD_INFINITY - 1), 0
+    )
+    mass, count = tl.split(tl.sum(tl.join(in_units(tl.where(live, z * scale, 0.0), WHOLE), counts), 0))
     tilted = tl.full((), 0.0, tl.float32)
     if ENTROPY:
-        h = tl.load(work + MOMENT * S + t, mask=t < S, other=0.0)
-        each = times(scale, h + times(z, tl.where(scale > 0.0, shift, 0.0)))
-        tilted = joined(tl.where(live & (scale > 0.0), each, 0.0))
-    return top, tl.sum(tl.where(live, n, 0), 0), Z, tilted, nan
-
-
-@triton.jit
-def summed_raw(work, S, SP: tl.constexpr):
-    """(best logit of the row, sum of exp(x - best)) of the raw law."""
-    t = tl.arange(0, SP)
-    m = tl.load(work + BEST * S + t, mask=t < S, other=-float("inf"))
-    z = tl.load(work + TOTAL * S + t, mask=t < S, other=0.0)
-    top = tl.max(m, 0)
-    y = tl.where(m == top, 0.0, m - top)
-    return top, joined(tl.where(m > -float("inf"), times(z, tl.exp(y)), 0.0))
+        h = tl.load(work + moment_at(S, G) + g, mask=g < S * G, other=0.0)
+        each = times(scale, h + times(z, tl.where(scale > 0.0, shift * LN2, 0.0)))
+        tilted = -of_units(tl.sum(in_units(tl.where(live & (scale > 0.0), -each, 0.0), WHOLE), 0), WHOLE)
+    tokens = (count & 0xFFFFFFFF).to(tl.int32)
+    return top, -least, tokens, ((count >> 32) > 0).to(tl.int32), of_units(mass, WHOLE), tilted
 
 
 @triton.jit
@@ -93,6 +100,7 @@ def settle(
     raw_column_stride,
     raw_work,  # [words] of the raw law of this row
     S,
+    per,
     invalid_token,
     longs,  # out [2, N] int64
     ints,  # out [., N] int32
@@ -118,7 +126,9 @@ def settle(
     RAW: tl.constexpr,
     ENTROPY: tl.constexpr,
     LAWS: tl.constexpr,
-    SP: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    GP: tl.constexpr,
 ):
     """Store the results of a row."""
     nothing = bad | (tokens == 0)
@@ -147,7 +157,8 @@ def settle(
         tl.store(laws + row * 5 + 1, T)
         tl.store(laws + row * 5 + 2, log_mass)
     if RAW:
-        raw_top, raw_Z = summed_raw(raw_work, S, SP)
+        raw_m, raw_z = groups_of(raw_work, S, G, GP)
+        raw_top, _, _, _, raw_Z, _ = summed(raw_m, raw_z, raw_work, S, per, 1.0, False, G, GROUP, GP)
         r = tl.load(raw + row * raw_row_stride + safe * raw_column_stride).to(tl.float32)
         r = tl.where(r != r, -float("inf"), r)
         r = tl.where(r == raw_top, 0.0, r - raw_top) - tl.log(raw_Z)

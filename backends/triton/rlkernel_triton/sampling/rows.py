@@ -10,10 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 MOST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOWEST: tl.constexpr = tl.constexpr(-0x80000000)  # an `ordered` value below that of -inf
 NOTHING: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every token
+
+
+@triton.jit
+def waited(EDGE: tl.constexpr):
+    """With an EDGE, where this program begins before the kernel ahead of it ends: wait until it has ended."""
+    if EDGE:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def followed(EDGE: tl.constexpr):
+    """With an EDGE: from here on the kernel behind this one may begin, which waits itself."""
+    if EDGE:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -70,6 +87,18 @@ def in_pairs(x):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
     return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def in_units(x, LARGEST_SUM: tl.constexpr):
+    """int64 of x >= 0 in units so small that a sum up to LARGEST_SUM, a power of two, just fits: exact in any order."""
+    return (x * (4611686018427387904.0 / LARGEST_SUM)).to(tl.int64)
+
+
+@triton.jit
+def of_units(n, LARGEST_SUM: tl.constexpr):
+    """The fp32 of a sum of `in_units`."""
+    return n.to(tl.float32) * (LARGEST_SUM / 4611686018427387904.0)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.noise import SLACK, early, exponential, uniform, words_of
-from rlkernel_triton.sampling.results import PENDING, request, settle, summed
-from rlkernel_triton.sampling.rows import ordered, parameter, times, unordered
+from rlkernel_triton.sampling.results import PENDING, groups_of, request, settle, summed
+from rlkernel_triton.sampling.rows import ordered, parameter, times, unordered, waited
 from rlkernel_triton.sampling.search import block_of, kept_by_search, total
-from rlkernel_triton.sampling.stream import GROUPS
+from rlkernel_triton.sampling.stream import scratch_at
 
 AHEAD: tl.constexpr = tl.constexpr(16)  # rows whose marks are read at a time
 
@@ -79,6 +79,7 @@ def drawn(
         "V",
         "S",
         "N",
+        "per",
     ]
 )
 def searched(
@@ -97,10 +98,11 @@ def searched(
     seed,
     step,
     noise_stream,
-    work,  # behind the groups, FEW fp32 to work in
+    work,  # from `scratch_at` on, FEW fp32 to work in
     words,
     S,
     N,
+    per,
     spoiled,
     raw,
     raw_row_stride,
@@ -129,12 +131,15 @@ def searched(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     SP: tl.constexpr,
+    GP: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
+    EDGE: tl.constexpr,  # launched while `finish` runs
 ):
     """The rows of a program that were left to the search: every `programs`-th."""
     if WHOLE:
         V = V // 16 * 16
+    waited(EDGE)
     programs = tl.num_programs(0)
     for first in range(tl.program_id(0), N, programs * AHEAD):
         ahead = first + tl.arange(0, AHEAD) * programs
@@ -148,8 +153,10 @@ def searched(
                     at = x + row * row_stride
                     bits = allowed + row * allowed_stride if HAS_ALLOWED else allowed
                     sums = work + row * words
-                    few = sums + GROUPS * S + S * (TILE // GROUP)
-                    top, tokens, Z, tilted, held_nan = summed(sums, S, T, False, SP)
+                    G: tl.constexpr = TILE // GROUP
+                    few = sums + scratch_at(S, G)
+                    m, z = groups_of(sums, S, G, GP)
+                    top, _, tokens, held_nan, Z, tilted = summed(m, z, sums, S, per, T, False, G, GROUP, GP)
                     k = tl.full((), 0, tl.int32)
                     p = tl.full((), 1.0, tl.float32)
                     low = tl.full((), 0.0, tl.float32)
@@ -210,6 +217,7 @@ def searched(
                         raw_column_stride,
                         sums + N.to(tl.int64) * words,
                         S,
+                        per,
                         invalid_token,
                         longs,
                         ints,
@@ -235,5 +243,7 @@ def searched(
                         RAW,
                         ENTROPY,
                         LAWS,
-                        SP,
+                        G,
+                        GROUP,
+                        GP,
                     )

@@ -1,11 +1,12 @@
-"""The pass over the logits: what every tile of a row adds up to, read once.
+"""The pass over the logits: what every group of a row adds up to, read once.
 
-Per tile of TILE tokens: its best logit, how many tokens there are, the sum of exp((x - best) / T) and, on request, the
-moment of the entropy; the maxima of its groups of GROUP tokens, which certify the candidates of the filters. On rows
-without a filter every program also leaves the token that wins the race among its own.
+Per group of GROUP tokens: its best logit and the sum of exp((x - best) / T), side by side, and on request the moment of
+the entropy. The maxima certify the candidates of the filters. Per program: how many tokens there are, and on rows
+without a filter the token that wins the race among its own.
 
-A sum is one of groups, then one of the groups of a tile: neither depends on the batch or on PER, so neither do the
-bits. A row with +inf is uniform over its +inf tokens: a tile whose best is +inf counts and sums those alone.
+A thread holds a quarter of a quarter of a group, and no thread waits for another but where a group holds what is not
+finite. A sum is one of a group: it depends neither on the batch nor on PER, so neither do the bits. A row with +inf is
+uniform over its +inf tokens: a group whose best is +inf counts and sums those alone.
 Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / GROUP groups a tile. Imports Triton.
 """
 
@@ -14,18 +15,49 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rlkernel_triton.arithmetic import scaled_less
 from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
-from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, in_pairs, logits_at, parameter, place_of, times
+from rlkernel_triton.sampling.rows import (
+    INTERPRETED,
+    LARGEST,
+    LN2,
+    LOG2E,
+    MOST,
+    floor_of,
+    followed,
+    in_pairs,
+    logits_at,
+    parameter,
+    place_of,
+    times,
+)
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Numbers of a row of the workspace: S of each, then S * G maxima of groups, then what `finish` and `searched` need.
-BEST: tl.constexpr = tl.constexpr(0)
-TOTAL: tl.constexpr = tl.constexpr(1)
-COUNT: tl.constexpr = tl.constexpr(2)  # int32; -1 - count where the tile holds NaN
-WINNER: tl.constexpr = tl.constexpr(3)  # int32, one a program; -1: its race is not decided
-MOMENT: tl.constexpr = tl.constexpr(4)
-GROUPS: tl.constexpr = tl.constexpr(5)
+HELD_NAN: tl.constexpr = tl.constexpr(1 << 30)  # in the count of a program
+HELD_INFINITY: tl.constexpr = tl.constexpr(1 << 29)  # its count is one of +inf
+
+
+@triton.jit
+def count_at(S, G: tl.constexpr):
+    """Where in a row of the workspace the counts of programs stand, int32: behind (best, sum) of S * G groups."""
+    return 2 * S * G
+
+
+@triton.jit
+def winner_at(S, G: tl.constexpr):
+    """Where the winners of programs stand, int32; -1: the race is not decided."""
+    return 2 * S * G + S
+
+
+@triton.jit
+def moment_at(S, G: tl.constexpr):
+    """Where the moments of groups stand."""
+    return 2 * S * G + 2 * S
+
+
+@triton.jit
+def scratch_at(S, G: tl.constexpr):
+    """Where the memory for `finish` and `searched` begins, a multiple of two numbers."""
+    return (3 * G + 2) * S + (S * G & 1)
 
 
 @triton.jit
@@ -49,11 +81,23 @@ def filtered(place, top_k, top_p, min_p, V, K: tl.constexpr, P: tl.constexpr, M:
 
 
 @triton.jit
-def race(v, ids, best, s, seed, step, first, noise_stream, ROWS: tl.constexpr, GROUP: tl.constexpr):
+def tilt(w, y):
+    """w * y, 0 where nothing weighs."""
+    return tl.where(w > 0.0, times(w, y), 0.0)
+
+
+@triton.jit
+def race(
+    x, V, best, s, seed, step, first, noise_stream, column_stride, allowed, HAS_ALLOWED: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """The id in the block [first, first + ROWS * GROUP) that wins it, or -1 where that is too close to tell.
 
     No difference is told beside +inf.
     """
+    ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v = tl.where(v != v, -float("inf"), v)
     block = (first >> 2) + tl.arange(0, ROWS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
     u = uniform(tl.reshape(words_of(seed, step, block, noise_stream), [ROWS, GROUP]))
     time = early(u) * tl.exp2((best - v) * s)
@@ -67,7 +111,7 @@ def race(v, ids, best, s, seed, step, first, noise_stream, ROWS: tl.constexpr, G
 
 
 @triton.jit(
-    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "V", "S"]
+    do_not_specialize=["noise_stream", "seed", "step", "top_k", "last_slot", "allowed_stride", "words", "V", "S", "N"]
 )
 def tiles(
     x,  # [N, V] logits
@@ -88,6 +132,7 @@ def tiles(
     work,  # out [N, words] fp32, some of it read as int32
     words,
     S,
+    N,
     HAS_ALLOWED: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     UNIT: tl.constexpr,
@@ -103,23 +148,33 @@ def tiles(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     PER: tl.constexpr,  # tiles a program, a power of two
+    EDGE: tl.constexpr,  # `finish` is launched while this runs
 ):
     """PER tiles of a row."""
+    followed(EDGE)
     G: tl.constexpr = TILE // GROUP
     ROWS: tl.constexpr = PER * G
     if WHOLE:
         V = V // 16 * 16  # so that the compiler knows
-    parts = tl.cdiv(S, PER)
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
+    row = (tl.program_id(2).to(tl.int64) * tl.num_programs(1)) + tl.program_id(1)
+    part = tl.program_id(0)
+    if row >= N:
+        return
     x += row * row_stride
     work += row * words
     counts = as_int32(work)
     first = part * (PER * TILE)
-    ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if HAS_ALLOWED:
         allowed += row * allowed_stride
-    raw = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    QUARTER: tl.constexpr = GROUP // 4
+    ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, QUARTER)[None, :]
+    v0 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    ids += QUARTER
+    v1 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    ids += QUARTER
+    v2 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    ids += QUARTER
+    v3 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
     T = 1.0
     if not RAW:
         place, _, _ = place_of(row, slot, last_slot, HAS_SLOT)
@@ -128,47 +183,79 @@ def tiles(
         greedy = T == 0.0
         T = tl.where(greedy, 1.0, T)
     s = tl.minimum(LOG2E / T, LARGEST)
-    v = raw
-    t = part * PER + tl.arange(0, PER)
-    n = t * 0 + TILE
-    nan = t * 0
-    odd = tl.sum(tl.reshape(raw * 0.0, [ROWS * GROUP]), 0)
-    if odd != odd:  # there is NaN or an infinity
-        nan = tl.max(tl.reshape(tl.max((raw != raw).to(tl.int32), 1), [PER, G]), 1)
-        v = tl.where(raw != raw, -float("inf"), raw)
-        high = tl.max(tl.reshape(tl.max(v, 1), [PER, G]), 1)
-        high = tl.reshape(tl.broadcast_to(high[:, None], [PER, G]), [ROWS])[:, None]
-        n = tl.sum(tl.reshape(tl.sum((v > floor_of(high)).to(tl.int32), 1), [PER, G]), 1)
-    of_group = tl.max(v, 1)
-    best = tl.max(tl.reshape(of_group, [PER, G]), 1)
-    top = tl.reshape(tl.broadcast_to(best[:, None], [PER, G]), [ROWS])[:, None]
-    y = (v - top) * s
-    w = tl.exp2(y)
-    total = in_pairs(tl.reshape(in_pairs(w), [PER, G]))
-    # An infinite best has no differences: +inf counts its like, and -inf counts nothing.
-    total = tl.where(best < float("inf"), tl.where(best > -float("inf"), total, 0.0), n.to(tl.float32))
-    tl.store(work + BEST * S + t, best, mask=t < S)
-    tl.store(work + TOTAL * S + t, total, mask=t < S)
-    if not RAW:
-        tl.store(counts + COUNT * S + t, tl.where(nan > 0, -1 - n, n), mask=t < S)
+    best = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), 1)
+    # (v - best) * s in one rounding, but for a residue of the whole group that the sum is rid of.
+    less = best * s
+    residue = scaled_less(best, s, less, INTERPRETED)
+    y0 = scaled_less(v0, s, less[:, None], INTERPRETED)
+    y1 = scaled_less(v1, s, less[:, None], INTERPRETED)
+    y2 = scaled_less(v2, s, less[:, None], INTERPRETED)
+    y3 = scaled_less(v3, s, less[:, None], INTERPRETED)
+    w0 = tl.exp2(y0)
+    w1 = tl.exp2(y1)
+    w2 = tl.exp2(y2)
+    w3 = tl.exp2(y3)
+    # NaN where there is NaN or an infinity, and where a product overflows.
+    odd = tl.fma((v0 + v1) + (v2 + v3), 0.0, (w0 + w1) + (w2 + w3))
+    raised = in_pairs(odd)
+    rest = tl.exp2(-residue)
+    total = times(raised, rest)
+    moment = total
+    if ENTROPY:
+        h = in_pairs((times(w0, y0) + times(w1, y1)) + (times(w2, y2) + times(w3, y3)))
+        moment = times(times(h - times(residue, raised), rest), LN2)
+    n = tl.minimum(PER * TILE, V - first)
+    if tl.max((total != total).to(tl.int32), 0) > 0:
+        nan = ((v0 != v0) | (v1 != v1)) | ((v2 != v2) | (v3 != v3))
+        v0 = tl.where(v0 != v0, -float("inf"), v0)
+        v1 = tl.where(v1 != v1, -float("inf"), v1)
+        v2 = tl.where(v2 != v2, -float("inf"), v2)
+        v3 = tl.where(v3 != v3, -float("inf"), v3)
+        best = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), 1)
+        high = tl.max(best, 0)
+        floor = floor_of(high)
+        each = ((v0 > floor).to(tl.int32) + (v1 > floor).to(tl.int32)) + (
+            (v2 > floor).to(tl.int32) + (v3 > floor).to(tl.int32)
+        )
+        n = tl.sum(tl.sum(each, 1), 0)
+        n += tl.where(high == float("inf"), HELD_INFINITY, 0)
+        n += tl.max(tl.max(nan.to(tl.int32), 1), 0) * HELD_NAN
+        y0 = tl.where(v0 == best[:, None], 0.0, (v0 - best[:, None]) * s)
+        y1 = tl.where(v1 == best[:, None], 0.0, (v1 - best[:, None]) * s)
+        y2 = tl.where(v2 == best[:, None], 0.0, (v2 - best[:, None]) * s)
+        y3 = tl.where(v3 == best[:, None], 0.0, (v3 - best[:, None]) * s)
+        w0 = tl.exp2(y0)
+        w1 = tl.exp2(y1)
+        w2 = tl.exp2(y2)
+        w3 = tl.exp2(y3)
+        safe = in_pairs((w0 + w1) + (w2 + w3))
         if ENTROPY:
-            h = in_pairs(tl.reshape(in_pairs(tl.where(w > 0.0, times(w, y * LN2), 0.0)), [PER, G]))
-            h = tl.where((best < float("inf")) & (best > -float("inf")), h, 0.0)
-            tl.store(work + MOMENT * S + t, h, mask=t < S)
-        if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
-            g = part * ROWS + tl.arange(0, ROWS)
-            tl.store(work + GROUPS * S + g, of_group, mask=g < S * G)
+            h = in_pairs((tilt(w0, y0) + tilt(w1, y1)) + (tilt(w2, y2) + tilt(w3, y3)))
+            moment = tl.where(total == total, moment, tl.where(best > -float("inf"), times(h, LN2), 0.0))
+        total = tl.where(total == total, total, tl.where(best > -float("inf"), safe, 0.0))
+    g = part * ROWS + tl.arange(0, ROWS)
+    side = tl.arange(0, 2)[None, :]
+    tl.store(work + 2 * g[:, None] + side, tl.join(best, total), mask=(g < S * G)[:, None] & (side < 2))
+    tl.store(counts + count_at(S, G) + part, n)
+    if not RAW:
+        if ENTROPY:
+            tl.store(work + moment_at(S, G) + g, moment, mask=g < S * G)
         if (not filters) & (not greedy):
+            # Read again: kept until now, the logits would cost every row registers.
             who = race(
-                v,
-                ids,
+                x,
+                V,
                 tl.max(best, 0),
                 s,
                 parameter(seed, place, SEED_EACH).to(tl.int64),
                 parameter(step, place, STEP_EACH).to(tl.int64),
                 first,
                 noise_stream,
+                column_stride,
+                allowed,
+                HAS_ALLOWED,
+                UNIT,
                 ROWS,
                 GROUP,
             )
-            tl.store(counts + WINNER * S + part, who)
+            tl.store(counts + winner_at(S, G) + part, who)

@@ -4,11 +4,14 @@ import random
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import rlkernel as rlk
 from rlkernel_core.reference.sample import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_triton.sampling.call import sample
+from rlkernel_triton.sampling.noise import early, late, uniform
 from rlkernel_triton.sampling.plan import Shape, draw
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
@@ -17,6 +20,15 @@ RESULTS = (
     "token", "logprob", "log_kept_mass", "kept_count", "status", "threshold", "threshold_id", "raw_logprob",
     "entropy", "kept_ids", "top_ids", "top_logprobs", "rank",
 )  # fmt: skip
+
+
+@triton.jit
+def bounds(words, low, high, N: tl.constexpr):
+    """`early` and `late` of words."""
+    i = tl.arange(0, N)
+    u = uniform(tl.load(words + i).to(tl.uint32))
+    tl.store(low + i, early(u))
+    tl.store(high + i, late(u))
 
 
 @pytest.fixture
@@ -140,6 +152,25 @@ def test_ties_across_groups_go_to_the_lowest_ids(small, device) -> None:
     x = torch.zeros(1, 640)
     x[0, [600, 300, 20]] = 1.0  # best, each in a tile of its own; all others tie
     agree(x, {"top_k": 6, "seed": 3, "step": 1, "kept_capacity": 6}, device)
+
+
+@pytest.mark.parametrize("asked", [{}, {"top_k": 8, "top_p": 0.9}, {"temperature": 1e-30}], ids=str)
+def test_logits_and_temperatures_at_the_ends_of_fp32(small, device, asked) -> None:
+    x = 3 * torch.randn(3, 100, generator=torch.Generator().manual_seed(7))
+    x[0] = 3e38 * x[0].sign()
+    x[1] *= 1e-40
+    x[2] += 1e5  # logits of one row differ by less than a rounding of their products with 1 / T
+    agree(x, {**asked, "seed": torch.arange(3), "step": 2, "entropy": True, "raw_logprob": True}, device)
+
+
+def test_the_race_is_decided_by_bounds_of_the_exponential(device) -> None:
+    words = torch.cat([torch.arange(2048), torch.randint(0, 2**32, (6144,)), 2**32 - 1 - torch.arange(8192)])
+    low, high = torch.empty(2, 2**14, device=device)
+    bounds[(1,)](words.to(torch.int64).to(device), low, high, 2**14)
+    exact = -torch.log1p(-(words.double() + 0.5) / 2**32)
+    slack = 1 + 2**-14
+    assert (low.cpu().double() <= exact * slack).all()
+    assert (exact <= high.cpu().double() * slack).all()
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_layout(device) -> None:
