@@ -299,7 +299,8 @@ def bad_arguments_are_named(subject: Subject, case: Heads) -> None:
     refused(subject, "seed", shared)
 
 
-@attack("LH-18", heads, scale=SCALE)
+# Of few sizes, since kernels for rows differ by it: less than a tile, and several with a ragged end.
+@attack("LH-18", lambda s: st.sampled_from((2100, 33, 7, 1)).flatmap(lambda V: heads(s, V=V)), scale=SCALE)
 def results_of_whole_rows_match_float64(subject: Subject, case: Heads) -> None:
     """Entropy, kept ids, the best tokens and the rank, as far as no allowed error of the logits changes them."""
     made = case.operands(subject)
