@@ -4,7 +4,7 @@ Per group of GROUP tokens: its best logit and the sum of exp((x - best) / T), si
 the entropy. The maxima certify the candidates of the filters. Per program: how many tokens there are, and on rows
 without a filter the token that wins the race among its own.
 
-A thread holds a quarter of a quarter of a group, and no thread waits for another but where a group holds what is not
+A thread holds a fourth of a group, and no thread waits for another but where a group holds what is not
 finite. A sum is one of a group: it depends neither on the batch nor on PER, so neither do the bits. A row with +inf is
 uniform over its +inf tokens: a group whose best is +inf counts and sums those alone.
 Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / GROUP groups a tile. Imports Triton.
