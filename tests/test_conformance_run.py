@@ -19,7 +19,7 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.ranks import capturing
 from rlkernel_conformance.run import run, shares
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import Backend, Impl, Requires
 
 ROOT = Path(__file__).parents[1]
@@ -204,3 +204,16 @@ def test_a_run_whose_time_is_over_says_which_clauses_it_did_not_reach() -> None:
     assert {c["status"] for c in found["clauses"]} == {"not_run"}
     assert "--within" in found["clauses"][0]["message"]
     assert content["verdict"] == "unfinished"
+
+
+def test_a_run_of_some_clauses_says_that_the_others_were_not_asked_for() -> None:
+    asked = {"ops": ("group_filter",), "clauses": ("GF-91",)}
+    content = run("reference", Profile("test", 1, 30), **asked)
+    [found] = content["operators"].values()
+    ran = [c["clause"] for c in found["clauses"] if c["status"] != "not_run"]
+    assert (ran, content["verdict"]) == (["GF-91"], "unfinished")
+    assert {c["message"] for c in found["clauses"] if c["clause"] != "GF-91"} == {
+        "not asked for: the run was of other clauses"
+    }
+    with pytest.raises(UnknownNameError, match="did you mean 'GF-91'"):
+        run("reference", Profile("test", 1, 30), ops=("group_filter",), clauses=("GF91",))

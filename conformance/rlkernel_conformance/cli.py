@@ -57,6 +57,7 @@ class _Effort:
     """The options, of which every action takes those that concern it."""
 
     ops: tuple[str, ...]
+    clauses: tuple[str, ...]
     profile: Profile
     devices: tuple[str, ...]
     jobs: int
@@ -81,6 +82,10 @@ def command(
     *,
     op: Annotated[
         list[str] | None, typer.Option(help="Operator; may be given several times. All, unless given.")
+    ] = None,
+    clause: Annotated[
+        list[str] | None,
+        typer.Option(help="run: a clause such as SA-08; may be given several times. All, unless given."),
     ] = None,
     profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
     device: Annotated[str, typer.Option(help="torch devices with commas, such as cpu or cuda:0,cuda:1.")] = "cpu",
@@ -126,7 +131,7 @@ def command(
 
     hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
-    effort = _Effort(ops, hard, devices, many, manifest, waivers, report, hostile, limits, json)
+    effort = _Effort(ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, json)
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
         "mutants": _mutants,
@@ -151,6 +156,7 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         backend,
         effort.profile,
         ops=effort.ops,
+        clauses=effort.clauses,
         devices=effort.devices,
         jobs=effort.jobs,
         manifest=effort.manifest,

@@ -80,7 +80,7 @@ def _lost(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
 
 def _late(left: list[Attack]) -> Iterator[Outcome]:
     text = "the run's time was over: give it more with --within, or more processes with --jobs"
-    return (_not_run(a, text) for a in left)
+    return (not_run(a, text) for a in left)
 
 
 def _one_worker(
@@ -110,7 +110,7 @@ def _one_worker(
                 if isinstance(word, str):  # the last it said
                     text = _last_words(worker, word, limit)
                     if not healthy:
-                        yield from (_not_run(a, f"no health check of {subject.device}: {text}") for a in attacks)
+                        yield from (not_run(a, f"no health check of {subject.device}: {text}") for a in attacks)
                     else:  # one that never began will not begin for the other clauses either
                         fault = _fault(worker, word)
                         yield from (_failed(a, fault, text, case) for a in (left[:1] if begun else left))
@@ -118,7 +118,7 @@ def _one_worker(
                 if word["kind"] == "healthy":
                     healthy = True
                 elif word["kind"] == "sick":
-                    yield from (_not_run(a, word["message"]) for a in attacks)
+                    yield from (not_run(a, word["message"]) for a in attacks)
                     return
                 elif word["kind"] == "unable":
                     yield from (_failed(a, word["fault"], word["message"]) for a in attacks)
@@ -203,7 +203,8 @@ def _failed(attack: Attack, fault: str, text: str, case: IO[bytes] | None = None
     return Outcome(attack.op, attack.clause.id, attack.clause.title, "fault", fault, text, script)
 
 
-def _not_run(attack: Attack, text: str) -> Outcome:
+def not_run(attack: Attack, text: str) -> Outcome:
+    """The outcome of an attack that was not carried out, and why."""
     return Outcome(attack.op, attack.clause.id, attack.clause.title, "not_run", message=text)
 
 

@@ -18,7 +18,7 @@ from rlkernel_conformance import waivers as waived
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import MODULES
 from rlkernel_conformance.harness import Outcome, clauses_of
-from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.isolation import attack_apart, not_run
 from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
 from rlkernel_conformance.manifests import load, provider
 from rlkernel_conformance.places import Work, attack_everywhere
@@ -49,6 +49,7 @@ def run(
     profile: Profile,
     *,
     ops: Iterable[str] = (),
+    clauses: Iterable[str] = (),
     devices: tuple[str, ...] = ("cpu",),
     jobs: int = 1,
     manifest: str | None = None,
@@ -62,6 +63,7 @@ def run(
         backend: name of the backend.
         profile: effort.
         ops: operators; empty for all that the backend implements.
+        clauses: ids such as "SA-08"; the others are `not_run`, and the report is unfinished. Empty for all.
         devices: devices of one kind that share the work; the report names the first.
         jobs: operators attacked at the same time on each device; where there are fewer, they are attacked by several.
         manifest: "module:attribute" of the backend's manifest; None for an installed one.
@@ -70,7 +72,7 @@ def run(
         within: seconds for all of it; clauses that have not ended by then are `not_run`, and the report is unfinished.
 
     Raises:
-        UnknownNameError: no such backend or operator.
+        UnknownNameError: no such backend or operator, or no attack on a clause of that id here.
         ConfigError: the backend did not load, or implements none of the operators on this device; the devices differ
             in kind; the waivers are malformed or expired.
     """
@@ -89,14 +91,14 @@ def run(
         subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
         if not subjects:
             raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
-        plan = {s: due_on(s) for s in subjects}
+        plan = _asked_for({s: due_on(s) for s in subjects}, frozenset(clauses))
         attacked = _attack_all(plan, devices, jobs, manifest, profile, watch, within)
         found = {s: plan[s][1] + attacked[s.op] for s in subjects}
         return report(found, profile, provider=provider(manifest) if manifest else None, waivers=excused)
 
 
 def _attack_all(
-    plan: dict[Subject, tuple[list[Attack], list[Outcome]]],
+    plan: Plan,
     devices: tuple[str, ...],
     jobs: int,
     manifest: str | None,
@@ -120,6 +122,24 @@ def _attack_all(
     found = attack_everywhere(work, devices, jobs, attack)
     place = {a.clause.id: i for due, _ in plan.values() for i, a in enumerate(due)}
     return {s.op: sorted(found.get(s.op, ()), key=lambda o: place[o.clause]) for s in plan}
+
+
+Plan = dict[Subject, tuple[list[Attack], list[Outcome]]]
+
+
+def _asked_for(plan: Plan, clauses: frozenset[str]) -> Plan:
+    """The attacks on some clauses alone."""
+    known = {attack.clause.id for due, _ in plan.values() for attack in due}
+    for clause in clauses - known:
+        raise UnknownNameError("clause", clause, known)
+    text = "not asked for: the run was of other clauses"
+    return {
+        s: (
+            [a for a in due if not clauses or a.clause.id in clauses],
+            [*rest, *(not_run(a, text) for a in due if clauses and a.clause.id not in clauses)],
+        )
+        for s, (due, rest) in plan.items()
+    }
 
 
 def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
