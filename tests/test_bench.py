@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rlkernel_bench import ceilings, suites, timing
-from rlkernel_bench.candidates import Candidate, peers
+from rlkernel_bench.candidates import Candidate, peers, prepared
 from rlkernel_bench.ceilings import Ceilings
 from rlkernel_bench.environment import reasons
 from rlkernel_bench.gates import elementwise, frobenius, verdict
@@ -18,6 +18,7 @@ from rlkernel_bench.run import fails, run
 from rlkernel_bench.suites import SIZES, SUITES
 from rlkernel_bench.work import GOALS, Goal, Judgment, Problem, Work
 
+from rlkernel import policy
 from rlkernel_core.errors import ResolutionError, UnknownNameError
 from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec import OPERATORS
@@ -102,6 +103,18 @@ def test_what_raises_has_a_status_and_leaves_the_others_alone(error, status) -> 
     said = measure(doubling(), candidates, "cpu", MACHINE, QUICK)["candidates"]
     assert [c["status"] for c in said] == [status, "measured"]
     assert said[0]["message"].endswith("no")
+
+
+def test_weights_are_arranged_for_a_kernel_by_whoever_can(monkeypatch) -> None:
+    """A backend may have a product and no way to pack weights for it, as ours for Hopper has."""
+    problem = replace(doubling(Work("none", "qmatmul", {"M": 1}, "float32", bytes="M")), prepare=lambda _: decided())
+
+    def decided():
+        return {op: policy.current().policy.of(op).order for op in ("qmatmul", "prepack")}
+
+    want = {"qmatmul": ("reference",), "prepack": ("auto",)}
+    assert prepared("reference", problem, lambda inputs: inputs)({"x": 1}) == want
+    assert prepared("reference", problem, lambda _: decided())({"x": 1}) == dict.fromkeys(want, ("reference",))
 
 
 def test_memory_is_what_a_call_takes_beyond_its_results() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ def backends(problem: Problem, names: Sequence[str], device: str) -> list[Candid
         elif all(_claims(name, op, device) for op in problem.work.op.split(",")):
             for variant, call in problem.ours.items():
                 said = f"{name}:{variant}" if variant else name
-                found.append(Candidate(said, "backend", candidate.provider, in_scope(name, call, problem.prepare)))
+                found.append(Candidate(said, "backend", candidate.provider, prepared(name, problem, call)))
     return found
 
 
@@ -50,21 +50,35 @@ def _claims(backend: str, op: str, device: str) -> bool:
     return any(i.requires.device == "*" or kind in i.requires.device for i in impls)
 
 
-def in_scope(backend: str, call: Call, prepare: Callable[[Inputs], Inputs] | None = None) -> Call:
+def in_scope(backend: str, call: Call) -> Call:
     """The call where this backend alone may run; entered once, so that no call pays for entering."""
-    context = contextvars.copy_context()
-    context.run(rlkernel.use(backend, fallback="error").__enter__)
-    if prepare is None:
-        return lambda inputs: context.run(call, inputs)
+    alone = _scope(backend, fallback="error")
+    return lambda inputs: alone.run(call, inputs)
+
+
+def prepared(backend: str, problem: Problem, call: Call) -> Call:
+    """The same on inputs that are arranged for it once.
+
+    Whoever arranges them may be another: a backend that has a kernel need not have what packs weights for it.
+    """
+    alone = in_scope(backend, call)
+    if problem.prepare is None:
+        return alone
+    prepare, helped = problem.prepare, _scope(**dict.fromkeys(problem.work.op.split(","), backend))
     ready: dict[int, tuple[Inputs, Inputs]] = {}  # by identity; the first of the pair keeps it taken
 
     def run(inputs: Inputs) -> Outputs:
         if id(inputs) not in ready:
-            ready[id(inputs)] = inputs, context.run(prepare, inputs)
-        outputs: Outputs = context.run(call, ready[id(inputs)][1])
-        return outputs
+            ready[id(inputs)] = inputs, helped.run(prepare, inputs)
+        return alone(ready[id(inputs)][1])
 
     return run
+
+
+def _scope(*order: str, **options: Any) -> contextvars.Context:
+    context = contextvars.copy_context()
+    context.run(rlkernel.use(*order, **options).__enter__)
+    return context
 
 
 def peers(problem: Problem, names: Sequence[str] | None, device: str) -> list[Candidate]:
