@@ -54,5 +54,6 @@ PEERS = (
         ("flashinfer",),
         {"sample": sample, "verify": verify},
         "flashinfer-python 0.7.2.post1, sampling.py",
+        ran="sample: H200, flashinfer-python 0.7.2.post1, torch 2.11",
     ),
 )
