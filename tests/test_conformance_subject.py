@@ -69,20 +69,20 @@ def test_a_call_beyond_its_claims_is_an_error(subject) -> None:
         subject.unless_refused(torch.randn(6, dtype=torch.float64))
 
 
+def multiplying(check):
+    """A backend of products with a check of this module."""
+    impl = Impl(
+        op="qmatmul@1",
+        target="tests.test_conformance_subject:qmatmul",
+        requires=Requires(device="cpu", dtypes=("bfloat16",)),
+        supports=frozenset({"format:int4_g128", "format:int4_g32", "bias"}),
+        check=f"tests.test_conformance_subject:{check}",
+    )
+    return Backend(name="tiled", api=API_VERSION, impls=(impl,))
+
+
 # Kernels on tiles: a weight of 16 rows and 256 columns at least, prepacked, its scales in the dtype of x.
-TILED = Backend(
-    name="tiled",
-    api=API_VERSION,
-    impls=(
-        Impl(
-            op="qmatmul@1",
-            target="tests.test_conformance_subject:qmatmul",
-            requires=Requires(device="cpu", dtypes=("bfloat16",)),
-            supports=frozenset({"format:int4_g128", "format:int4_g32", "bias"}),
-            check="tests.test_conformance_subject:on_tiles",
-        ),
-    ),
-)
+TILED = multiplying("on_tiles")
 MULTIPLIED: list[tuple[int, int]] = []
 
 
@@ -94,6 +94,11 @@ def qmatmul(x, w, **rest):
 
 
 @functools.wraps(product_spec)
+def no_calls(*args, **kwargs):
+    return Reason("shape", "unsupported", "never")
+
+
+@functools.wraps(product_spec)
 def on_tiles(x, w, **rest):
     fits = (
         w.layout == "reference_tiled"
@@ -102,6 +107,16 @@ def on_tiles(x, w, **rest):
         and (x.numel() >= 65 * w.shape[1] if w.spec.group == 32 else x.numel() <= 17 * w.shape[1])
     )
     return None if fits else Reason("shape", "unsupported", "off the grid")
+
+
+def test_a_clause_of_which_the_check_refuses_every_case_is_not_claimed() -> None:
+    """Tokens as they are, where a product quantises them; the features say only which formats there are."""
+    with rlk.registered(multiplying("no_calls")), (subject := Subject("tiled", "qmatmul")).chosen():
+        (attack,) = [a for a in attacks_on("qmatmul") if a.clause.id == "QM-04"]
+        outcome = carry_out(subject, attack, Profile("few", 10, 60))
+    assert (outcome.status, outcome.executed) == ("not_claimed", 0), outcome.message
+    assert "refused at selection" in outcome.message
+    assert "never" in outcome.message
 
 
 @pytest.mark.parametrize("clause", ["QM-03", "QM-11", "QM-91", "QM-92", "QM-94"])

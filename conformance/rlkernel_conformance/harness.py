@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis
-from hypothesis.errors import UnsatisfiedAssumption
+from hypothesis.errors import Unsatisfiable, UnsatisfiedAssumption
 
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
@@ -71,7 +71,7 @@ def carry_out(
     Without `shrink` a counterexample is the first one that was found.
     """
     seen: list[Any] = []
-    rejected: list[Any] = []
+    rejected: list[str] = []  # what the subject's own check said of cases that it takes in no form
     worst: dict[str, float] = {}
 
     def body(case: Any) -> None:
@@ -79,8 +79,8 @@ def carry_out(
         subject.measures.clear()
         try:
             attack.prop(subject, case)
-        except UnsatisfiedAssumption:
-            rejected.append(case)
+        except UnsatisfiedAssumption as error:
+            rejected.append(str(error))
             raise
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))
@@ -98,6 +98,9 @@ def carry_out(
     clause = attack.clause
     if error is None:
         return Outcome(subject.op, clause.id, clause.title, "held", **told)
+    if isinstance(error, Unsatisfiable) and len(rejected) == len(seen) > 0:
+        text = f"refused at selection, every case of {len(rejected)}: {rejected[-1]}"
+        return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=told["seconds"])
     told["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""
     if isinstance(error, Violation):
         fault = "nan" if " is nan," in str(error) else "wrong_result"

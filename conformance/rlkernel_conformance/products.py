@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
 from rlkernel_conformance import draw
@@ -147,9 +148,14 @@ EVERY: Final = tuple(Product(kind, 3, 20, 300, 5, weight="graded") for kind in S
 FEW: Final = tuple(c for c in EVERY if c.kind in {"int4_g32", "int4_g128_asym", "nf4", "fp8_channel[element=e4m3fnuz]"})
 
 
-def applies(subject: Subject, case: Product) -> bool:
-    """The subject claims what a case given as an example needs."""
-    return claims(subject, case.spec, MULTIPLIED) and case.dtype in subject.dtypes
+def tried(subject: Subject, case: Product, *, x_as_it_is: bool = False) -> Product:
+    """A case given as an example, in a dtype and on a grid that the subject takes; none where it claims none such."""
+    if not claims(subject, case.spec, MULTIPLIED) or (x_as_it_is and case.spec.act != "none"):
+        raise UnsatisfiedAssumption(f"{subject.backend} does not claim such a product of {case.kind}")
+    found = case if case.dtype in subject.dtypes else fitted(subject, case)
+    if found.dtype not in subject.dtypes:
+        raise UnsatisfiedAssumption(f"{subject.backend}'s check admits no product of {case.kind}")
+    return found
 
 
 def pinned(subject: Subject) -> dict[str, str]:

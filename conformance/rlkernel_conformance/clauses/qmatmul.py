@@ -18,13 +18,13 @@ from rlkernel_conformance.products import (
     FEW,
     Product,
     activations,
-    applies,
     cases,
     expected,
     fitted,
     judged,
     pinned,
     small,
+    tried,
 )
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.quant import error_bound
@@ -36,8 +36,8 @@ ELSEWHERE: Final = (qmatmul_experts, qmatmul_gradients, qmatmul_laws)  # modules
 @attack("QM-01", cases, examples=EVERY)
 def it_is_the_product_with_the_dequantised_weight(subject: Subject, case: Product) -> None:
     """Within accumulation_bound of float64 on w', x as the format quantises it."""
-    if applies(subject, case):
-        judged(subject, case, case.input(subject), case.w(subject))
+    case = tried(subject, case)
+    judged(subject, case, case.input(subject), case.w(subject))
 
 
 @attack(
@@ -47,8 +47,7 @@ def it_is_the_product_with_the_dequantised_weight(subject: Subject, case: Produc
 )
 def it_is_near_the_product_with_the_full_weight(subject: Subject, case: Product) -> None:
     """The second level: what the format may lose, element by element, and no more."""
-    if not applies(subject, case) or case.spec.act != "none":
-        return
+    case = tried(subject, case, x_as_it_is=True)
     x, w, weight = case.input(subject), case.w(subject), case.full(subject).cpu()
     lost = error_bound(w.to("cpu"), weight)
     want = expected(case, x, w)
@@ -82,9 +81,9 @@ def every_element_counts_once(subject: Subject, case: Product) -> None:
 @attack("QM-04", lambda s: cases(s, outputs=20, inputs=140, x_as_it_is=True), examples=FEW)
 def the_identity_gives_the_weight_back(subject: Subject, case: Product) -> None:
     """One column at a time: nothing of the others, not even their rounding."""
-    if applies(subject, case) and case.spec.act == "none":
-        one = torch.eye(case.K, dtype=getattr(torch, case.dtype), device=subject.device)
-        judged(subject, case, one[:140], case.w(subject))
+    case = tried(subject, case, x_as_it_is=True)
+    one = torch.eye(case.K, dtype=getattr(torch, case.dtype), device=subject.device)
+    judged(subject, case, one[:140], case.w(subject))
 
 
 @attack("QM-05", lambda s: cases(s, outputs=80).map(lambda c: replace(c, x="normal")))
