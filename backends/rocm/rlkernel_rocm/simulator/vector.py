@@ -270,7 +270,7 @@ def _elementwise(
     sink = Sink(ins)
     reads = [(u32 if i in integers else read)(o) for i, o in enumerate(ops)]
     if ins.encoding == "sdwa":
-        if read is f32:
+        if read is f32 and {ins.modifiers.get(f"src{i}_sel", "DWORD") for i in range(2)} != {"DWORD"}:
             raise unknown(ins)
         reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     if ins.encoding == "dpp":

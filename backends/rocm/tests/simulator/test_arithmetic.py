@@ -119,6 +119,18 @@ def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
     assert (t.v[2][0, 0], t.s[0, 106]) == (0, 0xFFFFFFFF)
 
 
+def test_a_sum_of_floats_goes_to_the_byte_that_sdwa_names() -> None:
+    """Adding 2^23 leaves a whole number in the low bits of a float: quantisers store it so."""
+    t = team()
+    t.v[1][...], t.v[2][...] = np.float32(2**23).view(np.uint32), (LANES.astype(np.float32)).view(np.uint32)
+    t.v[4][...] = t.v[5][...] = 0x11223344
+    selected = "dst_sel:BYTE_3 dst_unused:{} src0_sel:DWORD src1_sel:DWORD"
+    run(t, f"v_add_f32_sdwa v4, v1, v2 {selected.format('UNUSED_PAD')}")
+    run(t, f"v_add_f32_sdwa v5, v1, v2 {selected.format('UNUSED_PRESERVE')}")
+    assert t.v[4][0].tolist() == (LANES << 24).tolist()
+    assert t.v[5][0].tolist() == (LANES << 24 | 0x223344).tolist()
+
+
 def test_a_comparison_of_halves_takes_those_that_sdwa_names() -> None:
     t = team()
     t.v[0][...], t.v[1][...] = 0x7E00_3C00, 0xBC00_4000  # (1, NaN) and (2, -1), low half first
