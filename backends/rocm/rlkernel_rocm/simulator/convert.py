@@ -72,7 +72,10 @@ PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": n
 HALVES: Final[Mapping[str, Compute]] = {
     "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
 }  # fmt: skip
-SHORTS: Final[Mapping[str, Compute]] = {"v_pk_add_u16": np.add, "v_pk_sub_u16": np.subtract}
+SHORTS: Final[Mapping[str, Compute]] = {
+    "v_pk_add_u16": np.add, "v_pk_sub_u16": np.subtract, "v_pk_min_u16": np.minimum, "v_pk_max_u16": np.maximum,
+    "v_pk_lshrrev_b16": lambda a, b: b >> (a & I32(15)), "v_pk_lshlrev_b16": lambda a, b: b << (a & I32(15)),
+}  # fmt: skip
 HALF: Final[Mapping[str, Compute]] = {
     "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_mul_f16": np.multiply, "v_max_f16": np.fmax, "v_min_f16": np.fmin,
 }  # fmt: skip

@@ -320,6 +320,8 @@ def test_pairs_take_the_halves_that_their_modifiers_name() -> None:
         ("v_pk_sub_u16 v2, v0, v1 clamp", 0x0000_0003),
         ("v_pk_sub_u16 v2, v0, 2 clamp", 0x0001_0003),  # a constant has nothing in its high half
         ("v_pk_add_u16 v2, v0, v0 op_sel_hi:[0,0]", 0x000A_000A),
+        ("v_pk_lshlrev_b16 v2, 4, v0 op_sel_hi:[0,1]", 0x0010_0050),
+        ("v_pk_lshrrev_b16 v2, 1, v0 op_sel_hi:[0,1]", 0x0000_0002),
     ],
 )
 def test_pairs_of_16_bits_wrap_or_stop(line, want) -> None:
