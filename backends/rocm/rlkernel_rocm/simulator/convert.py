@@ -71,6 +71,8 @@ PACK: Final[Mapping[str, Compute]] = {
 PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": np.multiply, "v_pk_fma_f32": fma}
 HALVES: Final[Mapping[str, Compute]] = {
     "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
+    "v_pk_maximum3_f16": lambda a, b, c: np.maximum(np.maximum(a, b), c),
+    "v_pk_minimum3_f16": lambda a, b, c: np.minimum(np.minimum(a, b), c),
 }  # fmt: skip
 SHORTS: Final[Mapping[str, Compute]] = {
     "v_pk_add_u16": np.add, "v_pk_sub_u16": np.subtract, "v_pk_min_u16": np.minimum, "v_pk_max_u16": np.maximum,

@@ -331,6 +331,15 @@ def test_pairs_of_16_bits_wrap_or_stop(line, want) -> None:
     assert int(t.v[2][0, 0]) == want
 
 
+def test_the_largest_of_three_halves_is_nan_where_one_is() -> None:
+    t = team()
+    pairs = np.array([[1, -2], [np.nan, 3]], np.float16).view(np.uint32)
+    t.v[0][...], t.v[1][...] = pairs[0, 0], pairs[1, 0]
+    run(t, "v_pk_maximum3_f16 v2, v0, 0, 0", "v_pk_maximum3_f16 v3, v0, v1, 0")
+    found = np.array([t.v[2][0, 0], t.v[3][0, 0]], np.uint32).view(np.float16)
+    assert [str(x) for x in found] == ["1.0", "0.0", "nan", "3.0"]
+
+
 @pytest.mark.parametrize(
     "line", ["v_frobnicate_b32 v0, v1", "s_frobnicate s0, s1", "v_add_u32_e64 v0, v1, v2 banana:1"]
 )
