@@ -11,6 +11,9 @@ clauses that met it are tried again. `grow`: the same, and what a bundle lacks i
 
 `aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
 here is measured on a Jetson. What is found is written under --out as it is found.
+
+One file over 400 lines, since its sections share bundles and one machine's cores; what runs in processes of its own
+stands in aot_*.py.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Writes $OUT/gpu_qmatmul_cuda.json after every finding. Kernels are compiled in s
 a family checks (the share of the contract's bound that is used, in float64; repeated bits; the first row of a batch
 beside the row alone) and times (medians of CUDA graph replays over copies of a weight that exceed 256 MB together).
 A process that says nothing for some seconds is ended, and what it hung in is left out. Ends within `--seconds`.
+One file over 400 lines, since its families share one machine, one way to check and one to time.
 """
 
 from __future__ import annotations

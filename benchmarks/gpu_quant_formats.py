@@ -5,8 +5,8 @@
 Writes $OUT/gpu_quant_formats_SECTION_FORMAT.json as it goes and $OUT/gpu_quant_formats.json at the end. A task is a
 section of one format in a process of its own, as many at a time as there are cores: they check, and compile what is
 timed into Triton's cache on disk; then one process alone times. Times are medians of CUDA graph replays over copies of
-a weight that together exceed 256 MB. TritonLLM's and triton_kernels' MX products are no peers here: neither is
-installed where this runs. One file, as it compares ways to cut a product of which one ships.
+a weight that together exceed 256 MB. Products of others, TritonLLM's among them, are beside ours in
+gpu_quant_peers.py. One file, as it compares ways to cut a product of which one ships.
 """
 
 from __future__ import annotations

@@ -10,7 +10,11 @@ from rlkernel_core.errors import UnknownNameError
 
 @dataclass(frozen=True)
 class Profile:
-    """Effort of a run. Draws are derandomised: the same profile draws the same cases everywhere."""
+    """Effort of a run.
+
+    Draws are derandomised: a subject that gives the same results is shown the same cases. Where a clause climbs towards
+    the largest error, what is drawn next depends on the errors of the subject.
+    """
 
     name: str
     examples: int  # drawn cases per clause

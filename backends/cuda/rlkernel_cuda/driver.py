@@ -33,7 +33,8 @@ class Map(ctypes.Structure):
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The driver, opened once."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -77,10 +78,11 @@ def compiled(source: str, options: Sequence[str]) -> bytes:
     return code.raw
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """Raise RLKernelError with the driver's own words for a result that is not 0."""
     if result:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(result, ctypes.byref(text))
+        library().cuGetErrorString(result, ctypes.byref(text))
         raise RLKernelError(f"{what}: CUDA error {result}, {(text.value or b'unknown').decode()}")
 
 
@@ -99,9 +101,9 @@ def function(paths: tuple[Path, ...], options: tuple[str, ...], name: str, share
 def loaded(code: bytes, name: str, shared: int) -> ctypes.c_void_p:
     """A kernel of some machine code, on the current device, which has a context; `shared` bytes a block."""
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(_driver().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
-    _check(_driver().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
-    _check(_driver().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
+    check(library().cuModuleLoadData(ctypes.byref(module), code), f"loading {name}")
+    check(library().cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), f"finding {name}")
+    check(library().cuFuncSetAttribute(kernel, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes of shared memory")
     return kernel
 
 
@@ -121,11 +123,11 @@ def boxes(
     storage = Map()
     aligned = (ctypes.addressof(storage) + 63) // 64 * 64
     u64, u32, n = ctypes.c_uint64, ctypes.c_uint32, len(sizes)
-    result = _driver().cuTensorMapEncodeTiled(
+    result = library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned), kind, n, ctypes.c_void_p(address), (u64 * n)(*sizes), (u64 * (n - 1))(*strides),
         (u32 * n)(*box), (u32 * n)(*[1] * n), 0, swizzle, _PROMOTE_256B, 0,
     )  # fmt: skip
-    _check(result, f"describing {list(sizes)} with strides of {list(strides)} bytes to TMA")
+    check(result, f"describing {list(sizes)} with strides of {list(strides)} bytes to TMA")
     return storage, aligned
 
 
@@ -137,6 +139,12 @@ def described(x: Tensor, rows: int, cols: int) -> Any:
 
 def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
     """Launch on the current stream. Arguments: tensors, descriptions, ctypes numbers."""
+    array, _held = placed(arguments)
+    launched(kernel, blocks, threads, shared, None, array)
+
+
+def placed(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The array of the arguments' places that a launch takes, and what has to stay until it has."""
     held, places = [], []
     for value in arguments:
         if isinstance(value, tuple):
@@ -145,8 +153,7 @@ def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, argu
         number = ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
         held.append(number)
         places.append(ctypes.addressof(number))
-    array = (ctypes.c_void_p * len(places))(*places)
-    launched(kernel, blocks, threads, shared, None, array)
+    return (ctypes.c_void_p * len(places))(*places), held
 
 
 def launched(
@@ -154,6 +161,6 @@ def launched(
 ) -> None:  # fmt: skip
     """Launch on the current stream of a device (None: of the current one), given an array of the arguments' places."""
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    result = _driver().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
+    result = library().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
     if result:
-        _check(result, "launching a kernel of rlkernel-cuda")
+        check(result, "launching a kernel of rlkernel-cuda")

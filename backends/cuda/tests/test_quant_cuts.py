@@ -1,15 +1,18 @@
 """How products with quantised weights are cut, what is refused, and that the kernels compile for sm_90a."""
 
+import ctypes
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlkernel_core import quant as reference
+from rlkernel_core.errors import RLKernelError
 from rlkernel_cuda import driver
-from rlkernel_cuda.quant import choice, launch
+from rlkernel_cuda.quant import choice, early, launch
 from rlkernel_cuda.quant.qmatmul import fits
 
 SHAPES = [(28672, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096), (19456, 2560), (5120, 17408)]
@@ -140,3 +143,34 @@ def test_kernels_compile_without_spills(kind, cut, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
     assert int(spilled) <= 64
+
+
+@pytest.mark.parametrize("launcher", [driver, early])
+def test_a_launch_hands_over_tensors_descriptions_and_numbers_and_tells_what_the_driver_says(
+    monkeypatch, launcher
+) -> None:
+    x, number, description, seen = torch.zeros(3), ctypes.c_int(7), ctypes.c_int(11), []
+
+    def launched(array, result):
+        read = ctypes.cast(array[0], ctypes.POINTER(ctypes.c_void_p))[0]
+        seen.append((read, *(ctypes.cast(array[i], ctypes.POINTER(ctypes.c_int))[0] for i in (1, 2))))
+        return result
+
+    def said(_, text):
+        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"no such thing"
+
+    for result in (0, 500):
+        library = SimpleNamespace(
+            cuLaunchKernel=lambda *given, result=result: launched(given[9], result),
+            cuLaunchKernelEx=lambda *given, result=result: launched(given[2], result),
+            cuGetErrorString=said,
+        )
+        monkeypatch.setattr(driver, "library", lambda library=library: library)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=5))
+        arguments = [x, number, (description, ctypes.addressof(description))]
+        if result:
+            with pytest.raises(RLKernelError, match="CUDA error 500, no such thing"):
+                launcher.launch(ctypes.c_void_p(1), 2, 32, 0, arguments)
+        else:
+            launcher.launch(ctypes.c_void_p(1), 2, 32, 0, arguments)
+    assert seen == [(x.data_ptr(), 7, 11)] * 2

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlkernel_core.quant import QuantTensor
 
 _GGUF_MAGIC: Final = b"GGUF"
+_ARCHITECTURE: Final = "llama"  # a GGUF file has to name one; its weights do not depend on it
 _SIZES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _GGUF_DENSE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -206,8 +207,8 @@ class OneFile:
 class OneGguf:
     """A GGUF file; its weights are held until the end, and say themselves what they are."""
 
-    def __init__(self, path: Path, architecture: str = "llama") -> None:
-        self.path, self.architecture = path, architecture
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._items: dict[str, QuantTensor | Tensor] = {}
         self.bytes = 0
 
@@ -225,7 +226,7 @@ class OneGguf:
         import torch
 
         with whole(self.path) as draft:
-            writer = gguf.GGUFWriter(draft, self.architecture)
+            writer = gguf.GGUFWriter(draft, _ARCHITECTURE)
             for name, item in self._items.items():
                 if isinstance(item, torch.Tensor):
                     dense = item.float() if item.dtype not in {torch.float16, torch.float32} else item

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from rlkernel_core.errors import RLKernelError
+from rlkernel_cuda import driver
 
 _PROGRAMMATIC: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -40,23 +38,11 @@ class _Config(ctypes.Structure):
 _EARLY: Final = _Attribute(_PROGRAMMATIC, 0, (1,))
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
     """As `driver.launch`, early."""
-    held, places = [], []
-    for value in arguments:
-        if isinstance(value, tuple):
-            places.append(value[1])
-            continue
-        held.append(ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value)
-        places.append(ctypes.addressof(held[-1]))
-    array = (ctypes.c_void_p * len(places))(*places)
+    array, _held = driver.placed(arguments)
     stream = torch.cuda.current_stream().cuda_stream
     config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_EARLY), 1)
-    result = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel, array, None)
+    result = driver.library().cuLaunchKernelEx(ctypes.byref(config), kernel, array, None)
     if result:
-        raise RLKernelError(f"launching a kernel of rlkernel-cuda: CUDA error {result}")
+        driver.check(result, "launching a kernel of rlkernel-cuda")
