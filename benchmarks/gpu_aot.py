@@ -2,12 +2,16 @@
 
     python benchmarks/gpu_aot.py --out $OUT/first --limit 90 --only first
     python benchmarks/gpu_aot.py --out $OUT/aot --limit 400 --only grow,conformance --share 0.5
+    python benchmarks/gpu_aot.py --out $OUT/aot --only grow --ops policy_loss --bundle sm_90.zip --bundle sm_87.zip
 
 `first`: the first call of every operator from a bundle, and compiled on the spot. `board`: the same calls on as few
-multiprocessors and as little memory as a board has, and clauses there in what time is left. `conformance`: every
+multiprocessors and as little memory as a board has, and clauses of two operators there. `conformance`: every
 operator against its clauses, from cubins and from PTX, on all GPUs that are there; what a bundle lacked is built, and
 clauses that met it are tried again. `grow`: the same, and what a bundle lacks is compiled when it is asked for;
 `conformance` after it runs from what grew. `wheel`: the bundle that rlkernel-jetson carries, and what its kernels need.
+
+Bundles named by --bundle, which may have been compiled on another machine, stand for those that `first`, `board` and
+`grow` compile before they begin; a target that none of them has is still recorded and compiled here.
 
 `aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
 here is measured on a Jetson. What is found is written under --out as it is found.
@@ -27,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
@@ -41,6 +45,7 @@ MANIFESTS = {"aot": "rlkernel_triton.aot.backend:backend", "orin-ptx": "rlkernel
 # Operators, and for how many processes each is work beside the others.
 OPS = {"sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 3, "linear_logprob": 3, "logprob": 3}
 WEIGHTS = {"orin-ptx": 2}  # the driver compiles what it loads
+CODE_OF = {"orin-ptx": "sm_87"}  # other backends run this GPU's own
 CORES = len(os.sched_getaffinity(0))
 LAST = 12.0  # seconds for a run of the suite to write its report when its time is over
 AGAIN = 40.0  # seconds that are left to try clauses again
@@ -72,8 +77,10 @@ class Run:
     """Folders, environment and clock of one call."""
 
     def __init__(self, asked: argparse.Namespace, work: Path) -> None:
-        self.out, self.work, self.ops, self.profile = asked.out, work, asked.ops.split(","), asked.profile
+        self.out, self.work, self.ops, self.profile = asked.out, work, asked.ops, asked.profile
         self.share, self.tables, self.then, self.limit = asked.share, asked.table, asked.then, asked.limit
+        self.bundles, self.jobs = asked.bundle, asked.jobs
+        self.pairs = [(backend, op) for op in self.ops for backend in asked.backends]
         self.until = time.monotonic() + asked.limit - 3
         inherited = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
         kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -101,6 +108,10 @@ class Run:
         """Write a section's JSON."""
         (self.out / f"{name}.json").write_text(json.dumps(content, indent=1))
 
+    def home(self, name: str) -> Path:
+        """Where the bundles of a name lie."""
+        return self.work / "data" / name / "rlkernel" / "bundles"
+
     def with_bundle(self, name: str, of: str = "") -> dict[str, str]:
         """The environment of a process that finds the bundles of a name; the outcome of a self-test is kept by `of`."""
         homes = {
@@ -116,7 +127,7 @@ class Run:
         """A bundle, compiled on all cores in a share of the time that is left; where it lies."""
         start, script = time.monotonic(), self.work / "build.py"
         script.write_text(BUILD)  # a file, as the processes that compile import it
-        out = self.work / "data" / name / "rlkernel" / "bundles" / f"{file}.zip"
+        out = self.home(name) / f"{file}.zip"
         command = [sys.executable, str(script), ops, str(out), str(table or ""), str(CORES), *targets]
         log = self.out / f"build-{name}-{file}.log"
         status, text = child(command, self.left * share, self.environ, log)
@@ -167,8 +178,27 @@ def close(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def ready(run: Run) -> None:
-    """See to it that the bundle of the first calls is there: recorded and compiled here."""
+def given(run: Run) -> set[str]:
+    """Lay the bundles that were named where those of first calls are looked for; the targets that they have."""
+    from rlkernel_triton.aot.bundle import Bundle
+
+    found: set[str] = set()
+    home = run.home("first")
+    home.mkdir(parents=True, exist_ok=True)
+    for i, path in enumerate(run.bundles):
+        place = home / f"given{i}.zip"
+        if not place.exists():
+            place.symlink_to(path.resolve())
+        bundle = Bundle(place)
+        run.used[f"first {place.stem}"] = {"of": path.name, "builds": len(bundle.codes), "compiler": bundle.compiler}
+        found |= set(bundle.targets)
+    run.save("bundles", run.used)
+    return found
+
+
+def ready(run: Run, targets: set[str]) -> None:
+    """See to it that there are bundles: those that were named; for a target that these lack, of the first calls."""
+    lacking = sorted(targets - given(run))
     table = run.work / "first.jsonl"
 
     def record(target: str) -> str:
@@ -180,15 +210,15 @@ def ready(run: Run) -> None:
         child(command, run.left, environ, run.out / f"record-first-{target}.log")
         return file.read_text()
 
-    if not table.exists():
+    if lacking and not table.exists():
         with ThreadPoolExecutor(2) as pool:
-            table.write_text("".join(pool.map(record, (run.target, "sm_87"))))
-        run.build("first", [run.target, "sm_87"], table=table)
+            table.write_text("".join(pool.map(record, lacking)))
+        run.build("first", lacking, table=table)
 
 
 def first(run: Run) -> None:
     """First calls: from a bundle, compiled on the spot, from PTX, and again with Triton's cache on disk."""
-    ready(run)
+    ready(run, {run.target, "sm_87"})
     found: dict[str, Any] = {}
     environ = {**run.with_bundle("first"), "TRITON_CACHE_DIR": str(run.work / "cold")}
     ways = {"bundle": "rlkernel_triton.aot.backend", "jit": "jit", "bundle, sm_87 PTX": "rlkernel_jetson.elsewhere"}
@@ -206,7 +236,7 @@ def first(run: Run) -> None:
 
 def board(run: Run) -> None:
     """The sm_87 PTX on as many multiprocessors and as much memory as an Orin of 8 GB has, and on the whole GPU."""
-    ready(run)
+    ready(run, {"sm_87"})
     ways = {"board whole": (), "board 8 multiprocessors, 5 GiB": ("confined",)}
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(
@@ -216,19 +246,35 @@ def board(run: Run) -> None:
     same = "results" in few and few["results"] == whole.get("results")
     run.save("board", {"few": few, "whole": whole, "same bits": same, "apart": close(few, whole)})
     print(f"the same bits: {same}, apart {close(few, whole)}", flush=True)
-    if not same or run.left < AGAIN:
-        return
-    run.build("small", ["sm_87"], "advantage,logprob")
-    for op in ("logprob", "advantage"):
-        attacked(run, "orin-small", op, "quick", CORES // 2, 0, bundle="small", manifest="aot_board:backend")
+    bundle = "first" if run.bundles else "small"
+    if not run.bundles:
+        run.build(bundle, ["sm_87"], "advantage,logprob")
+    with ThreadPoolExecutor(2) as pool:
+        attacks = (
+            pool.submit(
+                attacked, run, "orin-small", op, "quick", CORES // 2, 0, bundle=bundle, manifest="aot_board:backend"
+            )
+            for op in ("logprob", "advantage")
+        )
+        for attack in list(attacks):
+            attack.result()
+
+
+def processes(pairs: list[tuple[str, str]], named: dict[str, int], cores: int) -> list[int]:
+    """How many processes each (backend, op) has: as many as were named, or a share of the cores that those leave."""
+    weights = [OPS[op] * WEIGHTS.get(backend, 1) for backend, op in pairs]
+    names = [f"{op}-{backend}" for backend, op in pairs]
+    left = cores - sum(named.get(name, 0) for name in names)
+    shared = sum(w for w, name in zip(weights, names, strict=True) if name not in named)
+    return [named.get(n, max(1, w * left // max(shared, 1))) for w, n in zip(weights, names, strict=True)]
 
 
 def lanes(run: Run, act: Callable[[str, str, int, int], Any], pairs: list[tuple[str, str]]) -> list[Any]:
     """`act(backend, op, processes, GPU)` of all pairs at once, on all cores and GPUs, each with its share."""
-    weights = [OPS[op] * WEIGHTS.get(backend, 1) for backend, op in pairs]
+    jobs = processes(pairs, run.jobs, CORES)
 
     def one(at: int) -> Any:
-        return act(*pairs[at], max(1, weights[at] * CORES // sum(weights)), at % len(run.visible))
+        return act(*pairs[at], jobs[at], at % len(run.visible))
 
     with ThreadPoolExecutor(len(pairs)) as pool:
         return list(pool.map(one, range(len(pairs))))
@@ -236,7 +282,7 @@ def lanes(run: Run, act: Callable[[str, str, int, int], Any], pairs: list[tuple[
 
 def grow(run: Run) -> None:
     """Every operator against its clauses; a build that the bundle of a table lacks is compiled when it is asked for."""
-    ready(run)
+    ready(run, {CODE_OF.get(backend, run.target) for backend, _ in run.pairs})
     for i, table in enumerate(run.tables):
         share = 1 - 0.5 * run.limit / max(run.left, 1.0)  # half of all time is the clauses'
         if share * run.left > AGAIN:
@@ -274,7 +320,7 @@ def grow(run: Run) -> None:
             flush=True,
         )
 
-    lanes(run, lane, [(backend, op) for op in run.ops for backend in MANIFESTS])
+    lanes(run, lane, run.pairs)
 
 
 def suite(backend: str, manifest: str, op: str, profile: str, jobs: int) -> list[str]:
@@ -323,15 +369,21 @@ def together(run: Run) -> bool:
     """A bundle of all that grew, where something did."""
     from rlkernel_triton.aot.bundle import Bundle, written
 
-    parts = [Bundle(path) for path in sorted((run.work / "grown").glob("*/*.zip"))]
-    if not parts:
+    grown = [Bundle(path) for path in sorted((run.work / "grown").glob("*/*.zip"))]
+    if not grown:
         return False
-    parts += map(Bundle, (run.work / "data" / "first").glob("rlkernel/bundles/*.zip"))
-    codes = {(c.target, c.build): (c, part) for part in parts for c in part.codes}
-    out = run.work / "data" / "all" / "rlkernel" / "bundles" / "here.zip"
+    parts = [*map(Bundle, run.home("first").glob("*.zip")), *grown]
+    now = {c.build.kernel: c.source for part in grown for c in part.codes}  # a named bundle may be of older kernels
+    codes = {
+        (c.target, c.build): (c, part)
+        for part in parts
+        for c in part.codes
+        if c.source == now.get(c.build.kernel, c.source)
+    }
+    out = run.home("all") / "here.zip"
     files = [(c, {kind: part.read(at) for kind, at in c.files.items()}) for c, part in codes.values()]
-    made = written(out, files, parts[0].compiler)
-    run.used["all"] = {"of what grew": len(parts), "builds": len(made.codes), "bytes": out.stat().st_size}
+    made = written(out, files, grown[0].compiler)
+    run.used["all"] = {"of what grew": len(grown), "builds": len(made.codes), "bytes": out.stat().st_size}
     run.save("bundles", run.used)
     print(f"bundle of what grew: {run.used['all']}, {run.left:.0f} s left", flush=True)
     return True
@@ -343,12 +395,11 @@ def conformance(run: Run) -> None:
     shipped = not together(run)
     if shipped:
         run.build("all", [run.target, "sm_87"], ",".join(run.ops))
-    pairs = [(backend, op) for op in run.ops for backend in MANIFESTS]
-    held = lanes(run, lambda *lane: attacked(run, lane[0], lane[1], run.profile, *lane[2:]), pairs)
+    held = lanes(run, lambda *lane: attacked(run, lane[0], lane[1], run.profile, *lane[2:]), run.pairs)
     lacking = sorted({line for file in run.out.glob("missing-*.jsonl") for line in file.read_text().splitlines()})
     table = run.out / "lacking.jsonl"
     table.write_text("".join(f"{line}\n" for line in lacking))
-    failed = [pair for pair, good in zip(pairs, held, strict=True) if not good]
+    failed = [pair for pair, good in zip(run.pairs, held, strict=True) if not good]
     if not lacking or not failed or run.left < AGAIN:
         return
     run.build("all", [run.target, "sm_87"], table=table, file="more")
@@ -393,6 +444,41 @@ def wheel(run: Run) -> None:
         print(f"wheel {target}: { {k: v for k, v in found.items() if k != 'worst'} }"[:1500], flush=True)
 
 
+def shares(text: str) -> dict[str, int]:
+    """Lanes of `OP-BACKEND=PROCESSES`, with commas."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        if (
+            name not in {f"{op}-{backend}" for op in OPS for backend in MANIFESTS}
+            or not number.isdigit()
+            or number == "0"
+        ):
+            raise argparse.ArgumentTypeError(f"{part!r} is not like policy_loss-orin-ptx=16 (OP-BACKEND=PROCESSES)")
+        found[name] = int(number)
+    return found
+
+
+def some_of(names: Collection[str]) -> Callable[[str], list[str]]:
+    """Reads some of some names, with commas."""
+
+    def read(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in names]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: none of {', '.join(names)}")
+        return found
+
+    return read
+
+
+def existing(text: str) -> Path:
+    """A file, absolute."""
+    path = Path(text).resolve()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path}")
+    return path
+
+
 SECTIONS = {"first": first, "board": board, "grow": grow, "conformance": conformance, "wheel": wheel}
 
 
@@ -401,10 +487,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/aot-found")))
     parser.add_argument("--limit", type=float, default=400.0, help="seconds in all")
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--only", default="conformance", help=f"{', '.join(SECTIONS)}, with commas")
+    parser.add_argument("--ops", type=some_of(OPS), default=list(OPS))
+    parser.add_argument("--only", type=some_of(SECTIONS), default=["conformance"], help="sections, with commas")
     parser.add_argument("--share", type=float, default=1.0, help="of the time for `grow`, where more follows")
-    parser.add_argument("--table", type=Path, action="append", default=[], help="what `grow` compiles beforehand")
+    parser.add_argument(
+        "--bundle", type=existing, action="append", default=[], metavar="FILE", help="what was compiled elsewhere"
+    )
+    parser.add_argument(
+        "--table", type=existing, action="append", default=[], metavar="FILE", help="what `grow` compiles beforehand"
+    )
+    parser.add_argument("--backends", type=some_of(MANIFESTS), default=list(MANIFESTS), help="of grow and conformance")
+    parser.add_argument(
+        "--jobs", type=shares, default={}, metavar="OP-BACKEND=N,...", help="processes; others share the cores left"
+    )
     parser.add_argument("--profile", default="standard")
     parser.add_argument("--then", default="", help="the profile of `conformance` after `grow`, if another")
     asked = parser.parse_args()
@@ -413,7 +508,7 @@ def main() -> int:
     sys.path[:0] = PATHS
     with tempfile.TemporaryDirectory() as temporary:
         run = Run(asked, Path(temporary))
-        for name in asked.only.split(","):
+        for name in asked.only:
             try:
                 SECTIONS[name](run)
             except Exception as error:  # every section is tried
