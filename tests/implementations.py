@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
+from rlkernel_core.reference.qmatmul import qmatmul
 from rlkernel_core.spec.logprob import LogprobResult
 
 HERE = "tests.implementations"
@@ -78,6 +81,25 @@ def even_rows(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
 def check_raises(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
     """A check that fails."""
     raise ZeroDivisionError("in the check")
+
+
+def tiled_product(
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    lora: Any = None,
+    activation: Any = None,
+    residual: Any = None,
+    weight_rounding: str = "any",
+    ends: Any = None,
+) -> Any:
+    """qmatmul of weights in a layout of its own, which no reference reads: codes with one more dimension."""
+    if w.layout != "acme_tiles":
+        raise ValueError(w.layout)
+    return qmatmul(
+        x, replace(w, parts={**w.parts, "codes": w.parts["codes"][0]}, layout=CANONICAL), activation=activation
+    )
 
 
 def check_lies(logits: Any, ids: Any, **kwargs: Any) -> Any:

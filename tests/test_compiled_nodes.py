@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentTypeError, ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.quant import quantize
 from rlkernel_core.spec.logprob import Support
 from tests.compiled_calls import EXAMPLES, IDS, LOGITS, Graphs, arguments, tensors_of
 from tests.implementations import acme
@@ -102,6 +105,19 @@ def test_a_plugin_that_tracing_imports_is_imported_as_in_eager_mode(tmp_path, mo
     with rlk.registered(plugin), rlk.use("met", probe="inprocess"):
         assert run(LOGITS, IDS).tolist() == [1.0] * 6
         assert rlk.logprob(LOGITS, IDS).logprob.tolist() == [1.0] * 6
+
+
+def test_a_weight_that_a_backend_packed_goes_through_a_graph() -> None:
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    w = quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(2)), "int4_g32")
+    packed = replace(w, parts={**w.parts, "codes": w.parts["codes"][None]}, layout="acme_tiles")
+    requires = Requires(device="cpu")
+    features = frozenset({"format:int4_g32", "activation:swiglu"})
+    target = "tests.implementations:tiled_product"
+    impl = Impl(op="qmatmul@1", target=target, requires=requires, supports=features)
+    run = torch.compile(lambda x: rlk.qmatmul(x, packed, activation="swiglu"), backend="aot_eager", fullgraph=True)
+    with rlk.registered(Backend(name="acme", api=API_VERSION, impls=(impl,))), rlk.use("acme", probe="inprocess"):
+        assert torch.equal(run(x), rlk.qmatmul(x, packed, activation="swiglu"))
 
 
 def test_a_text_is_data_and_never_code() -> None:

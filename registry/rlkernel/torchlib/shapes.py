@@ -10,6 +10,7 @@ refuses. A symbol that never moves, or a result that nothing explains, makes the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, product
 from math import prod
@@ -23,6 +24,8 @@ from rlkernel.discover import load_target
 from rlkernel.torchlib.leaves import Outline, autocast, outline, reader
 from rlkernel.torchlib.modes import leaf, recording_gradients
 from rlkernel_core.errors import ResolutionError, RLKernelError
+from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec import OPERATORS
 
 # What the reference is told about tensors without values: there is nothing to look at, and nothing is to be written to.
@@ -122,6 +125,7 @@ def _infer(
         with recording_gradients(), autocast(call):
             arguments = reader(call)(made, integers, floats, leaf)
             arguments |= {name: None for name, value in arguments.items() if _is_group(value)}
+            arguments |= {name: _plain(value) for name, value in arguments.items() if isinstance(value, QuantTensor)}
             arguments |= {name: value for name, value in _WITHOUT_VALUES.items() if name in arguments}
             return _Run(*outline(reference(op)(**arguments)))
 
@@ -198,6 +202,15 @@ def _accepted(run: Callable[[Sequence[int]], _Run], sizes: Sequence[int]) -> _Ru
 
 def _is_group(value: object) -> bool:
     return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+
+
+def _plain(w: QuantTensor) -> QuantTensor:
+    """A weight as the format stores it: the reference does not read what a backend packed, and sizes are the same."""
+    if w.layout == CANONICAL:
+        return w
+    sizes = codec_of(w.spec).storage(w.spec, w.shape)
+    parts = {name: torch.empty(size, dtype=dtype, device=w.device) for name, (size, dtype) in sizes.items()}
+    return replace(w, parts=parts, layout=CANONICAL)
 
 
 @lru_cache
