@@ -3,7 +3,8 @@
     rlkernel conformance run orin-small --manifest aot_board:backend --device cuda
 
 Everything on torch's current stream of the thread that first calls an operator, and the backward passes of it, has
-AOT_MULTIPROCESSORS of them (a green context of the driver); torch's allocator has AOT_GIB. Needs cuda-bindings.
+AOT_MULTIPROCESSORS of them (a green context of the driver); torch's allocator has AOT_GIB. Needs cuda-bindings. A build
+that the bundles lack is compiled, where AOT_MISSING says into which file it is written down.
 Nothing here is measured on a Jetson.
 """
 
@@ -14,12 +15,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rlkernel_triton.aot.backend import FromBundles, claims, folder
+from aot_growing import Growing
+
+from rlkernel_triton.aot.backend import claims, folder
 
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 backend = claims("orin-small", "aot_board", arch=("sm89+",))
-_found = FromBundles("orin_small", lambda: [folder()], force=("sm_87", "ptx"))
+_found = Growing("orin_small", lambda: [folder()], force=("sm_87", "ptx"))
 
 
 @cache

@@ -23,7 +23,6 @@ stands in aot_*.py.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -246,18 +245,12 @@ def board(run: Run) -> None:
     same = "results" in few and few["results"] == whole.get("results")
     run.save("board", {"few": few, "whole": whole, "same bits": same, "apart": close(few, whole)})
     print(f"the same bits: {same}, apart {close(few, whole)}", flush=True)
-    bundle = "first" if run.bundles else "small"
-    if not run.bundles:
-        run.build(bundle, ["sm_87"], "advantage,logprob")
+
+    def act(op: str) -> bool:
+        return attacked(run, "orin-small", op, "quick", CORES // 2, 0, bundle="first", manifest="aot_board:backend")
+
     with ThreadPoolExecutor(2) as pool:
-        attacks = (
-            pool.submit(
-                attacked, run, "orin-small", op, "quick", CORES // 2, 0, bundle=bundle, manifest="aot_board:backend"
-            )
-            for op in ("logprob", "advantage")
-        )
-        for attack in list(attacks):
-            attack.result()
+        list(pool.map(act, ("logprob", "advantage")))
 
 
 def processes(pairs: list[tuple[str, str]], named: dict[str, int], cores: int) -> list[int]:
@@ -336,7 +329,8 @@ def attacked(
     folder, log = run.out / "conformance" / profile / backend / op, run.out / f"{backend}-{op}.log"
     command = suite(backend, manifest or MANIFESTS[backend], op, profile, jobs)
     command += ["--within", f"{max(1.0, run.left - LAST):.0f}", "--report", str(folder)]
-    lacking = run.out / f"missing-{backend}-{op}.jsonl"
+    lacking = run.work / "missing" / f"{backend}-{op}.jsonl"
+    lacking.parent.mkdir(exist_ok=True)
     lacking.touch()
     environ = run.with_bundle(bundle, f"{backend}-{op}")
     environ |= {"CUDA_VISIBLE_DEVICES": run.visible[gpu], "AOT_MISSING": str(lacking)}
@@ -344,10 +338,13 @@ def attacked(
     status, text = child(command, run.left, environ, log)
     report = folder / "report.json"
     counts = json.loads(report.read_text())["summary"] if report.exists() else {}
-    missing = len(set(lacking.read_text().splitlines()))
+    missing = sorted(set(lacking.read_text().splitlines()))
+    (run.out / f"missing-{backend}-{op}.jsonl").write_text("".join(f"{line}\n" for line in missing))
     seconds = time.monotonic() - start
-    print(f"{backend:10} {op:15} {profile:9} {status!s:12} {seconds:5.1f} s lacking {missing} {counts}", flush=True)
-    of = {"status": status, "seconds": seconds, "profile": profile, "summary": counts, "lacking": missing}
+    print(
+        f"{backend:10} {op:15} {profile:9} {status!s:12} {seconds:5.1f} s lacking {len(missing)} {counts}", flush=True
+    )
+    of = {"status": status, "seconds": seconds, "profile": profile, "summary": counts, "lacking": len(missing)}
     with run.lock:
         file = run.out / "conformance.json"
         told = json.loads(file.read_text()) if file.exists() else {}
@@ -408,40 +405,15 @@ def conformance(run: Run) -> None:
 
 def wheel(run: Run) -> None:
     """The bundle of rlkernel-jetson: its size, what its kernels need, and what of it no board would take."""
-    from rlkernel_triton.aot.bundle import Bundle
-    from rlkernel_triton.aot.compiling import limits
-    from rlkernel_triton.aot.targets import resident
-
     for target in ("sm_87", "sm_110"):
-        path = run.build("wheel", [target], file=target)
-        if not path.exists():
-            continue
-        bundle = Bundle(path)
-        codes = bundle.codes
-        spilled = sorted((c for c in codes if c.spilled), key=lambda c: -c.spilled)
-        words = [c for c in codes if c.build.kernel.endswith(":word_product")]
-        kept = [c for c in words if c.build.divisible]
-        refused = limits((c, {kind: bundle.read(at) for kind, at in c.files.items()}) for c in codes)
-        found = {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "builds": len(codes),
-            "distinct cubins": len({c.files["cubin"] for c in codes}),
-            "refused": refused,
-            "registers": max(c.registers for c in codes),
-            "spilled": Counter(f"{c.build.kernel} {'promised' if c.build.divisible else 'plain'}" for c in spilled),
-            "worst": [(c.spilled, c.registers, c.build.text) for c in spilled[:12]],
-            "word products": {
-                "builds": len(words),
-                "spilled where promises are kept": max((c.spilled for c in kept), default=0),
-                "spilled": max((c.spilled for c in words), default=0),
-                "programs a multiprocessor": min(
-                    resident(target, c.registers, c.shared, c.build.num_warps) for c in kept
-                ),
-            },
-        }
+        log = run.out / f"wheel-{target}.log"
+        command = [sys.executable, str(ROOT / "benchmarks" / "aot_wheel.py"), target, str(CORES)]
+        command += [f"{max(1.0, run.left - LAST):.0f}", str(run.work / f"wheel-{target}.zip")]
+        status, text = child(command, run.left, run.environ, log)
+        found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()[-900:]}
         run.save(f"wheel-{target}", found)
-        print(f"wheel {target}: { {k: v for k, v in found.items() if k != 'worst'} }"[:1500], flush=True)
+        told = {k: v for k, v in found.items() if k not in {"worst", "core seconds by kernel", "spilled"}}
+        print(f"wheel {target}: {told}"[:1500], flush=True)
 
 
 def shares(text: str) -> dict[str, int]:

@@ -79,13 +79,14 @@ _Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was com
 
 def _compiled(work: list[_Work], jobs: int) -> list[_Made]:
     if jobs == 1 or len(work) == 1:
-        return [_part(part) for part in work]
+        return [part(part) for part in work]
     # Fresh processes: compilers hold threads and locks that a fork would break.
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_part, work, chunksize=_CHUNK))
+        return list(pool.map(part, work, chunksize=_CHUNK))
 
 
-def _part(work: _Work) -> _Made:
+def part(work: _Work) -> _Made:
+    """Compile a piece of a bundle: of builds that one code may stand for, those that it does not."""
     from rlkernel_triton.aot.compiling import compiled
 
     target, alike, ptx, keep_going = work
