@@ -6,16 +6,7 @@ Writes gpu_capture.json after every section and the reports of the conformance r
 only. Nothing needs to be installed but what gpu_all.py names. Ends by itself. One file over 400 lines, since what it
 attacks and times has one machine and one set of graphs to share.
 
-Predictions, written before the first run (H200): replay through the wrapper over a bare graph with one copy of 8
-inputs: +9 us with views, +13 us with clones; guards +2 us; 1000 replays grow nothing; 26 to 30 clauses of 32 held at
-the first try; the captured policy update 5 to 10 times as fast as the same update launched one by one.
-Found: 31 of 33 clauses; nothing grows; no broken capture leaves a trace; the update 5.6 times as fast; a bare graph
-and 12.5 us with views, 22 with clones (least of each), the guard 2.7 us a tensor.
-
-Second run: +10 us with views, +18 with clones, guard +2.4; 1.3 us to look at one static tensor. Every token of verify
-and lm_head_sample equal to the reference's; 32 x 4 drafts of 128256 in 1546 us (flat laws, top-p alone); a draw from a
-bf16 head of 128256 x 4096 at N = 1/32/256 in 567/606/989 us with slabs of an eighth (63 programs on 132
-multiprocessors), 316/338/634 with stored logits and top-k, cuBLAS's logits alone 262/296/420.
+Predictions and outcomes: benchmarks/notes/capture.md.
 """
 
 from __future__ import annotations
@@ -70,7 +61,7 @@ def broken_captures() -> dict[str, Any]:
         torch.cuda.current_stream().synchronize()
         return x + torch.rand_like(x)
 
-    def forks(x: torch.Tensor) -> torch.Tensor:
+    def forks_alone(x: torch.Tensor) -> torch.Tensor:
         other = torch.cuda.Stream()
         other.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(other):
@@ -92,7 +83,7 @@ def broken_captures() -> dict[str, Any]:
     x = torch.ones(1024, device=DEVICE)
     old = capture(lambda x: x * 3, (x,))
     found: dict[str, Any] = {}
-    for fn in (synchronises, waits_for_a_stream, forks, copies_from_the_host, takes_too_much, breaks_off):
+    for fn in (synchronises, waits_for_a_stream, forks_alone, copies_from_the_host, takes_too_much, breaks_off):
         given = x[:2] if fn is copies_from_the_host else x
         torch.manual_seed(1)
         state = torch.cuda.get_rng_state()
@@ -158,6 +149,55 @@ def streams() -> dict[str, Any]:
             found.append(g(given[i % 8]))
     torch.cuda.synchronize()
     return {"right": [float(y) for y in found] == [2.0 * (i % 8) for i in range(64)]}
+
+
+def forks() -> dict[str, Any]:
+    """Work on a second stream that is joined again with events; its memory serves nothing else meanwhile."""
+    import torch
+
+    weight = torch.randn(512, 512, device=DEVICE)
+    other = torch.cuda.Stream()
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        here, ready, done = torch.cuda.current_stream(), torch.cuda.Event(), torch.cuda.Event()
+        ready.record(here)
+        with torch.cuda.stream(other):
+            other.wait_event(ready)
+            y = (x * 2) @ weight
+            done.record(other)
+        z = (x + 1) @ weight
+        here.wait_event(done)
+        return y + z
+
+    x = torch.randn(64, 512, device=DEVICE)
+    g = capture(both, (x,), static=(weight,))
+    return {"right": all(torch.equal(g(x * i), both(x * i)) for i in range(4))}
+
+
+def stale() -> dict[str, Any]:
+    """What goes stale without a word elsewhere: values, freed statics, rebound ones, memory that was given back."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256, bias=False, device=DEVICE).requires_grad_(False)
+    g = capture(lambda x, t: layer(x) / t, (torch.ones(8, 256, device=DEVICE), 1.0), static=(layer,))
+    x = torch.randn(8, 256, device=DEVICE)
+    checks = {"a value is a key": all(torch.equal(g(x, t), layer(x) / t) for t in (1.0, 0.5, 2.0))}
+    layer.weight = torch.nn.Parameter(torch.randn(256, 256, device=DEVICE), requires_grad=False)
+    torch.cuda.empty_cache()  # the old weight's memory is the device's again, but for what the guard keeps of it
+    checks["old memory until asked"] = not torch.equal(g(x, 1.0), layer(x))
+    checks["named"] = g.check_static() == ("static.0.weight",)
+    checks["captured again"] = torch.equal(g(x, 1.0), layer(x))
+    with g.weight_update(canary=(x, 1.0)) as update:
+        layer.weight.normal_()
+    checks["in place"] = update.changed == () and torch.equal(g(x, 1.0), layer(x))
+    g.pause("discard")
+    torch.cuda.empty_cache()
+    layer.weight.data = layer.weight.data.clone()
+    g.resume()
+    checks["awake"] = torch.equal(g(x, 1.0), layer(x))
+    torch.cuda.empty_cache()
+    checks["after empty_cache"] = torch.equal(g(x, 1.0), layer(x))
+    return {"wrong": [name for name, held in checks.items() if not held], "stats": str(g.stats)}
 
 
 def gradients() -> dict[str, Any]:
@@ -341,104 +381,6 @@ def replays() -> dict[str, Any]:
     return found
 
 
-def drafts() -> dict[str, Any]:
-    """Drafts beside the reference on the CPU: equal tokens, and its time in a graph."""
-    import torch
-
-    from rlkernel_core.reference.sample import sample
-    from rlkernel_core.reference.verify import verify as reference
-    from rlkernel_triton.verify import verify
-
-    wrong, worst = [], 0.0
-    for seed in range(9):
-        g = torch.Generator().manual_seed(seed)
-        k = torch.randint(0, 5, (12,), generator=g)
-        cu = torch.cat((torch.zeros(1, dtype=torch.int64), k.cumsum(0)))
-        K, V, B = int(cu[-1]), (50, 1500, 32000)[seed % 3], 12
-        owner = torch.repeat_interleave(torch.arange(B), k)
-        place = torch.arange(K) - cu[owner]
-        target = 2 * torch.randn(K + B, V, generator=g)
-        draft = target[torch.arange(K) + owner] + 0.5 * torch.randn(K, V, generator=g)
-        noise = {"seed": torch.arange(B) + 7, "step": torch.arange(B) * 5}
-        each = {"seed": noise["seed"][owner], "step": noise["step"][owner] + place}
-        form = ({}, {"draft_logits": draft}, {"draft_probs": torch.softmax(draft, 1)})[seed // 3 % 3]
-        ids = sample(draft if form else target[torch.arange(K) + owner], **each, stream=int(bool(form))).token
-        law = {"top_p": 0.95, "temperature": torch.where(torch.arange(B) % 5 == 4, 0.0, 0.9), "raw_logprob": True}
-        given = {"cu_draft": cu, **noise, **law, **form}
-        want = reference(target, ids, **given)
-        moved = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-        have = verify(target.to(DEVICE), ids.to(DEVICE), **moved)
-        if not torch.equal(want.token, have.token.cpu()) or not torch.equal(want.accepted, have.accepted.cpu()):
-            wrong.append(seed)
-        else:
-            for name in ("logprob", "log_kept_mass", "raw_logprob"):
-                worst = max(worst, float((getattr(want, name) - getattr(have, name).cpu()).nan_to_num().abs().max()))
-    B, k, V = 32, 4, 128256
-    target = torch.randn(B * (k + 1), V, device=DEVICE)
-    draft = torch.randn(B * k, V, device=DEVICE)
-    ids = draft.argmax(1)
-    given = {"cu_draft": torch.arange(B + 1, device=DEVICE) * k, "seed": torch.arange(B, device=DEVICE), "top_p": 0.95}
-    given |= {"step": 0, "draft_logits": draft}
-    g = capture(lambda t, i: verify(t, i, **given), (target, ids), outputs="view", static=(target, ids))
-    return {
-        "wrong": wrong,
-        "largest difference": worst,
-        "32 x 4 drafts of 128256, us": device_time(lambda: g(target, ids)),
-    }
-
-
-def heads() -> dict[str, Any]:
-    """lm_head_sample beside the reference on the CPU, and its time in a graph over that of a cuBLAS product."""
-    import torch
-
-    from rlkernel_core.reference.lm_head_sample import lm_head_sample as reference
-    from rlkernel_triton.head_sampling import lm_head_sample
-
-    wrong, worst = [], 0.0
-    for seed in range(9):
-        g = torch.Generator().manual_seed(seed)
-        N, V, D = (1, 5, 70)[seed % 3], (50, 2500, 9000)[seed // 3 % 3], 64
-        hidden, weight = (torch.randn(n, D, generator=g) for n in (N, V))
-        given = {"seed": torch.arange(N) + seed, "temperature": torch.where(torch.arange(N) % 4 == 3, 0.0, 0.8)}
-        given |= {"raw_logprob": True, "softcap": 5.0} if seed % 2 else {}
-        given |= {"top_p": 0.9, "top_k": 40} if seed % 4 == 2 else {}
-        want = reference(hidden, weight, step=seed, **given)
-        moved = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-        have = lm_head_sample(hidden.to(DEVICE), weight.to(DEVICE), step=seed, **moved)
-        if not torch.equal(want.token, have.token.cpu()):
-            wrong.append(seed)
-        else:
-            worst = max(worst, float((want.logprob - have.logprob.cpu()).abs().max()))
-    times = {}
-    weight = torch.randn(128256, 4096, device=DEVICE, dtype=torch.bfloat16) / 64
-    for N in (1, 32, 256):
-        hidden = torch.randn(N, 4096, device=DEVICE, dtype=torch.bfloat16)
-        seed = torch.arange(N, device=DEVICE)
-        row = {}
-        for name, options in (("draw", {}), ("top-k 50, top-p 0.95", {"top_k": 50, "top_p": 0.95})):
-            fn = lambda h, options=options, seed=seed: lm_head_sample(h, weight, seed=seed, step=0, **options)  # noqa: E731
-            g = capture(fn, (hidden,), outputs="view", static=(hidden, weight))
-            row[name] = device_time(lambda g=g, hidden=hidden: g(hidden))
-        row["cuBLAS logits"] = device_time(lambda hidden=hidden: hidden @ weight.T)
-        times[N] = row
-    return {"wrong": wrong, "largest difference": worst, "us, 128256 x 4096 bf16": times}
-
-
-def device_time(call: Callable[[], Any], rounds: int = 15) -> float:
-    """Median microseconds on the device between events."""
-    import torch
-
-    times = []
-    for _ in range(rounds):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        call()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) * 1e3)
-    return round(statistics.median(times[3:]), 1)
-
-
 def policy_update() -> dict[str, Any]:
     """The example: the same weights with and without a graph, and the time of both."""
     import copy
@@ -552,18 +494,14 @@ def main() -> int:
             "broken captures": broken_captures,
             "draws": draws,
             "streams": streams,
+            "forks": forks,
+            "stale": stale,
             "gradients": gradients,
             "memory": memory,
             "policy update": policy_update,
             "rollout append": rollout_append,
             "collectives": collectives,
-            "drafts": drafts,
-            "heads": heads,
             "conformance of capture": lambda: conformance(asked.out, environ, "triton", "capture", left() - 2),
-            "conformance of verify": lambda: conformance(asked.out, environ, "triton", "verify", left() - 2),
-            "conformance of lm_head_sample": lambda: conformance(
-                asked.out, environ, "triton", "lm_head_sample", left() - 2
-            ),
             "conformance of rollout_buffer": lambda: conformance(
                 asked.out, environ, "reference", "rollout_buffer", left() - 2
             ),
