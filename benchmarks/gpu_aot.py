@@ -11,7 +11,8 @@ clauses that met it are tried again. `grow`: the same, and what a bundle lacks i
 `conformance` after it runs from what grew. `wheel`: the bundle that rlkernel-jetson carries, and what its kernels need.
 
 Bundles named by --bundle, which may have been compiled on another machine, stand for those that `first`, `board` and
-`grow` compile before they begin; a target that none of them has is still recorded and compiled here.
+`grow` compile before they begin. Of first calls what they lack is still recorded and compiled here: targets that none
+has, and kernels that have changed since.
 
 `aot` runs cubins of this GPU, `orin-ptx` the sm_87 PTX through the driver's compiler: sm_87 code on this GPU. Nothing
 here is measured on a Jetson. What is found is written under --out as it is found.
@@ -32,6 +33,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -177,11 +180,24 @@ def close(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def given(run: Run) -> set[str]:
-    """Lay the bundles that were named where those of first calls are looked for; the targets that they have."""
+def source_of(kernel: str) -> str:
+    """Hash of a kernel as it is in this tree; empty where there is none any more."""
+    from rlkernel_triton.aot.sources import digest, plain
+
+    module, _, name = kernel.partition(":")
+    function = plain(getattr(import_module(module), name, None)) if find_spec(module) else None
+    return digest(function) if function else ""
+
+
+def given(run: Run) -> tuple[set[str], set[str]]:
+    """Lay the bundles that were named where those of first calls are looked for; their targets, and what is of old.
+
+    What is of old: kernels that have changed since one of them was compiled.
+    """
     from rlkernel_triton.aot.bundle import Bundle
 
-    found: set[str] = set()
+    targets: set[str] = set()
+    changed: set[str] = set()
     home = run.home("first")
     home.mkdir(parents=True, exist_ok=True)
     for i, path in enumerate(run.bundles):
@@ -189,30 +205,40 @@ def given(run: Run) -> set[str]:
         if not place.exists():
             place.symlink_to(path.resolve())
         bundle = Bundle(place)
-        run.used[f"first {place.stem}"] = {"of": path.name, "builds": len(bundle.codes), "compiler": bundle.compiler}
-        found |= set(bundle.targets)
+        old = {c.build.kernel for c in bundle.codes if c.source != source_of(c.build.kernel)}
+        how = {"of": path.name, "builds": len(bundle.codes), "compiler": bundle.compiler, "changed since": sorted(old)}
+        run.used[f"first {place.stem}"] = how
+        targets |= set(bundle.targets)
+        changed |= old
     run.save("bundles", run.used)
-    return found
+    return targets, changed
 
 
 def ready(run: Run, targets: set[str]) -> None:
-    """See to it that there are bundles: those that were named; for a target that these lack, of the first calls."""
-    lacking = sorted(targets - given(run))
-    table = run.work / "first.jsonl"
+    """See to it that there are bundles of the first calls: those that were named, and what they lack, compiled here.
 
-    def record(target: str) -> str:
+    They lack targets that none of them has, and kernels that have changed since.
+    """
+    there, changed = given(run)
+    table = run.work / "first.jsonl"
+    if table.exists() or (targets <= there and not changed):
+        return
+
+    def record(target: str) -> list[str]:
         file = run.work / f"first-{target}.jsonl"
         file.touch()
         environ = {**run.environ, "AOT_RECORDING": f"{file}:{target}"}
         script = str(ROOT / "benchmarks" / "aot_first_calls.py")
         command = [sys.executable, script, "rlkernel_triton.aot.recording", ",".join(run.ops), "cpu"]
         child(command, run.left, environ, run.out / f"record-first-{target}.log")
-        return file.read_text()
+        lines = file.read_text().splitlines(keepends=True)
+        return [line for line in lines if target not in there or json.loads(line)["kernel"] in changed]
 
-    if lacking and not table.exists():
-        with ThreadPoolExecutor(2) as pool:
-            table.write_text("".join(pool.map(record, lacking)))
-        run.build("first", lacking, table=table)
+    wanted = sorted(targets)
+    with ThreadPoolExecutor(2) as pool:
+        table.write_text("".join(line for lines in pool.map(record, wanted) for line in lines))
+    if table.stat().st_size:
+        run.build("first", wanted, table=table)
 
 
 def first(run: Run) -> None:

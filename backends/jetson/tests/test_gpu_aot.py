@@ -1,6 +1,7 @@
 """The script that holds bundles to the contract on a GPU: bundles compiled elsewhere, and who gets how many cores."""
 
 import argparse
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,12 +49,51 @@ def test_other_words_are_refused_with_an_example(text) -> None:
         gpu_aot.shares(text)
 
 
+def now(kernel) -> str:
+    """The source that the kernels of these tests have."""
+    return "" if kernel == "m:gone" else "s"
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch) -> None:
+    monkeypatch.setitem(gpu_aot.given.__globals__, "source_of", now)
+
+
 def test_bundles_that_were_compiled_elsewhere_are_laid_where_they_are_looked_for(run, tmp_path) -> None:
     run.bundles = [bundle(tmp_path / "a.zip", "sm_90"), bundle(tmp_path / "b.zip", "sm_87")]
-    assert gpu_aot.given(run) == {"sm_87", "sm_90"}
-    assert gpu_aot.given(run) == {"sm_87", "sm_90"}  # by another section
+    assert gpu_aot.given(run) == ({"sm_87", "sm_90"}, set())
+    assert gpu_aot.given(run) == ({"sm_87", "sm_90"}, set())  # by another section
     there = sorted(run.home("first").glob("*.zip"))
     assert [list(Bundle(path).targets) for path in there] == [["sm_90"], ["sm_87"]]
+
+
+def test_of_first_calls_what_named_bundles_lack_is_compiled(run, tmp_path, monkeypatch) -> None:
+    built = []
+    names = gpu_aot.ready.__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    run.bundles, run.ops, run.environ = [bundle(tmp_path / "a.zip", "sm_87", source="old")], ["logprob"], {}
+    run.build = lambda name, targets, table: built.append((targets, table.read_text()))
+
+    def child(command, limit, environ, log) -> None:
+        file, target = environ["AOT_RECORDING"].split(":")
+        lines = [{"kernel": kernel, "target": target} for kernel in ("m:kernel", "m:other")]
+        Path(file).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    monkeypatch.setitem(names, "child", child)
+    gpu_aot.ready(run, {"sm_87", "sm_90"})
+    [(targets, text)] = built
+    asked = [json.loads(line) for line in text.splitlines()]
+    assert targets == ["sm_87", "sm_90"]
+    assert {(line["target"], line["kernel"]) for line in asked} == {
+        ("sm_87", "m:kernel"), ("sm_90", "m:kernel"), ("sm_90", "m:other"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "there"), [("rlkernel_triton.law_kernel:law", True), ("rlkernel_triton.gone:x", False)]
+)
+def test_the_source_of_a_kernel_is_that_of_this_tree(kernel, there) -> None:
+    assert (gpu_aot.source_of(kernel) != "") == there
 
 
 def test_of_a_bundle_of_older_kernels_nothing_goes_in_with_what_grew(run, tmp_path) -> None:

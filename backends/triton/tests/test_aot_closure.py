@@ -97,6 +97,15 @@ def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, l
     assert "AOT_MISSING=FILE" in reason.fix
 
 
+def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
+    monkeypatch.setattr(served.rehearsals.host.module("rlkernel_triton.logprob_kernels").sweep, "source", "of now")
+    said = served("logprob_fits")(**asked(torch.zeros(4, 1000, dtype=torch.bfloat16)))
+    assert (said.slug, "was built from another rlkernel_triton.logprob_kernels:sweep" in said.text) == (
+        "shape/unsupported", True,
+    )  # fmt: skip
+    assert said.fix == "rlkernel aot build --target sm_87 --out rows.zip"
+
+
 def test_a_wrong_call_is_left_to_the_operator_to_refuse(served) -> None:
     assert served("logprob_fits")(logits=torch.randn(2, 100).bfloat16(), ids=torch.zeros(3, dtype=torch.int64)) is None
 

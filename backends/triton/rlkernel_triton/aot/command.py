@@ -67,7 +67,7 @@ def build(
         require(target)
     path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
     work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
-    made = _compiled(work, jobs or os.cpu_count() or 1)
+    made = _compiled(work, jobs or len(os.sched_getaffinity(0)))
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
@@ -79,7 +79,7 @@ _Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was com
 
 def _compiled(work: list[_Work], jobs: int) -> list[_Made]:
     if jobs == 1 or len(work) == 1:
-        return [part(part) for part in work]
+        return [part(alike) for alike in work]
     # Fresh processes: compilers hold threads and locks that a fork would break.
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
         return list(pool.map(part, work, chunksize=_CHUNK))

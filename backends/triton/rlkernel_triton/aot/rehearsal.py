@@ -15,7 +15,7 @@ from typing import Any, Final
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
-from rlkernel_triton.aot.bundle import NoBuildError
+from rlkernel_triton.aot.bundle import BundleError, NoBuildError
 from rlkernel_triton.aot.hosts import Host, implementation
 from rlkernel_triton.aot.planning import plan_for
 
@@ -94,6 +94,9 @@ class Rehearsals:
         except NoBuildError as error:
             text, _, fix = str(error).partition(". Run")
             return Reason("shape", "unsupported", text, f"Run{fix}")
+        except BundleError as error:  # of other kernels than these, or damaged
+            text, _, fix = str(error).rpartition(": ")
+            return Reason("shape", "unsupported", text, fix)
         except (RLKernelError, RuntimeError):
             return None
         return None
