@@ -11,7 +11,7 @@ from torch import nn
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, CaptureError
 from rlkernel_core.reference.capture import capture
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.graphed import Bucket, GraphedCallable
+from rlkernel_core.spec.graphed import Bucket, GraphedCallable, bucket_sizes
 from rlkernel_core.tree import flatten
 
 ROWS = Bucket({"x": 0}, (1, 2, 4, 8))
@@ -63,6 +63,18 @@ def test_a_bad_call_is_named():
         capture(3, (torch.zeros(2),))
     with pytest.raises(ArgumentTypeError, match="example"):
         capture(double, 3)
+
+
+@pytest.mark.parametrize("example", [(), (torch.ones(1), 2, 3), {"z": torch.ones(1)}])
+def test_an_example_that_is_no_call_of_fn_is_named(example):
+    with pytest.raises(ArgumentTypeError, match="is no call of fn") as caught:
+        capture(lambda x, t=1.0: x * t, example)
+    assert caught.value.argument == "example"
+
+
+def test_sizes_of_buckets_end_in_a_size():
+    with pytest.raises(ArgumentError, match="most: must be >= 1"):
+        bucket_sizes(0)
 
 
 def test_outputs_that_a_bucket_cannot_cut_are_refused():

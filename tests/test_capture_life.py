@@ -229,7 +229,8 @@ def test_explain_names_what_is_new():
     assert g.explain(torch.ones(2, 3), 1.0) == "replay: graph 1 of 1"
     assert "dtype of x is torch.float64, was torch.float32" in g.explain(torch.ones(2, 3).double(), 1.0)
     assert "shape of x is (4, 3), was (2, 3)" in g.explain(torch.ones(4, 3), 1.0)
-    assert "t is " in g.explain(torch.ones(2, 3), 2.0)
+    assert g.explain(torch.ones(2, 3), 2.5) == "capture: new key because t is 2.5, was 1.0"
+    assert g.explain(torch.ones(2, 3), 1) == "capture: new key because t is 1, was 1.0"
     assert g.explain(torch.ones(2, 3)) == "capture: no graph has this structure"
     with torch.no_grad():
         assert "grad mode is False, was True" in g.explain(torch.ones(2, 3), 1.0)

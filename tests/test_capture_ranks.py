@@ -37,7 +37,7 @@ def other_sizes(rank):
 
 def other_values(rank):
     g = capture(summed, (X,), collectives=True, on_capture_error="eager")
-    with pytest.raises(CaptureError, match=r"input factor: rank 0: float '0x1.0.*'; rank 1: float '0x1.8.*'"):
+    with pytest.raises(CaptureError, match=r"input factor: rank 0: float 2.0; rank 1: float 3.0"):
         g(X, 2.0 + rank)
     assert g(X).tolist() == (2 * X).tolist()  # nobody was left waiting
 

@@ -30,6 +30,7 @@ BUCKET_STEPS: Final = ((64, 8), (256, 16), (1 << 62, 32))
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then multiples of 8, 16 and 32, ending in exactly `most`."""
+    checks.integer("most", most, at_least=1)
     sizes = [s for s in (1, 2, 4, 8) if s < most]
     for up_to, step in BUCKET_STEPS:
         while sizes and sizes[-1] >= 8 and sizes[-1] + step <= min(up_to, most - 1):

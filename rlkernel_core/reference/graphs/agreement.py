@@ -93,4 +93,4 @@ def _leaf(key: Any) -> str:
         return f"{list(key.shape)} {key.dtype}{order}{' with grad' if key.requires_grad else ''}"
     if isinstance(key, StaticKey):
         return key.name
-    return f"{key.cls.__name__} {key.value!r}" if isinstance(key, ValueKey) else repr(key)
+    return f"{key.cls.__name__} {key}" if isinstance(key, ValueKey) else repr(key)

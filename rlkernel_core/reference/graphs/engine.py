@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rlkernel_core import checks
-from rlkernel_core.errors import CaptureError
+from rlkernel_core.errors import ArgumentError, ArgumentTypeError, CaptureError
 from rlkernel_core.reference.graphs.buffers import run_plain
 from rlkernel_core.reference.graphs.graph import Graph, Options
 from rlkernel_core.reference.graphs.key import Reader, Reading
@@ -51,7 +51,7 @@ class Graphed:
         with group.lock:
             self._recorder.order()
             args, kwargs = as_call(example)
-            self._example = self._reader.read(args, kwargs)
+            self._example = self._read_example(args, kwargs)
             if not self._example.over:
                 self._table.of(self._example)
 
@@ -188,6 +188,16 @@ class Graphed:
             raise CaptureError("This captured function was closed. Capture it again.")
         if self._state == PAUSED and not paused:
             raise CaptureError("This captured function is paused: its memory may be gone. Call resume() first.")
+
+    def _read_example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
+        try:
+            return self._reader.read(args, kwargs)
+        except ArgumentError:
+            raise
+        except TypeError as error:  # of binding: fn has not run
+            given = [*map(checks.describe, args), *kwargs]
+            remedy = "Pass (x, y) for fn(x, y), or a dict of keyword arguments."
+            raise ArgumentTypeError("example", given, f"is no call of fn: {error}", remedy) from error
 
     def _look(self) -> tuple[str, ...]:
         start = perf_counter_ns()

@@ -54,6 +54,10 @@ class ValueKey(NamedTuple):
     cls: type
     value: Hashable
 
+    def __str__(self) -> str:
+        """The argument as it was passed."""
+        return repr(float.fromhex(self.value) if self.cls is float and isinstance(self.value, str) else self.value)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -238,7 +242,7 @@ def _leaf_difference(name: str, a: Hashable, b: Hashable) -> list[str]:
     if isinstance(a, TensorKey) and isinstance(b, TensorKey):
         return [f"{f} of {name} is {x}, was {y}" for f, x, y in zip(a._fields, a, b, strict=True) if x != y]
     if isinstance(a, ValueKey) and isinstance(b, ValueKey):
-        return [f"{name} is {a.value!r}, was {b.value!r}"]
+        return [f"{name} is {a}, was {b}"]
     return [f"{name} is another kind of argument"]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import cuda
@@ -15,6 +16,8 @@ from torch import cuda
 from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import CaptureGroup
 from rlkernel_triton.graphs.taking import take
+
+FOREIGN: Final = "cudaMallocAsync"  # its allocations become nodes of a graph, which then cannot share a pool
 
 # The stream that is current on a device of this index, as a number: a tenth of what asking for the object costs.
 stream_number: Callable[[int | None], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
@@ -42,10 +45,15 @@ class Lane:
     """The side stream and the pool of one group on one device, and the stream of its latest replay."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = cuda.Stream(device)
         if stream_number is None:
             raise CaptureError("This torch was built without CUDA and HIP, so it records no graphs.")
+        if (allocator := cuda.get_allocator_backend()) == FOREIGN:
+            raise CaptureError(
+                f"Graphs would hold allocations of {allocator}: they are recorded in memory of torch's own allocator. "
+                f"Take backend:{allocator} out of PYTORCH_CUDA_ALLOC_CONF."
+            )
+        self.device = device
+        self.side = cuda.Stream(device)
         self._ask, self._index = stream_number, device.index
         self._pool: Pool | None = None
         self._number: int | None = None

@@ -133,6 +133,7 @@ class FakeCuda:
         self.open_pools: list[Any] = []  # that the allocator believes to be captured into
         self.stuck_generators = False
         self.capturing: Graph | None = None
+        self.allocator = "native"
         self.replays: list[int] = []  # stream of each
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802  torch's name
@@ -151,6 +152,9 @@ class FakeCuda:
             yield
         finally:
             self.current = before
+
+    def get_allocator_backend(self) -> str:
+        return self.allocator
 
     def synchronize(self, device: torch.device | None = None) -> None:
         if self.capturing is not None:

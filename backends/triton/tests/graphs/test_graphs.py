@@ -196,6 +196,12 @@ def test_a_backward_has_memory_of_its_own(capture, cuda) -> None:
     assert cuda.users == {(0, 1): 2, (0, 2): 2}
 
 
+def test_an_allocator_whose_allocations_are_nodes_is_refused_with_its_setting(capture, cuda) -> None:
+    cuda.allocator = "cudaMallocAsync"
+    with pytest.raises(CaptureError, match=r"Take backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF"):
+        capture(lambda x: x, (torch.ones(2),))
+
+
 def test_an_output_of_another_device_is_refused(capture) -> None:
     with pytest.raises(CaptureError, match="output cold is on meta"):
         capture(lambda x: {"warm": x, "cold": torch.empty(2, device="meta")}, (torch.ones(2),))
