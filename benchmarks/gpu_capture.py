@@ -197,7 +197,15 @@ def stale() -> dict[str, Any]:
     checks["awake"] = torch.equal(g(x, 1.0), layer(x))
     torch.cuda.empty_cache()
     checks["after empty_cache"] = torch.equal(g(x, 1.0), layer(x))
-    return {"wrong": [name for name, held in checks.items() if not held], "stats": str(g.stats)}
+    big = torch.randn(1 << 20, device=DEVICE)
+    way, end = (capture(fn, (big,), outputs="view") for fn in (lambda x: (x * 2).sum(), lambda x: x * 3))
+    view = end(big)
+    way(big)
+    return {
+        "wrong": [name for name, held in checks.items() if not held],
+        "a view is overwritten by another graph of its group": not torch.equal(view, big * 3),
+        "stats": str(g.stats),
+    }
 
 
 def gradients() -> dict[str, Any]:
