@@ -38,6 +38,9 @@ def coded(x, multiple):
 class Runner:
     """What FlashInfer's runner does with codes, in float64."""
 
+    def __init__(self, factor=1):
+        self.factor = factor
+
     def configure_workspace(self, workspace):
         assert workspace.dtype == torch.uint8
 
@@ -47,18 +50,18 @@ class Runner:
         assert scale.shape == (K // 128, -(-M // 4) * 4)
         x = codes.double() * scale.t()[:M].double().repeat_interleave(128, 1)
         rows = weight_scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        y.copy_(x @ (weight.double() * rows).t())
+        y.copy_(self.factor * x @ (weight.double() * rows).t())
 
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """A stand-in for FlashInfer and for nvcc, with faults where they are asked for."""
 
-    def make(*, raises=None, without=False, compiler=True):
+    def make(*, raises=None, without=False, compiler=True, factor=1):
         def get():
             if raises is not None:
                 raise raises
-            return Runner()
+            return Runner(factor)
 
         for name in ("flashinfer", "flashinfer.gemm", "flashinfer.gemm.gemm_base"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -111,6 +114,22 @@ def test_a_flashinfer_that_cannot_run_is_a_reason_and_an_error(installed, fault,
     assert reason.fix
     with pytest.raises(RLKernelError, match="FlashInfer"):
         module.qmatmul(x, w)
+
+
+def test_its_self_test_multiplies(installed) -> None:
+    installed()
+    module.self_test("cpu")
+    assert f"{module.self_test.__module__}:self_test" == backend.self_test
+
+
+def test_its_self_test_notices_a_wrong_product_and_a_flashinfer_that_cannot_run(installed) -> None:
+    installed(factor=2)
+    with pytest.raises(RLKernelError, match="sums of 128 ones are off by 128"):
+        module.self_test("cpu")
+    module.runner.cache_clear()
+    sys.modules["flashinfer.gemm.gemm_base"] = ModuleType("renamed")
+    with pytest.raises(RLKernelError, match="not as it was"):
+        module.self_test("cpu")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 
 import pytest
 import torch
@@ -83,3 +84,18 @@ def test_a_replay_sees_new_tokens_and_a_new_weight(name, spec) -> None:
         w.parts[part].copy_(written.parts[part])
     graph.replay()
     assert torch.equal(y, module.qmatmul(2 * other, written))
+
+
+def test_a_compiler_that_fails_is_a_reason_and_ends_no_process_of_ours(monkeypatch, tmp_path) -> None:
+    """DeepGEMM does not look at what nvcc returned, and exits when it finds no kernel."""
+    from rlkernel.discover import Candidate
+    from rlkernel.probe import probe
+    from rlkernel_cuda.flashinfer import backend
+
+    library("flashinfer")
+    candidate = Candidate("flashinfer", "rlkernel-cuda", "0.1.0", backend)
+    assert probe(candidate, "cuda:0", "subprocess", cache=tmp_path / "right") is None
+    monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("TRTLLM_DG_NVCC_COMPILER", which("false"))
+    reason = probe(candidate, "cuda:0", "subprocess", cache=tmp_path / "wrong")
+    assert reason.slug in {"probe/crashed", "probe/failed"}

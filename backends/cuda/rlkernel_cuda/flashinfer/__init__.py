@@ -26,4 +26,5 @@ backend = Backend(
             check="rlkernel_cuda.flashinfer.qmatmul:fits",
         ),
     ),
+    self_test="rlkernel_cuda.flashinfer.qmatmul:self_test",
 )

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import CaptureError, RLKernelError
+from rlkernel_core.quant import quantize
+from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import LoRA, check
@@ -141,3 +143,17 @@ def qmatmul(
             found.made.run_gemm(codes[:M], w.parts["codes"], y, scale, w.parts["scale"])
         _built.add(kind)
     return y.view(*x.shape[:-1], N)
+
+
+def self_test(device: str) -> None:
+    """One small product. It belongs in a process of its own: where nvcc cannot compile it, DeepGEMM ends the process.
+
+    Raises:
+        RLKernelError: FlashInfer is not as `fits` wants it, or the product is wrong.
+    """
+    spec = QuantSpec.named("fp8_block128", act="block128_fp8")
+    x = torch.ones(_MULTIPLE, BLOCK, dtype=torch.bfloat16, device=device)
+    y = qmatmul(x, quantize(torch.ones(BLOCK, BLOCK, device=device), spec))
+    error = (y.float() - BLOCK).abs().max().item()
+    if not error < 1:
+        raise RLKernelError(f"FlashInfer's sums of {BLOCK} ones are off by {error:.3g}")
