@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,15 @@ def test_growth_is_noticed():
     buf = buffer()
     with pytest.raises(AssertionError, match=r"storage moved: field\.token"), buf.assert_zero_growth():
         buf._pages.tokens["token"] = buf.tensors()["field.token"].clone()
+
+
+def test_memory_that_the_device_allocates_meanwhile_is_noticed(monkeypatch):
+    held = iter([1000, 1512])
+    buf = buffer()
+    counting = SimpleNamespace(memory_allocated=lambda device: next(held))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: counting)
+    with pytest.raises(AssertionError, match="the device holds 512 bytes more"), buf.assert_zero_growth():
+        pass
 
 
 def test_what_a_finished_sequence_did_not_use_is_free_at_once():

@@ -140,6 +140,8 @@ def main() -> None:
     print(f"{milliseconds(step, batch, asked.device):.2f} ms plain, {milliseconds(replay, batch, asked.device):.2f} ms "
           f"captured; {replay.stats.replays} replays of {replay.stats.captures} graph, served by "
           f"{rlk.last_decision('capture').backend}")  # fmt: skip
+    if not same:
+        raise SystemExit("The captured update is not the plain one.")
 
 
 if __name__ == "__main__":
