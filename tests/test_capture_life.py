@@ -128,6 +128,21 @@ def test_a_weight_update_reports_what_moved_and_allows_no_replay_inside():
     assert (g.stats.captures, g.stats.verified) == (2, 1)
 
 
+def test_nothing_of_the_group_replays_while_weights_are_written():
+    policy, group = Policy(), CaptureGroup("policy")
+    g, h = (capture(policy, (torch.ones(1, 3),), group=group) for _ in range(2))
+    elsewhere = capture(policy, (torch.ones(1, 3),), group=CaptureGroup("other"))
+    with g.weight_update(), h.weight_update() as update:
+        policy.head.weight = nn.Parameter(torch.ones(3, 3))
+        g.resume()
+        for act in (lambda: g(torch.ones(1, 3)), lambda: h(torch.ones(1, 3)), h.warm):
+            with pytest.raises(CaptureError, match="paused while weights of their group are written"):
+                act()
+        assert elsewhere(torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]]
+    assert update.changed == ("fn.head.weight",)
+    assert g(torch.ones(1, 3)).tolist() == h(torch.ones(1, 3)).tolist() == [[3.0, 3.0, 3.0]]
+
+
 def test_a_weight_update_that_fails_still_looks_at_the_weights():
     policy = Policy()
     g = capture(policy, (torch.ones(1, 3),), on_guard_fail="raise")

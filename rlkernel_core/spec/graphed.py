@@ -132,6 +132,7 @@ class CaptureGroup:
         self.name, self.process_group, self.timeout = name, process_group, timeout
         self.lock = threading.RLock()
         self.pools: dict[str, Any] = {}
+        self.updates = 0  # blocks of weight_update under way, in which nothing of the group replays
 
     def __repr__(self) -> str:
         return f"CaptureGroup({self.name!r})"

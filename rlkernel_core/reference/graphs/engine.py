@@ -58,6 +58,7 @@ class Graphed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay fn on these inputs."""
         with self.group.lock:
+            self._require_written()
             self._require_open()
             self._recorder.order()
             if self._options.guard == "call" and self._state == READY and (changed := self._look()):
@@ -81,6 +82,7 @@ class Graphed:
         if examples is not None:
             check_examples(examples)
         with self.group.lock:
+            self._require_written()
             self._require_open()
             self._recorder.order()
             if examples is None:
@@ -156,10 +158,12 @@ class Graphed:
             self._recorder.synchronize()
             update, state, finished = WeightUpdate(), self._state, False
             self._state = PAUSED
+            self.group.updates += 1
             try:
                 yield update
                 finished = True
             finally:  # after an error too: some weights may have moved
+                self.group.updates -= 1
                 self._state = state
                 update.changed = self._look_together()
                 if update.changed and state == READY:
@@ -182,6 +186,10 @@ class Graphed:
             if self._state != READY:
                 return f"refused: {self._state}"
             return self._table.explain(self._reader.read(args, kwargs))
+
+    def _require_written(self) -> None:
+        if self.group.updates:
+            raise CaptureError("Replays are paused while weights of their group are written. Call after weight_update.")
 
     def _require_open(self, *, paused: bool = False) -> None:
         if self._state == CLOSED:
