@@ -55,6 +55,13 @@ def subject():
         yield found
 
 
+def test_an_implementation_whose_packages_are_not_here_is_no_subject() -> None:
+    needs = PICKY.impls[0].requires.model_copy(update={"packages": ("no-such-compiler>=3.4",)})
+    lacking = PICKY.model_copy(update={"impls": (PICKY.impls[0].model_copy(update={"requires": needs}),)})
+    with rlk.registered(lacking):
+        assert Subject("picky", "whiten").impls == ()
+
+
 def test_a_call_that_its_check_refuses_has_no_result(subject) -> None:
     assert subject.unless_refused(torch.randn(4, 6).t()) is None
 

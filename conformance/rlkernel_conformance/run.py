@@ -90,7 +90,10 @@ def run(
         excused = waived.read(waivers, backend, known, datetime.now(UTC).date()) if waivers is not None else ()
         subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
         if not subjects:
-            raise ConfigError(f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]}")
+            raise ConfigError(
+                f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]} with what is installed "
+                "here; rlkernel explain OPERATOR says what it needs"
+            )
         plan = _asked_for({s: due_on(s) for s in subjects}, frozenset(clauses))
         attacked = _attack_all(plan, devices, jobs, manifest, profile, watch, within)
         found = {s: plan[s][1] + attacked[s.op] for s in subjects}

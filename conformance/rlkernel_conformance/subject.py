@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 import rlkernel
 from rlkernel import decide, policy, resolve
+from rlkernel.discover import PackageVersions
 from rlkernel_core.errors import ArgumentError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
@@ -19,6 +21,11 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@cache
+def _installed(packages: tuple[str, ...]) -> bool:
+    return resolve.environment("", packages, PackageVersions()) is None
 
 
 def _as_stored(x: Any) -> bool:
@@ -52,11 +59,11 @@ class Subject:
 
     @property
     def impls(self) -> tuple[Impl, ...]:
-        """The backend's implementations of the operator that claim the device."""
+        """The backend's implementations of the operator that claim the device and have the packages that they need."""
         manifest = policy.installed()[self.backend].manifest
         found = manifest.of(self.spec.id) if manifest else ()
         kind = self.device.partition(":")[0]
-        return tuple(i for i in found if resolve.claims(i.requires.device, kind))
+        return tuple(i for i in found if resolve.claims(i.requires.device, kind) and _installed(i.requires.packages))
 
     @property
     def claims(self) -> frozenset[str]:

@@ -21,7 +21,7 @@ from rlkernel_core.decision import AUTO, Call, Decision, OpPolicy, Rejected
 from rlkernel_core.reasons import Reason
 
 if TYPE_CHECKING:
-    from rlkernel_core.manifest import Impl, Requires
+    from rlkernel_core.manifest import Impl
 
 ANY: Final = "*"
 # Stages that say "this backend is not about this call", or "not wanted for it": passing over it is no fallback.
@@ -206,7 +206,7 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
         return broken
     if not claims(need.device, call.device):
         return Reason("device", "not-claimed", f"it claims {_names(need.device)}, the call is on {call.device}")
-    if reason := _environment(name, need, facts):
+    if reason := environment(name, need.packages, facts.packages):
         return reason
     if call.arch and any(_arch_matches(pattern, call.arch) for pattern in need.arch_excluded):
         return Reason("arch", "excluded", f"it excludes {call.arch}")
@@ -237,11 +237,12 @@ def _locked(candidate: Candidate, impl: Impl, facts: Facts, call: Call) -> Reaso
     return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock`")
 
 
-def _environment(name: str, need: Requires, facts: Facts) -> Reason | None:
+def environment(name: str, needed: Iterable[str], packages: Mapping[str, str]) -> Reason | None:
+    """The first package that an implementation of a backend needs and that is not there in a version that will do."""
     fix = FIRST_PARTY[name].install if name in FIRST_PARTY else ""
-    for text in need.packages:
+    for text in needed:
         requirement = Requirement(text)
-        have = facts.packages.get(requirement.name)
+        have = packages.get(requirement.name)
         if have is None:
             missing = f"needs {requirement}, which is not installed"
             return Reason("environment", "missing-package", missing, fix or f"pip install '{requirement}'")
