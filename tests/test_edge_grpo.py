@@ -49,6 +49,14 @@ def test_it_runs_its_plan_first_and_trainer_and_rollout_agree() -> None:
     assert max(float(words[words.index("drift") + 1]) for words in updates) < 1e-4  # one copy of the weights
 
 
+def test_a_device_that_is_not_there_is_told_before_anything_is_fitted(example, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        example("train").main()
+    assert "torch sees no GPU, and rlkernel doctor says why" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
 def test_a_model_of_known_size_is_counted_right(example, name) -> None:
     """Parameters as the models are sold, within what norms and rounding of the name leave."""

@@ -62,11 +62,13 @@ class Step:
 def fit(policy: Policy, recipe: Recipe, generator: Generator) -> Iterator[float]:
     """Fit the model to the careless writer's text; yields the loss of every step."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=FIT_RATE, betas=(0.9, 0.98))
+    device = policy.head.weight.device
     for step in range(recipe.fit_steps):
         for g in optimizer.param_groups:
             g["lr"] = FIT_RATE * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / recipe.fit_steps)
         batch = task.problems(FIT_BATCH, generator, error_rate=task.ERROR_RATE)
-        logprob = _logprob(policy, batch.prompts, batch.answers, torch.ones_like(batch.answers, dtype=torch.bool))
+        prompts, answers = batch.prompts.to(device), batch.answers.to(device)
+        logprob = _logprob(policy, prompts, answers, torch.ones_like(answers, dtype=torch.bool))
         loss = -logprob.logprob.mean()
         _update(policy, optimizer, loss)
         yield loss.item()
