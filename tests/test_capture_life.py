@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -182,6 +183,23 @@ def test_pause_refuses_and_resume_accepts():
     assert g.stats.recaptures == {"discarded": 1}
     with pytest.raises(ArgumentError, match="mode"):
         g.pause("forever")
+
+
+def test_a_discarded_function_keeps_no_static_tensor_alive():
+    layer = {"packed": torch.ones(2)}
+    g = capture(lambda x, w: w.add_(x), (torch.ones(2), layer["packed"]), mutates=(lambda: layer["packed"],))
+    gone = weakref.ref(layer.pop("packed"))
+    g.pause("discard")
+    assert gone() is None
+    layer["packed"] = torch.zeros(2)
+    g.resume()
+    assert g.warm() == 1  # the example's, with the tensor that is static now
+    g(torch.ones(2), layer["packed"])
+    assert layer["packed"].tolist() == [1.0, 1.0]
+    assert (g.stats.captures, g.stats.recaptures) == (2, {"discarded": 1})
+    g.close()
+    gone = weakref.ref(layer.pop("packed"))
+    assert gone() is None
 
 
 def test_resume_looks_at_weights_that_moved_while_asleep():

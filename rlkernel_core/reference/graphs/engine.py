@@ -18,7 +18,7 @@ from rlkernel_core.reference.graphs.buffers import run_plain
 from rlkernel_core.reference.graphs.graph import Graph, Options
 from rlkernel_core.reference.graphs.key import Reader, Reading
 from rlkernel_core.reference.graphs.recorder import Recorder
-from rlkernel_core.reference.graphs.resize import as_call, at_every_size, volume
+from rlkernel_core.reference.graphs.resize import as_call, at_every_size, volume, without_static
 from rlkernel_core.reference.graphs.static import StaticSet
 from rlkernel_core.reference.graphs.table import GraphTable
 from rlkernel_core.reference.graphs.verify import outputs_differ, tensors_differ
@@ -51,9 +51,10 @@ class Graphed:
         with group.lock:
             self._recorder.order()
             args, kwargs = as_call(example)
-            self._example = self._read_example(args, kwargs)
-            if not self._example.over:
-                self._table.of(self._example)
+            example = self._read_example(args, kwargs)
+            self._example = without_static(example)
+            if not example.over:
+                self._table.of(example)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay fn on these inputs."""
@@ -86,7 +87,7 @@ class Graphed:
             self._require_open()
             self._recorder.order()
             if examples is None:
-                calls = at_every_size(self._example, self._options.buckets)
+                calls = at_every_size(self._example, self._options.buckets, self._static.tensors())
             else:
                 calls = [as_call(example) for example in examples]
             readings = [self._reader.read(*call) for call in calls]
@@ -129,6 +130,7 @@ class Graphed:
             if mode == "discard":
                 self._table.forget("discarded")
                 self._recorder.release()
+                self._let_go()
             self._state = PAUSED
 
     def resume(self) -> None:
@@ -138,6 +140,8 @@ class Graphed:
             if self._state == PAUSED:
                 self._state = READY
                 self.check_static()
+                if self._state == READY:
+                    self._accept()  # after a discard no tensor is known by identity
 
     def close(self) -> None:
         """Free everything."""
@@ -146,6 +150,7 @@ class Graphed:
                 self._recorder.synchronize()
                 self._table.forget("closed")
                 self._recorder.release()
+                self._let_go()
                 self._state = CLOSED
 
     @contextmanager
@@ -221,6 +226,10 @@ class Graphed:
     def _accept(self) -> None:
         self._static.accept()
         self._mutated.accept()
+
+    def _let_go(self) -> None:
+        self._static.let_go()
+        self._mutated.let_go()
 
     def _guard_failed(self, changed: tuple[str, ...], *, quiet: bool = False) -> None:
         self._table.forget("static tensors moved")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.graphs.key import Reading, TensorKey
+from rlkernel_core.reference.graphs.key import Reading, StaticKey, TensorKey
 from rlkernel_core.spec.graphed import Bucket
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,11 +23,18 @@ def as_call(example: Any) -> Call:
     return (tuple(example) if isinstance(example, tuple) else (example,)), {}
 
 
-def at_every_size(reading: Reading, buckets: Sequence[Bucket]) -> list[Call]:
+def without_static(reading: Reading) -> Reading:
+    """The same call, keeping no static tensor alive: `at_every_size` puts those in that are static by then."""
+    pairs = zip(reading.key[1], reading.leaves, strict=True)
+    return replace(reading, leaves=[None if isinstance(key, StaticKey) else leaf for key, leaf in pairs])
+
+
+def at_every_size(reading: Reading, buckets: Sequence[Bucket], static: Mapping[str, Tensor]) -> list[Call]:
     """Calls like this one at every combination of bucket sizes."""
     calls: list[Call] = []
+    pairs = list(zip(reading.key[1], reading.leaves, strict=True))
     for sizes in product(*(bucket.sizes for bucket in buckets)):
-        leaves = list(reading.leaves)
+        leaves = [static[key.name] if isinstance(key, StaticKey) else leaf for key, leaf in pairs]
         for i, dims in enumerate(reading.layout.bucketed):
             for bucket, dim in dims:
                 leaves[i] = _resize(leaves[i], dim, sizes[bucket], reading.layout.pad[i])

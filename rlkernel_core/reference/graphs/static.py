@@ -41,6 +41,10 @@ class StaticSet:
         self._plain = (list(self._held.values()), list(self._prints.values())) if plain else None
         self.names = {id(x): name for name, x in self._held.items()}  # by identity, while `_held` keeps them alive
 
+    def let_go(self) -> None:
+        """Keep no tensor alive; until the next `accept`, none is known by identity."""
+        self._held, self._plain, self.names = {}, None, {}
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors as the sources hold them now."""
         return {name: x for prefix, source in self._sources for name, x in _walk(prefix, source)}
