@@ -13,6 +13,7 @@ import hashlib
 import json
 import lzma
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import groupby
@@ -27,6 +28,8 @@ FORMAT: Final = 2
 DESCRIPTION: Final = "bundle.json"
 _PACK: Final = 16  # pieces of code in a pack: of 8 a bundle is a tenth larger, of 32 a first launch takes twice as long
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that a zip can say
+# What reading a damaged zip raises: RuntimeError where bits say that it is encrypted or of another method.
+_UNREADABLE: Final = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, OSError, RuntimeError)
 
 
 class BundleError(RLKernelError):
@@ -54,14 +57,13 @@ class Bundle:
         try:
             self._zip = zipfile.ZipFile(path)
             description = json.loads(self._zip.read(DESCRIPTION))
+            form = description.get("format")
         except FileNotFoundError as error:
             raise BundleError(f"there is no bundle at {path}. {_remade(path)}") from error
-        except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+        except (*_UNREADABLE, AttributeError) as error:
             raise BundleError(f"{path} is no bundle of rlkernel, or damaged ({error}). {_remade(path)}") from error
-        if description.get("format") != FORMAT:
-            raise BundleError(
-                f"{path} has format {description.get('format')}, this rlkernel reads {FORMAT}. {_remade(path)}"
-            )
+        if form != FORMAT:
+            raise BundleError(f"{path} has format {form}, this rlkernel reads {FORMAT}. {_remade(path)}")
         self.compiler: Mapping[str, str] = description["compiler"]
         self.version: str = description["rlkernel"]
         # Target -> kinds of files, and kernel -> the entry that lists its builds.
@@ -98,7 +100,7 @@ class Bundle:
     def _entry(self, name: str) -> bytes:
         try:
             data = self._zip.read(name)
-        except (KeyError, zipfile.BadZipFile, EOFError, OSError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        except _UNREADABLE as error:
             raise BundleError(
                 f"{name} of {self.path} cannot be read ({error}). {_remade(self.path, self.targets)}"
             ) from error
