@@ -14,6 +14,7 @@ from rlkernel_bench.peers import Peer, plain
 from rlkernel_bench.suites import rollout
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 from rlkernel_core.quant import QuantTensor, dequantize
+from rlkernel_core.tree import flatten
 
 
 def chain(work: Work, sampler: rollout.Sampler, wrap: Any, pack: Any = rollout.packed) -> Call:
@@ -35,10 +36,16 @@ def eager(work: Work) -> Call:
 
 
 def compiled(work: Work) -> Call:
-    """torch.compile with graphs of its own (mode reduce-overhead) over the chain with our draw."""
+    """torch.compile with graphs of its own (mode reduce-overhead) over the chain with our draw.
 
-    def wrap(step: rollout.Step, _: Inputs) -> rollout.Step:
+    Weights are told to stay where they are, as those of a module do: its graphs would copy them at every step.
+    """
+
+    def wrap(step: rollout.Step, ready: Inputs) -> rollout.Step:
         torch.compiler.reset()
+        for x in flatten(ready)[0]:
+            if isinstance(x, Tensor):
+                torch._dynamo.mark_static_address(x)  # noqa: SLF001 torch has no public name for it
         made = torch.compile(step, mode="reduce-overhead", dynamic=False)
 
         def once(token: Tensor, at: Tensor) -> tuple[Tensor, ...]:
