@@ -5,6 +5,8 @@ The same engine over real graphs is held to the clauses of capture@1 on a GPU.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -109,6 +111,18 @@ def test_what_python_can_see_never_reaches_the_driver(capture, cuda) -> None:
     with pytest.raises(CaptureError, match="generator that is not declared"):
         capture(lambda x: x + torch.rand(2, generator=torch.Generator()), (torch.ones(2),))
     assert cuda.users == {}
+
+
+def test_no_garbage_is_collected_while_recording(capture, cuda) -> None:
+    """What a collection destroys (events, modules, other graphs) may fail a capture."""
+    collecting = {}
+
+    def fn(x):
+        collecting[cuda.capturing is not None] = gc.isenabled()
+        return x * 2
+
+    capture(fn, (torch.ones(2),))
+    assert (collecting, gc.isenabled()) == ({False: True, True: False}, True)
 
 
 def test_an_error_of_the_function_ends_the_capture_and_stays_itself(capture, cuda) -> None:
