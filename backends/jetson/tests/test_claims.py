@@ -11,6 +11,8 @@ import pytest
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import RLKernelError
 from rlkernel_jetson import backend
+from rlkernel_triton.aot.builds import Build, Code
+from rlkernel_triton.aot.bundle import written
 
 HERE = Path(__file__).parents[1]
 
@@ -76,6 +78,16 @@ def test_orin_s_code_elsewhere_is_a_backend_of_its_own_that_no_jetson_takes() ->
     assert {i.target.partition(":")[0] for i in elsewhere.impls} == {"rlkernel_jetson.elsewhere"}
 
 
+def bundle(path, *targets) -> None:
+    """A bundle of one build for each target."""
+    files = {"cubin": b"machine code"}
+    codes = [
+        (Code(Build("m:kernel", (), ()), target, "kernel", 0, 0, 1, 0, "s", (), dict.fromkeys(files, "")), files)
+        for target in targets
+    ]
+    written(path, codes, {})
+
+
 def test_a_wheel_cannot_be_built_without_its_bundle_or_what_compiles_one(monkeypatch, tmp_path) -> None:
     import importlib.util
 
@@ -92,5 +104,11 @@ def test_a_wheel_cannot_be_built_without_its_bundle_or_what_compiles_one(monkeyp
     path = tmp_path / "rlkernel_jetson" / "bundles" / "jetson.zip"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"is no bundle.*Make it again with Triton 3\.7 or newer"):
+        hook.initialize("standard", data)
+    bundle(path, "sm_87")
+    with pytest.raises(RuntimeError, match=r"has sm_87, and the wheel is for sm_110 too.*--target sm_110 --out"):
+        hook.initialize("standard", data)
+    bundle(path, "sm_87", "sm_110")
     hook.initialize("standard", data)
     assert data == {"artifacts": ["rlkernel_jetson/bundles/jetson.zip"]}
