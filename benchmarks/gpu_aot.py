@@ -53,9 +53,13 @@ LAST = 12.0  # seconds for a run of the suite to write its report when its time 
 AGAIN = 40.0  # seconds that are left to try clauses again
 BUILD = """
 import json, sys
+from pathlib import Path
+from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.command import build
 if __name__ == "__main__":
     ops, out, table, jobs, *targets = sys.argv[1:]
+    if table:  # of some targets, it may be
+        targets = [t for t in targets if tables.chosen(tables.read(Path(table)), t)]
     found = build(targets, ops.split(",") if ops else [], out=out, jobs=int(jobs), configurations=table or None,
                   keep_going=True)
     print(json.dumps(found))

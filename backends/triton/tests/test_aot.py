@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 
-from rlkernel_core.errors import ArgumentError
+from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_triton.aot import compiling, tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
@@ -320,6 +320,38 @@ def test_a_configuration_of_a_changed_kernel_is_refused_when_it_is_compiled() ->
     stale = Build(one.kernel, (*one.types, ("gone", "i32")), one.constants)
     with pytest.raises(Exception, match=r"differ in gone: it has changed since it was recorded"):
         list(compiled([stale], "sm_87"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "said"),
+    [
+        (["sm_87"], {"ptx": 87}, r"--ptx: PTX for sm_87 is 80 to 85.*; got 87\. Leave it out"),
+        (["sm_87"], {"ptx": 60}, r"--ptx: PTX for sm_87 is 80 to 85.*; got 60\."),  # LLVM would end the process
+        (["sm_87", "sm_90"], {"ptx": 85}, r"--ptx: sm_90 keeps no PTX"),
+        (["sm_87"], {"jobs": -1}, r"--jobs: is no number of processes; got -1\. Leave it out"),
+        (["sm_87"], {"out": "."}, r"--out: is a folder.*; got \.\. Name a file"),
+        (["sm_87"], {"out": "file/x.zip"}, r"--out: its folder cannot be made.*Name another"),
+        (
+            ["sm_87"],
+            {"configurations": "gone.jsonl"},
+            r"--configurations: is no file; got gone\.jsonl\. AOT_MISSING=FILE",
+        ),
+        (
+            ["sm_87", "sm_90"],
+            {"configurations": "orin.jsonl"},
+            r"orin.jsonl has none for .* on sm_90: leave that target out",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_anything_is_compiled(
+    targets, options, said, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    one = {"op": "logprob", "target": "sm_87", **some("sm_87", "sweep")[0].document()}
+    (tmp_path / "orin.jsonl").write_text(json.dumps(one))
+    with pytest.raises(RLKernelError, match=said):
+        build(targets, **{"out": str(tmp_path / "x.zip")} | options)
 
 
 @pytest.mark.parametrize(

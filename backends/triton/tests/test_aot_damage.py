@@ -28,6 +28,15 @@ def test_a_changed_byte_anywhere_in_a_bundle_changes_no_code_and_is_told(tmp_pat
     assert told > len(data) // 6
 
 
+def test_a_bundle_that_is_written_again_leaves_its_readers_the_old_one(tmp_path) -> None:
+    code = Code(Build("m:kernel", (), ()), "sm_87", "kernel", 0, 0, 1, 0, "s", (), {"cubin": ""})
+    path = tmp_path / "x.zip"
+    old = written(path, [(code, {"cubin": b"old"})], {})
+    new = written(path, [(code, {"cubin": b"new"})], {})
+    assert [found.read(found.codes[0].files["cubin"]) for found in (old, new)] == [b"old", b"new"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("content", [b"[]", b"{}", b"\xff"])
 def test_a_zip_whose_description_is_of_something_else_is_no_bundle(content, tmp_path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:

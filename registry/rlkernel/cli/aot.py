@@ -45,7 +45,7 @@ def command(
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", help="build: processes; one a core by default.")] = 0,
     ptx: Annotated[
-        int | None, typer.Option(metavar="VERSION", help="build: ISA version of the PTX, 85 for 8.5.")
+        int | None, typer.Option(metavar="VERSION", help="build: ISA version of the PTX for older drivers, 80 for 8.0.")
     ] = None,
     configurations: Annotated[
         str | None, typer.Option(metavar="FILE", help="build: a recording or table in place of the shipped one.")

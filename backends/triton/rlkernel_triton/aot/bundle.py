@@ -134,12 +134,14 @@ def written(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compi
         "entries": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(entries.items())},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as file:
+    new = path.with_name(f"{path.name}.new")  # whoever reads the old one keeps it, and nobody reads half of this
+    with zipfile.ZipFile(new, "w") as file:
         for name, data in [(DESCRIPTION, json.dumps(description).encode()), *sorted(entries.items())]:
             entry = zipfile.ZipInfo(name, _DATE)
             entry.compress_type = zipfile.ZIP_STORED if name.endswith(".xz") else zipfile.ZIP_DEFLATED
             entry.external_attr, entry.create_system = 0o644 << 16, 3
             file.writestr(entry, data, compresslevel=9)
+    new.replace(path)
     return Bundle(path)
 
 

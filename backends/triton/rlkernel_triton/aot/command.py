@@ -9,13 +9,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import OPERATORS, WITH, folder
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.bundle import Bundle, written
 from rlkernel_triton.aot.targets import TARGETS
 
+OLDEST_PTX: Final = 80  # of the driver of CUDA 12.0, which reads nothing newer
 _CHUNK: Final = 4  # pieces of work that a process takes at a time
 
 
@@ -36,28 +37,37 @@ def build(
         ops: operators, with those that they cannot be used without; all that bundles have where empty.
         out: the file; by default one named after the targets where the backend `aot` looks.
         jobs: processes; 0 for one a core.
-        ptx: ISA version of the PTX, 85 for 8.5; None for the targets' own.
+        ptx: ISA version of the PTX for drivers older than the targets' own is for, 80 for 8.0; None for the targets'.
         configurations: a table or a recording in place of the shipped table.
         keep_going: leave out what does not compile, and list it under "failed".
 
     Raises:
         UnknownNameError: no such target or operator.
-        ArgumentError: this Triton has no such target.
+        ArgumentError: this Triton has no such target; a target keeps no such PTX; no file can be written or read there.
         RLKernelError: Triton is not installed, nothing is to be compiled, or something does not compile.
     """
+    if jobs < 0:
+        raise ArgumentError("--jobs", jobs, "is no number of processes", "Leave it out for one a core.")
     for op in ops:
         if op not in OPERATORS:
             raise UnknownNameError("operator of bundles", op, OPERATORS)
     for target in targets:
         if target not in TARGETS:
             raise UnknownNameError("target", target, TARGETS)
+        _require_ptx(target, ptx)
+    path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
+    _require_room(path)
+    if configurations and not Path(configurations).is_file():
+        raise ArgumentError(
+            "--configurations", configurations, "is no file", "AOT_MISSING=FILE writes one (docs/aot.md)."
+        )
     table = tables.read(Path(configurations) if configurations else tables.TABLE)
     asked = {*ops, *(other for op in ops for other in WITH.get(op, ()))}
     wanted = {target: tables.chosen(table, target, asked) for target in sorted(set(targets))}
-    if not any(wanted.values()):
+    if empty := [target for target, builds in wanted.items() if not builds]:
         raise RLKernelError(
-            f"the table of configurations has none for {', '.join(ops or OPERATORS)} on {', '.join(targets)}; record "
-            "some: python backends/triton/tools/record_configurations.py --target TARGET"
+            f"{configurations or 'the table of configurations'} has none for {', '.join(ops or OPERATORS)} on "
+            f"{', '.join(empty)}: leave that target out, or record some (AOT_RECORDING=FILE:{empty[0]}, docs/aot.md)"
         )
     try:
         from rlkernel_triton.aot.compiling import closed, compiler, require
@@ -65,12 +75,42 @@ def build(
         raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
     for target in targets:
         require(target)
-    path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
     work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
     made = _compiled(work, jobs or len(os.sched_getaffinity(0)))
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
+
+
+def _require_ptx(target: str, ptx: int | None) -> None:
+    """See to it that a target keeps PTX of a version, and that drivers which may have to read it do.
+
+    Raises:
+        ArgumentError: it keeps none, or the version is not among those that it may have.
+    """
+    newest = TARGETS[target].ptx
+    if ptx is None or OLDEST_PTX <= ptx <= newest:
+        return
+    if not newest:
+        raise ArgumentError("--ptx", ptx, f"{target} keeps no PTX, which would run nowhere else", "Leave it out.")
+    problem = (
+        f"PTX for {target} is {OLDEST_PTX} to {newest}: no supported driver needs older, newer not all of them read"
+    )
+    raise ArgumentError("--ptx", ptx, problem, f"Leave it out for {newest}.")
+
+
+def _require_room(path: Path) -> None:
+    """See to it that a bundle can be written, before half an hour is spent on it.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError("--out", path, f"its folder cannot be made ({error.strerror})", "Name another.") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ArgumentError("--out", path, "is a folder, or in one that cannot be written", "Name a file, bundle.zip.")
 
 
 _Work = tuple[str, list[Build], int | None, bool]  # of builds that one code may stand for
