@@ -196,12 +196,13 @@ def source_of(kernel: str) -> str:
 def given(run: Run) -> tuple[set[str], set[str]]:
     """Lay the bundles that were named where those of first calls are looked for; their targets, and what is of old.
 
-    What is of old: kernels that have changed since one of them was compiled.
+    What is of old: kernels that have changed since, in every bundle that has them.
     """
     from rlkernel_triton.aot.bundle import Bundle
 
     targets: set[str] = set()
     changed: set[str] = set()
+    current: set[str] = set()
     home = run.home("first")
     home.mkdir(parents=True, exist_ok=True)
     for i, path in enumerate(run.bundles):
@@ -209,13 +210,15 @@ def given(run: Run) -> tuple[set[str], set[str]]:
         if not place.exists():
             place.symlink_to(path.resolve())
         bundle = Bundle(place)
-        old = {c.build.kernel for c in bundle.codes if c.source != source_of(c.build.kernel)}
+        kernels = {c.build.kernel: c.source for c in bundle.codes}
+        old = {kernel for kernel, source in kernels.items() if source != source_of(kernel)}
         how = {"of": path.name, "builds": len(bundle.codes), "compiler": bundle.compiler, "changed since": sorted(old)}
         run.used[f"first {place.stem}"] = how
         targets |= set(bundle.targets)
         changed |= old
+        current |= set(kernels) - old
     run.save("bundles", run.used)
-    return targets, changed
+    return targets, changed - current
 
 
 def ready(run: Run, targets: set[str]) -> None:

@@ -67,6 +67,11 @@ def test_bundles_that_were_compiled_elsewhere_are_laid_where_they_are_looked_for
     assert [list(Bundle(path).targets) for path in there] == [["sm_90"], ["sm_87"]]
 
 
+def test_what_one_bundle_has_of_now_is_not_of_old(run, tmp_path) -> None:
+    run.bundles = [bundle(tmp_path / "a.zip", "sm_87", source="old"), bundle(tmp_path / "b.zip", "sm_87")]
+    assert gpu_aot.given(run) == ({"sm_87"}, set())
+
+
 def test_of_first_calls_what_named_bundles_lack_is_compiled(run, tmp_path, monkeypatch) -> None:
     built = []
     names = gpu_aot.ready.__globals__
