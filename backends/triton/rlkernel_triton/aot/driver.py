@@ -19,9 +19,9 @@ _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER…
 _LOG: Final = 8192
 # What codes of the driver mean for a bundle, and what to do. cuda.h, enum CUresult.
 _MEANING: Final = {
-    209: "it holds no machine code for this GPU; build the bundle for its target",
-    218: "the PTX is refused; build the bundle again",
-    222: "this driver reads no PTX as new as this; update it, or build the bundle for this GPU's target",
+    209: "it is no machine code for this GPU",
+    218: "the PTX is refused",
+    222: "this driver reads no PTX as new as this; update it",
 }
 _WIDTHS: Final = {
     "i1": ctypes.c_int8, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float,

@@ -14,6 +14,7 @@ import torch
 
 from rlkernel_triton.aot.builds import Code, fixed
 from rlkernel_triton.aot.bundle import Bundle, BundleError, NoBuildError
+from rlkernel_triton.aot.driver import DriverError
 from rlkernel_triton.aot.standin import Call
 
 # Tegra chips: their cubins do not run on others, nor those of others on them (CUDA C++ Programming Guide, on binary
@@ -54,7 +55,7 @@ class FromBundle:
     def __init__(self, bundle: Bundle, driver: Any, device: int = 0, force: tuple[str, str] | None = None) -> None:
         self.bundle, self.driver = bundle, driver
         major, minor = driver.capability(device)
-        own = f"sm_{major}{minor}"
+        self.own = own = f"sm_{major}{minor}"
         kinds = {target: there["kinds"] for target, there in bundle.targets.items()}
         found = force or served_by(own, kinds)
         if found is None or found[1] not in kinds.get(found[0], ()):
@@ -153,7 +154,7 @@ class FromBundle:
         """Load some kernel, so that the driver says whether it takes this code.
 
         Raises:
-            DriverError: it does not.
+            DriverError: it does not; the message names the bundle and the target of this GPU.
         """
         device = 0 if self._on_cpu else torch.cuda.current_device()
         self.driver.enter(device)
@@ -164,7 +165,13 @@ class FromBundle:
         place = (device, file, code.entry)
         if place not in self._loaded:
             with self._lock:
-                self._loaded[place] = self.driver.load(self.bundle.read(file), code.entry, code.shared)
+                try:
+                    self._loaded[place] = self.driver.load(self.bundle.read(file), code.entry, code.shared)
+                except DriverError as error:
+                    raise DriverError(
+                        f"{self.kind} for {self.chosen} of {self.bundle.path}: {error}. For this GPU: "
+                        f"rlkernel aot build --target {self.own}"
+                    ) from error
         return self._loaded[place]
 
 
