@@ -66,6 +66,13 @@ def test_a_model_is_filled_as_if_it_had_been_quantised_whole(dense) -> None:
     assert report.bytes == sum(t.nbytes for n, t in model.state_dict().items() if not n.endswith("quant_meta"))
 
 
+def test_weights_are_four_bit_where_no_policy_is_named(tmp_path) -> None:
+    model, filled = Model(width=128), empty(width=128)
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
+    report = nn.load_quantized(filled, tmp_path / "dense.safetensors")
+    assert report.formats == nn.quantize_model(model) == {"blocks.0": "int4_g128", "blocks.1": "int4_g128"}
+
+
 def test_adapters_and_prepacked_layouts_are_made_on_the_way(dense) -> None:
     filled = empty()
     nn.load_quantized(filled, dense[1], nn.QuantPolicy("int4_g32", lora_rank=4, prepack=True))

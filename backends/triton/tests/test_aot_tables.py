@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.targets import TARGETS
 
 TABLE = tables.read()
 
@@ -42,6 +45,12 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     flags = [line["constants"] for line in lines if line["kernel"].endswith(":gradient")]
     found = {(f["G"], f["G_LSE"], f["G_ENTROPY"]) for f in flags}
     assert found == {(True, False, False), (True, False, True), (False, True, False), (True, True, True)}
+
+
+@pytest.mark.parametrize("target", ["sm_87", "sm_110"])
+def test_boards_are_planned_for_with_three_stages_at_most(target) -> None:
+    assert {b.num_stages for b in tables.chosen(TABLE, target)} <= {1, 2, 3}
+    assert TARGETS[target].planned in range(4, 21)  # multiprocessors
 
 
 def test_the_shipped_table_has_what_clauses_launch(tmp_path) -> None:

@@ -16,7 +16,7 @@ from rlkernel.checkpoints import files
 from rlkernel.checkpoints.footprint import WORKSPACE, Footprint, packed_bytes
 from rlkernel.checkpoints.schemes import Item, Source, items
 from rlkernel.nn.linear import QuantLinear
-from rlkernel.nn.model import QuantPolicy
+from rlkernel.nn.model import FOUR_BIT, QuantPolicy
 from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.host.memory import Memory
 from rlkernel_core.quant import QuantSpec, QuantTensor
@@ -37,7 +37,7 @@ class LoadReport:
 def load_quantized(
     model: torch.nn.Module,
     path: Path | str | Source | Sequence[Path | str],
-    policy: QuantPolicy | str | QuantSpec,
+    policy: QuantPolicy | str | QuantSpec = FOUR_BIT,
     *,
     place: Place | torch.device | str = "cpu",
     within: Memory | None = None,
@@ -52,7 +52,8 @@ def load_quantized(
     Args:
         model: its parameters and persistent buffers have the names of the file.
         path: a safetensors or GGUF file, the folder, index or shards of one checkpoint, or an opened one.
-        policy: which layers, and to what format. A weight that two modules share stays dense.
+        policy: which layers, and to what format; int4_g128 unless one is named. A weight that two modules share stays
+            dense.
         place: a device, or what takes each tensor to where it is used, such as `rlkernel_jetson.adopt.Adopter`.
         within: the memory whose budget the peak must fit into, as `rlkernel_core.host.memory.memory` finds it; None
             asks nothing.

@@ -38,7 +38,10 @@ class QuantPolicy:
         return spec_of(next((f for p, f in self.formats.items() if fnmatch.fnmatch(name, p)), self.format))
 
 
-def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec) -> dict[str, str]:
+FOUR_BIT: Final = QuantPolicy()  # where none is named
+
+
+def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec = FOUR_BIT) -> dict[str, str]:
     """Replace linear layers by QuantLinear, in place and one at a time; name -> format of what was replaced.
 
     With `lora_rank` every replaced layer gets a LoRA, and all other parameters stop requiring gradients: QLoRA.
