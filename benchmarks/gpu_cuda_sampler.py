@@ -675,7 +675,7 @@ def main() -> None:
     asked = given.only.split(",")
     all_stages = not {*asked} <= {"build", "on", "steps"}
     folder = Path(os.environ.get("OUT", "."))
-    os.environ.setdefault("RLKERNEL_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
+    os.environ.setdefault("RLKERNEL_CUDA_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
     if given.stage == "part":
         part, parts = (int(n) for n in given.part.split("/"))
         print(json.dumps(build(part, parts, all_stages=all_stages)))

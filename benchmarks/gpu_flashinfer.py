@@ -133,7 +133,7 @@ def main() -> None:
         stage(asked.out / "gpu_flashinfer.json")
         return
     environ = environment(*(ROOT / p for p in PATHS), ROOT / "backends" / "triton", ROOT / "backends" / "cuda")
-    environ.setdefault("RLKERNEL_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
+    environ.setdefault("RLKERNEL_CUDA_CACHE", str(Path(tempfile.gettempdir()) / "rlkernel-cubins"))
     command = with_flashinfer([sys.executable, __file__, "--stage", "--out", str(asked.out)])
     began = time.monotonic()
     try:

@@ -122,6 +122,10 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
         ambient(BACKENDS, {"RLKERNEL_ODER": "acme"})
 
 
+def test_a_variable_that_bears_a_backends_name_is_that_backends() -> None:
+    assert ambient(BACKENDS, {f"RLKERNEL_{BACKENDS[0].upper()}_CACHE": "/var/cache"}) == ambient(BACKENDS, {})
+
+
 def test_a_bad_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="RLKERNEL_FALLBACK"):
         ambient(BACKENDS, {"RLKERNEL_FALLBACK": "quiet"})

@@ -22,7 +22,8 @@ from rlkernel_core.spec import OPERATORS
 FILE: Final = "rlkernel.toml"
 LOCK_FILE: Final = "rlkernel.lock"
 _HERE: Final = Path()
-# The three variables there are. An unknown RLKERNEL_* is an error: a dead variable is a wrong experiment.
+# The three variables there are; RLKERNEL_NAME_* is its own for the backend NAME. Any other RLKERNEL_* is an error: a
+# dead variable is a wrong experiment.
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "RLKERNEL_CONFIG": "path of the configuration file (default: rlkernel.toml here or in a parent folder)",
     "RLKERNEL_ORDER": "backends in order of preference, comma-separated, e.g. 'acme,auto'",
@@ -163,8 +164,10 @@ def read_file(path: Path, backends: Iterable[str]) -> Settings:
 
 def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dict[str, Settings]:
     """Variable -> the layer it stands for."""
+    backends = tuple(backends)
+    own = tuple(f"RLKERNEL_{b.upper().replace('-', '_')}_" for b in backends)
     for name in environ:
-        if name.startswith("RLKERNEL_") and name not in ENVIRONMENT:
+        if name.startswith("RLKERNEL_") and name not in ENVIRONMENT and not name.startswith(own):
             raise ConfigError(f"{name}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
     layers = {}
     if order := environ.get("RLKERNEL_ORDER"):

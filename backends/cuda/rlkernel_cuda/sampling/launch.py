@@ -1,7 +1,7 @@
 """The sampler's kernels: how they are built, kept, and launched with their parameters packed in one structure.
 
 A kernel is compiled by NVRTC at first use, which takes some seconds, and kept on disk for the next process: in
-$RLKERNEL_CACHE, else in $XDG_CACHE_HOME/rlkernel or ~/.cache/rlkernel. A folder that cannot be written costs the
+$RLKERNEL_CUDA_CACHE, else in $XDG_CACHE_HOME/rlkernel or ~/.cache/rlkernel. A folder that cannot be written costs the
 seconds again and nothing else.
 """
 
@@ -75,7 +75,7 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
 
 def folder() -> Path:
     """Where built kernels are kept."""
-    given = os.environ.get("RLKERNEL_CACHE")
+    given = os.environ.get("RLKERNEL_CUDA_CACHE")
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(given) if given else Path(home) / "rlkernel"
 
