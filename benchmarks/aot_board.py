@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from aot_growing import Growing
@@ -56,6 +56,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
     found = _found(name)
 
+    @wraps(found)
     def small(*args: Any, **options: Any) -> Any:
         confined()
         return found(*args, **options)

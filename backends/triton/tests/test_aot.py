@@ -387,7 +387,7 @@ def test_a_build_serves_wider_numbers_and_no_narrower_ones() -> None:
     assert not Build("m:k", (("n", "i32"),), (), ("n",)).serves({"n": Argument("i32", divisible=False)})
 
 
-def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler(orin) -> None:
+def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_planning_it_no_sympy(orin) -> None:
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"  # as where it is not installed
@@ -400,15 +400,20 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler(orin) -> 
         "from rlkernel_triton.aot.launching import FromBundle\n"
         "from rlkernel_triton.aot.standin import triton\n"
         "import torch\n"
-        f"host = Host('bare', triton(FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())))\n"
+        f"launcher = FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())\n"
+        "host = Host('bare', triton(launcher))\n"
         "for op in aot.OPERATORS:\n"
         "    implementation(host, op)\n"
         "out = implementation(host, 'logprob')(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
         "print(out.logprob.shape)\n"
+        "from rlkernel_triton.aot.rehearsal import Rehearsals\n"
+        "logits = torch.randn(2, 32000).bfloat16().requires_grad_()\n"
+        "said = Rehearsals('planned', launcher).missing('logprob', {'logits': logits, 'ids': torch.arange(2)})\n"
+        "print(said.slug, 'sympy' in sys.modules)\n"  # it takes a second, and comes with gradients given to autograd
     ).replace("from test_aot_driver import Nothing\n", NOTHING)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
-    assert done.stdout.splitlines() == ["set()", "torch.Size([2])"]
+    assert done.stdout.splitlines() == ["set()", "torch.Size([2])", "shape/unsupported False"]
 
 
 NOTHING = """

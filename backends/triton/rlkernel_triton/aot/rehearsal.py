@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final
 
 from rlkernel_core.errors import RLKernelError
@@ -112,10 +112,32 @@ def rehearse(run: Callable[..., Any], args: Mapping[str, Any]) -> Any:
     if inputs and roots and torch.is_grad_enabled():
         entropy = [x for n, x in roots if n == ENTROPY]
         for begun in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
-            torch.autograd.grad(
-                begun, inputs, [torch.zeros_like(x) for x in begun], retain_graph=True, allow_unused=True
-            )
+            torch.autograd.grad(_begin()(*begun), inputs, retain_graph=True, allow_unused=True)
     return out
+
+
+@cache
+def _begin() -> Callable[..., Any]:
+    """One number of some results, whose gradient gives each of them zeros.
+
+    Gradients given to autograd by hand make torch import sympy: half a second to two of the first call of a process.
+    """
+    import torch
+
+    class Begin(torch.autograd.Function):
+        """Zeros both ways."""
+
+        @staticmethod
+        def forward(ctx: Any, *results: Any) -> Any:
+            ctx.save_for_backward(*results)
+            return results[0].new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, _: Any) -> Any:
+            return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+    found: Callable[..., Any] = Begin.apply
+    return found
 
 
 def signature(x: Any, name: str = "") -> Any:
