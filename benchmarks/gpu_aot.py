@@ -45,7 +45,10 @@ PARTS = (".", "registry", "conformance", "backends/triton", "backends/cuda", "ba
 PATHS = [str(ROOT / p) for p in PARTS]
 MANIFESTS = {"aot": "rlkernel_triton.aot.backend:backend", "orin-ptx": "rlkernel_jetson.elsewhere:backend"}
 # Operators, and for how many processes each is work beside the others.
-OPS = {"sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 3, "linear_logprob": 3, "logprob": 3}
+OPS = {
+    "sample": 6, "qmatmul": 6, "policy_loss": 6, "advantage": 3, "linear_logprob": 3, "logprob": 3, "quantize": 2,
+    "dequantize": 2, "prepack": 1,
+}  # fmt: skip
 WEIGHTS = {"orin-ptx": 2}  # the driver compiles what it loads
 CODE_OF = {"orin-ptx": "sm_87"}  # other backends run this GPU's own
 CORES = len(os.sched_getaffinity(0))

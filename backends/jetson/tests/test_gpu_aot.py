@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.bundle import Bundle, written
 
@@ -37,6 +38,10 @@ def run(tmp_path):
 def test_lanes_that_are_named_have_their_processes_and_the_others_what_is_left_by_weight() -> None:
     assert gpu_aot.processes(LANES, {"sample-aot": 8}, 38) == [6, 12, 8, 12]
     assert gpu_aot.processes(LANES, {}, 2) == [1, 1, 1, 1]
+
+
+def test_every_operator_of_bundles_is_held_against_its_clauses() -> None:
+    assert set(gpu_aot.OPS) == set(OPERATORS)
 
 
 def test_processes_are_named_by_operator_and_backend() -> None:
