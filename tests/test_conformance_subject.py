@@ -116,6 +116,18 @@ def on_tiles(x, w, **rest):
     return None if fits else Reason("shape", "unsupported", "off the grid")
 
 
+@functools.wraps(product_spec)
+def on_deep_tiles(x, w, **rest):
+    fits = w.shape[0] % 128 == 0 and w.shape[1] % 512 == 0
+    return None if fits else Reason("shape", "unsupported", "off the grid")
+
+
+def test_weights_of_512_columns_are_tried_where_fewer_are_refused() -> None:
+    with rlk.registered(multiplying("on_deep_tiles")), (subject := Subject("tiled", "qmatmul")).chosen():
+        case = fitted(subject, Product("int4_g128", 3, 20, 300, 5, dtype="bfloat16"))
+    assert (case.M, case.N, case.K) == (3, 128, 512)
+
+
 def test_a_clause_of_which_the_check_refuses_every_case_is_not_claimed() -> None:
     """Tokens as they are, where a product quantises them; the features say only which formats there are."""
     with rlk.registered(multiplying("no_calls")), (subject := Subject("tiled", "qmatmul")).chosen():

@@ -82,7 +82,7 @@ class Product:
 
 
 # Rows and columns of a weight that kernels ask for multiples of, and the tokens from which they take it.
-GRIDS: Final = ((1, 1, 1), (16, 256, 1), (128, 256, 1), (128, 256, 65))
+GRIDS: Final = ((1, 1, 1), (16, 256, 1), (128, 256, 1), (128, 256, 65), (128, 512, 1))
 
 
 def grid(subject: Subject, spec: QuantSpec, dtype: str) -> tuple[int, int, int] | None:
