@@ -15,8 +15,8 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
-from types import ModuleType
-from typing import Any, Final
+from types import CodeType, ModuleType
+from typing import Any, ClassVar, Final
 
 from rlkernel_triton.claims import CLAIMS
 
@@ -80,11 +80,18 @@ def implementation(host: Host, op: str, *, check: bool = False) -> Callable[...,
 
 
 class _Loader(SourceFileLoader):
-    """Runs a source file whose imports are answered by a host."""
+    """Runs a source file whose imports are answered by a host; files are read once for all hosts."""
+
+    _read: ClassVar[dict[str, CodeType | None]] = {}
 
     def __init__(self, name: str, path: str, imports: Callable[..., Any]) -> None:
         super().__init__(name, path)
         self._imports = imports
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        if self.path not in self._read:
+            self._read[self.path] = super().get_code(fullname)
+        return self._read[self.path]
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._imports}
