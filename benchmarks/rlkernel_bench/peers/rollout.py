@@ -5,6 +5,7 @@ The chain is the same code in all of them: products, norms and head do not diffe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +36,17 @@ def eager(work: Work) -> Call:
     return chain(work, _plain_draw(work), lambda step, _: step, dense)
 
 
-def compiled(work: Work) -> Call:
+def compiled(work: Work, *, in_place: bool = False) -> Call:
     """torch.compile with graphs of its own (mode reduce-overhead) over the chain with our draw.
 
-    Weights are told to stay where they are, as those of a module do: its graphs would copy them at every step.
+    Its graphs copy weights that are no parameters of a module at every step, unless they are told to stay in place.
     """
 
     def wrap(step: rollout.Step, ready: Inputs) -> rollout.Step:
-        torch.compiler.reset()
-        for x in flatten(ready)[0]:
+        if not in_place:
+            torch.compiler.reset()
+        weights = flatten([ready["embedding"], ready["layers"], ready["head"]])[0] if in_place else []
+        for x in weights:
             if isinstance(x, Tensor):
                 torch._dynamo.mark_static_address(x)  # noqa: SLF001 torch has no public name for it
         made = torch.compile(step, mode="reduce-overhead", dynamic=False)
@@ -93,6 +96,13 @@ def _plain_draw(work: Work) -> rollout.Sampler:
 
 PEERS = (
     Peer("reduce-overhead", "torch", ("torch", "triton"), {"rollout": compiled}, "torch.compile's documentation"),
+    Peer(
+        "reduce-overhead in place",
+        "torch",
+        ("torch", "triton"),
+        {"rollout": partial(compiled, in_place=True)},
+        "torch.compile's documentation, torch/_dynamo/decorators.py",
+    ),
     Peer(
         "flashinfer's draw",
         "flashinfer-python",
