@@ -12,7 +12,7 @@ from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import RLKernelError
 from rlkernel_jetson import backend
 from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.bundle import Bundle, written
 
 HERE = Path(__file__).parents[1]
 
@@ -88,13 +88,30 @@ def bundle(path, *targets) -> None:
     written(path, codes, {})
 
 
-def test_a_wheel_cannot_be_built_without_its_bundle_or_what_compiles_one(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def hook(tmp_path):
+    """What builds a wheel in an empty folder."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("hatch_build", HERE / "hatch_build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    hook = module.BundleHook(str(tmp_path), {}, None, None, "", "wheel")
+    return module.BundleHook(str(tmp_path), {}, None, None, "", "wheel")
+
+
+def test_a_wheel_compiles_the_bundle_for_both_chips_where_none_lies(hook, monkeypatch, tmp_path) -> None:
+    def build(targets, out) -> None:
+        Path(out).parent.mkdir(parents=True)
+        bundle(Path(out), *targets)
+
+    monkeypatch.setattr("rlkernel_triton.aot.command.build", build)
+    data = {"artifacts": []}
+    hook.initialize("standard", data)
+    assert data == {"artifacts": ["rlkernel_jetson/bundles/jetson.zip"]}
+    assert set(Bundle(tmp_path / data["artifacts"][0]).targets) == {"sm_87", "sm_110"}
+
+
+def test_a_wheel_cannot_be_built_without_its_bundle_or_what_compiles_one(hook, monkeypatch, tmp_path) -> None:
     data = {"artifacts": []}
     hook.initialize("editable", data)
     assert data == {"artifacts": []}
