@@ -5,7 +5,8 @@ Legend as in the kernels' modules. Imports torch and Triton.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -35,6 +36,22 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
             "them in its interpreter, or move the tensors to a GPU."
         )
     return nullcontext()
+
+
+@contextmanager
+def lasting(device: torch.device) -> Iterator[None]:
+    """The scope in which memory is made that is kept from call to call; the current stream waits for what fills it.
+
+    While torch.compile's graphs warm up, what their stream allocates lies in a pool that they rewind later. So another
+    stream allocates here.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(aside):
+        yield
+    here.wait_stream(aside)
 
 
 def _driven() -> str | None:

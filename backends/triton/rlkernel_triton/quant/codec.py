@@ -20,7 +20,7 @@ from rlkernel_core.quant.float8 import FLOAT8
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
-from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED, lasting, on_device_of
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
 
@@ -95,7 +95,8 @@ def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
         found = codec_of(spec).constants(spec)
         if "table" in found:
             found["cells"] = _cells(*(found["table"][:8] if spec.element == "fp4" else found["table"]).sort())
-        _CONSTANTS[key] = {name: table.to(device) for name, table in found.items()}
+        with lasting(device):
+            _CONSTANTS[key] = {name: table.to(device) for name, table in found.items()}
     return {name: table for name, table in _CONSTANTS[key].items() if name != "cells"}
 
 

@@ -1,0 +1,62 @@
+"""Counters of captured launches: given once, and never freed. A stand-in gives memory of the CPU."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rlkernel_triton.quant import tickets as module
+
+GPU = torch.device("cuda", 0)
+
+
+class World:
+    """Which stream is current, and whether it captures."""
+
+    def __init__(self) -> None:
+        self.capturing, self.cuda_stream = False, 7
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def synchronize(self) -> None:
+        assert not self.capturing
+
+    def lasting(self, count, device):
+        assert not self.capturing
+        made = torch.zeros(count, dtype=torch.int32)
+        self.made.append(weakref.ref(made))
+        return made
+
+
+@pytest.fixture
+def world(monkeypatch):
+    here = World()
+    monkeypatch.setattr(module, "_ARENA", 64)
+    monkeypatch.setattr(module, "_lasting", here.lasting)
+    for name, empty in (("_of_stream", {}), ("_unused", {}), ("_arenas", [])):
+        monkeypatch.setattr(module, name, empty)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    return here
+
+
+def test_what_a_graph_was_given_is_neither_given_again_nor_freed(world) -> None:
+    places = []
+    for _ in range(4):
+        world.capturing = False
+        module.tickets(4, GPU)  # sets more aside
+        world.capturing = True
+        given = [module.tickets(20, GPU) for _ in range(3)]
+        places += [(x.data_ptr(), x.data_ptr() + 4 * len(x)) for x in given]
+        del given
+    assert all(ref() is not None for ref in world.made)
+    assert all(a[1] <= b[0] for a, b in pairwise(sorted(places)))
+
+
+def test_launches_of_a_stream_share_counters_and_those_of_two_do_not(world) -> None:
+    first, again = module.tickets(4, GPU), module.tickets(9, GPU)
+    world.cuda_stream = 8
+    other = module.tickets(4, GPU)
+    assert (first.data_ptr() == again.data_ptr(), first.data_ptr() == other.data_ptr()) == (True, False)
