@@ -15,7 +15,7 @@ from rlkernel_triton.aot.planning import plan_for
 from rlkernel_triton.aot.recording import Recorder
 from rlkernel_triton.aot.rehearsal import rehearse
 from rlkernel_triton.aot.standin import triton
-from rlkernel_triton.aot.workloads import ADAPTED, FILTERS, FORMATS, KINDS, LAW
+from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, LAW
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 TABLE = set(tables.chosen(tables.read(), "sm_87"))
@@ -125,6 +125,25 @@ def test_weights(planned, data) -> None:
         lacking |= planned("qmatmul", x=x.detach().requires_grad_(), w=w, lora=adapter)[0]
     if name in ADAPTED and N >= 2048 and N % 128 == 0:
         lacking |= planned("qmatmul", x=x, w=w, activation="swiglu", lora=adapter)[0]
+    assert lacking == set()
+
+
+@pytest.mark.parametrize(("batch", "width"), BOARD.items())
+def test_the_example_for_boards(planned, batch, width) -> None:
+    hidden = torch.zeros(8 * batch, width).requires_grad_()
+    mask = torch.ones(batch, 4, dtype=torch.bool)
+    head = {"weight": torch.zeros(13, width), "ids": torch.zeros(4 * batch, dtype=torch.int64), "mask": mask.view(-1)}
+    lacking, _ = planned("linear_logprob", hidden=hidden[: 4 * batch], **head)
+    now, old = torch.zeros(batch, 4).requires_grad_(), torch.zeros(batch, 4)
+    given = {"advantages": torch.zeros(batch), "mask": mask, "kind": "grpo", "clip": (0.2, 0.28)}
+    lacking |= planned("policy_loss", logprob=now, old_logprob=old, **given)[0]
+    for n, k in ((3, 1), (1, 1), (4, 1), (1, 4)):
+        N, K = n * width, k * width
+        more, w = planned("quantize", weight=torch.zeros(N, K), format="int4_g32")
+        adapter = LoRA(torch.zeros(8, K), torch.zeros(N, 8))
+        for tokens in (batch, 8 * batch):
+            more |= planned("qmatmul", x=torch.zeros(tokens, K).requires_grad_(), w=w, lora=adapter)[0]
+        lacking |= more
     assert lacking == set()
 
 

@@ -37,6 +37,7 @@ SHAPES: Final = (
     (16896, 128), (4096, 256),
 )  # fmt: skip
 LARGE: Final = frozenset({(1024, 1024), (4096, 256)})  # of those, weights that have adapters and are fused in pairs
+BOARD: Final = {128: 96, 512: 512}  # sequences and width of the two sizes of examples/edge_grpo
 # [B, T] of a batch: tokens of a program and whether a row has as many (the loss), one program a row or several and how
 # many chunks it has in flight (the scan).
 BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
@@ -95,6 +96,10 @@ def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
         noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else 3}
         run("sample")(torch.zeros(N, V, dtype=getattr(torch, dtype)), **law, **noise)
         yield f"sample V={V} N={N} {dtype} {names} each={each}"
+    for N in BOARD:
+        rows = torch.zeros(N, dtype=torch.int64)
+        run("sample")(torch.zeros(N, 13), seed=rows, step=rows)
+        yield f"sample V=13 N={N}, on a board"
 
 
 def _linear(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
@@ -181,3 +186,19 @@ def _weights(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
             given = {**more, "residual": torch.zeros(M, N, dtype=kind)} if "residual" in more else more
             run("qmatmul")(x, packed, **given)
         yield f"weights {name} {dtype} [{N}, {K}]"
+    yield from _on_a_board(run)
+
+
+def _on_a_board(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    """Weights as they are stored, activations and adapters in fp32: the layers of examples/edge_grpo."""
+    import torch
+
+    from rlkernel_core.spec.qmatmul import LoRA
+
+    for (M, D), (n, k) in product(BOARD.items(), ((3, 1), (1, 1), (4, 1), (1, 4))):
+        N, K = n * D, k * D
+        w = run("quantize")(torch.zeros(N, K), "int4_g32")
+        adapter = LoRA(torch.zeros(8, K), torch.zeros(N, 8))
+        for tokens in (M, 8 * M):  # a step of the rollout, an update
+            run("qmatmul")(torch.zeros(tokens, K).requires_grad_(), w, lora=adapter)
+        yield f"weights int4_g32 float32 [{N}, {K}], on a board"
