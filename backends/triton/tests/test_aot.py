@@ -377,6 +377,14 @@ def test_a_target_that_the_compiler_does_not_know_is_named_before_anything_is_co
     compiling._assembled.cache_clear()
 
 
+def test_a_bundle_names_the_assembler_that_the_environment_named(tmp_path, monkeypatch) -> None:
+    old = tmp_path / "ptxas"
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.85'\n")
+    old.chmod(0o755)
+    monkeypatch.setattr(compiling, "_assemblers", lambda: {"ptxas": str(old)})
+    assert compiler() == {"triton": triton.__version__, "ptxas": "12.6.85"}
+
+
 def test_a_build_serves_wider_numbers_and_no_narrower_ones() -> None:
     wide = Build("m:k", (("n", "i64"),), ())
     narrow = Build("m:k", (("n", "i32"),), ())

@@ -33,13 +33,17 @@ _AGAIN: Final = "python backends/triton/tools/record_configurations.py"
 
 
 def compiler() -> dict[str, str]:
-    """Who compiles: goes into a bundle's description."""
+    """Who compiles, those assemblers among them that TRITON_PTXAS_PATH and its like name: goes into a bundle."""
     found = {"triton": str(triton.__version__)}
-    for name in ("ptxas", "ptxas-blackwell"):
-        if (_NVIDIA / name).exists():
-            said = subprocess.run([_NVIDIA / name, "--version"], check=True, capture_output=True, text=True).stdout  # noqa: S603
-            found[name] = said.strip().rpartition("V")[2].split("\n")[0]
+    for name, tool in _assemblers().items():
+        said = subprocess.run([tool, "--version"], check=False, capture_output=True, text=True).stdout  # noqa: S603
+        found[name] = said.strip().rpartition("V")[2].partition("\n")[0] or f"of no known version, {tool}"
     return found
+
+
+def _assemblers() -> dict[str, str]:
+    nvidia = triton.knobs.nvidia
+    return {"ptxas": nvidia.ptxas.path, "ptxas-blackwell": nvidia.ptxas_blackwell.path}
 
 
 def require(target: str) -> None:
@@ -63,8 +67,7 @@ def require(target: str) -> None:
 
 @cache
 def _assembled(name: str) -> bool:
-    tools = (triton.knobs.nvidia.ptxas.path, triton.knobs.nvidia.ptxas_blackwell.path)
-    commands = ([tool, f"--gpu-name={name}", "--version"] for tool in tools)
+    commands = ([tool, f"--gpu-name={name}", "--version"] for tool in _assemblers().values())
     return any(subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in commands)  # noqa: S603
 
 
