@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
@@ -283,10 +283,20 @@ def board(run: Run) -> None:
     print(f"the same bits: {same}, apart {close(few, whole)}", flush=True)
 
     def act(op: str) -> bool:
-        return attacked(run, "orin-small", op, "quick", CORES // 2, 0, bundle="first", manifest="aot_board:backend")
+        return attacked(
+            run, "orin-small", op, "quick", CORES // 2, 0, bundle="first", manifest="aot_board:backend",
+            clauses=small(op),
+        )  # fmt: skip
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(act, ("logprob", "advantage")))
+
+
+def small(op: str) -> list[str]:
+    """Clauses of an operator that ask for no more memory than a board has."""
+    from rlkernel_conformance.leftovers import attacks_with_leftovers
+
+    return [clause for clause, attack in attacks_with_leftovers(op).items() if not attack.memory]
 
 
 def processes(pairs: list[tuple[str, str]], named: dict[str, int], cores: int) -> list[int]:
@@ -359,12 +369,14 @@ def suite(backend: str, manifest: str, op: str, profile: str, jobs: int) -> list
 
 
 def attacked(
-    run: Run, backend: str, op: str, profile: str, jobs: int, gpu: int, *, bundle: str = "all", manifest: str = ""
-) -> bool:
+    run: Run, backend: str, op: str, profile: str, jobs: int, gpu: int, *, bundle: str = "all", manifest: str = "",
+    clauses: Sequence[str] = (),
+) -> bool:  # fmt: skip
     """Hold an operator against its clauses; whether all held."""
     folder, log = run.out / "conformance" / profile / backend / op, run.out / f"{backend}-{op}.log"
     command = suite(backend, manifest or MANIFESTS[backend], op, profile, jobs)
     command += ["--within", f"{max(1.0, run.left - LAST):.0f}", "--report", str(folder)]
+    command += [word for clause in clauses for word in ("--clause", clause)]
     lacking = run.work / "missing" / f"{backend}-{op}.jsonl"
     lacking.parent.mkdir(exist_ok=True)
     lacking.touch()

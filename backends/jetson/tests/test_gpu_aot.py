@@ -44,6 +44,11 @@ def test_every_operator_of_bundles_is_held_against_its_clauses() -> None:
     assert set(gpu_aot.OPS) == set(OPERATORS)
 
 
+def test_a_board_is_asked_no_clause_that_wants_more_memory_than_it_has() -> None:
+    asked = gpu_aot.small("advantage")
+    assert ("AD-01" in asked, "AD-27" in asked, len(asked)) == (True, False, 33)
+
+
 def test_processes_are_named_by_operator_and_backend() -> None:
     assert gpu_aot.shares("policy_loss-orin-ptx=16,sample-aot=8") == {"policy_loss-orin-ptx": 16, "sample-aot": 8}
 
