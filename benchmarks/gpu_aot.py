@@ -457,6 +457,7 @@ def wheel(run: Run) -> None:
         log = run.out / f"wheel-{target}.log"
         command = [sys.executable, str(ROOT / "benchmarks" / "aot_wheel.py"), target, str(CORES)]
         command += [f"{max(1.0, run.left - LAST):.0f}", str(run.work / f"wheel-{target}.zip")]
+        command += [str(table) for table in run.tables[:1]]
         status, text = child(command, run.left, run.environ, log)
         found = json.loads(text.splitlines()[-1]) if status == 0 else {"status": status, "log": log.read_text()[-900:]}
         run.save(f"wheel-{target}", found)
@@ -514,7 +515,12 @@ def main() -> int:
         "--bundle", type=existing, action="append", default=[], metavar="FILE", help="what was compiled elsewhere"
     )
     parser.add_argument(
-        "--table", type=existing, action="append", default=[], metavar="FILE", help="what `grow` compiles beforehand"
+        "--table",
+        type=existing,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="what `grow` compiles before, or `wheel` of",
     )
     parser.add_argument("--backends", type=some_of(MANIFESTS), default=list(MANIFESTS), help="of grow and conformance")
     parser.add_argument(

@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -154,7 +156,7 @@ def _packed(
         for kind, data in files.items():
             distinct.setdefault((code.target, kind, code.build.kernel), {})[data] = None
     places: dict[tuple[str, str, bytes], str] = {}
-    entries: dict[str, bytes] = {}
+    packs: dict[str, bytes] = {}
     for (target, kind, kernel), pieces in sorted(distinct.items()):
         new = [data for data in pieces if (target, kind, data) not in places]
         for i in range(0, len(new), _PACK):
@@ -162,5 +164,8 @@ def _packed(
             for data in new[i : i + _PACK]:
                 places[target, kind, data] = f"{name}:{at}:{at + len(data)}"
                 at += len(data)
-            entries[name] = lzma.compress(b"".join(new[i : i + _PACK]), preset=6)
-    return places, entries
+            packs[name] = b"".join(new[i : i + _PACK])
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return places, dict(
+            zip(packs, pool.map(lambda pack: lzma.compress(pack, preset=6), packs.values()), strict=True)
+        )
