@@ -1,13 +1,16 @@
 """Tables of configurations: read as written, and recorded from what calls and their gradients launch."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rlkernel_triton.aot import tables
+from rlkernel_triton.aot import recording, tables
+from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.targets import TARGETS
 
 TABLE = tables.read()
@@ -24,6 +27,23 @@ def test_a_recording_is_a_table(tmp_path) -> None:
     line = json.dumps({"op": "logprob", "target": "sm_87", **one.document()})
     (tmp_path / "run.jsonl").write_text(f"{line}\n{line.replace('sm_87', 'sm_90')}\n")
     assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path, monkeypatch) -> None:
+    written = []
+
+    class Raw(io.FileIO):
+        def write(self, data) -> int:
+            written.append(len(data))
+            return super().write(data)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1, **_: Raw(path, mode.replace("b", "")))
+    build = max(TABLE, key=lambda b: len(b.text))
+    recording._write(tmp_path / "run.jsonl", OPERATORS, "sm_87", build)
+    monkeypatch.undo()
+    assert written == [(tmp_path / "run.jsonl").stat().st_size]
+    assert written[0] > io.DEFAULT_BUFFER_SIZE
+    assert tables.read(tmp_path / "run.jsonl") == {build: dict.fromkeys(OPERATORS, frozenset({"sm_87"}))}
 
 
 def test_a_recording_names_what_gradients_launch(tmp_path) -> None:

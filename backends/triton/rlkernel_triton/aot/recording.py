@@ -97,8 +97,8 @@ def noted(call: Any, target: str, file: Path) -> Build:
 
 def _write(file: Path, ops: Iterable[str], target: str, build: Build) -> None:
     lines = [json.dumps({"op": op, "target": target, **build.document()}) + "\n" for op in ops]
-    with file.open("a", encoding="utf-8") as out:
-        out.write("".join(lines))
+    with file.open("ab", buffering=0) as out:  # in one piece: other processes write there too
+        out.write("".join(lines).encode())
 
 
 @cache
