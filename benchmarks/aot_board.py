@@ -2,9 +2,10 @@
 
     rlkernel conformance run orin-small --manifest aot_board:backend --device cuda
 
-Everything on torch's current stream of the thread that first calls an operator, and the backward passes of it, has
-AOT_MULTIPROCESSORS of them (a green context of the driver); torch's allocator has AOT_GIB. Needs cuda-bindings. A build
-that the bundles lack is compiled, where AOT_MISSING says into which file it is written down.
+From its first call of an operator on, everything on torch's current stream of a thread, and the backward passes of it,
+has AOT_MULTIPROCESSORS of them (a green context of the driver); torch's allocator has AOT_GIB. All threads have one
+stream, as they have the default stream elsewhere: ranks that are threads hand tensors to one another. Needs
+cuda-bindings. A build that the bundles lack is compiled, where AOT_MISSING says into which file it is written down.
 Nothing here is measured on a Jetson.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache, wraps
+from threading import Lock, local
 from typing import Any
 
 from aot_growing import Growing
@@ -23,11 +25,25 @@ _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 backend = claims("orin-small", "aot_board", arch=("sm89+",))
 _found = Growing("orin_small", lambda: [folder()], force=("sm_87", "ptx"))
+_entered, _lock = local(), Lock()
+
+
+def confined() -> dict[str, Any]:
+    """Confine this thread; what it has now."""
+    import torch
+
+    with _lock:
+        found, stream, _ = _part()
+    if not hasattr(_entered, "stream"):
+        torch.cuda.synchronize()  # what the thread has begun elsewhere
+        torch.cuda.set_stream(stream)
+        _entered.stream = stream
+    return found
 
 
 @cache
-def confined() -> dict[str, Any]:
-    """Confine this process; what it has now."""
+def _part() -> tuple[dict[str, Any], Any, Any]:
+    """A part of the GPU for this process: what it is, its stream, and its context, which lives as long."""
     import torch
     from cuda.bindings import driver
 
@@ -47,8 +63,8 @@ def confined() -> dict[str, Any]:
     part = said(driver.cuDevResourceGenerateDesc([groups[0]], count))
     green = said(driver.cuGreenCtxCreate(part, device, _DEFAULT_STREAM))
     stream = said(driver.cuGreenCtxStreamCreate(green, _NON_BLOCKING, 0))
-    torch.cuda.set_stream(torch.cuda.ExternalStream(int(stream)))
-    return {"multiprocessors": groups[0].sm.smCount, "of": all_of.sm.smCount, "GiB": gib, "green": green}
+    found = {"multiprocessors": groups[0].sm.smCount, "of": all_of.sm.smCount, "GiB": gib}
+    return found, torch.cuda.ExternalStream(int(stream)), green
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
