@@ -40,7 +40,10 @@ PARTS: dict[str, tuple[tuple[str, ...], str]] = {
     "compiled": (("64x32x28x1024x",), "reduce-overhead"),
     "compiled large": (("x36x4096x4096x1024x12288x151936 bfloat16 decode weights=bfloat16",), "reduce-overhead"),
     "in place": (
-        ("64x32x28x1024x2048x1024x3072x151936 bfloat16 decode weights=bfloat16",),
+        (
+            "64x32x28x1024x2048x1024x3072x151936 bfloat16 decode weights=bfloat16",
+            "x36x4096x4096x1024x12288x151936 bfloat16 decode weights=bfloat16",
+        ),
         "reduce-overhead in place",
     ),
 }

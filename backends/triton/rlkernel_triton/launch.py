@@ -5,9 +5,10 @@ Legend as in the kernels' modules. Imports torch and Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, TypeVar
 
 import torch
 import triton
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
 
+T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 # Given at every launch: a multiply and an add in one rounding. Triton 3.9 warns where nobody says so, and 3.10 will
@@ -38,20 +40,24 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-@contextmanager
-def lasting(device: torch.device) -> Iterator[None]:
-    """The scope in which memory is made that is kept from call to call; the current stream waits for what fills it.
+def lasting(make: Callable[[], T], device: torch.device) -> T:
+    """What `make` allocates, to be kept from call to call; the current stream waits for what fills it.
 
-    While torch.compile's graphs warm up, what their stream allocates lies in a pool that they rewind later. So another
-    stream allocates here.
+    While torch.compile's graphs warm up, what their thread allocates (their stream, in earlier versions) lies in a pool
+    that they rewind later. So another thread allocates here, on another stream.
     """
     if device.type != "cuda":
-        yield
-        return
+        return make()
     here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    with torch.cuda.stream(aside):
-        yield
+
+    def elsewhere() -> T:
+        with torch.cuda.stream(aside):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(elsewhere).result()
     here.wait_stream(aside)
+    return made
 
 
 def _driven() -> str | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rlkernel_triton.launch import lasting
 from rlkernel_triton.quant import tickets as module
 
 GPU = torch.device("cuda", 0)
@@ -60,3 +64,15 @@ def test_launches_of_a_stream_share_counters_and_those_of_two_do_not(world) -> N
     world.cuda_stream = 8
     other = module.tickets(4, GPU)
     assert (first.data_ptr() == again.data_ptr(), first.data_ptr() == other.data_ptr()) == (True, False)
+
+
+def test_what_lasts_is_allocated_by_another_thread_on_another_stream(monkeypatch) -> None:
+    """torch.compile's graphs take what their own thread, or stream, allocates while they warm up."""
+    waited, seen = [], []
+    here = SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "aside")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(seen.append(stream)))
+    made = lasting(threading.get_ident, GPU)
+    assert (made == threading.get_ident(), seen, waited) == (False, ["aside"], ["aside"])
+    assert lasting(threading.get_ident, torch.device("cpu")) == threading.get_ident()

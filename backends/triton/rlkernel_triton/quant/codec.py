@@ -95,8 +95,7 @@ def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:
         found = codec_of(spec).constants(spec)
         if "table" in found:
             found["cells"] = _cells(*(found["table"][:8] if spec.element == "fp4" else found["table"]).sort())
-        with lasting(device):
-            _CONSTANTS[key] = {name: table.to(device) for name, table in found.items()}
+        _CONSTANTS[key] = lasting(lambda: {name: table.to(device) for name, table in found.items()}, device)
     return {name: table for name, table in _CONSTANTS[key].items() if name != "cells"}
 
 

@@ -44,7 +44,6 @@ def tickets(count: int, device: torch.device) -> Tensor:  # -> [count] int32
 
 def _lasting(count: int, device: torch.device) -> Tensor:  # -> [count] int32
     """Zeros in memory that no graph owns."""
-    with lasting(device):
-        made = torch.zeros(count, dtype=torch.int32, device=device)
+    made = lasting(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
     made.record_stream(torch.cuda.current_stream(device))  # a stream's are let go when it needs more of them
     return made
