@@ -15,7 +15,7 @@ import torch
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reference.sample import sample as reference
-from rlkernel_cuda.sampling.call import _given, sample
+from rlkernel_cuda.sampling.call import _given, sample, shape_of
 from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
 
 HERE = Path(__file__).parent / "emulated"
@@ -154,6 +154,27 @@ def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
     x = (torch.randn(24, 5000, generator=g) * torch.tensor([0.1, 3.0, 30.0]).repeat(8)[:, None]).bfloat16()
     x[3, ::2], x[4, 7], x[5] = -INF, NAN, 0
     same(plain, x, temperature=torch.linspace(0, 2, 24), seed=torch.arange(24), step=2**40)
+
+
+def test_only_many_fp32_rows_under_a_top_k_are_read_on() -> None:
+    found = {
+        (dtype, rows): shape_of(rows, dtype, plain=False, cut=True).finishers > 0
+        for dtype in (torch.float32, torch.bfloat16)
+        for rows in (1, 264, 396, 528, 529, 1024)
+    }
+    assert found == {(d, n): d is torch.float32 and n > 528 for d, n in found}
+    assert not any(shape_of(1024, torch.float32, plain=p, cut=False).finishers for p in (True, False))
+
+
+@pytest.mark.parametrize("V", [2308, 2310])
+def test_the_last_tile_of_a_row_may_be_read_by_quads_or_token_by_token(V, tmp_path) -> None:
+    library = built(tmp_path, NT=64, CLUSTER=1, TYPE=0, PLAIN=0)
+    g = torch.Generator().manual_seed(8)
+    padded = 3 * torch.randn(4, 2312, generator=g)
+    padded[:, V:] = 100  # what lies behind a row would win
+    x = padded[:, :V]
+    same(library, x, top_k=40, top_p=0.95, seed=torch.arange(4), step=1)
+    same(library, x, seed=torch.arange(4), step=1)
 
 
 def test_logits_that_cannot_be_hashed_are_refused_by_name() -> None:

@@ -27,8 +27,14 @@ FILTERED: Final = (
     (264, Shape(256, 1, 2, ahead=1)),
     (2**31, Shape(256, 1, 3)),
 )
-# Rows under a top-k end sooner than they are read: blocks that finish one while they read the next.
-CUT: Final = (*FILTERED[:-1], (2**31, Shape(768, 1, 1, finishers=6)))
+# Rows of fp32 under a top-k end sooner than they are read. Where they are more than 132 multiprocessors take at once by
+# three blocks each, or at twice by two, blocks finish one while they read the next. Rows of 16 bits are read too soon.
+CUT: Final = (
+    *FILTERED[:-1],
+    (3 * 132, Shape(256, 1, 3)),
+    (4 * 132, Shape(256, 1, 2, ahead=1)),
+    (2**31, Shape(768, 1, 1, finishers=6)),
+)
 PLAIN: Final = (
     (8, Shape(512, 8, 1)),
     (40, Shape(512, 3, 1)),
@@ -182,6 +188,12 @@ def _seen(x: Any) -> Any:
     return type(x), x
 
 
+def shape_of(rows: int, dtype: torch.dtype, *, plain: bool, cut: bool) -> Shape:
+    """The shape of a launch. plain: no row has a filter; cut: rows have a top-k."""
+    table = PLAIN if plain else CUT if cut and dtype is torch.float32 else FILTERED
+    return next(shape for most, shape in table if most >= rows)
+
+
 def _planned(key: Any, args: dict[str, Any]) -> Plan:
     check(**args)
     logits, V = args["logits"], args["vocab_size"] or args["logits"].shape[1]
@@ -191,8 +203,7 @@ def _planned(key: Any, args: dict[str, Any]) -> Plan:
     plain = args["top_k"] is args["top_p"] is args["min_p"] is None
     law = [args[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")]
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
-    table = PLAIN if plain else FILTERED if args["top_k"] is None else CUT
-    shape = next(shape for most, shape in table if most >= N)
+    shape = shape_of(N, logits.dtype, plain=plain, cut=args["top_k"] is not None)
     index = logits.device.index
     with torch.cuda.device_of(logits):
         of = kernel(shape, logits.dtype, plain, index) if N else None

@@ -164,6 +164,15 @@ __device__ __forceinline__ void load_tile(Tile& x, const Params& P, const Stored
   if ((P.whole & 1) && tile * TILE + TILE <= P.V) {
 #pragma unroll
     for (int g = 0; g < 8; ++g) load4(x[g], src + base + g * WIDTH);
+#if CLUSTER == 1  // the end of a row, where it cuts no quad; more code costs a few rows more than it brings them
+  } else if (P.whole & 2) {
+#pragma unroll
+    for (int g = 0; g < 8; ++g) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[g][j] = -INF;
+      if (base + g * WIDTH < P.V) load4(x[g], src + base + g * WIDTH);
+    }
+#endif
   } else {
 #pragma unroll
     for (int g = 0; g < 8; ++g)
