@@ -13,14 +13,14 @@ from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile, tile_for
 
 _ALIGNED: Final = (
-    *("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "pairs", "raw_pairs"),
-    *("seed", "floats", "of_pieces"),
+    *("x", "weight", "bias", "out", "D", "width", "x_stride", "head_stride", "slab", "raw", "groups", "raw_groups"),
+    *("seed", "step", "floats", "blocks"),
 )
 _TYPES: Final = {
     **dict.fromkeys(("n", "D", "width", "x_stride", "head_stride", "first", "piece", "N", "V", "S", "P"), "i32"),
     **dict.fromkeys(("allowed_stride", "last_slot", "noise_stream", "invalid_token"), "i32"),
-    **dict.fromkeys(("slab", "raw", "temperature", "pairs", "raw_pairs", "floats", "of_pieces", "out"), "*fp32"),
-    **dict.fromkeys(("allowed", "ints", "ints_of_pieces", "spoiled"), "*i32"),
+    **dict.fromkeys(("slab", "raw", "temperature", "groups", "raw_groups", "floats", "out"), "*fp32"),
+    **dict.fromkeys(("allowed", "ints", "blocks", "spoiled"), "*i32"),
     **dict.fromkeys(("seed", "step", "longs", "slot"), "*i64"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
 }
@@ -46,13 +46,13 @@ def builds(arch: str) -> Iterator[Build]:
         product = {"HAS_BIAS": False, **_off(False, "bias"), **_cut(tile)}
         yield _build(described_logits, f"bf16, {kind}", _TYPES | operands, product, tile)
     slab = {"HAS_SLOT": False, "RAW": False, "EDITED": False, "HAS_CAP": False, "HAS_ALLOWED": False, **_LAW}
-    slab |= {"WHOLE": True, "BLOCKS": 1}
+    slab |= {"WHOLE": True, "QUICK": arch.startswith("sm")}
     yield _build(draw_slab, "plain", _TYPES, slab | _off(False, "slot", "allowed", "raw"), None)
     more = slab | {"HAS_SLOT": True, "RAW": True}
     yield _build(draw_slab, "mask and cap", _TYPES, more | {"HAS_CAP": True, "HAS_ALLOWED": True, "raw": None}, None)
     yield _build(draw_slab, "edited", _TYPES, more | {"EDITED": True, "allowed": None}, None)
     for label, full in (("plain", False), ("everything", True)):
-        row = {"HAS_SPOILED": full, "HAS_SLOT": full, "RAW": full, "T_EACH": 1, "SP": 2048, "PP": 64}
+        row = {"HAS_SPOILED": full, "HAS_SLOT": full, "RAW": full, **_LAW, "SP": 2048, "PP": 64}
         yield _build(draw_row, label, _TYPES, row | _off(full, "slot", "spoiled"), None)
 
 

@@ -1,14 +1,15 @@
 """Kernels of lm_head_sample@1: what a row keeps of a slab of logits, and the draw at the end.
 
-`draw_slab` reads a slab of columns while it lies in the cache. A row keeps the best logit and the sum of exponentials
-of every 64 tokens, and of every piece of a slab the token that wins the race in it and a count. `draw_row` joins them.
+`draw_slab` reads a slab of columns while it lies in the cache. Of every 64 tokens a row keeps the best logit, the sum
+of exponentials, and the token that wins the race among them with its logit. `draw_row` joins them.
 
-The race: with E = -ln(1 - u) the token with the least ln(E) - logit / T is the one whose y + g is largest. A bound
-below every E finds the 64 tokens where it is; among them E itself decides, in float64. Where another one comes near,
-where a logit is not finite, or at temperature 0, a piece is looked at again with care. What is kept depends neither on
-slabs nor on pieces: groups of 64 begin at multiples of 64, and the winner of winners is the same however a row is cut.
+The race: with E = -ln(1 - u) the token with the least E exp(-logit / T) is the one whose y + g is largest. Times are
+told to some 1e-5 of themselves, relative to the best logit of the 64; where two are nearer than that, E and the logits
+decide in float64. A block of 2048 tokens where that is so, where a logit is not finite, or at temperature 0, is looked
+at again with care. What is kept depends neither on slabs nor on blocks: groups of 64 begin at multiples of 64, and the
+winner of winners is the same however a row is cut.
 
-Legend: N rows · V vocabulary · S groups of V · P pieces of a row. Imports Triton.
+Legend: N rows · V vocabulary · S groups of V · P blocks of a row. Imports Triton.
 """
 
 from __future__ import annotations
@@ -17,30 +18,29 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.arithmetic import cap
-from rlkernel_triton.sampling.noise import early, exponential, uniform, words_of
+from rlkernel_triton.sampling.noise import early, exponential, exponential_of, uniform, words_of
 from rlkernel_triton.sampling.results import request
-from rlkernel_triton.sampling.rows import LARGEST, floor_of, in_pairs, parameter, times
+from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, in_pairs, parameter, times
 from rlkernel_triton.sampling.rows import place_of as slot_of
+from rlkernel_triton.sampling.stream import HELD_INFINITY, HELD_NAN
 
 NEVER: tl.constexpr = tl.constexpr(-float("inf"))
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
-NO_ID: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 GROUP: tl.constexpr = tl.constexpr(64)  # tokens whose sum is one
-GROUPS: tl.constexpr = tl.constexpr(32)  # that are looked at together
+QUARTER: tl.constexpr = tl.constexpr(16)  # of a group, that are looked at together
+GROUPS: tl.constexpr = tl.constexpr(32)  # of a program
 BLOCK: tl.constexpr = tl.constexpr(2048)  # their tokens
-CHUNK: tl.constexpr = tl.constexpr(512)  # tokens that are looked at together where care is needed
-# Planes of `floats` [5, N, P], the last two where the raw law is asked for, and of `ints` [4, N, P].
-TOP: tl.constexpr = tl.constexpr(0)  # best logit of the piece; any of them where all are finite and T > 0
-DRAWN_X: tl.constexpr = tl.constexpr(1)  # logit and E of the token that wins the race
-DRAWN_E: tl.constexpr = tl.constexpr(2)
-DRAWN_RAW: tl.constexpr = tl.constexpr(3)  # its logit before the edits
-BEST_RAW: tl.constexpr = tl.constexpr(4)
-BEST: tl.constexpr = tl.constexpr(0)
-DRAWN: tl.constexpr = tl.constexpr(1)
-LAST: tl.constexpr = tl.constexpr(2)  # the last token that can be drawn
-COUNT: tl.constexpr = tl.constexpr(3)  # tokens that can be drawn; -1 - count where the logits hold NaN
+MARK: tl.constexpr = tl.constexpr(63)  # the bits of a time that say whose it is
+NEAR: tl.constexpr = tl.constexpr(256)  # in a time's last bits: above every rounding of two of them, and the mark
+CLOSE: tl.constexpr = tl.constexpr(1.0 + 2.0**-13)  # the same of groups whose times are told relative to one logit
+BEYOND: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # comes after every time, and is none
+# Of `groups` [N, S, 4] fp32: best logit, sum of exponentials, time and logit of the token that wins, whose place is in
+# the last bits of the time. Of `raw_groups`, before the edits: best logit, sum, logit of that token. Of `blocks`
+# [2, N, P] int32:
+COUNT: tl.constexpr = tl.constexpr(0)  # tokens that can be drawn, and what `HELD_` say
+LAST: tl.constexpr = tl.constexpr(1)  # the last token that can be drawn
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def quarters(
     x, of_group, width, none, softcap, allowed, first, HAS_CAP: tl.constexpr, HAS_ALLOWED: tl.constexpr
 ):  # fmt: skip
     """Logits of groups [GROUPS] in four parts [GROUPS, 16], so that a thread holds several of each group."""
-    c = of_group[:, None] + tl.arange(0, GROUP // 4)[None, :]
+    c = of_group[:, None] + tl.arange(0, QUARTER)[None, :]
     v0 = logits_at(x, c, width, none, softcap, allowed, first, HAS_CAP, HAS_ALLOWED)
     v1 = logits_at(x, c + 16, width, none, softcap, allowed, first, HAS_CAP, HAS_ALLOWED)
     v2 = logits_at(x, c + 32, width, none, softcap, allowed, first, HAS_CAP, HAS_ALLOWED)
@@ -101,11 +101,17 @@ def careful_sum(v0, v1, v2, v3, s):
 
 
 @triton.jit
-def keep(pairs, row, S, first, of_group, width, best, total):
-    """Store (best, sum) of groups."""
-    side = tl.arange(0, 2)[None, :]
-    at = (row * S + (first + of_group) // GROUP)[:, None] * 2 + side
-    tl.store(pairs + at, tl.join(best, total), mask=(of_group < width)[:, None] & (side < 2))
+def keep(into, row, S, g, inside, column, a, b, c, d):
+    """Store four numbers of groups g from where they are: a thread that holds columns 0 to 3 stores them."""
+    values = tl.where(column == 0, a[:, None], tl.where(column == 1, b[:, None], c[:, None]))
+    values = tl.where(column == 3, d[:, None], values)
+    tl.store(into + (row * S + g)[:, None] * 4 + column, values, mask=inside[:, None] & (column < 4))
+
+
+@triton.jit
+def time_of(key):
+    """The time in the high half of a key."""
+    return (key >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -125,16 +131,28 @@ def finite(v):
 
 
 @triton.jit
-def number_at(v, ids, at):
-    """The value of one id, by its bits."""
-    return tl.sum(tl.where(ids == at, v.to(tl.int32, bitcast=True), 0)).to(tl.float32, bitcast=True)
+def logarithm(x, QUICK: tl.constexpr):
+    """log2(x), to 3e-6 of itself where x is below 15 / 16. QUICK: on NVIDIA's by its instruction, not by a series."""
+    if QUICK:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
 
 
 @triton.jit
-def earliest(y, own, turn, block, noise_stream):
-    """[GROUPS, 16] bounds from below of E * 2 ** -y. block: [GROUPS, 4], of four ids each."""
-    u = uniform(tl.reshape(words_of(own, turn, block, noise_stream), [GROUPS, GROUP // 4]))
-    return early(u) * tl.exp2(-y)
+def arrivals(y, own, turn, block, column, noise_stream, QUICK: tl.constexpr):
+    """[GROUPS, 16] times E * 2 ** -y as int32, with a token's column in the last bits. block: [GROUPS, 4]."""
+    words = tl.reshape(words_of(own, turn, block, noise_stream), [GROUPS, QUARTER])
+    near_one = -LN2 * logarithm(uniform(words ^ 0xFFFFFFFF), QUICK)
+    e = tl.where(words < 0x10000000, early(uniform(words)), near_one)
+    return ((e * tl.exp2(-y)).to(tl.int32, bitcast=True) & (-1 - MARK)) | column
+
+
+@triton.jit
+def marked(time, who):
+    """A time with the place of its token in the last bits, as fp32."""
+    return ((time.to(tl.int32, bitcast=True) & (-1 - MARK)) | who).to(tl.float32, bitcast=True)
 
 
 @triton.jit(
@@ -148,141 +166,105 @@ def draw_slab(
     allowed,  # [N, words] int32, read where HAS_ALLOWED
     slot,  # [N], read where HAS_SLOT
     temperature, seed, step,  # numbers, or tensors with one entry, or with one per row or slot
-    pairs,  # [N, S, 2] best and sum of every group
-    raw_pairs,  # the same of the raw law, written where RAW
-    floats, ints,
+    groups,
+    raw_groups,  # written where RAW
+    blocks,
     first,  # id of the first column, a multiple of GROUP
     width,
-    piece,  # of the row: the first of this slab
+    piece,  # of the row's blocks: the first of this slab
     N, S, P, softcap, allowed_stride, last_slot, noise_stream,
     HAS_CAP: tl.constexpr, HAS_ALLOWED: tl.constexpr, EDITED: tl.constexpr, HAS_SLOT: tl.constexpr,
     RAW: tl.constexpr, T_EACH: tl.constexpr, SEED_EACH: tl.constexpr, STEP_EACH: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr, QUICK: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of BLOCKS blocks of a row, by programs that go on to the next. WHOLE: width is a multiple of 16."""
+    """A block of a row of a slab. WHOLE: width is a multiple of 16. QUICK: as in `logarithm`."""
     if WHOLE:
         width = width // 16 * 16  # so that the compiler knows
-    pieces = tl.cdiv(width, BLOCKS * BLOCK)
-    for work in range(tl.program_id(0), N * pieces, tl.num_programs(0)):
-        row = (work // pieces).to(tl.int64)
-        part = work % pieces
-        x, before, words = slab + row * width, slab + row * width, slab
-        if EDITED:
-            before = raw + row * width
-        if HAS_ALLOWED:
-            words = allowed + row * allowed_stride
-        place, _, _ = slot_of(row, slot, last_slot, HAS_SLOT)
-        T = parameter(temperature, place, T_EACH).to(tl.float32)
-        plain = (T > 0.0) & (T < float("inf"))
-        s = tl.minimum(LOG2E / tl.where(plain, T, 1.0), LARGEST)
-        own = parameter(seed, place, SEED_EACH).to(tl.int64)
-        turn = parameter(step, place, STEP_EACH).to(tl.int64)
-        begin = part * (BLOCKS * BLOCK)
-        end = tl.minimum(begin + BLOCKS * BLOCK, width)
-        start = tl.load(x + begin)  # times are told relative to it
-        held = tl.zeros([GROUPS], tl.float32) + float("inf")  # the earliest time of all blocks, in each of their groups
-        second = held
-        holder = tl.zeros([GROUPS], tl.int32)
-        odd = tl.zeros([GROUPS], tl.float32)
-        for at in range(begin, end, BLOCK):
-            of_group = at + tl.arange(0, GROUPS) * GROUP
-            v0, v1, v2, v3 = quarters(x, of_group, width, LOWEST, softcap, words, first, HAS_CAP, HAS_ALLOWED)
-            best = best_of(v0, v1, v2, v3)
-            y0, y1 = (v0 - best[:, None]) * s, (v1 - best[:, None]) * s
-            y2, y3 = (v2 - best[:, None]) * s, (v3 - best[:, None]) * s
-            keep(pairs, row, S, first, of_group, width, best, summed(y0, y1, y2, y3))
-            if RAW and not (EDITED or HAS_ALLOWED):
-                z0, z1 = (v0 - best[:, None]) * LOG2E, (v1 - best[:, None]) * LOG2E
-                z2, z3 = (v2 - best[:, None]) * LOG2E, (v3 - best[:, None]) * LOG2E
-                keep(raw_pairs, row, S, first, of_group, width, best, summed(z0, z1, z2, z3))
-            sound = tl.sum(((v0 + v1) + (v2 + v3)) * 0.0, 1)  # NaN beside NaN, infinities and the end of the slab
-            odd += tl.where(of_group < width, sound, 0.0)
-            block = ((first + of_group) >> 2)[:, None] + tl.arange(0, GROUP // 16)[None, :]
-            t01 = tl.minimum(
-                earliest(y0, own, turn, block, noise_stream), earliest(y1, own, turn, block + 4, noise_stream)
-            )
-            t23 = tl.minimum(
-                earliest(y2, own, turn, block + 8, noise_stream), earliest(y3, own, turn, block + 12, noise_stream)
-            )
-            time = tl.log2(tl.min(tl.minimum(t01, t23), 1)) - (best - start) * s
-            time = tl.where(of_group < width, time, float("inf"))
-            sooner = time < held
-            second = tl.minimum(second, tl.where(sooner, held, time))
-            holder = tl.where(sooner, of_group, holder)
-            held = tl.where(sooner, time, held)
-        # The tokens of the group that may hold the winner, by E itself. Then nothing else may come near.
-        soonest = tl.min(held)
-        of_one = tl.max(tl.where(held == soonest, holder, 0))
-        ids = first + of_one + tl.arange(0, GROUP)
-        v = logits_at(x, ids - first, width, LOWEST, softcap, words, first, HAS_CAP, HAS_ALLOWED)
-        blocks = ((first + of_one) >> 2) + tl.arange(0, GROUP // 4)
-        e = exponential(tl.reshape(words_of(own, turn, blocks, noise_stream), [GROUP]))
-        key = tl.where(ids < first + width, key_of(e, v, s, start), float("inf"))
-        least = tl.min(key)
-        drawn = tl.min(tl.where(key == least, ids, NO_ID))
-        drawn_x, drawn_e = number_at(v, ids, drawn), number_at(e, ids, drawn)
-        raw_x, best_raw = drawn_x, drawn_x
-        bound = (least * (1.0 / LN2)).to(tl.float32)
-        bound += 3e-4 + (tl.abs(bound) + tl.abs(soonest)) * 1e-6  # above every rounding of a time
-        near = tl.sum((held <= bound).to(tl.int32)) + tl.sum((second <= bound).to(tl.int32))
-        high, some, best_id, last = start, end - begin, drawn, drawn
-        odd_one = tl.sum(odd)
-        if (near != 1) | (plain == 0) | (odd_one != odd_one) | (RAW and (EDITED or HAS_ALLOWED)):
-            tl.debug_barrier()  # sums are stored again, by other threads maybe
-            high = tl.zeros([], tl.float32) + NEVER
-            nan = end * 0
-            for at in range(begin, end, CHUNK):
-                c = at + tl.arange(0, CHUNK)
-                w = logits_at(x, c, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
-                nan = tl.maximum(nan, tl.max((w != w).to(tl.int32)))
-                high = tl.maximum(high, tl.max(tl.where(w != w, NEVER, w)))
-            for at in range(begin, end, BLOCK):
-                of_group = at + tl.arange(0, GROUPS) * GROUP
-                v0, v1, v2, v3 = quarters(x, of_group, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
-                best, total = careful_sum(v0, v1, v2, v3, s)
-                keep(pairs, row, S, first, of_group, width, best, total)
-                if RAW:
-                    v0, v1, v2, v3 = quarters(before, of_group, width, NEVER, softcap, words, first, HAS_CAP, False)
-                    best, total = careful_sum(v0, v1, v2, v3, LOG2E)
-                    keep(raw_pairs, row, S, first, of_group, width, best, total)
-            floor = floor_of(high)
-            some, best_id, last = end * 0, end * 0 + NO_ID, end * 0 - 1
-            least = tl.zeros([], tl.float64) + float("inf")
-            drawn = first + begin
-            for at in range(begin, end, CHUNK):
-                ids_of_chunk = first + at + tl.arange(0, CHUNK)
-                w = logits_at(x, ids_of_chunk - first, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
-                w = tl.where(w != w, NEVER, w)
-                there = w > floor
-                some += tl.sum(there.to(tl.int32))
-                last = tl.maximum(last, tl.max(tl.where(there, ids_of_chunk, -1)))
-                best_id = tl.minimum(best_id, tl.min(tl.where(there & (w == high), ids_of_chunk, NO_ID)))
-                of_chunk = ((first + at) >> 2) + tl.arange(0, CHUNK // 4)
-                each = exponential(tl.reshape(words_of(own, turn, of_chunk, noise_stream), [CHUNK]))
-                times_of_chunk = tl.where(there, key_of(each, w, s, finite(high)), float("inf"))
-                here = tl.min(times_of_chunk)
-                if here < least:
-                    least = here
-                    drawn = tl.min(tl.where(times_of_chunk == here, ids_of_chunk, NO_ID))
-                    drawn_x, drawn_e = number_at(w, ids_of_chunk, drawn), number_at(each, ids_of_chunk, drawn)
-            some = tl.where(nan > 0, -1 - some, some)
-            if RAW:
-                raw_x = logits_at(before, drawn - first, width, NEVER, softcap, words, first, HAS_CAP, False)
-                of_best = tl.minimum(best_id - first, width - 1)
-                best_raw = logits_at(before, of_best, width, NEVER, softcap, words, first, HAS_CAP, False)
-        plane = N.to(tl.int64) * P
-        out = floats + row * P + piece + part
-        tl.store(out + TOP * plane, high)
-        tl.store(out + DRAWN_X * plane, drawn_x)
-        tl.store(out + DRAWN_E * plane, drawn_e)
+    parts = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    x, before, words = slab + row * width, slab + row * width, slab
+    if EDITED:
+        before = raw + row * width
+    if HAS_ALLOWED:
+        words = allowed + row * allowed_stride
+    of_group = part * BLOCK + tl.arange(0, GROUPS) * GROUP
+    v0, v1, v2, v3 = quarters(x, of_group, width, LOWEST, softcap, words, first, HAS_CAP, HAS_ALLOWED)
+    place, _, _ = slot_of(row, slot, last_slot, HAS_SLOT)
+    T = parameter(temperature, place, T_EACH).to(tl.float32)
+    plain = (T > 0.0) & (T < float("inf"))
+    s = tl.minimum(LOG2E / tl.where(plain, T, 1.0), LARGEST)
+    own = parameter(seed, place, SEED_EACH).to(tl.int64)
+    turn = parameter(step, place, STEP_EACH).to(tl.int64)
+    best = best_of(v0, v1, v2, v3)
+    y0, y1 = (v0 - best[:, None]) * s, (v1 - best[:, None]) * s
+    y2, y3 = (v2 - best[:, None]) * s, (v3 - best[:, None]) * s
+    total = summed(y0, y1, y2, y3)
+    raw_best, raw_total = best, total
+    if RAW and not (EDITED or HAS_ALLOWED):
+        z0, z1 = (v0 - best[:, None]) * LOG2E, (v1 - best[:, None]) * LOG2E
+        z2, z3 = (v2 - best[:, None]) * LOG2E, (v3 - best[:, None]) * LOG2E
+        raw_total = summed(z0, z1, z2, z3)
+    sound = tl.sum(((v0 + v1) + (v2 + v3)) * 0.0, 1)  # NaN beside NaN, infinities and the end of the slab
+    block = ((first + of_group) >> 2)[:, None] + tl.arange(0, QUARTER // 4)[None, :]
+    column = tl.arange(0, QUARTER)[None, :]
+    k0 = arrivals(y0, own, turn, block, column, noise_stream, QUICK)
+    k1 = arrivals(y1, own, turn, block + 4, column + 16, noise_stream, QUICK)
+    k2 = arrivals(y2, own, turn, block + 8, column + 32, noise_stream, QUICK)
+    k3 = arrivals(y3, own, turn, block + 12, column + 48, noise_stream, QUICK)
+    key = tl.min(tl.minimum(tl.minimum(k0, k1), tl.minimum(k2, k3)), 1)
+    limit = key[:, None] + NEAR
+    near = ((k0 <= limit).to(tl.int32) + (k1 <= limit).to(tl.int32)) + (
+        (k2 <= limit).to(tl.int32) + (k3 <= limit).to(tl.int32)
+    )
+    doubt = (of_group < width) & ((sound != sound) | (tl.sum(near, 1) != 1))
+    who = key & MARK
+    time = key.to(tl.float32, bitcast=True)
+    some = tl.minimum(BLOCK, width - part * BLOCK)
+    last = first + part * BLOCK + some - 1
+    if (tl.max(doubt.to(tl.int32), 0) > 0) | (plain == 0) | (RAW and (EDITED or HAS_ALLOWED)):
+        v0, v1, v2, v3 = quarters(x, of_group, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
+        nan = ((v0 != v0) | (v1 != v1)) | ((v2 != v2) | (v3 != v3))
+        best, total = careful_sum(v0, v1, v2, v3, s)
         if RAW:
-            tl.store(out + DRAWN_RAW * plane, raw_x)
-            tl.store(out + BEST_RAW * plane, best_raw)
-        into = ints + row * P + piece + part
-        tl.store(into + BEST * plane, best_id)
-        tl.store(into + DRAWN * plane, drawn)
-        tl.store(into + LAST * plane, last)
-        tl.store(into + COUNT * plane, some)
+            v0, v1, v2, v3 = quarters(before, of_group, width, NEVER, softcap, words, first, HAS_CAP, False)
+            raw_best, raw_total = careful_sum(v0, v1, v2, v3, LOG2E)
+        high = tl.max(best, 0)
+        counted = tl.zeros([GROUPS], tl.int32)
+        latest = counted - 1
+        who = counted
+        soonest = counted.to(tl.float64) + float("inf")
+        for at in range(0, GROUP, QUARTER):
+            c = of_group[:, None] + at + column
+            w = logits_at(x, c, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
+            w = tl.where(w != w, NEVER, w)
+            can = w > floor_of(high)
+            counted += tl.sum(can.to(tl.int32), 1)
+            latest = tl.maximum(latest, tl.max(tl.where(can, first + c, -1), 1))
+            each = exponential(tl.reshape(words_of(own, turn, block + (at >> 2), noise_stream), [GROUPS, QUARTER]))
+            told = key_of(each, w, s, finite(best)[:, None])
+            told = tl.where(w > floor_of(best)[:, None], told, float("inf"))
+            told = tl.where(plain, told, tl.where(w == best[:, None], 0.0, 1.0).to(tl.float64))
+            here = tl.min(told, 1)
+            of_it = tl.min(tl.where(told == here[:, None], column + at, MARK), 1)
+            who = tl.where(here < soonest, of_it, who)
+            soonest = tl.minimum(soonest, here)
+        some = tl.sum(counted, 0) + tl.where(high == float("inf"), HELD_INFINITY, 0)
+        some += tl.max(tl.max(nan.to(tl.int32), 1), 0) * HELD_NAN
+        last = tl.max(latest, 0)
+        of_who = logits_at(x, of_group + who, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
+        behind = tl.where(of_who == best, 0.0, (best - of_who) * s)
+        time = marked(exponential_of(own, turn, first + of_group + who, noise_stream) * tl.exp2(behind), who)
+    g = (first + of_group) // GROUP
+    inside = of_group < width
+    of_who = logits_at(x, of_group + who, width, NEVER, softcap, words, first, HAS_CAP, HAS_ALLOWED)
+    keep(groups, row, S, g, inside, column, best, total, time, of_who)
+    if RAW:
+        of_raw = logits_at(before, of_group + who, width, NEVER, softcap, words, first, HAS_CAP, False)
+        keep(raw_groups, row, S, g, inside, column, raw_best, raw_total, of_raw, of_raw)
+    into = blocks + row * P + piece + part
+    tl.store(into + COUNT * N.to(tl.int64) * P, some)
+    tl.store(into + LAST * N.to(tl.int64) * P, last)
 
 
 @triton.jit
@@ -291,48 +273,55 @@ def less(a, b):
     return tl.where(a == b, 0.0, a - b)
 
 
-@triton.jit(do_not_specialize=["N", "S", "P", "invalid_token", "last_slot"])
+@triton.jit(do_not_specialize=["N", "S", "P", "invalid_token", "last_slot", "noise_stream", "seed", "step"])
 def draw_row(
-    pairs, raw_pairs, of_pieces, ints_of_pieces, spoiled, slot, temperature, longs, ints, floats, N, S, P,
-    invalid_token, last_slot, HAS_SPOILED: tl.constexpr, HAS_SLOT: tl.constexpr, RAW: tl.constexpr,
-    T_EACH: tl.constexpr, SP: tl.constexpr, PP: tl.constexpr,
+    groups, raw_groups, blocks, spoiled, slot, temperature, seed, step, longs, ints, floats, N, S, P,
+    invalid_token, last_slot, noise_stream, HAS_SPOILED: tl.constexpr, HAS_SLOT: tl.constexpr, RAW: tl.constexpr,
+    T_EACH: tl.constexpr, SEED_EACH: tl.constexpr, STEP_EACH: tl.constexpr, SP: tl.constexpr, PP: tl.constexpr,
 ):  # fmt: skip
-    """One row: its groups and pieces joined. spoiled: 1 the logits held NaN, 2 a parameter has no meaning."""
+    """One row: its groups and blocks joined. spoiled: 1 the logits held NaN, 2 a parameter has no meaning."""
     row = tl.program_id(0).to(tl.int64)
-    _, padding, bad, hot, T, nan = request(
+    place, padding, bad, hot, T, nan = request(
         row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
     )  # fmt: skip
+    own = parameter(seed, place, SEED_EACH).to(tl.int64)
+    turn = parameter(step, place, STEP_EACH).to(tl.int64)
     t = tl.arange(0, SP)
-    pair = pairs + (row * S + t) * 2
-    m = tl.load(pair, mask=t < S, other=NEVER)
+    of = groups + row * S * 4
+    m = tl.load(of + t * 4, mask=t < S, other=NEVER)
+    total = tl.load(of + t * 4 + 1, mask=t < S, other=0.0)
+    time = tl.load(of + t * 4 + 2, mask=t < S, other=0.0)
+    p = tl.arange(0, PP)
+    into = blocks + row * P + p
+    n = tl.load(into + COUNT * N.to(tl.int64) * P, mask=p < P, other=0)
     top = tl.max(m, 0)
     live = (t < S) & (m > floor_of(top))
-    scale = tl.exp(less(m, top) / T)
-    mass = tl.sum(tl.where(live, times(tl.load(pair + 1, mask=t < S, other=0.0), scale), 0.0), 0)
-    p = tl.arange(0, PP)
-    inside = p < P
-    plane = N.to(tl.int64) * P
-    of = of_pieces + row * P + p
-    into = ints_of_pieces + row * P + p
-    count = tl.load(into + COUNT * plane, mask=inside, other=0)
-    nan = tl.maximum(tl.max((count < 0).to(tl.int32), 0), nan)
-    count = tl.where(count < 0, -1 - count, count)
-    best = tl.load(of + TOP * plane, mask=inside, other=NEVER)
-    can = inside & (best > floor_of(top)) & (count > 0)
-    tokens = tl.sum(tl.where(can, count, 0), 0)
-    x = tl.load(of + DRAWN_X * plane, mask=can, other=0.0)
-    e = tl.load(of + DRAWN_E * plane, mask=can, other=1.0)
+    mass = tl.sum(tl.where(live, times(total, tl.exp(less(m, top) / T)), 0.0), 0)
+    can = (p < P) & (((n & HELD_INFINITY) != 0) == (top == float("inf")))
+    tokens = tl.sum(tl.where(can, n & (HELD_INFINITY - 1), 0), 0)
+    nan = tl.maximum(nan, tl.max(((n & HELD_NAN) != 0).to(tl.int32), 0))
+    # Groups whose times are near the first: nearly always one.
     s = tl.minimum(LOG2E / T, LARGEST)
-    key = tl.where(can, key_of(e, x, s, finite(top)), float("inf"))
-    winner = tl.min(tl.where(can & (key == tl.min(key, 0)), p, PP), 0)  # pieces are in the order of ids
-    leader = tl.min(tl.where(can & (best == top), p, PP), 0)
-    mine = p == tl.where(hot, leader, winner)
-    token = tl.load(into + DRAWN * plane, mask=inside, other=0)
-    token = tl.where(hot, tl.load(into + BEST * plane, mask=inside, other=0), token)
-    token = tl.sum(tl.where(mine, token, 0), 0)
-    y = less(tl.sum(tl.where(mine & can, x, 0.0), 0), top) / T + 0.0  # as in sampling.results
-    lp = tl.where(hot, 0.0, y - tl.log(mass))
-    last = tl.max(tl.where(can, tl.load(into + LAST * plane, mask=inside, other=-1), -1), 0)
+    time = tl.where(hot, t.to(tl.float32), time * tl.exp2(less(top, m) * s))
+    able = live & ((hot == 0) | (m == top))
+    packed = tl.where(able, (time.to(tl.int32, bitcast=True).to(tl.int64) << 32) | t, BEYOND)
+    soonest = tl.min(packed, 0)
+    limit = time_of(soonest) * tl.where(hot, 1.0, CLOSE)
+    least = tl.full((), float("inf"), tl.float64)
+    token = tl.full((), MOST, tl.int32)
+    group = row * 0
+    drawn_x = tl.full((), 0.0, tl.float32)
+    while time_of(soonest) <= limit:
+        g = soonest & MOST
+        x = tl.load(of + g * 4 + 3)
+        ids = g.to(tl.int32) * GROUP + (tl.load(of + g * 4 + 2).to(tl.int32, bitcast=True) & MARK)
+        key = key_of(exponential_of(own, turn, ids, noise_stream), x, s, finite(top))
+        if (key < least) | ((key == least) & (ids < token)):
+            least, token, group, drawn_x = key, ids, g, x
+        packed = tl.where(packed == soonest, BEYOND, packed)
+        soonest = tl.min(packed, 0)
+    lp = tl.where(hot, 0.0, less(drawn_x, top) / T + 0.0 - tl.log(mass))  # as in sampling.results
+    last = tl.max(tl.where(can, tl.load(into + LAST * N.to(tl.int64) * P, mask=p < P, other=-1), -1), 0)
     infinite = top == float("inf")
     cut = infinite | (hot & (tokens > 1))
     none = bad | (tokens == 0)
@@ -348,13 +337,11 @@ def draw_row(
     threshold = tl.where(none, float("inf"), tl.where(cut, top, NEVER))
     tl.store(floats + 2 * N + row, tl.where(padding, 0.0, threshold))
     if RAW:
-        raw_x = tl.load(of + DRAWN_RAW * plane, mask=inside, other=0.0)
-        raw_x = tl.where(hot, tl.load(of + BEST_RAW * plane, mask=inside, other=0.0), raw_x)
-        raw_x = tl.sum(tl.where(mine, raw_x, 0.0), 0)
-        pair = raw_pairs + (row * S + t) * 2
-        raw_m = tl.load(pair, mask=t < S, other=NEVER)
+        of_raw = raw_groups + row * S * 4
+        raw_x = tl.load(of_raw + group * 4 + 2)
+        raw_m = tl.load(of_raw + t * 4, mask=t < S, other=NEVER)
         raw_top = tl.max(raw_m, 0)
-        raw_z = tl.load(pair + 1, mask=t < S, other=0.0)
+        raw_z = tl.load(of_raw + t * 4 + 1, mask=t < S, other=0.0)
         raw_mass = tl.sum(tl.where(raw_m > NEVER, times(raw_z, tl.exp(less(raw_m, raw_top))), 0.0), 0)
         raw_lp = less(raw_x, raw_top) - tl.log(raw_mass)
         tl.store(floats + 3 * N + row, tl.where(padding, 0.0, tl.where(none, float("nan"), raw_lp)))

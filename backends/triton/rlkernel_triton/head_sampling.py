@@ -8,7 +8,7 @@ go through sample.
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
 elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
 
-Legend: N rows · D hidden · V vocabulary · S groups of V · P pieces of a row.
+Legend: N rows · D hidden · V vocabulary · S groups of V · P blocks of a row.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.sampling.call import sample
-from rlkernel_triton.sampling.plan import Law, each_of
+from rlkernel_triton.sampling.plan import Law, each_of, on_nvidia
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
 FEW: Final = 64  # rows for which a product is memory-bound
 ROOM: Final = 1 << 23  # logits of an edited slab: 32 MiB, which stay in the cache of a large GPU
 WARPS: Final = 4
-BLOCKS: Final = 1  # of a piece: with 4 a slab of 256 rows takes longer to draw from
 COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
 
 
@@ -194,7 +193,7 @@ def describable(x: Tensor) -> bool:
 
 
 class _Draw:
-    """What rows keep of their groups and pieces, and the draw."""
+    """What rows keep of their groups and blocks, and the draw."""
 
     def __init__(self, law: Law, N: int, V: int, device: torch.device, *, raw: bool) -> None:
         T, _, _, _, seed, step, self.slot = law.arguments()
@@ -206,30 +205,33 @@ class _Draw:
 
     def begin(self, widths: list[int]) -> None:
         """Make room for what is kept of slabs of these widths."""
-        counts = [triton.cdiv(width, BLOCKS * kernels.BLOCK.value) for width in widths]
+        counts = [triton.cdiv(width, kernels.BLOCK.value) for width in widths]
         self.piece = [0, *accumulate(counts)]
-        self.pairs = torch.empty(2 if self.raw else 1, self.N, self.S, 2, dtype=torch.float32, device=self.device)
-        self.floats = torch.empty(5 if self.raw else 3, self.N, self.piece[-1], dtype=torch.float32, device=self.device)
-        self.ints = torch.empty(4, self.N, self.piece[-1], dtype=torch.int32, device=self.device)
+        self.groups = torch.empty(2 if self.raw else 1, self.N, self.S, 4, dtype=torch.float32, device=self.device)
+        self.blocks = torch.empty(2, self.N, self.piece[-1], dtype=torch.int32, device=self.device)
 
     def over(self, head: _Head, allowed: Tensor | None) -> None:
         """The whole vocabulary: one slab is multiplied in a stream of its own while the one before is drawn from.
 
-        A slab is as many tiles as run at a time, so two of them take the same memory however many rows there are.
+        A slab is as many tiles as run at a time, or what takes their memory where rows are few: two of them take the
+        same however many rows there are.
         """
         tile = head.tile
-        columns = max(_at_a_time(self.device, tile) // triton.cdiv(self.N, tile.BM), 1) * tile.BN
+        columns = max(_at_a_time(self.device, tile, self.N) // triton.cdiv(self.N, tile.BM), 1) * tile.BN
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         if columns >= block:
             columns -= columns % block  # no piece is begun for a rest
         else:  # so many rows that a slab would be less than what a draw looks at together
             columns = max(columns, min(block, self.V // 8) // group * group)
+        if self.N <= FEW and 2 * columns >= self.V:  # two slabs would hold the whole head
+            columns = self.V
         cut = [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
         self.begin([width for _, width in cut])
-        room = [torch.empty(self.N * cut[0][1], dtype=torch.float32, device=self.device) for _ in cut[:2]]
         lane = _Lane(self.device)
+        rooms = cut[: 1 if lane.side is None else 2]
+        room = [torch.empty(self.N * cut[0][1], dtype=torch.float32, device=self.device) for _ in rooms]
         for i, (first, width) in enumerate(cut):
-            slab = room[i % 2][: self.N * width].view(self.N, width)
+            slab = room[i % len(room)][: self.N * width].view(self.N, width)
             with lane.beside(i):
                 head.logits(first, width, slab, cap=False)
             lane.join(i)
@@ -251,11 +253,11 @@ class _Draw:
         grid = (self.N * (self.piece[i + 1] - self.piece[i]),)
         with on_device_of(x):
             kernels.draw_slab[grid](
-                x, raw, allowed, self.slot, *self.law, self.pairs, self.pairs[-1], self.floats, self.ints, first, width,
+                x, raw, allowed, self.slot, *self.law, self.groups, self.groups[-1], self.blocks, first, width,
                 self.piece[i], self.N, self.S, self.piece[-1], softcap or 0.0,
                 0 if allowed is None else allowed.shape[1], self.last_slot, self.stream, HAS_CAP=softcap is not None,
                 HAS_ALLOWED=allowed is not None, EDITED=raw is not None, HAS_SLOT=self.slot is not None, RAW=self.raw,
-                **self.each, WHOLE=width % 16 == 0, BLOCKS=BLOCKS, num_warps=WARPS, **FUSED,
+                **self.each, WHOLE=width % 16 == 0, QUICK=on_nvidia(x), num_warps=WARPS, **FUSED,
             )  # fmt: skip
 
     def result(self, spoiled: Tensor | None, invalid_token: int) -> SampleResult:
@@ -268,10 +270,10 @@ class _Draw:
             P = self.piece[-1]
             with on_device_of(longs):
                 kernels.draw_row[(N,)](
-                    self.pairs, self.pairs[-1], self.floats, self.ints, spoiled, self.slot, self.T, longs, ints, floats,
-                    N, self.S, P, invalid_token, self.last_slot, HAS_SPOILED=spoiled is not None,
-                    HAS_SLOT=self.slot is not None, RAW=self.raw, T_EACH=self.each["T_EACH"],
-                    SP=triton.next_power_of_2(self.S), PP=triton.next_power_of_2(P), num_warps=WARPS, **FUSED,
+                    self.groups, self.groups[-1], self.blocks, spoiled, self.slot, *self.law, longs, ints,
+                    floats, N, self.S, P, invalid_token, self.last_slot, self.stream, HAS_SPOILED=spoiled is not None,
+                    HAS_SLOT=self.slot is not None, RAW=self.raw, **self.each,
+                    SP=triton.next_power_of_2(self.S), PP=triton.next_power_of_2(P), num_warps=2 * WARPS, **FUSED,
                 )  # fmt: skip
         return SampleResult(
             token=longs[0],
@@ -323,8 +325,12 @@ class _Lane:
 _SIDES: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
 
 
-def _at_a_time(device: torch.device, tile: Tile) -> int:
-    """Programs of a product that run at a time; 1 in the interpreter."""
+def _at_a_time(device: torch.device, tile: Tile, N: int) -> int:
+    """Tiles of a slab: programs of a product that run at a time, more of them the fewer rows there are.
+
+    One in the interpreter.
+    """
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * (1 if tile.num_warps > 4 else 2)
+    a_processor = 1 if tile.num_warps > 4 else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count * a_processor * max(FEW // N, 1)

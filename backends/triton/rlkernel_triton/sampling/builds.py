@@ -45,16 +45,16 @@ def builds(arch: str) -> Iterator[Build]:
     """Every build that is compiled for an architecture."""
     from rlkernel_triton.sampling.plan import SHAPE, padded
 
-    few = {"maxnreg": SHAPE.finish_registers}
     for dtype in ("fp32", "bf16"):
         for label, case in _CASES.items():
             filters = label != "no filter"
             sizes = {"TILE": SHAPE.TILE, "GROUP": SHAPE.GROUP, **padded(_V, SHAPE)}
             sizes |= {"BLOCK": SHAPE.BLOCK, "FEW": SHAPE.FEW, "SEARCH": filters}
-            shapes = [(tiles, SHAPE.stream_warps, {"PER": SHAPE.tiles_a_program(1024), "RAW": False})]
-            shapes += [(finish, SHAPE.finish_warps, {})]
-            shapes += [(searched, SHAPE.search_warps, {})] if filters else []
-            for kernel, warps, own in shapes:
+            shapes = [(tiles, "", SHAPE.stream_warps, 0, {"PER": SHAPE.tiles_a_program(1024, free=not filters)})]
+            shapes += [(finish, "", *SHAPE.end(1), {})]
+            shapes += [(finish, ", many rows", *SHAPE.end(1024), {})] if label == "top-k, top-p" else []
+            shapes += [(searched, "", SHAPE.search_warps, 0, {})] if filters else []
+            for kernel, of_rows, warps, registers, own in shapes:
                 if dtype == "bf16" and (kernel is not tiles or label != "top-k, top-p"):
                     continue  # bf16 differs in the loads, and those of the others are few
                 types = {"x": f"*{dtype}", "raw": f"*{dtype}", **_TYPES}
@@ -68,10 +68,10 @@ def builds(arch: str) -> Iterator[Build]:
                 aligned = (*(n for n, t in types.items() if t[0] == "*"), *_ALIGNED)
                 yield Build(
                     kernel,
-                    f"{dtype}, {label}",
+                    f"{dtype}, {label}{of_rows}",
                     types,
                     constants,
                     num_warps=warps,
                     divisible=tuple(n for n in aligned if n in types),
-                    options=few if kernel is finish and arch.startswith("sm") else {},
+                    options={"maxnreg": registers} if registers and arch.startswith("sm") else {},
                 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rlkernel_triton.sampling.noise import gumbel
 from rlkernel_triton.sampling.rows import (
     LARGEST,
     LOG2E,
@@ -21,6 +22,7 @@ from rlkernel_triton.sampling.rows import (
     MOST,
     NOTHING,
     floor_of,
+    id_of,
     logits_at,
     ordered,
     ranked,
@@ -30,6 +32,7 @@ from rlkernel_triton.sampling.rows import (
 
 UNITS: tl.constexpr = tl.constexpr(2.0**48)  # of a weight, at most 1: so sums of candidates are exact in any order
 AT_ONCE: tl.constexpr = tl.constexpr(64)  # candidates that all others are compared with at a time
+BEHIND: tl.constexpr = tl.constexpr(1 << 30)  # an id behind every vocabulary
 ONE: tl.constexpr = tl.constexpr(1 << 56)  # a count beside a sum of weights
 
 
@@ -85,25 +88,24 @@ def threshold(key, low, held, high, n, most, TRIALS: tl.constexpr):
 
 
 @triton.jit
-def column_of(
-    x, at, column, V, some, scratch, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """(ids, logits) of a column of the groups listed in scratch; -inf where there is none."""
-    read = at < some
-    ids = tl.load(scratch + at, mask=read, other=0) * GROUP + column
-    return ids, logits_at(x, ids, read & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
-
-
-@triton.jit
 def of_groups(
     x, i, V, top, some, scratch, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """(ids, `ordered` logits) of the i-th tokens of the groups listed in scratch; LOWEST where none can be drawn."""
-    ids, v = column_of(x, i // GROUP, i % GROUP, V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP)
+    read = i // GROUP < some
+    ids = tl.load(scratch + i // GROUP, mask=read, other=0) * GROUP + i % GROUP
+    v = logits_at(x, ids, read & (ids < V), column_stride, allowed, HAS_ALLOWED, UNIT)
     v = tl.where(v != v, -float("inf"), v)
     return ids, tl.where(v > floor_of(top), ordered(v), LOWEST)
+
+
+@triton.jit
+def put(into, at, here, v, ids):
+    """Store those of [L, W] tokens that are here, each line from its `at` [L] on; where each line has come to."""
+    until = tl.cumsum(here, 1)
+    tl.store(into + at[:, None] + until - 1, ranked(v, ids), mask=here != 0)
+    return at + tl.sum(here, 1)
 
 
 @triton.jit
@@ -182,26 +184,31 @@ def gather(
     chosen = (key > tau) | ((key == tau) & (place >> HALF <= room))
     tl.store(scratch + (place & LOW) + tl.minimum(place >> HALF, room) - 1, g, mask=chosen)
     tl.debug_barrier()
-    # A thread has a fourth of a group: it counts, and then reads again what it stores.
+    # A thread has a fourth of a group, in four parts: it counts, and stores what it holds.
+    W: tl.constexpr = GROUP // 16
     i = tl.arange(0, 4 * K)
+    read = i >> 2 < some
+    of_group = tl.where(read, tl.load(scratch + (i >> 2), mask=read, other=0) * GROUP, BEHIND)
+    ids0 = (of_group + (i & 3) * W)[:, None] + tl.arange(0, W)[None, :]
+    ids1, ids2, ids3 = ids0 + 4 * W, ids0 + 8 * W, ids0 + 12 * W
+    v0 = logits_at(x, ids0, ids0 < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v1 = logits_at(x, ids1, ids1 < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v2 = logits_at(x, ids2, ids2 < V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v3 = logits_at(x, ids3, ids3 < V, column_stride, allowed, HAS_ALLOWED, UNIT)
     bar = unordered(tau)
-    each = i * 0
-    for strip in tl.static_range(GROUP // 4):
-        _, v = column_of(
-            x, i >> 2, strip * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
-        )
-        each += ((v >= bar) & (v > floor_of(top))).to(tl.int32)
+    h0 = ((v0 >= bar) & (v0 > floor_of(top))).to(tl.int32)
+    h1 = ((v1 >= bar) & (v1 > floor_of(top))).to(tl.int32)
+    h2 = ((v2 >= bar) & (v2 > floor_of(top))).to(tl.int32)
+    h3 = ((v3 >= bar) & (v3 > floor_of(top))).to(tl.int32)
+    each = tl.sum((h0 + h1) + (h2 + h3), 1)
     found = tl.sum(each, 0)
     greater = found
     if found <= C:
         at = tl.cumsum(each, 0) - each
-        for strip in tl.static_range(GROUP // 4):
-            ids, v = column_of(
-                x, i >> 2, strip * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
-            )
-            here = (v >= bar) & (v > floor_of(top))
-            tl.store(long_of(scratch + K) + at, ranked(v, ids), mask=here)
-            at += here.to(tl.int32)
+        at = put(long_of(scratch + K), at, h0, v0, ids0)
+        at = put(long_of(scratch + K), at, h1, v1, ids1)
+        at = put(long_of(scratch + K), at, h2, v2, ids2)
+        put(long_of(scratch + K), at, h3, v3, ids3)
     else:
         tau, greater, found = fewer(
             x, V, top, tau, found, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, K, C
@@ -210,13 +217,11 @@ def gather(
     # Where ties of the last group's maximum were left out, the first K tokens and all above that maximum are certain.
     if missed:
         if unordered(tau) == bar:
-            over = i * 0
-            for again in range(GROUP // 4):
-                _, v = column_of(
-                    x, i >> 2, again * 4 + (i & 3), V, some, scratch, column_stride, allowed, HAS_ALLOWED, UNIT, GROUP
-                )
-                over += ((v > bar) & (v > floor_of(top))).to(tl.int32)
-            greater = tl.sum(over, 0)
+            h0 = ((v0 > bar) & (v0 > floor_of(top))).to(tl.int32)
+            h1 = ((v1 > bar) & (v1 > floor_of(top))).to(tl.int32)
+            h2 = ((v2 > bar) & (v2 > floor_of(top))).to(tl.int32)
+            h3 = ((v3 > bar) & (v3 > floor_of(top))).to(tl.int32)
+            greater = tl.sum(tl.sum((h0 + h1) + (h2 + h3), 1), 0)
             certain = tl.minimum(greater, found)
         certain = tl.maximum(tl.minimum(K, found), certain)
     tl.debug_barrier()
@@ -232,23 +237,28 @@ def share_of(key, top, T):
 
 
 @triton.jit
-def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
-    """What the filters keep of a row, by its candidates.
+def kept_of(
+    scratch, found, certain, top, T, tokens, Z, k, p, m, seed, step, noise_stream, ORDER: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What the filters keep of a row, by its candidates, and which of these wins.
 
     The place of a candidate is how many come before it; it needs no sort, and neither does the mass before it.
     Args: found candidates in scratch[K:], the first `certain` of which are the first of the row; T, tokens, Z of the
     row; k <= 0, p not < 1 and m not > 0 are off.
-    Returns: how many, or more than `certain` where the candidates do not tell; of each candidate `packed`, y, the mass
-    up to it and with it in UNITS, and its place.
+    Returns: how many are kept, or more than `certain` where the candidates do not tell; the winner, by `ranked` scores;
+    the last that is kept, `packed`; their mass in UNITS; of each candidate whether it is kept, and y.
     """
     c = tl.arange(0, C)
     key = tl.load(long_of(scratch + K) + c, mask=c < found, other=NOTHING)
     v = value_of(key)
     y = tl.where(c < found, tl.where(v == top, 0.0, (v - top) / T), -float("inf"))
     w = share_of(key, top, T)
-    before = tl.zeros([C], tl.int64)
     # How many come before it and what they weigh share a number. Others are read: computed again, they cost more.
     tl.store(long_of(scratch + K) + C + c, w + ONE)
+    ids = id_of(key)
+    score = ranked(y + gumbel(seed, step, ids, noise_stream), ids)
+    before = tl.zeros([C], tl.int64)
     tl.debug_barrier()
     for start in range(0, found, AT_ONCE):
         j = start + tl.arange(0, AT_ONCE)[:, None]
@@ -271,14 +281,23 @@ def kept_of(scratch, found, certain, top, T, tokens, Z, k, p, m, ORDER: tl.const
         left = tl.minimum(by_m, by_k)
     if ORDER == 2:
         left = by_m
-    by_p = unknown
     sure = certain >= 0
+    inside = c < found
     if p < 1.0:
         some = tl.max(tl.where(place < left, before + w, 0), 0).to(tl.float32) / UNITS
         mass = tl.where(left >= tokens, Z, some)
         sure = (left <= certain) | (known_m & (left == tokens))
-        inside = (before.to(tl.float32) / UNITS < p * mass) & (place < left)
-        n = tl.maximum(tl.sum(inside.to(tl.int32), 0), 1)
+        inside = ((before.to(tl.float32) / UNITS < p * mass) | (place == 0)) & (place < left)
+    # What is kept is a prefix of the places: winner, last one, the mass with it and the nucleus, all in one search.
+    keep = inside & (place < tl.minimum(by_m, by_k))
+    who = tl.join(tl.where(keep, score, NOTHING), tl.where(keep, -key, NOTHING))
+    how = tl.join(tl.where(keep, before + w, 0), tl.where(inside, place + 1, 0).to(tl.int64))
+    who, how = tl.split(tl.max(tl.join(who, how), 0))
+    winner, last = tl.split(who)
+    in_all, nucleus = tl.split(how)
+    by_p = unknown
+    if p < 1.0:
+        n = tl.maximum(nucleus.to(tl.int32), 1)
         by_p = tl.where((n < certain) | (certain >= tokens) | (left <= certain), n, unknown)
     kept = tl.minimum(tl.minimum(by_m, by_k), tl.minimum(by_p, unknown))
-    return tl.where(sure, kept, unknown), key, y, before + w, place
+    return tl.where(sure, kept, unknown), winner, -last, in_all, keep, y

@@ -2,7 +2,7 @@
 
 Rows whose filters keep more than the candidates tell are left to `search.py`, which is marked in the results.
 Results of a row depend on the row alone: what programs add up here are integers, whose sums have no order.
-Legend: N rows · V vocabulary · S tiles a row of G groups each · SP, GP: S and S * G padded to powers of two.
+Legend: N rows · V vocabulary · S tiles a row of G groups each · GP: S * G padded to a power of two.
 Imports Triton.
 """
 
@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.sampling.candidates import UNITS, gather, kept_of
-from rlkernel_triton.sampling.noise import gumbel
+from rlkernel_triton.sampling.noise import SLACK, gumbel
 from rlkernel_triton.sampling.results import PENDING, groups_of, request, settle, summed
 from rlkernel_triton.sampling.rows import (
+    LARGEST,
+    LOG2E,
+    MOST,
     NOTHING,
     floor_of,
     followed,
@@ -28,7 +31,9 @@ from rlkernel_triton.sampling.rows import (
     value_of,
     waited,
 )
-from rlkernel_triton.sampling.stream import as_int32, scratch_at, winner_at
+from rlkernel_triton.sampling.stream import as_int32, scratch_at
+
+BEYOND: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # comes after every time, and is none
 
 
 @triton.jit
@@ -83,39 +88,32 @@ def score_of(
 
 @triton.jit
 def winner_of(
-    x, V, winners, S, per, top, T, seed, step, noise_stream, column_stride, allowed,
-    HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SP: tl.constexpr,
+    x, V, m, times_of_groups, groups, top, T, seed, step, noise_stream, column_stride, allowed,
+    HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The token that wins without a filter: the best of the programs' winners, and of all tokens of undecided ones."""
-    SOME: tl.constexpr = TILE if TILE < 512 else 512  # noqa: FURB136 a constant of the compiler
-    parts = tl.cdiv(S, per)
-    c = tl.arange(0, SP)
-    ids = tl.load(winners + c, mask=c < parts, other=V)
-    there = (ids >= 0) & (ids < V)
-    best = tl.max(
-        score_of(x, ids, there, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT), 0
-    )
-    if tl.min(ids, 0) < 0:
-        for part in range(parts):
-            if tl.load(winners + part) < 0:
-                for start in range(part * per * TILE, (part + 1) * per * TILE, SOME):
-                    all_of = start + tl.arange(0, SOME)
-                    score = score_of(
-                        x,
-                        all_of,
-                        all_of < V,
-                        top,
-                        T,
-                        seed,
-                        step,
-                        noise_stream,
-                        column_stride,
-                        allowed,
-                        HAS_ALLOWED,
-                        UNIT,
-                    )
-                    best = tl.maximum(best, tl.max(score, 0))
-    return id_of(best)
+    """The token that wins without a filter: the best of the groups whose bound is not above the time of the best.
+
+    Nearly always that is one group, the one whose bound is the least.
+    """
+    g = tl.arange(0, m.shape[0])
+    live = (g < groups) & (m > floor_of(top))
+    later = tl.exp2(tl.where(m == top, 0.0, (top - m) * tl.minimum(LOG2E / T, LARGEST)))
+    time = tl.where(live, times_of_groups * later, float("inf"))
+    key = (time.to(tl.int32, bitcast=True).to(tl.int64) << 32) | g
+    key = tl.where(live, key, BEYOND)
+    first = tl.min(key, 0)
+    best = tl.full((), NOTHING, tl.int64)
+    until = tl.full((), float("inf"), tl.float32)
+    while (first >> 32).to(tl.int32).to(tl.float32, bitcast=True) <= until:
+        ids = (first & MOST).to(tl.int32) * GROUP + tl.arange(0, GROUP)
+        score = score_of(
+            x, ids, ids < V, top, T, seed, step, noise_stream, column_stride, allowed, HAS_ALLOWED, UNIT
+        )  # fmt: skip
+        best = tl.maximum(best, tl.max(score, 0))
+        until = tl.exp2(-value_of(best) * LOG2E) * SLACK
+        key = tl.where(key == first, BEYOND, key)
+        first = tl.min(key, 0)
+    return tl.minimum(id_of(best), V - 1)  # within the row, even where somebody writes to it meanwhile
 
 
 @triton.jit(
@@ -183,7 +181,6 @@ def finish(
     LAWS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    SP: tl.constexpr,
     GP: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -192,6 +189,7 @@ def finish(
     """One row: its results, from its tiles."""
     if WHOLE:
         V = V // 16 * 16
+    FREE: tl.constexpr = K_EACH == -2 and P_EACH == -2 and M_EACH == -2  # no row has a filter
     row = tl.program_id(0).to(tl.int64)
     place, padding, bad, greedy, T, nan = request(
         row, slot, last_slot, temperature, spoiled, HAS_SLOT, HAS_SPOILED, T_EACH
@@ -218,6 +216,10 @@ def finish(
     waited(EDGE)
     followed(EDGE)
     m, z = groups_of(work, S, G, GP)
+    g = tl.arange(0, GP)
+    arrivals = m
+    if FREE:
+        arrivals = tl.load(work + scratch_at(S, G) + g, mask=g < S * G, other=0.0)
     filters = (k > 0) | (p < 1.0) | (low > 0.0)
     top, least, tokens, held_nan, Z, tilted = summed(m, z, work, S, per, T, ENTROPY, G, GROUP, GP)
     nan = nan | held_nan
@@ -238,46 +240,38 @@ def finish(
             cut_id = tl.where(everything, cut_id, winner)
         else:
             free = filters == 0
-            if K_EACH > -2 or P_EACH > -2 or M_EACH > -2:
+            if not FREE:
                 if filters:
                     if KEEP_ALL:
                         search = row >= 0
                     else:
                         search = k > K
                         if search == 0:
+                            scratch = counts + scratch_at(S, G)
                             found, certain = gather(
-                                x, V, top, least, tl.where(k > 0, k, K - K // 4), S * G, m, counts + scratch_at(S, G),
-                                column_stride, allowed, HAS_ALLOWED, UNIT, GROUP, K, C,
+                                x, V, top, least, tl.where(k > 0, k, K - K // 4), S * G, m, scratch, column_stride,
+                                allowed, HAS_ALLOWED, UNIT, GROUP, K, C,
                             )  # fmt: skip
-                            kept, key, y, until, place_of_each = kept_of(
-                                counts + scratch_at(S, G), found, certain, top, T, tokens, Z, k, p, low, ORDER, K, C
-                            )
+                            kept, best, last, in_all, keep, y = kept_of(
+                                scratch, found, certain, top, T, tokens, Z, k, p, low, noise_seed, noise_step,
+                                noise_stream, ORDER, K, C,
+                            )  # fmt: skip
                             search = (kept > certain) & (certain < tokens)
-                            keep = place_of_each < kept
-                            last = place_of_each == kept - 1
-                            ids = id_of(key)
-                            score = ranked(y + gumbel(noise_seed, noise_step, ids, noise_stream), ids)
-                            # The winner, the last that is kept and the mass with it, all in one search.
-                            score = tl.where(keep, score, NOTHING)
-                            until = tl.where(last, until, 0)
-                            final = tl.where(last, key, NOTHING)
-                            found_of = tl.max(tl.join(tl.join(score, final), tl.join(until, until)), 0)
-                            who, sums = tl.split(found_of)
-                            score_of_it, last_of_it = tl.split(who)
-                            in_all, _ = tl.split(sums)
-                            winner = id_of(score_of_it)
+                            winner = tl.minimum(id_of(best), V - 1)
                             mass = in_all.to(tl.float32) / UNITS
                             if ENTROPY:
                                 w = tl.where(keep, tl.exp(y), 0.0)
                                 each = in_units(tl.where(w > 0.0, -times(w, y), 0.0), C)
                                 tilted = -of_units(tl.sum(each, 0), C)
                             everything = (kept == tokens) & (top < float("inf"))
-                            cut = tl.where(everything, cut, value_of(last_of_it))
-                            cut_id = tl.where(everything, cut_id, id_of(last_of_it))
+                            cut = tl.where(everything, cut, value_of(last))
+                            cut_id = tl.where(everything, cut_id, id_of(last))
         if free:
+            if not FREE:
+                arrivals = tl.load(work + scratch_at(S, G) + g, mask=g < S * G, other=0.0)
             winner = winner_of(
-                x, V, counts + winner_at(S, G), S, per, top, T, noise_seed, noise_step, noise_stream, column_stride,
-                allowed, HAS_ALLOWED, UNIT, TILE, SP,
+                x, V, m, arrivals, S * G, top, T, noise_seed, noise_step, noise_stream, column_stride, allowed,
+                HAS_ALLOWED, UNIT, GROUP,
             )  # fmt: skip
             if top == float("inf"):
                 cut = top

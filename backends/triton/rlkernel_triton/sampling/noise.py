@@ -3,8 +3,8 @@
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 The draw is a race: with E = -ln(1 - u) the token with the least E / w wins, since y + g = -ln(E / w). `early` bounds E
-from below by a few products, so that a race is nearly decided without a logarithm a token; who decides it by `early`
-must check by `late` that nobody else could have won. Imports Triton.
+from below by a few products, so that a race is nearly decided without a logarithm a token: who takes E itself of the
+token that seems to win has a time, and need look only at tokens whose bound is not above it. Imports Triton.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLACK: tl.constexpr = tl.constexpr(1.0 + 2.0**-14)
 @triton.jit
 def uniform(words):
     """u = (word + 1/2) / 2^32, rounded."""
-    return (words.to(tl.float32) + 0.5) * TWO_32
+    return tl.fma(words.to(tl.float32), TWO_32, 0.5 * TWO_32)
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def exponential(words):
     """-ln(1 - u) with u = (word + 1/2) / 2^32, to a few ulp: log1p through the logarithm of a rounded 1 - u."""
     low = words < 0x80000000
     u = uniform(words)
-    far = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * TWO_32
+    far = uniform(words ^ 0xFFFFFFFF)
     f = tl.where(low, 1.0 - u, far)
     return tl.where(low, ((f - 1.0) + u) / f, 0.0) - tl.log(f)
 
@@ -37,14 +37,6 @@ def exponential(words):
 def early(u):
     """At most -ln(1 - u), and near it: the first terms of its series."""
     return u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
-
-
-@triton.jit
-def late(u):
-    """At least -ln(1 - u) of a u in [0, 1] that carries a rounding; +inf near 1, where that decides."""
-    tail = u * u * u * u * u
-    far = tl.where(u < 0.999, -tl.log(1.0 - u) * SLACK, float("inf"))
-    return tl.where(u < 0.25, early(u) + tail * 0.27, far)
 
 
 @triton.jit
@@ -78,9 +70,21 @@ def words_of(seed, step, block, stream):
 
 
 @triton.jit
-def gumbel(seed, step, ids, stream):
-    """fp32 noise of any ids of one request."""
+def earliest(y, seed, step, block, stream):
+    """[L, W] bounds below the times E * 2 ** -y of L x W tokens. block: [L, W / 4], of four ids each."""
+    return early(uniform(tl.reshape(words_of(seed, step, block, stream), y.shape))) * tl.exp2(-y)
+
+
+@triton.jit
+def exponential_of(seed, step, ids, stream):
+    """E of any ids of one request."""
     a, b, c, d = _words(seed, step, (ids >> 2).to(tl.uint32), stream)
     j = ids & 3
     word = tl.where(j == 0, a, tl.where(j == 1, b, tl.where(j == 2, c, d)))
-    return -tl.log(exponential(word))
+    return exponential(word)
+
+
+@triton.jit
+def gumbel(seed, step, ids, stream):
+    """fp32 noise of any ids of one request."""
+    return -tl.log(exponential_of(seed, step, ids, stream))

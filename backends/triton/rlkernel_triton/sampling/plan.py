@@ -20,7 +20,10 @@ from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
 
 MANY: Final = 4096  # prepared draws that are kept
-MANY_ROWS: Final = 1 << 15  # the second axis of a grid has less than 2^16 programs
+FEW_ROWS: Final = 8  # from which on a row's tiles go two to a program, and no kernel begins early
+MANY_ROWS: Final = 128  # up to which each row's finish has a processor of a large GPU to itself
+LEAST_GROUPS: Final = 512  # so that vocabularies up to 32768 share a build of the finish and of the search
+ROWS_A_LAYER: Final = 1 << 15  # the second axis of a grid has less than 2^16 programs
 
 
 OVERLAPPING: Final = {"launch_pdl": True}  # how a kernel is launched whose EDGE is on
@@ -37,15 +40,20 @@ class Shape:
     FEW: int = 1024  # tokens that the exact search tells apart without the row
     BLOCK: int = 2048  # tokens a step of the exact search; with 4096 it spills on CDNA, whatever the warps
     stream_warps: int = 4  # decides the order of a sum too
-    finish_warps: int = 8
-    finish_registers: int = 64  # of a thread of the finish, on NVIDIA's; 0: as many as it likes
+    finish_warps: int = 0  # 0: by the batch, as registers
+    finish_registers: int = 0  # of a thread of the finish, on NVIDIA's
     search_warps: int = 8
-    edges: int = 1  # rows up to which kernels begin before the one ahead has ended: more would crowd some processors
+    edges: int = FEW_ROWS - 1  # rows up to which kernels begin before the one ahead has ended: more crowd processors
     per: int = 0  # tiles a program of the stream; 0: by the batch
 
-    def tiles_a_program(self, N: int) -> int:
-        """One tile each until the rows alone fill a large GPU; then fewer, longer programs."""
-        return self.per or (1 if N < 8 else 2)
+    def tiles_a_program(self, N: int, *, free: bool) -> int:
+        """One tile each until the rows alone fill a large GPU; then fewer, longer programs. free: without a filter."""
+        return self.per or (1 if N < FEW_ROWS else 4 if free and N > MANY_ROWS else 2)
+
+    def end(self, N: int) -> tuple[int, int]:
+        """(warps, registers) of the finish: few rows are to end soon, one on a processor; many to be little work."""
+        warps, registers = (4, 80) if N > MANY_ROWS else (8, 96)
+        return self.finish_warps or warps, self.finish_registers or registers
 
 
 SHAPE: Final = Shape()
@@ -70,6 +78,8 @@ class Law:
         """What kernels take, numbers or contiguous tensors: temperature, top_k, top_p, min_p, seed, step; slot."""
         k = max(-1, min(self.top_k, 2**31 - 1)) if isinstance(self.top_k, int) else self.top_k
         T, p, m = (float(v) if isinstance(v, int) else v for v in (self.temperature, self.top_p, self.min_p))
+        if not k is p is m is None:  # a top-k and a top-p that are off share the builds of those that are on
+            k, p = -1 if k is None else k, 1.0 if p is None else p
         given = (T, k, p, m, as_int64(self.seed), as_int64(self.step), self.slot)
         return tuple(flat(value) if isinstance(value, Tensor) else value for value in given)
 
@@ -93,9 +103,9 @@ def as_int64(number: int | Tensor) -> int | Tensor:
 
 
 def padded(V: int, shape: Shape) -> dict[str, int]:
-    """Sizes of the finish for a vocabulary, powers of two."""
-    S = triton.next_power_of_2(triton.cdiv(V, shape.TILE))
-    return {"SP": S, "GP": max(S * shape.TILE // shape.GROUP, shape.K), "K": shape.K, "C": shape.C}
+    """Sizes of the finish for a vocabulary, powers of two: they decide bits, and depend on V alone."""
+    groups = triton.next_power_of_2(triton.cdiv(V, shape.TILE)) * shape.TILE // shape.GROUP
+    return {"GP": max(groups, LEAST_GROUPS), "K": shape.K, "C": shape.C}
 
 
 def on_nvidia(x: Tensor) -> bool:
@@ -148,25 +158,28 @@ class Plan:
         self.compiled: list[Any] = [None] * 4
         self.N, self.S, self.V = N, S, V
         room = max(shape.K + 4 * shape.C, shape.FEW if self.search else 0)
-        self.words = (S * (3 * G + 2) + (room if filters else 0) + 3) // 2 * 2
+        self.words = (S * (3 * G + 1) + max(room if filters else 0, S * G) + 3) // 2 * 2
         self.works = 1 if raw is None else 2
         self.entropy, self.laws, self.raw = entropy, laws, raw is not None
         self.floats = 5 if entropy else 4 if self.raw else 3
-        self.per = shape.tiles_a_program(N)
-        self.grid = (triton.cdiv(S, self.per), min(N, MANY_ROWS), triton.cdiv(N, MANY_ROWS))
+        self.per = shape.tiles_a_program(N, free=not filters)
+        self.grid = (triton.cdiv(S, self.per), min(N, ROWS_A_LAYER), triton.cdiv(N, ROWS_A_LAYER))
         cores = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
         self.searchers = (min(N, cores), 1, 1)
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
-        self.warps = (shape.stream_warps, shape.stream_warps, shape.finish_warps, shape.search_warps)
+        finish_warps, registers = shape.end(N)
+        self.warps = (shape.stream_warps, shape.stream_warps, finish_warps, shape.search_warps)
         sizes = padded(V, shape)
         there = (allowed is not None, law.slot is not None, x.stride(1) == 1, V % 16 == 0)
         each = tuple(map(each_of, parameters[:6]))
+        if N == 1 and law.slot is None:  # where one entry stands for all, it is also the first of each
+            each = tuple(e or 1 for e in each)
         way = (FILTER_ORDERS.index(law.filter_order), law.tie == "keep_all")
         cut = (shape.TILE, shape.GROUP)
         edge = N <= shape.edges and overlaps(x)
         behind = OVERLAPPING if edge else {}
-        few = {"maxnreg": shape.finish_registers} if shape.finish_registers and on_nvidia(x) else {}
+        few = {"maxnreg": registers} if on_nvidia(x) else {}
         self.options = ({}, {}, {**behind, **few}, behind)
         self.of_tiles = (*there, *each, False, entropy, *cut, self.per, edge)
         unit = raw is not None and raw.stride(1) == 1
@@ -183,7 +196,7 @@ class Plan:
             *sizes.values(),
             edge,
         )
-        tail = (*cut, sizes["SP"], sizes["GP"], shape.BLOCK, shape.FEW, edge)
+        tail = (*cut, sizes["GP"], shape.BLOCK, shape.FEW, edge)
         self.of_search = (*there, spoiled is not None, *each, *way, *on_request, *tail)
 
     def launch(self, place: int, kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:

@@ -1,6 +1,6 @@
 """What the kernels of a row share: its request, the sum of its groups, and its results.
 
-Legend: N rows · S tiles a row of G groups each · SP, GP: tiles and groups padded to powers of two. Imports Triton.
+Legend: N rows · S tiles a row of G groups each · GP: groups padded to a power of two. Imports Triton.
 """
 
 from __future__ import annotations

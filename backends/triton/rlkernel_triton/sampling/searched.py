@@ -130,7 +130,6 @@ def searched(
     LAWS: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
-    SP: tl.constexpr,
     GP: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,

@@ -1,8 +1,8 @@
 """The pass over the logits: what every group of a row adds up to, read once.
 
 Per group of GROUP tokens: its best logit and the sum of exp((x - best) / T), side by side, and on request the moment of
-the entropy. The maxima certify the candidates of the filters. Per program: how many tokens there are, and on rows
-without a filter the token that wins the race among its own.
+the entropy; on rows without a filter a bound below the time at which its first token arrives in the race. The maxima
+certify the candidates of the filters. Per program: how many tokens there are.
 
 A thread holds a fourth of a group, and no thread waits for another but where a group holds what is not
 finite. A sum is one of a group: it depends neither on the batch nor on PER, so neither do the bits. A row with +inf is
@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 
 from rlkernel_triton.arithmetic import scaled_less
-from rlkernel_triton.sampling.noise import SLACK, early, late, uniform, words_of
+from rlkernel_triton.sampling.noise import earliest
 from rlkernel_triton.sampling.rows import (
     INTERPRETED,
     LARGEST,
     LN2,
     LOG2E,
-    MOST,
     floor_of,
     followed,
     in_pairs,
@@ -43,21 +42,15 @@ def count_at(S, G: tl.constexpr):
 
 
 @triton.jit
-def winner_at(S, G: tl.constexpr):
-    """Where the winners of programs stand, int32; -1: the race is not decided."""
+def moment_at(S, G: tl.constexpr):
+    """Where the moments of groups stand."""
     return 2 * S * G + S
 
 
 @triton.jit
-def moment_at(S, G: tl.constexpr):
-    """Where the moments of groups stand."""
-    return 2 * S * G + 2 * S
-
-
-@triton.jit
 def scratch_at(S, G: tl.constexpr):
-    """Where the memory for `finish` and `searched` begins, a multiple of two numbers."""
-    return (3 * G + 2) * S + (S * G & 1)
+    """Where the memory for `finish` and `searched` begins, a multiple of two numbers; without a filter, the times."""
+    return (3 * S * G + S + 1) // 2 * 2
 
 
 @triton.jit
@@ -84,30 +77,6 @@ def filtered(place, top_k, top_p, min_p, V, K: tl.constexpr, P: tl.constexpr, M:
 def tilt(w, y):
     """w * y, 0 where nothing weighs."""
     return tl.where(w > 0.0, times(w, y), 0.0)
-
-
-@triton.jit
-def race(
-    x, V, best, s, seed, step, first, noise_stream, column_stride, allowed, HAS_ALLOWED: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """The id in the block [first, first + ROWS * GROUP) that wins it, or -1 where that is too close to tell.
-
-    No difference is told beside +inf.
-    """
-    ids = first + tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    v = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
-    v = tl.where(v != v, -float("inf"), v)
-    block = (first >> 2) + tl.arange(0, ROWS)[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
-    u = uniform(tl.reshape(words_of(seed, step, block, noise_stream), [ROWS, GROUP]))
-    time = early(u) * tl.exp2((best - v) * s)
-    soonest = tl.min(tl.reshape(time, [ROWS * GROUP]), 0)
-    at = tl.reshape(tl.where(time == soonest, ids, MOST), [ROWS * GROUP])
-    who = tl.min(at, 0)
-    own = tl.max(tl.reshape(tl.where(time == soonest, u, 0.0), [ROWS * GROUP]), 0)
-    next_one = tl.min(tl.reshape(tl.where(ids == who, float("inf"), time), [ROWS * GROUP]), 0)
-    close = (next_one <= soonest * (late(own) / early(own)) * SLACK) | (best == float("inf"))
-    return tl.where(close, -1, who)
 
 
 @triton.jit(
@@ -152,6 +121,7 @@ def tiles(
 ):
     """PER tiles of a row."""
     followed(EDGE)
+    FREE: tl.constexpr = K_EACH == -2 and P_EACH == -2 and M_EACH == -2  # no row has a filter
     G: tl.constexpr = TILE // GROUP
     ROWS: tl.constexpr = PER * G
     if WHOLE:
@@ -182,6 +152,11 @@ def tiles(
         filters = filtered(place, top_k, top_p, min_p, V, K_EACH, P_EACH, M_EACH)
         greedy = T == 0.0
         T = tl.where(greedy, 1.0, T)
+        noise_seed = row
+        noise_step = row
+        if FREE:  # nearly sure to be asked for, and on their way from here on
+            noise_seed = parameter(seed, place, SEED_EACH).to(tl.int64)
+            noise_step = parameter(step, place, STEP_EACH).to(tl.int64)
     s = tl.minimum(LOG2E / T, LARGEST)
     best = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), 1)
     # (v - best) * s in one rounding, but for a residue of the whole group that the sum is rid of.
@@ -220,6 +195,7 @@ def tiles(
         n = tl.sum(tl.sum(each, 1), 0)
         n += tl.where(high == float("inf"), HELD_INFINITY, 0)
         n += tl.max(tl.max(nan.to(tl.int32), 1), 0) * HELD_NAN
+        residue = tl.zeros([ROWS], tl.float32)
         y0 = tl.where(v0 == best[:, None], 0.0, (v0 - best[:, None]) * s)
         y1 = tl.where(v1 == best[:, None], 0.0, (v1 - best[:, None]) * s)
         y2 = tl.where(v2 == best[:, None], 0.0, (v2 - best[:, None]) * s)
@@ -241,21 +217,13 @@ def tiles(
         if ENTROPY:
             tl.store(work + moment_at(S, G) + g, moment, mask=g < S * G)
         if (not filters) & (not greedy):
-            # Read again: kept until now, the logits would cost every row registers.
-            who = race(
-                x,
-                V,
-                tl.max(best, 0),
-                s,
-                parameter(seed, place, SEED_EACH).to(tl.int64),
-                parameter(step, place, STEP_EACH).to(tl.int64),
-                first,
-                noise_stream,
-                column_stride,
-                allowed,
-                HAS_ALLOWED,
-                UNIT,
-                ROWS,
-                GROUP,
-            )
-            tl.store(counts + winner_at(S, G) + part, who)
+            if not FREE:
+                noise_seed = parameter(seed, place, SEED_EACH).to(tl.int64)
+                noise_step = parameter(step, place, STEP_EACH).to(tl.int64)
+            of_four = ((first >> 2) + tl.arange(0, ROWS) * (GROUP // 4))[:, None] + tl.arange(0, QUARTER // 4)[None, :]
+            t0 = earliest(y0, noise_seed, noise_step, of_four, noise_stream)
+            t1 = earliest(y1, noise_seed, noise_step, of_four + QUARTER // 4, noise_stream)
+            t2 = earliest(y2, noise_seed, noise_step, of_four + QUARTER // 2, noise_stream)
+            t3 = earliest(y3, noise_seed, noise_step, of_four + (QUARTER // 4) * 3, noise_stream)
+            time = tl.min(tl.minimum(tl.minimum(t0, t1), tl.minimum(t2, t3)), 1)
+            tl.store(work + scratch_at(S, G) + g, time * tl.exp2(residue), mask=g < S * G)
