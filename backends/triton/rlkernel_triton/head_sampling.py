@@ -1,7 +1,7 @@
 """lm_head_sample@1 in Triton: slabs of the logits, and a draw that keeps a few numbers of each.
 
-Without a filter no [N, V] exists: a slab of columns is multiplied while the rows draw from the one before it, which
-still lies in the cache; two slabs are all that there is of the logits. Where edits are given as lists or penalties, a
+Without a filter a slab of columns is multiplied while the rows draw from the one before it, which still lies in the
+cache; two slabs are all that there is of the logits, and they take no more memory where rows are many. Where edits are given as lists or penalties, a
 slab is edited by the core's formulas first. With a filter, or where whole rows are asked for, the logits are stored and
 go through sample.
 
