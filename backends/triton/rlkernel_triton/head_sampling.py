@@ -1,9 +1,9 @@
 """lm_head_sample@1 in Triton: slabs of the logits, and a draw that keeps a few numbers of each.
 
 Without a filter a slab of columns is multiplied while the rows draw from the one before it, which still lies in the
-cache; two slabs are all that there is of the logits, and they take no more memory where rows are many. Where edits are given as lists or penalties, a
-slab is edited by the core's formulas first. With a filter, or where whole rows are asked for, the logits are stored and
-go through sample.
+cache; two slabs are all that there is of the logits, and they take no more memory where rows are many. Where edits are
+given as lists or penalties, a slab is edited by the core's formulas first. With a filter, or where whole rows are asked
+for, the logits are stored and go through sample.
 
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
 elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
