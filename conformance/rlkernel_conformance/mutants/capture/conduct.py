@@ -209,7 +209,7 @@ def threads_are_not_kept_apart(reference: Any, fn: Any, example: Any, **rest: An
     captured = reference(fn, example, **rest)
 
     class Open:
-        name, pools, lock = "open", captured.group.pools, nullcontext()
+        name, pools, lock, updates = "open", captured.group.pools, nullcontext(), 0
 
     captured.group = captured._table._group = Open()
     return captured
