@@ -137,6 +137,8 @@ def test_the_example_for_boards(planned, batch, width) -> None:
     now, old = torch.zeros(batch, 4).requires_grad_(), torch.zeros(batch, 4)
     given = {"advantages": torch.zeros(batch), "mask": mask, "kind": "grpo", "clip": (0.2, 0.28)}
     lacking |= planned("policy_loss", logprob=now, old_logprob=old, **given)[0]
+    rows = torch.zeros(batch, dtype=torch.int64)
+    lacking |= planned("sample", logits=torch.zeros(batch, 13), temperature=1.0, seed=rows, step=rows)[0]
     for n, k in ((3, 1), (1, 1), (4, 1), (1, 4)):
         N, K = n * width, k * width
         more, w = planned("quantize", weight=torch.zeros(N, K), format="int4_g32")
