@@ -156,6 +156,21 @@ def test_rows_without_filters_in_a_build_without_them(tmp_path) -> None:
     same(plain, x, temperature=torch.linspace(0, 2, 24), seed=torch.arange(24), step=2**40)
 
 
+@pytest.mark.parametrize("cluster", [1, 2])  # a race at the row's end, and a winner of every tile
+def test_the_first_to_arrive_is_drawn_whatever_the_logits(cluster, tmp_path) -> None:
+    plain = built(tmp_path, NT=64, CLUSTER=cluster, TYPE=0, PLAIN=1)
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(40, 5003, generator=g) * torch.tensor([0.0, 0.1, 1.0, 3.0, 10.0]).repeat(8)[:, None]
+    x[3, ::2], x[4, 7], x[5], x[6, 1:], x[7, 100:] = -INF, NAN, 0, -INF, -1e30
+    x[8, 5], x[9, 9], x[10] = 1e30, INF, -INF
+    x[11] = (x[11] * 1e38).clamp(-3e38, 3e38)
+    x[12] += 1e4
+    x[13, 4096:] += 40
+    temperature = torch.tensor([1.0, 0.3, 2.0, 1e-3, 1.0, 0.0, 1e30, 1.0]).repeat(5)
+    for step in range(3):
+        same(plain, x, temperature=temperature, seed=torch.arange(40), step=step)
+
+
 def test_only_many_fp32_rows_under_a_top_k_are_read_on() -> None:
     found = {
         (dtype, rows): shape_of(rows, dtype, plain=False, cut=True).finishers > 0

@@ -21,9 +21,8 @@ import torch
 
 from rlkernel_cuda import driver
 
-SOURCES: Final = tuple(
-    Path(__file__).with_name(n) for n in ("device.cuh", "tile.cuh", "wide.cuh", "write.cuh", "quick.cuh", "sample.cu")
-)
+ORDER: Final = ("device", "law", "noise", "tile", "wide", "race", "write", "quick")
+SOURCES: Final = (*(Path(__file__).with_name(f"{n}.cuh") for n in ORDER), Path(__file__).with_name("sample.cu"))
 TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE: Final = 1024
 TILES: Final = 256  # most tiles of a row
@@ -51,7 +50,7 @@ class Shape:
         return rows * self.cluster
 
 
-# `Params` of tile.cuh. A parameter is (address, number, stride in entries, whether its integers have 64 bits).
+# `Params` of law.cuh. A parameter is (address, number, stride in entries, whether its integers have 64 bits).
 _GIVEN: Final = "PQii"
 PARAMS: Final = struct.Struct("Pq4i" + 6 * _GIVEN + "PiiIiq8P")
 NUMBER: Final = struct.Struct("f")

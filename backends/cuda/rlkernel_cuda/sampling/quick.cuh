@@ -96,16 +96,12 @@ template <typename Test> __device__ __forceinline__ void list_groups(const Param
 }
 // Four tokens of one of two groups that a warp reads again, of `n` that are listed; returns the first one's id.
 __device__ __forceinline__ int group_again(float (&x)[4], const Params& P, const Stored* src, int i, int n, const Shared& sm) {
-  const int lane = threadIdx.x & 31, group = sm.again[min(i + (lane >> 4), n - 1)];
-  const int id = group / PER_TILE * TILE + (lane & 15) / 2 * WIDTH + group % PER_TILE * 8 + (lane & 1) * 4;
-  if (i + (lane >> 4) >= n) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = -INF;
-  } else if ((P.whole & 2) && id < P.V) {
-    load4_again(x, src + id);
+  const int lane = threadIdx.x & 31, id = first_of(sm.again[min(i + (lane >> 4), n - 1)]);
+  if (i + (lane >> 4) < n) {
+    quad_again(x, P, src, id);
   } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) x[j] = id + j < P.V ? value_at(src + id + j) : -INF;
+    for (int j = 0; j < 4; ++j) x[j] = -INF;
   }
   return id;
 }

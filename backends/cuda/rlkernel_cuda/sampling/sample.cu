@@ -2,13 +2,14 @@
 //
 // One warp writes to the finishing block the best logit of each of the 16 groups of a tile, and of the tile sum
 // exp((x - top) / T). What the groups tell is quick.cuh's; what keeps more than they tell goes the exact way, of
-// wide.cuh. A row without a filter takes the best of its tiles' winners.
+// wide.cuh. A row without a filter takes the best of its tiles' winners or, where rows are many, holds a race (race.cuh).
 //
 // Few rows: a cluster of blocks reads each, its first block finishes. Many rows: a block reads its rows one after the
 // other, while its first FINISHERS warps finish those that were read.
 //
-// Put after device.cuh, tile.cuh, wide.cuh, write.cuh and quick.cuh. Macros: NT threads, CLUSTER blocks a row, FINISHERS
-// warps (0: all, after they have read), PER_SM blocks a multiprocessor, AHEAD: a warp reads a tile while it works on one,
+// Put after device.cuh, law.cuh, noise.cuh, tile.cuh, wide.cuh, race.cuh, write.cuh and quick.cuh. Macros: NT threads,
+// CLUSTER blocks a row, FINISHERS warps (0: all, after they have read), PER_SM blocks a multiprocessor, AHEAD: a warp
+// reads a tile while it works on one,
 // TYPE of the logits (0 fp32, 1 bf16, 2 fp16), PLAIN: no row has a filter.
 
 // What a row keeps and draws whose tiles tell: without a filter all, or the first of its best. By one warp.
@@ -44,10 +45,18 @@ __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int r
   }
   MARK(3);
   const bool none = off || top == -INF;
-  if (none || (top < INF && (R.greedy || !R.filtered))) {
+  if (none || (top < INF && (R.greedy || (!R.filtered && !RACED)))) {
     if (last) write(P, R, row, sm.merged, none ? Cut{} : best_of_tiles(P, R, st, sm.merged), 0);
     return true;
   }
+#if RACED
+  if (top < INF && !R.filtered) {
+    sync<TEAM>();  // the tiles have been added up
+    const Cut c = race(P, src, R, st, sm);
+    if (warp == 0) write(P, R, row, sm.merged, c, 0);
+    return true;
+  }
+#endif
 #if !PLAIN
   if (R.filtered && top < INF && R.k <= ASKED) {
     int n = -1;

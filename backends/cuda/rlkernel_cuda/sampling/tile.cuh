@@ -1,161 +1,14 @@
-// The parameters of a row, keys that order tokens, noise, and the pass over one tile of 1024 tokens by one warp.
+// The pass over one tile of 1024 tokens by one warp. NaN counts as -inf. Put after noise.cuh.
 //
 // The tiling is fixed, so every sum has one order whatever the batch, the cluster or the number of threads.
-// Order everywhere: value descending, token id ascending. NaN counts as -inf.
-// Noise: Philox4x32-10 (Salmon et al., SC 2011), key = seed, counter = (id div 4, step, stream), word = id mod 4.
-
-#define WIDTH 128      // tokens that a warp reads at once
-#define TILE 1024
-#define TILES 256      // most tiles of a row
-#define PER_TILE 16    // groups of a tile: what two neighbouring lanes hold of it, 64 tokens
-#define GROUPS (PER_TILE * TILES)
-#define BINS 2048      // of the exact search
-#define COARSE 256     // bins of the group maxima
-#define CANDIDATES 2048
-#define ASKED 512      // most of the best groups that are asked for
-#define REREAD 1024    // groups that may be read again
-#define RANKED 256     // candidates that are ordered by counting
-#define SLACK 6        // tiles more than asked for that a level may let through
-#define WARPS (NT / 32)
-#define TEAM (FINISHERS ? FINISHERS * 32 : NT)  // threads that finish a row, from the first on
-#define BUFFERS (FINISHERS ? 2 : 1)             // rows of which a block has statistics
-#define LOG2E 1.4426950408889634f
-#define LARGEST 3.4028234663852886e38f
-#if TYPE == 0
-typedef float Stored;
-#else
-typedef u16 Stored;
-#endif
-
-struct Given {         // a parameter of the law
-  const void* at;      // its values, or none
-  u64 number;          // the value of all rows where there are none
-  int each;            // -1: the number; 0: one value for all; 1: one per row or slot
-  int wide;            // 64-bit integers
-};
-struct Params {
-  const void* logits;  // [N, >= V]
-  i64 row_stride;
-  int N, V, tiles, whole;  // whole: bit 0, quads of a row may be loaded at once; bit 1, the end of a row cuts none
-  Given temperature, top_k, top_p, min_p, seed, step;
-  const void* slot;    // [N] or none
-  int slot_wide, last_slot;
-  u32 stream;
-  int raw;             // whether raw_logprob is asked for
-  i64 invalid_token;
-  i64 *token, *threshold_id;                          // out, all [N]
-  float *logprob, *log_kept_mass, *threshold, *raw_logprob;
-  int *kept_count, *status;
-};
-
-__device__ __forceinline__ u32 ordered(float x) { u32 b = bits_of(x + 0.f); return b ^ (u32(int(b) >> 31) | 0x80000000u); }
-__device__ __forceinline__ float unordered(u32 u) { return float_of(u ^ ((u >> 31) ? 0x80000000u : FULL)); }
-__device__ __forceinline__ u64 make_key(float x, int id) { return u64(ordered(x)) << 32 | u32(~id); }
-__device__ __forceinline__ float key_value(u64 k) { return unordered(u32(k >> 32)); }
-__device__ __forceinline__ int key_id(u64 k) { return int(~u32(k)); }
-
-struct Row {           // one row's parameters, decoded
-  float T, s, p, m;    // s = log2(e) / T; p = 1 and m = 0 are off
-  int k;               // 0 is off
-  bool greedy, filtered, bad, padding;
-  u32 key0, key1, step0, step1;
-};
-struct Stored64 { u32 low, high; };
-struct Undecoded {     // the same as it lies in memory: all loads are under way before one is waited for
-  i64 place;
-  u32 T, p, m;
-  Stored64 k, seed, step;
-};
-__device__ __forceinline__ const u32* place_of(const Given& g, i64 place, int words) {
-  return g.each < 0 ? reinterpret_cast<const u32*>(&g.number) : static_cast<const u32*>(g.at) + place * g.each * words;
-}
-__device__ __forceinline__ Stored64 integer_of(const Given& g, i64 place) {
-  const u32* p = place_of(g, place, 1 + g.wide);
-  Stored64 v = {load_word(p), load_word(p + g.wide)};
-  return v;
-}
-__device__ __forceinline__ i64 decoded(Stored64 v, const Given& g) {
-  return g.wide ? i64(u64(v.high) << 32 | v.low) : i64(int(v.low));
-}
-__device__ __forceinline__ Undecoded parameters_of(const Params& P, int r) {
-  Undecoded u;
-  u.place = r;
-  if (P.slot) u.place = P.slot_wide ? static_cast<const i64*>(P.slot)[r] : i64(static_cast<const int*>(P.slot)[r]);
-  const i64 at = u.place < 0 || !P.slot ? max(u.place, 0ll) : min(u.place, i64(P.last_slot));
-  u.T = load_word(place_of(P.temperature, at, 1));
-  u.k = integer_of(P.top_k, at);
-  u.p = load_word(place_of(P.top_p, at, 1)), u.m = load_word(place_of(P.min_p, at, 1));
-  u.seed = integer_of(P.seed, at), u.step = integer_of(P.step, at);
-  return u;
-}
-__device__ __forceinline__ Row row_of(const Params& P, const Undecoded& u) {
-  Row R;
-  R.padding = P.slot && u.place < 0, R.bad = P.slot && u.place > P.last_slot;
-  R.T = float_of(u.T);
-  R.bad |= !(R.T >= 0.f && R.T < INF);
-  R.greedy = R.T == 0.f && !R.bad;
-  if (R.greedy || R.bad) R.T = 1.f;
-  const float one = reciprocal(R.T), s = LOG2E * one;
-  R.s = fminf(fmaf(fmaf(-s, R.T, LOG2E), one, s), 3e38f);
-  const i64 k = decoded(u.k, P.top_k), seed = decoded(u.seed, P.seed), step = decoded(u.step, P.step);
-  R.k = k <= 0 || k >= P.V ? 0 : int(k);
-  R.p = float_of(u.p), R.m = float_of(u.m);
-  if (!(R.p < 1.f)) R.p = 1.f;
-  if (!(R.m > 0.f)) R.m = 0.f;
-  if (R.p <= 0.f || R.m > 1.f) R.k = 1, R.p = 1.f, R.m = 0.f;  // the first of the order alone
-  R.filtered = R.bad || R.k > 0 || R.p < 1.f || R.m > 0.f;
-  R.key0 = u32(seed), R.key1 = u32(u64(seed) >> 32), R.step0 = u32(step), R.step1 = u32(u64(step) >> 32);
-  return R;
-}
 
 struct Winner { float x, g; int id; };  // logit, noise and id of the best of a tile; id < 0: none
 struct Stats {         // of every tile of a row, in the block that finishes it
   float top[TILES], sum[TILES], raw[TILES];  // best logit; sum of exp((x - top) / T); the same with T = 1
   int count[TILES];    // tokens above -inf; bit 16: the tile holds NaN
   Winner winner[TILES];
-  float group[GROUPS]; // best logit
+  float group[GROUPS]; // best logit; in a race, a bound below the times at which its tokens arrive
 };
-
-// ---- noise
-__device__ __forceinline__ void philox(u32 (&w)[4], u32 block, const Row& R, u32 stream) {
-  u32 c0 = block, c1 = R.step0, c2 = R.step1, c3 = stream, k0 = R.key0, k1 = R.key1;
-#pragma unroll
-  for (int i = 0; i < 10; ++i) {
-    const u64 a = u64(0xD2511F53u) * c0, b = u64(0xCD9E8D57u) * c2;
-    c0 = u32(b >> 32) ^ c1 ^ k0, c1 = u32(b), c2 = u32(a >> 32) ^ c3 ^ k1, c3 = u32(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-  }
-  w[0] = c0, w[1] = c1, w[2] = c2, w[3] = c3;
-}
-__device__ __forceinline__ void philox_min4(u32 (&low)[4], u32 block, const Row& R, u32 stream) {  // of blocks block + 32 g
-  u32 c[4][4], k0 = R.key0, k1 = R.key1;
-#pragma unroll
-  for (int g = 0; g < 4; ++g) c[g][0] = block + 32 * g, c[g][1] = R.step0, c[g][2] = R.step1, c[g][3] = stream;
-#pragma unroll
-  for (int i = 0; i < 10; ++i) {
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      const u64 a = u64(0xD2511F53u) * c[g][0], b = u64(0xCD9E8D57u) * c[g][2];
-      c[g][0] = u32(b >> 32) ^ c[g][1] ^ k0, c[g][1] = u32(b), c[g][2] = u32(a >> 32) ^ c[g][3] ^ k1, c[g][3] = u32(a);
-    }
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    keep(k0, k1);
-  }
-#pragma unroll
-  for (int g = 0; g < 4; ++g) low[g] = min(min(c[g][0], c[g][1]), min(c[g][2], c[g][3]));
-}
-__device__ __forceinline__ float gumbel(u32 r) {  // -ln(-log1p(-(r + 1/2) / 2^32)), accurate at both ends
-  const float e = r < 0x80000000u ? -log1pf(-(float(r) + 0.5f) * 0x1p-32f) : -logf((float(~r) + 0.5f) * 0x1p-32f);
-  return -logf(e);
-}
-__device__ __noinline__ float token_noise(int id, const Row& R, u32 stream) {
-  u32 w[4];
-  philox(w, u32(id) >> 2, R, stream);
-  const int j = id & 3;
-  return gumbel(j == 0 ? w[0] : j == 1 ? w[1] : j == 2 ? w[2] : w[3]);
-}
-__device__ __forceinline__ float scaled(float x, float M, const Row& R) { return x == M ? 0.f : divide(x - M, R.T); }
-__device__ __forceinline__ float weight(float x, float M, const Row& R) { return x == M ? 1.f : ex2((x - M) * R.s); }
 
 // ---- reading a tile: lane l holds ids 4 l .. 4 l + 3 of each of the 8 groups
 typedef float Tile[8][4];
@@ -220,23 +73,54 @@ template <typename V> __device__ __forceinline__ V warp_scan(V v) {
   }
   return v;
 }
-__device__ __forceinline__ float sum_of(const Tile& x, float top, float s) {  // of exp2((x - top) s), top finite
+// Sum of exp2((x - top) s), top finite. Quads: the sums of four tokens, times 2^lo.
+struct Quads { float of[8], lo; };
+template <bool KEPT> __device__ __forceinline__ float sum_of(const Tile& x, float top, float s, Quads& q) {
   const float hi = top * s, lo = fmaf(top, s, -hi);
   float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-  for (int g = 0; g < 8; ++g)
+  for (int g = 0; g < 8; ++g) {
+    float e[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) acc[j] += ex2(fmaf(x[g][j], s, -hi));
+    for (int j = 0; j < 4; ++j) e[j] = ex2(fmaf(x[g][j], s, -hi)), acc[j] += e[j];
+    if (KEPT) q.of[g] = (e[0] + e[1]) + (e[2] + e[3]);
+  }
   float sum = warp_sum((acc[0] + acc[1]) + (acc[2] + acc[3])) * ex2(-lo);
+  if (KEPT) q.lo = lo;
   if (!(sum < INF)) {  // x s overflowed
     acc[0] = 0.f;
 #pragma unroll
-    for (int g = 0; g < 8; ++g)
+    for (int g = 0; g < 8; ++g) {
+      if (KEPT) q.of[g] = 0.f;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) acc[0] += x[g][j] > -INF ? ex2((x[g][j] - top) * s) : 0.f;
+      for (int j = 0; j < 4; ++j) {
+        const float e = x[g][j] > -INF ? ex2((x[g][j] - top) * s) : 0.f;
+        acc[0] += e;
+        if (KEPT) q.of[g] += e;
+      }
+    }
     sum = warp_sum(acc[0]);
+    if (KEPT) q.lo = 0.f;
   }
   return sum;
+}
+__device__ __forceinline__ float sum_of(const Tile& x, float top, float s) {
+  Quads none;
+  return sum_of<false>(x, top, s, none);
+}
+// A bound below the times E / w, in words of noise, of a lane's tokens: E >= u, and the smallest word of four tokens with the
+// sum of their weights stands for all four.
+__device__ __forceinline__ float least_time(const Params& P, const Row& R, int tile, const Quads& q) {
+  const u32 block = u32(tile * TILE + (threadIdx.x & 31) * 4) >> 2;
+  float least = INF;
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    u32 word[4];
+    philox_min4(word, block + half * (WIDTH / 4), R, P.stream);
+#pragma unroll
+    for (int g = 0; g < 4; ++g) least = fminf(least, float(word[g]) * reciprocal(q.of[half + g]));
+  }
+  return least * ex2(q.lo);
 }
 
 // The token of a tile with the best noised score. A token can win only if its E / w is below a bound, where E >= u: most
@@ -326,10 +210,16 @@ template <bool NOISY> __device__ __forceinline__ void stream_tile(const Params& 
     if (!(lane & 1)) st->group[tile * PER_TILE + lane / 2] = fmaxf(best, across);
     top = unordered(lanes_max(ordered(best)));
   }
-  float sum = 0.f, raw = 0.f;
+  float sum = 0.f, raw = 0.f, least = INF;
   if (fabsf(top) < INF) {
-    sum = sum_of(x, top, R.s);
+    Quads q;
+    sum = sum_of<NOISY && RACED>(x, top, R.s, q);
     if (P.raw) raw = R.T == 1.f ? sum : sum_of(x, top, LOG2E);
+    if (NOISY && RACED) least = least_time(P, R, tile, q);
+  }
+  if (NOISY && RACED) {
+    const float across = from_across(least, 1);
+    if (!(lane & 1)) st->group[tile * PER_TILE + lane / 2] = fminf(least, across);
   }
   if (lane == 0) st->top[tile] = top, st->sum[tile] = sum, st->raw[tile] = raw, st->count[tile] = count;
   if (!NOISY && R.greedy) {  // the first of the best
@@ -342,7 +232,7 @@ template <bool NOISY> __device__ __forceinline__ void stream_tile(const Params& 
     id = lanes_min(id);
     if (lane == 0) st->winner[tile] = Winner{top, 0.f, int(id)};
   }
-  if (!NOISY) return;
+  if (!NOISY || RACED) return;
   Winner w = {0.f, 0.f, -1};
   if (fabsf(top) < INF) {
 #if PLAIN
