@@ -9,8 +9,7 @@
 //
 // Put after device.cuh, law.cuh, noise.cuh, tile.cuh, wide.cuh, race.cuh, write.cuh and quick.cuh. Macros: NT threads,
 // CLUSTER blocks a row, FINISHERS warps (0: all, after they have read), PER_SM blocks a multiprocessor, AHEAD: a warp
-// reads a tile while it works on one,
-// TYPE of the logits (0 fp32, 1 bf16, 2 fp16), PLAIN: no row has a filter.
+// reads a tile while it works on one, TYPE of the logits (0 fp32, 1 bf16, 2 fp16), PLAIN: no row has a filter.
 
 // What a row keeps and draws whose tiles tell: without a filter all, or the first of its best. By one warp.
 __device__ __forceinline__ Cut best_of_tiles(const Params& P, const Row& R, const Stats& st, const Merged& m) {
