@@ -28,7 +28,8 @@ __device__ __forceinline__ Cut race(const Params& P, const Stored* src, const Ro
     const float b = bound(i);
     if (b < INF) least = min(least, bits_of(b));
   }
-  float until = fminf(32.f * float_of(~u32(team_max<TEAM>(u64(~least) << 32, sm) >> 32)), 3e38f);
+  // A word of 0 may be that of a token that is not in the race; none arrives before half a word.
+  float until = fminf(fmaxf(32.f * float_of(~u32(team_max<TEAM>(u64(~least) << 32, sm) >> 32)), 16.f), 3e38f);
   u64 best = 0;
   float x = 0.f;
 #pragma unroll 1
