@@ -173,9 +173,11 @@ def test_the_first_to_arrive_is_drawn_whatever_the_logits(cluster, tmp_path) -> 
 
 def test_the_word_0_of_a_token_that_is_not_in_the_race_does_not_stop_it(tmp_path) -> None:
     plain = built(tmp_path, NT=64, CLUSTER=1, TYPE=0, PLAIN=1)
-    x = torch.randn(2, 1500, generator=torch.Generator().manual_seed(12))
-    x[0, 3] = -INF  # id 3 of seed 1343428 has the word 0: a bound of 0, and a group that may hold no one else in time
-    same(plain, x, seed=1343428, step=0)
+    x = torch.randn(2, 2900, generator=torch.Generator().manual_seed(12))
+    seed = torch.tensor([1343428, 2360573])  # whose ids 3 and 2760 have the word 0, and so a bound of 0
+    same(plain, x, seed=seed, step=0)
+    x[0, 3] = x[1, 2760] = -INF
+    same(plain, x, seed=seed, step=0)
 
 
 def test_only_many_fp32_rows_under_a_top_k_are_read_on() -> None:
