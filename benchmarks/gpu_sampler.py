@@ -245,23 +245,11 @@ def timed(case: str, kind: str, dtype: Any, N: int, shape: Any) -> float:
 
 # name, what of the shape, case, batches
 VARIANTS: tuple[tuple[str, dict[str, Any], str, tuple[int, ...]], ...] = (
-    ("80 registers", {"finish_registers": 80}, "numbers", (1, 32, 64, 256)),
-    ("4 warps, 96 registers", {"finish_warps": 4, "finish_registers": 96}, "numbers", (256, 1024)),
-    ("4 tiles", {"per": 4}, "none", (32, 64, 256, 1024)),
-    ("128 registers", {"finish_registers": 128}, "numbers", (1, 32, 64)),
-    ("4 warps, 128 registers", {"finish_warps": 4, "finish_registers": 128}, "numbers", (64, 256, 1024)),
-    ("4 warps, 80 registers", {"finish_warps": 4, "finish_registers": 80}, "numbers", (256, 1024)),
-    ("edges to 64, 128 registers", {"edges": 64, "finish_registers": 128}, "numbers", (8, 32, 64)),
-    (
-        "edges, 4 warps, 96 registers",
-        {"edges": 4096, "finish_warps": 4, "finish_registers": 96},
-        "numbers",
-        (256, 1024),
-    ),
-    ("edges", {"edges": 4096}, "none", (8, 32, 64, 256, 1024)),
-    ("4 warps, 96 registers", {"finish_warps": 4, "finish_registers": 96}, "none", (1, 64, 1024)),
+    ("4 warps, 80 registers", {"finish_warps": 4, "finish_registers": 80}, "numbers", (1, 64)),
+    ("8 warps, 64 registers", {"finish_warps": 8, "finish_registers": 64}, "numbers", (1, 64, 256, 1024)),
+    ("2 tiles", {"per": 2}, "none", (1, 256, 1024)),
     ("4 tiles", {"per": 4}, "numbers", (256, 1024)),
-    ("96 registers", {"finish_registers": 96}, "numbers", (1, 32, 64)),
+    ("edges", {"edges": 4096}, "numbers", (32, 256)),
 )
 
 
@@ -496,58 +484,6 @@ def heads() -> dict[str, Any]:
     return found
 
 
-def head_ways() -> dict[str, Any]:
-    """lm_head_sample without filters by one or two streams, in slabs of some waves: microseconds, and what differs."""
-    import torch
-
-    from rlkernel_triton import head_sampling
-
-    kernels, two, at_a_time = head_sampling.kernels, head_sampling._Lane, head_sampling._at_a_time
-    ways = [("two streams, 1", two, 1, 0), ("two streams, 1, 64 registers", two, 1, 64), ("two streams, 2", two, 2, 0)]
-    ways += [("two streams, 1, 80 registers", two, 1, 80), ("one stream, 1", None, 1, 0), ("one stream, 2", None, 2, 0)]
-    ways += [("one stream, 1, 64 registers", None, 1, 64), ("one stream, 2, 64 registers", None, 2, 64)]
-    ways += [("two streams, 1, once more", two, 1, 0)]
-
-    class One(two):  # type: ignore[misc,valid-type]
-        """No stream beside the caller's."""
-
-        def __init__(self, device: Any) -> None:  # noqa: ARG002
-            self.side = None
-
-    class Limited:
-        """A kernel with a limit to its registers."""
-
-        def __init__(self, kernel: Any, registers: int) -> None:
-            self.kernel, self.options = kernel, {"maxnreg": registers} if registers else {}
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *given, **options: self.kernel[grid](*given, **options, **self.options)
-
-    found: dict[str, Any] = {}
-    for N in (256, 128, 512, 32, 1, 64, 8):
-        hidden, weight = operands(N, 4096, V, torch.bfloat16)
-        given = {"seed": torch.arange(N, device="cuda"), "step": 3}
-        want = head_sampling.lm_head_sample(hidden, weight, **given)
-        for name, lanes, waves, registers in ways:
-            head_sampling._Lane = lanes or One
-            head_sampling._at_a_time = lambda *given, w=waves: w * at_a_time(*given)
-            plain = kernels.draw_slab
-            kernels.draw_slab = Limited(plain, registers)
-            call = lambda h=hidden, w=weight, g=given: head_sampling.lm_head_sample(h, w, **g)  # noqa: E731
-            try:
-                out = call()
-                apart = [k for k, v in vars(want).items() if v is not None and not same_bits(v, getattr(out, k))]
-                found[f"{N} {name}"] = round(replayed([call, call]), 1), apart
-            except Exception as error:
-                found[f"{N} {name}"] = repr(error)[:300]
-            finally:
-                head_sampling._Lane, head_sampling._at_a_time, kernels.draw_slab = two, at_a_time, plain
-        print("  ", {k: v for k, v in found.items() if k.startswith(f"{N} ")}, flush=True)
-        OUTPUT["head ways"] = found
-        save()
-    return found
-
-
 def head_parts() -> dict[str, Any]:
     """Microseconds of each kernel of lm_head_sample alone, by the profiler."""
     import torch
@@ -664,7 +600,6 @@ def main() -> None:
         "heads right": heads_right,
         "heads in batches": heads_in_batches,
         "heads": heads,
-        "head ways": head_ways,
         "head parts": head_parts,
         "drafts": drafts,
         "timings": lambda: timings(limit * 0.75),
