@@ -12,8 +12,8 @@ Launched one by one: 0.6B 12 000, 8B 9 000. FlashInfer's draw in the same graph 
 torch.compile's graphs are within 10 % of ours, ahead for bf16, where it fuses norms and residuals.
 Found: 48 000, 47 000; 12 300, 16 800; 159 000; 4 000. Launched 14 000 and 10 000. FlashInfer's draw 4 % and 1 %.
 Small shapes are bound by small kernels, which a graph does not remove (benchmarks/notes/rollout.md). torch.compile's
-graphs 29 800 at 0.6B in bf16 where they copied the weights at every step, as weights that are no parameters; int4 could
-not be traced. Predicted with weights told to stay in place: 47 000, 45 000 (int4).
+graphs 29 800 at 0.6B and 4 950 at 8B in bf16, where they copy weights that are no parameters; told to leave them in
+place, 29 800 and 13 500 (predicted 47 000 and 12 000); int4 at 0.6B 26 900.
 """
 
 from __future__ import annotations

@@ -95,13 +95,21 @@ def _plain_draw(work: Work) -> rollout.Sampler:
 
 
 PEERS = (
-    Peer("reduce-overhead", "torch", ("torch", "triton"), {"rollout": compiled}, "torch.compile's documentation"),
+    Peer(
+        "reduce-overhead",
+        "torch",
+        ("torch", "triton"),
+        {"rollout": compiled},
+        "torch.compile's documentation",
+        ran="H200, torch 2.11",
+    ),
     Peer(
         "reduce-overhead in place",
         "torch",
         ("torch", "triton"),
         {"rollout": partial(compiled, in_place=True)},
         "torch.compile's documentation, torch/_dynamo/decorators.py",
+        ran="H200, torch 2.11",
     ),
     Peer(
         "flashinfer's draw",
