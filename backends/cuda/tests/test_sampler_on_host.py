@@ -171,6 +171,18 @@ def test_the_first_to_arrive_is_drawn_whatever_the_logits(cluster, tmp_path) -> 
         same(plain, x, temperature=temperature, seed=torch.arange(40), step=step)
 
 
+@pytest.mark.parametrize("plain", [0, 1])
+def test_a_best_logit_whose_product_with_1_over_T_is_rounded_by_127_has_its_mass(plain, tmp_path) -> None:
+    library = built(tmp_path, NT=64, CLUSTER=1, TYPE=0, PLAIN=plain)
+    top = 2e9 + 128 * torch.arange(4096, dtype=torch.float64)
+    exact = top * torch.tensor(1.4426950408889634, dtype=torch.float32)
+    rounded = exact - exact.float()
+    some = torch.cat([top[(rounded > 126) & (rounded < 128)][:3], top[(rounded < -126) & (rounded > -128)][:3]])
+    x = torch.randn(len(some), 1500, generator=torch.Generator().manual_seed(13))
+    x[:, 700] = some
+    same(library, x, seed=torch.arange(len(some)), step=0)
+
+
 def test_the_word_0_of_a_token_that_is_not_in_the_race_does_not_stop_it(tmp_path) -> None:
     plain = built(tmp_path, NT=64, CLUSTER=1, TYPE=0, PLAIN=1)
     x = torch.randn(2, 2900, generator=torch.Generator().manual_seed(12))

@@ -87,7 +87,7 @@ template <bool KEPT> __device__ __forceinline__ float sum_of(const Tile& x, floa
   }
   float sum = warp_sum((acc[0] + acc[1]) + (acc[2] + acc[3])) * ex2(-lo);
   if (KEPT) q.lo = lo;
-  if (!(sum < INF)) {  // x s overflowed
+  if (!(sum >= 0.5f && sum < INF)) {  // x s overflowed, or lo is beyond the range of exp2: top alone adds 1
     acc[0] = 0.f;
 #pragma unroll
     for (int g = 0; g < 8; ++g) {
