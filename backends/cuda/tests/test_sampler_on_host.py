@@ -172,7 +172,7 @@ def test_the_first_to_arrive_is_drawn_whatever_the_logits(cluster, tmp_path) -> 
 
 
 @pytest.mark.parametrize("plain", [0, 1])
-def test_a_best_logit_whose_product_with_1_over_T_is_rounded_by_127_has_its_mass(plain, tmp_path) -> None:
+def test_a_best_logit_whose_product_with_the_scale_is_rounded_by_127_has_its_mass(plain, tmp_path) -> None:
     library = built(tmp_path, NT=64, CLUSTER=1, TYPE=0, PLAIN=plain)
     top = 2e9 + 128 * torch.arange(4096, dtype=torch.float64)
     exact = top * torch.tensor(1.4426950408889634, dtype=torch.float32)
