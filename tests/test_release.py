@@ -33,7 +33,8 @@ def dist(tmp_path_factory) -> dict[str, Built]:
         ROOT / "backends" / "jetson", folders["jetson"], ignore=shutil.ignore_patterns("bundles", "__pycache__")
     )
     bundle = folders["jetson"] / "rlkernel_jetson" / "bundles" / "jetson.zip"
-    code = f"from rlkernel_triton.aot.command import build; build(['sm_87'], ['prepack'], out={str(bundle)!r}, jobs=1)"
+    asked = f"['sm_87', 'sm_110'], ['prepack'], out={str(bundle)!r}, jobs=1"
+    code = f"from rlkernel_triton.aot.command import build; build({asked})"
     path = os.pathsep.join([str(ROOT / "backends" / "triton"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -123,7 +124,7 @@ print(sorted({str(md.distribution(d).version) for d in sys.argv[1:]}), pathlib.P
     environment.run("rlkernel", "explain", "logprob", "--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16")
     (bundle,) = environment.python.parents[1].rglob("rlkernel_jetson/bundles/jetson.zip")
     listed = json.loads(environment.run("rlkernel", "aot", "list", str(bundle), "--json").stdout)
-    assert listed["targets"] == {"sm_87": ["cubin", "ptx"]}
+    assert listed["targets"] == {"sm_87": ["cubin", "ptx"], "sm_110": ["cubin"]}
     assert {row["kernel"] for row in listed["kernels"]} == {"rlkernel_triton.quant.decode_kernels:move"}
 
 

@@ -168,7 +168,7 @@ class Plan:
         self.searchers = (min(N, cores), 1, 1)
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
-        finish_warps, registers = shape.end(N)
+        finish_warps, registers = shape.end(N if on_nvidia(x) else 1)  # with 4 warps it spills on CDNA
         self.warps = (shape.stream_warps, shape.stream_warps, finish_warps, shape.search_warps)
         sizes = padded(V, shape)
         there = (allowed is not None, law.slot is not None, x.stride(1) == 1, V % 16 == 0)
