@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks")]
-from gpu_all import PATHS, environment  # noqa: E402  the script beside this one
+from gpu_all import PATHS, environment  # noqa: E402  the scripts beside this one
+from gpu_cuda_sampler import timed  # noqa: E402
 from gpu_rollout import with_flashinfer  # noqa: E402
 
 V, K, P = 128256, 50, 0.95
@@ -74,24 +73,6 @@ def kept(kind: str, B: int = 64) -> dict[str, Any]:
     return out
 
 
-def timed(call: Callable[[torch.Tensor], Any], inputs: list[torch.Tensor]) -> float:
-    """Microseconds a call in a graph of one call for each input, which no cache holds together."""
-    call(inputs[0])
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for x in inputs:
-            call(x)
-    for _ in range(8):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) * 1000 / len(inputs))
-    return round(statistics.median(times[1:]), 1)
-
-
 def times(B: int) -> dict[str, Any]:
     """Ours whole, and FlashInfer's three calls, its softmax alone too."""
     from flashinfer import sampling as fi
@@ -103,7 +84,7 @@ def times(B: int) -> dict[str, Any]:
     given = {"temperature": torch.ones(B, device="cuda"), "top_p": torch.full((B,), P, device="cuda")}
     given |= {"top_k": torch.full((B,), K, device="cuda", dtype=torch.int32), "seed": ids, "step": ids}
     ways = {"ours, whole": lambda x: call.sample(x, **given), "its law": law, "its softmax alone": fi.softmax}
-    return {name: timed(way, inputs) for name, way in ways.items()}
+    return {name: round(timed(way, inputs, len(inputs)), 1) for name, way in ways.items()}
 
 
 def stage(into: Path) -> None:

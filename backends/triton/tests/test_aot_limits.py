@@ -166,7 +166,7 @@ def test_advantages(planned, data) -> None:
 @given(st.data())
 def test_draws(planned, data) -> None:
     draw = data.draw
-    N, V = draw(st.integers(1, 20)), 16 * draw(st.integers(1025, 16384))
+    N, V = draw(st.integers(1, 20) | st.integers(100, 300)), 16 * draw(st.integers(1025, 16384))
     law = {"temperature": 0.8, **{n: LAW[n] for n in draw(st.sampled_from(FILTERS))}}
     if each := draw(FLAG):
         law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}

@@ -7,8 +7,8 @@
 
 Runs on a CPU. Writes rlkernel_triton/aot/configurations.json, or the file of --out, which is what
 `rlkernel aot build --configurations` reads: the standard profile launches three times as many as the quick one.
-Operators whose launches depend on the target (products of matrices; on AMD scans too) are recorded for each, the others
-once.
+Operators whose launches depend on the target (products of matrices; on AMD scans and draws too) are recorded for each,
+the others once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlkernel_triton.aot.recording import VARIABLE
 from rlkernel_triton.aot.targets import TARGETS
 
 FIRST: Final = "sm_87"
-BY_TARGET: Final = {"cuda": ("linear_logprob", "qmatmul"), "hip": ("advantage", "linear_logprob", "qmatmul")}
+BY_TARGET: Final = {"cuda": ("linear_logprob", "qmatmul"), "hip": ("advantage", "linear_logprob", "qmatmul", "sample")}
 WORKLOADS: Final = (
     "import sys; from importlib import import_module; from rlkernel_triton.aot.workloads import calls; "
     "m = import_module('rlkernel_triton.aot.recording'); "

@@ -1,7 +1,7 @@
 """For which machine a host plans its launches.
 
-Host code asks the device how many multiprocessors it has and of which family it is. Over a bundle the answer is that of
-the bundle's target: the configurations that it holds were recorded so, wherever it runs.
+Host code asks the device how many multiprocessors it has, how wide a warp is and of which family it is. Over a bundle
+the answer is that of the bundle's target: the configurations that it holds were recorded so, wherever it runs.
 """
 
 from __future__ import annotations
@@ -22,3 +22,5 @@ def plan_for(host: Host, target: str) -> None:
     product.machine = lambda _: planned
     recursion: Any = host.module("rlkernel_triton.recursion")
     recursion.warps = lambda _: max(1, recursion.TILE // chip.warp)
+    plan: Any = host.module("rlkernel_triton.sampling.plan")
+    plan.lanes = lambda _: chip.warp

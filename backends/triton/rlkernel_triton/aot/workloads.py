@@ -86,9 +86,9 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
 def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    # Vocabularies with 32, 64, 128 and 256 tiles, and one that is no multiple of 16; few rows and many; numbers, and
-    # requests with parameters of their own.
-    for V, N, dtype, names, each in product(DRAWN, (1, 4, 8), DTYPES[::2], FILTERS, (False, True)):
+    # Vocabularies with 32, 64, 128 and 256 tiles, and one that is no multiple of 16; few rows and many, and more than
+    # a large GPU has processors; numbers, and requests with parameters of their own.
+    for V, N, dtype, names, each in product(DRAWN, (1, 4, 8, 256), DTYPES[::2], FILTERS, (False, True)):
         law: dict[str, Any] = {"temperature": 0.8, **{n: v for n, v in LAW.items() if n in names}}
         if each:
             law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}

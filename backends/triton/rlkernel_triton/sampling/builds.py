@@ -52,8 +52,9 @@ def builds(arch: str) -> Iterator[Build]:
             sizes |= {"BLOCK": SHAPE.BLOCK, "FEW": SHAPE.FEW, "SEARCH": filters}
             shapes = [(tiles, "", SHAPE.stream_warps, 0, {"PER": SHAPE.tiles_a_program(1024, free=not filters)})]
             shapes += [(finish, "", *SHAPE.end(1), {})]
-            if label == "top-k, top-p" and arch.startswith("sm"):
-                shapes += [(finish, ", many rows", *SHAPE.end(1024), {})]
+            lanes = 64 if arch.startswith("gfx9") else 32
+            if label == "top-k, top-p" and SHAPE.end(1024, lanes) != SHAPE.end(1):
+                shapes += [(finish, ", many rows", *SHAPE.end(1024, lanes), {})]
             shapes += [(searched, "", SHAPE.search_warps, 0, {})] if filters else []
             for kernel, of_rows, warps, registers, own in shapes:
                 if dtype == "bf16" and (kernel is not tiles or label != "top-k, top-p"):

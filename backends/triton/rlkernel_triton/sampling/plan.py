@@ -50,9 +50,12 @@ class Shape:
         """One tile each until the rows alone fill a large GPU; then fewer, longer programs. free: without a filter."""
         return self.per or (1 if N < FEW_ROWS else 4 if free and N > MANY_ROWS else 2)
 
-    def end(self, N: int) -> tuple[int, int]:
-        """(warps, registers) of the finish: few rows are to end soon, one on a processor; many to be little work."""
-        warps, registers = (4, 80) if N > MANY_ROWS else (8, 96)
+    def end(self, N: int, lanes: int = 32) -> tuple[int, int]:
+        """(warps, registers) of the finish: few rows are to end soon, one on a processor; many to be little work.
+
+        By 4 warps of 64 lanes it spills on CDNA.
+        """
+        warps, registers = (4, 80) if N > MANY_ROWS and lanes == 32 else (8, 96)
         return self.finish_warps or warps, self.finish_registers or registers
 
 
@@ -106,6 +109,11 @@ def padded(V: int, shape: Shape) -> dict[str, int]:
     """Sizes of the finish for a vocabulary, powers of two: they decide bits, and depend on V alone."""
     groups = triton.next_power_of_2(triton.cdiv(V, shape.TILE)) * shape.TILE // shape.GROUP
     return {"GP": max(groups, LEAST_GROUPS), "K": shape.K, "C": shape.C}
+
+
+def lanes(device: torch.device) -> int:
+    """Of a warp; over a bundle, of its target's."""
+    return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def on_nvidia(x: Tensor) -> bool:
@@ -168,7 +176,7 @@ class Plan:
         self.searchers = (min(N, cores), 1, 1)
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
-        finish_warps, registers = shape.end(N if on_nvidia(x) else 1)  # with 4 warps it spills on CDNA
+        finish_warps, registers = shape.end(N, lanes(x.device))
         self.warps = (shape.stream_warps, shape.stream_warps, finish_warps, shape.search_warps)
         sizes = padded(V, shape)
         there = (allowed is not None, law.slot is not None, x.stride(1) == 1, V % 16 == 0)
