@@ -191,9 +191,9 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
     """How the results of one call compare with the reference's: rows wrong, rows at a rounding boundary, errors."""
     import torch
 
+    from rlkernel_core.reference.direct import sample as reference
     from rlkernel_core.reference.philox import gumbel, range_words
     from rlkernel_core.reference.requests import decode
-    from rlkernel_core.reference.sample import sample as reference
     from rlkernel_core.reference.truncation import running_sum, truncate, weigh
 
     want = reference(x, **args)

@@ -164,7 +164,7 @@ def experts(name: str) -> dict[str, Any]:
     import torch
 
     from rlkernel_core import quant
-    from rlkernel_core.reference.qmatmul import qmatmul as definition
+    from rlkernel_core.reference.direct import qmatmul as definition
     from rlkernel_triton.quant.codec import prepack
     from rlkernel_triton.quant.qmatmul import qmatmul
 

@@ -132,7 +132,7 @@ def correctness(limit: float) -> dict[str, Any]:
     """
     import torch
 
-    from rlkernel_core.reference.sample import sample as definition
+    from rlkernel_core.reference.direct import sample as definition
     from rlkernel_triton.sampling.call import sample
 
     off, K = 1.0, "top_k"
@@ -181,7 +181,7 @@ def draws() -> dict[str, Any]:
     """Tokens of 2048 ordinary rows a law against the definition; mismatches are counted."""
     import torch
 
-    from rlkernel_core.reference.sample import sample as definition
+    from rlkernel_core.reference.direct import sample as definition
     from rlkernel_triton.sampling.call import sample
 
     found: dict[str, Any] = {}
@@ -368,7 +368,7 @@ def heads_right() -> dict[str, Any]:
     """lm_head_sample against its definition, and a row's bits in batches on both sides of every choice of tiles."""
     import torch
 
-    from rlkernel_core.reference.lm_head_sample import lm_head_sample as definition
+    from rlkernel_core.reference.direct import lm_head_sample as definition
     from rlkernel_triton.head_sampling import lm_head_sample
 
     wrong, differ, checked = [], [], 0

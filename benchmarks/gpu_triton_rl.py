@@ -126,7 +126,7 @@ def right_advantages() -> dict[str, Any]:
     """Every recursion in every layout against the definition in float64; schedules bit by bit."""
     import torch
 
-    from rlkernel_core.reference.advantage.estimate import advantage as definition
+    from rlkernel_core.reference.direct import advantage as definition
     from rlkernel_triton import recursion
     from rlkernel_triton.advantage import advantage
 
@@ -206,7 +206,7 @@ def right_losses() -> dict[str, Any]:
     """Every kind and level against the definition in float64."""
     import torch
 
-    from rlkernel_core.reference.policy_loss import policy_loss as definition
+    from rlkernel_core.reference.direct import policy_loss as definition
     from rlkernel_core.spec.policy_kinds import KINDS, REQUIRED, Correction
     from rlkernel_triton.policy_loss import policy_loss
 
@@ -256,7 +256,7 @@ def right_linear() -> dict[str, Any]:
     """linear_policy_loss against the definition in float64, in bf16 and fp32, per token and per sequence."""
     import torch
 
-    from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as definition
+    from rlkernel_core.reference.direct import linear_policy_loss as definition
     from rlkernel_triton.linear_policy_loss import linear_policy_loss
 
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from rlkernel_core.errors import ApiMismatchError
 
 # (major, minor) of this plugin API. A plugin works when its major is ours and its minor is not above ours.
-API_VERSION: Final[tuple[int, int]] = (1, 0)
+API_VERSION: Final[tuple[int, int]] = (2, 0)
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NAME = re.compile(r"(?!auto$)[a-z][a-z0-9_-]*")  # "auto" is a word of `order`
@@ -69,12 +69,17 @@ class Impl(_Claim):
     """One implementation of one operator."""
 
     op: OpId = Field(description="operator and version of its meaning, e.g. 'logprob@1'")
-    target: Target = Field(description="'package.module:function' with the operator's signature; imported when chosen")
+    target: Target = Field(description="'package.module:function' of the operator's call record; imported when chosen")
     requires: Requires
     supports: frozenset[str] = Field(default=frozenset(), description="feature names from the operator's spec")
+    prepared: bool = Field(
+        default=False,
+        description="whether the target takes the first call of a shape (sizes, dtypes, strides, flags) and returns the "
+        "function that runs calls of that shape, instead of running them itself",
+    )
     check: Target | None = Field(
         default=None,
-        description="'package.module:function' with the operator's signature, asked at every call; "
+        description="'package.module:function' of the call's record, asked once a shape; "
         "returns None or a Reason of stage 'shape'",
     )
 
@@ -83,7 +88,7 @@ class Backend(_Claim):
     """A plugin's manifest: who it is and what it claims."""
 
     name: Name = Field(description="the entry point's name, used in `order`")
-    api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (1, 0)")
+    api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (2, 0)")
     impls: tuple[Impl, ...]
     self_test: Target | None = Field(
         default=None,

@@ -26,7 +26,7 @@ STAGES: Final[dict[str, dict[str, str]]] = {
         "duplicate-name": "two installed distributions claim this backend name",
         "not-installed": "the policy names it, and no installed distribution provides it",
         "target-missing": "the manifest names a function that cannot be imported",
-        "target-signature": "the function does not take the operator's arguments, or has other defaults",
+        "target-signature": "the function does not take one argument, the operator's call record",
     },
     "api": {
         "too-new": "the plugin was built for a newer plugin API",

@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlkernel_core.reference.advantage.estimate import advantage
-from rlkernel_core.reference.advantage.shaping import shape_rewards
-from rlkernel_core.reference.advantage.whitening import whiten
+from rlkernel_core.reference.direct import advantage, shape_rewards, whiten
 
 WORLD = 2
 

@@ -7,7 +7,7 @@ import os
 import time
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.logprob import logprob as right
+from rlkernel_core.reference.direct import logprob as right
 from rlkernel_core.spec.logprob import logprob as signature
 
 

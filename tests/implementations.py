@@ -11,7 +11,7 @@ import torch
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.qmatmul import qmatmul
+from rlkernel_core.reference.direct import qmatmul
 from rlkernel_core.spec.logprob import LogprobResult
 
 HERE = "tests.implementations"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from rlkernel_conformance.oracles import policy_loss as oracle
-from rlkernel_core.reference.policy_loss import policy_loss
+from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import KINDS
 
 REQUIRED = {"dppo_tv": {"clip": (0.06, 0.05)}, "dppo_kl": {"clip": (0.01, 0.012)}, "dro": {"dro_beta": 0.7}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel_core.reference.rollout_buffer import rollout_buffer
+from rlkernel_core.reference.direct import rollout_buffer
 from rlkernel_core.spec.rollouts import Field
 
 TOKEN = {"token": Field("int32")}

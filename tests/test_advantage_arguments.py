@@ -10,7 +10,7 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference import backend
-from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.reference.direct import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.advantage_kinds import KINDS
 

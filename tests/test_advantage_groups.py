@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.advantage.estimate import advantage
 from rlkernel_core.reference.advantage.groups import Groups
+from rlkernel_core.reference.direct import advantage
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)
 KINDS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "passk", "gpg")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.reference.direct import advantage
 from rlkernel_core.spec.advantage_kinds import KINDS
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)

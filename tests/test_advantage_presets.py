@@ -8,7 +8,7 @@ import torch
 
 from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_core.errors import ArgumentError, UnknownNameError
-from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.reference.direct import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.advantage_presets import PRESETS, advantage_preset

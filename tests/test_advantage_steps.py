@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.advantage.estimate import advantage
+from rlkernel_core.reference.direct import advantage
 from tests.advantage_batches import batch, close, gae_rows, poisoned, rows
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)

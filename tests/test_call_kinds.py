@@ -14,7 +14,7 @@ import torch
 import rlkernel as rlk
 from rlkernel import decide, dispatch
 from rlkernel_core.quant.spec import FORMATS, QuantSpec
-from rlkernel_core.reference.quantize import quantize
+from rlkernel_core.reference.direct import quantize
 from rlkernel_core.spec import OPERATORS
 
 DRAWS = 1500

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture
 from rlkernel_core.reference.graphs.verify import same_bits
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, bucket_sizes
 

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from rlkernel_core.errors import ArgumentError, CaptureError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture, qmatmul, quantize
 from rlkernel_core.reference.graphs.eager import EagerRecorder, EagerRecording
-from rlkernel_core.reference.qmatmul import qmatmul
-from rlkernel_core.reference.quantize import quantize
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from tests.recorders import ByGeneration, graphed
 

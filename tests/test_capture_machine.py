@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture
 from rlkernel_core.reference.graphs.verify import same_bits
 from rlkernel_core.spec.graphed import Bucket
 

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from rlkernel_core.errors import CaptureError, FallbackWarning, RankError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 
 X = torch.arange(4.0)

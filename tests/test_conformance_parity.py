@@ -14,7 +14,7 @@ from rlkernel_conformance.parity import drift, markdown, parity
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.logprob import logprob
+from rlkernel_core.reference.direct import logprob
 from rlkernel_core.spec import OPERATORS
 
 

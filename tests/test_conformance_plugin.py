@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from rlkernel_core import Backend, Impl, Requires
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.whitening import whiten as right
+from rlkernel_core.reference.direct import whiten as right
 from rlkernel_core.spec.whiten import whiten as signature
 
 

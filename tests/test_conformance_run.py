@@ -32,7 +32,7 @@ CHEERFUL = """
 import os
 from rlkernel_core import Backend, Impl, Requires
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.filtering import group_filter as right
+from rlkernel_core.reference.direct import group_filter as right
 from rlkernel_core.spec.group_filter import group_filter as signature
 import functools
 

@@ -20,8 +20,8 @@ from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.whitening import whiten as right
-from rlkernel_core.reference.qmatmul import qmatmul as product
+from rlkernel_core.reference.direct import qmatmul as product
+from rlkernel_core.reference.direct import whiten as right
 from rlkernel_core.spec.qmatmul import qmatmul as product_spec
 from rlkernel_core.spec.whiten import whiten as spec
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture
 from rlkernel_core.spec.graphed import Bucket
 from tests.bad_values import NEVER
 

@@ -9,9 +9,8 @@ from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference import kept_ids
 from rlkernel_core.reference import linear_logprob as module
+from rlkernel_core.reference.direct import linear_logprob, logprob
 from rlkernel_core.reference.head import product
-from rlkernel_core.reference.linear_logprob import linear_logprob
-from rlkernel_core.reference.logprob import logprob
 from rlkernel_core.spec.linear_logprob import SPEC
 from rlkernel_core.spec.logprob import Support
 from tests.logprob_inputs import head, ragged, rows

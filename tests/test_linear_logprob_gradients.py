@@ -9,8 +9,7 @@ from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reference import kept_ids
 from rlkernel_core.reference import linear_logprob as module
-from rlkernel_core.reference.linear_logprob import linear_logprob
-from rlkernel_core.reference.logprob import logprob
+from rlkernel_core.reference.direct import linear_logprob, logprob
 from tests.logprob_inputs import head, ragged
 
 NAN = float("nan")

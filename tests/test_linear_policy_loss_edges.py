@@ -8,10 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.capture import capture
+from rlkernel_core.reference.direct import capture, linear_policy_loss, policy_loss
 from rlkernel_core.reference.fused_loss import workspace
-from rlkernel_core.reference.linear_policy_loss import linear_policy_loss
-from rlkernel_core.reference.policy_loss import policy_loss
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec import policy_loss as plain_spec
 from rlkernel_core.spec.logprob import Support

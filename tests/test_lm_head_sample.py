@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_conformance.sampling_batches import pack
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.lm_head_sample import lm_head_sample
-from rlkernel_core.reference.sample import sample
+from rlkernel_core.reference.direct import lm_head_sample, sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
 

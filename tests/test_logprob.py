@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_conformance.oracles import logprob as oracle
-from rlkernel_core.reference.logprob import logprob
+from rlkernel_core.reference.direct import logprob
 from rlkernel_core.spec.logprob import SPEC
 from tests.logprob_inputs import rows
 

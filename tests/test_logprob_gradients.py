@@ -6,7 +6,7 @@ import torch
 
 from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference.logprob import logprob
+from rlkernel_core.reference.direct import logprob
 from tests.logprob_inputs import ragged, rows
 
 INF, NAN = float("inf"), float("nan")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.logprob import logprob
+from rlkernel_core.reference.direct import logprob
 from rlkernel_core.spec.logprob import Support
 from tests.logprob_inputs import ragged, rows
 

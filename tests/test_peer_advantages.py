@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkernel_core.reference.advantage.estimate import advantage
-from rlkernel_core.reference.advantage.whitening import whiten
+from rlkernel_core.reference.direct import advantage, whiten
 from rlkernel_core.spec.advantage_presets import PRESETS, advantage_preset
 
 _IDS = ("ragged", "fours", "anchor", "lengths")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_core.reference.policy_loss import policy_loss
+from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import KINDS, Correction, Rejection
 from tests.policy_batches import KIND_LEVELS, REQUIRED, batch, run, same
 

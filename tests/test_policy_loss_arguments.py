@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.policy_loss import policy_loss
+from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec import policy_loss as spec
 from rlkernel_core.spec.policy_kinds import AGGREGATES, KLS
 from rlkernel_core.spec.policy_loss import KINDS, Correction, GammaGate, Rejection

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.policy_loss import policy_loss
+from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from tests.policy_batches import KIND_LEVELS, REQUIRED, batch, run, same, tensor
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, UnknownNameError
-from rlkernel_core.reference.policy_loss import policy_loss
+from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import policy_loss_preset
 from rlkernel_core.spec.policy_presets import PRESETS
 from tests.policy_batches import batch, tensor

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant import FORMATS, QuantSpec, error_bound, quantize_activation
-from rlkernel_core.reference.qmatmul import qmatmul
-from rlkernel_core.reference.quantize import dequantize, prepack, quantize
+from rlkernel_core.reference.direct import dequantize, prepack, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import SPEC, UNITS, LoRA, accumulation_bound
 
 EVERY = [*FORMATS, QuantSpec.named("nf4", double_quant=True), QuantSpec.named("fp8_channel", element="e5m2")]

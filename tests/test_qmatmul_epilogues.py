@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rlkernel_core.reference.qmatmul import qmatmul
-from rlkernel_core.reference.quantize import quantize
+from rlkernel_core.reference.direct import qmatmul, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 from tests.test_qmatmul import bound, exact, normal
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rlkernel_core.quant import FORMATS, QuantSpec, update_
-from rlkernel_core.reference.qmatmul import qmatmul
-from rlkernel_core.reference.quantize import dequantize, prepack, quantize
+from rlkernel_core.reference.direct import dequantize, prepack, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rlkernel_conformance.oracles import quantise
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, error_bound
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, nearest
-from rlkernel_core.reference.quantize import dequantize, prepack, quantize
+from rlkernel_core.reference.direct import dequantize, prepack, quantize
 
 SPECS = [
     *FORMATS,

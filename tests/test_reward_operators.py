@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.advantage.filtering import group_filter
-from rlkernel_core.reference.advantage.shaping import shape_rewards
-from rlkernel_core.reference.advantage.whitening import whiten
+from rlkernel_core.reference.direct import group_filter, shape_rewards, whiten
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlkernel_core.errors import BufferFullError, StaleBatchError
-from rlkernel_core.reference.rollout_buffer import rollout_buffer
+from rlkernel_core.reference.direct import rollout_buffer
 from rlkernel_core.spec.rollouts import Field, Slots
 
 PAGE, PAGES, SEQS = 4, 8, 6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance.oracles.sampling import sample_row
 from rlkernel_conformance.sampling_batches import DTYPES, Batch, pack, random_batch
-from rlkernel_core.reference.sample import sample
+from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec.sampling import FILTER_ORDERS, TIES, LogitBias, Penalties, Status, TokenLists
 
 INF = math.inf
@@ -234,7 +234,7 @@ def test_results_do_not_depend_on_the_capacity_and_overflow_is_flagged(capacity)
 
 
 def test_the_kept_set_feeds_logprob() -> None:
-    from rlkernel_core.reference.logprob import logprob
+    from rlkernel_core.reference.direct import logprob
 
     x = torch.randn(9, 50, generator=torch.Generator().manual_seed(3)) * 2
     drawn = sample(x, temperature=0.7, top_p=0.8, top_k=20, seed=torch.arange(9), step=4, kept_capacity=50)

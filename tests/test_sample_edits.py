@@ -11,7 +11,7 @@ import torch
 
 from rlkernel_conformance.oracles.sampling import edited
 from rlkernel_conformance.sampling_batches import KINDS, pack, random_batch
-from rlkernel_core.reference.sample import sample
+from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from tests.test_philox import EXTREMES
 from tests.test_sample import one

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_conformance.sampling_batches import Batch, pack, random_batch
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.sample import sample
+from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkernel_conformance.oracles.sampling import Row, sample_row
-from rlkernel_core.reference.sample import sample
+from rlkernel_core.reference.direct import sample
 
 STEPS = 20_000
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from rlkernel_conformance.oracles.sampling import gumbel, uniform, words
-from rlkernel_core.reference.sample import sample
-from rlkernel_core.reference.verify import verify
+from rlkernel_core.reference.direct import sample, verify
 from rlkernel_core.spec.sampling import STREAMS
 from tests.test_sample_law import assert_follows
 

@@ -1,153 +1,176 @@
-"""The cold path: bind a call to an implementation once per kind of call, load it, probe it, record it.
+"""The cold path: check a call, bind it to an implementation, and plan what runs for calls of its shape.
 
-Runs under the process lock. Fallbacks warn or raise here, before anything is stored, so that a warning turned into
-an error stays one at the next call. Observers are told last and outside the lock: they may call operators.
+Runs once a shape. Decisions are made once a kind of call under the process lock; an implementation's own `fits` is
+asked once a shape, and decides with. Fallbacks warn or raise here, before anything is stored, so that a warning turned
+into an error stays one at the next call. Observers are told last and outside the lock: they may call operators.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from rlkernel import announce, lock, policy, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
+from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
 from rlkernel.resolve import Facts, resolve
 from rlkernel_core import checks
 from rlkernel_core.decision import Call, Decision
-from rlkernel_core.errors import ArgumentTypeError, did_you_mean
+from rlkernel_core.errors import ArgumentTypeError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import OpSpec
 
-Args = Mapping[str, Any]
 Verdicts = dict[str, Reason | None]  # check -> what it said
 
 
 @final
 @dataclass(slots=True)
-class Hit:
-    """A decided kind of call: what runs, why, and how often it did."""
+class Kind:
+    """The choices for one kind of call, by what the checks of its candidates said about the sizes."""
 
-    run: Callable[..., Any]
-    decision: Decision
-    calls: int = 0
-
-
-@final
-@dataclass(slots=True)
-class ByShape:
-    """Chooses again for every call, where a candidate's own check looks at sizes: by what the checks say."""
-
-    spec: OpSpec[Any, Any]
     checks: tuple[str, ...] = ()  # all that have been asked
-    hits: dict[tuple[str | None, ...], Hit] = field(default_factory=dict)  # by their verdicts
-    last: Hit | None = None
+    choices: dict[tuple[str | None, ...], Choice] = field(default_factory=dict)  # by their verdicts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the implementation for these arguments."""
-        self.last = hit = self.choose(args, kwargs)
-        hit.calls += 1
-        return hit.run(*args, **kwargs)
+    def choice(self, call: Any) -> Choice | None:
+        """What was chosen for calls that the checks say the same of."""
+        return self.choices.get(tuple([_slug(_checked(check, call)) for check in self.checks]))
 
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hit:
-        """The decision for these arguments, defaults included."""
-        given = dict(zip(self.spec.parameters, args, strict=False), **kwargs)
-        hit = self.hits.get(tuple([_slug(_checked(check, given)) for check in self.checks]))
-        if hit is None:
-            with policy.PROCESS.lock:
-                decision, run, verdicts = _decided(self.spec, given)
-                hit = self.remember(Hit(run, decision), verdicts, given)
-            announce.decided(decision)
-        return hit
-
-    def remember(self, hit: Hit, verdicts: Verdicts, given: Args) -> Hit:
+    def remember(self, choice: Choice, verdicts: Verdicts, call: Any) -> Choice:
         """Store what was decided on these verdicts; checks that were asked at other times are asked now."""
         self.checks = tuple(dict.fromkeys([*self.checks, *verdicts]))
-        known = [verdicts[check] if check in verdicts else _checked(check, given) for check in self.checks]
-        return self.hits.setdefault(tuple([_slug(verdict) for verdict in known]), hit)
+        known = [verdicts[check] if check in verdicts else _checked(check, call) for check in self.checks]
+        return self.choices.setdefault(tuple([_slug(verdict) for verdict in known]), choice)
 
 
 def _slug(verdict: Reason | None) -> str | None:
     return verdict.slug if verdict is not None else None
 
 
-def decide(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, args: dict[str, Any]) -> Hit:
-    """Which implementation takes calls of this kind; stored under `key` unless that is None.
+def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> Plan:
+    """What runs this call and all of its shape; stored under `key` unless that is None.
 
     Raises:
-        ArgumentTypeError: the argument that decides device and dtype is no tensor.
+        ArgumentError: the operator's check refuses an argument.
         ResolutionError: nothing in the order takes the call; every reason is in the message.
         FallbackError: a later backend could, and the policy says fallback = "error".
     """
-    with policy.PROCESS.lock:
-        decision, run, verdicts = _decided(spec, args)
-        hit = Hit(run, decision)
-        if verdicts:
-            by_shape = ByShape(spec)
-            by_shape.last = by_shape.remember(hit, verdicts, args)
-            hit = Hit(by_shape, decision)
-        if key is not None and not selftest.running():  # it may yet fail
-            policy.current().tables[spec.name][key] = hit
-    announce.decided(decision)
-    return hit
+    scope = policy.current()
+    plan = planned(choose(spec, call), spec, call)
+    if key is not None and not selftest.running():  # a self-test may yet fail
+        return scope.tables[spec.name].keep(key, plan)
+    return plan
 
 
-def bind(spec: OpSpec[Any, Any], args: dict[str, Any]) -> Callable[..., Any]:
-    """The implementation that takes this very call; the decision shows in `status`, the calls do not."""
-    hit = decide(spec, None, args)
-    if isinstance(hit.run, ByShape) and hit.run.last is not None:
-        hit = hit.run.last
-    policy.current().tables[spec.name].setdefault(("bound", hit.decision), Hit(hit.run, hit.decision))
-    return hit.run
-
-
-def arguments(spec: OpSpec[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, defaults included.
+def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
+    """The plan of a choice for calls of this shape.
 
     Raises:
-        ArgumentTypeError: a keyword that the operator does not have; the message suggests the nearest.
-        TypeError: too many arguments, or too few.
+        ResolutionError: what should prepare it returned no function.
     """
-    unknown = [name for name in kwargs if name not in spec.parameters]
-    if unknown:
-        unknown_argument(spec, unknown[0], kwargs[unknown[0]])
-    bound = inspect.signature(spec.signature).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    plan = choice.plan(call)
+    if not callable(plan.run):
+        raise ResolutionError(
+            f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
+            f'name another backend first, for example order = ["reference"], and report it to {choice.decision.version}'
+        )
+    return plan
 
 
-def unknown_argument(spec: OpSpec[Any, Any], name: str, value: object) -> NoReturn:
-    """Refuse a keyword that the operator does not have."""
-    hint = did_you_mean(name, spec.parameters).removeprefix("; ")
-    raise ArgumentTypeError(name, checks.describe(value), f"{spec.name} has no such argument", hint)
+def choose(spec: OpSpec[Any, Any], call: Any) -> Choice:
+    """The implementation that the policy in force chooses for a call."""
+    scope, asked = policy.current(), call_of(spec, call)
+    where = (asked, str(place(spec, call)[0]))
+    kinds = scope.kinds[spec.name]
+    if (kind := kinds.get(where)) is not None and (choice := kind.choice(call)) is not None:
+        return choice
+    with policy.PROCESS.lock:
+        decision, function, verdicts, prepared = _decided(spec, asked, where[1], call)
+        choice = Choice(function, prepared, decision)
+        if not selftest.running():
+            choice = kinds.setdefault(where, Kind()).remember(choice, verdicts, call)
+    announce.decided(decision)
+    return choice
 
 
-def call_of(spec: OpSpec[Any, Any], args: Args) -> Call:
-    """What the arguments say about the call; bad ones are found here, before any backend is considered."""
+class Bound:
+    """Plans of one choice, whatever the policy becomes."""
+
+    def __init__(self, spec: OpSpec[Any, Any], choice: Choice) -> None:
+        self.spec, self.choice, self.table = spec, choice, Table()
+
+    def lookup(self, call: Any) -> Plan:
+        """The plan of a record."""
+        key = key_or_none(self.spec.name, call)
+        return self.table.get(key) or self.plan_for(key, call)
+
+    def plan_for(self, key: tuple[Any, ...] | None, call: Any) -> Plan:
+        """What runs this call and all of its shape.
+
+        Raises:
+            ArgumentError: the operator's check refuses an argument.
+            ResolutionError: the implementation does not take calls of this kind or shape; the message says why.
+        """
+        decision = self.choice.decision
+        asked, was = call_of(self.spec, call), decision.call
+        impl = next((i for i in _impls(decision) if i.target == decision.target), None)
+        if impl is not None:
+            taken = (asked.device, asked.arch) == (was.device, was.arch) and asked.features <= impl.supports
+            taken = taken and (not impl.requires.dtypes or asked.dtype in impl.requires.dtypes)
+            if not taken or (asked.grad and "grad" not in impl.supports):
+                raise ResolutionError(
+                    f"{self.spec.name} was bound to {decision.target} for `{was}`; it does not take `{asked}`. Bind "
+                    "a call of that kind, or call the operator itself."
+                )
+            if impl.check and (said := _checked(impl.check, call)) is not None:
+                raise ResolutionError(
+                    f"{self.spec.name} was bound to {decision.target}, which refuses this call: {said}"
+                )
+        plan = planned(self.choice, self.spec, call)
+        return plan if key is None else self.table.keep(key, plan)
+
+
+def _impls(decision: Decision) -> tuple[Impl, ...]:
+    """What the chosen backend has for the operator."""
+    candidate = policy.installed().get(str(decision.backend))
+    return candidate.manifest.of(decision.call.op) if candidate is not None and candidate.manifest else ()
+
+
+def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
+    """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
+    chosen = choose(spec, call)
+    bound = Bound(spec, Choice(chosen.function, chosen.prepared, chosen.decision))
+    bound.plan_for(None, call)
+    policy.current().bound[spec.name].append(bound.choice)
+    return bound
+
+
+def call_of(spec: OpSpec[Any, Any], call: Any) -> Call:
+    """What is known about a call before a backend is chosen; bad arguments are found here, before any is considered."""
     import torch
 
-    device, dtype = place(spec, args)
+    device, dtype = place(spec, call)
     if spec.check is not None:
-        spec.check(**args)
-    grad = torch.is_grad_enabled() and any(getattr(args[n], "requires_grad", False) for n in spec.differentiable)
+        spec.check(call)
+    wanted = any(getattr(getattr(call, n), "requires_grad", False) for n in spec.differentiable)
     kind = str(device).partition(":")[0]
     name = str(dtype).removeprefix("torch.") if dtype is not None else None
-    return Call(spec.id, kind, name, grad, spec.needs(args), arch_of(str(device)))
+    return Call(spec.id, kind, name, torch.is_grad_enabled() and wanted, spec.needs(call), arch_of(str(device)))
 
 
-def place(spec: OpSpec[Any, Any], args: Args) -> tuple[Any, Any]:
+def place(spec: OpSpec[Any, Any], call: Any) -> tuple[Any, Any]:
     """Device and dtype that decide a call."""
     if spec.primary is not None:
-        x = args[spec.primary]
+        x = getattr(call, spec.primary)
         if not checks.is_tensor(x):
             raise ArgumentTypeError(
                 spec.primary, checks.describe(x), "must be a torch.Tensor", f"Pass torch.as_tensor({spec.primary})."
             )
         return x.device, x.dtype
-    found: Any = spec.where(args) if spec.where else None
+    found: Any = spec.where(call) if spec.where else None
     if checks.is_tensor(found):
         return found.device, found.dtype
     return found if found is not None else "cpu", None
@@ -193,38 +216,40 @@ def settle(
             return decision, run
 
 
-def _decided(spec: OpSpec[Any, Any], args: Args) -> tuple[Decision, Callable[..., Any], Verdicts]:
-    """The settled decision of a call, said aloud where it must be, and what checks said about its arguments."""
-    check, verdicts = check_for(args)
-    decision, run = settle(spec, call_of(spec, args), str(place(spec, args)[0]), check)
+def _decided(
+    spec: OpSpec[Any, Any], asked: Call, device: str, call: Any
+) -> tuple[Decision, Callable[..., Any], Verdicts, bool]:
+    """The settled decision of a call, said aloud where it must be, what runs, what checks said, and if it prepares."""
+    check, verdicts = check_for(call)
+    decision, run = settle(spec, asked, device, check)
     announce.broken(policy.installed(), decision)
     if run is None:
         raise announce.refused(decision)
     if decision.fell_back_from is not None:
         announce.fallback(decision)
-    return decision, run, verdicts
+    return decision, run, verdicts, any(i.prepared for i in _impls(decision) if i.target == decision.target)
 
 
-def check_for(args: Args) -> tuple[Callable[[Impl], Reason | None], Verdicts]:
-    """A function that asks implementations about these arguments, and what it has been told."""
+def check_for(call: Any) -> tuple[Callable[[Impl], Reason | None], Verdicts]:
+    """A function that asks implementations about a call, and what it has been told."""
     said: Verdicts = {}
 
     def check(impl: Impl) -> Reason | None:
         if impl.check is None:
             return None
         if impl.check not in said:
-            said[impl.check] = _checked(impl.check, args)
+            said[impl.check] = _checked(impl.check, call)
         return said[impl.check]
 
     return check, said
 
 
-def _checked(target: str, args: Args) -> Reason | None:
-    """The implementation's own word on these arguments; anything but None or a shape's Reason counts against it."""
+def _checked(target: str, call: Any) -> Reason | None:
+    """The implementation's own word on a call; anything but None or a shape's Reason counts against it."""
     check = load_target(target)
     if isinstance(check, Reason):
         return check
-    said, error = guarded(lambda: check(**args))
+    said, error = guarded(lambda: check(call))
     if error is None and (said is None or (isinstance(said, Reason) and said.stage == "shape")):
         return said
     text = brief(error) if error is not None else f"it returned {said!r}"
@@ -232,17 +257,15 @@ def _checked(target: str, args: Args) -> Reason | None:
 
 
 def _loaded(spec: OpSpec[Any, Any], target: str) -> Callable[..., Any] | Reason:
-    """Import the function and hold its parameters against the operator's, defaults included: `bind` hands it out."""
+    """Import a function of one record."""
     run = load_target(target)
     if isinstance(run, Reason):
         return run
     have, error = guarded(lambda: inspect.signature(run))
-    if error is None and have is not None and _parameters(have) == _parameters(inspect.signature(spec.signature)):
+    if error is None and have is not None:
+        _, error = guarded(lambda: have.bind(None))
+    if error is None:
         return run
-    plain = [p.replace(annotation=p.empty) for p in spec.parameters.values()]
-    text = f"{target}{have if have is not None else ''} does not take {spec.id}{inspect.Signature(plain)}"
+    record = getattr(spec.record, "__name__", "its record")
+    text = f"{target}{have if have is not None else ''} does not take one argument, the {record} of {spec.id}"
     return Reason("load", "target-signature", text, "report it to the plugin's author")
-
-
-def _parameters(signature: inspect.Signature) -> list[tuple[Any, ...]]:
-    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]

@@ -1,43 +1,31 @@
-"""The warm path: one dict lookup from the kind of a call to the callable that takes it.
+"""The front door: one function per operator that builds the record of a call and runs the plan of its shape.
 
-For every operator a function is generated whose body builds the key of a call from what its spec declares (device,
-dtype, gradient, which optional arguments are there), looks it up in the table of the current scope and calls the raw
-implementation. A miss goes to `decide.decide`, the cold path.
+The functions are generated from the records, so that an argument is written down once. A call costs a record, a key and
+one lookup; a key that the table of the current scope does not have goes to `decide.plan_for`, the cold path.
 
-While torch traces, it takes the compiled lane instead (torchlib.py), which makes the same decisions.
+While torch traces, a call takes the compiled lane instead (torchlib), which makes the same decisions.
 There is no try around a kernel: what an implementation raises is what the caller sees.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
 from rlkernel import policy
-from rlkernel.decide import Hit, arguments, bind, decide, place, unknown_argument
+from rlkernel.decide import bind, plan_for
+from rlkernel.plans import Choice, expression, key_of
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import OpSpec, P
+from rlkernel_core.spec.form import OpCall, OpSpec, P
 
 R_co = TypeVar("R_co", covariant=True)
-
-# How an argument enters the key, by its annotation; `{}` is the argument. Sizes never do: they would make a new
-# decision of every shape. `OpSpec.needs` may look at no more than this.
-_KEY: Final[Mapping[str, str]] = {
-    "bool": "{}",
-    "str": "{}",
-    "int": "{} > 0",
-    "float": "{} != 0",
-    "Tensor | None": "{} is None",
-}
-_BY_CLASS: Final = "{}.__class__"  # unions and dataclasses
 
 
 class Operator(Protocol[P, R_co]):
     """An operator of the front door: call it, or bind it."""
 
     spec: OpSpec[Any, Any]
-    last: Hit | None
+    last: Choice | None
     __name__: str
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
@@ -45,13 +33,13 @@ class Operator(Protocol[P, R_co]):
         ...
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R_co]:
-        """The raw implementation for calls of this kind: the decision is frozen, the dispatch cost is gone."""
+        """A function that keeps to the implementation which takes this very call, whatever the policy becomes."""
         ...
 
 
-def typed(signature: Callable[P, R_co]) -> Operator[P, R_co]:
-    """The front-door operator of a spec's signature, with its types kept."""
-    return operator(signature.__name__)
+def typed(record: Callable[P, OpCall[R_co]]) -> Operator[P, R_co]:
+    """The front-door operator of a record, with its types kept."""
+    return operator(next(name for name, spec in OPERATORS.items() if spec.record is record))
 
 
 def operator(name: str) -> Operator[Any, Any]:
@@ -62,67 +50,68 @@ def operator(name: str) -> Operator[Any, Any]:
     scope: dict[str, Any] = {
         "_SCOPE": policy.SCOPE.get,
         "_base": policy.base,
+        "_bound": bind,
         "_compiling": torch.compiler.is_compiling,
-        "_decide": decide,
         "_grad": torch.is_grad_enabled,
-        "_place": place,
-        "_unknown_argument": unknown_argument,
+        "_key_of": key_of,
+        "_plan_for": plan_for,
+        "_record": spec.record,
         "_spec": spec,
         **{f"_default_{p.name}": p.default for p in spec.parameters.values()},
     }
     exec(compile(source(spec), f"<rlkernel.{name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     call = scope[name]
-    call.__doc__, call.__module__ = spec.signature.__doc__, "rlkernel"
-    call.__signature__ = inspect.signature(spec.signature)
-    call.spec, call.last = spec, None
     scope["_self"] = call
-    call.bind = lambda *args, **kwargs: bind(spec, arguments(spec, args, kwargs))
+    _described(call, spec)
+    call.spec, call.last = spec, None
+    call.bind = lambda *args, **kwargs: _described(scope["_bind"](bind(spec, spec.call(*args, **kwargs))), spec)
     return cast("Operator[Any, Any]", call)
 
 
+def _described(function: Any, spec: OpSpec[Any, Any]) -> Any:
+    function.__name__, function.__doc__, function.__module__ = spec.name, spec.record.__doc__, "rlkernel"
+    function.__signature__ = spec.signature
+    return function
+
+
 def source(spec: OpSpec[Any, Any]) -> str:
-    """Source of the generated function of an operator."""
-    head, passed, parts = [], [], _key(spec)
+    """Source of the generated functions of an operator: the public one, and `_bind`, which makes bound ones."""
+    head, passed = [], []
     for name, p in spec.parameters.items():
         if p.kind is p.KEYWORD_ONLY and "*" not in head:
             head.append("*")
         head.append(name if p.default is p.empty else f"{name}=_default_{name}")
         passed.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
-    args = "{" + ", ".join(f"{n!r}: {n}" for n in spec.parameters) + "}"
-    if spec.primary is None:
-        parts.insert(0, f"_place(_spec, {args})")
-    return (
-        f"def {spec.name}({', '.join(head)}, **_unknown):\n"
-        f"    if _unknown:\n"
-        f"        _unknown_argument(_spec, *next(iter(_unknown.items())))\n"
-        "    if _compiling():\n"
-        "        from rlkernel.torchlib import compiled\n"
-        f"        return compiled({spec.name!r}, {args})\n"
-        "    try:\n"
-        f"        key = ({', '.join(parts)},)\n"
-        f"        hit = (_SCOPE() or _base()).tables[{spec.name!r}].get(key)\n"
-        "    except (AttributeError, TypeError):  # an argument of a wrong type: its check will name it\n"
-        "        key = hit = None\n"
-        "    if hit is None:\n"
-        f"        hit = _decide(_spec, key, {args})\n"
-        "    hit.calls += 1\n"
-        "    _self.last = hit\n"
-        f"    return hit.run({', '.join(passed)})\n"
+    key = f"key = {expression(spec)}" if spec.planned else "raise TypeError"
+
+    def function(name: str, table: str, plan: str, then: str) -> str:
+        return (
+            f"def {name}({', '.join(head)}, **_unknown):\n"
+            f"    if _unknown:\n"
+            f"        _spec.refuse_unknown(*next(iter(_unknown.items())))\n"
+            f"    call = _record({', '.join(passed)})\n"
+            "    if _compiling():\n"
+            f"        {then}\n"
+            "    try:\n"
+            f"        {key}\n"
+            f"        plan = {table}.get(key)\n"
+            "    except (AttributeError, TypeError, RuntimeError):  # its check names what is wrong\n"
+            "        key = plan = None\n"
+            "    if plan is None:\n"
+            f"        plan = {plan}\n"
+            "    choice = plan.choice\n"
+            "    choice.calls += 1\n"
+        )
+
+    public = function(
+        spec.name,
+        f"(_SCOPE() or _base()).tables[{spec.name!r}]",
+        "_plan_for(_spec, key, call)",
+        f"from rlkernel.torchlib import compiled; return compiled({spec.name!r}, call)",
     )
-
-
-def _key(spec: OpSpec[Any, Any]) -> list[str]:
-    """Expressions that tell kinds of calls apart."""
-    parts: list[str] = []
-    for name, p in spec.parameters.items():
-        annotation = str(p.annotation)
-        if name in spec.keys:
-            parts += spec.keys[name]
-        elif name == spec.primary:
-            parts += [f"{name}.device", f"{name}.dtype"]
-        elif annotation != "Tensor":
-            parts.append(_KEY.get(annotation, _BY_CLASS).format(name))
-    if spec.differentiable:
-        wanted = " or ".join(f"getattr({n}, 'requires_grad', False)" for n in spec.differentiable)
-        parts.append(f"_grad() and ({wanted})")
-    return parts
+    bound = function("bound", "_table", "_bound.plan_for(key, call)", "return _bound.plan_for(None, call).run(call)")
+    indented = "".join(f"    {line}\n" for line in bound.splitlines())
+    return (
+        f"{public}    _self.last = choice\n    return plan.run(call)\n\n"
+        f"def _bind(_bound):\n    _table = _bound.table\n{indented}        return plan.run(call)\n    return bound\n"
+    )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 import rlkernel
 from rlkernel import config, hooks
 from rlkernel.discover import Candidate, Installed, known_names
+from rlkernel.plans import Choice, Table
 from rlkernel_core.decision import OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.reasons import Reason
@@ -35,12 +36,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Scope:
     """A policy and what has been decided under it."""
 
-    __slots__ = ("layers", "policy", "rules", "tables")
+    __slots__ = ("bound", "kinds", "layers", "policy", "rules", "tables")
 
     def __init__(self, policy: Policy, layers: tuple[tuple[str, config.Settings], ...]) -> None:
         self.policy, self.layers = policy, layers
-        self.tables: dict[str, dict[Any, Any]] = {op: {} for op in OPERATORS}
+        self.tables = {op: Table() for op in OPERATORS}  # plans, by the key of their calls
+        self.kinds: dict[str, dict[Any, Any]] = {op: {} for op in OPERATORS}  # what was chosen, by kind of call
+        self.bound: dict[str, list[Choice]] = {op: [] for op in OPERATORS}  # choices that `bind` has frozen
         self.rules = {op: _rules(policy, op) for op in OPERATORS}  # what compiled graphs guard on
+
+    def choices(self) -> list[Choice]:
+        """Everything that was chosen under this policy."""
+        kinds = [kind for op in OPERATORS for kind in list(self.kinds[op].values())]
+        chosen = [choice for kind in kinds for choice in list(kind.choices.values())]
+        return [*chosen, *(choice for op in OPERATORS for choice in list(self.bound[op]))]
+
+    def forget(self) -> None:
+        """Forget what was decided and planned."""
+        for op in OPERATORS:
+            self.tables[op].clear()
+            self.kinds[op].clear()
+            self.bound[op].clear()
 
 
 def _rules(policy: Policy, op: str) -> str:
@@ -73,8 +89,7 @@ class _Process:
         self.warned.clear()
         self.renew()
         for scope in self.scopes.values():
-            for table in scope.tables.values():
-                table.clear()
+            scope.forget()
 
     def renew(self) -> None:
         """What is installed has changed: no compiled graph that was traced before may be used again."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from rlkernel import policy
-from rlkernel.decide import ByShape, Hit
+from rlkernel.plans import Choice
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
@@ -19,7 +18,7 @@ class Ran:
     """One kind of call and what served it."""
 
     decision: Decision
-    calls: int  # bound calls and replays of a recorded graph go past the count
+    calls: int  # replays of a recorded graph go past the count
 
     @property
     def op(self) -> str:
@@ -45,9 +44,8 @@ def status() -> list[Ran]:
     """Every kind of call decided in this process, in order of operator; counts are exact on one thread."""
     merged: dict[Decision, int] = {}
     for scope in policy.scopes():
-        for table in scope.tables.values():
-            for hit in _flat(table.values()):
-                merged[hit.decision] = merged.get(hit.decision, 0) + hit.calls
+        for choice in scope.choices():
+            merged[choice.decision] = merged.get(choice.decision, 0) + choice.calls
     return sorted((Ran(d, n) for d, n in merged.items()), key=lambda r: (r.op, str(r.decision.call)))
 
 
@@ -57,10 +55,8 @@ def last_decision(op: str) -> Decision | None:
 
     if op not in OPERATORS:
         raise UnknownNameError("operator", op, OPERATORS)
-    hit: Hit | None = getattr(rlkernel, op).last
-    if hit is not None and isinstance(hit.run, ByShape):
-        hit = hit.run.last
-    return hit.decision if hit is not None else None
+    choice: Choice | None = getattr(rlkernel, op).last
+    return choice.decision if choice is not None else None
 
 
 def decisions_hash() -> str:
@@ -69,9 +65,21 @@ def decisions_hash() -> str:
     return sha256(" ".join(hashes).encode()).hexdigest()[:12]
 
 
-def _flat(hits: Any) -> Iterator[Hit]:
-    for hit in list(hits):
-        if isinstance(hit.run, ByShape):
-            yield from _flat(hit.run.hits.values())
-        else:
-            yield hit
+@dataclass(frozen=True)
+class Planned:
+    """The plans of one operator, over all policies of this process."""
+
+    op: str  # operator name
+    plans: int  # held now
+    made: int
+    evicted: int  # because a table was full
+
+
+def plans() -> list[Planned]:
+    """What the tables of plans hold, for every operator that has been called."""
+    out = []
+    for op in OPERATORS:
+        tables = [scope.tables[op] for scope in policy.scopes()]
+        if made := sum(t.made for t in tables):
+            out.append(Planned(op, sum(map(len, tables)), made, sum(t.evicted for t in tables)))
+    return out

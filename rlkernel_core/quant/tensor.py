@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError, LayoutError
@@ -30,6 +31,9 @@ class QuantMeta(NamedTuple):
     dtype: torch.dtype
     layout: str
     names: tuple[str, ...]
+
+
+_PLAN_KEYS: Final[dict[Any, int]] = {}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,6 +64,12 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(t.numel() * t.element_size() for t in self.parts.values())
+
+    @cached_property
+    def plan_key(self) -> int:
+        """A number that weights of one spec, layout, size, place and alignment share: what a plan may depend on."""
+        parts = tuple((n, t.dtype, t.shape, t.stride(), t.device, t.data_ptr() % 16) for n, t in self.parts.items())
+        return _PLAN_KEYS.setdefault((self.spec, self.shape, self.dtype, self.layout, parts), len(_PLAN_KEYS))
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same weight on another device; itself if it is there already."""

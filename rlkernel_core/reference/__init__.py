@@ -15,7 +15,7 @@ _ANY = Requires(device="*")
 _FLOATS = Requires(device="*", dtypes=("bfloat16", "float16", "float32", "float64"))
 
 # operator -> (target, requires, features of the spec it does not claim)
-_TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
+TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "linear_logprob": ("rlkernel_core.reference.linear_logprob:linear_logprob", _FLOATS, frozenset()),
     "linear_policy_loss": (
         "rlkernel_core.reference.linear_policy_loss:linear_policy_loss",
@@ -44,8 +44,8 @@ _TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
 
 def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
-    target, requires, without = _TARGETS[op]
+    target, requires, without = TARGETS[op]
     return Impl(op=spec.id, target=target, requires=requires, supports=spec.feature_names - without)
 
 
-backend = Backend(name="reference", api=API_VERSION, impls=tuple(_impl(op) for op in _TARGETS))
+backend = Backend(name="reference", api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))

@@ -36,67 +36,48 @@ from rlkernel_core.reference.row_statistics import (
     uncap,
 )
 from rlkernel_core.reference.row_views import free_rows
-from rlkernel_core.spec.linear_logprob import check
-from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobResult
 
 
-def linear_logprob(
-    hidden: Tensor,  # [..., D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [...]
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> LogprobResult:
+def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
 
     `workspace` states the extra memory. Masked rows are skipped where the mask can be read without waiting for a
     device, that is on a CPU; elsewhere they are computed and left out.
     """
-    check(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        mask=mask,
-        entropy=entropy,
-        support=support,
-        backward=backward,
-        max_workspace_bytes=max_workspace_bytes,
-        group=group,
-    )
+    hidden, weight, ids, mask, support, group = call.hidden, call.weight, call.ids, call.mask, call.support, call.group
     rows, N, (V, D) = ids.shape, ids.numel(), weight.shape
-    dtype = accumulator(hidden, weight, bias)
+    dtype = accumulator(hidden, weight, call.bias)
     mask = None if mask is None else mask.reshape(-1)
     nnz = 0 if support is None else support.ids.shape[0]
     ranks = 1 if group is None else group.size()
-    mode = _mode(backward, max_workspace_bytes, (N, D, V, dtype.itemsize, nnz, ranks))
+    mode = _mode(call.backward, call.max_workspace_bytes, (N, D, V, dtype.itemsize, nnz, ranks))
     shard = vocab_parallel.locate(group, V, N, D, hidden.device)
     kept = None if support is None else KeptIds(support, shard.V)
     chosen = choose(ids.reshape(-1), mask, shard.V, kept)
 
     index = mask.nonzero()[:, 0] if mask is not None and readable(mask) else None
-    T = temperatures(temperature, rows, dtype, hidden.device)
+    T = temperatures(call.temperature, rows, dtype, hidden.device)
     used, counted = chosen.ids, chosen.counted
     if index is not None:  # from here on only the rows that count
         used, counted, T = used[index], None, T[index]
     if support is not None:
         kept = KeptIds(support, shard.V, positions(index, N), shard.offset)
-    operands = (free_rows(hidden), weight, bias)
+    operands = (free_rows(hidden), weight, call.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        *operands, used, T, counted, index, kept, shard, softcap, logit_scale, entropy, wanted and mode == "save"
+        *operands,
+        used,
+        T,
+        counted,
+        index,
+        kept,
+        shard,
+        call.softcap,
+        call.logit_scale,
+        call.entropy,
+        wanted and mode == "save",
     )
     values, lse, H, mass = out
     return LogprobResult(

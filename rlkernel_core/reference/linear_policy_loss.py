@@ -8,11 +8,8 @@ the current policy itself, and where the workspace is too small for one pass.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.fused_loss import FusedLoss, Gradients, workspace
@@ -27,139 +24,64 @@ from rlkernel_core.reference.row_selection import choose
 from rlkernel_core.reference.row_statistics import accumulator, temperatures
 from rlkernel_core.reference.sequences import Packed, layout
 from rlkernel_core.spec import linear_policy_loss as spec
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import Support
-from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
+from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
 
 
-def linear_policy_loss(
-    hidden: Tensor,  # [N, D] or [B, T, D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [N] or [B, T]
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    support: Support | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    kind: str = "grpo",
-    level: str | None = None,
-    clip: tuple[float, float] | None = None,
-    dual_clip: float | None = None,
-    log_ratio_limit: float | None = None,
-    tau: tuple[float, float] | None = None,
-    gamma: GammaGate | None = None,
-    ratio_cap: float | None = None,
-    dro_beta: float | None = None,
-    aggregate: str | None = None,
-    denominator: float | Tensor | None = None,
-    horizon: float | None = None,
-    count_empty: bool = False,
-    ref_logprob: Tensor | None = None,
-    kl: str | None = None,
-    kl_coef: float | Tensor = 0.0,
-    kl_clamp: tuple[float, float] | None = None,
-    kl_importance: bool = False,
-    entropy: bool = False,
-    entropy_coef: float | Tensor = 0.0,
-    entropy_aggregate: str | None = None,
-    entropy_denominator: float | Tensor | None = None,
-    rollout_logprob: Tensor | None = None,
-    correction: Correction | None = None,
-    rejection: Rejection | None = None,
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LossResult:
+def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
     """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`.
 
     `fused_loss.workspace` and `linear_logprob.workspace` state the extra memory. dW is rounded once; dX once when it
     is made and once more where an upstream gradient that is no power of two scales it.
     """
-    of_head: dict[str, Any] = {
-        "bias": bias,
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "support": support,
-        "max_workspace_bytes": max_workspace_bytes,
-        "group": group,
-    }
-    of_loss: dict[str, Any] = {
-        "mask": mask,
-        "cu_seqlens": cu_seqlens,
-        "kind": kind,
-        "level": level,
-        "clip": clip,
-        "dual_clip": dual_clip,
-        "log_ratio_limit": log_ratio_limit,
-        "tau": tau,
-        "gamma": gamma,
-        "ratio_cap": ratio_cap,
-        "dro_beta": dro_beta,
-        "aggregate": aggregate,
-        "denominator": denominator,
-        "horizon": horizon,
-        "count_empty": count_empty,
-        "ref_logprob": ref_logprob,
-        "kl": kl,
-        "kl_coef": kl_coef,
-        "kl_clamp": kl_clamp,
-        "kl_importance": kl_importance,
-        "entropy": entropy,
-        "entropy_coef": entropy_coef,
-        "entropy_aggregate": entropy_aggregate,
-        "entropy_denominator": entropy_denominator,
-        "rollout_logprob": rollout_logprob,
-        "correction": correction,
-        "rejection": rejection,
-    }
-    config = spec.check(hidden, weight, ids, old_logprob, advantages, **of_head, **of_loss)
+    hidden, weight, ids, bias, mask, entropy = call.hidden, call.weight, call.ids, call.bias, call.mask, call.entropy
+    limit = call.max_workspace_bytes
+    config = spec.configure(call)
     shape, (V, D) = tuple(ids.shape), weight.shape
-    sequences = layout(shape, cu_seqlens)
+    sequences = layout(shape, call.cu_seqlens)
     if mask is not None or isinstance(sequences, Packed):
         mask = full_mask(mask, shape, sequences, ids.device)
     dtype = accumulator(hidden, weight, bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    fits = max_workspace_bytes is None or workspace(ids.numel(), D, V, dtype.itemsize) <= max_workspace_bytes
-    if not (wanted and fits and _per_token(config, support, old_logprob, rollout_logprob)):
-        law = linear_logprob(hidden, weight, ids, mask=mask, entropy=entropy, **of_head)
-        result = policy_loss(law.logprob, old_logprob, advantages, **{**of_loss, "entropy": law.entropy})
+    fits = limit is None or workspace(ids.numel(), D, V, dtype.itemsize) <= limit
+    if not (wanted and fits and _per_token(config, call.support, call.old_logprob, call.rollout_logprob)):
+        law = linear_logprob(LinearLogprobCall.of(call, mask=mask))
+        result = policy_loss(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy, mask=mask))
         return LossResult(
             result.loss, result.stats, law.logprob.detach(), None if law.entropy is None else law.entropy.detach()
         )
 
     with torch.no_grad():
         batch = prepare(
-            old_logprob,
-            advantages,
+            call.old_logprob,
+            call.advantages,
             config,
             sequences,
             mask=full_mask(mask, shape, sequences, ids.device),
-            ref=ref_logprob,
-            rollout=rollout_logprob,
-            before=old_logprob,
-            denominator=denominator,
-            entropy_denominator=entropy_denominator,
-            kl_coef=kl_coef,
-            entropy_coef=entropy_coef,
+            ref=call.ref_logprob,
+            rollout=call.rollout_logprob,
+            before=call.old_logprob,
+            denominator=call.denominator,
+            entropy_denominator=call.entropy_denominator,
+            kl_coef=call.kl_coef,
+            entropy_coef=call.entropy_coef,
             dtype=dtype,
         )
-        shard = vocab_parallel.locate(group, V, ids.numel(), D, hidden.device)
+        shard = vocab_parallel.locate(call.group, V, ids.numel(), D, hidden.device)
         flat_mask = None if mask is None else mask.reshape(-1)
         chosen = choose(ids.reshape(-1), flat_mask, shard.V, None)
-        T = temperatures(temperature, ids.shape, dtype, hidden.device)
+        T = temperatures(call.temperature, ids.shape, dtype, hidden.device)
         active = flat_mask.nonzero()[:, 0] if flat_mask is not None and readable(flat_mask) else None
         some = slice(None) if active is None else active  # rows that are worked on
         flat = hidden.detach().reshape(-1, D)
         one_pass = FusedLoss(
-            head=Head(flat, weight, bias, logit_scale, active, chosen.counted if active is None else None, dtype),
+            head=Head(flat, weight, bias, call.logit_scale, active, chosen.counted if active is None else None, dtype),
             ids=chosen.ids[some],
             T=T[some],
             shard=shard,
-            softcap=softcap,
+            softcap=call.softcap,
             entropy=entropy,
             batch=batch.at(some),
             config=config,

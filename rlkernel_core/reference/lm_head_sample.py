@@ -17,92 +17,45 @@ from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.reference.row_statistics import accumulator, cap
 from rlkernel_core.reference.running_draw import RunningDraw
 from rlkernel_core.reference.sample import sample
-from rlkernel_core.spec.lm_head_sample import check
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import SampleResult
 
 
-def lm_head_sample(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    logit_bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
+def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.lm_head_sample.lm_head_sample is the contract."""
-    check(**locals())
-    V = vocab_size or weight.shape[0]
+    hidden, weight, bias = call.hidden, call.weight, call.bias
+    V = call.vocab_size or weight.shape[0]
     dtype = accumulator(hidden, weight, bias)
-    head = Head(hidden, weight[:V], None if bias is None else bias[:V], logit_scale, None, None, dtype)
-    if not (top_k is top_p is min_p is None) or top_n or rank or entropy or kept_capacity:
-        tiles = [_tile(head, ids, softcap) for ids in head.tiles()]
-        return sample(
-            torch.cat(tiles, 1),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            step=step,
-            penalties=penalties,
-            bias=logit_bias,
-            allowed=allowed,
-            banned=banned,
-            filter_order=filter_order,
-            tie=tie,
-            slot=slot,
-            raw_logprob=raw_logprob,
-            top_n=top_n,
-            top_n_from=top_n_from,
-            rank=rank,
-            entropy=entropy,
-            kept_capacity=kept_capacity,
-            invalid_token=invalid_token,
-            stream=stream,
-        )
+    head = Head(hidden, weight[:V], None if bias is None else bias[:V], call.logit_scale, None, None, dtype)
+    filtered = not (call.top_k is call.top_p is call.min_p is None)
+    if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
+        tiles = [_tile(head, ids, call.softcap) for ids in head.tiles()]
+        logits = torch.cat(tiles, 1)
+        return sample(SampleCall.of(call, logits=logits, bias=call.logit_bias, vocab_size=None))
     requests = decode(
         hidden.shape[0],
         hidden.device,
         dtype,
-        temperature=temperature,
+        temperature=call.temperature,
         top_k=None,
         top_p=None,
         min_p=None,
-        seed=seed,
-        step=step,
-        penalties=penalties,
-        slot=slot,
+        seed=call.seed,
+        step=call.step,
+        penalties=call.penalties,
+        slot=call.slot,
     )
     running = RunningDraw.start(requests)
     for ids in head.tiles():
-        logits = _tile(head, ids, softcap)
-        edited = edit(logits, ids.start, requests, bias=logit_bias, allowed=allowed, banned=banned)
-        running = running.after(logits, edited, ids.start, requests, stream)
+        logits = _tile(head, ids, call.softcap)
+        edited = edit(logits, ids.start, requests, bias=call.logit_bias, allowed=call.allowed, banned=call.banned)
+        running = running.after(logits, edited, ids.start, requests, call.stream)
     drawn = running.draw(requests)
-    result = drawn.result(invalid_token)
-    return replace(result, raw_logprob=drawn.rows(running.raw_logprob(requests), torch.nan)) if raw_logprob else result
+    result = drawn.result(call.invalid_token)
+    if not call.raw_logprob:
+        return result
+    return replace(result, raw_logprob=drawn.rows(running.raw_logprob(requests), torch.nan))
 
 
 def _tile(head: Head, ids: slice, softcap: float | None) -> Tensor:

@@ -33,51 +33,30 @@ from rlkernel_core.reference.row_statistics import (
     uncap,
 )
 from rlkernel_core.reference.row_views import free_rows, take
-from rlkernel_core.spec.logprob import LogprobResult, Support, check
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
 _BLOCK = 1 << 22
 
 
-def logprob(
-    logits: Tensor,  # [..., V]
-    ids: Tensor,  # [...]
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Support | None = None,
-    validate: bool = False,
-) -> LogprobResult:
+def logprob(call: LogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.logprob.logprob`.
 
     Memory beyond results and gradient: some blocks of 16 MiB (of one row where a row is larger), a few numbers per
     row and per kept id.
     """
-    check(
-        logits,
-        ids,
-        temperature=temperature,
-        softcap=softcap,
-        mask=mask,
-        entropy=entropy,
-        top_logprobs=top_logprobs,
-        support=support,
-        validate=validate,
-    )
+    logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
     rows, V = ids.shape, logits.shape[-1]
-    if validate:
-        check_values(ids, mask, V, temperature, support)
+    if call.validate:
+        check_values(ids, mask, V, call.temperature, support)
     dtype = accumulator(logits)
-    T = temperatures(temperature, rows, dtype, logits.device)
+    T = temperatures(call.temperature, rows, dtype, logits.device)
     kept = None if support is None else KeptIds(support, V)
     chosen = choose(ids.reshape(-1), None if mask is None else mask.reshape(-1), V, kept)
     flat = free_rows(logits)
-    out = _Logprob.apply(flat, chosen.ids, T, chosen.counted, kept, softcap, entropy)  # type: ignore[no-untyped-call]
+    out = _Logprob.apply(flat, chosen.ids, T, chosen.counted, kept, call.softcap, call.entropy)  # type: ignore[no-untyped-call]
     values, lse, H, mass = out
-    top_ids, top = _best(flat.detach(), chosen, T, softcap, top_logprobs)
+    top_ids, top = _best(flat.detach(), chosen, T, call.softcap, top_logprobs)
     return LogprobResult(
         logprob=values.view(rows),
         lse=lse.view(rows),

@@ -28,7 +28,7 @@ from rlkernel_core.quant import codec, layouts
 from rlkernel_core.quant.activations import QuantActivation, quantize_activation
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
 from rlkernel_core.reference.precision import full_precision
-from rlkernel_core.spec.qmatmul import PAIRS, LoRA, check
+from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 
 Range = tuple[int, int]
 
@@ -43,39 +43,20 @@ _ACTIVATIONS: Final[Mapping[str | None, Callable[..., Tensor]]] = {
 }
 
 
-def qmatmul(
-    x: Tensor,  # [..., K]
-    w: QuantTensor,  # [Nout, K]
-    *,
-    bias: Tensor | None = None,  # [Nout]
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,  # [..., R]
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,  # [E]
-) -> Tensor:  # -> [..., R]
+def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
     """See `rlkernel_core.spec.qmatmul.qmatmul`; "any" weight rounding is "none" here."""
-    check(
-        x,
-        w,
-        bias=bias,
-        lora=lora,
-        activation=activation,
-        residual=residual,
-        weight_rounding=weight_rounding,
-        ends=ends,
-    )
-    check_layout("w", w, layouts.KNOWN)
-    tensors, meta = w.flatten()
+    x, bias, lora, residual = call.x, call.bias, call.lora, call.residual
+    check_layout("w", call.w, layouts.KNOWN)
+    tensors, meta = call.w.flatten()
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
     a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, lora.scale)
-    how = _How(meta, scale, activation, weight_rounding == "dtype")
+    how = _How(meta, scale, call.activation, call.weight_rounding == "dtype")
     with full_precision(x):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
-            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, ends, *tensors)  # type: ignore[no-untyped-call]
+            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, call.ends, *tensors)  # type: ignore[no-untyped-call]
         else:
-            result = _Product(how, rows, bias, a, b, ends, tensors).result(added)
+            result = _Product(how, rows, bias, a, b, call.ends, tensors).result(added)
     return result.view(*x.shape[:-1], result.shape[-1])
 
 

@@ -23,7 +23,7 @@ from rlkernel_core.reference.rollout.choose import choose, rows_of
 from rlkernel_core.reference.rollout.files import read, write
 from rlkernel_core.reference.rollout.ledger import Ledger, Rollout
 from rlkernel_core.reference.rollout.pages import COUNTERS, Pages
-from rlkernel_core.spec import rollout_buffer as spec
+from rlkernel_core.spec.rollout_buffer import RolloutBufferCall
 from rlkernel_core.spec.rollout_checks import (
     check_append,
     check_discard,
@@ -37,7 +37,6 @@ from rlkernel_core.spec.rollouts import (
     DEFAULT_FIELDS,
     VALID_STATUS,
     BufferStats,
-    Field,
     GroupRules,
     GroupState,
     RolloutBuffer,
@@ -45,35 +44,21 @@ from rlkernel_core.spec.rollouts import (
 )
 
 
-def rollout_buffer(
-    max_tokens: int,
-    max_seqs: int,
-    *,
-    fields: Mapping[str, Field] | None = None,
-    rewards: int = 1,
-    group_size: int | None = None,
-    max_groups: int | None = None,
-    max_seq_tokens: int | None = None,
-    max_batch_tokens: int | None = None,
-    page_tokens: int = 256,
-    on_full: str = "raise",
-    device: Any = None,
-) -> RolloutBuffer:
+def rollout_buffer(call: RolloutBufferCall) -> RolloutBuffer:
     """See `rlkernel_core.spec.rollout_buffer.rollout_buffer`."""
     shape: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "max_seqs": max_seqs,
-        "fields": DEFAULT_FIELDS if fields is None else fields,
-        "rewards": rewards,
-        "group_size": group_size,
-        "max_groups": max_groups,
-        "max_seq_tokens": max_seq_tokens,
-        "max_batch_tokens": max_batch_tokens,
-        "page_tokens": page_tokens,
+        "max_tokens": call.max_tokens,
+        "max_seqs": call.max_seqs,
+        "fields": DEFAULT_FIELDS if call.fields is None else call.fields,
+        "rewards": call.rewards,
+        "group_size": call.group_size,
+        "max_groups": call.max_groups,
+        "max_seq_tokens": call.max_seq_tokens,
+        "max_batch_tokens": call.max_batch_tokens,
+        "page_tokens": call.page_tokens,
     }
-    spec.check(**shape, on_full=on_full, device=device)
-    place = torch.default_generator.device if device is None else torch.device(device)
-    return PagedRolloutBuffer(shape, on_full, place)
+    place = torch.default_generator.device if call.device is None else torch.device(call.device)
+    return PagedRolloutBuffer(shape, call.on_full, place)
 
 
 class PagedRolloutBuffer:

@@ -17,72 +17,47 @@ from rlkernel_core.reference.draws import Draw, of_law
 from rlkernel_core.reference.philox import gumbel, range_words
 from rlkernel_core.reference.requests import Requests, decode, edit
 from rlkernel_core.reference.truncation import Law, descending, truncate, weigh, whole
-from rlkernel_core.spec.sample import check
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import SampleResult
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
+def sample(call: SampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.sample.sample is the contract."""
-    check(**locals())
-    given = logits[:, : vocab_size or logits.shape[1]]
+    top_n, kept_capacity = call.top_n, call.kept_capacity
+    given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
     given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
     requests = decode(
         given.shape[0],
         given.device,
         given.dtype,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        step=step,
-        penalties=penalties,
-        slot=slot,
+        temperature=call.temperature,
+        top_k=call.top_k,
+        top_p=call.top_p,
+        min_p=call.min_p,
+        seed=call.seed,
+        step=call.step,
+        penalties=call.penalties,
+        slot=call.slot,
     )
-    edited = edit(given, 0, requests, bias=bias, allowed=allowed, banned=banned)
-    law = truncate(edited.x, requests, filter_order=filter_order, tie=tie)
-    drawn = of_law(law, edited, requests, draw(law, requests, stream))
+    edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
+    law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
+    drawn = of_law(law, edited, requests, draw(law, requests, call.stream))
     extra: dict[str, Tensor] = {}
-    if raw_logprob:
+    if call.raw_logprob:
         extra["raw_logprob"] = drawn.rows(raw_law(given).logprob(drawn.token), torch.nan)
-    if entropy:
+    if call.entropy:
         extra["entropy"] = drawn.rows(law.entropy(), torch.nan)
     if kept_capacity:
         extra["kept_ids"] = _kept_ids(law, drawn, kept_capacity)
-    if top_n or rank:
-        ranked = raw_law(given) if top_n_from == "raw" else law
-        if rank:
+    if top_n or call.rank:
+        ranked = raw_law(given) if call.top_n_from == "raw" else law
+        if call.rank:
             # By the logits themselves: beside +inf all others have no mass, and still an order.
-            x = torch.where(given.isnan(), -torch.inf, given) if top_n_from == "raw" else law.weights.x
+            x = torch.where(given.isnan(), -torch.inf, given) if call.top_n_from == "raw" else law.weights.x
             extra["rank"] = drawn.rows(_rank(x, drawn.token), -1, -1).to(torch.int32)
         if top_n:
             extra["top_ids"], extra["top_logprobs"] = _top(ranked, drawn, top_n)
-    return replace(drawn.result(invalid_token, kept_capacity), **extra)
+    return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
 
 
 def draw(law: Law, requests: Requests, stream: int) -> Tensor:

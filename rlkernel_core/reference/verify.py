@@ -16,64 +16,41 @@ from rlkernel_core.reference.philox import range_words, token_words, uniform
 from rlkernel_core.reference.requests import Requests, decode, edit
 from rlkernel_core.reference.sample import best_noised, draw, raw_law
 from rlkernel_core.reference.truncation import truncate
-from rlkernel_core.spec.sampling import STREAMS, LogitBias, Penalties, TokenLists
-from rlkernel_core.spec.verify import VerifyResult, check
+from rlkernel_core.spec.sampling import STREAMS, Penalties
+from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 
 
-def verify(
-    target_logits: Tensor,
-    draft_ids: Tensor,
-    *,
-    cu_draft: Tensor,
-    draft_probs: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    raw_logprob: bool = False,
-    invalid_token: int = -1,
-) -> VerifyResult:
+def verify(call: VerifyCall) -> VerifyResult:
     """Accept drafts and draw replacements: rlkernel_core.spec.verify.verify is the contract."""
-    check(**locals())
-    V = vocab_size or target_logits.shape[1]
-    given = target_logits[:, :V]
+    V = call.vocab_size or call.target_logits.shape[1]
+    given = call.target_logits[:, :V]
     given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
-    rows = _layout(cu_draft, draft_ids)
+    rows = _layout(call.cu_draft, call.draft_ids)
     requests = decode(
         given.shape[0],
         given.device,
         given.dtype,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        step=step,
-        penalties=penalties,
+        temperature=call.temperature,
+        top_k=call.top_k,
+        top_p=call.top_p,
+        min_p=call.min_p,
+        seed=call.seed,
+        step=call.step,
+        penalties=call.penalties,
         slot=rows.request,
     )
     requests = requests._replace(step=requests.step + rows.place, padding=None)
-    requests = _with_drafts(requests, rows, draft_ids)
-    edited = edit(given, 0, requests, bias=bias, allowed=allowed, banned=banned)
-    law = truncate(edited.x, requests, filter_order=filter_order, tie=tie)
+    requests = _with_drafts(requests, rows, call.draft_ids)
+    edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
+    law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
 
     inside = (rows.draft >= 0) & (rows.draft < V) & ~rows.bonus
     drafted = rows.draft.clamp(0, V - 1)
     token = draw(law, requests, STREAMS["target"])
-    if draft_probs is None and draft_logits is None:
+    if call.draft_probs is None and call.draft_logits is None:
         accept = inside & (token == drafted)
     else:
-        q = _draft_law(draft_probs, draft_logits, V)[rows.source]
+        q = _draft_law(call.draft_probs, call.draft_logits, V)[rows.source]
         p = law.probabilities()
         u = uniform(token_words(requests.seed, requests.step, drafted, STREAMS["accept"]))
         at = drafted[:, None]
@@ -85,11 +62,11 @@ def verify(
         token = torch.where(rows.bonus, token, replacement)
     token = torch.where(accept, drafted, token)
     drawn = of_law(law, edited, requests, token)
-    B = cu_draft.shape[0] - 1
+    B = call.cu_draft.shape[0] - 1
     stop = torch.where(accept & ~drawn.none, given.shape[0], rows.place)
     accepted = stop.new_full((B,), given.shape[0]).scatter_reduce(0, rows.request, stop, "amin")
     drawn = replace(drawn, padding=rows.place > accepted[rows.request])
-    result = drawn.result(invalid_token)
+    result = drawn.result(call.invalid_token)
     return VerifyResult(
         accepted=accepted.to(torch.int32),
         token=result.token,
@@ -97,7 +74,7 @@ def verify(
         log_kept_mass=result.log_kept_mass,
         kept_count=result.kept_count,
         status=result.status,
-        raw_logprob=drawn.rows(raw_law(given).logprob(token), torch.nan) if raw_logprob else None,
+        raw_logprob=drawn.rows(raw_law(given).logprob(token), torch.nan) if call.raw_logprob else None,
     )
 
 

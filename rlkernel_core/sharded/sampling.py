@@ -41,8 +41,8 @@ from rlkernel_core.sharded.statistics import (
     statistics,
     together,
 )
-from rlkernel_core.spec.sample import check
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
+from rlkernel_core.spec.sample import SPEC, SampleCall, check
+from rlkernel_core.spec.sampling import SampleResult
 
 ERROR: Final = 2.0**-42  # relative, of joined sums and their logarithms; exponents down to -745 lose 2^-44
 GAP: Final = 1e-9  # of noised scores: a rank's third best may be ahead of its second by rounding, never by this
@@ -62,60 +62,59 @@ def sample_shard(
     group: dist.ProcessGroup,
     sizes: tuple[int, ...] | None = None,
     candidates: int = 128,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
+    **request: Any,
 ) -> SampleResult:
     """The draw of the joined rows, on every rank; `rlkernel.distributed.sample_shard` is the contract."""
-    law: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    law |= {"seed": seed, "step": step, "penalties": penalties, "slot": slot}
-    edits: dict[str, Any] = {"bias": bias, "allowed": allowed, "banned": banned}
-    how: dict[str, Any] = {"filter_order": filter_order, "tie": tie}
-    extras: dict[str, Any] = {"raw_logprob": raw_logprob, "entropy": entropy, "kept_capacity": kept_capacity}
-    rest: dict[str, Any] = {"vocab_size": vocab_size, "top_n": top_n, "top_n_from": top_n_from, "rank": rank}
-    rest |= {"invalid_token": invalid_token, "stream": stream}
     at = columns(logits, group, sizes)
     checks.integer("candidates", candidates, at_least=1)
-    check(logits[:, :1].expand(-1, at.width), **law, **edits, **how, **extras, **rest)
+    call: SampleCall = SPEC.call(logits[:, :1].expand(-1, at.width), **request)
+    check(call)
 
     def whole() -> SampleResult:
         """The draw of the joined rows, joined."""
-        return sample(joined(logits, at), **law, **edits, **how, **extras, **rest)
+        return sample(SampleCall.of(call, logits=joined(logits, at)))
 
-    filtered = not (top_k is top_p is min_p is None)
+    filtered = not (call.top_k is call.top_p is call.min_p is None)
     # Known of whole rows only, or of more ids than are sent.
-    beyond = top_n or rank or kept_capacity > candidates or (not filtered and (entropy or kept_capacity))
+    beyond = call.top_n or call.rank or call.kept_capacity > candidates
+    beyond = beyond or (not filtered and (call.entropy or call.kept_capacity))
     if len(at.sizes) == 1 or beyond or logits.dtype == torch.float64 or not _may_look():
         return whole()
-    given = inside(logits, at, vocab_size)
-    requests = decode(given.shape[0], given.device, given.dtype, **law)
-    edited = edit(given, at.first, requests, **edits)
-    mine = statistics(given, edited, at.first, requests, stream, candidates if filtered else 0)
+    given = inside(logits, at, call.vocab_size)
+    requests = decode(
+        given.shape[0],
+        given.device,
+        given.dtype,
+        temperature=call.temperature,
+        top_k=call.top_k,
+        top_p=call.top_p,
+        min_p=call.min_p,
+        seed=call.seed,
+        step=call.step,
+        penalties=call.penalties,
+        slot=call.slot,
+    )
+    edited = edit(given, at.first, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
+    mine = statistics(given, edited, at.first, requests, call.stream, candidates if filtered else 0)
     every = gathered(mine, group)
     said = together(every, requests)
-    found = _filtered(said, requests, stream, extras, **how) if filtered else _race(said, requests, stream, extras)
+    extras: dict[str, Any] = {
+        "raw_logprob": call.raw_logprob,
+        "entropy": call.entropy,
+        "kept_capacity": call.kept_capacity,
+    }
+    how: dict[str, Any] = {"filter_order": call.filter_order, "tie": call.tie}
+    if filtered:
+        found = _filtered(said, requests, call.stream, extras, **how)
+    else:
+        found = _race(said, requests, call.stream, extras)
     sure = found.certain | found.draw.none | found.draw.padding
     # The same on every rank, whose joined statistics are the same bits.
-    return replace(found.draw.result(invalid_token, kept_capacity), **found.extra) if bool(sure.all()) else whole()
+    return (
+        replace(found.draw.result(call.invalid_token, call.kept_capacity), **found.extra)
+        if bool(sure.all())
+        else whole()
+    )
 
 
 def _may_look() -> bool:

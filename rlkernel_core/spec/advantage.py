@@ -19,11 +19,11 @@ Legend: B sequences · T time · N packed tokens · K rewards · G group size. A
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
-from rlkernel_core.spec.form import OpSpec, owed, spec_only
+from rlkernel_core.spec.form import OpCall, OpSpec, owed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,59 +54,8 @@ class AdvantageResult:
     stats: AdvantageStats
 
 
-def advantage(
-    rewards: Tensor,
-    *,
-    kind: str,
-    group: int | Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    values: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-    lam_value: float | Tensor | None = None,
-    length_adaptive: float | None = None,
-    bootstrap: Tensor | None = None,
-    dones: Tensor | None = None,
-    done_index: str = "after",
-    turns: Tensor | None = None,
-    ratio: Tensor | None = None,
-    ratio_clip: float | None = 1.0,
-    trace_clip: float | None = 1.0,
-    q_values: Tensor | None = None,
-    baseline: Tensor | None = None,
-    in_stats: Tensor | None = None,
-    in_loss: Tensor | None = None,
-    valid_range: tuple[float, float] | None = None,
-    weights: Tensor | None = None,
-    reward_weights: Tensor | None = None,
-    step_rewards: Tensor | None = None,
-    anchor: Tensor | None = None,
-    step_weight: float = 1.0,
-    logprob: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
-    leave_one_out: bool = False,
-    scale: str = "auto",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    eps_mode: str = "std_add",
-    min_std: float = 0.0,
-    low_std: str = "zero",
-    singleton: str = "zero",
-    constant: str = "zero",
-    invalid: str = "zero",
-    masked_time: str = "skip",
-    masked_out: str = "zero",
-    whiten: str = "auto",
-    whiten_level: str = "auto",
-    whiten_ddof: int = 1,
-    whiten_eps: float = 1e-8,
-    whiten_eps_mode: str = "var_add",
-    process_group: ProcessGroup | None = None,
-    reward_level: str = "auto",
-    output: str = "auto",
-) -> AdvantageResult:
+@dataclass(slots=True, eq=False)
+class AdvantageCall(OpCall[AdvantageResult]):
     """Advantages of `rewards`. They are constants of the loss: inputs that require grad are detached.
 
     Args:
@@ -174,17 +123,69 @@ def advantage(
     Raises:
         ArgumentError: a wrong shape, dtype, number or choice; an argument that the kind needs or does not take.
     """
-    spec_only("advantage")
+
+    rewards: Tensor
+    _: KW_ONLY
+    kind: str
+    group: int | Tensor | None = None
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    values: Tensor | None = None
+    gamma: float = 1.0
+    lam: float | Tensor = 1.0
+    lam_value: float | Tensor | None = None
+    length_adaptive: float | None = None
+    bootstrap: Tensor | None = None
+    dones: Tensor | None = None
+    done_index: str = "after"
+    turns: Tensor | None = None
+    ratio: Tensor | None = None
+    ratio_clip: float | None = 1.0
+    trace_clip: float | None = 1.0
+    q_values: Tensor | None = None
+    baseline: Tensor | None = None
+    in_stats: Tensor | None = None
+    in_loss: Tensor | None = None
+    valid_range: tuple[float, float] | None = None
+    weights: Tensor | None = None
+    reward_weights: Tensor | None = None
+    step_rewards: Tensor | None = None
+    anchor: Tensor | None = None
+    step_weight: float = 1.0
+    logprob: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    leave_one_out: bool = False
+    scale: str = "auto"
+    ddof: int = 1
+    eps: float = 1e-6
+    eps_mode: str = "std_add"
+    min_std: float = 0.0
+    low_std: str = "zero"
+    singleton: str = "zero"
+    constant: str = "zero"
+    invalid: str = "zero"
+    masked_time: str = "skip"
+    masked_out: str = "zero"
+    whiten: str = "auto"
+    whiten_level: str = "auto"
+    whiten_ddof: int = 1
+    whiten_eps: float = 1e-8
+    whiten_eps_mode: str = "var_add"
+    process_group: ProcessGroup | None = None
+    reward_level: str = "auto"
+    output: str = "auto"
 
 
-def _check(**args: Any) -> None:
-    from rlkernel_core.spec.advantage_checks import check  # it takes the defaults from the signature above
+def _check(call: AdvantageCall) -> None:
+    from rlkernel_core.spec.advantage_checks import check  # it takes the defaults from the record above
 
-    check(args)
+    check(call)
 
 
 SPEC = OpSpec(
-    signature=advantage,
+    name="advantage",
+    record=AdvantageCall,
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
     check=_check,

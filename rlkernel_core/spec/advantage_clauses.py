@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from rlkernel_core import checks
@@ -43,32 +42,32 @@ FEATURES: Final = (
 )
 
 
-def needs(args: Mapping[str, Any]) -> frozenset[str]:
+def needs(call: Any) -> frozenset[str]:
     """Names of the features that a call with these bound arguments needs."""
-    kind = KINDS.get(args["kind"])
-    whiten = kind.whiten if kind and args["whiten"] == "auto" else args["whiten"]
+    kind = KINDS.get(call.kind)
+    whiten = kind.whiten if kind and call.whiten == "auto" else call.whiten
     wanted = {
-        "mask": args["mask"] is not None,
-        "lengths": args["lengths"] is not None,
-        "packed": args["cu_seqlens"] is not None,
-        "group_ids": checks.is_tensor(args["group"]),
-        "lam_tensor": checks.is_tensor(args["lam"]) or checks.is_tensor(args["lam_value"]),
-        "lam_value": args["lam_value"] is not None,
-        "length_adaptive": args["length_adaptive"] is not None,
-        "bootstrap": args["bootstrap"] is not None,
-        "dones": args["dones"] is not None,
-        "turns": args["turns"] is not None,
-        "sequence_masks": any(args[n] is not None for n in ("in_stats", "in_loss", "valid_range")),
-        "weights": args["weights"] is not None,
-        "leave_one_out": args["leave_one_out"],
-        "scale:batch": args["scale"] == "batch",
-        "peer": any(args[n] != plain for n, plain in _PLAIN.items()) or args["singleton"] == "raw",
-        "singleton_error": args["singleton"] == "error",
+        "mask": call.mask is not None,
+        "lengths": call.lengths is not None,
+        "packed": call.cu_seqlens is not None,
+        "group_ids": checks.is_tensor(call.group),
+        "lam_tensor": checks.is_tensor(call.lam) or checks.is_tensor(call.lam_value),
+        "lam_value": call.lam_value is not None,
+        "length_adaptive": call.length_adaptive is not None,
+        "bootstrap": call.bootstrap is not None,
+        "dones": call.dones is not None,
+        "turns": call.turns is not None,
+        "sequence_masks": any(getattr(call, n) is not None for n in ("in_stats", "in_loss", "valid_range")),
+        "weights": call.weights is not None,
+        "leave_one_out": call.leave_one_out,
+        "scale:batch": call.scale == "batch",
+        "peer": any(getattr(call, n) != plain for n, plain in _PLAIN.items()) or call.singleton == "raw",
+        "singleton_error": call.singleton == "error",
         "whiten": whiten != "none",
-        "process_group": args["process_group"] is not None,
-        "token_output": args["output"] == "token",
+        "process_group": call.process_group is not None,
+        "token_output": call.output == "token",
     }
-    return frozenset({n for n, needed in wanted.items() if needed} | ({f"kind:{args['kind']}"} if kind else set()))
+    return frozenset({n for n, needed in wanted.items() if needed} | ({f"kind:{call.kind}"} if kind else set()))
 
 
 _PLAIN: Final = {

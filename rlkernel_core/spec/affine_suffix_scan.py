@@ -11,8 +11,7 @@ Legend: B sequences · T time · N packed tokens. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
@@ -24,10 +23,10 @@ from rlkernel_core.spec.form import (
     GRAD,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     Tolerance,
     owed,
-    spec_only,
 )
 
 if TYPE_CHECKING:
@@ -42,17 +41,8 @@ class ScanResult:
     carry: Tensor  # [B] y of the first position: what a scan further left would take as its `init`
 
 
-def affine_suffix_scan(
-    b: Tensor,
-    a: float | Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    init: Tensor | None = None,
-    exclusive: bool = False,
-    masked_out: str = "zero",
-) -> ScanResult:
+@dataclass(slots=True, eq=False)
+class AffineSuffixScanCall(OpCall[ScanResult]):
     """Scan y_t = a_t y_{t+1} + b_t from the right, per sequence.
 
     Args:
@@ -68,21 +58,26 @@ def affine_suffix_scan(
     Raises:
         ArgumentError: wrong rank, sizes or dtype; both `mask` and `lengths`; both `lengths` and `cu_seqlens`.
     """
-    spec_only("affine_suffix_scan")
+
+    b: Tensor
+    a: float | Tensor
+    _: KW_ONLY
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    init: Tensor | None = None
+    exclusive: bool = False
+    masked_out: str = "zero"
 
 
-def check(
-    b: Any,
-    a: Any,
-    *,
-    mask: Any = None,
-    lengths: Any = None,
-    cu_seqlens: Any = None,
-    init: Any = None,
-    exclusive: bool = False,
-    masked_out: str = "zero",
-) -> int:
-    """Metadata checks shared by all implementations; returns the number of sequences."""
+def sequences_of(call: AffineSuffixScanCall) -> int:
+    """Number of sequences of a call that has been checked."""
+    return call.b.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+
+
+def check(call: AffineSuffixScanCall) -> None:
+    """Metadata checks shared by all implementations; reads no value off the device."""
+    b, a, mask, lengths, cu_seqlens, init = call.b, call.a, call.mask, call.lengths, call.cu_seqlens, call.init
     checks.tensor("b", b, ndim=2 if cu_seqlens is None else 1, kind="floating")
     if checks.is_tensor(a):
         checks.shape("a", checks.tensor("a", a, kind="floating"), b.shape, "b")
@@ -102,29 +97,30 @@ def check(
         checks.shape("lengths", checks.tensor("lengths", lengths, kind="integer"), (sequences,), "the rows [B]")
     if init is not None:
         checks.shape("init", checks.tensor("init", init, kind="floating"), (sequences,), "the sequences [B]")
-    checks.flags(exclusive=exclusive)
-    checks.choice("masked_out", masked_out, ("zero", "carry"))
+    checks.flags(exclusive=call.exclusive)
+    checks.choice("masked_out", call.masked_out, ("zero", "carry"))
     for name, x in (("mask", mask), ("lengths", lengths), ("cu_seqlens", cu_seqlens), ("init", init)):
         if x is not None:
             checks.same_device(name, x, b, "b")
     return int(sequences)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        "mask": args["mask"] is not None,
-        "lengths": args["lengths"] is not None,
-        "packed": args["cu_seqlens"] is not None,
-        "init": args["init"] is not None,
-        "exclusive": args["exclusive"],
-        "carry": args["masked_out"] == "carry",
-        "a_tensor": checks.is_tensor(args["a"]),
+        "mask": call.mask is not None,
+        "lengths": call.lengths is not None,
+        "packed": call.cu_seqlens is not None,
+        "init": call.init is not None,
+        "exclusive": call.exclusive,
+        "carry": call.masked_out == "carry",
+        "a_tensor": checks.is_tensor(call.a),
     }
     return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=affine_suffix_scan,
+    name="affine_suffix_scan",
+    record=AffineSuffixScanCall,
     summary="y_t = a_t y_{t+1} + b_t from the right: the scan under GAE, returns and V-trace",
     primary="b",
     differentiable=("b", "a", "init"),

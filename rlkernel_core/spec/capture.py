@@ -15,11 +15,12 @@ Types that appear in calls are in `rlkernel_core.spec.graphed`. Imports no torch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError
-from rlkernel_core.spec.form import Clause, Feature, OpSpec, owed, spec_only
+from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec, owed
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable, check_inputs
 from rlkernel_core.tree import first_tensor
 
@@ -36,27 +37,8 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def capture(
-    fn: Callable[..., Any],
-    example: Any,
-    *,
-    buckets: Sequence[Bucket] | None = None,
-    pad: Mapping[str, float] | None = None,
-    static: Sequence[Any] | None = None,
-    mutates: Sequence[Any] | None = None,
-    outputs: str = "clone",
-    rng: str = "follow",
-    generators: Sequence[Generator] | None = None,
-    verify: str = "auto",
-    guard: str = "sync",
-    on_guard_fail: str = "recapture",
-    on_capture_error: str = "raise",
-    warmup: int = 3,
-    max_graphs: int = 32,
-    group: CaptureGroup | None = None,
-    collectives: bool = False,
-    autograd: bool = False,
-) -> GraphedCallable:
+@dataclass(slots=True, eq=False)
+class CaptureCall(OpCall[GraphedCallable]):
     """A callable that gives fn's results by replaying a graph of it; the example's graph is captured at once.
 
     Args:
@@ -99,33 +81,33 @@ def capture(
         ArgumentError: an argument is not as described.
         CaptureError: the example could not be captured and `on_capture_error="raise"`.
     """
-    spec_only("capture")
+
+    fn: Callable[..., Any]
+    example: Any
+    _: KW_ONLY
+    buckets: Sequence[Bucket] | None = None
+    pad: Mapping[str, float] | None = None
+    static: Sequence[Any] | None = None
+    mutates: Sequence[Any] | None = None
+    outputs: str = "clone"
+    rng: str = "follow"
+    generators: Sequence[Generator] | None = None
+    verify: str = "auto"
+    guard: str = "sync"
+    on_guard_fail: str = "recapture"
+    on_capture_error: str = "raise"
+    warmup: int = 3
+    max_graphs: int = 32
+    group: CaptureGroup | None = None
+    collectives: bool = False
+    autograd: bool = False
 
 
-def check(
-    fn: Any,
-    example: Any,
-    *,
-    buckets: Any = None,
-    pad: Any = None,
-    static: Any = None,
-    mutates: Any = None,
-    outputs: str = "clone",
-    rng: str = "follow",
-    generators: Any = None,
-    verify: str = "auto",
-    guard: str = "sync",
-    on_guard_fail: str = "recapture",
-    on_capture_error: str = "raise",
-    warmup: int = 3,
-    max_graphs: int = 32,
-    group: Any = None,
-    collectives: bool = False,
-    autograd: bool = False,
-) -> None:
+def check(call: CaptureCall) -> None:
     """Checks shared by all implementations of capture@1."""
-    if not callable(fn):
-        raise ArgumentTypeError("fn", checks.describe(fn), "must be callable", "Pass a function or a module.")
+    example = call.example
+    if not callable(call.fn):
+        raise ArgumentTypeError("fn", checks.describe(call.fn), "must be callable", "Pass a function or a module.")
     if not (isinstance(example, (tuple, dict)) or checks.is_tensor(example)):
         raise ArgumentTypeError(
             "example",
@@ -133,48 +115,50 @@ def check(
             "must be a tuple of arguments, a dict of keyword arguments or one tensor",
             "Pass (x, y).",
         )
-    given = {"outputs": outputs, "rng": rng, "verify": verify, "guard": guard}
-    given |= {"on_guard_fail": on_guard_fail, "on_capture_error": on_capture_error}
+    given = {"outputs": call.outputs, "rng": call.rng, "verify": call.verify, "guard": call.guard}
+    given |= {"on_guard_fail": call.on_guard_fail, "on_capture_error": call.on_capture_error}
     for name, value in given.items():
         checks.choice(name, value, CHOICES[name])
-    checks.flags(collectives=collectives, autograd=autograd)
-    checks.integer("warmup", warmup, at_least=0)
-    checks.integer("max_graphs", max_graphs, at_least=1)
-    if group is not None:
-        checks.instance("group", group, CaptureGroup)
-    check_inputs(pad, buckets=buckets, static=static, mutates=mutates, generators=generators)
+    checks.flags(collectives=call.collectives, autograd=call.autograd)
+    checks.integer("warmup", call.warmup, at_least=0)
+    checks.integer("max_graphs", call.max_graphs, at_least=1)
+    if call.group is not None:
+        checks.instance("group", call.group, CaptureGroup)
+    check_inputs(call.pad, buckets=call.buckets, static=call.static, mutates=call.mutates, generators=call.generators)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        f"outputs:{args['outputs']}": True,
-        f"rng:{args['rng']}": True,
-        "buckets": args["buckets"] is not None,
-        "static": args["static"] is not None,
-        "mutates": args["mutates"] is not None,
-        "generators": args["generators"] is not None,
-        "verify": args["verify"] in {"first", "always"},
-        f"guard:{args['guard']}": args["guard"] != "sync",
-        f"on_guard_fail:{args['on_guard_fail']}": True,
-        f"on_capture_error:{args['on_capture_error']}": True,
-        "group": args["group"] is not None,
-        "collectives": args["collectives"],
-        "grad": args["autograd"],
+        f"outputs:{call.outputs}": True,
+        f"rng:{call.rng}": True,
+        "buckets": call.buckets is not None,
+        "static": call.static is not None,
+        "mutates": call.mutates is not None,
+        "generators": call.generators is not None,
+        "verify": call.verify in {"first", "always"},
+        f"guard:{call.guard}": call.guard != "sync",
+        f"on_guard_fail:{call.on_guard_fail}": True,
+        f"on_capture_error:{call.on_capture_error}": True,
+        "group": call.group is not None,
+        "collectives": call.collectives,
+        "grad": call.autograd,
     }
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
-def _where(args: Mapping[str, Any]) -> Tensor | None:
+def _where(call: Any) -> Tensor | None:
     """The first tensor of the example, else of the static tensors, decides the device; None is the CPU."""
-    static = args["static"] if isinstance(args["static"], (tuple, list)) else ()  # `check` names anything else
-    tensor: Tensor | None = first_tensor([args["example"], *static])
+    static = call.static if isinstance(call.static, (tuple, list)) else ()  # `check` names anything else
+    tensor: Tensor | None = first_tensor([call.example, *static])
     return tensor
 
 
 SPEC = OpSpec(
-    signature=capture,
+    name="capture",
+    record=CaptureCall,
     summary="record a function once, replay it with new inputs, and know when that would be wrong",
     where=_where,
+    planned=False,
     check=check,
     needs=_needs,
     features=(

@@ -1,8 +1,9 @@
 """The form in which every operator is specified: signature, results, features, clauses, tolerances.
 
-A spec is data. The signature function *is* the contract (its docstring gives shapes, dtypes, units, errors and
-the source of the formula); `features` is the closed list of what an implementation may claim; `clauses` is what
-the conformance suite attacks; `tolerances` is how close is close, each with its source.
+A spec is data. The call record *is* the contract: its fields are the operator's arguments with their defaults, its
+docstring gives shapes, dtypes, units, errors and the source of the formula. The public function builds the record, and
+every implementation is a function of it. `features` is the closed list of what an implementation may claim; `clauses`
+is what the conformance suite attacks; `tolerances` is how close is close, each with its source.
 
 Imports no torch: `Tensor` stands in annotations only.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from rlkernel_core.errors import SpecError
+from rlkernel_core import checks
+from rlkernel_core.errors import ArgumentTypeError, did_you_mean
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -51,11 +53,32 @@ class Tolerance:
     source: str  # where the number comes from
 
 
+class OpCall(Generic[R_co]):
+    """Base of the call records; R_co is what the operator returns.
+
+    A record is a dataclass with slots, one field an argument. Implementations read it and never write to it.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, other: OpCall[Any], **changes: Any) -> Self:
+        """A record with the fields of `other` that this operator has too, and `changes`."""
+        names = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]  # every subclass is a dataclass
+        shared = {f.name: getattr(other, f.name) for f in fields(other) if f.name in names}  # type: ignore[arg-type]
+        return cls(**{**shared, **changes})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class OpSpec(Generic[P, R_co]):
     """One operator at one version of its meaning."""
 
-    signature: Callable[P, R_co]
+    name: str  # as in `rlkernel.<name>`
+    record: Callable[P, OpCall[R_co]]  # the class of its calls
     summary: str  # one line, for tables
     features: tuple[Feature, ...]
     clauses: tuple[Clause, ...]
@@ -65,20 +88,20 @@ class OpSpec(Generic[P, R_co]):
     primary: str | None = None
     # Tensor arguments a gradient may be asked for.
     differentiable: tuple[str, ...] = ()
-    # Features that a call with these bound arguments (defaults applied) needs. May look at types, at None, bools
-    # and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one decision.
-    needs: Callable[[Mapping[str, Any]], frozenset[str]] = field(default=lambda _: frozenset())
-    # Argument -> expressions that tell calls apart where its class is not enough: {"w": ("w.spec.kind", "w.layout")}.
+    # Features that a call needs. May look at types, at None, bools and strings, and at the *sign* of numbers, never at
+    # their size: calls that differ in size share one decision.
+    needs: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
+    # Argument -> expressions that tell kinds of calls apart where its class is not enough, `call` being the record:
+    # {"w": ("call.w.spec.kind", "call.w.layout")}.
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Metadata checks shared by all implementations, with the operator's signature; raises ArgumentError.
-    check: Callable[..., object] | None = None
-    # For operators without a primary tensor: bound arguments -> the tensor-like object (or device) that decides.
-    where: Callable[[Mapping[str, Any]], Any] | None = None
-
-    @property
-    def name(self) -> str:
-        """Operator name, as in `rlkernel.<name>`."""
-        return str(self.signature.__name__)
+    # Integers that change from call to call and that no plan may look at, such as the step of a draw.
+    varying: tuple[str, ...] = ()
+    # Whether calls of one shape share a plan; not those that make something which lives on, such as a buffer.
+    planned: bool = True
+    # Checks of a call's metadata; raises ArgumentError. The front door runs it once a shape, before any implementation.
+    check: Callable[[Any], object] | None = None
+    # For operators without a primary tensor: call -> the tensor-like object (or device) that decides.
+    where: Callable[[Any], Any] | None = None
 
     @property
     def id(self) -> str:
@@ -91,9 +114,47 @@ class OpSpec(Generic[P, R_co]):
         return frozenset(f.name for f in self.features)
 
     @cached_property
+    def signature(self) -> inspect.Signature:
+        """The operator's signature: the fields of its record, and what it returns."""
+        bases: Any = getattr(self.record, "__orig_bases__")  # noqa: B009 no type checker knows it
+        result = next(base.__args__[0] for base in bases if getattr(base, "__origin__", None) is OpCall)
+        returns = getattr(result, "__forward_arg__", None) or result.__name__
+        return inspect.signature(self.record).replace(return_annotation=returns)
+
+    @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Parameters of the signature in order."""
-        return inspect.signature(self.signature).parameters
+        return self.signature.parameters
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The record of a call with these arguments.
+
+        Raises:
+            ArgumentTypeError: a keyword that the operator does not have; the message suggests the nearest.
+            TypeError: too many arguments, or too few.
+        """
+        for name, value in kwargs.items():
+            if name not in self.parameters:
+                self.refuse_unknown(name, value)
+        return self.record(*args, **kwargs)
+
+    def refuse_unknown(self, name: str, value: object) -> None:
+        """Raise the error for a keyword that the operator does not have."""
+        hint = did_you_mean(name, self.parameters).removeprefix("; ")
+        raise ArgumentTypeError(name, checks.describe(value), f"{self.name} has no such argument", hint)
+
+    def taking_arguments(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
+        """A function of a record as a function of the operator's arguments, which are checked at every call."""
+
+        def with_arguments(*args: Any, **kwargs: Any) -> Any:
+            call = self.call(*args, **kwargs)
+            if self.check is not None:
+                self.check(call)
+            return run(call)
+
+        with_arguments.__name__, with_arguments.__doc__ = self.name, self.record.__doc__
+        with_arguments.__signature__ = self.signature  # type: ignore[attr-defined]
+        return with_arguments
 
 
 # Features every operator may have, worded once.
@@ -105,11 +166,6 @@ BATCH_INVARIANT = Feature(
     "however the call was chunked",
 )
 CAPTURABLE = Feature("capturable", "no host synchronisation and no shape that depends on data: may run in a graph")
-
-
-def spec_only(name: str) -> NoReturn:
-    """Body of every signature function."""
-    raise SpecError(f"rlkernel_core.spec.{name} is the contract, not an implementation; call rlkernel.{name}")
 
 
 # Clauses of every operator, whatever it computes: the same number means the same sentence in every spec.

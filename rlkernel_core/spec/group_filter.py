@@ -12,13 +12,12 @@ Legend: B sequences · K rewards. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, owed, spec_only
+from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, owed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,19 +36,8 @@ class GroupFilterResult:
     groups: Tensor  # [] int64: how many groups there are
 
 
-def group_filter(
-    rewards: Tensor,
-    *,
-    group: int | Tensor,
-    rule: str = "std",
-    threshold: float = 0.0,
-    low: float = 0.0,
-    high: float = 1.0,
-    ddof: int = 1,
-    valid: Tensor | None = None,
-    min_members: int = 1,
-    combine: str = "any",
-) -> GroupFilterResult:
+@dataclass(slots=True, eq=False)
+class GroupFilterCall(OpCall[GroupFilterResult]):
     """Which groups of sequences to train on.
 
     Args:
@@ -67,35 +55,35 @@ def group_filter(
     Raises:
         ArgumentError: wrong sizes, dtypes, numbers or choices.
     """
-    spec_only("group_filter")
+
+    rewards: Tensor
+    _: KW_ONLY
+    group: int | Tensor
+    rule: str = "std"
+    threshold: float = 0.0
+    low: float = 0.0
+    high: float = 1.0
+    ddof: int = 1
+    valid: Tensor | None = None
+    min_members: int = 1
+    combine: str = "any"
 
 
-def check(
-    rewards: Any,
-    *,
-    group: Any,
-    rule: str = "std",
-    threshold: float = 0.0,
-    low: float = 0.0,
-    high: float = 1.0,
-    ddof: int = 1,
-    valid: Any = None,
-    min_members: int = 1,
-    combine: str = "any",
-) -> None:
+def check(call: GroupFilterCall) -> None:
     """Metadata checks shared by all implementations."""
+    rewards, valid = call.rewards, call.valid
     checks.tensor("rewards", rewards, ndim=(1, 2), kind="real")
-    check_group(group, rewards.shape[0])
-    checks.choice("rule", rule, RULES)
-    checks.choice("combine", combine, ("any", "all"))
-    checks.number("threshold", threshold, at_least=0.0)
-    if checks.number("low", low) >= checks.number("high", high):
-        raise ArgumentError("low", low, f"must be below high = {high}", "Pass low < high.")
-    checks.integer("ddof", ddof, at_least=0)
-    checks.integer("min_members", min_members, at_least=1)
+    check_group(call.group, rewards.shape[0])
+    checks.choice("rule", call.rule, RULES)
+    checks.choice("combine", call.combine, ("any", "all"))
+    checks.number("threshold", call.threshold, at_least=0.0)
+    if checks.number("low", call.low) >= checks.number("high", call.high):
+        raise ArgumentError("low", call.low, f"must be below high = {call.high}", "Pass low < high.")
+    checks.integer("ddof", call.ddof, at_least=0)
+    checks.integer("min_members", call.min_members, at_least=1)
     if valid is not None:
         checks.shape("valid", checks.tensor("valid", valid, kind="bool"), rewards.shape[:1], "the sequences [B]")
-    for name, x in (("group", group), ("valid", valid)):
+    for name, x in (("group", call.group), ("valid", valid)):
         if checks.is_tensor(x):
             checks.same_device(name, x, rewards, "rewards")
 
@@ -115,17 +103,18 @@ def check_group(group: Any, sequences: int) -> None:
         )
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        f"rule:{args['rule']}": args["rule"] in RULES,
-        "group_ids": checks.is_tensor(args["group"]),
-        "valid": args["valid"] is not None,
+        f"rule:{call.rule}": call.rule in RULES,
+        "group_ids": checks.is_tensor(call.group),
+        "valid": call.valid is not None,
     }
     return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=group_filter,
+    name="group_filter",
+    record=GroupFilterCall,
     summary="which groups of rollouts carry a signal",
     primary="rewards",
     check=check,

@@ -17,7 +17,7 @@ Longer than most modules, because a contract and its table of clauses stand in o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
@@ -29,10 +29,10 @@ from rlkernel_core.spec.form import (
     GRAD,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     Tolerance,
     owed,
-    spec_only,
 )
 from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
 
@@ -43,22 +43,8 @@ if TYPE_CHECKING:
 BACKWARD: Final = ("auto", "recompute", "save")
 
 
-def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Tensor | None = None,
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LogprobResult:
+@dataclass(slots=True, eq=False)
+class LinearLogprobCall(OpCall[LogprobResult]):
     """Log-probability of `ids` under the law of `hidden @ weight.T`, without a tensor of [N, V].
 
     Args:
@@ -91,26 +77,26 @@ def linear_logprob(
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient,
             or a workspace below the minimum, which the message names.
     """
-    spec_only("linear_logprob")
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    _: KW_ONLY
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    mask: Tensor | None = None
+    entropy: bool = False
+    support: Support | None = None
+    backward: str = "auto"
+    max_workspace_bytes: int | None = None
+    group: ProcessGroup | None = None
 
 
-def check(
-    hidden: Any,
-    weight: Any,
-    ids: Any,
-    *,
-    bias: Any = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Any = None,
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> None:
+def check(call: LinearLogprobCall) -> None:
     """Metadata checks shared by all implementations of linear_logprob@1; reads no value off the device."""
+    hidden, weight, ids, bias, mask = call.hidden, call.weight, call.ids, call.bias, call.mask
     checks.tensor("hidden", hidden, kind="floating")
     if hidden.dim() < 1 or hidden.shape[-1] < 1:
         raise ArgumentError("hidden", checks.describe(hidden), "needs a last dimension D >= 1", "Pass [..., D].")
@@ -128,49 +114,50 @@ def check(
         checks.tensor("bias", bias, kind="floating")
         checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
         checks.same_device("bias", bias, hidden, "hidden")
-    check_temperature(temperature, rows, hidden)
-    if softcap is not None:
-        checks.number("softcap", softcap, above=0.0)
-    checks.number("logit_scale", logit_scale, above=0.0)
+    check_temperature(call.temperature, rows, hidden)
+    if call.softcap is not None:
+        checks.number("softcap", call.softcap, above=0.0)
+    checks.number("logit_scale", call.logit_scale, above=0.0)
     if mask is not None:
         checks.tensor("mask", mask, kind="bool")
         checks.shape("mask", mask, rows, "ids")
         checks.same_device("mask", mask, hidden, "hidden")
-    if support is not None:
-        check_support(support, rows, hidden)
-    checks.flags(entropy=entropy)
-    checks.choice("backward", backward, BACKWARD)
-    if max_workspace_bytes is not None:
-        checks.integer("max_workspace_bytes", max_workspace_bytes, at_least=1)
-    checks.process_group("group", group)
+    if call.support is not None:
+        check_support(call.support, rows, hidden)
+    checks.flags(entropy=call.entropy)
+    checks.choice("backward", call.backward, BACKWARD)
+    if call.max_workspace_bytes is not None:
+        checks.integer("max_workspace_bytes", call.max_workspace_bytes, at_least=1)
+    checks.process_group("group", call.group)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     given = {
-        "per_row_temperature": checks.is_tensor(args["temperature"]),
-        "mixed_dtypes": getattr(args["weight"], "dtype", None) != getattr(args["hidden"], "dtype", None),
-        "bias": args["bias"] is not None,
-        "softcap": args["softcap"] is not None,
-        "logit_scale": args["logit_scale"] != 1.0,
-        "mask": args["mask"] is not None,
-        "entropy": bool(args["entropy"]),
-        "support": args["support"] is not None,
-        "max_workspace_bytes": args["max_workspace_bytes"] is not None,
-        "group": args["group"] is not None,
-        "backward:save": args["backward"] == "save",
-        "backward:recompute": args["backward"] == "recompute",
+        "per_row_temperature": checks.is_tensor(call.temperature),
+        "mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None),
+        "bias": call.bias is not None,
+        "softcap": call.softcap is not None,
+        "logit_scale": call.logit_scale != 1.0,
+        "mask": call.mask is not None,
+        "entropy": bool(call.entropy),
+        "support": call.support is not None,
+        "max_workspace_bytes": call.max_workspace_bytes is not None,
+        "group": call.group is not None,
+        "backward:save": call.backward == "save",
+        "backward:recompute": call.backward == "recompute",
     }
     return frozenset(name for name, needed in given.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=linear_logprob,
+    name="linear_logprob",
+    record=LinearLogprobCall,
     summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
     check=check,
     needs=_needs,
-    keys={"weight": ("weight.dtype",), "logit_scale": ("logit_scale != 1.0",)},
+    keys={"weight": ("call.weight.dtype",), "logit_scale": ("call.logit_scale != 1.0",)},
     features=(
         GRAD,
         DETERMINISTIC,

@@ -11,15 +11,15 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import linear_logprob as head
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpSpec, Tolerance, owed, spec_only
+from rlkernel_core.spec import policy_checks
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance, owed
 from rlkernel_core.spec.logprob import Support
-from rlkernel_core.spec.policy_checks import check_tensors, configure
-from rlkernel_core.spec.policy_kinds import Correction, GammaGate, LossConfig, Rejection
-from rlkernel_core.spec.policy_loss import LossResult, loss_needs
+from rlkernel_core.spec.policy_kinds import LossConfig
+from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needs
 from rlkernel_core.spec.policy_loss import features as loss_features
 from rlkernel_core.spec.policy_loss import keys as loss_keys
 
@@ -28,48 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    support: Support | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    kind: str = "grpo",
-    level: str | None = None,
-    clip: tuple[float, float] | None = None,
-    dual_clip: float | None = None,
-    log_ratio_limit: float | None = None,
-    tau: tuple[float, float] | None = None,
-    gamma: GammaGate | None = None,
-    ratio_cap: float | None = None,
-    dro_beta: float | None = None,
-    aggregate: str | None = None,
-    denominator: float | Tensor | None = None,
-    horizon: float | None = None,
-    count_empty: bool = False,
-    ref_logprob: Tensor | None = None,
-    kl: str | None = None,
-    kl_coef: float | Tensor = 0.0,
-    kl_clamp: tuple[float, float] | None = None,
-    kl_importance: bool = False,
-    entropy: bool = False,
-    entropy_coef: float | Tensor = 0.0,
-    entropy_aggregate: str | None = None,
-    entropy_denominator: float | Tensor | None = None,
-    rollout_logprob: Tensor | None = None,
-    correction: Correction | None = None,
-    rejection: Rejection | None = None,
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LossResult:
+@dataclass(slots=True, eq=False)
+class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
     """Policy loss of one batch, differentiable in `hidden`, `weight` and `bias`; no tensor of [N, V] by default.
 
     Args:
@@ -121,51 +81,32 @@ def linear_policy_loss(
     Raises:
         ArgumentError: as policy_loss and linear_logprob.
     """
-    spec_only("linear_policy_loss")
+
+    hidden: Tensor
+    weight: Tensor
+    ids: Tensor
+    old_logprob: Tensor | None
+    advantages: Tensor
+    _: KW_ONLY
+    bias: Tensor | None = None
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    support: Support | None = None
+    entropy: bool = False
+    max_workspace_bytes: int | None = None
+    group: ProcessGroup | None = None
 
 
-def check(
-    hidden: Any,
-    weight: Any,
-    ids: Any,
-    old_logprob: Any,
-    advantages: Any,
-    *,
-    bias: Any = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    support: Support | None = None,
-    mask: Any = None,
-    cu_seqlens: Any = None,
-    ref_logprob: Any = None,
-    entropy: bool = False,
-    rollout_logprob: Any = None,
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-    **options: Any,
-) -> LossConfig:
-    """Checks shared by all implementations; returns the options with the kind's defaults filled in. Reads no value."""
-    head.check(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        mask=mask,
-        entropy=entropy,
-        support=support,
-        max_workspace_bytes=max_workspace_bytes,
-        group=group,
-    )
-    config = configure(
-        given={"ref_logprob": ref_logprob, "entropy": entropy, "rollout_logprob": rollout_logprob}, **options
-    )
-    others = {"old_logprob": old_logprob, "ref_logprob": ref_logprob, "rollout_logprob": rollout_logprob}
-    check_tensors(ids, others, advantages, mask, cu_seqlens, config, options, name="ids")
-    return config
+def configure(call: LinearPolicyLossCall) -> LossConfig:
+    """The options of a call with the defaults of its kind."""
+    return policy_checks.configure(call, entropy=call.entropy)
+
+
+def check(call: LinearPolicyLossCall) -> None:
+    """Checks shared by all implementations; reads no value off the device."""
+    head.check(head.LinearLogprobCall.of(call))
+    policy_checks.check_tensors(call, configure(call), call.ids, name="ids")
 
 
 # What the head brings along; the rest of linear_logprob's features belong to its own gradient.
@@ -181,8 +122,8 @@ _HEAD = (
 )
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
-    return loss_needs(args) | (head.SPEC.needs({**args, "backward": "auto"}) & frozenset(_HEAD))
+def _needs(call: LinearPolicyLossCall) -> frozenset[str]:
+    return loss_needs(call) | (head.SPEC.needs(head.LinearLogprobCall.of(call)) & frozenset(_HEAD))
 
 
 CLAUSES = (
@@ -271,7 +212,8 @@ CLAUSES = (
 )
 
 SPEC = OpSpec(
-    signature=linear_policy_loss,
+    name="linear_policy_loss",
+    record=LinearPolicyLossCall,
     summary="policy loss from hidden states and the output head, its gradient made with it",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),

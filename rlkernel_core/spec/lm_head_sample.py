@@ -13,8 +13,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
@@ -24,49 +24,21 @@ from rlkernel_core.spec.form import (
     DETERMINISTIC,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     Tolerance,
     owed,
-    spec_only,
 )
 from rlkernel_core.spec.sample import check_request, request_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists, check_no_gradient
+from rlkernel_core.spec.sampling import LogitBias, RequestFields, SampleResult, check_no_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def lm_head_sample(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    logit_bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
+@dataclass(slots=True, eq=False)
+class LmHeadSampleCall(RequestFields, OpCall[SampleResult]):
     """Draw one token per row of `hidden`.
 
     Where top_k, top_p and min_p are None and neither top_n, rank, entropy nor kept_capacity asks for the whole row, no
@@ -107,13 +79,19 @@ def lm_head_sample(
     Raises:
         ArgumentError: as sample, and for sizes of the head that do not match.
     """
-    spec_only("lm_head_sample")
+
+    hidden: Tensor
+    weight: Tensor
+    _: KW_ONLY
+    bias: Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    logit_bias: LogitBias | None = None
 
 
-def check(
-    hidden: Any, weight: Any, *, bias: Any = None, logit_scale: Any = 1.0, softcap: Any = None, **args: Any
-) -> None:
+def check(call: LmHeadSampleCall) -> None:
     """Metadata checks shared by all implementations of lm_head_sample@1; reads no value off the device."""
+    hidden, weight, bias = call.hidden, call.weight, call.bias
     checks.tensor("hidden", hidden, ndim=2, kind="floating")
     checks.tensor("weight", weight, ndim=2, kind="floating")
     if weight.shape[1] != hidden.shape[1] or weight.shape[0] < 1:
@@ -125,33 +103,35 @@ def check(
         checks.tensor("bias", bias, kind="floating")
         checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
         checks.same_device("bias", bias, hidden, "hidden")
-    checks.number("logit_scale", logit_scale, above=0.0)
-    if softcap is not None:
-        checks.number("softcap", softcap, above=0.0)
+    checks.number("logit_scale", call.logit_scale, above=0.0)
+    if call.softcap is not None:
+        checks.number("softcap", call.softcap, above=0.0)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is not None:
             check_no_gradient(name, x)
-    check_request(hidden, weight.shape[0], bias_name="logit_bias", **args)
+    check_request(call, hidden, weight.shape[0], bias=call.logit_bias, bias_name="logit_bias")
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: LmHeadSampleCall) -> frozenset[str]:
     given = {
-        "mixed_dtypes": getattr(args["weight"], "dtype", None) != getattr(args["hidden"], "dtype", None),
-        "bias": args["bias"] is not None,
-        "logit_bias": args["logit_bias"] is not None,
-        "logit_scale": args["logit_scale"] != 1.0,
-        "softcap": args["softcap"] is not None,
+        "mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None),
+        "bias": call.bias is not None,
+        "logit_bias": call.logit_bias is not None,
+        "logit_scale": call.logit_scale != 1.0,
+        "softcap": call.softcap is not None,
     }
-    return request_needs(args) | frozenset(name for name, needed in given.items() if needed)
+    return request_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=lm_head_sample,
+    name="lm_head_sample",
+    record=LmHeadSampleCall,
     summary="draw tokens from hidden states and the output head; no stored logits without filters",
     primary="hidden",
+    varying=("seed", "step"),
     check=check,
     needs=_needs,
-    keys={"weight": ("weight.dtype",), "logit_scale": ("logit_scale != 1.0",)},
+    keys={"weight": ("call.weight.dtype",), "logit_scale": ("call.logit_scale != 1.0",)},
     features=(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),

@@ -23,8 +23,7 @@ Longer than most modules, because a contract and its table of clauses stand in o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
@@ -36,10 +35,10 @@ from rlkernel_core.spec.form import (
     GRAD,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     Tolerance,
     owed,
-    spec_only,
 )
 
 if TYPE_CHECKING:
@@ -67,18 +66,8 @@ class LogprobResult:
     invalid: Tensor | None = None  # [...] bool: id or kept id out of range in an unmasked row, see `ids`
 
 
-def logprob(
-    logits: Tensor,
-    ids: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Support | None = None,
-    validate: bool = False,
-) -> LogprobResult:
+@dataclass(slots=True, eq=False)
+class LogprobCall(OpCall[LogprobResult]):
     """Log-probability of `ids` under softmax(cap(logits) / temperature), and what comes with it in the same read.
 
     Args:
@@ -105,22 +94,22 @@ def logprob(
     Raises:
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, or (validate=True) ids out of range.
     """
-    spec_only("logprob")
+
+    logits: Tensor
+    ids: Tensor
+    _: KW_ONLY
+    temperature: float | Tensor = 1.0
+    softcap: float | None = None
+    mask: Tensor | None = None
+    entropy: bool = False
+    top_logprobs: int = 0
+    support: Support | None = None
+    validate: bool = False
 
 
-def check(
-    logits: Any,
-    ids: Any,
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    mask: Any = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Support | None = None,
-    validate: bool = False,
-) -> None:
+def check(call: LogprobCall) -> None:
     """Metadata checks shared by all implementations of logprob@1; reads no value off the device."""
+    logits, ids, mask = call.logits, call.ids, call.mask
     checks.tensor("logits", logits, kind="floating")
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [..., V].")
@@ -128,17 +117,17 @@ def check(
     checks.tensor("ids", ids, kind="integer")
     checks.shape("ids", ids, rows, "logits without its last dimension")
     checks.same_device("ids", ids, logits, "logits")
-    check_temperature(temperature, rows, logits)
-    if softcap is not None:
-        checks.number("softcap", softcap, above=0.0)
+    check_temperature(call.temperature, rows, logits)
+    if call.softcap is not None:
+        checks.number("softcap", call.softcap, above=0.0)
     if mask is not None:
         checks.tensor("mask", mask, kind="bool")
         checks.shape("mask", mask, rows, "ids")
         checks.same_device("mask", mask, logits, "logits")
-    checks.integer("top_logprobs", top_logprobs, at_least=0, at_most=logits.shape[-1])
-    checks.flags(entropy=entropy, validate=validate)
-    if support is not None:
-        check_support(support, rows, logits)
+    checks.integer("top_logprobs", call.top_logprobs, at_least=0, at_most=logits.shape[-1])
+    checks.flags(entropy=call.entropy, validate=call.validate)
+    if call.support is not None:
+        check_support(call.support, rows, logits)
 
 
 def check_support(support: Any, rows: Any, beside: Tensor) -> None:
@@ -174,24 +163,25 @@ def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) ->
         )
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     return frozenset(
         name
         for name, needed in {
-            "per_row_temperature": checks.is_tensor(args["temperature"]),
-            "softcap": args["softcap"] is not None,
-            "mask": args["mask"] is not None,
-            "entropy": args["entropy"],
-            "top_logprobs": args["top_logprobs"] > 0,
-            "support": args["support"] is not None,
-            "validate": args["validate"],
+            "per_row_temperature": checks.is_tensor(call.temperature),
+            "softcap": call.softcap is not None,
+            "mask": call.mask is not None,
+            "entropy": call.entropy,
+            "top_logprobs": call.top_logprobs > 0,
+            "support": call.support is not None,
+            "validate": call.validate,
         }.items()
         if needed
     )
 
 
 SPEC = OpSpec(
-    signature=logprob,
+    name="logprob",
+    record=LogprobCall,
     summary="log-probability of chosen tokens from logits, with entropy, lse and top-n",
     primary="logits",
     differentiable=("logits",),

@@ -7,8 +7,7 @@ Both look at metadata only, so both are allowed inside a captured graph. Imports
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
@@ -23,56 +22,42 @@ from rlkernel_core.spec.policy_kinds import (
     Rejection,
 )
 
+if TYPE_CHECKING:
+    from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+    from rlkernel_core.spec.policy_loss import LossFields, PolicyLossCall
+
 _KIND_OPTIONS = ("clip", "dual_clip", "log_ratio_limit", "tau", "gamma", "ratio_cap", "dro_beta")
 # Numbers, or 0-dim tensors on the device of the others.
 _SCALARS = ("denominator", "kl_coef", "entropy_coef", "entropy_denominator")
 
 
-def configure(
-    *,
-    given: Mapping[str, Any],
-    kind: str,
-    level: str | None,
-    aggregate: str | None,
-    denominator: Any,
-    horizon: float | None,
-    count_empty: bool,
-    kl: str | None,
-    kl_coef: Any,
-    kl_clamp: tuple[float, float] | None,
-    kl_importance: bool,
-    entropy_coef: Any,
-    entropy_aggregate: str | None,
-    entropy_denominator: Any,
-    correction: Correction | None,
-    rejection: Rejection | None,
-    **kind_options: Any,
-) -> LossConfig:
-    """Options with the kind's defaults; `given` holds ref_logprob, entropy and rollout_logprob (None: not given)."""
+def configure(call: LossFields, *, entropy: Any) -> LossConfig:
+    """Options with the kind's defaults; `entropy` is that of the call, a tensor or whether it is computed."""
+    kind, horizon, aggregate = call.kind, call.horizon, call.aggregate
     what = KINDS[checks.choice("kind", kind, KINDS)]
-    level = what.levels[0] if level is None else checks.choice("level", level, ("token", "sequence"))
+    level = what.levels[0] if call.level is None else checks.choice("level", call.level, ("token", "sequence"))
     if level not in what.levels:
         raise ArgumentError("level", repr(level), f"kind={kind!r} is defined per {what.levels[0]}", "Leave it out.")
-    options = {name: _option(name, kind, kind_options[name]) for name in _KIND_OPTIONS}
+    options = {name: _option(name, kind, getattr(call, name)) for name in _KIND_OPTIONS}
     aggregate = what.aggregate if aggregate is None else checks.choice("aggregate", aggregate, AGGREGATES)
-    checks.flags(count_empty=count_empty, kl_importance=kl_importance)
-    _check_denominators(aggregate, denominator, horizon, count_empty, entropy_aggregate)
-    kl = _check_kl(given["ref_logprob"], kl, kl_coef, kl_clamp, kl_importance)
-    _check_entropy(given["entropy"], entropy_coef, entropy_aggregate, entropy_denominator)
-    _check_rollout(kind, given["rollout_logprob"], correction, rejection)
+    checks.flags(count_empty=call.count_empty, kl_importance=call.kl_importance)
+    _check_denominators(aggregate, call.denominator, horizon, call.count_empty, call.entropy_aggregate)
+    kl = _check_kl(call.ref_logprob, call.kl, call.kl_coef, call.kl_clamp, call.kl_importance)
+    _check_entropy(entropy, call.entropy_coef, call.entropy_aggregate, call.entropy_denominator)
+    _check_rollout(kind, call.rollout_logprob, call.correction, call.rejection)
     return LossConfig(
         surrogate=what.surrogate,
         level=level,
         own_gradient=what.own_gradient,
         aggregate=aggregate,
         horizon=horizon,
-        count_empty=count_empty,
+        count_empty=call.count_empty,
         kl=kl,
-        kl_clamp=(20.0, 10.0) if kl_clamp is None else kl_clamp,
-        kl_importance=kl_importance,
-        entropy_aggregate=entropy_aggregate,
-        correction=correction,
-        rejection=rejection,
+        kl_clamp=(20.0, 10.0) if call.kl_clamp is None else call.kl_clamp,
+        kl_importance=call.kl_importance,
+        entropy_aggregate=call.entropy_aggregate,
+        correction=call.correction,
+        rejection=call.rejection,
         **{name: value for name, value in options.items() if value is not None},
     )
 
@@ -209,17 +194,16 @@ def _check_rollout(kind: str, rollout: Any, correction: Correction | None, rejec
 
 
 def check_tensors(
-    first: Any,
-    others: Mapping[str, Any],
-    advantages: Any,
-    mask: Any,
-    cu_seqlens: Any,
-    config: LossConfig,
-    options: Mapping[str, Any],
-    *,
-    name: str,
+    call: PolicyLossCall | LinearPolicyLossCall, config: LossConfig, first: Any, *, name: str, entropy: Any = None
 ) -> None:
     """The tensors of one call share a device and a layout, padded [B, T] or packed [N]; `name` is that of `first`."""
+    mask, cu_seqlens, advantages = call.mask, call.cu_seqlens, call.advantages
+    others = {
+        "old_logprob": call.old_logprob,
+        "ref_logprob": call.ref_logprob,
+        "rollout_logprob": call.rollout_logprob,
+        "entropy": entropy,
+    }
     checks.tensor(name, first, ndim=(1, 2), kind="floating" if name == "logprob" else "integer")
     shape = tuple(first.shape)
     for other, x in others.items():
@@ -230,8 +214,8 @@ def check_tensors(
             if other != "entropy":
                 _constant(other, x)
     for scalar in _SCALARS:
-        if checks.is_tensor(options[scalar]):
-            checks.same_device(scalar, options[scalar], first, name)
+        if checks.is_tensor(getattr(call, scalar)):
+            checks.same_device(scalar, getattr(call, scalar), first, name)
     if mask is not None:
         checks.tensor("mask", mask, kind="bool")
         checks.shape("mask", mask, shape, name)

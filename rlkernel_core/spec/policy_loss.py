@@ -24,11 +24,11 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpSpec, Tolerance, owed, spec_only
-from rlkernel_core.spec.policy_checks import check_tensors, configure
+from rlkernel_core.spec import policy_checks
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpCall, OpSpec, Tolerance, owed
 from rlkernel_core.spec.policy_clauses import CLAUSES
 from rlkernel_core.spec.policy_kinds import (
     AGGREGATES,
@@ -44,6 +44,8 @@ from rlkernel_core.spec.policy_presets import policy_loss_preset
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+
 __all__ = [
     "KINDS",
     "SPEC",
@@ -52,12 +54,13 @@ __all__ = [
     "LossConfig",
     "LossResult",
     "LossStats",
+    "PolicyLossCall",
     "Rejection",
     "check",
+    "configure",
     "features",
     "keys",
     "loss_needs",
-    "policy_loss",
     "policy_loss_preset",
 ]
 
@@ -100,39 +103,40 @@ class LossResult:
     entropy: Tensor | None = None  # linear_policy_loss with entropy=True: per token, detached; masked tokens 0
 
 
-def policy_loss(
-    logprob: Tensor,
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    *,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    kind: str = "grpo",
-    level: str | None = None,
-    clip: tuple[float, float] | None = None,
-    dual_clip: float | None = None,
-    log_ratio_limit: float | None = None,
-    tau: tuple[float, float] | None = None,
-    gamma: GammaGate | None = None,
-    ratio_cap: float | None = None,
-    dro_beta: float | None = None,
-    aggregate: str | None = None,
-    denominator: float | Tensor | None = None,
-    horizon: float | None = None,
-    count_empty: bool = False,
-    ref_logprob: Tensor | None = None,
-    kl: str | None = None,
-    kl_coef: float | Tensor = 0.0,
-    kl_clamp: tuple[float, float] | None = None,
-    kl_importance: bool = False,
-    entropy: Tensor | None = None,
-    entropy_coef: float | Tensor = 0.0,
-    entropy_aggregate: str | None = None,
-    entropy_denominator: float | Tensor | None = None,
-    rollout_logprob: Tensor | None = None,
-    correction: Correction | None = None,
-    rejection: Rejection | None = None,
-) -> LossResult:
+@dataclass(slots=True, eq=False, kw_only=True)
+class LossFields:
+    """Arguments that policy_loss and linear_policy_loss share. See `policy_loss`."""
+
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    kind: str = "grpo"
+    level: str | None = None
+    clip: tuple[float, float] | None = None
+    dual_clip: float | None = None
+    log_ratio_limit: float | None = None
+    tau: tuple[float, float] | None = None
+    gamma: GammaGate | None = None
+    ratio_cap: float | None = None
+    dro_beta: float | None = None
+    aggregate: str | None = None
+    denominator: float | Tensor | None = None
+    horizon: float | None = None
+    count_empty: bool = False
+    ref_logprob: Tensor | None = None
+    kl: str | None = None
+    kl_coef: float | Tensor = 0.0
+    kl_clamp: tuple[float, float] | None = None
+    kl_importance: bool = False
+    entropy_coef: float | Tensor = 0.0
+    entropy_aggregate: str | None = None
+    entropy_denominator: float | Tensor | None = None
+    rollout_logprob: Tensor | None = None
+    correction: Correction | None = None
+    rejection: Rejection | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PolicyLossCall(LossFields, OpCall[LossResult]):
     """Policy-gradient loss of one batch, differentiable in `logprob` and `entropy`.
 
     An option left at None takes what the source of the kind states (KINDS); an option that the kind does not have is
@@ -183,72 +187,53 @@ def policy_loss(
         ArgumentError: wrong rank, sizes or dtype; an option that the kind does not have; a constant that requires a
             gradient; an option whose tensor is missing.
     """
-    spec_only("policy_loss")
+
+    logprob: Tensor
+    old_logprob: Tensor | None
+    advantages: Tensor
+    _: KW_ONLY
+    entropy: Tensor | None = None
 
 
-def check(
-    logprob: Any,
-    old_logprob: Any,
-    advantages: Any,
-    *,
-    mask: Any = None,
-    cu_seqlens: Any = None,
-    ref_logprob: Any = None,
-    entropy: Any = None,
-    rollout_logprob: Any = None,
-    **options: Any,
-) -> LossConfig:
-    """Checks shared by all implementations; returns the options with the kind's defaults filled in. Reads no value."""
-    config = configure(
-        given={"ref_logprob": ref_logprob, "entropy": entropy, "rollout_logprob": rollout_logprob}, **options
-    )
-    check_tensors(
-        logprob,
-        {
-            "old_logprob": old_logprob,
-            "ref_logprob": ref_logprob,
-            "rollout_logprob": rollout_logprob,
-            "entropy": entropy,
-        },
-        advantages,
-        mask,
-        cu_seqlens,
-        config,
-        options,
-        name="logprob",
-    )
-    return config
+def configure(call: PolicyLossCall) -> LossConfig:
+    """The options of a call with the defaults of its kind."""
+    return policy_checks.configure(call, entropy=call.entropy)
 
 
-def loss_needs(args: Mapping[str, Any]) -> frozenset[str]:
+def check(call: PolicyLossCall) -> None:
+    """Checks shared by all implementations; reads no value off the device."""
+    policy_checks.check_tensors(call, configure(call), call.logprob, name="logprob", entropy=call.entropy)
+
+
+def loss_needs(call: PolicyLossCall | LinearPolicyLossCall) -> frozenset[str]:
     """Features that the loss arguments of policy_loss and linear_policy_loss need."""
-    kind = KINDS.get(args["kind"])
-    level = args["level"] or (kind.levels[0] if kind else "token")
-    aggregate = args["aggregate"] or (kind.aggregate if kind else "token_mean")
+    kind = KINDS.get(call.kind)
+    level = call.level or (kind.levels[0] if kind else "token")
+    aggregate = call.aggregate or (kind.aggregate if kind else "token_mean")
     return frozenset(
         name
         for name, needed in {
-            f"kind:{args['kind']}": True,
+            f"kind:{call.kind}": True,
             f"aggregate:{aggregate}": True,
-            f"kl:{args['kl'] or 'k3'}": args["ref_logprob"] is not None,
+            f"kl:{call.kl or 'k3'}": call.ref_logprob is not None,
             "level:sequence": level == "sequence",
-            "mask": args["mask"] is not None,
-            "packed": args["cu_seqlens"] is not None,
-            "on_policy": args["old_logprob"] is None,
-            "dual_clip": args["dual_clip"] is not None,
-            "kl_importance": args["kl_importance"],
-            "entropy": args["entropy"] is not None and args["entropy"] is not False,
-            "entropy_aggregate": args["entropy_aggregate"] is not None,
-            "rollout": args["rollout_logprob"] is not None,
-            "correction": args["correction"] is not None,
-            "rejection": args["rejection"] is not None,
+            "mask": call.mask is not None,
+            "packed": call.cu_seqlens is not None,
+            "on_policy": call.old_logprob is None,
+            "dual_clip": call.dual_clip is not None,
+            "kl_importance": call.kl_importance,
+            "entropy": call.entropy is not None and call.entropy is not False,
+            "entropy_aggregate": call.entropy_aggregate is not None,
+            "rollout": call.rollout_logprob is not None,
+            "correction": call.correction is not None,
+            "rejection": call.rejection is not None,
         }.items()
         if needed
     )
 
 
 # Strings behind `str | None`, which the default key would tell apart by their class only.
-keys: Mapping[str, tuple[str, ...]] = {n: (n,) for n in ("level", "aggregate", "kl", "entropy_aggregate")}
+keys: Mapping[str, tuple[str, ...]] = {n: (f"call.{n}",) for n in ("level", "aggregate", "kl", "entropy_aggregate")}
 
 features: tuple[Feature, ...] = (
     GRAD,
@@ -271,7 +256,8 @@ features: tuple[Feature, ...] = (
 )
 
 SPEC = OpSpec(
-    signature=policy_loss,
+    name="policy_loss",
+    record=PolicyLossCall,
     summary="policy-gradient losses with KL, entropy, off-policy correction and statistics",
     primary="logprob",
     differentiable=("logprob", "entropy"),

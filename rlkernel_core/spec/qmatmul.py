@@ -28,7 +28,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
@@ -41,10 +41,10 @@ from rlkernel_core.spec.form import (
     GRAD,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     Tolerance,
     owed,
-    spec_only,
 )
 from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
 
@@ -82,17 +82,8 @@ class LoRA:
         return bool(self.A.requires_grad or self.B.requires_grad)
 
 
-def qmatmul(
-    x: Tensor,
-    w: QuantTensor,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Tensor:
+@dataclass(slots=True, eq=False)
+class QmatmulCall(OpCall["Tensor"]):
     """`act(x w'^T + lora + bias) + residual`, rounded once to the dtype of x.
 
     Args:
@@ -118,28 +109,28 @@ def qmatmul(
             that does not divide Nout; `ends` with `lora`.
         LayoutError: `w` is packed for another implementation.
     """
-    spec_only("qmatmul")
+
+    x: Tensor
+    w: QuantTensor
+    _: KW_ONLY
+    bias: Tensor | None = None
+    lora: LoRA | None = None
+    activation: str | None = None
+    residual: Tensor | None = None
+    weight_rounding: str = "any"
+    ends: Tensor | None = None
 
 
-def check(
-    x: Any,
-    w: object,
-    *,
-    bias: Any = None,
-    lora: object = None,
-    activation: str | None = None,
-    residual: Any = None,
-    weight_rounding: str = "any",
-    ends: Any = None,
-) -> None:
+def check(call: QmatmulCall) -> None:
     """Metadata checks shared by all implementations of qmatmul@1; layouts are each implementation's own."""
-    weight = quant_tensor("w", w)
+    x, bias, lora, activation, residual, ends = call.x, call.bias, call.lora, call.activation, call.residual, call.ends
+    weight = quant_tensor("w", call.w)
     outputs, inputs = weight.shape
     checks.tensor("x", x, kind="floating")
     if x.dim() < 1 or x.shape[-1] != inputs:
         raise ArgumentError("x", checks.describe(x), f"needs a last dimension K = {inputs}, as w", "Pass [..., K].")
     _on_device("w", weight.device, x)
-    _check_names(activation, weight_rounding)
+    _check_names(activation, call.weight_rounding)
     width = outputs if ends is None else _check_ends(ends, x, outputs)
     if activation in PAIRS and width % 2:
         raise ArgumentError(
@@ -237,17 +228,17 @@ SUMMATION: Final[Mapping[str, float]] = {"float32": 2.0**-19, "float64": 2.0**-4
 UNITS: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
-    _check_names(args["activation"], args["weight_rounding"])  # a misspelt name is no missing feature
+def _needs(call: Any) -> frozenset[str]:
+    _check_names(call.activation, call.weight_rounding)  # a misspelt name is no missing feature
     needed = {
-        "lora": args["lora"] is not None,
-        "bias": args["bias"] is not None,
-        "residual": args["residual"] is not None,
-        "grouped": args["ends"] is not None,
-        f"activation:{args['activation']}": args["activation"] is not None,
-        f"weight_rounding:{args['weight_rounding']}": args["weight_rounding"] != "any",
+        "lora": call.lora is not None,
+        "bias": call.bias is not None,
+        "residual": call.residual is not None,
+        "grouped": call.ends is not None,
+        f"activation:{call.activation}": call.activation is not None,
+        f"weight_rounding:{call.weight_rounding}": call.weight_rounding != "any",
     }
-    return quant_tensor("w", args["w"]).spec.features(*_MATMUL) | {name for name, wanted in needed.items() if wanted}
+    return quant_tensor("w", call.w).spec.features(*_MATMUL) | {name for name, wanted in needed.items() if wanted}
 
 
 _TWO_LEVELS: Final = (
@@ -256,13 +247,14 @@ _TWO_LEVELS: Final = (
 )
 
 SPEC = OpSpec(
-    signature=qmatmul,
+    name="qmatmul",
+    record=QmatmulCall,
     summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
     check=check,
     needs=_needs,
-    keys={"w": ("w.spec.kind", "w.layout"), "activation": ("activation",)},
+    keys={"w": ("call.w.spec.kind", "call.w.layout"), "activation": ("call.activation",)},
     features=(
         GRAD,
         DETERMINISTIC,

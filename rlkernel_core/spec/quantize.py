@@ -15,14 +15,14 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.spec import FORMATS, QuantSpec, option_feature, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +34,8 @@ QUANTISED: Final = (*STORED, "scale_rule", "rounding")
 _DTYPES: Final = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
-def quantize(
-    weight: Tensor,
-    format: str | QuantSpec,  # noqa: A002  the noun of the field
-    *,
-    dtype: torch.dtype | None = None,
-    out: QuantTensor | None = None,
-) -> QuantTensor:
+@dataclass(slots=True, eq=False)
+class QuantizeCall(OpCall[QuantTensor]):
     """Quantise a weight, or quantise it again into the storage of an earlier one.
 
     Args:
@@ -61,10 +56,16 @@ def quantize(
             on backends without gradients (all so far) a weight that requires one, unless under torch.no_grad().
         LayoutError: `out` has a layout of another backend.
     """
-    spec_only("quantize")
+
+    weight: Tensor
+    format: str | QuantSpec
+    _: KW_ONLY
+    dtype: torch.dtype | None = None
+    out: QuantTensor | None = None
 
 
-def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:
+@dataclass(slots=True, eq=False)
+class DequantizeCall(OpCall["Tensor"]):
     """The weight [Nout, K] that `w` stands for.
 
     Args:
@@ -76,10 +77,14 @@ def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:
         ArgumentTypeError: `w` is no QuantTensor, or dtype is none of those.
         LayoutError: `w` has a layout of another backend.
     """
-    spec_only("dequantize")
+
+    w: QuantTensor
+    _: KW_ONLY
+    dtype: torch.dtype | None = None
 
 
-def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
+@dataclass(slots=True, eq=False)
+class PrepackCall(OpCall[QuantTensor]):
     """The same weight, arranged as an implementation of qmatmul reads it fastest; no bit is lost.
 
     Args:
@@ -95,7 +100,10 @@ def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
         ArgumentError: the layout cannot hold a weight of this shape.
         LayoutError: the layout of `w`, or the one asked for, belongs to another backend.
     """
-    spec_only("prepack")
+
+    w: QuantTensor
+    _: KW_ONLY
+    layout: str | None = None
 
 
 def quant_tensor(name: str, w: object) -> QuantTensor:
@@ -107,9 +115,10 @@ def quant_tensor(name: str, w: object) -> QuantTensor:
     return w
 
 
-def check_quantize(weight: Any, format: object, *, dtype: object = None, out: object = None) -> QuantSpec:  # noqa: A002
+def check_quantize(call: QuantizeCall) -> QuantSpec:
     """Metadata checks shared by all implementations of quantize@1; the spec that `format` stands for."""
-    spec = spec_of(format)
+    weight, dtype = call.weight, call.dtype
+    spec = spec_of(call.format)
     checks.tensor("weight", weight, ndim=2)
     if weight.is_floating_point() and weight.element_size() < 2:
         raise ArgumentTypeError(
@@ -119,9 +128,9 @@ def check_quantize(weight: Any, format: object, *, dtype: object = None, out: ob
     if 0 in weight.shape:
         raise ArgumentError("weight", checks.describe(weight), "has no elements", "Pass [Nout >= 1, K >= 1].")
     check_dtype(dtype)
-    if out is None:
+    if call.out is None:
         return spec
-    target = quant_tensor("out", out)
+    target = quant_tensor("out", call.out)
     if target.spec != spec:
         raise ArgumentError("out", repr(target), f"must be of format {spec}", "Pass format=out.spec.")
     checks.shape("weight", weight, target.shape, "out")
@@ -145,15 +154,16 @@ def check_dtype(dtype: object) -> None:
         )
 
 
-def check_dequantize(w: object, *, dtype: object = None) -> None:
+def check_dequantize(call: DequantizeCall) -> None:
     """Metadata checks shared by all implementations of dequantize@1; layouts are each implementation's own."""
-    quant_tensor("w", w)
-    check_dtype(dtype)
+    quant_tensor("w", call.w)
+    check_dtype(call.dtype)
 
 
-def check_prepack(w: object, *, layout: object = None) -> None:
+def check_prepack(call: PrepackCall) -> None:
     """Metadata checks shared by all implementations of prepack@1; layouts are each implementation's own."""
-    quant_tensor("w", w)
+    layout = call.layout
+    quant_tensor("w", call.w)
     if layout is not None and not isinstance(layout, str):
         raise ArgumentTypeError("layout", checks.describe(layout), "must be a layout id", 'Pass "canonical" or None.')
 
@@ -171,26 +181,27 @@ def format_features(*options: str) -> tuple[Feature, ...]:
     return (*formats, *found.values())
 
 
-def _needs_quantize(args: Mapping[str, Any]) -> frozenset[str]:
-    return spec_of(args["format"]).features(*QUANTISED) | ({"out"} if args["out"] is not None else frozenset())
+def _needs_quantize(call: Any) -> frozenset[str]:
+    return spec_of(call.format).features(*QUANTISED) | ({"out"} if call.out is not None else frozenset())
 
 
-def _needs_stored(args: Mapping[str, Any]) -> frozenset[str]:
-    return quant_tensor("w", args["w"]).spec.features(*STORED)
+def _needs_stored(call: Any) -> frozenset[str]:
+    return quant_tensor("w", call.w).spec.features(*STORED)
 
 
-def _device(args: Mapping[str, Any]) -> Any:
-    return quant_tensor("w", args["w"]).device
+def _device(call: Any) -> Any:
+    return quant_tensor("w", call.w).device
 
 
 QUANTIZE = OpSpec(
-    signature=quantize,
+    name="quantize",
+    record=QuantizeCall,
     summary="a weight in a packed 4- or 8-bit format, anew or in place",
     primary="weight",
     differentiable=("weight",),
     check=check_quantize,
     needs=_needs_quantize,
-    keys={"format": ("format",), "out": ("out is None or out.layout",)},
+    keys={"format": ("call.format",), "out": ("call.out is None or call.out.layout",)},
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -244,12 +255,13 @@ QUANTIZE = OpSpec(
 )
 
 DEQUANTIZE = OpSpec(
-    signature=dequantize,
+    name="dequantize",
+    record=DequantizeCall,
     summary="the weight that a quantised one stands for, bit for bit the same on every backend",
     check=check_dequantize,
     needs=_needs_stored,
     where=_device,
-    keys={"w": ("w.spec.kind", "w.layout")},
+    keys={"w": ("call.w.spec.kind", "call.w.layout")},
     features=(DETERMINISTIC, CAPTURABLE, *format_features(*STORED)),
     clauses=(
         Clause("DQ-01", "bit-exact", "every code and every scale gives the bits of the reference codec", "accuracy"),
@@ -270,12 +282,13 @@ DEQUANTIZE = OpSpec(
 )
 
 PREPACK = OpSpec(
-    signature=prepack,
+    name="prepack",
+    record=PrepackCall,
     summary="a quantised weight rearranged for an implementation of qmatmul, without loss",
     check=check_prepack,
     needs=_needs_stored,
     where=_device,
-    keys={"w": ("w.spec.kind", "w.layout"), "layout": ("layout",)},
+    keys={"w": ("call.w.spec.kind", "call.w.layout"), "layout": ("call.layout",)},
     features=(DETERMINISTIC, *format_features(*STORED)),
     clauses=(
         Clause("PP-01", "lossless", "prepack(prepack(w), layout='canonical') has every bit of w", "law"),

@@ -15,30 +15,19 @@ page table. Types that appear in calls are in `rlkernel_core.spec.rollouts`. Imp
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpSpec, owed, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpCall, OpSpec, owed
 from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBuffer
 
 ON_FULL = ("raise", "drop_oldest")
 
 
-def rollout_buffer(
-    max_tokens: int,
-    max_seqs: int,
-    *,
-    fields: Mapping[str, Field] | None = None,
-    rewards: int = 1,
-    group_size: int | None = None,
-    max_groups: int | None = None,
-    max_seq_tokens: int | None = None,
-    max_batch_tokens: int | None = None,
-    page_tokens: int = 256,
-    on_full: str = "raise",
-    device: Any = None,
-) -> RolloutBuffer:
+@dataclass(slots=True, eq=False)
+class RolloutBufferCall(OpCall[RolloutBuffer]):
     """A buffer for rollouts with all of its storage made here.
 
     Args:
@@ -57,41 +46,41 @@ def rollout_buffer(
     Raises:
         ArgumentError: a size is not as described.
     """
-    spec_only("rollout_buffer")
+
+    max_tokens: int
+    max_seqs: int
+    _: KW_ONLY
+    fields: Mapping[str, Field] | None = None
+    rewards: int = 1
+    group_size: int | None = None
+    max_groups: int | None = None
+    max_seq_tokens: int | None = None
+    max_batch_tokens: int | None = None
+    page_tokens: int = 256
+    on_full: str = "raise"
+    device: Any = None
 
 
-def check(
-    max_tokens: Any,
-    max_seqs: Any,
-    *,
-    fields: Any = None,
-    rewards: int = 1,
-    group_size: int | None = None,
-    max_groups: int | None = None,
-    max_seq_tokens: int | None = None,
-    max_batch_tokens: int | None = None,
-    page_tokens: int = 256,
-    on_full: str = "raise",
-    device: Any = None,
-) -> None:
+def check(call: RolloutBufferCall) -> None:
     """Checks shared by all implementations of rollout_buffer@1."""
+    max_tokens, fields, page_tokens = call.max_tokens, call.fields, call.page_tokens
     checks.integer("page_tokens", page_tokens, at_least=1)
     checks.integer("max_tokens", max_tokens, at_least=1)
     if max_tokens % page_tokens:
         remedy = f"Pass {-(-max_tokens // page_tokens) * page_tokens}, or another page_tokens."
         raise ArgumentError("max_tokens", max_tokens, f"must be a multiple of page_tokens={page_tokens}", remedy)
-    checks.integer("max_seqs", max_seqs, at_least=1)
-    checks.integer("rewards", rewards, at_least=1)
+    checks.integer("max_seqs", call.max_seqs, at_least=1)
+    checks.integer("rewards", call.rewards, at_least=1)
     for name, value in (
-        ("group_size", group_size),
-        ("max_groups", max_groups),
-        ("max_seq_tokens", max_seq_tokens),
-        ("max_batch_tokens", max_batch_tokens),
+        ("group_size", call.group_size),
+        ("max_groups", call.max_groups),
+        ("max_seq_tokens", call.max_seq_tokens),
+        ("max_batch_tokens", call.max_batch_tokens),
     ):
         if value is not None:
             checks.integer(name, value, at_least=1)
-    checks.choice("on_full", on_full, ON_FULL)
-    checks.device("device", device)
+    checks.choice("on_full", call.on_full, ON_FULL)
+    checks.device("device", call.device)
     if not isinstance(fields, Mapping | None):
         raise ArgumentTypeError(
             "fields", checks.describe(fields), "must map names to Fields", "Pass {'token': Field('int32')}."
@@ -117,19 +106,21 @@ def _check_field(name: str, entry: Field) -> None:
         checks.real(f"{name}.default", entry.default)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        f"on_full:{args['on_full']}": True,
-        "fields": args["fields"] is not None,
-        "group_size": args["group_size"] is not None,
+        f"on_full:{call.on_full}": True,
+        "fields": call.fields is not None,
+        "group_size": call.group_size is not None,
     }
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=rollout_buffer,
+    name="rollout_buffer",
+    record=RolloutBufferCall,
     summary="fixed storage for rollouts: device-side append, atomic pop, explicit backpressure, nothing lost",
-    where=lambda args: args["device"],
+    where=lambda call: call.device,
+    planned=False,
     check=check,
     needs=_needs,
     features=(

@@ -16,19 +16,19 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Feature, OpSpec, owed, spec_only
+from rlkernel_core.spec.form import Feature, OpCall, OpSpec, owed
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
+    LawFields,
     LogitBias,
-    Penalties,
+    RequestFields,
     SampleResult,
-    TokenLists,
     check_edits,
     check_law,
     check_no_gradient,
@@ -38,32 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
+@dataclass(slots=True, eq=False)
+class SampleCall(RequestFields, OpCall[SampleResult]):
     """Draw one token per row of `logits`.
 
     A parameter is a number, or a tensor with one entry per row, so that requests of one batch differ; a tensor's
@@ -107,82 +83,83 @@ def sample(
         ArgumentError: wrong rank, sizes or dtype, a number without meaning, noise shared by several rows, or logits
             that ask for a gradient while gradients are enabled.
     """
-    spec_only("sample")
+
+    logits: Tensor
+    _: KW_ONLY
+    bias: LogitBias | None = None
 
 
-# Arguments of the processed law and of its noise, and those of them that may differ by row as a feature.
-LAW: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "step", "filter_order", "tie", "vocab_size")
-_PER_ROW: Final = LAW[:4]
+_PER_ROW: Final = ("temperature", "top_k", "top_p", "min_p")  # may differ by row, as a feature
 
 
-def check(logits: Any, **args: Any) -> None:
+def check(call: SampleCall) -> None:
     """Metadata checks shared by all implementations of sample@1; reads no value off the device."""
+    logits = call.logits
     checks.tensor("logits", logits, ndim=2, kind="floating")
     if logits.shape[1] < 1:
         raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [N, V].")
     check_no_gradient("logits", logits)
-    check_request(logits, logits.shape[1], **args)
+    check_request(call, logits, logits.shape[1], bias=call.bias)
 
 
-def check_request(like: Tensor, width: int, *, bias_name: str = "bias", **args: Any) -> None:
+def check_request(call: RequestFields, like: Tensor, width: int, *, bias: Any, bias_name: str = "bias") -> None:
     """Everything that sample and lm_head_sample are told about the draw, for one row of logits per row of `like`."""
-    rows, slot = like.shape[0], args["slot"]
+    rows, slot = like.shape[0], call.slot
     if slot is not None:
         checks.tensor("slot", slot, ndim=1, kind="integer")
         checks.shape("slot", slot, (rows,), "rows")
         checks.same_device("slot", slot, like, "the other tensors")
-    law = {name: args[name] for name in LAW}
-    check_law(like, rows, width, slots=slot is not None, **law)
-    vocab = args["vocab_size"] or width
-    edits = {name: args[name] for name in ("penalties", "allowed", "banned")}
-    bias = args[bias_name]
-    check_edits(like, rows, vocab, **edits, bias=bias, bias_name=bias_name, slots=slot is not None)
-    checks.integer("top_n", args["top_n"], at_least=0, at_most=vocab)
-    checks.choice("top_n_from", args["top_n_from"], LAWS)
-    checks.flags(raw_logprob=args["raw_logprob"], rank=args["rank"], entropy=args["entropy"])
-    checks.integer("kept_capacity", args["kept_capacity"], at_least=0)
-    checks.integer("invalid_token", args["invalid_token"])
-    checks.integer("stream", args["stream"], at_least=0, at_most=2**32 - 1)
+    check_law(call, like, rows, width, slots=slot is not None)
+    vocab = call.vocab_size or width
+    check_edits(call, like, rows, vocab, bias=bias, bias_name=bias_name, slots=slot is not None)
+    checks.integer("top_n", call.top_n, at_least=0, at_most=vocab)
+    checks.choice("top_n_from", call.top_n_from, LAWS)
+    checks.flags(raw_logprob=call.raw_logprob, rank=call.rank, entropy=call.entropy)
+    checks.integer("kept_capacity", call.kept_capacity, at_least=0)
+    checks.integer("invalid_token", call.invalid_token)
+    checks.integer("stream", call.stream, at_least=0, at_most=2**32 - 1)
 
 
-def law_needs(args: Mapping[str, Any]) -> frozenset[str]:
+def law_needs(call: LawFields) -> frozenset[str]:
     """Features that the law of a draw needs, in all sampling operators."""
     given = {
-        "per_row_parameters": any(checks.is_tensor(args[name]) for name in _PER_ROW),
-        "filter_order:joint": args["filter_order"] == "joint",
-        "filter_order:topp_topk": args["filter_order"] == "topp_topk",
-        "tie:keep_all": args["tie"] == "keep_all",
-        "raw_logprob": bool(args["raw_logprob"]),
+        "per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW),
+        "filter_order:joint": call.filter_order == "joint",
+        "filter_order:topp_topk": call.filter_order == "topp_topk",
+        "tie:keep_all": call.tie == "keep_all",
+        "raw_logprob": bool(call.raw_logprob),
         **{
-            name: args[name] is not None
+            name: getattr(call, name) is not None
             for name in ("top_k", "top_p", "min_p", "penalties", "allowed", "banned", "vocab_size")
         },
     }
     return frozenset(name for name, needed in given.items() if needed)
 
 
-def request_needs(args: Mapping[str, Any]) -> frozenset[str]:
+def request_needs(call: RequestFields) -> frozenset[str]:
     """Features that the arguments shared by sample and lm_head_sample need."""
-    ranked = args["top_n"] > 0 or args["rank"]
+    ranked = call.top_n > 0 or call.rank
     given = {
-        "slot": args["slot"] is not None,
-        "top_n:raw": ranked and args["top_n_from"] == "raw",
-        "top_n:processed": ranked and args["top_n_from"] == "processed",
-        "entropy": bool(args["entropy"]),
-        "kept_ids": args["kept_capacity"] > 0,
-        "stream": args["stream"] > 0,
+        "slot": call.slot is not None,
+        "top_n:raw": ranked and call.top_n_from == "raw",
+        "top_n:processed": ranked and call.top_n_from == "processed",
+        "entropy": bool(call.entropy),
+        "kept_ids": call.kept_capacity > 0,
+        "stream": call.stream > 0,
     }
-    return law_needs(args) | frozenset(name for name, needed in given.items() if needed)
+    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
-    return request_needs(args) | (frozenset({"bias"}) if args["bias"] is not None else frozenset())
+def _needs(call: SampleCall) -> frozenset[str]:
+    return request_needs(call) | (frozenset({"bias"}) if call.bias is not None else frozenset())
 
 
 SPEC = OpSpec(
-    signature=sample,
+    name="sample",
+    record=SampleCall,
     summary="draw tokens with temperature, top-k, top-p, min-p, penalties and masks; returns their log-probability",
     primary="logits",
+    varying=("seed", "step"),
     check=check,
     needs=_needs,
     features=(*FEATURES, Feature("bias", "values added to some logits")),

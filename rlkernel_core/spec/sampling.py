@@ -135,34 +135,52 @@ class SampleResult:
         return Support(ids[: N * C], offsets)
 
 
-def check_law(
-    like: Tensor,
-    rows: int,
-    width: int,
-    *,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    min_p: Any,
-    seed: Any,
-    step: Any,
-    filter_order: Any,
-    tie: Any,
-    vocab_size: Any,
-    slots: bool = False,
-    of: str = "rows",
-) -> None:
+@dataclass(slots=True, eq=False, kw_only=True)
+class LawFields:
+    """Arguments of every sampling operator: the law of a draw, its noise and the edits of its logits. See `sample`."""
+
+    temperature: float | Tensor = 1.0
+    top_k: int | Tensor | None = None
+    top_p: float | Tensor | None = None
+    min_p: float | Tensor | None = None
+    seed: int | Tensor
+    step: int | Tensor
+    penalties: Penalties | None = None
+    allowed: Tensor | None = None
+    banned: TokenLists | None = None
+    filter_order: str = "topk_topp"
+    tie: str = "lowest_id"
+    vocab_size: int | None = None
+    raw_logprob: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestFields(LawFields):
+    """What sample and lm_head_sample take besides: state slots and what else a draw returns. See `sample`."""
+
+    slot: Tensor | None = None
+    top_n: int = 0
+    top_n_from: str = "raw"
+    rank: bool = False
+    entropy: bool = False
+    kept_capacity: int = 0
+    invalid_token: int = 0
+    stream: int = 0
+
+
+def check_law(call: LawFields, like: Tensor, rows: int, width: int, *, slots: bool = False, of: str = "rows") -> None:
     """What every sampling operator asks of the parameters of its law and of its noise.
 
     `like` says where parameters live; a parameter holds one entry per row, or with `slots` one per state slot; `of`
     says what the rows are, for messages.
     """
+    temperature, seed, step = call.temperature, call.seed, call.step
     check_parameter("temperature", temperature, like, rows, slots=slots, of=of)
     if not checks.is_tensor(temperature):
         checks.number("temperature", temperature, at_least=0.0, remedy="Pass 0 for greedy decoding or T > 0.")
-    check_parameter("top_k", top_k, like, rows, kind="integer", slots=slots, of=of)
-    check_parameter("top_p", top_p, like, rows, slots=slots, of=of)
-    check_parameter("min_p", min_p, like, rows, slots=slots, of=of)
+    check_parameter("top_k", call.top_k, like, rows, kind="integer", slots=slots, of=of)
+    check_parameter("top_p", call.top_p, like, rows, slots=slots, of=of)
+    check_parameter("min_p", call.min_p, like, rows, slots=slots, of=of)
     for name, value in (("seed", seed), ("step", step)):
         if checks.is_tensor(value):
             check_parameter(name, value, like, rows, kind="integer", slots=slots, of=of)
@@ -176,10 +194,10 @@ def check_law(
             f"gives all {rows} {of} the same noise, because noise depends on (seed, step, token id) alone",
             "Pass one seed per request, for example seed + torch.arange(N).",
         )
-    checks.choice("filter_order", filter_order, FILTER_ORDERS)
-    checks.choice("tie", tie, TIES)
-    if vocab_size is not None:
-        checks.integer("vocab_size", vocab_size, at_least=1, at_most=width)
+    checks.choice("filter_order", call.filter_order, FILTER_ORDERS)
+    checks.choice("tie", call.tie, TIES)
+    if call.vocab_size is not None:
+        checks.integer("vocab_size", call.vocab_size, at_least=1, at_most=width)
 
 
 def check_parameter(
@@ -209,19 +227,18 @@ def check_parameter(
 
 
 def check_edits(
+    call: LawFields,
     like: Tensor,
     rows: int,
     vocab: int,
     *,
-    penalties: Any,
     bias: Any,
-    allowed: Any,
-    banned: Any,
     bias_name: str = "bias",
     history_rows: int | None = None,
     slots: bool = False,
 ) -> None:
     """Types and sizes of what changes the logits before the filters; `history_rows`: rows of the penalties."""
+    penalties, allowed, banned = call.penalties, call.allowed, call.banned
     words = -(-vocab // 32)
     if bias is not None:
         checks.instance(bias_name, bias, LogitBias)

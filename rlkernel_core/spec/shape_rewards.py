@@ -16,14 +16,13 @@ arXiv:2503.14476 equation 13. Legend: B sequences · T time · N packed tokens. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,31 +50,8 @@ class ShapedRewards:
     running: RunningMoments | None = None  # new state with normalise="running"; the one passed in is not written to
 
 
-def shape_rewards(
-    rewards: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    clip: tuple[float, float] | None = None,
-    normalise: str = "none",
-    running: RunningMoments | None = None,
-    center: bool = True,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    max_length: int | None = None,
-    overlong_buffer: int | None = None,
-    overlong_factor: float = 1.0,
-    overlong_cap: bool = True,
-    kl: str = "none",
-    kl_coef: float = 0.0,
-    logprob: Tensor | None = None,
-    ref_logprob: Tensor | None = None,
-    kl_input_clamp: float | None = None,
-    kl_clamp: float | None = None,
-    process_group: ProcessGroup | None = None,
-    output: str = "auto",
-) -> ShapedRewards:
+@dataclass(slots=True, eq=False)
+class ShapeRewardsCall(OpCall[ShapedRewards]):
     """Clip, normalise and penalise rewards. The result is a constant: inputs are detached.
 
     Args:
@@ -106,38 +82,60 @@ def shape_rewards(
     Raises:
         ArgumentError: wrong sizes, dtypes, numbers or choices; what has no effect.
     """
-    spec_only("shape_rewards")
+
+    rewards: Tensor
+    _: KW_ONLY
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    clip: tuple[float, float] | None = None
+    normalise: str = "none"
+    running: RunningMoments | None = None
+    center: bool = True
+    ddof: int = 1
+    eps: float = 1e-8
+    max_length: int | None = None
+    overlong_buffer: int | None = None
+    overlong_factor: float = 1.0
+    overlong_cap: bool = True
+    kl: str = "none"
+    kl_coef: float = 0.0
+    logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    kl_input_clamp: float | None = None
+    kl_clamp: float | None = None
+    process_group: ProcessGroup | None = None
+    output: str = "auto"
 
 
-def check(args: Mapping[str, Any]) -> tuple[int, tuple[int, ...] | None]:
-    """Check the bound arguments of one call; returns the number of sequences and the token-level shape, if any."""
-    checks.choice("normalise", args["normalise"], ("none", "batch", "running"))
-    checks.choice("kl", args["kl"], KL)
-    checks.choice("output", args["output"], ("auto", "token"))
-    rewards = checks.tensor("rewards", args["rewards"], ndim=(1, 2), kind="real")
-    checks.exclusive(lengths=args["lengths"], cu_seqlens=args["cu_seqlens"])
-    checks.exclusive(lengths=args["lengths"], mask=args["mask"])
-    checks.flags(center=args["center"], overlong_cap=args["overlong_cap"])
-    _goes_together(args)
+def check(call: ShapeRewardsCall) -> None:
+    """Checks shared by all implementations; reads no value off the device."""
+    checks.choice("normalise", call.normalise, ("none", "batch", "running"))
+    checks.choice("kl", call.kl, KL)
+    checks.choice("output", call.output, ("auto", "token"))
+    rewards = checks.tensor("rewards", call.rewards, ndim=(1, 2), kind="real")
+    checks.exclusive(lengths=call.lengths, cu_seqlens=call.cu_seqlens)
+    checks.exclusive(lengths=call.lengths, mask=call.mask)
+    checks.flags(center=call.center, overlong_cap=call.overlong_cap)
+    _goes_together(call)
     for name in ("eps", "overlong_factor"):
-        checks.number(name, args[name], at_least=0.0)
+        checks.number(name, getattr(call, name), at_least=0.0)
     for name in ("kl_input_clamp", "kl_clamp"):
-        if args[name] is not None:
-            checks.number(name, args[name], above=0.0)
-    checks.number("kl_coef", args["kl_coef"])
-    checks.integer("ddof", args["ddof"], at_least=0)
-    checks.process_group("process_group", args["process_group"])
-    if args["clip"] is not None:
-        checks.interval("clip", args["clip"])
-    if args["running"] is not None:
-        _check_running(args["running"], rewards)
-    sequences, tokens = _sizes(args, rewards)
-    if args["lengths"] is not None:
-        checks.shape("lengths", checks.tensor("lengths", args["lengths"], kind="integer"), (sequences,), "[B]")
-    for name, x in args.items():
+        if getattr(call, name) is not None:
+            checks.number(name, getattr(call, name), above=0.0)
+    checks.number("kl_coef", call.kl_coef)
+    checks.integer("ddof", call.ddof, at_least=0)
+    checks.process_group("process_group", call.process_group)
+    if call.clip is not None:
+        checks.interval("clip", call.clip)
+    if call.running is not None:
+        _check_running(call.running, rewards)
+    sequences, _ = sizes(call)
+    if call.lengths is not None:
+        checks.shape("lengths", checks.tensor("lengths", call.lengths, kind="integer"), (sequences,), "[B]")
+    for name, x in call.as_dict().items():
         if checks.is_tensor(x):
             checks.same_device(name, x, rewards, "rewards")
-    return sequences, tokens
 
 
 def _check_running(state: Any, rewards: Tensor) -> None:
@@ -147,11 +145,12 @@ def _check_running(state: Any, rewards: Tensor) -> None:
         checks.same_device(f"running.{name}", x, rewards, "rewards")
 
 
-def _sizes(args: Mapping[str, Any], rewards: Tensor) -> tuple[int, tuple[int, ...] | None]:
-    """Number of sequences and token-level shape."""
-    tokens, of = token_shape(args, {"mask": "bool", "logprob": "floating", "ref_logprob": "floating"})
-    packed = args["cu_seqlens"] is not None
-    sequences = args["cu_seqlens"].shape[0] - 1 if packed else rewards.shape[0]
+def sizes(call: ShapeRewardsCall) -> tuple[int, tuple[int, ...] | None]:
+    """Number of sequences, and the token-level shape where there is one."""
+    rewards = call.rewards
+    tokens, of = token_shape(call, {"mask": "bool", "logprob": "floating", "ref_logprob": "floating"})
+    packed = call.cu_seqlens is not None
+    sequences = call.cu_seqlens.shape[0] - 1 if packed else rewards.shape[0]
     if rewards.dim() == 2 or (packed and rewards.shape[0] != sequences):
         if tokens is not None and rewards.dim() == 1 and tuple(rewards.shape) != tokens:
             want = f"must be {list(tokens)}, as {of}, or [{sequences}], one per sequence of cu_seqlens"
@@ -160,54 +159,59 @@ def _sizes(args: Mapping[str, Any], rewards: Tensor) -> tuple[int, tuple[int, ..
             checks.shape("rewards", rewards, tokens, of)
         tokens = tuple(rewards.shape)
         for name in ("clip", "max_length"):
-            if args[name] is not None:
-                raise ArgumentError(name, args[name], "applies to one reward per sequence", "Pass rewards [B].")
-        if args["normalise"] != "none":
-            raise ArgumentError("normalise", args["normalise"], "applies to one reward per sequence", "Use `whiten`.")
-    if tokens is None and (args["output"] == "token" or args["kl"] != "none"):
+            if getattr(call, name) is not None:
+                raise ArgumentError(
+                    name, getattr(call, name), "applies to one reward per sequence", "Pass rewards [B]."
+                )
+        if call.normalise != "none":
+            raise ArgumentError("normalise", call.normalise, "applies to one reward per sequence", "Use `whiten`.")
+    if tokens is None and (call.output == "token" or call.kl != "none"):
         raise ArgumentError("output", "no token-level tensor", "the number of tokens is not known", "Pass `mask`.")
     if not packed and tokens is not None and tokens[0] != sequences:
         raise ArgumentError("rewards", checks.describe(rewards), f"must have {tokens[0]} sequences", "Align the two.")
-    if args["max_length"] is not None and args["lengths"] is None and not packed and args["mask"] is None:
+    if call.max_length is not None and call.lengths is None and not packed and call.mask is None:
         raise ArgumentError("lengths", None, "the length of the responses is not known", "Pass `lengths`.")
     return int(sequences), tokens
 
 
-def _goes_together(args: Mapping[str, Any]) -> None:
+def _goes_together(call: Any) -> None:
     """Arguments that have an effect only together."""
     for name, other in (("max_length", "overlong_buffer"), ("overlong_buffer", "max_length")):
-        if args[name] is not None and args[other] is None:
+        if getattr(call, name) is not None and getattr(call, other) is None:
             raise ArgumentError(other, None, f"is needed with {name}", f"Pass {other}.")
-    if args["max_length"] is not None:
-        checks.integer("overlong_buffer", args["overlong_buffer"], at_least=1)
-        checks.integer("max_length", args["max_length"], at_least=1)
+    if call.max_length is not None:
+        checks.integer("overlong_buffer", call.overlong_buffer, at_least=1)
+        checks.integer("max_length", call.max_length, at_least=1)
     for name in ("logprob", "ref_logprob"):
-        if (args["kl"] == "none") != (args[name] is None):
-            problem = "is needed by the KL term" if args[name] is None else "has no effect with kl='none'"
-            raise ArgumentError(name, checks.describe(args[name]), problem, f"Pass or drop {name}, or change kl.")
-    if args["kl"] == "none" and args["kl_coef"] != 0.0:
-        raise ArgumentError("kl_coef", args["kl_coef"], "has no effect with kl='none'", "Pass kl='k1' or another.")
-    if args["running"] is not None and args["normalise"] != "running":
+        if (call.kl == "none") != (getattr(call, name) is None):
+            problem = "is needed by the KL term" if getattr(call, name) is None else "has no effect with kl='none'"
+            raise ArgumentError(
+                name, checks.describe(getattr(call, name)), problem, f"Pass or drop {name}, or change kl."
+            )
+    if call.kl == "none" and call.kl_coef != 0.0:
+        raise ArgumentError("kl_coef", call.kl_coef, "has no effect with kl='none'", "Pass kl='k1' or another.")
+    if call.running is not None and call.normalise != "running":
         raise ArgumentError("running", "a state", "has no effect", "Pass normalise='running'.")
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        f"kl:{args['kl']}": args["kl"] in KL[1:],
-        f"normalise:{args['normalise']}": args["normalise"] in ("batch", "running"),
-        "overlong": args["max_length"] is not None,
-        "clip": args["clip"] is not None,
-        "packed": args["cu_seqlens"] is not None,
-        "process_group": args["process_group"] is not None,
+        f"kl:{call.kl}": call.kl in KL[1:],
+        f"normalise:{call.normalise}": call.normalise in ("batch", "running"),
+        "overlong": call.max_length is not None,
+        "clip": call.clip is not None,
+        "packed": call.cu_seqlens is not None,
+        "process_group": call.process_group is not None,
     }
     return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=shape_rewards,
+    name="shape_rewards",
+    record=ShapeRewardsCall,
     summary="KL in the reward, overlong penalty, reward clip and normalisation",
     primary="rewards",
-    check=lambda **args: check(args),
+    check=check,
     needs=_needs,
     features=(
         DETERMINISTIC,

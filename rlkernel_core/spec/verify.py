@@ -20,9 +20,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
@@ -32,13 +31,13 @@ from rlkernel_core.spec.form import (
     DETERMINISTIC,
     Clause,
     Feature,
+    OpCall,
     OpSpec,
     owed,
-    spec_only,
 )
-from rlkernel_core.spec.sample import LAW, law_needs
+from rlkernel_core.spec.sample import law_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
-from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists, check_edits, check_law, check_no_gradient
+from rlkernel_core.spec.sampling import LawFields, LogitBias, check_edits, check_law, check_no_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,29 +61,8 @@ class VerifyResult:
     raw_logprob: Tensor | None = None  # [M]
 
 
-def verify(
-    target_logits: Tensor,
-    draft_ids: Tensor,
-    *,
-    cu_draft: Tensor,
-    draft_probs: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    raw_logprob: bool = False,
-    invalid_token: int = -1,
-) -> VerifyResult:
+@dataclass(slots=True, eq=False)
+class VerifyCall(LawFields, OpCall[VerifyResult]):
     """Accept the longest prefix of each request's drafts that the target's law allows, and draw one more token.
 
     Args:
@@ -115,21 +93,21 @@ def verify(
     Raises:
         ArgumentError: wrong rank, sizes or dtype, both draft laws, or logits that ask for a gradient.
     """
-    spec_only("verify")
+
+    target_logits: Tensor
+    draft_ids: Tensor
+    _: KW_ONLY
+    cu_draft: Tensor
+    draft_probs: Tensor | None = None
+    draft_logits: Tensor | None = None
+    bias: LogitBias | None = None
+    invalid_token: int = -1
 
 
-def check(
-    target_logits: Any,
-    draft_ids: Any,
-    *,
-    cu_draft: Any,
-    draft_probs: Any = None,
-    draft_logits: Any = None,
-    invalid_token: Any = -1,
-    raw_logprob: Any = False,
-    **args: Any,
-) -> None:
+def check(call: VerifyCall) -> None:
     """Metadata checks shared by all implementations of verify@1; reads no value off the device."""
+    target_logits, draft_ids, cu_draft = call.target_logits, call.draft_ids, call.cu_draft
+    draft_probs, draft_logits = call.draft_probs, call.draft_logits
     checks.tensor("target_logits", target_logits, ndim=2, kind="floating")
     checks.tensor("draft_ids", draft_ids, ndim=1, kind="integer")
     checks.tensor("cu_draft", cu_draft, ndim=1, kind="integer")
@@ -145,9 +123,9 @@ def check(
             "Run the target on the last token and all drafts of each request.",
         )
     checks.exclusive(draft_probs=draft_probs, draft_logits=draft_logits)
-    check_law(target_logits, B, W, of="requests", **{name: args[name] for name in LAW})
-    checks.flags(raw_logprob=raw_logprob)
-    vocab = args["vocab_size"] or W
+    check_law(call, target_logits, B, W, of="requests")
+    checks.flags(raw_logprob=call.raw_logprob)
+    vocab = call.vocab_size or W
     for name, x in (("draft_probs", draft_probs), ("draft_logits", draft_logits)):
         if x is None:
             continue
@@ -156,22 +134,23 @@ def check(
         check_no_gradient(name, x)
         if x.shape[0] != K or x.shape[1] < vocab:
             raise ArgumentError(name, checks.describe(x), f"must have shape [{K}, >= {vocab}]", "One law per draft.")
-    edits = {name: args[name] for name in ("penalties", "bias", "allowed", "banned")}
-    check_edits(target_logits, M, vocab, **edits, history_rows=B)
-    checks.integer("invalid_token", invalid_token)
+    check_edits(call, target_logits, M, vocab, bias=call.bias, history_rows=B)
+    checks.integer("invalid_token", call.invalid_token)
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
-    given = {name: args[name] is not None for name in ("bias", "draft_probs", "draft_logits")}
-    return law_needs(args) | frozenset(name for name, needed in given.items() if needed)
+def _needs(call: VerifyCall) -> frozenset[str]:
+    given = {name: getattr(call, name) is not None for name in ("bias", "draft_probs", "draft_logits")}
+    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
 _OWN = ("slot", "stream", "entropy", "kept_ids", "top_n:raw", "top_n:processed")
 
 SPEC = OpSpec(
-    signature=verify,
+    name="verify",
+    record=VerifyCall,
     summary="speculative decoding: accept drafts and draw replacements so that the target's law is kept",
     primary="target_logits",
+    varying=("seed", "step"),
     check=check,
     needs=_needs,
     features=(

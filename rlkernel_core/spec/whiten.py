@@ -10,14 +10,13 @@ merge by (n, mean, M2) in rank order (Chan, Golub and LeVeque 1979). Imports no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpSpec, Tolerance, owed, spec_only
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,20 +34,8 @@ class WhitenResult:
     rstd: Tensor  # [] the factor f; 0 where no value counts
 
 
-def whiten(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    eps_mode: str = "var_add",
-    shift_mean: bool = True,
-    masked_out: str = "zero",
-    apply: bool = True,
-    process_group: ProcessGroup | None = None,
-) -> WhitenResult:
+@dataclass(slots=True, eq=False)
+class WhitenCall(OpCall[WhitenResult]):
     """Whiten `x` over its valid values. The result is a constant: x is detached.
 
     Args:
@@ -67,27 +54,27 @@ def whiten(
     Raises:
         ArgumentError: wrong sizes, dtypes, numbers or choices; both `mask` and `lengths`.
     """
-    spec_only("whiten")
+
+    x: Tensor
+    _: KW_ONLY
+    mask: Tensor | None = None
+    lengths: Tensor | None = None
+    counts: Tensor | None = None
+    ddof: int = 1
+    eps: float = 1e-8
+    eps_mode: str = "var_add"
+    shift_mean: bool = True
+    masked_out: str = "zero"
+    apply: bool = True
+    process_group: ProcessGroup | None = None
 
 
-def check(
-    x: Any,
-    *,
-    mask: Any = None,
-    lengths: Any = None,
-    counts: Any = None,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    eps_mode: str = "var_add",
-    shift_mean: bool = True,
-    masked_out: str = "zero",
-    apply: bool = True,
-    process_group: Any = None,
-) -> None:
+def check(call: WhitenCall) -> None:
     """Metadata checks shared by all implementations."""
+    x, mask, lengths, counts = call.x, call.mask, call.lengths, call.counts
     checks.tensor("x", x, kind="real")
-    checks.flags(shift_mean=shift_mean, apply=apply)
-    checks.process_group("process_group", process_group)
+    checks.flags(shift_mean=call.shift_mean, apply=call.apply)
+    checks.process_group("process_group", call.process_group)
     checks.exclusive(mask=mask, lengths=lengths)
     if mask is not None:
         checks.shape("mask", checks.tensor("mask", mask, kind="bool"), x.shape, "x")
@@ -100,25 +87,26 @@ def check(
     if counts is not None:
         checks.shape("counts", checks.tensor("counts", counts, kind="real"), x.shape, "x")
         checks.same_device("counts", counts, x, "x")
-    checks.integer("ddof", ddof, at_least=0)
-    checks.number("eps", eps, at_least=0.0)
-    checks.choice("eps_mode", eps_mode, EPS_MODES)
-    checks.choice("masked_out", masked_out, ("zero", "carry"))
+    checks.integer("ddof", call.ddof, at_least=0)
+    checks.number("eps", call.eps, at_least=0.0)
+    checks.choice("eps_mode", call.eps_mode, EPS_MODES)
+    checks.choice("masked_out", call.masked_out, ("zero", "carry"))
 
 
-def _needs(args: Mapping[str, Any]) -> frozenset[str]:
+def _needs(call: Any) -> frozenset[str]:
     wanted = {
-        "mask": args["mask"] is not None,
-        "lengths": args["lengths"] is not None,
-        "counts": args["counts"] is not None,
-        "carry": args["masked_out"] == "carry",
-        "process_group": args["process_group"] is not None,
+        "mask": call.mask is not None,
+        "lengths": call.lengths is not None,
+        "counts": call.counts is not None,
+        "carry": call.masked_out == "carry",
+        "process_group": call.process_group is not None,
     }
     return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
-    signature=whiten,
+    name="whiten",
+    record=WhitenCall,
     summary="mean 0, variance 1 over everything valid, across ranks",
     primary="x",
     check=check,

@@ -22,8 +22,8 @@ from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.row_selection import choose, refuse_second_derivative, selected
 from rlkernel_core.reference.row_statistics import temperatures
 from rlkernel_core.reference.vocab_parallel import Shard, add, locate
-from rlkernel_core.spec.linear_logprob import check
-from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_cuda import plan
 from rlkernel_cuda.back import Back
 from rlkernel_cuda.head import (
@@ -42,23 +42,9 @@ from rlkernel_cuda.head import (
 COPY_LIMIT: Final = 64 << 20
 
 
-def fits(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Tensor | None = None,
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> Reason | None:
+def fits(call: LinearLogprobCall) -> Reason | None:
     """Refuses a large head that would have to be copied, and sizes beyond 32-bit coordinates."""
+    weight = call.weight
     if not aligned(weight) and 2 * weight.shape[0] * weight.shape[1] > COPY_LIMIT:
         return Reason(
             "shape",
@@ -67,60 +53,35 @@ def fits(
             f"strides {list(weight.stride())} would have to be copied",
             "store the head contiguously, with D a multiple of 8",
         )
-    if max(ids.numel(), weight.shape[0]) >= 2**30:
-        return Reason("shape", "unsupported", f"{ids.numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates")
+    if max(call.ids.numel(), weight.shape[0]) >= 2**30:
+        return Reason(
+            "shape", "unsupported", f"{call.ids.numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates"
+        )
     return None
 
 
-def linear_logprob(
-    hidden: Tensor,  # [..., D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [...]
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LogprobResult:
+def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
 
     `plan.choose` states the extra memory. Rows that count are gathered, so masked ones cost neither forward nor
     recomputed logits; `support` and weights of another dtype are not claimed.
     """
-    check(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        mask=mask,
-        entropy=entropy,
-        support=support,
-        backward=backward,
-        max_workspace_bytes=max_workspace_bytes,
-        group=group,
-    )
-    if support is not None:
-        raise ArgumentError("support", type(support).__name__, "is not claimed by this implementation", "Leave it out.")
+    hidden, weight, ids, bias, mask = call.hidden, call.weight, call.ids, call.bias, call.mask
+    if call.support is not None:
+        raise ArgumentError(
+            "support", type(call.support).__name__, "is not claimed by this implementation", "Leave it out."
+        )
     rows, N = ids.shape, ids.numel()
     flat = hidden.reshape(N, hidden.shape[-1])
     mask = None if mask is None else mask.reshape(-1)
-    shard = locate(group, weight.shape[0], N, hidden.shape[-1], hidden.device)
+    shard = locate(call.group, weight.shape[0], N, hidden.shape[-1], hidden.device)
     chosen = choose(ids.reshape(-1), mask, shard.V, None)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    size = size_of(hidden, flat, weight, bias, mask, group, wanted=wanted)
-    cut = _plan(size, backward, max_workspace_bytes, wanted=wanted) if N else None
-    T = temperatures(temperature, rows, torch.float32, hidden.device)
+    size = size_of(hidden, flat, weight, bias, mask, call.group, wanted=wanted)
+    cut = _plan(size, call.backward, call.max_workspace_bytes, wanted=wanted) if N else None
+    T = temperatures(call.temperature, rows, torch.float32, hidden.device)
     out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        flat, weight, bias, chosen.ids, T, mask, softcap, logit_scale, entropy, wanted, cut, shard
+        flat, weight, bias, chosen.ids, T, mask, call.softcap, call.logit_scale, call.entropy, wanted, cut, shard
     )
     logprob, lse, H = out
     return LogprobResult(

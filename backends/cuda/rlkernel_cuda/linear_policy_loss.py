@@ -12,8 +12,7 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +24,9 @@ from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.reference.row_selection import choose, selected
 from rlkernel_core.reference.row_statistics import temperatures
 from rlkernel_core.spec import linear_policy_loss as spec
-from rlkernel_core.spec.logprob import Support
-from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossResult, Rejection
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.policy_loss import LossResult
 from rlkernel_cuda import linear_logprob as head_alone
 from rlkernel_cuda import plan
 from rlkernel_cuda.head import coefficients, from_saved, head_of, room_to_save, scatter_rows, statistics
@@ -39,119 +39,33 @@ KEPT: Final = 5 << 30
 PER_ROW: Final = 128  # bytes of the loss's own vectors
 
 
-def fits(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    **rest: Any,
-) -> Reason | None:
+def fits(call: LinearPolicyLossCall) -> Reason | None:
     """Refuses what linear_logprob refuses."""
-    return head_alone.fits(hidden, weight, ids)
+    return head_alone.fits(LinearLogprobCall.of(call))
 
 
-def linear_policy_loss(
-    hidden: Tensor,  # [N, D] or [B, T, D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [N] or [B, T]
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    support: Support | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    kind: str = "grpo",
-    level: str | None = None,
-    clip: tuple[float, float] | None = None,
-    dual_clip: float | None = None,
-    log_ratio_limit: float | None = None,
-    tau: tuple[float, float] | None = None,
-    gamma: GammaGate | None = None,
-    ratio_cap: float | None = None,
-    dro_beta: float | None = None,
-    aggregate: str | None = None,
-    denominator: float | Tensor | None = None,
-    horizon: float | None = None,
-    count_empty: bool = False,
-    ref_logprob: Tensor | None = None,
-    kl: str | None = None,
-    kl_coef: float | Tensor = 0.0,
-    kl_clamp: tuple[float, float] | None = None,
-    kl_importance: bool = False,
-    entropy: bool = False,
-    entropy_coef: float | Tensor = 0.0,
-    entropy_aggregate: str | None = None,
-    entropy_denominator: float | Tensor | None = None,
-    rollout_logprob: Tensor | None = None,
-    correction: Correction | None = None,
-    rejection: Rejection | None = None,
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LossResult:
+def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
     """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
-    of_head: dict[str, Any] = {
-        "bias": bias,
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "support": support,
-        "group": group,
-    }
-    of_loss: dict[str, Any] = {
-        "mask": mask,
-        "cu_seqlens": cu_seqlens,
-        "kind": kind,
-        "level": level,
-        "clip": clip,
-        "dual_clip": dual_clip,
-        "log_ratio_limit": log_ratio_limit,
-        "tau": tau,
-        "gamma": gamma,
-        "ratio_cap": ratio_cap,
-        "dro_beta": dro_beta,
-        "aggregate": aggregate,
-        "denominator": denominator,
-        "horizon": horizon,
-        "count_empty": count_empty,
-        "ref_logprob": ref_logprob,
-        "kl": kl,
-        "kl_coef": kl_coef,
-        "kl_clamp": kl_clamp,
-        "kl_importance": kl_importance,
-        "entropy": entropy,
-        "entropy_coef": entropy_coef,
-        "entropy_aggregate": entropy_aggregate,
-        "entropy_denominator": entropy_denominator,
-        "rollout_logprob": rollout_logprob,
-        "correction": correction,
-        "rejection": rejection,
-    }
-    limit = max_workspace_bytes
-    config = spec.check(
-        hidden, weight, ids, old_logprob, advantages, **of_head, max_workspace_bytes=limit, **of_loss
-    )  # fmt: skip
-    counted = _counted(ids, mask, cu_seqlens)
+    hidden, weight, ids, bias, group = call.hidden, call.weight, call.ids, call.bias, call.group
+    config = spec.configure(call)
+    counted = _counted(ids, call.mask, call.cu_seqlens)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     # A block's dX would have to meet those of the other ranks: with a group the head goes alone.
-    token = config.level == "token" and (old_logprob is not None or rollout_logprob is None) and group is None
-    way = _way(hidden, weight, bias, counted, limit, group, wanted=wanted, token=token)
+    token = config.level == "token" and (call.old_logprob is not None or call.rollout_logprob is None) and group is None
+    way = _way(hidden, weight, bias, counted, call.max_workspace_bytes, group, wanted=wanted, token=token)
     if way.block is None:
-        alone = partial(head_alone.linear_logprob, backward=way.mode, max_workspace_bytes=way.limit)
-        return head_then_loss(alone, hidden, weight, ids, old_logprob, advantages, counted, of_head, of_loss)
+        head = LinearLogprobCall.of(call, backward=way.mode, max_workspace_bytes=way.limit)
+        return head_then_loss(head_alone.linear_logprob, head, call)
     with torch.no_grad():
         logprob = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         batch = LossBatch.of(
-            config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
-            ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
-            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, span=BLOCK,
+            config, ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
+            mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
+            entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
+            span=BLOCK,
         )  # fmt: skip
-        made = _block_by_block(hidden, weight, ids, counted, batch, logprob, way.block, of_head, entropy=entropy)
-        value, stats = batch.summary(made.parts, entropy=entropy)
+        made = _block_by_block(call, counted, batch, logprob, way.block)
+        value, stats = batch.summary(made.parts, entropy=call.entropy)
     loss = attach(value, (made.hidden, hidden), (made.weight, weight), (made.bias, bias), by=scaled)
     return LossResult(loss, stats, logprob, made.entropy)
 
@@ -223,22 +137,17 @@ class _Made(NamedTuple):
 
 
 def _block_by_block(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
+    call: LinearPolicyLossCall,
     counted: Tensor | None,  # [N]
     batch: LossBatch,
     logprob: Tensor,  # written to
     block: int,
-    of_head: dict[str, Any],
-    *,
-    entropy: bool,
 ) -> _Made:
     """Log-probabilities, loss and gradients, a block of rows at a time."""
+    hidden, weight, ids, bias, entropy = call.hidden, call.weight, call.ids, call.bias, call.entropy
     (V, D), N = weight.shape, ids.numel()
-    bias = of_head["bias"]
     flat = hidden.detach().reshape(N, D)
-    T = temperatures(of_head["temperature"], ids.shape, torch.float32, ids.device)
+    T = temperatures(call.temperature, ids.shape, torch.float32, ids.device)
     chosen = choose(ids.reshape(-1), counted, V, None)
     H = torch.empty_like(logprob) if entropy else None
     g, g_entropy = torch.zeros_like(logprob), torch.zeros_like(logprob) if entropy else None
@@ -253,7 +162,7 @@ def _block_by_block(
         mask = None if counted is None else counted[rows]
         head = head_of(
             flat[rows], weight.detach(), None if bias is None else bias.detach(), chosen.ids[rows], T[rows], mask,
-            of_head["softcap"], of_head["logit_scale"],
+            call.softcap, call.logit_scale,
         )  # fmt: skip
         room = room_to_save(head, block, 0) if room is None else room
         saved, tops = room[0][:n], room[1]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from rlkernel_core.reference.linear_logprob import linear_logprob as reference
-from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as loss_reference
+from rlkernel_core.reference.direct import linear_logprob as reference
+from rlkernel_core.reference.direct import linear_policy_loss as loss_reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference.sample import sample as reference
+from rlkernel_core.reference.direct import sample as reference
 from rlkernel_cuda.sampling.call import _given, sample, shape_of
 from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
 

@@ -14,7 +14,7 @@ import rlkernel as rlk
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.reference.qmatmul import qmatmul as definition
+from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_rocm.aiter import backend, calls
 from rlkernel_rocm.aiter.qmatmul import fits_gfx942, fits_gfx950, qmatmul
 

@@ -8,42 +8,21 @@ from __future__ import annotations
 
 import torch
 from rlkernel_core import Reason
-from rlkernel_core.spec.logprob import LogprobResult, Support, check
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from torch import Tensor
 from torch.nn.functional import softplus
 
 _MOST = 1 << 31  # logits in one call: beyond it, the copies in float32 take more than 8 GiB each
 
 
-def logprob(
-    logits: Tensor,  # [..., V]
-    ids: Tensor,  # [...]
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Support | None = None,
-    validate: bool = False,
-) -> LogprobResult:
+def logprob(call: LogprobCall) -> LogprobResult:
     """Take the operator's parameters, all of them: calls that need a feature which is not claimed do not come here."""
-    check(
-        logits,
-        ids,
-        temperature=temperature,
-        softcap=softcap,
-        mask=mask,
-        entropy=entropy,
-        top_logprobs=top_logprobs,
-        support=support,
-        validate=validate,
-    )
-    T = temperature
+    ids = call.ids
+    T = call.temperature
     if isinstance(T, Tensor):  # one per row; a row without a law gives NaN and disturbs no other
         T = torch.where((T > 0) & T.isfinite(), T.float(), torch.nan)[..., None]
-    z = logits.contiguous().float() / T
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    z = call.logits.contiguous().float() / T
+    counted = torch.ones_like(ids, dtype=torch.bool) if call.mask is None else call.mask
     z = torch.where(counted[..., None], z, 0.0)  # masked rows hold anything: select, never multiply
     outside = (ids < 0) | (ids >= z.shape[-1])
     at = torch.where(outside, 0, ids).long()[..., None]
@@ -55,7 +34,7 @@ def logprob(
     return LogprobResult(
         logprob=torch.where(counted, values, 0.0),
         lse=torch.where(counted, lse, 0.0),
-        entropy=torch.where(counted, _entropy(z, lse), 0.0) if entropy else None,
+        entropy=torch.where(counted, _entropy(z, lse), 0.0) if call.entropy else None,
         invalid=outside & counted,
     )
 

@@ -8,58 +8,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from rlkernel_core.spec.whiten import WhitenResult, check
+from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from torch import Tensor
 
 from .scale import factor, variance
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 
 @torch.no_grad()
-def whiten(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    eps_mode: str = "var_add",
-    shift_mean: bool = True,
-    masked_out: str = "zero",
-    apply: bool = True,
-    process_group: ProcessGroup | None = None,
-) -> WhitenResult:
+def whiten(call: WhitenCall) -> WhitenResult:
     """Take the operator's parameters, all of them: calls that need a feature which is not claimed do not come here."""
-    check(
-        x,
-        mask=mask,
-        lengths=lengths,
-        counts=counts,
-        ddof=ddof,
-        eps=eps,
-        eps_mode=eps_mode,
-        shift_mean=shift_mean,
-        masked_out=masked_out,
-        apply=apply,
-        process_group=process_group,
-    )
+    x = call.x
     x = x.float()
-    member = x.isfinite() if mask is None else mask & x.isfinite()
+    member = x.isfinite() if call.mask is None else call.mask & x.isfinite()
     n = member.sum().float()
     # The first member is subtracted before anything is summed: a constant gives exactly 0, an offset costs nothing.
     shift = _first(x, member)
     away = torch.where(member, x - shift, 0.0)
     moved = away.sum() / n.clamp(min=1)
     away = torch.where(member, away - moved, 0.0)
-    var = variance(away.square().sum(), n, ddof)
-    rstd = torch.where(n > 0, factor(var, eps, eps_mode), 0.0)
+    var = variance(away.square().sum(), n, call.ddof)
+    rstd = torch.where(n > 0, factor(var, call.eps, call.eps_mode), 0.0)
     mean = shift + moved
     y = x
-    if apply:
-        y = away * rstd if shift_mean else away * rstd + mean
+    if call.apply:
+        y = away * rstd if call.shift_mean else away * rstd + mean
     return WhitenResult(torch.where(member, y, 0.0), n, mean, var, rstd)
 
 

@@ -6,23 +6,18 @@ Kinds over groups, turns and the token baseline are the definition's own torch o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.reference.advantage.moments import across_ranks
-from rlkernel_core.spec.advantage import AdvantageResult, AdvantageStats
-from rlkernel_core.spec.advantage_checks import Extent, check
+from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
+from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_triton.recursion import Rows, Scanned, run
 from rlkernel_triton.suffix_scan import refused_float64
 from rlkernel_triton.whitening import moments, whitened
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Kind -> the rule of the scan that it is.
 _RULES = {
@@ -36,103 +31,50 @@ _RULES = {
 
 
 @torch.no_grad()
-def advantage(
-    rewards: Tensor,
-    *,
-    kind: str,
-    group: int | Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    values: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-    lam_value: float | Tensor | None = None,
-    length_adaptive: float | None = None,
-    bootstrap: Tensor | None = None,
-    dones: Tensor | None = None,
-    done_index: str = "after",
-    turns: Tensor | None = None,
-    ratio: Tensor | None = None,
-    ratio_clip: float | None = 1.0,
-    trace_clip: float | None = 1.0,
-    q_values: Tensor | None = None,
-    baseline: Tensor | None = None,
-    in_stats: Tensor | None = None,
-    in_loss: Tensor | None = None,
-    valid_range: tuple[float, float] | None = None,
-    weights: Tensor | None = None,
-    reward_weights: Tensor | None = None,
-    step_rewards: Tensor | None = None,
-    anchor: Tensor | None = None,
-    step_weight: float = 1.0,
-    logprob: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
-    leave_one_out: bool = False,
-    scale: str = "auto",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    eps_mode: str = "std_add",
-    min_std: float = 0.0,
-    low_std: str = "zero",
-    singleton: str = "zero",
-    constant: str = "zero",
-    invalid: str = "zero",
-    masked_time: str = "skip",
-    masked_out: str = "zero",
-    whiten: str = "auto",
-    whiten_level: str = "auto",
-    whiten_ddof: int = 1,
-    whiten_eps: float = 1e-8,
-    whiten_eps_mode: str = "var_add",
-    process_group: ProcessGroup | None = None,
-    reward_level: str = "auto",
-    output: str = "auto",
-) -> AdvantageResult:
+def advantage(call: AdvantageCall) -> AdvantageResult:
     """See `rlkernel_core.spec.advantage.advantage`."""
-    args = locals()
-    extent = check(args)
-    rule = _RULES.get(kind)
-    if rule is None or turns is not None:
-        return in_torch(**args)
-    if extent.tokens is None or (kind == "remax" and not extent.token_rewards):
-        return in_torch(**args)
-    rows = Rows.of(extent.tokens, extent.sequences, mask, lengths, cu_seqlens)
-    made = _scanned(rule, args, extent, rows)
-    return _finished(args, rows, made)
+    extent = extent_of(call)
+    rule = _RULES.get(call.kind)
+    if rule is None or call.turns is not None:
+        return in_torch(call)
+    if extent.tokens is None or (call.kind == "remax" and not extent.token_rewards):
+        return in_torch(call)
+    rows = Rows.of(extent.tokens, extent.sequences, call.mask, call.lengths, call.cu_seqlens)
+    made = _scanned(rule, call, extent, rows)
+    return _finished(call, rows, made)
 
 
-def _scanned(rule: str, args: dict[str, Any], extent: Extent, rows: Rows) -> Scanned:
+def _scanned(rule: str, call: AdvantageCall, extent: Extent, rows: Rows) -> Scanned:
     """Advantages and targets as the scan gives them, 0 where masked, and which sequences are not finite."""
-    tokens = {n: None if args[n] is None else _real(args[n]) for n in ("values", "q_values", "ratio")}
-    rewards = _real(args["rewards"])
-    if not extent.token_rewards or args["masked_time"] != "skip":
+    tokens = {n: _maybe(getattr(call, n)) for n in ("values", "q_values", "ratio")}
+    rewards = _real(call.rewards)
+    if not extent.token_rewards or call.masked_time != "skip":
         rows = rows.located()
-    stop = args["dones"]
+    stop = call.dones
     if stop is not None:
         stop = stop.contiguous().view(torch.uint8)
-        if args["done_index"] == "before":
+        if call.done_index == "before":
             stop = run("scan", rows, b=stop, a=0.0, exclusive=True).out
-    lam: float | Tensor = args["lam"]
-    if args["length_adaptive"] is not None:
-        lam = _adapted(args["length_adaptive"], rows)
+    lam: float | Tensor = call.lam
+    if call.length_adaptive is not None:
+        lam = _adapted(call.length_adaptive, rows)
     made = run(
         rule,
         rows,
         b=rewards if extent.token_rewards else None,
         outcome=None if extent.token_rewards else rewards,
         **tokens,
-        ratio_clip=args["ratio_clip"],
-        trace_clip=args["trace_clip"],
-        gamma=args["gamma"],
+        ratio_clip=call.ratio_clip,
+        trace_clip=call.trace_clip,
+        gamma=call.gamma,
         lam=_real(lam) if isinstance(lam, Tensor) else lam,
-        lam_value=_real(args["lam_value"]) if isinstance(args["lam_value"], Tensor) else args["lam_value"],
+        lam_value=_real(call.lam_value) if isinstance(call.lam_value, Tensor) else call.lam_value,
         stop=stop,
-        init=None if args["bootstrap"] is None else _real(args["bootstrap"]),
-        baseline=None if args["baseline"] is None else _real(args["baseline"]),
-        masked=args["masked_time"],
+        init=None if call.bootstrap is None else _real(call.bootstrap),
+        baseline=None if call.baseline is None else _real(call.baseline),
+        masked=call.masked_time,
     )
-    return _carried(made, rows, tokens["values"]) if args["masked_out"] == "carry" else made
+    return _carried(made, rows, tokens["values"]) if call.masked_out == "carry" else made
 
 
 def _carried(made: Scanned, rows: Rows, values: Tensor | None) -> Scanned:
@@ -146,29 +88,29 @@ def _carried(made: Scanned, rows: Rows, values: Tensor | None) -> Scanned:
     return Scanned(out, torch.where(counted, made.targets, out + values.float()), invalid=made.invalid)
 
 
-def _finished(args: dict[str, Any], rows: Rows, made: Scanned) -> AdvantageResult:
+def _finished(call: AdvantageCall, rows: Rows, made: Scanned) -> AdvantageResult:
     """Whitening, weights and masks over sequences."""
     out, invalid = made.out, made.invalid
     if invalid is None:
         raise RuntimeError("a recursion without flags")
-    kind = KINDS[args["kind"]]
-    whiten = kind.whiten if args["whiten"] == "auto" else args["whiten"]
-    in_loss, in_stats, weights = args["in_loss"], args["in_stats"], args["weights"]
+    kind = KINDS[call.kind]
+    whiten = kind.whiten if call.whiten == "auto" else call.whiten
+    in_loss, in_stats, weights = call.in_loss, call.in_stats, call.weights
     stats: dict[str, Tensor] = {}
     whole = rstd = None
     if whiten != "none":
         member = ~invalid
         for chosen in (in_loss, in_stats):
             member = member if chosen is None else member & chosen
-        total = across_ranks(moments(out, rows, member), args["process_group"])
-        factor = total.rstd(args["whiten_ddof"], args["whiten_eps"], args["whiten_eps_mode"])
-        stats = {"count": total.n, "mean": total.mean, "var": total.variance(args["whiten_ddof"]), "rstd": factor}
+        total = across_ranks(moments(out, rows, member), call.process_group)
+        factor = total.rstd(call.whiten_ddof, call.whiten_eps, call.whiten_eps_mode)
+        stats = {"count": total.n, "mean": total.mean, "var": total.variance(call.whiten_ddof), "rstd": factor}
         if whiten == "global":
             whole, rstd = total, factor
     if whole is not None or in_loss is not None or weights is not None:
         chosen = ~invalid if in_loss is None else in_loss & ~invalid
         weight = None if weights is None else _real(weights)
-        carry = args["masked_out"] == "carry"
+        carry = call.masked_out == "carry"
         out = whitened(out, out, rows, whole, rstd, chosen=chosen, weights=weight, carry=carry)
     return AdvantageResult(out, made.targets, AdvantageStats(invalid=invalid, **stats))
 
@@ -195,65 +137,16 @@ def _counts(rows: Rows) -> Tensor:  # [B] int64
     raise RuntimeError("the lengths of unmasked rows are no tensor")
 
 
+def _maybe(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _real(x)
+
+
 def _real(x: Tensor) -> Tensor:
     """Without gradient, and of a dtype that a kernel can read."""
     x = x.detach()
     return x.float() if x.dtype == torch.bool else x
 
 
-def fits(
-    rewards: Tensor,
-    *,
-    kind: str,
-    group: int | Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    values: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-    lam_value: float | Tensor | None = None,
-    length_adaptive: float | None = None,
-    bootstrap: Tensor | None = None,
-    dones: Tensor | None = None,
-    done_index: str = "after",
-    turns: Tensor | None = None,
-    ratio: Tensor | None = None,
-    ratio_clip: float | None = 1.0,
-    trace_clip: float | None = 1.0,
-    q_values: Tensor | None = None,
-    baseline: Tensor | None = None,
-    in_stats: Tensor | None = None,
-    in_loss: Tensor | None = None,
-    valid_range: tuple[float, float] | None = None,
-    weights: Tensor | None = None,
-    reward_weights: Tensor | None = None,
-    step_rewards: Tensor | None = None,
-    anchor: Tensor | None = None,
-    step_weight: float = 1.0,
-    logprob: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
-    leave_one_out: bool = False,
-    scale: str = "auto",
-    ddof: int = 1,
-    eps: float = 1e-6,
-    eps_mode: str = "std_add",
-    min_std: float = 0.0,
-    low_std: str = "zero",
-    singleton: str = "zero",
-    constant: str = "zero",
-    invalid: str = "zero",
-    masked_time: str = "skip",
-    masked_out: str = "zero",
-    whiten: str = "auto",
-    whiten_level: str = "auto",
-    whiten_ddof: int = 1,
-    whiten_eps: float = 1e-8,
-    whiten_eps_mode: str = "var_add",
-    process_group: ProcessGroup | None = None,
-    reward_level: str = "auto",
-    output: str = "auto",
-) -> Reason | None:
+def fits(call: AdvantageCall) -> Reason | None:
     """The state is fp32: a call with a float64 tensor, or with 2^31 tokens in a sequence, is for another."""
-    given = {k: v for k, v in locals().items() if isinstance(v, Tensor)}
-    return refused_float64(given)
+    return refused_float64({k: v for k, v in call.as_dict().items() if isinstance(v, Tensor)})

@@ -23,8 +23,9 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.reference.requests import decode, edit
-from rlkernel_core.spec.lm_head_sample import check
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_triton import head_draw_kernels as kernels
 from rlkernel_triton.head_calls import TYPES, tile_of
 from rlkernel_triton.head_product_kernels import described_logits, head_logits
@@ -40,69 +41,21 @@ WARPS: Final = 4
 COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
 
 
-def lm_head_sample(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    logit_bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
+def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.lm_head_sample.lm_head_sample is the contract."""
-    check(**locals())
-    N, V = hidden.shape[0], vocab_size or weight.shape[0]
-    head = _Head(hidden, weight[:V], None if bias is None else bias[:V], logit_scale, softcap)
-    edits = {"bias": logit_bias, "allowed": allowed, "banned": banned}
-    if not (top_k is top_p is min_p is None) or top_n or rank or entropy or kept_capacity:
-        return sample(
-            head.logits(0, V),
-            temperature=temperature,
-            seed=seed,
-            step=step,
-            penalties=penalties,
-            slot=slot,
-            **edits,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            filter_order=filter_order,
-            tie=tie,
-            raw_logprob=raw_logprob,
-            top_n=top_n,
-            top_n_from=top_n_from,
-            rank=rank,
-            entropy=entropy,
-            kept_capacity=kept_capacity,
-            invalid_token=invalid_token,
-            stream=stream,
-        )
-    law = Law(temperature, None, None, None, seed, step, filter_order, tie, slot, stream)
-    draw = _Draw(law, N, V, hidden.device, raw=raw_logprob)
+    hidden, penalties, allowed, slot = call.hidden, call.penalties, call.allowed, call.slot
+    temperature, seed, step, invalid_token = call.temperature, call.seed, call.step, call.invalid_token
+    N, V = hidden.shape[0], call.vocab_size or call.weight.shape[0]
+    head = _Head(hidden, call.weight[:V], None if call.bias is None else call.bias[:V], call.logit_scale, call.softcap)
+    edits = {"bias": call.logit_bias, "allowed": allowed, "banned": call.banned}
+    filtered = not (call.top_k is call.top_p is call.min_p is None)
+    if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
+        return sample(SampleCall.of(call, logits=head.logits(0, V), bias=call.logit_bias, vocab_size=None))
+    law = Law(temperature, None, None, None, seed, step, call.filter_order, call.tie, slot, call.stream)
+    draw = _Draw(law, N, V, hidden.device, raw=call.raw_logprob)
     if N == 0:
         return draw.result(None, invalid_token)
-    if penalties is logit_bias is banned is None:
+    if penalties is call.logit_bias is call.banned is None:
         draw.over(head, None if allowed is None else allowed.contiguous())
         return draw.result(None, invalid_token)
     asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "step": step, "slot": slot}

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.row_selection import refuse_second_derivative
-from rlkernel_core.spec.linear_logprob import check
-from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_triton import head_workspace
 from rlkernel_triton.head_calls import Head, Order, sweep_kind, tile_of
 from rlkernel_triton.head_workspace import Plan
@@ -27,49 +27,26 @@ from rlkernel_triton.logprob import law, per_row
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
 
-def linear_logprob(
-    hidden: Tensor,  # [..., D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [...]
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    support: Support | None = None,
-    backward: str = "auto",
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LogprobResult:
+def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
 
     `rlkernel_triton.head_workspace.workspace` states the extra memory. Blocks of masked rows are skipped.
     """
-    check(
-        hidden,
-        weight,
-        ids,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        mask=mask,
-        entropy=entropy,
-        support=support,
-        backward=backward,
-        max_workspace_bytes=max_workspace_bytes,
-        group=group,
-    )
+    hidden, weight, ids, support, group = call.hidden, call.weight, call.ids, call.support, call.group
     shape, N, (V, D) = ids.shape, ids.numel(), weight.shape
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if group is None else group.size()
     size = head_workspace.Size(
-        N, D, V, item, tile_of(hidden, weight, sweep_kind(softcap, support is not None)).BN, support is not None, ranks
+        N,
+        D,
+        V,
+        item,
+        tile_of(hidden, weight, sweep_kind(call.softcap, support is not None)).BN,
+        support is not None,
+        ranks,
     )
-    plan = head_workspace.plan(backward, max_workspace_bytes, size)
-    T, counted = per_row(temperature, shape), None if mask is None else mask.reshape(-1).contiguous()
+    plan = head_workspace.plan(call.backward, call.max_workspace_bytes, size)
+    T, counted = per_row(call.temperature, shape), None if call.mask is None else call.mask.reshape(-1).contiguous()
     flat, whole, offset = ids.reshape(-1).contiguous(), V, None
     if group is not None:
         shard = vocab_parallel.locate(group, V, N, D, hidden.device)
@@ -80,9 +57,11 @@ def linear_logprob(
     else:
         kept = None if support is None else kept_bits(support, V)
     order = None if counted is None else Order.of(counted)
-    operands = (hidden, weight, bias)
+    operands = (hidden, weight, call.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    call = _Call(softcap, float(logit_scale), entropy, plan._replace(save=plan.save and wanted), group, whole)
+    call = _Call(
+        call.softcap, float(call.logit_scale), call.entropy, plan._replace(save=plan.save and wanted), group, whole
+    )
     out = _LinearLogprob.apply(*operands, flat, offset, T, counted, order, kept, call)  # type: ignore[no-untyped-call]
     value, lse, H, mass, invalid = out
     return LogprobResult(

@@ -11,7 +11,7 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
-from rlkernel_core.spec.logprob import LogprobResult, Support
-from rlkernel_core.spec.policy_loss import Correction, GammaGate, LossConfig, LossResult, Rejection
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.linear_logprob import linear_logprob
 from rlkernel_triton.logprob import per_row, slopes, statistics
@@ -31,8 +33,6 @@ from rlkernel_triton.row_layout import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.distributed import ProcessGroup
 
     from rlkernel_triton.logprob import Law
 
@@ -47,115 +47,38 @@ SMALL: Final = 1 << 20
 _PER_ROW: Final = 256  # bytes of all vectors of [N]: log-probability, entropy, gradients, statistics
 
 
-def linear_policy_loss(
-    hidden: Tensor,  # [N, D] or [B, T, D]
-    weight: Tensor,  # [V, D]
-    ids: Tensor,  # [N] or [B, T]
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    *,
-    bias: Tensor | None = None,  # [V]
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    support: Support | None = None,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    kind: str = "grpo",
-    level: str | None = None,
-    clip: tuple[float, float] | None = None,
-    dual_clip: float | None = None,
-    log_ratio_limit: float | None = None,
-    tau: tuple[float, float] | None = None,
-    gamma: GammaGate | None = None,
-    ratio_cap: float | None = None,
-    dro_beta: float | None = None,
-    aggregate: str | None = None,
-    denominator: float | Tensor | None = None,
-    horizon: float | None = None,
-    count_empty: bool = False,
-    ref_logprob: Tensor | None = None,
-    kl: str | None = None,
-    kl_coef: float | Tensor = 0.0,
-    kl_clamp: tuple[float, float] | None = None,
-    kl_importance: bool = False,
-    entropy: bool = False,
-    entropy_coef: float | Tensor = 0.0,
-    entropy_aggregate: str | None = None,
-    entropy_denominator: float | Tensor | None = None,
-    rollout_logprob: Tensor | None = None,
-    correction: Correction | None = None,
-    rejection: Rejection | None = None,
-    max_workspace_bytes: int | None = None,
-    group: ProcessGroup | None = None,
-) -> LossResult:
+def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
     """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
-    of_head: dict[str, Any] = {
-        "bias": bias,
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "support": support,
-        "max_workspace_bytes": max_workspace_bytes,
-        "group": group,
-    }
-    of_loss: dict[str, Any] = {
-        "mask": mask,
-        "cu_seqlens": cu_seqlens,
-        "kind": kind,
-        "level": level,
-        "clip": clip,
-        "dual_clip": dual_clip,
-        "log_ratio_limit": log_ratio_limit,
-        "tau": tau,
-        "gamma": gamma,
-        "ratio_cap": ratio_cap,
-        "dro_beta": dro_beta,
-        "aggregate": aggregate,
-        "denominator": denominator,
-        "horizon": horizon,
-        "count_empty": count_empty,
-        "ref_logprob": ref_logprob,
-        "kl": kl,
-        "kl_coef": kl_coef,
-        "kl_clamp": kl_clamp,
-        "kl_importance": kl_importance,
-        "entropy": entropy,
-        "entropy_coef": entropy_coef,
-        "entropy_aggregate": entropy_aggregate,
-        "entropy_denominator": entropy_denominator,
-        "rollout_logprob": rollout_logprob,
-        "correction": correction,
-        "rejection": rejection,
-    }
-    config = spec.check(hidden, weight, ids, old_logprob, advantages, **of_head, **of_loss)
-    if group is not None:  # a block's dX would have to meet those of the other ranks
-        counted = _counted(ids, mask, cu_seqlens)
-        return head_then_loss(linear_logprob, hidden, weight, ids, old_logprob, advantages, counted, of_head, of_loss)
+    hidden, weight, ids, bias, entropy = call.hidden, call.weight, call.ids, call.bias, call.entropy
+    mask, cu_seqlens, softcap, logit_scale = call.mask, call.cu_seqlens, call.softcap, call.logit_scale
+    if call.group is not None:  # a block's dX would have to meet those of the other ranks
+        return head_then_loss(linear_logprob, LinearLogprobCall.of(call), call)
+    config = spec.configure(call)
     N, (V, D) = ids.numel(), weight.shape
     wanted = torch.is_grad_enabled()
     needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
-    R = rows_of_a_block(N, D, V, hidden.element_size(), max_workspace_bytes)
+    R = rows_of_a_block(N, D, V, hidden.element_size(), call.max_workspace_bytes)
     with torch.no_grad():
         counted = _counted(ids, mask, cu_seqlens)
         logprob = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
         H = torch.zeros_like(logprob) if entropy else None
         flat = hidden.detach().reshape(-1, D)
-        T = per_row(temperature, ids.shape)
+        T = per_row(call.temperature, ids.shape)
         # scale z through cap and temperature is z through cap / scale and temperature / scale.
         head = _Head(
             flat, weight.detach(), None if bias is None else bias.detach(), ids.reshape(-1).contiguous(),
             T / logit_scale, None if softcap is None else softcap / logit_scale, counted, R,
         )  # fmt: skip
-        early = _needs_all(config, old_logprob, rollout_logprob)
+        early = _needs_all(config, call.old_logprob, call.rollout_logprob)
         z = torch.empty(min(R, N), V, dtype=torch.float32, device=ids.device)
         if early or not any(needs):
             for rows in head.blocks():
                 head.law(rows, head.logits(rows, z), logprob, H)
         batch = LossBatch.of(
-            config, ids, cu_seqlens, before=logprob, old=old_logprob, advantages=advantages, mask=mask,
-            ref=ref_logprob, rollout=rollout_logprob, denominator=denominator,
-            entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef, span=BLOCK,
+            config, ids, cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
+            mask=mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
+            entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
+            span=BLOCK,
         )  # fmt: skip
         partial = batch.partials(ids.device)
         if not any(needs):
@@ -181,20 +104,13 @@ def linear_policy_loss(
 
 
 def head_then_loss(
-    linear_logprob: Callable[..., LogprobResult],
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    old_logprob: Tensor | None,
-    advantages: Tensor,
-    counted: Tensor | None,  # [N] rows that count; None: all
-    of_head: dict[str, Any],
-    of_loss: dict[str, Any],
+    linear_logprob: Callable[[LinearLogprobCall], LogprobResult], head: LinearLogprobCall, call: LinearPolicyLossCall
 ) -> LossResult:
-    """The loss of log-probabilities that `linear_logprob` made, and its gradient: one operator after the other."""
-    mask = None if counted is None else counted.view(ids.shape)
-    law = linear_logprob(hidden, weight, ids, mask=mask, entropy=of_loss["entropy"], **of_head)
-    result = policy_loss(law.logprob, old_logprob, advantages, **{**of_loss, "entropy": law.entropy})
+    """The loss of log-probabilities that `linear_logprob` makes of `head`, and its gradient: one after the other."""
+    counted = _counted(call.ids, call.mask, call.cu_seqlens)
+    head.mask = None if counted is None else counted.view(call.ids.shape)
+    law = linear_logprob(head)
+    result = policy_loss(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
     entropy = None if law.entropy is None else law.entropy.detach()
     return LossResult(result.loss, result.stats, law.logprob.detach(), entropy)
 

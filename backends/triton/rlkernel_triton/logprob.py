@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.reference.row_selection import check_values, refuse_second_derivative
-from rlkernel_core.spec.logprob import LogprobResult, Support, check
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton import law_kernel, logprob_kernels
 from rlkernel_triton.kept_bits import Kept, kept_bits
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
@@ -31,46 +31,25 @@ class Law(NamedTuple):
     saved: Tensor  # [6, N]
 
 
-def logprob(
-    logits: Tensor,  # [..., V]
-    ids: Tensor,  # [...]
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    mask: Tensor | None = None,  # [...]
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Support | None = None,
-    validate: bool = False,
-) -> LogprobResult:
+def logprob(call: LogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.logprob.logprob`.
 
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
     logit with a support; with top_logprobs some blocks of 64 MiB.
     """
-    check(
-        logits,
-        ids,
-        temperature=temperature,
-        softcap=softcap,
-        mask=mask,
-        entropy=entropy,
-        top_logprobs=top_logprobs,
-        support=support,
-        validate=validate,
-    )
+    logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
     shape, V = ids.shape, logits.shape[-1]
-    if validate:
-        check_values(ids, mask, V, temperature, support)
-    T, counted = per_row(temperature, shape), None if mask is None else mask.reshape(-1).contiguous()
+    if call.validate:
+        check_values(ids, mask, V, call.temperature, support)
+    T, counted = per_row(call.temperature, shape), None if mask is None else mask.reshape(-1).contiguous()
     kept = None if support is None else kept_bits(support, V)
     flat = ids.reshape(-1).contiguous()
-    value, lse, H, mass, invalid = _Logprob.apply(logits, flat, T, counted, kept, softcap, entropy)  # type: ignore[no-untyped-call]
+    value, lse, H, mass, invalid = _Logprob.apply(logits, flat, T, counted, kept, call.softcap, call.entropy)  # type: ignore[no-untyped-call]
     top_ids, top = None, None
     if top_logprobs:
         rows = rows_of(logits.detach())
         top_ids = best_ids(rows, V, flat.shape[0], top_logprobs)
-        top = _of_best(rows, V, top_ids, T, counted, softcap)
+        top = _of_best(rows, V, top_ids, T, counted, call.softcap)
         if counted is not None:
             top_ids = torch.where(counted[:, None], top_ids, -1)
     return LogprobResult(

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.affine_suffix_scan import ScanResult, check
+from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 from rlkernel_triton.recursion import Rows, run
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Scan:
     rows: Rows
     a: float | None  # None: a tensor
     exclusive: bool
     carry: bool
 
-    def scan(self, b: Tensor, a: Tensor | None, init: Tensor | None, *, exclusive: bool) -> tuple[Tensor, Tensor]:
+    def run(self, b: Tensor, a: Tensor | None, init: Tensor | None, *, exclusive: bool) -> tuple[Tensor, Tensor]:
         """The y asked for, and that of the first token."""
         factor = a if a is not None else 1.0 if self.a is None else self.a
         done = run("scan", self.rows, b=b, a=factor, init=init, exclusive=exclusive, carry=self.carry)
@@ -37,54 +37,43 @@ class _Call:
         return done.out, first
 
 
-def affine_suffix_scan(
-    b: Tensor,
-    a: float | Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    init: Tensor | None = None,
-    exclusive: bool = False,
-    masked_out: str = "zero",
-) -> ScanResult:
+def affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
     """See `rlkernel_core.spec.affine_suffix_scan.affine_suffix_scan`."""
-    B = check(
-        b, a, mask=mask, lengths=lengths, cu_seqlens=cu_seqlens, init=init, exclusive=exclusive, masked_out=masked_out
-    )  # fmt: skip
-    rows = Rows.of(tuple(b.shape), B, mask, lengths, cu_seqlens)
-    call = _Call(rows, None if isinstance(a, Tensor) else float(a), exclusive, masked_out == "carry")
+    b, a, init, exclusive = call.b, call.a, call.init, call.exclusive
+    B = sequences_of(call)
+    rows = Rows.of(tuple(b.shape), B, call.mask, call.lengths, call.cu_seqlens)
+    scan = _Scan(rows, None if isinstance(a, Tensor) else float(a), exclusive, call.masked_out == "carry")
     factor = a if isinstance(a, Tensor) else None
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (b, factor, init)):
-        y, first = _Scan.apply(b, factor, init, call)  # type: ignore[no-untyped-call]
+        y, first = _Scanned.apply(b, factor, init, scan)  # type: ignore[no-untyped-call]
     else:
-        y, first = call.scan(b, factor, init, exclusive=exclusive)
+        y, first = scan.run(b, factor, init, exclusive=exclusive)
     return ScanResult(y, first)
 
 
-class _Scan(torch.autograd.Function):
+class _Scanned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, b: Tensor, a: Tensor | None, init: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-        ctx.call = call
+    def forward(ctx: Any, b: Tensor, a: Tensor | None, init: Tensor | None, scan: _Scan) -> tuple[Tensor, Tensor]:
+        ctx.scan = scan
         ctx.save_for_backward(b, a, init)
-        return call.scan(b, a, init, exclusive=call.exclusive)
+        return scan.run(b, a, init, exclusive=scan.exclusive)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor) -> tuple[Tensor | None, ...]:
         b, a, init = ctx.saved_tensors
-        call: _Call = ctx.call
-        valid = _valid(call.rows, b.device)
-        factor = torch.full_like(dy, 1.0 if call.a is None else call.a) if a is None else a.float()
+        scan: _Scan = ctx.scan
+        valid = _valid(scan.rows, b.device)
+        factor = torch.full_like(dy, 1.0 if scan.a is None else scan.a) if a is None else a.float()
         # What is carried through a masked token comes back through it.
         factor = torch.where(valid, factor, 1.0)
-        sent = dy if call.exclusive else factor * dy
+        sent = dy if scan.exclusive else factor * dy
         rows = Rows.of(
-            call.rows.shape,
-            call.rows.sequences,
-            None if call.carry else valid.flip(-1),
+            scan.rows.shape,
+            scan.rows.sequences,
+            None if scan.carry else valid.flip(-1),
             None,
-            None if call.rows.bounds is None else call.rows.width - call.rows.bounds.flip(0),
+            None if scan.rows.bounds is None else scan.rows.width - scan.rows.bounds.flip(0),
         )
         packed = rows.bounds is not None
         done = run(
@@ -97,10 +86,10 @@ class _Scan(torch.autograd.Function):
         )
         into = done.out.flip(-1)
         last = dfirst if done.first is None or not rows.width else done.first.flip(0) if packed else done.first
-        grad = torch.where(valid, into if call.exclusive else dy + into, 0.0)
+        grad = torch.where(valid, into if scan.exclusive else dy + into, 0.0)
         d_a = None
         if a is not None and ctx.needs_input_grad[1]:
-            following, _ = call.scan(b, a, init, exclusive=True)
+            following, _ = scan.run(b, a, init, exclusive=True)
             d_a = torch.where(valid, grad * following, 0.0).to(a.dtype)
         return grad.to(b.dtype), d_a, None if init is None else last.to(init.dtype), None
 
@@ -115,19 +104,9 @@ def _valid(rows: Rows, device: torch.device) -> Tensor:  # token-level bool
     return inside if rows.mask is None else inside & rows.mask.view(torch.bool)
 
 
-def fits(
-    b: Tensor,
-    a: float | Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    init: Tensor | None = None,
-    exclusive: bool = False,
-    masked_out: str = "zero",
-) -> Reason | None:
+def fits(call: AffineSuffixScanCall) -> Reason | None:
     """The state is fp32: a call with a float64 tensor is for another implementation."""
-    return refused_float64({"b": b, "a": a, "init": init})
+    return refused_float64({"b": call.b, "a": call.a, "init": call.init})
 
 
 def refused_float64(arguments: dict[str, Any]) -> Reason | None:

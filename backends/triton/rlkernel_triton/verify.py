@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.reference.verify import _Rows, _with_drafts
-from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
-from rlkernel_core.spec.verify import VerifyResult, check
+from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton import verify_kernels as kernels
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.sampling.plan import Law, as_int64, draw
@@ -27,74 +26,65 @@ WIDE: Final = 8192  # logits of a draft that one program adds up
 REQUEST: Final = 32  # rows of a request that are looked at together
 
 
-def verify(
-    target_logits: Tensor,
-    draft_ids: Tensor,
-    *,
-    cu_draft: Tensor,
-    draft_probs: Tensor | None = None,
-    draft_logits: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    raw_logprob: bool = False,
-    invalid_token: int = -1,
-) -> VerifyResult:
+def verify(call: VerifyCall) -> VerifyResult:
     """Accept drafts and draw replacements: rlkernel_core.spec.verify.verify is the contract."""
-    check(**locals())
-    M, K, B = target_logits.shape[0], draft_ids.shape[0], cu_draft.shape[0] - 1
-    given = target_logits[:, : vocab_size or target_logits.shape[1]]
-    cu = cu_draft.contiguous()
+    target_logits, draft_ids, draft_logits, allowed = (
+        call.target_logits,
+        call.draft_ids,
+        call.draft_logits,
+        call.allowed,
+    )
+    M, K, B = target_logits.shape[0], draft_ids.shape[0], call.cu_draft.shape[0] - 1
+    given = target_logits[:, : call.vocab_size or target_logits.shape[1]]
+    cu = call.cu_draft.contiguous()
     rows = torch.zeros(4, M, dtype=torch.int64, device=given.device)
-    steps, step_each = _parameter(step)
+    steps, step_each = _parameter(call.step)
     with on_device_of(given):
         if B:
             kernels.lay_out[(B,)](
                 cu, draft_ids.contiguous(), steps, rows, M, K, STEP_EACH=step_each, R=REQUEST, **FUSED
             )
     request = rows[0]
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    law = {
+        "temperature": call.temperature,
+        "top_k": call.top_k,
+        "top_p": call.top_p,
+        "min_p": call.min_p,
+        "seed": call.seed,
+    }
     each = {name: _gathered(value, request) for name, value in law.items()}
     x, spoiled = given, None
-    if not penalties is bias is banned is None:
-        decoded = decode(M, x.device, torch.float32, **law, step=step, penalties=penalties, slot=request)
+    if not call.penalties is call.bias is call.banned is None:
+        decoded = decode(M, x.device, torch.float32, **law, step=call.step, penalties=call.penalties, slot=request)
         decoded = decoded._replace(step=rows[3], padding=None)
         bonus = rows[2] < 0
         source = torch.where(bonus, K, torch.arange(M, device=x.device) - request)
         decoded = _with_drafts(decoded, _Rows(request, rows[1], bonus, source, rows[2]), draft_ids)
-        edited = edit(given.to(torch.float32), 0, decoded, bias=bias, allowed=allowed, banned=banned)
+        edited = edit(given.to(torch.float32), 0, decoded, bias=call.bias, allowed=allowed, banned=call.banned)
         x, allowed = edited.x, None
         spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)
-    strict = draft_probs is None and draft_logits is None
+    strict = call.draft_probs is None and draft_logits is None
     drawn, laws = draw(
         x,
-        given if raw_logprob else None,
-        Law(**each, step=rows[3], filter_order=filter_order, tie=tie, slot=None, stream=0),
+        given if call.raw_logprob else None,
+        Law(**each, step=rows[3], filter_order=call.filter_order, tie=call.tie, slot=None, stream=0),
         allowed=allowed,
         spoiled=spoiled,
-        invalid_token=invalid_token,
+        invalid_token=call.invalid_token,
         with_laws=not strict,
     )
-    out = _Results(drawn, raw=raw_logprob)
+    out = _Results(drawn, raw=call.raw_logprob)
     accepted = torch.empty(B, dtype=torch.int32, device=x.device)
     if B:
-        chain = _Chain(rows, cu, out, accepted, M, x.shape[1], invalid_token)
+        chain = _Chain(rows, cu, out, accepted, M, x.shape[1], call.invalid_token)
         with on_device_of(x):
             if strict or laws is None:
                 chain.stop(None)
             else:
                 logits = draft_logits is not None
-                chain.replace(x, given, allowed, draft_logits if logits else draft_probs, seed, laws, logits=logits)
+                chain.replace(
+                    x, given, allowed, draft_logits if logits else call.draft_probs, call.seed, laws, logits=logits
+                )
     return out.result(accepted)
 
 

@@ -5,7 +5,7 @@ The scalars between the two passes (merging ranks, variance, the factor) are pla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -13,14 +13,11 @@ from torch import Tensor
 
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.moments import Moments, across_ranks
-from rlkernel_core.spec.whiten import WhitenResult, check
+from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.moments_kernels import BLOCK, MERGED, merge_kernel, moments_kernel, whiten_kernel
 from rlkernel_triton.recursion import Rows
 from rlkernel_triton.suffix_scan import refused_float64
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _SIZE: Final = 64 if INTERPRETED else BLOCK
 _MERGED: Final = 8 if INTERPRETED else MERGED
@@ -93,53 +90,26 @@ def _layout(rows: Rows, chosen: Tensor | None, other: Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def whiten(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    eps_mode: str = "var_add",
-    shift_mean: bool = True,
-    masked_out: str = "zero",
-    apply: bool = True,
-    process_group: ProcessGroup | None = None,
-) -> WhitenResult:
+def whiten(call: WhitenCall) -> WhitenResult:
     """See `rlkernel_core.spec.whiten.whiten`."""
-    check(
-        x, mask=mask, lengths=lengths, counts=counts, ddof=ddof, eps=eps, eps_mode=eps_mode, shift_mean=shift_mean,
-        masked_out=masked_out, apply=apply, process_group=process_group,
-    )  # fmt: skip
+    x = call.x
     x = x.detach().float().contiguous()
-    shape = tuple(x.shape) if lengths is not None else (1, x.numel())
-    rows = Rows.of(shape, shape[0], mask, lengths, None)
-    whole = across_ranks(moments(x, rows, times=None if counts is None else counts.contiguous()), process_group)
-    rstd = whole.rstd(ddof, eps, eps_mode)
-    result = WhitenResult(x, whole.n, whole.mean, whole.variance(ddof), rstd)
+    shape = tuple(x.shape) if call.lengths is not None else (1, x.numel())
+    rows = Rows.of(shape, shape[0], call.mask, call.lengths, None)
+    whole = across_ranks(
+        moments(x, rows, times=None if call.counts is None else call.counts.contiguous()), call.process_group
+    )
+    rstd = whole.rstd(call.ddof, call.eps, call.eps_mode)
+    result = WhitenResult(x, whole.n, whole.mean, whole.variance(call.ddof), rstd)
     y = torch.empty_like(x)
-    if apply:
-        back = None if shift_mean else result.mean
-        y = whitened(x, y, rows, whole, rstd, back=back, carry=masked_out == "carry")
+    if call.apply:
+        back = None if call.shift_mean else result.mean
+        y = whitened(x, y, rows, whole, rstd, back=back, carry=call.masked_out == "carry")
     else:
-        y = whitened(x, y, rows, None, None, carry=masked_out == "carry")
+        y = whitened(x, y, rows, None, None, carry=call.masked_out == "carry")
     return WhitenResult(y, result.count, result.mean, result.var, rstd)
 
 
-def fits(
-    x: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    counts: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    eps_mode: str = "var_add",
-    shift_mean: bool = True,
-    masked_out: str = "zero",
-    apply: bool = True,
-    process_group: ProcessGroup | None = None,
-) -> Reason | None:
+def fits(call: WhitenCall) -> Reason | None:
     """The state is fp32: a float64 x is for another implementation."""
-    return refused_float64({"x": x})
+    return refused_float64({"x": call.x})

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 import rlkernel
-from rlkernel.decide import ByShape, Hit
+from rlkernel.plans import Plan
 from rlkernel.torchlib.leaves import autocast, outline, reader, same
 from rlkernel.torchlib.modes import leaf, recording_gradients
 from rlkernel.torchlib.shapes import Results, infer
 from rlkernel_core.errors import ResolutionError, RLKernelError
+from rlkernel_core.spec import OPERATORS
 
 NAMESPACE: Final = "rlkernel"
 _LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,7 +37,8 @@ Key = tuple[str, str, tuple[Any, ...]]  # operator, text of the call, dtype and 
 
 
 _DEFINED: Final[set[str]] = set()
-CHOSEN: Final[dict[str, Hit]] = {}  # implementation, as nodes name it -> what runs
+# Implementation, as nodes name it -> the plan of a call, given its record with gradients wanted and as it is run.
+CHOSEN: Final[dict[str, Callable[[Any, Any], Plan]]] = {}
 REFUSED: Final[dict[str, Exception]] = {}  # the same for calls that nothing may take
 RESULTS: Final[dict[Key, Results]] = {}
 
@@ -65,30 +67,37 @@ def _forward(
 ) -> list[Tensor]:
     """The node at work: the raw implementation."""
     read = reader(call)
-    hit = _hit(op, implementation, call, lambda: read(tensors, integers, floats, leaf))
-    hit.calls += 1
-    getattr(rlkernel, op).last = CHOSEN[implementation]
-    with autocast(call):
-        found, results = outline(hit.run(**read(tensors, integers, floats, same)))
+    asked, given = (read(tensors, integers, floats, grad) for grad in (leaf, same))
+    plan, record = _planned(op, implementation, call, asked, given)
+    plan.choice.calls += 1
+    getattr(rlkernel, op).last = plan.choice
+    with autocast(call), torch.no_grad():
+        found, results = outline(plan.run(record))
     expected = RESULTS.get(_key(op, call, tensors))
     if expected is not None and expected.outline != found:
         raise RLKernelError(f"{op}: {implementation} returned {found}, the contract says {expected.outline}")
     return _own(results, tensors)
 
 
-def _hit(op: str, name: str, call: str, arguments: Callable[[], dict[str, Any]]) -> Hit:
-    """What a node's implementation stands for; asks for the arguments where it is chosen by size."""
+def _planned(op: str, name: str, call: str, asked: dict[str, Any], given: dict[str, Any]) -> tuple[Plan, Any]:
+    """The plan of a node's implementation, and the record that it is to run.
+
+    Args:
+        op: operator.
+        name: what the node calls the implementation.
+        call: text of the call.
+        asked: its arguments, gradients wanted as when the graph was traced: they decide.
+        given: the same, as they are run.
+    """
     if name in REFUSED:
         raise copy(REFUSED[name])
     if name not in CHOSEN:
         text = f"{op}: this graph was traced in another process, where {name!r} was chosen; trace it here"
         raise ResolutionError(text)
-    hit = CHOSEN[name]
-    if isinstance(hit.run, ByShape):
-        with torch.set_grad_enabled(GRAD in call):
-            hit.run.last = chosen = hit.run.choose((), arguments())
-        return chosen
-    return hit
+    record = OPERATORS[op].record
+    with torch.set_grad_enabled(GRAD in call):
+        run = record(**given)
+        return CHOSEN[name](record(**asked), run), run
 
 
 def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -165,17 +174,17 @@ def _backward(
     call: str,
 ) -> list[Tensor]:
     """The gradients of the marked tensors: the implementation once more, under autograd."""
-    read = reader(call)
-    hit = _hit(op, implementation, call, lambda: read(tensors, integers, floats, leaf))
     leaves: list[Tensor] = []
 
     def wanted(tensor: Tensor) -> Tensor:
         leaves.append(leaf(tensor))
         return leaves[-1]
 
+    arguments = reader(call)(tensors, integers, floats, wanted)
     with recording_gradients():
+        plan, record = _planned(op, implementation, call, arguments, arguments)
         with autocast(call):
-            _, results = outline(hit.run(**read(tensors, integers, floats, wanted)))
+            _, results = outline(plan.run(record))
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:

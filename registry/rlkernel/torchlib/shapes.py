@@ -221,4 +221,4 @@ def reference(op: str) -> Callable[..., Any]:
     run = load_target(impls[0].target) if impls else "it does not implement the operator"
     if not callable(run):
         raise ResolutionError(f"{op}: the shapes in a compiled graph come from the reference: {run}")
-    return run
+    return OPERATORS[op].taking_arguments(run)

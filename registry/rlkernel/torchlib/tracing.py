@@ -5,6 +5,7 @@ Functions marked as traced use only what Dynamo can follow; those marked as cons
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final
@@ -14,12 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlkernel import policy
-from rlkernel.decide import ByShape, Hit, call_of, decide, place
+from rlkernel.decide import Bound, call_of, choose, place, planned
+from rlkernel.plans import Plan, Table, key_or_none
 from rlkernel.resolve import claims
 from rlkernel.torchlib import nodes
-from rlkernel.torchlib.leaves import Leaves, Outline, constant, reader, rebuild, same, surroundings, write
+from rlkernel.torchlib.leaves import Leaves, Outline, constant, fields_of, reader, rebuild, same, surroundings, write
 from rlkernel.torchlib.shapes import reference
-from rlkernel_core.decision import AUTO, Decision
+from rlkernel_core.decision import AUTO
 from rlkernel_core.errors import ArgumentError, RLKernelError, RLKernelWarning
 from rlkernel_core.spec import OPERATORS
 
@@ -27,8 +29,9 @@ Facts = tuple[tuple[Any, ...], ...]  # per tensor: dtype, device, rank, whether 
 _WRITTEN: Final = "out"  # the one argument that an operator may write to
 
 
-def compiled(op: str, arguments: dict[str, Any]) -> Any:
+def compiled(op: str, record: Any) -> Any:
     """An operator's call as one node; traced."""
+    arguments = {name: getattr(record, name) for name in fields_of(type(record))}
     leaves, grad = Leaves(), torch.is_grad_enabled()
     call = ", ".join([f"{name}={write(value, leaves, grad=grad)}" for name, value in arguments.items()])
     call = surroundings(leaves.tensors[0].device.type) + call
@@ -76,36 +79,50 @@ def _choose(
     """Decide as the eager lane does and name the outcome; a refusal is named too, and raised when the graph runs."""
     with _disable_current_modes(), torch.set_grad_enabled(grad):
         try:
-            name, hit = _chosen(op, call, facts, integers, floats, rules)
+            name, run = _chosen(op, call, facts, integers, floats, rules)
         except (RLKernelError, RLKernelWarning) as error:
             name = f"refused {type(error).__name__} {_digest(error)}"
             nodes.REFUSED[name] = error
         else:
-            nodes.CHOSEN[name] = hit
+            nodes.CHOSEN[name] = run
     return name
 
 
 def _chosen(
     op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], rules: str
-) -> tuple[str, Hit]:
+) -> tuple[str, Callable[[Any, Any], Plan]]:
     # Stand-ins have the rank of the arguments and no size: the reference checks sizes when it gives the node's shapes.
-    spec, key = replace(OPERATORS[op], check=None), ("compiled", call, facts, integers, floats)
+    spec = replace(OPERATORS[op], check=None)
     with FakeTensorMode():  # left before anything is decided: choosing imports plugins and may run their self-tests
         tensors = [torch.empty([1] * rank, dtype=t, device=d, requires_grad=g) for t, d, rank, g in facts]
-    arguments = reader(call)(tensors, integers, floats, same)
-    if arguments.get(_WRITTEN) is not None:
+    given = spec.record(**reader(call)(tensors, integers, floats, same))
+    if getattr(given, _WRITTEN, None) is not None:
         raise ArgumentError(
             _WRITTEN, "a value", "cannot be written to from a compiled graph", "Call it outside torch.compile."
         )
-    if _looks_at_sizes(op, str(place(spec, arguments)[0])):
-        own, source = policy.policy_for(policy.current(), spec)
-        undecided = Decision(call_of(spec, arguments), own, None, None, None, (), source=source)
-        hit = Hit(ByShape(OPERATORS[op]), undecided)
-        policy.current().tables[op][key] = hit
-        return f"{spec.id} by shape {_digest(*key, rules)}", hit
-    hit = decide(spec, key, arguments)
-    chosen = hit.decision
-    return f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash}", hit
+    if _looks_at_sizes(op, str(place(spec, given)[0])):
+        call_of(spec, given)
+        return f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}", _ByShape(op)
+    bound = Bound(OPERATORS[op], choose(spec, given))
+    chosen = bound.choice.decision
+    return f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash}", lambda _, run: bound.lookup(run)
+
+
+class _ByShape:
+    """Chooses for every shape, where a candidate's own check looks at sizes."""
+
+    def __init__(self, op: str) -> None:
+        self.spec, self.table = OPERATORS[op], Table()
+
+    def __call__(self, asked: Any, given: Any) -> Plan:
+        """The plan of a call that is decided as `asked` says and run as `given` says."""
+        key = (key_or_none(self.spec.name, asked), key_or_none(self.spec.name, given))
+        plan = self.table.get(key)
+        if plan is None:
+            plan = planned(choose(self.spec, asked), self.spec, given)
+            if None not in key:
+                self.table.keep(key, plan)
+        return plan
 
 
 def _digest(*what: object) -> str:

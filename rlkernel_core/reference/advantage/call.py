@@ -1,4 +1,4 @@
-"""One checked call of advantage: its arguments detached and in the state's dtype, its sizes, its layout."""
+"""One call of advantage: its arguments detached and in the state's dtype, its sizes, its layout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.reference.advantage.layout import Layout
-from rlkernel_core.spec.advantage import AdvantageStats
-from rlkernel_core.spec.advantage_checks import Extent, check
+from rlkernel_core.spec.advantage import AdvantageCall, AdvantageStats
+from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 
 
 @dataclass(frozen=True)
-class Call:
+class Prepared:
     """What every kind reads."""
 
     args: Mapping[str, Any]
@@ -24,9 +24,9 @@ class Call:
     layout: Layout | None  # None where no token-level tensor is given
 
     @classmethod
-    def of(cls, args: Mapping[str, Any]) -> Call:
-        """Check the bound arguments and prepare them."""
-        extent = check(args)
+    def of(cls, call: AdvantageCall) -> Prepared:
+        """The arguments of a call, prepared."""
+        args, extent = call.as_dict(), extent_of(call)
         tensors = [x for x in args.values() if isinstance(x, Tensor)]
         state = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
         kind = KINDS[args["kind"]]

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rlkernel_core.reference.advantage.groups import Groups
 from rlkernel_core.reference.advantage.moments import variance
 from rlkernel_core.reference.advantage.outcome import Deviations, count_distinct
-from rlkernel_core.spec.group_filter import GroupFilterResult, check
+from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 
 
 @torch.no_grad()
-def group_filter(
-    rewards: Tensor,
-    *,
-    group: int | Tensor,
-    rule: str = "std",
-    threshold: float = 0.0,
-    low: float = 0.0,
-    high: float = 1.0,
-    ddof: int = 1,
-    valid: Tensor | None = None,
-    min_members: int = 1,
-    combine: str = "any",
-) -> GroupFilterResult:
+def group_filter(call: GroupFilterCall) -> GroupFilterResult:
     """See `rlkernel_core.spec.group_filter.group_filter`."""
-    check(
-        rewards,
-        group=group,
-        rule=rule,
-        threshold=threshold,
-        low=low,
-        high=high,
-        ddof=ddof,
-        valid=valid,
-        min_members=min_members,
-        combine=combine,
-    )
+    rewards = call.rewards
     rewards = rewards.detach()
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()
     columns = rewards[:, None] if rewards.dim() == 1 else rewards
-    groups = Groups.of(group, columns.shape[0], columns.device)
-    chosen = torch.ones_like(columns[:, :1].sum(1), dtype=torch.bool) if valid is None else valid
+    groups = Groups.of(call.group, columns.shape[0], columns.device)
+    chosen = torch.ones_like(columns[:, :1].sum(1), dtype=torch.bool) if call.valid is None else call.valid
     passed, members = [], []
     for x in columns.unbind(1):
         member = chosen & x.isfinite()
         members.append(member)
         d = Deviations.of(torch.where(member, x, 0.0), groups, member)
-        if rule == "std":
-            ok = variance(d.m2, d.count, ddof).sqrt() > threshold
-        elif rule == "mean":
-            ok = (d.mean > low) & (d.mean < high)
+        if call.rule == "std":
+            ok = variance(d.m2, d.count, call.ddof).sqrt() > call.threshold
+        elif call.rule == "mean":
+            ok = (d.mean > call.low) & (d.mean < call.high)
         else:
             ok = count_distinct(groups, d.x, member) > 1
-        passed.append(ok & (d.count >= min_members))
+        passed.append(ok & (d.count >= call.min_members))
     votes, counted = torch.stack(passed, 1), torch.stack(members, 1)
-    group_keep = votes.any(1) if combine == "any" else votes.all(1)
+    group_keep = votes.any(1) if call.combine == "any" else votes.all(1)
     keep = group_keep & counted.any(1)
     every = torch.ones_like(group_keep)
     head = groups.heads(every)

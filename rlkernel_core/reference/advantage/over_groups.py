@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.advantage.call import Call, Estimate
+from rlkernel_core.reference.advantage.call import Estimate, Prepared
 from rlkernel_core.reference.advantage.groups import Groups
 from rlkernel_core.reference.advantage.moments import Moments, across_ranks, moments, variance
 from rlkernel_core.reference.advantage.outcome import Deviations, Rule, estimate
 
 
-def over_groups(call: Call) -> Estimate:
+def over_groups(call: Prepared) -> Estimate:
     """Advantages [B]."""
     if call["kind"] == "gdpo":
         return _per_reward(call)
@@ -40,34 +40,34 @@ def _ok(x: Tensor, valid_range: tuple[float, float] | None) -> Tensor:
     return ok if valid_range is None else ok & (x >= valid_range[0]) & (x <= valid_range[1])
 
 
-def _rule(call: Call) -> Rule:
+def _rule(call: Prepared) -> Rule:
     names = (
         "scale", "ddof", "eps", "eps_mode", "min_std", "low_std", "singleton", "constant", "leave_one_out",
     )  # fmt: skip
     return Rule(**{n: call[n] for n in names})
 
 
-def _groups(call: Call) -> Groups:
+def _groups(call: Prepared) -> Groups:
     return Groups.of(call["group"], call.extent.sequences, call.rewards.device)
 
 
-def _deviations(call: Call, x: Tensor, ok: Tensor) -> Deviations:
+def _deviations(call: Prepared, x: Tensor, ok: Tensor) -> Deviations:
     member = ok & call.chosen("in_stats")
     return Deviations.of(torch.where(ok, x, 0.0), _groups(call), member, shifted=call["constant"] == "zero")
 
 
-def _estimated(call: Call, d: Deviations) -> Tensor:
+def _estimated(call: Prepared, d: Deviations) -> Tensor:
     batch: Moments | None = None
     if call["scale"] == "batch":
         batch = across_ranks(moments(d.x, d.member), call["process_group"])
     return estimate(call["kind"], d, _rule(call), lengths=call.tokens_per_sequence(), batch=batch)
 
 
-def _raw(call: Call, x: Tensor) -> Tensor | None:
+def _raw(call: Prepared, x: Tensor) -> Tensor | None:
     return x if call["invalid"] == "raw" else None
 
 
-def _stats(call: Call, d: Deviations) -> dict[str, Tensor]:
+def _stats(call: Prepared, d: Deviations) -> dict[str, Tensor]:
     return {
         "group_count": d.count.to(torch.int64),
         "group_mean": torch.where(d.count > 0, d.mean, 0.0),
@@ -76,7 +76,7 @@ def _stats(call: Call, d: Deviations) -> dict[str, Tensor]:
     }
 
 
-def _per_reward(call: Call) -> Estimate:
+def _per_reward(call: Prepared) -> Estimate:
     """GDPO: every reward normalised on its own, then summed; a reward that is not finite counts for nothing."""
     rewards = call.rewards
     weights = rewards.new_ones(rewards.shape[1]) if call["reward_weights"] is None else call["reward_weights"]
@@ -94,7 +94,7 @@ def _per_reward(call: Call) -> Estimate:
     return Estimate(a, invalid, raw=_raw(call, raw), stats=stats)
 
 
-def _among_equal_states(call: Call, ok: Tensor) -> Tensor:
+def _among_equal_states(call: Prepared, ok: Tensor) -> Tensor:
     """GiGPO's step advantage: against the steps of the group that were taken in the same state; alone gives 0."""
     x = call["step_rewards"]
     valid = ok & x.isfinite()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.advantage.call import Call, Estimate
+from rlkernel_core.reference.advantage.call import Estimate, Prepared
 from rlkernel_core.reference.advantage.layout import Layout, next_valid
 from rlkernel_core.reference.advantage.steps import (
     Factor,
@@ -21,7 +21,7 @@ from rlkernel_core.reference.advantage.steps import (
 _TOKENS = ("values", "q_values", "ratio")
 
 
-def over_steps(call: Call) -> Estimate:
+def over_steps(call: Prepared) -> Estimate:
     """Advantages and returns as rows [R, T]; a sequence with a valid value that is not finite gets 0."""
     layout = call.layout
     if layout is None:
@@ -55,7 +55,7 @@ def over_steps(call: Call) -> Estimate:
     return Estimate(*_masked(call, layout, advantages, returns, invalid))
 
 
-def _kind(call: Call, steps: Steps, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _kind(call: Prepared, steps: Steps, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Advantages and returns, meaningful at the steps."""
     kind, values = call["kind"], rows.get("values")
     if values is None:
@@ -81,7 +81,7 @@ def _kind(call: Call, steps: Steps, rows: dict[str, Tensor]) -> tuple[Tensor, Te
     return returns - values, returns
 
 
-def _lam(call: Call, steps: Steps, lam: float | Tensor) -> Factor:
+def _lam(call: Prepared, steps: Steps, lam: float | Tensor) -> Factor:
     """A number, or rows."""
     if not isinstance(lam, Tensor):
         return float(lam)
@@ -90,7 +90,7 @@ def _lam(call: Call, steps: Steps, lam: float | Tensor) -> Factor:
     return steps.layout.spread(lam)
 
 
-def _rewards(call: Call, layout: Layout) -> Tensor:
+def _rewards(call: Prepared, layout: Layout) -> Tensor:
     """Rewards as rows; one per sequence stands on its last valid token."""
     if call.extent.token_rewards:
         return layout.rows(call.rewards)
@@ -98,7 +98,7 @@ def _rewards(call: Call, layout: Layout) -> Tensor:
     return torch.where(last, layout.spread(call.rewards), 0.0)
 
 
-def _invalid(call: Call, layout: Layout, rows: list[Tensor]) -> Tensor:  # [B] bool
+def _invalid(call: Prepared, layout: Layout, rows: list[Tensor]) -> Tensor:  # [B] bool
     """Sequences with something that is not finite where it counts."""
     bad = torch.zeros_like(layout.valid)
     for x in rows:
@@ -113,7 +113,7 @@ def _invalid(call: Call, layout: Layout, rows: list[Tensor]) -> Tensor:  # [B] b
     return invalid if call.extent.token_rewards else invalid | ~call.rewards.isfinite()
 
 
-def _going_on(call: Call, layout: Layout) -> Tensor | None:
+def _going_on(call: Prepared, layout: Layout) -> Tensor | None:
     """1 where the episode goes on after the step, 0 where it ends."""
     if call["dones"] is None:
         return None
@@ -122,7 +122,7 @@ def _going_on(call: Call, layout: Layout) -> Tensor | None:
 
 
 def _masked(
-    call: Call, layout: Layout, advantages: Tensor, returns: Tensor, invalid: Tensor
+    call: Prepared, layout: Layout, advantages: Tensor, returns: Tensor, invalid: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Masked positions hold 0, or what the next valid one holds."""
     if call["masked_out"] == "zero":

@@ -8,43 +8,27 @@ from torch import Tensor
 from rlkernel_core.reference.advantage.layout import Layout
 from rlkernel_core.reference.advantage.layout import exclusive as scan_exclusive
 from rlkernel_core.reference.advantage.layout import inclusive as scan_inclusive
-from rlkernel_core.spec.affine_suffix_scan import ScanResult, check
+from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 
 
-def affine_suffix_scan(
-    b: Tensor,
-    a: float | Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    init: Tensor | None = None,
-    exclusive: bool = False,
-    masked_out: str = "zero",
-) -> ScanResult:
+def affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
     """See `rlkernel_core.spec.affine_suffix_scan.affine_suffix_scan`."""
-    sequences = check(
-        b,
-        a,
-        mask=mask,
-        lengths=lengths,
-        cu_seqlens=cu_seqlens,
-        init=init,
-        exclusive=exclusive,
-        masked_out=masked_out,
-    )
+    b, a, init = call.b, call.a, call.init
+    sequences = sequences_of(call)
     given = [x for x in (b, a, init) if isinstance(x, Tensor)]
     state = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
-    layout = Layout.of(tuple(b.shape), sequences, b.device, mask=mask, lengths=lengths, cu_seqlens=cu_seqlens)
+    layout = Layout.of(
+        tuple(b.shape), sequences, b.device, mask=call.mask, lengths=call.lengths, cu_seqlens=call.cu_seqlens
+    )
     rows_b = layout.rows(b.to(state))
     rows_a = layout.rows(a.to(state)) if isinstance(a, Tensor) else torch.full_like(rows_b, a)
     end = None if init is None else init.to(state)
     y = scan_inclusive(layout, rows_a, rows_b, end)
     beyond = y.new_zeros(sequences) if end is None else end
     carry = _first(layout, y, beyond).clone()
-    if exclusive:
+    if call.exclusive:
         y = scan_exclusive(layout, rows_a, rows_b, end)
-    return ScanResult(layout.tokens(layout.select(y) if masked_out == "zero" else y), carry)
+    return ScanResult(layout.tokens(layout.select(y) if call.masked_out == "zero" else y), carry)
 
 
 def _first(layout: Layout, y: Tensor, beyond: Tensor) -> Tensor:  # [R, T], [B] -> [B]

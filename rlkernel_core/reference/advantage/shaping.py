@@ -2,78 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from rlkernel_core.reference.advantage.layout import Layout
 from rlkernel_core.reference.advantage.moments import Moments, across_ranks, merged, moments, reciprocal
-from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, check
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
 
 
 @torch.no_grad()
-def shape_rewards(
-    rewards: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    clip: tuple[float, float] | None = None,
-    normalise: str = "none",
-    running: RunningMoments | None = None,
-    center: bool = True,
-    ddof: int = 1,
-    eps: float = 1e-8,
-    max_length: int | None = None,
-    overlong_buffer: int | None = None,
-    overlong_factor: float = 1.0,
-    overlong_cap: bool = True,
-    kl: str = "none",
-    kl_coef: float = 0.0,
-    logprob: Tensor | None = None,
-    ref_logprob: Tensor | None = None,
-    kl_input_clamp: float | None = None,
-    kl_clamp: float | None = None,
-    process_group: ProcessGroup | None = None,
-    output: str = "auto",
-) -> ShapedRewards:
+def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     """See `rlkernel_core.spec.shape_rewards.shape_rewards`."""
-    sequences, tokens = check(locals())
+    rewards, logprob, ref_logprob = call.rewards, call.logprob, call.ref_logprob
+    sequences, tokens = sizes(call)
     given = [x for x in (rewards, logprob, ref_logprob) if x is not None]
     state = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
     x = rewards.detach().to(state, copy=True)  # the result is the caller's own
     layout = None
     if tokens is not None:
-        layout = Layout.of(tokens, sequences, x.device, mask=mask, lengths=lengths, cu_seqlens=cu_seqlens)
+        layout = Layout.of(
+            tokens, sequences, x.device, mask=call.mask, lengths=call.lengths, cu_seqlens=call.cu_seqlens
+        )
     by_token = tokens is not None and tuple(x.shape) == tokens and rewards.shape != (sequences,)
     kept: RunningMoments | None = None
     penalty = None
     if not by_token:
-        x = x if clip is None else x.clamp(*clip)
-        if normalise != "none":
-            whole = across_ranks(moments(x, x.isfinite()), process_group)
-            if normalise == "running":
-                if running is not None:
-                    whole = merged(_moments(running, state), whole)
+        x = x if call.clip is None else x.clamp(*call.clip)
+        if call.normalise != "none":
+            whole = across_ranks(moments(x, x.isfinite()), call.process_group)
+            if call.normalise == "running":
+                if call.running is not None:
+                    whole = merged(_moments(call.running, state), whole)
                 kept = RunningMoments(whole.n, whole.mean, whole.m2)
-            x = (whole.centred(x) if center else x) * reciprocal(whole.variance(ddof), eps, "std_add")
-        if max_length is not None and overlong_buffer is not None:
-            length = _lengths(layout, lengths, cu_seqlens, mask)
-            penalty = _overlong(length.to(state), max_length, overlong_buffer, overlong_factor)
-            penalty = penalty.clamp(min=-overlong_factor) if overlong_cap else penalty
+            x = (whole.centred(x) if call.center else x) * reciprocal(whole.variance(call.ddof), call.eps, "std_add")
+        if call.max_length is not None and call.overlong_buffer is not None:
+            length = _lengths(layout, call.lengths, call.cu_seqlens, call.mask)
+            penalty = _overlong(length.to(state), call.max_length, call.overlong_buffer, call.overlong_factor)
+            penalty = penalty.clamp(min=-call.overlong_factor) if call.overlong_cap else penalty
             x = x + penalty
-    if layout is None or not (by_token or kl != "none" or output == "token"):
+    if layout is None or not (by_token or call.kl != "none" or call.output == "token"):
         return ShapedRewards(x, penalty=penalty, running=kept)
     r = layout.rows(x) if by_token else torch.where(layout.last()[0], layout.spread(x), 0.0)
     total = None
     if logprob is not None and ref_logprob is not None:
         d = layout.rows(logprob.detach().to(state)) - layout.rows(ref_logprob.detach().to(state))
-        estimate = layout.select(_kl(layout.select(d), kl, kl_input_clamp, kl_clamp))
-        r, total = r - kl_coef * estimate, layout.totals(estimate)
+        estimate = layout.select(_kl(layout.select(d), call.kl, call.kl_input_clamp, call.kl_clamp))
+        r, total = r - call.kl_coef * estimate, layout.totals(estimate)
     return ShapedRewards(layout.tokens(layout.select(r)), total, penalty, kept)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.advantage.call import Call, Estimate
+from rlkernel_core.reference.advantage.call import Estimate, Prepared
 from rlkernel_core.reference.advantage.groups import Groups
 from rlkernel_core.reference.advantage.layout import inclusive
 
 
-def token_baseline(call: Call) -> Estimate:
+def token_baseline(call: Prepared) -> Estimate:
     """Advantages and returns as rows [B, T]."""
     layout = call.layout
     if layout is None:

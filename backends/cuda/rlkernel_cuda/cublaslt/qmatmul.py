@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.qmatmul import LoRA, check
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_triton.quant import storage
 
 BLOCKS: Final = "block128_fp8"
@@ -26,18 +26,9 @@ MULTIPLES: Final = {"token_fp8": (16, 16), BLOCKS: (128, 512)}  # act of the for
 _TOKENS: Final = 16  # with blocks, cuBLASLt takes tokens in multiples: rows of zeros fill up
 
 
-def fits(
-    x: Tensor,
-    w: QuantTensor,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Reason | None:
+def fits(call: QmatmulCall) -> Reason | None:
     """Refuses tokens that the format does not quantise, other layouts, and what cuBLASLt does not divide."""
+    w = call.w
     N, K = w.shape
     said, fix = "", ""
     if w.layout not in storage.KNOWN:
@@ -53,20 +44,9 @@ def fits(
     return Reason("shape", "unsupported", said, fix) if said else None
 
 
-def qmatmul(
-    x: Tensor,  # [..., K]
-    w: QuantTensor,  # [N, K]
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Tensor:  # -> [..., N]
+def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
     """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats."""
-    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
-    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    x, w = call.x, call.w
     storage.check_layouts("w", w)
     N, K = w.shape
     rows = x.detach().reshape(-1, K).contiguous()

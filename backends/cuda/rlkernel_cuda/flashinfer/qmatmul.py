@@ -23,9 +23,9 @@ from torch import Tensor
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant import quantize
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.qmatmul import LoRA, check
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_triton.quant import storage
 
 BLOCK: Final = 128
@@ -74,18 +74,9 @@ def runner(device: torch.device) -> Runner:
     return Runner(made, workspace)
 
 
-def fits(
-    x: Tensor,
-    w: QuantTensor,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Reason | None:
+def fits(call: QmatmulCall) -> Reason | None:
     """Refuses other layouts, weights that its tiles do not divide, and a FlashInfer that cannot be built here."""
+    w = call.w
     said, fix = "", ""
     if w.layout not in storage.KNOWN:
         return None  # an error of the call, which says so
@@ -99,29 +90,18 @@ def fits(
     elif not all(part.is_contiguous() for part in w.parts.values()):
         said = "a weight that is not contiguous"
     else:
-        _, _, said, fix = runner(x.device)
+        _, _, said, fix = runner(call.x.device)
     return Reason("shape", "unsupported", said, fix) if said else None
 
 
-def qmatmul(
-    x: Tensor,  # [..., K]
-    w: QuantTensor,  # [N, K]
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Tensor:  # -> [..., N]
+def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
     """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but the format.
 
     Raises:
         CaptureError: a graph is being captured and this product has not been compiled yet.
         RLKernelError: FlashInfer is not as `fits` wants it.
     """
-    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
-    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    x, w = call.x, call.w
     storage.check_layouts("w", w)
     found = runner(x.device)
     if found.made is None:

@@ -14,25 +14,16 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.qmatmul import LoRA, check
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda.quant import choice, launch
 from rlkernel_triton.quant import storage
 
 
-def fits(
-    x: Tensor,
-    w: QuantTensor,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Reason | None:
+def fits(call: QmatmulCall) -> Reason | None:
     """Refuses weights that are not packed or that no tile divides, and scales or a bias of another dtype."""
+    x, w = call.x, call.w
     if w.layout not in storage.KNOWN:
         return None  # an error of the call, which says so
     (N, K), integers = w.shape, w.spec.element == "int4"
@@ -41,7 +32,7 @@ def fits(
         fix = f"w = rlkernel.prepack(w, layout={layout!r})"
         return Reason("shape", "unsupported", f"a weight in the layout {w.layout!r}, not {layout!r}", fix)
     scales = x.dtype if integers else torch.float32
-    if w.parts["scale"].dtype != scales or (bias is not None and bias.dtype != x.dtype):
+    if w.parts["scale"].dtype != scales or (call.bias is not None and call.bias.dtype != x.dtype):
         return Reason("shape", "unsupported", f"scales that are not {scales}, or a bias that is not {x.dtype}")
     M = x.numel() // K
     if choice.cut(M, w) is None or N * max(M, 1) >= 2**31 or not all(p.is_contiguous() for p in w.parts.values()):
@@ -49,21 +40,9 @@ def fits(
     return None
 
 
-def qmatmul(
-    x: Tensor,
-    w: QuantTensor,
-    *,
-    bias: Tensor | None = None,
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,
-) -> Tensor:
+def qmatmul(call: QmatmulCall) -> Tensor:
     """See `rlkernel_core.spec.qmatmul.qmatmul`."""
-    check(
-        x, w, bias=bias, lora=lora, activation=activation, residual=residual, weight_rounding=weight_rounding, ends=ends
-    )
+    x, w = call.x, call.w
     storage.check_layouts("w", w)
     N, K = w.shape
     rows = x.detach().reshape(-1, K).contiguous()
@@ -75,7 +54,7 @@ def qmatmul(
         cut = choice.cut(M, w, torch.cuda.get_device_properties(x.device).multi_processor_count)
         if cut is None:
             raise RLKernelError(f"The cuda backend multiplies {M} tokens by no weight {w.spec} of {w.shape}.")
-        added = None if bias is None else bias.detach().contiguous()
+        added = None if call.bias is None else call.bias.detach().contiguous()
         here = torch.cuda.current_device() == x.device.index
         with nullcontext() if here else torch.cuda.device_of(x):
             launch.product(rows, w, added, y, cut)

@@ -5,8 +5,10 @@ Legend: N rows · V vocabulary · W stored columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,8 +16,8 @@ from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.sample import SPEC, check
-from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
+from rlkernel_core.spec.sample import SPEC, SampleCall
+from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_cuda import CLAIMED
 from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Shape, kernel, launch
 
@@ -44,34 +46,10 @@ PLAIN: Final = (
 )
 
 
-def fits(
-    logits: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> Reason | None:
+def fits(call: SampleCall) -> Reason | None:
     """Refuses logits whose columns are not next to each other, and vocabularies beyond the statistics of a row."""
-    V = vocab_size or logits.shape[1]
+    logits = call.logits
+    V = call.vocab_size or logits.shape[1]
     if logits.stride(1) != 1 and V > 1:
         return Reason(
             "shape",
@@ -84,47 +62,18 @@ def fits(
     return None
 
 
-def sample(
-    logits: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None = None,
-    bias: LogitBias | None = None,
-    allowed: Tensor | None = None,
-    banned: TokenLists | None = None,
-    filter_order: str = "topk_topp",
-    tie: str = "lowest_id",
-    vocab_size: int | None = None,
-    slot: Tensor | None = None,
-    raw_logprob: bool = False,
-    top_n: int = 0,
-    top_n_from: str = "raw",
-    rank: bool = False,
-    entropy: bool = False,
-    kept_capacity: int = 0,
-    invalid_token: int = 0,
-    stream: int = 0,
-) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.sample.sample is the contract.
+def prepare(call: SampleCall) -> Callable[[SampleCall], SampleResult]:
+    """What draws for calls of this shape: rlkernel_core.spec.sample.SampleCall is the contract.
 
     Raises:
         RLKernelError: an argument whose feature is not claimed.
     """
-    args = locals()
-    # What the arguments are, without where they lie: calls that agree in it share their checks and their plan.
-    strides = logits.stride() if isinstance(logits, Tensor) else None
-    key = (_seen(logits), strides, *map(_seen, list(args.values())[1:]), torch.is_grad_enabled())
-    try:
-        plan = PLANS.get(key)
-    except TypeError:  # what cannot be hashed is no argument of a draw: its check names it
-        plan = None
-    if plan is None:
-        plan = _planned(key, args)
+    return partial(_draw, _planned(call))
+
+
+def _draw(plan: Plan, call: SampleCall) -> SampleResult:
+    """One token per row."""
+    logits = call.logits
     N, device = plan.rows, logits.device
     ids = torch.empty((2, N), dtype=torch.int64, device=device)
     reals = torch.empty((4, N), dtype=torch.float32, device=device)
@@ -136,16 +85,16 @@ def sample(
         place, real, count, row = ids.data_ptr(), reals.data_ptr(), counts.data_ptr(), 4 * N
         at = logits.data_ptr()
         quads = plan.quads and at % (4 * logits.element_size()) == 0
-        slots = None if slot is None else _whole(slot)
+        slots = None if call.slot is None else _whole(call.slot)
         held = (
-            _given(temperature, 1.0, real=True), _given(top_k, 0), _given(top_p, 1.0, real=True),
-            _given(min_p, 0.0, real=True), _given(seed, 0), _given(step, 0),
+            _given(call.temperature, 1.0, real=True), _given(call.top_k, 0), _given(call.top_p, 1.0, real=True),
+            _given(call.min_p, 0.0, real=True), _given(call.seed, 0), _given(call.step, 0),
         )  # fmt: skip
         params = PARAMS.pack(
             at, plan.stride, N, plan.vocab, plan.tiles, quads + 2 * (quads and plan.vocab % 4 == 0),
             *(value for _, values in held for value in values),
             0 if slots is None else slots.data_ptr(), int(slots is not None and slots.dtype == torch.int64),
-            plan.last_slot, stream, int(raw_logprob), invalid_token,
+            plan.last_slot, call.stream, int(call.raw_logprob), call.invalid_token,
             place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
         )  # fmt: skip
         with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device_of(logits):
@@ -158,7 +107,7 @@ def sample(
         status=status,
         threshold=threshold,
         threshold_id=threshold_id,
-        raw_logprob=raw if raw_logprob else None,
+        raw_logprob=raw if call.raw_logprob else None,
     )
 
 
@@ -177,37 +126,25 @@ class Plan:
     kernel: Any  # None where there is no row
 
 
-PLANS: Final[dict[Any, Plan]] = {}
-MOST_PLANS: Final = 512  # numbers are part of a plan's key, and some callers change theirs at every step
-
-
-def _seen(x: Any) -> Any:
-    """What a plan depends on in an argument."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.device, x.requires_grad
-    return type(x), x
-
-
 def shape_of(rows: int, dtype: torch.dtype, *, plain: bool, cut: bool) -> Shape:
     """The shape of a launch. plain: no row has a filter; cut: rows have a top-k."""
     table = PLAIN if plain else CUT if cut and dtype is torch.float32 else FILTERED
     return next(shape for most, shape in table if most >= rows)
 
 
-def _planned(key: Any, args: dict[str, Any]) -> Plan:
-    check(**args)
-    logits, V = args["logits"], args["vocab_size"] or args["logits"].shape[1]
-    if missing := sorted(SPEC.needs(args) - CLAIMED):
+def _planned(call: SampleCall) -> Plan:
+    logits, V = call.logits, call.vocab_size or call.logits.shape[1]
+    if missing := sorted(SPEC.needs(call) - CLAIMED):
         raise RLKernelError(f"The cuda backend's sample does not claim {', '.join(missing)}. Call rlkernel.sample.")
     N = logits.shape[0]
-    plain = args["top_k"] is args["top_p"] is args["min_p"] is None
-    law = [args[n] for n in ("temperature", "top_k", "top_p", "min_p", "seed", "step")]
+    plain = call.top_k is call.top_p is call.min_p is None
+    law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
-    shape = shape_of(N, logits.dtype, plain=plain, cut=args["top_k"] is not None)
+    shape = shape_of(N, logits.dtype, plain=plain, cut=call.top_k is not None)
     index = logits.device.index
     with torch.cuda.device_of(logits):
         of = kernel(shape, logits.dtype, plain, index) if N else None
-    plan = Plan(
+    return Plan(
         rows=N,
         vocab=V,
         tiles=-(-V // TILE),
@@ -218,10 +155,6 @@ def _planned(key: Any, args: dict[str, Any]) -> Plan:
         blocks=shape.blocks(N, index) if N else 0,
         kernel=of,
     )
-    if len(PLANS) >= MOST_PLANS:
-        PLANS.clear()
-    PLANS[key] = plan
-    return plan
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.linear_logprob import linear_logprob as reference
+from rlkernel_core.reference.direct import linear_logprob as reference
 from rlkernel_core.reference.vocab_parallel import Shard
 from rlkernel_cuda import head, plan
 from rlkernel_cuda import linear_logprob as module

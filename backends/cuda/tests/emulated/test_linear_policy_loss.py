@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.linear_policy_loss import linear_policy_loss as reference
+from rlkernel_core.reference.direct import linear_policy_loss as reference
 from rlkernel_cuda import linear_policy_loss as module
 from rlkernel_cuda.linear_policy_loss import linear_policy_loss
 

@@ -34,12 +34,12 @@ def on(arch: str, op: str) -> Callable[..., Any]:
     run: Callable[..., Any] = getattr(import_module(module), name)
 
     @wraps(run)
-    def simulated(*args: Any, **options: Any) -> Any:
+    def simulated(call: Any) -> Any:
         activate(arch)
         if _kept_for != [arch]:
             forget()
             _kept_for[:] = [arch]
-        return run(*args, **options)
+        return run(call)
 
     return simulated
 

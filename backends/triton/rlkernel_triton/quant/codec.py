@@ -17,9 +17,13 @@ from torch import Tensor
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant.codec import codec_of
 from rlkernel_core.quant.float8 import FLOAT8
-from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.quant.spec import QuantSpec, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.quantize import check_dequantize, check_prepack, check_quantize
+from rlkernel_core.spec.quantize import (
+    DequantizeCall,
+    PrepackCall,
+    QuantizeCall,
+)
 from rlkernel_triton.launch import INTERPRETED, lasting, on_device_of
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
@@ -34,15 +38,10 @@ ROW_TILE: Final = (4, 1024)  # rows and columns of a program, where scales belon
 _NESTED: Final = 256  # nf4 scales that share a scale
 
 
-def quantize(
-    weight: Tensor,  # [N, K]
-    format: str | QuantSpec,  # noqa: A002  the noun of the field
-    *,
-    dtype: torch.dtype | None = None,
-    out: QuantTensor | None = None,
-) -> QuantTensor:
+def quantize(call: QuantizeCall) -> QuantTensor:
     """See `rlkernel_core.spec.quantize.quantize`."""
-    spec = check_quantize(weight, format, dtype=dtype, out=out)
+    weight, out = call.weight, call.out
+    spec = spec_of(call.format)
     if weight.requires_grad and torch.is_grad_enabled():
         remedy = "Pass weight.detach(), or call under torch.no_grad()."
         raise ArgumentError("weight", "a tensor that requires grad", "cannot be differentiated through codes", remedy)
@@ -56,7 +55,7 @@ def quantize(
             if part is not whole[name]:  # strided: written beside it, then copied
                 part.copy_(whole[name])
         return out
-    return encoded(weight, spec, dtype)
+    return encoded(weight, spec, call.dtype)
 
 
 def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -> QuantTensor:
@@ -74,18 +73,18 @@ def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -
     return made
 
 
-def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  # -> [N, K]
+def dequantize(call: DequantizeCall) -> Tensor:  # -> [N, K]
     """See `rlkernel_core.spec.quantize.dequantize`."""
-    check_dequantize(w, dtype=dtype)
+    w = call.w
     storage.check_layouts("w", w)
-    return storage.dequantised(w, dtype or w.dtype)
+    return storage.dequantised(w, call.dtype or w.dtype)
 
 
-def prepack(w: QuantTensor, *, layout: str | None = None) -> QuantTensor:
+def prepack(call: PrepackCall) -> QuantTensor:
     """See `rlkernel_core.spec.quantize.prepack`; the preferred one is tiles where a weight fits them."""
-    check_prepack(w, layout=layout)
+    w = call.w
     storage.check_layouts("w", w)
-    return storage.packed(w, layout or storage.preferred(w))
+    return storage.packed(w, call.layout or storage.preferred(w))
 
 
 def _constants(spec: QuantSpec, device: torch.device) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
-from rlkernel_core.spec.qmatmul import PAIRS, LoRA, check
+from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import PIECE, After, wide_product
@@ -35,27 +35,16 @@ _ACTIVATIONS: Final = {
 }
 
 
-def qmatmul(
-    x: Tensor,  # [..., K]
-    w: QuantTensor,  # [E N, K]
-    *,
-    bias: Tensor | None = None,  # [E N]
-    lora: LoRA | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,  # [..., R]
-    weight_rounding: str = "any",
-    ends: Tensor | None = None,  # [E]
-) -> Tensor:  # -> [..., R]
+def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
     """See `rlkernel_core.spec.qmatmul.qmatmul`."""
-    rest = {"residual": residual, "weight_rounding": weight_rounding, "ends": ends}
-    check(x, w, bias=bias, lora=lora, activation=activation, **rest)
+    x, w, lora, residual, ends = call.x, call.w, call.lora, call.residual, call.ends
     storage.check_layouts("w", w)
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
     a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, float(lora.scale))
     tensors, meta = w.flatten()
-    how = _How(meta, scale, activation, weight_rounding)
-    leaves = (rows, bias, a, b, added)
+    how = _How(meta, scale, call.activation, call.weight_rounding)
+    leaves = (rows, call.bias, a, b, added)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
         y: Tensor = _QMatmul.apply(how, *leaves, ends, *tensors)  # type: ignore[no-untyped-call]
     else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.lm_head_sample import lm_head_sample as reference
+from rlkernel_core.reference.direct import lm_head_sample as reference
 from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
 from rlkernel_triton import head_sampling
 from rlkernel_triton.head_sampling import ROOM, TILE, lm_head_sample, slabs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.policy_loss import policy_loss as definition
+from rlkernel_core.reference.direct import policy_loss as definition
 from rlkernel_core.spec.policy_kinds import AGGREGATES, KINDS, KLS, REQUIRED, Correction, Rejection
 
 B, T = 3, 50

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 import rlkernel as rlk
-from rlkernel_core.reference.sample import sample as definition
+from rlkernel_core.reference.direct import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_triton.sampling.call import sample
 from rlkernel_triton.sampling.noise import early, uniform

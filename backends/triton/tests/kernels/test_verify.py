@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.sample import sample
-from rlkernel_core.reference.verify import verify as reference
+from rlkernel_core.reference.direct import sample
+from rlkernel_core.reference.direct import verify as reference
 from rlkernel_core.spec.sampling import Penalties, Status, TokenLists
 from rlkernel_triton.verify import verify
 

@@ -1,0 +1,152 @@
+"""Plans: what runs for calls of one shape, made once and found again by one lookup.
+
+A key holds everything that a check, a decision or a preparation may look at: of tensors dtype, device, sizes, strides,
+alignment and whether a gradient is wanted; of numbers, flags and names their values. Left out are values on the device
+and the integers that a spec calls `varying`, such as the step of a draw, of which a key knows only
+that they are unsigned 64-bit numbers.
+
+Plans lie in one bounded table per operator and policy scope. `rlkernel status` shows how many there are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Final, final
+
+from rlkernel_core.decision import Decision
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import OpSpec
+
+# Plans that a table keeps. A run with packed batches meets a new number of tokens at almost every step: the oldest
+# quarter goes when a table is full.
+MOST: Final = 4096
+ALIGNMENT: Final = 16  # bytes; kernels are compiled for pointers that are multiples of it, or for any
+_PLAIN: Final = frozenset({bool, int, float, str, type(None), complex})
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Choice:
+    """An implementation that was chosen for some kind of call: why, and how often it has run."""
+
+    function: Callable[[Any], Any]
+    prepared: bool  # whether `function` takes the first call of a shape and returns what runs calls of that shape
+    decision: Decision
+    calls: int = 0
+
+    def plan(self, call: Any) -> Plan:
+        """What runs calls of this shape."""
+        return Plan(self.function(call) if self.prepared else self.function, self)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What runs for calls of one shape."""
+
+    run: Callable[[Any], Any]
+    choice: Choice
+
+
+class Table(dict[Any, Plan]):
+    """Plans of one operator under one policy, by the key of their calls."""
+
+    __slots__ = ("evicted", "made")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.evicted = 0
+
+    def keep(self, key: tuple[Any, ...], plan: Plan) -> Plan:
+        """Store a plan, at the cost of the oldest ones where there are too many."""
+        if len(self) >= MOST:
+            for old in list(self)[: MOST // 4]:
+                self.pop(old, None)
+            self.evicted += MOST // 4
+        self.made += 1
+        return self.setdefault(key, plan)
+
+
+def key_of(x: Any) -> Any:
+    """What a plan may depend on in an argument.
+
+    Raises:
+        TypeError: it is of a type that no operator takes, or cannot be part of a key; its call is planned anew.
+    """
+    kind = x.__class__
+    if kind in _PLAIN:
+        return kind, x
+    if hasattr(x, "data_ptr") and hasattr(x, "stride"):
+        return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % ALIGNMENT, x.requires_grad
+    if kind is QuantTensor:
+        return x.plan_key
+    if kind is tuple or kind is list:
+        return kind, *map(key_of, x)
+    if isinstance(x, Mapping):
+        return kind, *((key_of(k), key_of(v)) for k, v in x.items())
+    if names := _fields(kind):
+        return kind, *[key_of(getattr(x, name)) for name in names]
+    if hasattr(x, "group_name"):  # a process group
+        return kind, x.group_name, x.rank(), x.size()
+    if isinstance(x, enum.Enum) or kind.__module__ == "torch":  # a dtype or a device
+        return kind, x
+    raise TypeError(f"{kind.__name__} is no part of a key")
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+
+
+def expression(spec: OpSpec[Any, Any], of: str = "") -> str:
+    """Source of the key of a call, whose arguments are called `of` + their name.
+
+    It needs the names `_key_of` and `_grad`. The key of a tensor that must be there is written out: every call has one.
+    """
+    parts: list[str] = []
+    for name, p in spec.parameters.items():
+        x, annotation = of + name, str(p.annotation)
+        if name in spec.varying:
+            parts.append(f"0 <= {x} < {2**64} if {x}.__class__ is int else _key_of({x})")
+        elif annotation == "Tensor":
+            parts += [f"{x}.dtype", f"{x}.shape", f"{x}.stride()", f"{x}.device", f"{x}.data_ptr() % {ALIGNMENT}"]
+            parts.append(f"{x}.requires_grad")
+        elif annotation in {"str", "str | None"}:
+            parts.append(x)
+        elif annotation in {"int", "float", "bool", "int | None", "float | None"}:
+            parts += [f"{x}.__class__", x]  # True, 1 and 1.0 are equal
+        elif p.default is None:
+            parts.append(f"None if {x} is None else _key_of({x})")
+        else:
+            parts.append(f"_key_of({x})")
+    return f"({', '.join(parts)}, _grad(),)"
+
+
+@cache
+def key_function(op: str) -> Callable[[Any], Any]:
+    """The key of a record as a function.
+
+    It raises AttributeError, TypeError or RuntimeError for a call that has no key: an argument is of a wrong type, or a
+    tensor without storage.
+    """
+    import torch
+
+    scope: dict[str, Any] = {"_key_of": key_of, "_grad": torch.is_grad_enabled}
+    source = f"def key(call):\n    return {expression(OPERATORS[op], 'call.')}\n"
+    exec(compile(source, f"<key of {op}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
+    function: Callable[[Any], Any] = scope["key"]
+    return function
+
+
+def key_or_none(op: str, call: Any) -> Any:
+    """The key of a record; None where it has none."""
+    try:
+        key = key_function(op)(call)
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return key
