@@ -9,12 +9,14 @@ There is no try around a kernel: what an implementation raises is what the calle
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from rlkernel import policy
 from rlkernel.decide import bind, plan_for
-from rlkernel.plans import Choice, expression, key_of
+from rlkernel.plans import Choice, key_of, parts
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpCall, OpSpec, P
 
@@ -50,14 +52,12 @@ def operator(name: str) -> Operator[Any, Any]:
     scope: dict[str, Any] = {
         "_SCOPE": policy.SCOPE.get,
         "_base": policy.base,
-        "_bound": bind,
         "_compiling": torch.compiler.is_compiling,
         "_grad": torch.is_grad_enabled,
         "_key_of": key_of,
-        "_plan_for": plan_for,
+        "_call": spec.call,
+        "_plan_for": partial(plan_for, spec),
         "_record": spec.record,
-        "_spec": spec,
-        **{f"_default_{p.name}": p.default for p in spec.parameters.values()},
     }
     exec(compile(source(spec), f"<rlkernel.{name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     call = scope[name]
@@ -76,29 +76,30 @@ def _described(function: Any, spec: OpSpec[Any, Any]) -> Any:
 
 def source(spec: OpSpec[Any, Any]) -> str:
     """Source of the generated functions of an operator: the public one, and `_bind`, which makes bound ones."""
-    head, passed = [], []
-    for name, p in spec.parameters.items():
-        if p.kind is p.KEYWORD_ONLY and "*" not in head:
-            head.append("*")
-        head.append(name if p.default is p.empty else f"{name}=_default_{name}")
-        passed.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
-    key = f"key = {expression(spec)}" if spec.planned else "raise TypeError"
+    needed = [name for name, p in spec.parameters.items() if p.default is p.empty]
+    at = [name for name in needed if spec.parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = [name for name in needed if name not in at]
+    head = ", ".join([*at, *(["*"] if named else []), *named])
+    passed = ", ".join([*at, *(f"{name}={name}" for name in named)])
+    # Options that are left out cost nothing; those that are given enter the key with their names.
+    key = f"key = ({', '.join(parts(spec, needed))}, _grad(), *_options, *map(_key_of, _options.values()))"
 
-    def function(name: str, table: str, plan: str, then: str) -> str:
+    def function(name: str, table: str, plan_for: str, compiled: str) -> str:
         return (
-            f"def {name}({', '.join(head)}, **_unknown):\n"
-            f"    if _unknown:\n"
-            f"        _spec.refuse_unknown(*next(iter(_unknown.items())))\n"
-            f"    call = _record({', '.join(passed)})\n"
+            f"def {name}({head}, **_options):\n"
             "    if _compiling():\n"
-            f"        {then}\n"
+            f"        call = _call({passed}, **_options)\n"
+            f"        {compiled}\n"
             "    try:\n"
-            f"        {key}\n"
+            f"        {key if spec.planned else 'raise TypeError'}\n"
             f"        plan = {table}.get(key)\n"
             "    except (AttributeError, TypeError, RuntimeError):  # its check names what is wrong\n"
             "        key = plan = None\n"
             "    if plan is None:\n"
-            f"        plan = {plan}\n"
+            f"        call = _call({passed}, **_options)\n"
+            f"        plan = {plan_for}(key, call)\n"
+            "    else:\n"
+            f"        call = _record({passed}, **_options)\n"
             "    choice = plan.choice\n"
             "    choice.calls += 1\n"
         )
@@ -106,10 +107,10 @@ def source(spec: OpSpec[Any, Any]) -> str:
     public = function(
         spec.name,
         f"(_SCOPE() or _base()).tables[{spec.name!r}]",
-        "_plan_for(_spec, key, call)",
+        "_plan_for",
         f"from rlkernel.torchlib import compiled; return compiled({spec.name!r}, call)",
     )
-    bound = function("bound", "_table", "_bound.plan_for(key, call)", "return _bound.plan_for(None, call).run(call)")
+    bound = function("bound", "_table", "_bound.plan_for", "return _bound.plan_for(None, call).run(call)")
     indented = "".join(f"    {line}\n" for line in bound.splitlines())
     return (
         f"{public}    _self.last = choice\n    return plan.run(call)\n\n"

@@ -11,7 +11,7 @@ Plans lie in one bounded table per operator and policy scope. `rlkernel status` 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, final
@@ -102,28 +102,22 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
 
-def expression(spec: OpSpec[Any, Any], of: str = "") -> str:
-    """Source of the key of a call, whose arguments are called `of` + their name.
+def parts(spec: OpSpec[Any, Any], names: Iterable[str], of: str = "") -> list[str]:
+    """Expressions that make up the key of some arguments, which are called `of` + their name.
 
-    It needs the names `_key_of` and `_grad`. The key of a tensor that must be there is written out: every call has one.
+    They need `_key_of`. The key of a tensor that must be there is written out: every call has one.
     """
-    parts: list[str] = []
-    for name, p in spec.parameters.items():
-        x, annotation = of + name, str(p.annotation)
+    out: list[str] = []
+    for name in names:
+        x, annotation = of + name, str(spec.parameters[name].annotation)
         if name in spec.varying:
-            parts.append(f"0 <= {x} < {2**64} if {x}.__class__ is int else _key_of({x})")
+            out.append(f"0 <= {x} < {2**64} if {x}.__class__ is int else _key_of({x})")
         elif annotation == "Tensor":
-            parts += [f"{x}.dtype", f"{x}.shape", f"{x}.stride()", f"{x}.device", f"{x}.data_ptr() % {ALIGNMENT}"]
-            parts.append(f"{x}.requires_grad")
-        elif annotation in {"str", "str | None"}:
-            parts.append(x)
-        elif annotation in {"int", "float", "bool", "int | None", "float | None"}:
-            parts += [f"{x}.__class__", x]  # True, 1 and 1.0 are equal
-        elif p.default is None:
-            parts.append(f"None if {x} is None else _key_of({x})")
+            out += [f"{x}.dtype", f"{x}.shape", f"{x}.stride()", f"{x}.device", f"{x}.data_ptr() % {ALIGNMENT}"]
+            out.append(f"{x}.requires_grad")
         else:
-            parts.append(f"_key_of({x})")
-    return f"({', '.join(parts)}, _grad(),)"
+            out.append(f"_key_of({x})")
+    return out
 
 
 @cache
@@ -136,7 +130,8 @@ def key_function(op: str) -> Callable[[Any], Any]:
     import torch
 
     scope: dict[str, Any] = {"_key_of": key_of, "_grad": torch.is_grad_enabled}
-    source = f"def key(call):\n    return {expression(OPERATORS[op], 'call.')}\n"
+    found = ", ".join(parts(OPERATORS[op], OPERATORS[op].parameters, "call."))
+    source = f"def key(call):\n    return ({found}, _grad())\n"
     exec(compile(source, f"<key of {op}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     function: Callable[[Any], Any] = scope["key"]
     return function
