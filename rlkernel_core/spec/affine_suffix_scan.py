@@ -102,7 +102,6 @@ def check(call: AffineSuffixScanCall) -> None:
     for name, x in (("mask", mask), ("lengths", lengths), ("cu_seqlens", cu_seqlens), ("init", init)):
         if x is not None:
             checks.same_device(name, x, b, "b")
-    return int(sequences)
 
 
 def _needs(call: Any) -> frozenset[str]:
