@@ -45,9 +45,11 @@ def typed(record: Callable[P, OpCall[R_co]]) -> Operator[P, R_co]:
 def operator(name: str) -> Operator[Any, Any]:
     """Generate the front-door function of an operator."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     spec = OPERATORS[name]
     scope: dict[str, Any] = {
+        "_Fake": FakeTensor,
         "_SCOPE": policy.SCOPE.get,
         "_base": policy.base,
         "_bound": bind,
@@ -83,6 +85,8 @@ def source(spec: OpSpec[Any, Any]) -> str:
         head.append(name if p.default is p.empty else f"{name}=_default_{name}")
         passed.append(f"{name}={name}" if p.kind is p.KEYWORD_ONLY else name)
     key = f"key = {expression(spec)}" if spec.planned else "raise TypeError"
+    if spec.planned and spec.primary is not None:  # torch warns where the address of a fake tensor is read
+        key = f"if {spec.primary}.__class__ is _Fake:\n            raise TypeError\n        {key}"
 
     def function(name: str, table: str, plan: str, then: str) -> str:
         return (

@@ -84,7 +84,7 @@ def check(call: GroupFilterCall) -> None:
     if valid is not None:
         checks.shape("valid", checks.tensor("valid", valid, kind="bool"), rewards.shape[:1], "the sequences [B]")
         checks.same_device("valid", valid, rewards, "rewards")
-    if checks.is_tensor(call.group):
+    if not isinstance(call.group, int):
         checks.same_device("group", call.group, rewards, "rewards")
 
 
