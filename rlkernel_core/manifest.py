@@ -74,8 +74,8 @@ class Impl(_Claim):
     supports: frozenset[str] = Field(default=frozenset(), description="feature names from the operator's spec")
     prepared: bool = Field(
         default=False,
-        description="whether the target takes the first call of a shape (sizes, dtypes, strides, flags) and returns the "
-        "function that runs calls of that shape, instead of running them itself",
+        description="whether the target takes the first call of a shape (sizes, dtypes, strides, flags) and returns "
+        "the function that runs calls of that shape, instead of running them itself",
     )
     check: Target | None = Field(
         default=None,

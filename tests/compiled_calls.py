@@ -174,6 +174,6 @@ def arguments(example: Example, rows: int | None = None) -> list[Any]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Every tensor in a result."""
-    from rlkernel.torchlib.leaves import outline
+    from rlkernel.torchlib.call_codec import outline
 
     return [value] if isinstance(value, Tensor) else outline(value)[1]

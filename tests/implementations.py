@@ -12,97 +12,56 @@ from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.direct import qmatmul
-from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+from rlkernel_core.spec.qmatmul import QmatmulCall
 
 HERE = "tests.implementations"
-SIGNATURE = "logits, ids, *, temperature, softcap, mask, entropy, top_logprobs, support, validate"
 
 
-def ones(
-    logits: Any,
-    ids: Any,
-    *,
-    temperature: Any = 1.0,
-    softcap: Any = None,
-    mask: Any = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Any = None,
-    validate: bool = False,
-) -> LogprobResult:
+def ones(call: LogprobCall) -> LogprobResult:
     """Answers 1 everywhere, so that a test sees who answered."""
-    one = torch.ones(ids.shape)
-    return LogprobResult(one, one, invalid=torch.zeros(ids.shape, dtype=torch.bool))
+    one = torch.ones(call.ids.shape)
+    return LogprobResult(one, one, invalid=torch.zeros(call.ids.shape, dtype=torch.bool))
 
 
-def first_column(
-    logits: Any,
-    ids: Any,
-    *,
-    temperature: Any = 1.0,
-    softcap: Any = None,
-    mask: Any = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Any = None,
-    validate: bool = False,
-) -> LogprobResult:
+def first_column(call: LogprobCall) -> LogprobResult:
     """Answers with views of its argument."""
-    return LogprobResult(logits[..., 0], logits[..., 0], invalid=torch.zeros(ids.shape, dtype=torch.bool))
+    return LogprobResult(
+        call.logits[..., 0], call.logits[..., 0], invalid=torch.zeros(call.ids.shape, dtype=torch.bool)
+    )
 
 
-def raises(
-    logits: Any,
-    ids: Any,
-    *,
-    temperature: Any = 1.0,
-    softcap: Any = None,
-    mask: Any = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Any = None,
-    validate: bool = False,
-) -> LogprobResult:
+def raises(call: LogprobCall) -> LogprobResult:
     """A kernel that fails."""
     raise RuntimeError("the kernel failed")
 
 
 def forgetful(logits: Any, ids: Any, **kwargs: Any) -> LogprobResult:
-    """Accepts anything and ignores it: not the operator's signature."""
+    """Takes the operator's arguments, and no record of them."""
     return LogprobResult(ids, ids)
 
 
-def even_rows(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
+def even_rows(call: LogprobCall) -> Reason | None:
     """A check that refuses an odd number of rows."""
-    odd = logits.shape[0] % 2
-    return Reason("shape", "unsupported", f"{logits.shape[0]} rows is odd", "pad the batch") if odd else None
+    rows = call.logits.shape[0]
+    return Reason("shape", "unsupported", f"{rows} rows is odd", "pad the batch") if rows % 2 else None
 
 
-def check_raises(logits: Any, ids: Any, **kwargs: Any) -> Reason | None:
+def check_raises(call: LogprobCall) -> Reason | None:
     """A check that fails."""
     raise ZeroDivisionError("in the check")
 
 
-def tiled_product(
-    x: Any,
-    w: Any,
-    *,
-    bias: Any = None,
-    lora: Any = None,
-    activation: Any = None,
-    residual: Any = None,
-    weight_rounding: str = "any",
-    ends: Any = None,
-) -> Any:
+def tiled_product(call: QmatmulCall) -> Any:
     """qmatmul of weights in a layout of its own, which no reference reads: codes with one more dimension."""
+    w = call.w
     if w.layout != "acme_tiles":
         raise ValueError(w.layout)
-    return qmatmul(
-        x, replace(w, parts={**w.parts, "codes": w.parts["codes"][0]}, layout=CANONICAL), activation=activation
-    )
+    codes = replace(w, parts={**w.parts, "codes": w.parts["codes"][0]}, layout=CANONICAL)
+    return qmatmul(call.x, codes, activation=call.activation)
 
 
-def check_lies(logits: Any, ids: Any, **kwargs: Any) -> Any:
+def check_lies(call: LogprobCall) -> Any:
     """A check that answers a bool, which says nothing about why."""
     return False
 

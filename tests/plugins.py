@@ -21,13 +21,13 @@ GOOD = """
 from rlkernel_core import Backend, Impl, Requires
 
 
-def logprob(logits, ids, *args, **kwargs):
+def logprob(call):
     raise RuntimeError("claims only")
 
 
 backend = Backend(
     name="{name}",
-    api=(1, 0),
+    api=(2, 0),
     impls=(Impl(op="logprob@1", target="{module}:logprob", requires=Requires(device="*"), supports={{"entropy"}}),),
 )
 """

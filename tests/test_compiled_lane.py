@@ -86,7 +86,10 @@ def test_the_node_names_the_implementation_and_the_call() -> None:
     (node,) = graphs.operator_nodes()
     decision = rlk.last_decision("logprob")
     assert node.args[3] == f"reference {decision.target} [{decision.version}] {decision.hash}"
-    assert node.args[4].startswith("logits=t[0], ids=t[1], temperature=f[0], softcap=None, mask=None, entropy=False")
+    text = (
+        '{"logits": {"t": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, "softcap": null, "mask": null, "entropy": false'
+    )
+    assert node.args[4].startswith(text)
 
 
 def test_inductor_runs_forward_and_backward() -> None:

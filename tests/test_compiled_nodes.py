@@ -84,9 +84,9 @@ from rlkernel_core.spec.logprob import LogprobResult
 ONE = torch.ones(())
 
 
-def logprob(logits, ids, *, temperature=1.0, softcap=None, mask=None, entropy=False, top_logprobs=0, support=None,
-            validate=False):
-    return LogprobResult(ONE.expand(ids.shape), ONE.expand(ids.shape), invalid=torch.zeros(ids.shape).bool())
+def logprob(call):
+    rows = call.ids.shape
+    return LogprobResult(ONE.expand(rows), ONE.expand(rows), invalid=torch.zeros(rows).bool())
 
 
 def self_test(device):
@@ -121,13 +121,15 @@ def test_a_weight_that_a_backend_packed_goes_through_a_graph() -> None:
 
 
 def test_a_text_is_data_and_never_code() -> None:
-    from rlkernel.torchlib.leaves import reader
+    from rlkernel.torchlib.call_codec import arguments, same
 
-    for text in ("x=().__class__", "x=__import__('os')", "x=[y for y in t]", "x=eval('1')", "x=(lambda: 1)()"):
+    for text in ("x=__import__('os')", "[1]", "", '{"x": '):
         with pytest.raises(ArgumentTypeError, match="no text of a call"):
-            reader(text)
+            arguments(text, [], [], [], same)
+    with pytest.raises(ArgumentTypeError, match="stands for nothing"):
+        arguments('{"x": {"eval": "1"}}', [], [], [], same)
     with pytest.raises(TypeError, match="is no dataclass"):
-        reader("x=new('os:PathLike')")([], [], [], None)
+        arguments('{"x": {"new": "os:PathLike"}}', [], [], [], same)
 
 
 def test_a_node_from_another_process_says_so() -> None:

@@ -200,13 +200,15 @@ def test_a_check_that_fails_or_gives_no_reason_counts_against_it(check, said) ->
         assert rlk.last_decision("logprob").backend == "reference"
 
 
-def test_bind_gives_the_raw_implementation() -> None:
-    from tests import implementations
-
-    with rlk.registered(acme()), rlk.use("acme"):
-        assert rlk.logprob.bind(LOGITS, IDS) is implementations.ones
-    with rlk.registered(acme(check="even_rows")), rlk.use("acme"):
-        assert rlk.logprob.bind(LOGITS, IDS) is implementations.ones
+@pytest.mark.parametrize("check", [None, "even_rows"])
+def test_what_is_bound_keeps_its_implementation_and_is_counted(check) -> None:
+    with rlk.registered(acme(check=check)):
+        with rlk.use("acme"):
+            bound = rlk.logprob.bind(LOGITS, IDS)
+        assert (bound.__name__, inspect.signature(bound)) == ("logprob", OPERATORS["logprob"].signature)
+        assert not answered_by_acme()
+        assert [bool((bound(LOGITS[:n], IDS[:n]).logprob == 1).all()) for n in (4, 2, 4)] == [True] * 3
+        assert {ran.backend: ran.calls for ran in rlk.status()} == {"acme": 3, "reference": 1}
 
 
 def test_a_call_that_needs_gradients_is_another_kind() -> None:
@@ -258,8 +260,8 @@ def test_last_decision_refuses_an_unknown_operator() -> None:
 @pytest.mark.parametrize("op", sorted(OPERATORS))
 def test_the_front_door_has_the_signature_and_contract_of_the_spec(op) -> None:
     call = getattr(rlk, op)
-    assert inspect.signature(call) == inspect.signature(OPERATORS[op].signature)
-    assert call.__doc__ == OPERATORS[op].signature.__doc__
+    assert inspect.signature(call) == OPERATORS[op].signature
+    assert call.__doc__ == OPERATORS[op].record.__doc__
 
 
 def test_explaining_a_call_gives_the_decision_that_the_call_gets() -> None:

@@ -20,10 +20,9 @@ NOT_CLAIMED = {"qmatmul": {"batch_invariant"}}  # the order of summation inside 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_feature_is_needed_by_a_call_that_runs_or_asked_for_by_a_policy(operator, alone) -> None:
     spec, run = OPERATORS[operator], getattr(rlk, operator)
-    defaults = {name: p.default for name, p in spec.parameters.items()}
     reached, unnamed = set(), set()
     for given in calls(operator, alone):
-        needs = spec.needs(defaults | given)
+        needs = spec.needs(spec.call(**given))
         unnamed |= needs - spec.feature_names
         if needs <= reached:
             continue

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import rlkernel as rlk
 from rlkernel_core.spec import OPERATORS
+from tests.base_calls import base
 
 SOURCE = ast.parse(Path(rlk.__file__).read_text())
 TYPED = next(n for n in SOURCE.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))
@@ -37,11 +39,23 @@ def test_every_operator_is_served_by_the_reference() -> None:
 
 
 @pytest.mark.parametrize("op", sorted(OPERATORS))
-def test_every_operator_checks_its_whole_signature(op) -> None:
-    import inspect
+def test_a_record_holds_every_argument_by_name_with_its_default(op) -> None:
+    spec, given = OPERATORS[op], base(op)
+    call = spec.call(**given)
+    defaults = {name: p.default for name, p in spec.parameters.items() if p.default is not p.empty}
+    assert call.as_dict().keys() == spec.parameters.keys()
+    assert {name: id(value) for name, value in call.as_dict().items()} == {
+        name: id(value) for name, value in {**defaults, **given}.items()
+    }
+    with pytest.raises(AttributeError):
+        call.no_such_argument = 1  # a slip of the pen in an implementation is an error
 
-    checked = inspect.signature(OPERATORS[op].check)
-    checked.bind(**dict.fromkeys(OPERATORS[op].parameters))
+
+@pytest.mark.parametrize("op", sorted(OPERATORS))
+def test_every_operator_has_a_check_of_its_record(op) -> None:
+    spec = OPERATORS[op]
+    assert list(signature(spec.check).parameters) == ["call"]
+    spec.check(spec.call(**base(op)))
 
 
 @pytest.mark.parametrize("op", sorted(OPERATORS))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,7 +17,7 @@ import rlkernel as rlk
 from rlkernel import plugin_template
 from rlkernel.plugin_template import READY, Plugin, files
 from rlkernel_core.errors import ArgumentError, NotWrittenError, UnknownNameError
-from rlkernel_core.manifest import Backend
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 from tests.base_calls import base
 from tests.command_line import answer
@@ -65,14 +66,20 @@ def test_its_manifest_claims_what_was_asked_for_on_the_devices_asked_for() -> No
 
 @pytest.mark.parametrize("op", TO_WRITE)
 class TestAnOperatorWithoutAnImplementation:
-    def test_has_the_signature_of_its_spec(self, op) -> None:
+    def test_is_a_function_of_its_record(self, op) -> None:
         module = run_source(files(Plugin("acme", (op,)))[f"rlkernel_acme/{op}.py"])
-        assert inspect.signature(module[op]) == inspect.signature(OPERATORS[op].signature)
+        (parameter,) = inspect.signature(module[op]).parameters.values()
+        returns = inspect.signature(module[op]).return_annotation
+        assert (module[parameter.annotation], returns) == (
+            OPERATORS[op].record,
+            OPERATORS[op].signature.return_annotation,
+        )
+        assert returns in module
 
     def test_says_what_to_write_when_it_is_called(self, op) -> None:
         module = run_source(files(Plugin("acme", (op,)))[f"rlkernel_acme/{op}.py"])
         with pytest.raises(NotWrittenError, match=f"write rlkernel_acme/{op}.py, claim it in rlkernel_acme/__init__"):
-            module[op](**base(op))
+            module[op](OPERATORS[op].call(**base(op)))
 
     def test_is_not_claimed(self, op) -> None:
         assert run_source(files(Plugin("acme", (op,)))["rlkernel_acme/__init__.py"])["backend"].impls == ()
@@ -88,10 +95,17 @@ class TestAnOperatorWithoutAnImplementation:
         assert [f for f in OPERATORS[op].feature_names if f"    {f}: " not in source] == []
 
 
-def test_bad_arguments_of_an_unwritten_operator_are_named_all_the_same() -> None:
-    module = run_source(files(Plugin("acme", ("sample",)))["rlkernel_acme/sample.py"])
-    with pytest.raises(ArgumentError, match="temperature: must be"):
-        module["sample"](**{**base("sample"), "temperature": -1.0})
+def test_bad_arguments_of_an_unwritten_operator_are_named_all_the_same(monkeypatch) -> None:
+    written = files(Plugin("acme", ("sample",)))
+    module = ModuleType("rlkernel_acme.sample")
+    exec(compile(written["rlkernel_acme/sample.py"], "<written>", "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "rlkernel_acme.sample", module)
+    impl = Impl(op="sample@1", target="rlkernel_acme.sample:sample", requires=Requires(device="cpu"))
+    with rlk.registered(Backend(name="acme", api=API_VERSION, impls=(impl,))), rlk.use("acme"):
+        with pytest.raises(ArgumentError, match="temperature: must be"):
+            rlk.sample(**{**base("sample"), "temperature": -1.0})
+        with pytest.raises(NotWrittenError, match="write rlkernel_acme/sample.py"):
+            rlk.sample(**base("sample"))
 
 
 def test_what_is_not_claimed_is_refused_as_absent(cli, tmp_path) -> None:

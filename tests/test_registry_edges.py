@@ -26,13 +26,15 @@ def fresh_process_state(tmp_path, monkeypatch) -> Iterator[None]:
     rlk.refresh()
 
 
-def test_a_bound_call_shows_in_the_status_without_being_counted() -> None:
-    rlk.logprob.bind(LOGITS, IDS)(LOGITS, IDS)
+def test_binding_shows_in_the_status_and_calls_of_what_is_bound_are_counted() -> None:
+    bound = rlk.logprob.bind(LOGITS, IDS)
     assert [(r.op, r.backend, r.calls) for r in rlk.status()] == [("logprob@1", "reference", 0)]
+    bound(LOGITS, IDS)
+    assert [r.calls for r in rlk.status()] == [1]
     rlk.logprob(LOGITS, IDS)
-    assert [r.calls for r in rlk.status()] == [1]
+    assert [r.calls for r in rlk.status()] == [2]
     rlk.logprob.bind(LOGITS, IDS)
-    assert [r.calls for r in rlk.status()] == [1]
+    assert [r.calls for r in rlk.status()] == [2]
 
 
 @pytest.mark.parametrize("call", [rlk.logprob, rlk.logprob.bind, lambda *a, **k: rlk.explain("logprob", *a, **k)])
@@ -56,30 +58,22 @@ def test_devices_and_dtypes_may_be_torchs_own() -> None:
     assert said == rlk.explain("logprob", device="cuda", dtype="bfloat16", arch="sm90")
 
 
-def other_default(
-    logits: Any,
-    ids: Any,
-    *,
-    temperature: Any = 0.7,
-    softcap: Any = None,
-    mask: Any = None,
-    entropy: bool = False,
-    top_logprobs: int = 0,
-    support: Any = None,
-    validate: bool = False,
-) -> LogprobResult:
+def two_records(call: Any, other: Any) -> LogprobResult:
     raise RuntimeError("never called")
 
 
-def test_a_target_with_another_default_is_not_the_operator(monkeypatch) -> None:
+def no_record() -> LogprobResult:
+    raise RuntimeError("never called")
+
+
+@pytest.mark.parametrize("target", [two_records, no_record])
+def test_a_target_that_does_not_take_one_record_is_not_the_operator(monkeypatch, target) -> None:
     from tests import implementations
 
-    monkeypatch.setattr(implementations, "other_default", other_default, raising=False)
-    with rlk.registered(acme("other_default")), rlk.use("acme", "auto"):
-        with (
-            pytest.warns(FallbackWarning),
-            pytest.warns(PluginWarning, match=r"target-signature.*temperature: 'Any' = 0\.7"),
-        ):
+    monkeypatch.setattr(implementations, target.__name__, target, raising=False)
+    said = rf"target-signature.*{target.__name__}\(.*does not take one argument, the LogprobCall of logprob@1"
+    with rlk.registered(acme(target.__name__)), rlk.use("acme", "auto"):
+        with pytest.warns(FallbackWarning), pytest.warns(PluginWarning, match=said):
             rlk.logprob(LOGITS, IDS)
 
 

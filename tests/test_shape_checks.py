@@ -1,4 +1,4 @@
-"""An implementation's own check: asked about every call, whatever it looks at, and heard once per verdict."""
+"""An implementation's own check: asked once a shape, whatever it looks at, and heard once per verdict."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ HOME = __name__
 ASKED: list[str] = []
 
 
-def narrow(x: Any, w: Any, **_: Any) -> Reason | None:
+def narrow(call: Any) -> Reason | None:
     """Looks at a size that only a nested argument has."""
     ASKED.append("narrow")
-    return Reason("shape", "unsupported", f"{w.shape[0]} outputs") if w.shape[0] > 4 else None
+    return Reason("shape", "unsupported", f"{call.w.shape[0]} outputs") if call.w.shape[0] > 4 else None
 
 
-def contiguous(logits: Any, ids: Any, **_: Any) -> Reason | None:
+def contiguous(call: Any) -> Reason | None:
     ASKED.append("contiguous")
-    return None if logits.is_contiguous() else Reason("shape", "unsupported", "rows are strided")
+    return None if call.logits.is_contiguous() else Reason("shape", "unsupported", "rows are strided")
 
 
-def few(logits: Any, ids: Any, top_logprobs: int = 0, **_: Any) -> Reason | None:
+def few(call: Any) -> Reason | None:
     ASKED.append("few")
-    return Reason("shape", "unsupported", f"{top_logprobs} ids") if top_logprobs > 2 else None
+    return Reason("shape", "unsupported", f"{call.top_logprobs} ids") if call.top_logprobs > 2 else None
 
 
-def pretends(logits: Any, ids: Any, **_: Any) -> Reason:
+def pretends(call: Any) -> Reason:
     """Refuses as if it were about another device, so that nobody hears of the fallback."""
     return Reason("device", "not-claimed", "not mine")
 
@@ -50,8 +50,8 @@ def pretends(logits: Any, ids: Any, **_: Any) -> Reason:
 def bit(number: int) -> Callable[..., Reason | None]:
     """A check that refuses where a bit of `top_logprobs` is set."""
 
-    def check(logits: Any, ids: Any, top_logprobs: int = 0, **_: Any) -> Reason | None:
-        return Reason("shape", "unsupported", f"bit {number}") if top_logprobs >> number & 1 else None
+    def check(call: Any) -> Reason | None:
+        return Reason("shape", "unsupported", f"bit {number}") if call.top_logprobs >> number & 1 else None
 
     return check
 
@@ -59,18 +59,8 @@ def bit(number: int) -> Callable[..., Reason | None]:
 bit_0, bit_1, bit_2 = map(bit, range(3))
 
 
-def product(
-    x: Any,
-    w: Any,
-    *,
-    bias: Any = None,
-    lora: Any = None,
-    activation: Any = None,
-    residual: Any = None,
-    weight_rounding: str = "any",
-    ends: Any = None,
-) -> torch.Tensor:
-    return torch.ones(x.shape[0], w.shape[0])
+def product(call: Any) -> torch.Tensor:
+    return torch.ones(call.x.shape[0], call.w.shape[0])
 
 
 def backend(name: str, *impls: tuple[str, str, str]) -> Backend:
@@ -181,13 +171,37 @@ def test_observers_hear_each_verdict_once() -> None:
     assert heard == ["acme", "reference"]
 
 
-def test_a_check_is_asked_once_per_call() -> None:
+def test_a_check_is_asked_once_a_shape() -> None:
+    with rlk.registered(ones("few")), rlk.use("acme"):
+        for rows in (4, 4, 3, 4, 3, 2):
+            rlk.logprob(LOGITS[:rows] + 1, IDS[:rows])
+    assert ASKED == ["few"] * 3
+
+
+def test_a_check_is_asked_again_when_what_is_installed_changes() -> None:
     with rlk.registered(ones("few")), rlk.use("acme"):
         rlk.logprob(LOGITS, IDS)
-        ASKED.clear()
-        for _ in range(3):
+        with rlk.registered(acme(name="zeta")):
             rlk.logprob(LOGITS, IDS)
+        rlk.refresh()
+        rlk.logprob(LOGITS, IDS)
+        rlk.logprob(LOGITS, IDS)
     assert ASKED == ["few"] * 3
+
+
+def test_a_check_of_what_is_bound_is_asked_once_a_shape_and_refuses_by_name() -> None:
+    with rlk.registered(ones("few")):
+        with rlk.use("acme"):
+            bound = rlk.logprob.bind(LOGITS, IDS)
+        bound(LOGITS, IDS)
+        ASKED.clear()
+        for _ in range(2):
+            bound(LOGITS, IDS)
+            bound(LOGITS, IDS, top_logprobs=2)
+        assert ASKED == ["few"]
+        for _ in range(2):
+            with pytest.raises(rlk.ResolutionError, match="logprob was bound to .*:ones, which refuses.*3 ids"):
+                bound(LOGITS, IDS, top_logprobs=3)
 
 
 def test_a_backend_that_is_outranked_is_not_asked() -> None:
@@ -245,12 +259,12 @@ def test_explain_asks_the_check_too() -> None:
 
 
 def test_binding_names_arguments_as_it_likes() -> None:
-    from tests import implementations
-
     with rlk.registered(ones("few")), rlk.use("acme", "auto"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        assert rlk.logprob.bind(ids=IDS, logits=LOGITS, top_logprobs=2) is implementations.ones
-        assert rlk.logprob.bind(top_logprobs=3, ids=IDS, logits=LOGITS) is not implementations.ones
+        by_acme = rlk.logprob.bind(ids=IDS, logits=LOGITS, top_logprobs=2)
+        by_the_reference = rlk.logprob.bind(top_logprobs=3, ids=IDS, logits=LOGITS)
+        answers = [bool((bound(LOGITS, IDS).logprob == 1).all()) for bound in (by_acme, by_the_reference)]
+        assert answers == [True, False]
 
 
 def test_threads_that_differ_in_size_get_their_own_answers() -> None:

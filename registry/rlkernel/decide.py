@@ -24,7 +24,22 @@ from rlkernel_core.manifest import Impl
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import OpSpec
 
-Verdicts = dict[str, Reason | None]  # check -> what it said
+
+@final
+class Verdicts(dict[str, Reason | None]):
+    """What the checks of implementations say of a call; each is asked once, when its word is wanted."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
+
+    def __missing__(self, check: str) -> Reason | None:
+        said = self[check] = _checked(check, self.call)
+        return said
+
+    def of(self, impl: Impl) -> Reason | None:
+        """What an implementation's own check says; None where it has none."""
+        return self[impl.check] if impl.check is not None else None
 
 
 @final
@@ -35,15 +50,14 @@ class Kind:
     checks: tuple[str, ...] = ()  # all that have been asked
     choices: dict[tuple[str | None, ...], Choice] = field(default_factory=dict)  # by their verdicts
 
-    def choice(self, call: Any) -> Choice | None:
+    def choice(self, verdicts: Verdicts) -> Choice | None:
         """What was chosen for calls that the checks say the same of."""
-        return self.choices.get(tuple([_slug(_checked(check, call)) for check in self.checks]))
+        return self.choices.get(tuple([_slug(verdicts[check]) for check in self.checks]))
 
-    def remember(self, choice: Choice, verdicts: Verdicts, call: Any) -> Choice:
+    def remember(self, choice: Choice, verdicts: Verdicts) -> Choice:
         """Store what was decided on these verdicts; checks that were asked at other times are asked now."""
         self.checks = tuple(dict.fromkeys([*self.checks, *verdicts]))
-        known = [verdicts[check] if check in verdicts else _checked(check, call) for check in self.checks]
-        return self.choices.setdefault(tuple([_slug(verdict) for verdict in known]), choice)
+        return self.choices.setdefault(tuple([_slug(verdicts[check]) for check in self.checks]), choice)
 
 
 def _slug(verdict: Reason | None) -> str | None:
@@ -58,10 +72,12 @@ def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> 
         ResolutionError: nothing in the order takes the call; every reason is in the message.
         FallbackError: a later backend could, and the policy says fallback = "error".
     """
-    scope = policy.current()
+    scope, generation = policy.current(), policy.IN_FORCE.generation
     plan = planned(choose(spec, call), spec, call)
     if key is not None and not selftest.running():  # a self-test may yet fail
-        return scope.tables[spec.name].keep(key, plan)
+        with policy.PROCESS.lock:
+            if generation == policy.IN_FORCE.generation:  # else what is installed has changed meanwhile
+                return scope.tables[spec.name].keep(key, plan)
     return plan
 
 
@@ -84,15 +100,15 @@ def choose(spec: OpSpec[Any, Any], call: Any) -> Choice:
     """The implementation that the policy in force chooses for a call."""
     scope, asked = policy.current(), call_of(spec, call)
     where = (asked, str(place(spec, call)[0]))
-    kinds = scope.kinds[spec.name]
-    if (kind := kinds.get(where)) is not None and (choice := kind.choice(call)) is not None:
-        return choice
+    kinds: dict[Any, Kind] = scope.kinds[spec.name]
+    verdicts = Verdicts(call)
+    if (kind := kinds.get(where)) is not None and (known := kind.choice(verdicts)) is not None:
+        return known
     with policy.PROCESS.lock:
-        decision, function, verdicts, prepared = _decided(spec, asked, where[1], call)
-        choice = Choice(function, prepared, decision)
+        choice = _decided(spec, asked, where[1], verdicts)
         if not selftest.running():
-            choice = kinds.setdefault(where, Kind()).remember(choice, verdicts, call)
-    announce.decided(decision)
+            choice = kinds.setdefault(where, Kind()).remember(choice, verdicts)
+    announce.decided(choice.decision)
     return choice
 
 
@@ -101,6 +117,7 @@ class Bound:
 
     def __init__(self, spec: OpSpec[Any, Any], choice: Choice) -> None:
         self.spec, self.choice, self.table = spec, choice, Table()
+        self.impls = _chosen(choice.decision)  # kept here: the backend may be gone when a new shape comes
 
     def lookup(self, call: Any) -> Plan:
         """The plan of a record."""
@@ -116,34 +133,41 @@ class Bound:
         """
         decision = self.choice.decision
         asked, was = call_of(self.spec, call), decision.call
-        impl = next((i for i in _impls(decision) if i.target == decision.target), None)
-        if impl is not None:
-            taken = (asked.device, asked.arch) == (was.device, was.arch) and asked.features <= impl.supports
-            taken = taken and (not impl.requires.dtypes or asked.dtype in impl.requires.dtypes)
-            if not taken or (asked.grad and "grad" not in impl.supports):
-                raise ResolutionError(
-                    f"{self.spec.name} was bound to {decision.target} for `{was}`; it does not take `{asked}`. Bind "
-                    "a call of that kind, or call the operator itself."
-                )
-            if impl.check and (said := _checked(impl.check, call)) is not None:
-                raise ResolutionError(
-                    f"{self.spec.name} was bound to {decision.target}, which refuses this call: {said}"
-                )
+        taking = [impl for impl in self.impls if _takes(impl, asked)]
+        if (asked.device, asked.arch) != (was.device, was.arch) or not taking:
+            raise ResolutionError(
+                f"{self.spec.name} was bound to {decision.target} for `{was}`; it does not take `{asked}`. Bind "
+                "a call of that kind, or call the operator itself."
+            )
+        verdicts = Verdicts(call)
+        refused = [said for impl in taking if (said := verdicts.of(impl)) is not None]
+        if len(refused) == len(taking):
+            raise ResolutionError(
+                f"{self.spec.name} was bound to {decision.target}, which refuses this call: {refused[0]}"
+            )
         plan = planned(self.choice, self.spec, call)
         return plan if key is None else self.table.keep(key, plan)
 
 
-def _impls(decision: Decision) -> tuple[Impl, ...]:
-    """What the chosen backend has for the operator."""
+def _chosen(decision: Decision) -> tuple[Impl, ...]:
+    """The claims that the chosen backend makes for the chosen function."""
     candidate = policy.installed().get(str(decision.backend))
-    return candidate.manifest.of(decision.call.op) if candidate is not None and candidate.manifest else ()
+    impls = candidate.manifest.of(decision.call.op) if candidate is not None and candidate.manifest else ()
+    return tuple(impl for impl in impls if impl.target == decision.target)
+
+
+def _takes(impl: Impl, asked: Call) -> bool:
+    """Whether what an implementation claims covers a call on the device that it was chosen for."""
+    dtypes = impl.requires.dtypes
+    wanted = asked.features | ({"grad"} if asked.grad else frozenset())
+    return wanted <= impl.supports and (not dtypes or asked.dtype in dtypes)
 
 
 def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
     """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
     chosen = choose(spec, call)
     bound = Bound(spec, Choice(chosen.function, chosen.prepared, chosen.decision))
-    bound.plan_for(None, call)
+    bound.plan_for(key_or_none(spec.name, call), call)
     policy.current().bound[spec.name].append(bound.choice)
     return bound
 
@@ -216,32 +240,21 @@ def settle(
             return decision, run
 
 
-def _decided(
-    spec: OpSpec[Any, Any], asked: Call, device: str, call: Any
-) -> tuple[Decision, Callable[..., Any], Verdicts, bool]:
-    """The settled decision of a call, said aloud where it must be, what runs, what checks said, and if it prepares."""
-    check, verdicts = check_for(call)
-    decision, run = settle(spec, asked, device, check)
+def _decided(spec: OpSpec[Any, Any], asked: Call, device: str, verdicts: Verdicts) -> Choice:
+    """The settled decision of a call, said aloud where it must be."""
+    decision, run = settle(spec, asked, device, verdicts.of)
     announce.broken(policy.installed(), decision)
     if run is None:
         raise announce.refused(decision)
     if decision.fell_back_from is not None:
         announce.fallback(decision)
-    return decision, run, verdicts, any(i.prepared for i in _impls(decision) if i.target == decision.target)
+    return Choice(run, any(impl.prepared for impl in _chosen(decision)), decision)
 
 
 def check_for(call: Any) -> tuple[Callable[[Impl], Reason | None], Verdicts]:
     """A function that asks implementations about a call, and what it has been told."""
-    said: Verdicts = {}
-
-    def check(impl: Impl) -> Reason | None:
-        if impl.check is None:
-            return None
-        if impl.check not in said:
-            said[impl.check] = _checked(impl.check, call)
-        return said[impl.check]
-
-    return check, said
+    verdicts = Verdicts(call)
+    return verdicts.of, verdicts
 
 
 def _checked(target: str, call: Any) -> Reason | None:

@@ -47,9 +47,11 @@ def typed(record: Callable[P, OpCall[R_co]]) -> Operator[P, R_co]:
 def operator(name: str) -> Operator[Any, Any]:
     """Generate the front-door function of an operator."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     spec = OPERATORS[name]
     scope: dict[str, Any] = {
+        "_Fake": FakeTensor,
         "_SCOPE": policy.SCOPE.get,
         "_base": policy.base,
         "_compiling": torch.compiler.is_compiling,
@@ -83,6 +85,8 @@ def source(spec: OpSpec[Any, Any]) -> str:
     passed = ", ".join([*at, *(f"{name}={name}" for name in named)])
     # Options that are left out cost nothing; those that are given enter the key with their names.
     key = f"key = ({', '.join(parts(spec, needed))}, _grad(), *_options, *map(_key_of, _options.values()))"
+    if spec.primary is not None:  # torch warns where the address of a fake tensor is read
+        key = f"if {spec.primary}.__class__ is _Fake:\n            raise TypeError\n        {key}"
 
     def function(name: str, table: str, plan_for: str, compiled: str) -> str:
         return (

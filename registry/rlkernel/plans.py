@@ -138,7 +138,9 @@ def key_function(op: str) -> Callable[[Any], Any]:
 
 
 def key_or_none(op: str, call: Any) -> Any:
-    """The key of a record; None where it has none."""
+    """The key of a record; None where it has none, or where every call of the operator is planned anew."""
+    if not OPERATORS[op].planned:
+        return None
     try:
         key = key_function(op)(call)
         hash(key)

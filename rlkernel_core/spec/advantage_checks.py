@@ -5,7 +5,6 @@ They look at metadata only and read no value off the device. Imports no torch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -155,7 +154,8 @@ def token_shape(call: Any, kinds: Mapping[str, str]) -> tuple[tuple[int, ...] | 
     by_token = rewards.shape[0] != call.cu_seqlens.shape[0] - 1 if packed else getattr(call, "kind", None) != "gdpo"
     if by_token and rewards.dim() == (1 if packed else 2):
         shapes = {"rewards": tuple(rewards.shape), **shapes}
-    tokens, _ = Counter(shapes.values()).most_common(1)[0]  # of as many: the first
+    # The most frequent shape, of as many the first; compared and not hashed, since sizes may be symbols.
+    tokens = max(shapes.values(), key=lambda shape: sum(shape == other for other in shapes.values()))
     of = next(name for name, shape in shapes.items() if shape == tokens)
     for name, x in given.items():
         checks.shape(name, x, tokens, of)

@@ -80,8 +80,9 @@ def check(call: AffineSuffixScanCall) -> None:
     b, a, mask, lengths, cu_seqlens, init = call.b, call.a, call.mask, call.lengths, call.cu_seqlens, call.init
     checks.tensor("b", b, ndim=2 if cu_seqlens is None else 1, kind="floating")
     if checks.is_tensor(a):
-        checks.shape("a", checks.tensor("a", a, kind="floating"), b.shape, "b")
-        checks.same_device("a", a, b, "b")
+        coefficients = checks.tensor("a", a, kind="floating")
+        checks.shape("a", coefficients, b.shape, "b")
+        checks.same_device("a", coefficients, b, "b")
     else:
         checks.number("a", a)
     checks.exclusive(lengths=lengths, cu_seqlens=cu_seqlens)
@@ -102,7 +103,6 @@ def check(call: AffineSuffixScanCall) -> None:
     for name, x in (("mask", mask), ("lengths", lengths), ("cu_seqlens", cu_seqlens), ("init", init)):
         if x is not None:
             checks.same_device(name, x, b, "b")
-    return int(sequences)
 
 
 def _needs(call: Any) -> frozenset[str]:

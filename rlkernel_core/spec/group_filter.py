@@ -83,9 +83,9 @@ def check(call: GroupFilterCall) -> None:
     checks.integer("min_members", call.min_members, at_least=1)
     if valid is not None:
         checks.shape("valid", checks.tensor("valid", valid, kind="bool"), rewards.shape[:1], "the sequences [B]")
-    for name, x in (("group", call.group), ("valid", valid)):
-        if checks.is_tensor(x):
-            checks.same_device(name, x, rewards, "rewards")
+        checks.same_device("valid", valid, rewards, "rewards")
+    if not isinstance(call.group, int):
+        checks.same_device("group", call.group, rewards, "rewards")
 
 
 def check_group(group: Any, sequences: int) -> None:

@@ -23,6 +23,7 @@ Longer than most modules, because a contract and its table of clauses stand in o
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ def check_support(support: Any, rows: Any, beside: Tensor) -> None:
     for name, x in (("support.ids", support.ids), ("support.offsets", support.offsets)):
         checks.tensor(name, x, ndim=1, kind="integer")
         checks.same_device(name, x, beside, "the rows")
-    checks.shape("support.offsets", support.offsets, (rows.numel() + 1,), "the rows, plus one")
+    checks.shape("support.offsets", support.offsets, (math.prod(rows) + 1,), "the rows, plus one")
 
 
 def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) -> None:

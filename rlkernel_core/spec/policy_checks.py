@@ -225,11 +225,11 @@ def check_tensors(
     checks.same_device("advantages", advantages, first, name)
     _constant("advantages", advantages)
     if len(shape) == 2:
-        fine = tuple(advantages.shape) in {shape, shape[:1], (shape[0], 1)}
+        fine = tuple(advantages.shape) in (shape, shape[:1], (shape[0], 1))  # no set: sizes may be symbols
         want = f"[B] or [B, T] with [B, T] = {list(shape)}"
     else:
         packed = None if cu_seqlens is None else (cu_seqlens.shape[0] - 1, 1)
-        fine = tuple(advantages.shape) in {shape, packed}
+        fine = tuple(advantages.shape) in (shape, packed)
         want = f"[N] with N = {shape[0]}" + ("" if packed is None else f", or [B, 1] with B = {packed[0]}")
     if not fine:
         raise ArgumentError(

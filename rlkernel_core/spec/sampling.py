@@ -222,7 +222,7 @@ def check_parameter(
     checks.tensor(name, value, ndim=(0, 1), kind=kind)
     checks.same_device(name, value, like, "the other tensors")
     check_no_gradient(name, value)
-    if value.dim() and not slots and value.shape[0] not in {1, rows}:
+    if value.dim() and not slots and value.shape[0] not in (1, rows):
         raise ArgumentError(name, checks.describe(value), f"must hold one entry, or one per row: {rows} {of}", "Align.")
 
 

@@ -150,7 +150,7 @@ def sizes(call: ShapeRewardsCall) -> tuple[int, tuple[int, ...] | None]:
     rewards = call.rewards
     tokens, of = token_shape(call, {"mask": "bool", "logprob": "floating", "ref_logprob": "floating"})
     packed = call.cu_seqlens is not None
-    sequences = call.cu_seqlens.shape[0] - 1 if packed else rewards.shape[0]
+    sequences = rewards.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     if rewards.dim() == 2 or (packed and rewards.shape[0] != sequences):
         if tokens is not None and rewards.dim() == 1 and tuple(rewards.shape) != tokens:
             want = f"must be {list(tokens)}, as {of}, or [{sequences}], one per sequence of cu_seqlens"
@@ -171,7 +171,7 @@ def sizes(call: ShapeRewardsCall) -> tuple[int, tuple[int, ...] | None]:
         raise ArgumentError("rewards", checks.describe(rewards), f"must have {tokens[0]} sequences", "Align the two.")
     if call.max_length is not None and call.lengths is None and not packed and call.mask is None:
         raise ArgumentError("lengths", None, "the length of the responses is not known", "Pass `lengths`.")
-    return int(sequences), tokens
+    return sequences, tokens
 
 
 def _goes_together(call: Any) -> None:

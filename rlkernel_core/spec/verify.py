@@ -111,8 +111,8 @@ def check(call: VerifyCall) -> None:
     checks.tensor("target_logits", target_logits, ndim=2, kind="floating")
     checks.tensor("draft_ids", draft_ids, ndim=1, kind="integer")
     checks.tensor("cu_draft", cu_draft, ndim=1, kind="integer")
-    for name, x in (("draft_ids", draft_ids), ("cu_draft", cu_draft)):
-        checks.same_device(name, x, target_logits, "target_logits")
+    checks.same_device("draft_ids", draft_ids, target_logits, "target_logits")
+    checks.same_device("cu_draft", cu_draft, target_logits, "target_logits")
     check_no_gradient("target_logits", target_logits)
     (M, W), K, B = target_logits.shape, draft_ids.shape[0], cu_draft.shape[0] - 1
     if B < 0 or M != K + B or W < 1:

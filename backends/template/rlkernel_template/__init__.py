@@ -4,7 +4,7 @@ from rlkernel_core import Backend, Impl, Requires
 
 backend = Backend(
     name="template",
-    api=(1, 0),  # the plugin API it was written for; another rlkernel refuses it in words instead of misreading it
+    api=(2, 0),  # the plugin API it was written for; another rlkernel refuses it in words instead of misreading it
     impls=(
         Impl(
             op="logprob@1",

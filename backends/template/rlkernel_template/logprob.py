@@ -16,7 +16,7 @@ _MOST = 1 << 31  # logits in one call: beyond it, the copies in float32 take mor
 
 
 def logprob(call: LogprobCall) -> LogprobResult:
-    """Take the operator's parameters, all of them: calls that need a feature which is not claimed do not come here."""
+    """Serve a call, which the operator's check has passed; one that needs a feature not claimed does not come here."""
     ids = call.ids
     T = call.temperature
     if isinstance(T, Tensor):  # one per row; a row without a law gives NaN and disturbs no other
@@ -45,8 +45,9 @@ def _entropy(z: Tensor, lse: Tensor) -> Tensor:
     return -(p * torch.where(z == -torch.inf, 0.0, log_p)).sum(-1)  # 0 log 0 is 0
 
 
-def fits(logits: Tensor, **_rest: object) -> Reason | None:
-    """None takes the call, a Reason refuses it in words. Asked at every call by name: look at metadata only."""
+def fits(call: LogprobCall) -> Reason | None:
+    """None takes the calls of this shape, a Reason refuses them in words. Asked once a shape: look at metadata only."""
+    logits = call.logits
     if logits.numel() < _MOST:
         return None
     text = f"it copies all logits to float32, and takes fewer than 2^31 of them; these are {logits.numel()}"
@@ -56,7 +57,7 @@ def fits(logits: Tensor, **_rest: object) -> Reason | None:
 def self_test(device: str) -> None:
     """Raise unless log(1/2) comes out on this device."""
     logits = torch.zeros(2, 2, device=device)
-    out = logprob(logits, torch.tensor([0, 1], device=device), entropy=True)
+    out = logprob(LogprobCall(logits, torch.tensor([0, 1], device=device), entropy=True))
     found = [*out.logprob.tolist(), *out.entropy.tolist()]
     expected = [-0.6931472, -0.6931472, 0.6931472, 0.6931472]
     if any(abs(f - e) > 1e-5 for f, e in zip(found, expected, strict=True)):

@@ -5,23 +5,17 @@ The contract, clause by clause, is `rlkernel_core.spec.whiten`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from torch import Tensor
 
 from .scale import factor, variance
 
-if TYPE_CHECKING:
-    pass
-
 
 @torch.no_grad()
 def whiten(call: WhitenCall) -> WhitenResult:
-    """Take the operator's parameters, all of them: calls that need a feature which is not claimed do not come here."""
-    x = call.x
-    x = x.float()
+    """Whitened values of a call that the manifest covers; others do not come here."""
+    x = call.x.float()
     member = x.isfinite() if call.mask is None else call.mask & x.isfinite()
     n = member.sum().float()
     # The first member is subtracted before anything is summed: a constant gives exactly 0, an offset costs nothing.
@@ -48,6 +42,6 @@ def _first(x: Tensor, member: Tensor) -> Tensor:  # -> []
 
 def self_test(device: str) -> None:
     """Raise unless 1 and 3 become -1 and 1 on this device."""
-    found = whiten(torch.tensor([1.0, 3.0], device=device), ddof=0, eps=0.0).y.tolist()
+    found = whiten(WhitenCall(torch.tensor([1.0, 3.0], device=device), ddof=0, eps=0.0)).y.tolist()
     if any(abs(f - e) > 1e-5 for f, e in zip(found, [-1.0, 1.0], strict=True)):
         raise ValueError(f"whiten of [1, 3] is {found}")

@@ -1,7 +1,7 @@
 """A new plugin as files: a complete third-party backend in its own folder, made from the texts in `files`.
 
 For some operators there is an implementation in plain torch that keeps its claims; for every other one a module with
-the spec's signature that says it is yet to be written, and no claim. Imports no torch and no backend.
+a function of its record that says it is yet to be written, and no claim. Imports no torch and no backend.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ def _row(op: str, package: str) -> str:
 
 
 def _make(op: str, package: str) -> str:
+    module = f"`{package}/{op}.py`"
     if op in READY:
-        return f"- `{package}/{op}.py` is `{op}` in plain torch. Put your kernel in its place, and keep its parameters."
-    return f"- `{package}/{op}.py` has the parameters of `{op}` and no body. Write it, then claim it in the manifest."
+        return f"- {module} is `{op}` in plain torch. Put your kernel in its place: a function of the same record."
+    return f"- {module} is a function of the record of `{op}`, without a body. Write it, then claim it in the manifest."

@@ -1,18 +1,18 @@
 """The compiled lane: every operator as one opaque node of a graph, with the chosen implementation in its arguments.
 
     torch.ops.rlkernel.logprob([logits, ids], [0], [0.7], 'reference rlkernel_core.reference.logprob:logprob [...] ...',
-                               'logits=grad(t[0]), ids=t[1], temperature=f[0], ...')
+                               '{"logits": {"g": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, ...}')
 
 Under torch.compile the front door comes here. The decision is taken once, while Dynamo traces, by the same cold path as
 in eager mode; the graph is guarded on the policy, so that another policy traces once more and the first one finds its
 graph again. The node runs the raw implementation: the same bits as in eager mode. What may not run is refused with
 the same errors, raised when the graph runs, since Dynamo would wrap them while it traces.
 
-    leaves.py   a call as text and leaves
-    tracing.py  what Dynamo reads, and the decision
-    nodes.py    the nodes: forward and backward
-    shapes.py   what they return, from the reference
-    modes.py    autograd inside a node
+    call_codec.py  a call as JSON and its leaves
+    tracing.py     what Dynamo reads, and the decision
+    nodes.py       the nodes: forward and backward
+    fakes.py       what they return
+    modes.py       autograd inside a node
 
 Imports torch and its compiler: rlkernel.dispatch imports this package under torch.compile alone.
 """

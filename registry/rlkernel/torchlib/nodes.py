@@ -7,20 +7,19 @@ gradients never meet autograd.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 import rlkernel
 from rlkernel.plans import Plan
-from rlkernel.torchlib.leaves import autocast, outline, reader, same
+from rlkernel.torchlib.call_codec import Outline, arguments, autocast, marked, outline, read, same
+from rlkernel.torchlib.fakes import DIFFERENTIABLE, FAKES
 from rlkernel.torchlib.modes import leaf, recording_gradients
-from rlkernel.torchlib.shapes import Results, infer
 from rlkernel_core.errors import ResolutionError, RLKernelError
 from rlkernel_core.spec import OPERATORS
 
@@ -29,11 +28,16 @@ _LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[n
 _LEAVES: Final = "Tensor[] tensors, SymInt[] integers, float[] floats, str implementation, str call"
 # Integers that no result's size depends on: they may stay symbols, so that a decoding loop traces once.
 _SIZELESS: Final = frozenset({"seed", "step", "stream"})
-GRAD: Final = "grad(t["  # in the text of a call: a gradient is wanted
-_MARKED: Final = re.compile(r"grad\(t\[(\d+)\]\)")
-_INTEGER: Final = re.compile(r"(\w+)=i\[(\d+)\]")
+GRAD: Final = '{"g": '  # in the text of a call: a gradient is wanted
 
 Key = tuple[str, str, tuple[Any, ...]]  # operator, text of the call, dtype and rank of every tensor
+
+
+class Results(NamedTuple):
+    """What a node returns: the form of the result, and which of its tensors carry gradients."""
+
+    outline: Outline
+    differentiable: tuple[bool, ...]
 
 
 _DEFINED: Final[set[str]] = set()
@@ -66,8 +70,7 @@ def _forward(
     op: str, tensors: list[Tensor], integers: list[int], floats: list[float], implementation: str, call: str
 ) -> list[Tensor]:
     """The node at work: the raw implementation."""
-    read = reader(call)
-    asked, given = (read(tensors, integers, floats, grad) for grad in (leaf, same))
+    asked, given = (arguments(call, tensors, integers, floats, grad) for grad in (leaf, same))
     plan, record = _planned(op, implementation, call, asked, given)
     plan.choice.calls += 1
     getattr(rlkernel, op).last = plan.choice
@@ -122,11 +125,18 @@ def _forward_shapes(
     op: str, tensors: list[Tensor], integers: list[Any], floats: list[Any], implementation: str, call: str
 ) -> list[Tensor]:
     del implementation  # all implementations of an operator agree on them
-    sizeless = {int(at) for name, at in _INTEGER.findall(call) if name in _SIZELESS}
+    sizeless = {node["i"] for name, node in read(call).items() if name in _SIZELESS and "i" in node}
     known = [0 if at in sizeless else int(n) for at, n in enumerate(integers)]
-    results, made = infer(op, tensors, known, [float(x) for x in floats], call)
-    RESULTS[_key(op, call, tensors)] = results
-    return made
+    spec = OPERATORS[op]
+    record = spec.record(**arguments(call, tensors, known, [float(x) for x in floats], same))
+    if spec.check is not None:
+        spec.check(record)
+    result = FAKES[op](record)
+    form, made = outline(result)
+    carrying = [result if name == "" else getattr(result, name) for name in DIFFERENTIABLE.get(op, ()) if GRAD in call]
+    RESULTS[_key(op, call, tensors)] = Results(form, tuple(any(t is c for c in carrying) for t in made))
+    # Results are tensors of their own, whatever an operator hands on.
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in made]
 
 
 def _key(op: str, call: str, tensors: Sequence[Tensor]) -> Key:
@@ -142,26 +152,21 @@ class _Differentiable(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         results = tuple(getattr(torch.ops.rlkernel, op)(list(tensors), *constants))
-        known = RESULTS[_key(op, constants[-1], tensors)].tensors
-        ctx.mark_non_differentiable(*(t for t, k in zip(results, known, strict=True) if not k.differentiable))
+        carry = RESULTS[_key(op, constants[-1], tensors)].differentiable
+        ctx.mark_non_differentiable(*(t for t, carries in zip(results, carry, strict=True) if not carries))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         node = getattr(torch.ops.rlkernel, f"{ctx.op}_backward")
-        found = dict(zip(_marked(ctx.constants[-1]), node(grads, tensors, *ctx.constants), strict=True))
+        found = dict(zip(marked(ctx.constants[-1]), node(grads, tensors, *ctx.constants), strict=True))
         return None, None, *(found.get(at) for at in range(len(tensors)))
 
 
 def _differentiable(op: str, tensors: list[Tensor], *constants: Any) -> list[Tensor]:
     results: tuple[Tensor, ...] = _Differentiable.apply(op, constants, *tensors)  # type: ignore[no-untyped-call]
     return list(results)
-
-
-def _marked(call: str) -> list[int]:
-    """Positions of the tensors that a gradient is wanted for."""
-    return [int(at) for at in _MARKED.findall(call)]
 
 
 def _backward(
@@ -180,9 +185,9 @@ def _backward(
         leaves.append(leaf(tensor))
         return leaves[-1]
 
-    arguments = reader(call)(tensors, integers, floats, wanted)
+    given = arguments(call, tensors, integers, floats, wanted)
     with recording_gradients():
-        plan, record = _planned(op, implementation, call, arguments, arguments)
+        plan, record = _planned(op, implementation, call, given, given)
         with autocast(call):
             _, results = outline(plan.run(record))
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
@@ -203,4 +208,4 @@ def _backward_shapes(
     call: str,
 ) -> list[Tensor]:
     del grads, integers, floats, implementation
-    return [torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=tensors[at].device) for at in _marked(call)]
+    return [torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=tensors[at].device) for at in marked(call)]

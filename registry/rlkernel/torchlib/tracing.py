@@ -19,8 +19,16 @@ from rlkernel.decide import Bound, call_of, choose, place, planned
 from rlkernel.plans import Plan, Table, key_or_none
 from rlkernel.resolve import claims
 from rlkernel.torchlib import nodes
-from rlkernel.torchlib.leaves import Leaves, Outline, constant, fields_of, reader, rebuild, same, surroundings, write
-from rlkernel.torchlib.shapes import reference
+from rlkernel.torchlib.call_codec import (
+    Leaves,
+    Outline,
+    arguments,
+    constant,
+    rebuild,
+    same,
+    surroundings,
+    write,
+)
 from rlkernel_core.decision import AUTO
 from rlkernel_core.errors import ArgumentError, RLKernelError, RLKernelWarning
 from rlkernel_core.spec import OPERATORS
@@ -31,10 +39,9 @@ _WRITTEN: Final = "out"  # the one argument that an operator may write to
 
 def compiled(op: str, record: Any) -> Any:
     """An operator's call as one node; traced."""
-    arguments = {name: getattr(record, name) for name in fields_of(type(record))}
     leaves, grad = Leaves(), torch.is_grad_enabled()
-    call = ", ".join([f"{name}={write(value, leaves, grad=grad)}" for name, value in arguments.items()])
-    call = surroundings(leaves.tensors[0].device.type) + call
+    parts = [f'"{name}": {write(getattr(record, name), leaves, grad=grad)}' for name in _names(op)]
+    call = "{" + surroundings(leaves.tensors[0].device.type) + ", ".join(parts) + "}"
     facts = tuple([(t.dtype, t.device, t.dim(), t.requires_grad) for t in leaves.tensors])
     integers = tuple([1 if n > 0 else 0 for n in leaves.integers])  # no decision looks at more
     floats = tuple([_alike(x) for x in leaves.floats])
@@ -64,12 +71,16 @@ def _rules(op: str) -> str:
 
 
 @constant
+def _names(op: str) -> tuple[str, ...]:
+    """An operator's arguments in the order of its signature."""
+    return tuple(OPERATORS[op].parameters)
+
+
+@constant
 def _define(op: str) -> None:
-    """Make the operator's nodes known to torch, its reference to this process, and the policy to `_rules`."""
+    """Make the operator's nodes known to torch, and the policy to `_rules`."""
     policy.base()
     nodes.define(op)
-    with _disable_current_modes():  # tensors that a module makes while it is imported are to be real ones
-        reference(op)
 
 
 @constant
@@ -95,7 +106,7 @@ def _chosen(
     spec = replace(OPERATORS[op], check=None)
     with FakeTensorMode():  # left before anything is decided: choosing imports plugins and may run their self-tests
         tensors = [torch.empty([1] * rank, dtype=t, device=d, requires_grad=g) for t, d, rank, g in facts]
-    given = spec.record(**reader(call)(tensors, integers, floats, same))
+    given = spec.record(**arguments(call, tensors, integers, floats, same))
     if getattr(given, _WRITTEN, None) is not None:
         raise ArgumentError(
             _WRITTEN, "a value", "cannot be written to from a compiled graph", "Call it outside torch.compile."

@@ -1,12 +1,12 @@
-"""A call as one line of text and its leaves: what a node of a compiled graph can hold.
+"""A call as JSON and its leaves: what a node of a compiled graph can hold.
 
-    logits=grad(t[0]), ids=t[1], temperature=f[0], mask=None, entropy=True,
-    support=new('rlkernel_core.spec.logprob:Support', ids=t[2], offsets=t[3]), ...
+    {"logits": {"g": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, "mask": null, "entropy": true,
+     "support": {"new": "rlkernel_core.spec.logprob:Support", "ids": {"t": 2}, "offsets": {"t": 3}}, ...}
 
-`t`, `i` and `f` are the tensors, integers and floats of the call, in order; `grad` marks a tensor that a gradient is
-wanted for; everything else is constant. In front stands `autocast('cpu', 'bfloat16'): ` where the call is made under
-autocast. Tensors nested in tuples, dicts and dataclasses so flow through a graph as tensors. Results go the other way:
-an outline of text and a list of tensors.
+`t`, `i` and `f` number the tensors, integers and floats of the call, in order; `g` is a tensor that a gradient is
+wanted for; everything else is constant. Under "autocast" stands what the call was made under, if anything. Tensors
+nested in tuples, dicts and dataclasses so flow through a graph as tensors. Results go the other way: an outline of text
+and a list of tensors.
 
 Functions marked as traced are read by Dynamo and use only what it can follow; those marked as constant run as they are
 while it traces. Knows no backend.
@@ -14,9 +14,8 @@ while it traces. Knows no backend.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
+import json
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
@@ -30,9 +29,8 @@ from rlkernel_core.errors import ArgumentTypeError
 
 # An outline is nested tuples of text alone: Dynamo may turn a number that it reads from a tuple into a symbol.
 Outline = tuple[Any, ...]
-Reader = Callable[..., dict[str, Any]]  # (tensors, integers, floats, grad) -> arguments by name
+Wanted = Callable[[Tensor], Tensor]
 _REMEMBERED: Final = 4096
-_AUTOCAST: Final = re.compile(r"^autocast\('(\w+)', '(\w+)'\): ")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -90,7 +88,7 @@ class Leaves:
 
 
 def write(value: Any, leaves: Leaves, *, grad: bool) -> str:
-    """The text of an argument, its leaves appended; traced.
+    """The JSON of an argument, its leaves appended; traced.
 
     Args:
         value: the argument.
@@ -99,54 +97,104 @@ def write(value: Any, leaves: Leaves, *, grad: bool) -> str:
     """
     if isinstance(value, Tensor):
         leaves.tensors.append(value)
-        at = f"t[{len(leaves.tensors) - 1}]"
-        return f"grad({at})" if grad and value.requires_grad else at
+        return f'{{"{"g" if grad and value.requires_grad else "t"}": {len(leaves.tensors) - 1}}}'
     if value is None or isinstance(value, (bool, str)):
-        return repr(value)
+        return quoted(value)
     if isinstance(value, int):
         leaves.integers.append(value)
-        return f"i[{len(leaves.integers) - 1}]"
+        return f'{{"i": {len(leaves.integers) - 1}}}'
     if isinstance(value, float):
         leaves.floats.append(value)
-        return f"f[{len(leaves.floats) - 1}]"
+        return f'{{"f": {len(leaves.floats) - 1}}}'
     if isinstance(value, (torch.dtype, torch.device)):
-        return f"torch_constant({str(value).removeprefix('torch.')!r})"
+        return f'{{"torch": {quoted(str(value).removeprefix("torch."))}}}'
     if isinstance(value, dict):
-        return "{" + ", ".join([f"{k!r}: {write(v, leaves, grad=grad)}" for k, v in value.items()]) + "}"
+        pairs = [f"[{write(k, leaves, grad=grad)}, {write(v, leaves, grad=grad)}]" for k, v in value.items()]
+        return f'{{"dict": [{", ".join(pairs)}]}}'
     names = fields_of(type(value))
     if names:
-        parts = [f"{name}={write(getattr(value, name), leaves, grad=grad)}" for name in names]
-        return f"new({path_of(type(value))!r}, {', '.join(parts)})"
+        parts = [f'"{name}": {write(getattr(value, name), leaves, grad=grad)}' for name in names]
+        return f'{{"new": {quoted(path_of(type(value)))}, {", ".join(parts)}}}'
     if isinstance(value, (tuple, list)):
-        return "(" + "".join([write(v, leaves, grad=grad) + ", " for v in value]) + ")"
+        return f"[{', '.join([write(v, leaves, grad=grad) for v in value])}]"
     if torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup):
-        return f"group({value.group_name!r})"
-    return f"opaque({path_of(type(value))!r})"
+        return f'{{"group": {quoted(value.group_name)}}}'
+    return f'{{"opaque": {quoted(path_of(type(value)))}}}'
+
+
+@constant
+def quoted(value: str | bool | None) -> str:
+    """A text, a flag or None in JSON."""
+    return json.dumps(value)
 
 
 def surroundings(kind: str) -> str:
-    """The text in front of a call that is made under autocast on this type of device; traced."""
+    """A first entry for a call that is made under autocast on this type of device, else nothing; traced."""
     if not torch.is_autocast_enabled(kind):
         return ""
-    return f"autocast({kind!r}, {str(torch.get_autocast_dtype(kind)).removeprefix('torch.')!r}): "
+    return f'"autocast": ["{kind}", "{str(torch.get_autocast_dtype(kind)).removeprefix("torch.")}"], '
+
+
+@lru_cache(_REMEMBERED)
+def read(text: str) -> dict[str, Any]:
+    """The JSON of a call, with what it was made under as "autocast" (None outside autocast).
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ArgumentTypeError("call", text, "is no text of a call", "Let rlkernel write the graph's nodes.")
+    return {"autocast": None, **found}
 
 
 def autocast(text: str) -> AbstractContextManager[Any]:
     """What a call was made under: torch runs nodes without autocast once it has traced them."""
-    found = _AUTOCAST.match(text)
-    return torch.autocast(found[1], torch_constant(found[2])) if found else nullcontext()
+    under = read(text)["autocast"]
+    return torch.autocast(under[0], torch_constant(under[1])) if under else nullcontext()
 
 
-@lru_cache(_REMEMBERED)
-def reader(text: str) -> Reader:
-    """The arguments that a text stands for, as a function of tensors, integers, floats and of what `grad` does."""
-    source = f"dict({_AUTOCAST.sub('', text)})"
-    tree = ast.parse(source, mode="eval")
-    odd = next((node for node in ast.walk(tree) if not isinstance(node, _DATA)), None)
-    calls = {getattr(node.func, "id", "?") for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    if odd is not None or calls - {"dict", "grad", *_WORDS}:
-        raise ArgumentTypeError("call", text, "is no text of a call", "Let rlkernel write the graph's nodes.")
-    found: Reader = eval(f"lambda t, i, f, grad: {source}", {**_WORDS})  # noqa: S307 checked above to hold data alone
+def arguments(
+    text: str, tensors: Sequence[Tensor], integers: Sequence[int], floats: Sequence[float], grad: Wanted
+) -> dict[str, Any]:
+    """The arguments that a text stands for; `grad` makes of a tensor one that a gradient is wanted for."""
+
+    def made(node: Any) -> Any:
+        if isinstance(node, list):
+            return tuple(made(item) for item in node)
+        if not isinstance(node, dict):
+            return node
+        kind = next(iter(node))
+        at = node[kind]
+        if kind in {"t", "g"}:
+            return tensors[at] if kind == "t" else grad(tensors[at])
+        if kind in {"i", "f"}:
+            return (integers if kind == "i" else floats)[at]
+        if kind == "new":
+            return class_at(at)(**{name: made(part) for name, part in node.items() if name != "new"})
+        if kind == "dict":
+            return {made(k): made(v) for k, v in at}
+        if kind in _WORDS:
+            return _WORDS[kind](at)
+        raise ArgumentTypeError("call", text, f"holds {kind!r}, which stands for nothing", "Trace the graph again.")
+
+    return {name: made(node) for name, node in read(text).items() if name != "autocast"}
+
+
+def marked(text: str) -> list[int]:
+    """Positions of the tensors that a gradient is wanted for, in the order in which the text names them."""
+    found: list[int] = []
+
+    def look(node: Any) -> None:
+        if isinstance(node, dict) and "g" in node:
+            found.append(node["g"])
+        for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            look(part)
+
+    look(read(text))
     return found
 
 
@@ -202,10 +250,6 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _new(path: str, **values: Any) -> Any:
-    return class_at(path)(**values)
-
-
 def _group(name: str) -> Any:
     """A process group by name, as graphs of torch hold them."""
     find: Any = torch.distributed.distributed_c10d
@@ -218,20 +262,4 @@ def _opaque(path: str) -> Any:
     )
 
 
-_WORDS: Final[dict[str, Callable[..., Any]]] = {
-    "new": _new,
-    "torch_constant": torch_constant,
-    "group": _group,
-    "opaque": _opaque,
-}
-_DATA: Final = (
-    ast.Expression,
-    ast.Call,
-    ast.keyword,
-    ast.Name,
-    ast.Load,
-    ast.Subscript,
-    ast.Constant,
-    ast.Tuple,
-    ast.Dict,
-)
+_WORDS: Final[dict[str, Callable[[str], Any]]] = {"torch": torch_constant, "group": _group, "opaque": _opaque}

@@ -1,0 +1,274 @@
+"""What each operator returns, as empty tensors: sizes, dtypes and devices of a call's results, from its record alone.
+
+Each function stands for its operator while torch traces: the sizes may be symbols. Contracts are in
+`rlkernel_core.spec`; every function is held against the results of plain torch (tests/test_compiled_fakes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.errors import ArgumentTypeError
+from rlkernel_core.quant import layouts
+from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.spec import spec_of
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
+from rlkernel_core.spec.advantage_checks import extent_of
+from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
+from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, PolicyLossCall
+from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
+from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import RequestFields, SampleResult
+from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
+from rlkernel_core.spec.verify import VerifyCall, VerifyResult
+from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
+
+# Fields of a result that carry gradients; an empty name is the result itself.
+DIFFERENTIABLE: Final[Mapping[str, tuple[str, ...]]] = {
+    "logprob": ("logprob", "lse", "entropy", "log_kept_mass"),
+    "linear_logprob": ("logprob", "lse", "entropy", "log_kept_mass"),
+    "policy_loss": ("loss",),
+    "linear_policy_loss": ("loss",),
+    "qmatmul": ("",),
+    "affine_suffix_scan": ("y", "carry"),
+}
+
+
+def _state(*given: Any) -> torch.dtype:
+    """The dtype of the arithmetic: fp32, or float64 where an operand is."""
+    return torch.float64 if any(getattr(x, "dtype", None) == torch.float64 for x in given) else torch.float32
+
+
+def _logprob(call: LogprobCall) -> LogprobResult:
+    return _of_rows(call.ids, _state(call.logits), call.entropy, call.support, call.top_logprobs)
+
+
+def _linear_logprob(call: LinearLogprobCall) -> LogprobResult:
+    return _of_rows(call.ids, _state(call.hidden, call.weight, call.bias), call.entropy, call.support, 0)
+
+
+def _of_rows(ids: Tensor, state: torch.dtype, entropy: bool, support: Any, n: int) -> LogprobResult:
+    def row(*more: int, dtype: torch.dtype = state) -> Tensor:
+        return ids.new_empty((*ids.shape, *more), dtype=dtype)
+
+    return LogprobResult(
+        logprob=row(),
+        lse=row(),
+        entropy=row() if entropy else None,
+        top_ids=row(n, dtype=torch.int64) if n else None,
+        top_logprobs=row(n) if n else None,
+        log_kept_mass=row() if support is not None else None,
+        invalid=row(dtype=torch.bool),
+    )
+
+
+def _policy_loss(call: PolicyLossCall) -> LossResult:
+    state = _state(call.logprob)
+    stats = _stats(call, call.logprob, state, entropy=call.entropy is not None)
+    return LossResult(call.logprob.new_empty((), dtype=state), stats)
+
+
+def _linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
+    ids, state = call.ids, _state(call.hidden, call.weight, call.bias)
+    stats = _stats(call, ids, state, entropy=call.entropy)
+    entropy = ids.new_empty(ids.shape, dtype=state) if call.entropy else None
+    return LossResult(ids.new_empty((), dtype=state), stats, ids.new_empty(ids.shape, dtype=state), entropy)
+
+
+def _stats(call: LossFields, of: Tensor, state: torch.dtype, *, entropy: bool) -> LossStats:
+    def number(dtype: torch.dtype = state) -> Tensor:
+        return of.new_empty((), dtype=dtype)
+
+    def where(condition: object) -> Tensor | None:
+        return number() if condition else None
+
+    rollout, correction = call.rollout_logprob is not None, call.correction is not None
+    return LossStats(
+        tokens=number(torch.int64),
+        sequences=None if of.dim() == 1 and call.cu_seqlens is None else number(torch.int64),
+        policy_loss=number(),
+        ratio_mean=number(),
+        ratio_min=number(),
+        ratio_max=number(),
+        clip_low=number(),
+        clip_high=number(),
+        clip_dual=number(),
+        approx_kl_k1=number(),
+        approx_kl_k3=number(),
+        effective_sample_size=number(),
+        entropy=where(entropy),
+        kl_ref=where(call.ref_logprob is not None),
+        rollout_kl=where(rollout),
+        rollout_missing=where(rollout),
+        correction_mean=where(correction),
+        correction_clipped=where(correction),
+        rejected=where(call.rejection is not None),
+    )
+
+
+def _sample(call: SampleCall) -> SampleResult:
+    return _drawn(call, call.logits, _state(call.logits))
+
+
+def _lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
+    return _drawn(call, call.hidden, _state(call.hidden, call.weight, call.bias))
+
+
+def _drawn(call: RequestFields, of: Tensor, state: torch.dtype) -> SampleResult:
+    def row(*more: int, dtype: torch.dtype = state) -> Tensor:
+        return of.new_empty((of.shape[0], *more), dtype=dtype)
+
+    n, capacity = call.top_n, call.kept_capacity
+    return SampleResult(
+        token=row(dtype=torch.int64),
+        logprob=row(),
+        log_kept_mass=row(),
+        kept_count=row(dtype=torch.int32),
+        status=row(dtype=torch.int32),
+        threshold=row(),
+        threshold_id=row(dtype=torch.int64),
+        raw_logprob=row() if call.raw_logprob else None,
+        entropy=row() if call.entropy else None,
+        kept_ids=row(capacity, dtype=torch.int64) if capacity else None,
+        top_ids=row(n, dtype=torch.int64) if n else None,
+        top_logprobs=row(n) if n else None,
+        rank=row(dtype=torch.int32) if call.rank else None,
+    )
+
+
+def _verify(call: VerifyCall) -> VerifyResult:
+    logits, state = call.target_logits, _state(call.target_logits)
+
+    def row(dtype: torch.dtype = state) -> Tensor:
+        return logits.new_empty(logits.shape[0], dtype=dtype)
+
+    return VerifyResult(
+        accepted=logits.new_empty(call.cu_draft.shape[0] - 1, dtype=torch.int32),
+        token=row(torch.int64),
+        logprob=row(),
+        log_kept_mass=row(),
+        kept_count=row(torch.int32),
+        status=row(torch.int32),
+        raw_logprob=row() if call.raw_logprob else None,
+    )
+
+
+def _quantize(call: QuantizeCall) -> QuantTensor:
+    spec, weight = spec_of(call.format), call.weight
+    shape = (int(weight.shape[0]), int(weight.shape[1]))  # packed sizes round up: each weight has a graph of its own
+    storage = codec_of(spec).storage(spec, shape).items()
+    parts = {name: weight.new_empty(size, dtype=dtype) for name, (size, dtype) in storage}
+    default = torch.float32 if weight.dtype == torch.float64 else weight.dtype
+    return QuantTensor(spec, shape, call.dtype or default, parts)
+
+
+def _dequantize(call: DequantizeCall) -> Tensor:
+    return torch.empty(call.w.shape, dtype=call.dtype or call.w.dtype, device=call.w.device)
+
+
+def _prepack(call: PrepackCall) -> QuantTensor:
+    layout = layouts.TILED if call.layout is None else call.layout
+    if layout not in layouts.KNOWN or call.w.layout not in layouts.KNOWN:
+        raise ArgumentTypeError(
+            "layout", repr(layout), "belongs to a backend, and a graph knows canonical weights only",
+            "Pack the weight outside torch.compile.",
+        )  # fmt: skip
+    return layouts.pack(call.w, layout)
+
+
+def _qmatmul(call: QmatmulCall) -> Tensor:
+    width = call.w.shape[0] if call.ends is None else call.w.shape[0] // call.ends.shape[0]
+    width = width // 2 if call.activation in PAIRS else width
+    return call.x.new_empty((*call.x.shape[:-1], width))
+
+
+def _advantage(call: AdvantageCall) -> AdvantageResult:
+    extent, kind, state = extent_of(call), KINDS[call.kind], _state(*call.as_dict().values())
+    rewards, B = call.rewards, extent.sequences
+    grouped = kind.family == "group"
+    whiten = (kind.whiten if call.whiten == "auto" else call.whiten) != "none"
+    of_group = (B, rewards.shape[1]) if call.kind == "gdpo" else (B,)
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype = state) -> Tensor:
+        return rewards.new_empty(shape, dtype=dtype)
+
+    moments = {name: new(()) if whiten else None for name in ("count", "mean", "var", "rstd")}
+    by_token = not grouped and not (call.kind == "remax" and not extent.token_rewards)
+    tokens = extent.tokens or (B,)
+    return AdvantageResult(
+        advantages=new(tokens if extent.token_output else (B,)),
+        returns=new(tokens) if by_token else None,
+        stats=AdvantageStats(
+            invalid=new((B,), torch.bool),
+            group_count=new(of_group, torch.int64) if grouped or call.kind == "otb" else None,
+            group_mean=new(of_group) if grouped else None,
+            group_std=new(of_group) if grouped else None,
+            constant=new(of_group, torch.bool) if grouped else None,
+            **moments,
+        ),
+    )
+
+
+def _affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
+    b, state = call.b, _state(call.b, call.a, call.init)
+    return ScanResult(b.new_empty(b.shape, dtype=state), b.new_empty(sequences_of(call), dtype=state))
+
+
+def _whiten(call: WhitenCall) -> WhitenResult:
+    x, state = call.x, _state(call.x)
+    return WhitenResult(x.new_empty(x.shape, dtype=state), *(x.new_empty((), dtype=state) for _ in range(4)))
+
+
+def _group_filter(call: GroupFilterCall) -> GroupFilterResult:
+    rewards = call.rewards
+    keep = (rewards.new_empty(rewards.shape[0], dtype=torch.bool) for _ in range(2))
+    return GroupFilterResult(*keep, *(rewards.new_empty((), dtype=torch.int64) for _ in range(3)))
+
+
+def _shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
+    (B, tokens), x, state = sizes(call), call.rewards, _state(call.rewards, call.logprob, call.ref_logprob)
+
+    def new(shape: tuple[int, ...]) -> Tensor:
+        return x.new_empty(shape, dtype=state)
+
+    by_token = tokens is not None and tuple(x.shape) == tokens and tuple(x.shape) != (B,)
+    whole = tokens is not None and (by_token or call.kl != "none" or call.output == "token")
+    running = not by_token and call.normalise == "running"
+    return ShapedRewards(
+        rewards=new(tokens if whole and tokens is not None else (B,)),
+        kl=new((B,)) if call.kl != "none" else None,
+        penalty=new((B,)) if not by_token and call.max_length is not None else None,
+        running=RunningMoments(new(()), new(()), new(())) if running else None,
+    )
+
+
+FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "logprob": _logprob,
+    "linear_logprob": _linear_logprob,
+    "policy_loss": _policy_loss,
+    "linear_policy_loss": _linear_policy_loss,
+    "sample": _sample,
+    "lm_head_sample": _lm_head_sample,
+    "verify": _verify,
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "prepack": _prepack,
+    "qmatmul": _qmatmul,
+    "advantage": _advantage,
+    "affine_suffix_scan": _affine_suffix_scan,
+    "whiten": _whiten,
+    "group_filter": _group_filter,
+    "shape_rewards": _shape_rewards,
+}

@@ -1,0 +1,86 @@
+"""What a graph believes an operator returns is what plain torch returns: form, sizes, dtypes and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import rlkernel as rlk
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reference import direct
+from rlkernel_core.spec import OPERATORS
+from tests.needy_calls import calls
+
+COMPILED = sorted(set(OPERATORS) - {"capture", "rollout_buffer"})
+
+
+# Quantizing names its weight as differentiable so that one that asks for a gradient can be refused.
+DIFFERENTIABLE_OPS = sorted(op for op in COMPILED if OPERATORS[op].differentiable and op != "quantize")
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def described(value: Any) -> Any:
+    from rlkernel.torchlib.call_codec import outline
+
+    form, tensors = outline(value)
+    return form, [(tuple(t.shape), t.dtype, t.device) for t in tensors]
+
+
+@pytest.mark.parametrize("op", COMPILED)
+def test_a_fake_has_the_form_of_the_result(op, group) -> None:
+    from rlkernel.torchlib.fakes import FAKES
+
+    seen = 0
+    for given in calls(op, group):
+        if given.get("out") is not None:
+            continue  # refused under torch.compile
+        result = answered(op, given)
+        if result is None:
+            continue
+        assert described(result) == described(FAKES[op](OPERATORS[op].call(**given))), given
+        seen += 1
+    assert seen > 0
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE_OPS)
+def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
+    from rlkernel.torchlib.fakes import DIFFERENTIABLE
+
+    carrying: set[str] = set()
+    for given in calls(op, group):
+        leaves = {n: _leaf(x) if n in OPERATORS[op].differentiable else x for n, x in given.items()}
+        result = answered(op, leaves)
+        if result is None:
+            continue
+        named = {"": result} if isinstance(result, Tensor) else vars(result)
+        carrying |= {n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
+    assert set(DIFFERENTIABLE[op]) == carrying
+
+
+def answered(op: str, given: dict[str, Any]) -> Any:
+    """The result of plain torch; None for those calls of the tables that it refuses."""
+    try:
+        return getattr(direct, op)(**given)
+    except ArgumentError:
+        return None
+
+
+def _leaf(x: Any) -> Any:
+    return x.detach().clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def test_operators_without_gradients_have_no_such_fields() -> None:
+    from rlkernel.torchlib.fakes import DIFFERENTIABLE
+
+    assert sorted(DIFFERENTIABLE) == DIFFERENTIABLE_OPS
+    assert not rlk.quantize(torch.randn(4, 8), "int8_channel").parts["codes"].requires_grad
