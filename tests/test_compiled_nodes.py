@@ -84,9 +84,9 @@ from rlkernel_core.spec.logprob import LogprobResult
 ONE = torch.ones(())
 
 
-def logprob(logits, ids, *, temperature=1.0, softcap=None, mask=None, entropy=False, top_logprobs=0, support=None,
-            validate=False):
-    return LogprobResult(ONE.expand(ids.shape), ONE.expand(ids.shape), invalid=torch.zeros(ids.shape).bool())
+def logprob(call):
+    one = ONE.expand(call.ids.shape)
+    return LogprobResult(one, one, invalid=torch.zeros(call.ids.shape).bool())
 
 
 def self_test(device):
