@@ -149,7 +149,7 @@ def reference(spec: Any) -> str:
         parts.append(f"[The guide](../ops/{spec.name}.md) has examples, costs and what was measured.")
     lines = [f"    {p}," for p in map(str, spec.parameters.values())]
     parts += ["```python", f"rlkernel.{spec.name}(", *lines, ")", "```"]
-    parts += ["```text", inspect.getdoc(spec.signature) or "", "```"]
+    parts += ["```text", inspect.getdoc(spec.record) or "", "```"]
     parts += table("Features", ("name", "what it is"), [(f"`{f.name}`", f.text) for f in spec.features])
     clauses = [(c.id, c.title, c.text, c.feature and f"`{c.feature}`") for c in spec.clauses]
     parts += table("Clauses", ("id", "", "what is promised", "feature"), clauses)

@@ -7,9 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
+from inspect import Parameter
 from pathlib import Path
 
 import pytest
+
+from rlkernel_core.spec import OPERATORS
 
 ROOT = Path(__file__).parents[1]
 CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel", ROOT / "backends"
@@ -132,10 +136,18 @@ def test_devices_and_dtypes_are_named_in_manifests_specs_and_probes_alone(path) 
 @pytest.mark.parametrize("path", sorted((CORE / "spec").glob("*.py")), ids=lambda p: p.name)
 def test_operator_signatures_carry_semantics_only(path) -> None:
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and any("spec_only" in ast.unparse(s) for s in node.body):
-            arguments = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
-            assert node.args.kwarg is None
-            assert arguments & {"backend", "impl", "device_kernel"} == set()
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Call"):
+            arguments = {
+                n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            }
+            assert arguments & {"backend", "impl", "device_kernel", "kwargs"} == set()
+
+
+@pytest.mark.parametrize("op", sorted(OPERATORS))
+def test_every_argument_of_an_operator_is_a_field_of_its_record(op) -> None:
+    spec = OPERATORS[op]
+    assert {f.name for f in fields(spec.record) if f.init} == set(spec.parameters)
+    assert {p.kind for p in spec.parameters.values()} <= {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
 
 
 def fresh(code: str) -> str:

@@ -20,7 +20,7 @@ from rlkernel_core import Backend, Impl, Requires
 requires = Requires(device="cuda", dtypes=("bfloat16",), packages=("no-such-vendor-library>=0.7",))
 backend = Backend(
     name="cuda",
-    api=(1, 0),
+    api=(2, 0),
     impls=(Impl(op="logprob@1", target="rlkernel_cuda_plugin:logprob", requires=requires, supports={"grad"}),),
 )
 """
@@ -40,7 +40,7 @@ MANIFEST = "from rlkernel_core import Backend, Impl, Requires\n"
 BROKEN = {
     "load/import-error": "raise RuntimeError('driver too old')",
     "load/not-a-manifest": "backend = {'name': 'acme'}",
-    "load/invalid-manifest": MANIFEST + "backend = Backend(name='other', api=(1, 0), impls=())",
+    "load/invalid-manifest": MANIFEST + "backend = Backend(name='other', api=(2, 0), impls=())",
     "api/too-new": MANIFEST + "backend = Backend(name='acme', api=(9, 9), impls=(), future=True)",
     "api/too-old": MANIFEST + "backend = Backend(name='acme', api=(0, 3), impls=())",
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel import config, lock, record
+from rlkernel import config, lock, provenance, record
 from rlkernel.cli.config import EXAMPLE
 from rlkernel_core import __version__
 from rlkernel_core.errors import ConfigError
@@ -78,6 +80,25 @@ def test_status_of_a_run_says_what_served_it_and_how_often(cli, tmp_path) -> Non
     found = answer(cli("status", str(tmp_path / "run"), "--json"))
     assert (found["hash"], [(d["call"]["op"], d["calls"]) for d in found["decisions"]]) == (digest, [("logprob@1", 3)])
     assert digest in cli("status", str(path)).stdout
+
+
+def test_status_of_a_run_says_how_many_plans_it_held(cli, tmp_path) -> None:
+    rlk.refresh()
+    for rows in (2, 3, 2):
+        rlk.logprob(torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.int64))
+    held = {"op": "logprob", "plans": 2, "made": 2, "evicted": 0}
+    assert [p.as_dict() for p in provenance.plans()] == [held]
+    record.write(tmp_path)
+    assert answer(cli("status", str(tmp_path), "--json"))["plans"] == [held]
+    assert "plans logprob: 2 held, 2 made\n" in cli("status", str(tmp_path)).stdout
+
+
+def test_a_record_of_before_there_were_plans_is_read(cli, tmp_path) -> None:
+    content = record.content()
+    del content["plans"]
+    (tmp_path / "decisions.json").write_text(json.dumps(content))
+    assert record.planned(tmp_path) == []
+    assert answer(cli("status", str(tmp_path), "--json"))["plans"] == []
 
 
 def test_a_record_survives_the_way_to_disk_and_back(tmp_path) -> None:

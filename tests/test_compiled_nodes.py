@@ -85,8 +85,8 @@ ONE = torch.ones(())
 
 
 def logprob(call):
-    rows = call.ids.shape
-    return LogprobResult(ONE.expand(rows), ONE.expand(rows), invalid=torch.zeros(rows).bool())
+    one = ONE.expand(call.ids.shape)
+    return LogprobResult(one, one, invalid=torch.zeros(call.ids.shape).bool())
 
 
 def self_test(device):

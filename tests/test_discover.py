@@ -18,7 +18,7 @@ MANIFEST = "from rlkernel_core import Backend, Impl, Requires\n"
 BROKEN = {
     "load/import-error": "raise RuntimeError('driver too old')",
     "load/not-a-manifest": "backend = {'name': 'acme'}",
-    "load/invalid-manifest": MANIFEST + "backend = Backend(name='other', api=(1, 0), impls=())",
+    "load/invalid-manifest": MANIFEST + "backend = Backend(name='other', api=(2, 0), impls=())",
     "api/too-new": MANIFEST + "backend = Backend(name='acme', api=(9, 9), impls=(), future=True)",
     "api/too-old": MANIFEST + "backend = Backend(name='acme', api=(0, 3), impls=())",
 }
@@ -61,7 +61,7 @@ def test_the_version_message_names_both_numbers_and_the_pip_line(plug) -> None:
     plug("acme", BROKEN["api/too-new"], dist="rlkernel-acme")
     reason = policy.installed()["acme"].reason
     assert "9.9" in reason.text
-    assert "1.0" in reason.text
+    assert "2.0" in reason.text
     assert reason.fix == "pip install -U rlkernel"
     plug("older", BROKEN["api/too-old"].replace("acme", "older"), dist="rlkernel-older")
     assert policy.installed()["older"].reason.fix == "pip install -U rlkernel-older"
@@ -81,7 +81,7 @@ def test_the_version_message_names_both_numbers_and_the_pip_line(plug) -> None:
     ],
 )
 def test_a_manifest_that_claims_what_does_not_exist_says_what(plug, impl, said) -> None:
-    plug("acme", f"{MANIFEST}backend = Backend(name='acme', api=(1, 0), impls=({impl},))")
+    plug("acme", f"{MANIFEST}backend = Backend(name='acme', api=(2, 0), impls=({impl},))")
     reason = policy.installed()["acme"].reason
     assert reason.slug == "load/invalid-manifest"
     assert said in reason.text

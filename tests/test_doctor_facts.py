@@ -27,7 +27,7 @@ def check(device):
 
 
 impl = Impl(op="logprob@1", target="acme_plugin:check", requires=Requires(device="cpu"))
-backend = Backend(name="acme", api=(1, 0), impls=(impl,), self_test="acme_plugin:check")
+backend = Backend(name="acme", api=(2, 0), impls=(impl,), self_test="acme_plugin:check")
 """
 
 

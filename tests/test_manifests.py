@@ -17,7 +17,7 @@ from tests.plugins import good, module_of
 
 LOGITS, IDS = torch.zeros(2, 3), torch.tensor([0, 1])
 MANIFEST = "from rlkernel_core import Backend, Impl, Requires\n"
-CLAIM = "backend = Backend(name='acme', api=(1, 0), impls=(Impl(op='logprob@1', target='a:b', requires=Requires({})),))"
+CLAIM = "backend = Backend(name='acme', api=(2, 0), impls=(Impl(op='logprob@1', target='a:b', requires=Requires({})),))"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_requirements_of_every_form_are_taken(plug, requires) -> None:
 
 
 def test_auto_is_no_name_for_a_backend(plug) -> None:
-    plug("auto", MANIFEST + "backend = Backend(name='auto', api=(1, 0), impls=())")
+    plug("auto", MANIFEST + "backend = Backend(name='auto', api=(2, 0), impls=())")
     reason = policy.installed()["auto"].reason
     assert (reason.slug, "'auto'" in reason.text) == ("load/invalid-manifest", True)
 
@@ -68,10 +68,10 @@ def test_auto_is_no_name_for_a_backend(plug) -> None:
     [
         (
             MANIFEST + "class Mine(Backend):\n    def of(self, op): raise RuntimeError(op)\n"
-            "backend = Mine(name='acme', api=(1, 0), impls=())",
+            "backend = Mine(name='acme', api=(2, 0), impls=())",
             "load/not-a-manifest",
         ),
-        (MANIFEST + "backend = Backend.model_construct(name='acme', api=(1, 0), impls=None)", "load/invalid-manifest"),
+        (MANIFEST + "backend = Backend.model_construct(name='acme', api=(2, 0), impls=None)", "load/invalid-manifest"),
         (MANIFEST + "backend = Backend", "load/not-a-manifest"),
         ("class ValidationError(Exception): pass\nraise ValidationError('of another library')", "load/import-error"),
         ("class Mute(Exception):\n    def __str__(self): raise RuntimeError\nraise Mute", "load/import-error"),

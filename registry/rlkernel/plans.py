@@ -61,6 +61,11 @@ class Table(dict[Any, Plan]):
         super().__init__()
         self.made = self.evicted = 0
 
+    def forget(self) -> None:
+        """Drop all plans, and what is known of earlier ones."""
+        self.clear()
+        self.made = self.evicted = 0
+
     def keep(self, key: tuple[Any, ...], plan: Plan) -> Plan:
         """Store a plan, at the cost of the oldest ones where there are too many."""
         if len(self) >= MOST:

@@ -54,7 +54,7 @@ class Scope:
     def forget(self) -> None:
         """Forget what was decided and planned."""
         for op in OPERATORS:
-            self.tables[op].clear()
+            self.tables[op].forget()
             self.kinds[op].clear()
             self.bound[op].clear()
 

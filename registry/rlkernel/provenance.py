@@ -74,6 +74,14 @@ class Planned:
     made: int
     evicted: int  # because a table was full
 
+    def __str__(self) -> str:
+        dropped = f", {self.evicted} dropped because a table was full" if self.evicted else ""
+        return f"{self.op}: {self.plans} held, {self.made} made{dropped}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"op": self.op, "plans": self.plans, "made": self.made, "evicted": self.evicted}
+
 
 def plans() -> list[Planned]:
     """What the tables of plans hold, for every operator that has been called."""

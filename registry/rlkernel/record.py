@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rlkernel.integrations import host
-from rlkernel.provenance import Ran, decisions_hash, status
+from rlkernel.provenance import Planned, Ran, decisions_hash, plans, status
 from rlkernel_core import __version__
 from rlkernel_core.decision import Call, Decision, OpPolicy, Rejected
 from rlkernel_core.errors import ConfigError
@@ -26,7 +26,7 @@ def content() -> dict[str, Any]:
     decisions = [r.as_dict() for r in status()]
     through = [entry.as_dict() for entry in host.seen()]
     known = {"version": VERSION, "rlkernel": __version__, "hash": decisions_hash(), "decisions": decisions}
-    return {**known, "hosts": through}
+    return {**known, "hosts": through, "plans": [p.as_dict() for p in plans()]}
 
 
 def write(folder: str | Path) -> Path:
@@ -62,6 +62,15 @@ def through(run: str | Path) -> list[host.Active]:
             for h in found.get("hosts", ())
         ],
     )
+
+
+def planned(run: str | Path) -> list[Planned]:
+    """The plans that a run held when it was recorded; none in a record of before there were any.
+
+    Raises:
+        ConfigError: as `read`.
+    """
+    return _read(run, lambda found: [Planned(**row) for row in found.get("plans", ())])
 
 
 def _read(run: str | Path, part: Callable[[Any], T]) -> T:

@@ -11,6 +11,7 @@ from rlkernel import integrations, policy, record
 from rlkernel.cli.options import Json, Order, ordered
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel.probe import arch_of, device_here
+from rlkernel.provenance import plans
 from rlkernel.survey import Situation, served, survey
 from rlkernel.wording import remark
 from rlkernel_core.decision import Decision
@@ -53,7 +54,8 @@ def command(
     training = [d for d in training if "grad" in OPERATORS[d.call.op.partition("@")[0]].feature_names]
     if json:
         found = {"decisions": [d.as_dict() for d in (*plain_calls, *training)], "hosts": _hosts()}
-        print_json({"device": where, "arch": situations[0].arch, "lock": lock, **found})
+        held = [p.as_dict() for p in plans()]
+        print_json({"device": where, "arch": situations[0].arch, "lock": lock, **found, "plans": held})
     else:
         _print_here(where, situations[0].arch, lock, plain_calls, {d.call.op: d for d in training})
     if not all(served(d) for d in (*plain_calls, *training)):
@@ -76,6 +78,8 @@ def _print_here(
             f"host  {name} {host['installed']}: {'supported' if host['supported'] else 'needs ' + host['needs']}"
         )
     typer.echo(f"lock  {lock or 'none'}")
+    for held in plans():  # of what self-tests and plugins called here
+        typer.echo(f"plans {held}")
 
 
 def _hosts() -> dict[str, dict[str, Any]]:
@@ -93,10 +97,10 @@ def _served_by(decision: Decision) -> str:
 
 def _print_run(run: Path, *, json: bool) -> None:
     digest, ran = record.read(run)
-    hosts = record.through(run)
+    hosts, planned = record.through(run), record.planned(run)
     if json:
         found = {"decisions": [r.as_dict() for r in ran], "hosts": [h.as_dict() for h in hosts]}
-        print_json({"hash": digest, **found})
+        print_json({"hash": digest, **found, "plans": [p.as_dict() for p in planned]})
         return
     rows = []
     for r in ran:
@@ -118,4 +122,6 @@ def _print_run(run: Path, *, json: bool) -> None:
     print_table(columns, rows, title=str(run))
     for through in hosts:
         typer.echo(f"through {through}")
+    for held in planned:
+        typer.echo(f"plans {held}")
     typer.echo(f"decisions {digest}")
