@@ -7,9 +7,9 @@ import torch
 import toy_kernels as toy
 
 import rlkernel as rlk
+from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.reference import direct
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_core.errors import UnknownNameError
 from rlkernel_rocm.simulated.driver import activate, simulated
 from rlkernel_rocm.simulator import OutOfBoundsError, SimulationError
 
