@@ -11,7 +11,6 @@ begin before the import and end with the last result.
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 import time
@@ -85,11 +84,12 @@ class Calls:
 
 def compiled_on_the_spot() -> Callable[..., Any]:
     """Run an operator of the backend `triton`."""
+    from rlkernel_core.spec import OPERATORS
     from rlkernel_triton.claims import CLAIMS
 
     def run(op: str, **given: Any) -> Any:
         module, _, name = CLAIMS[op].target.partition(":")
-        return getattr(import_module(module), name)(**given)
+        return getattr(import_module(module), name)(OPERATORS[op].call(**given))
 
     return run
 
@@ -101,13 +101,11 @@ def from_bundles(name: str) -> Callable[..., Any]:
     module = import_module(name)
 
     def run(op: str, **given: Any) -> Any:
-        defaults = {
-            n: p.default for n, p in OPERATORS[op].parameters.items() if p.default is not inspect.Parameter.empty
-        }
-        refused = getattr(module, f"{op}_fits")(**{**defaults, **given}) if hasattr(module, "_found") else None
+        call = OPERATORS[op].call(**given)
+        refused = getattr(module, f"{op}_fits")(call) if hasattr(module, "_found") else None
         if refused is not None:
             raise RuntimeError(f"{op}: {refused}")
-        return getattr(module, op)(**given)
+        return getattr(module, op)(call)
 
     return run
 

@@ -38,9 +38,9 @@ Section = Callable[[], Any]
 
 def capture(fn: Any, example: Any, **options: Any) -> Any:
     """The operator, straight from the backend."""
-    from rlkernel_triton.graphs.capture import capture as served
+    from rlkernel_bench.direct import of_triton
 
-    return served(fn, example, **options)
+    return of_triton.capture(fn, example, **options)
 
 
 # ------------------------------------------------------------------------------------------------- what may go wrong

@@ -190,14 +190,13 @@ def bound(name: str, want: dict[str, Any], D: int) -> float:
 def call(x: Any, w: Any, ids: Any, g: Any, h: Any, wanted: tuple[bool, ...], **options: Any) -> tuple[Any, ...]:
     """The operator and its backward pass."""
     import torch
-
-    from rlkernel_cuda.linear_logprob import linear_logprob
+    from rlkernel_bench.direct import of_cuda
 
     bias = options.pop("bias", None)
     leaves = [
         None if t is None else t.detach().requires_grad_(want) for t, want in zip((x, w, bias), wanted, strict=True)
     ]
-    out = linear_logprob(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True, **options)
+    out = of_cuda.linear_logprob(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True, **options)
     asked = [t for t in leaves if t is not None and t.requires_grad]
     grads = torch.autograd.grad((out.logprob, out.entropy), asked, (g, h)) if asked else ()
     return out, dict(zip([i for i, t in enumerate(leaves) if t is not None and t.requires_grad], grads, strict=True))
@@ -506,8 +505,7 @@ def policy() -> dict[str, Any]:
 def graph() -> bool:
     """Forward and backward recorded, replayed on another batch."""
     import torch
-
-    from rlkernel_cuda.linear_logprob import linear_logprob
+    from rlkernel_bench.direct import of_cuda
 
     x, w, ids = data(512, 512, 9000)
     mask = torch.rand(512, device="cuda") > 0.3
@@ -515,7 +513,7 @@ def graph() -> bool:
     w.requires_grad_()
 
     def step() -> tuple[Any, ...]:
-        out = linear_logprob(x, w, ids, mask=mask, entropy=True)
+        out = of_cuda.linear_logprob(x, w, ids, mask=mask, entropy=True)
         return out.logprob, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (x, w))
 
     side = torch.cuda.Stream()
@@ -606,10 +604,10 @@ def loss_by(variant: str, given: tuple[Any, ...]) -> Any:
     """The policy loss with one of the kernels."""
 
     def run() -> None:
-        from rlkernel_cuda.linear_policy_loss import linear_policy_loss
+        from rlkernel_bench.direct import of_cuda
 
         use(variant)
-        loss_of(*given, linear_policy_loss)
+        loss_of(*given, of_cuda.linear_policy_loss)
 
     return run
 

@@ -243,6 +243,7 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
 def right(shapes: list[Any]) -> dict[str, Any]:
     """Every case, each with two shapes, against the reference."""
     import torch
+    from rlkernel_bench.direct import of_cuda
 
     from rlkernel_cuda.sampling import call
 
@@ -257,10 +258,10 @@ def right(shapes: list[Any]) -> dict[str, Any]:
         outs = []
         for shape in dict.fromkeys((shapes[i % len(shapes)], shapes[(i + 1) % len(shapes)])):
             call.FILTERED = call.CUT = ((2**31, shape),)
-            call.PLANS.clear()
-            outs.append(call.sample(x, **args))
+            of_cuda.sample.forget()
+            outs.append(of_cuda.sample(x, **args))
         call.FILTERED, call.CUT = tables[0], tables[2]
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         torch.cuda.synchronize()
         found = judged(x, args, outs[0])
         total["rows"] += found["rows"]
@@ -284,14 +285,13 @@ def right(shapes: list[Any]) -> dict[str, Any]:
 def right_more() -> dict[str, Any]:
     """Dtypes, no filter at all, places, strides, slots, numbers, vocab_size, several rows a block."""
     import torch
-
-    from rlkernel_cuda.sampling import call
+    from rlkernel_bench.direct import of_cuda
 
     g = torch.Generator("cuda").manual_seed(3)
     found: dict[str, Any] = {"wrong": []}
 
     def tried(name: str, x: Any, **args: Any) -> Any:
-        out = call.sample(x, **args)
+        out = of_cuda.sample(x, **args)
         told = judged(x[:, : args.pop("vocab_size", None) or x.shape[1]], args, out)
         found[name] = {k: told[k] for k in ("rows", "near", "slow", "worst")}
         found["wrong"] += [{"case": name, **w} for w in told["wrong"]][:3]
@@ -305,12 +305,12 @@ def right_more() -> dict[str, Any]:
     for n in (1, 3, 40, 100, 300):
         tried(f"no filter {n}", x[:n], temperature=torch.tensor(0.9, device="cuda"), seed=noise["seed"][:n], step=5)
     whole = tried("padded columns", x, **usual, vocab_size=32000)
-    same = call.sample(x[:, :32000].contiguous(), **usual)
-    turned = call.sample(x.flip(0), **{**usual, "seed": noise["seed"].flip(0)}, vocab_size=32000)
-    part = call.sample(x[7:8], **{**usual, "seed": noise["seed"][7:8]}, vocab_size=32000)
+    same = of_cuda.sample(x[:, :32000].contiguous(), **usual)
+    turned = of_cuda.sample(x.flip(0), **{**usual, "seed": noise["seed"].flip(0)}, vocab_size=32000)
+    part = of_cuda.sample(x[7:8], **{**usual, "seed": noise["seed"][7:8]}, vocab_size=32000)
     slot = torch.arange(300, device="cuda").flip(0)
     slot[5] = -1
-    slotted = call.sample(x.flip(0), **usual, vocab_size=32000, slot=slot)
+    slotted = of_cuda.sample(x.flip(0), **usual, vocab_size=32000, slot=slot)
     for field in ("token", "logprob", "log_kept_mass", "kept_count", "threshold", "threshold_id"):
         a = getattr(whole, field)
         found[f"bits {field}"] = [
@@ -374,6 +374,7 @@ def reading_on(save: Any) -> dict[str, Any]:
     edits themselves, top-n and ranks it does not claim.
     """
     import torch
+    from rlkernel_bench.direct import of_cuda
 
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape
@@ -383,12 +384,12 @@ def reading_on(save: Any) -> dict[str, Any]:
 
     def drawn(shape: tuple[int, ...], x: Any, **args: Any) -> Any:
         call.FILTERED = call.CUT = ((2**31, Shape(*shape)),)
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         try:
-            return call.sample(x, **args)
+            return of_cuda.sample(x, **args)
         finally:
             call.FILTERED, call.CUT = table
-            call.PLANS.clear()
+            of_cuda.sample.forget()
 
     def same(name: str, a: Any, b: Any) -> None:
         bits = {torch.float32: torch.int32}
@@ -452,6 +453,7 @@ def reading_on(save: Any) -> dict[str, Any]:
 def steps(save: Any) -> dict[str, Any]:
     """Blocks that read on and a block a row, at numbers of rows between which a choice is made."""
     import torch
+    from rlkernel_bench.direct import of_cuda
 
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape
@@ -470,12 +472,12 @@ def steps(save: Any) -> dict[str, Any]:
             inputs = [logits(kind, B, dtype, i) for i in range(2)]
             for s in (APART, READ_ON):
                 call.FILTERED = call.CUT = ((2**31, Shape(*s)),)
-                call.PLANS.clear()
-                rows[f"{name} {s}"] = tried(partial(call.sample, **law), inputs, 4)
+                of_cuda.sample.forget()
+                rows[f"{name} {s}"] = tried(partial(of_cuda.sample, **law), inputs, 4)
             del inputs
         out[str(B)] = rows
         call.FILTERED, call.CUT = table
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         save(out)
         print(B, json.dumps(rows), flush=True)
         torch.cuda.empty_cache()
@@ -527,10 +529,10 @@ def tried(*what: Any) -> float | str:
 def timing(save: Any) -> dict[str, Any]:
     """Every workload at every number of rows."""
     import torch
+    from rlkernel_bench.direct import of_cuda, of_triton
 
     from rlkernel_cuda.sampling import call
     from rlkernel_cuda.sampling.launch import Shape
-    from rlkernel_triton.sampling.call import sample as portable
 
     tables = call.FILTERED, call.PLAIN, call.CUT
     out: dict[str, Any] = {}
@@ -547,30 +549,30 @@ def timing(save: Any) -> dict[str, Any]:
         inputs = [logits("normal", B, torch.float32, i) for i in range(buffers)]
         for s in shapes:
             call.FILTERED = call.CUT = ((2**31, Shape(*s)),)
-            call.PLANS.clear()
-            rows[f"50, 0.95 {s}"] = tried(partial(call.sample, **both), inputs, calls)
+            of_cuda.sample.forget()
+            rows[f"50, 0.95 {s}"] = tried(partial(of_cuda.sample, **both), inputs, calls)
         call.FILTERED, call.CUT = tables[0], tables[2]
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         for s in PLAIN_SWEEP[B]:
             call.PLAIN = ((2**31, Shape(*s)),)
-            call.PLANS.clear()
-            rows[f"no filter {s}"] = tried(partial(call.sample, **base), inputs, calls)
+            of_cuda.sample.forget()
+            rows[f"no filter {s}"] = tried(partial(of_cuda.sample, **base), inputs, calls)
         call.PLAIN = tables[1]
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         rows["one read"] = timed(lambda x: x.sum(), inputs, calls)
-        rows["portable 50, 0.95"] = tried(partial(portable, **both), inputs, calls)
+        rows["portable 50, 0.95"] = tried(partial(of_triton.sample, **both), inputs, calls)
         for kind, args in (("flat", nucleus), ("skewed", both), ("skewed", nucleus)):
             for i, x in enumerate(inputs):
                 x.copy_(logits(kind, B, torch.float32, i)) if i < 2 else x.copy_(inputs[i % 2])
             name = "0.95" if args is nucleus else "50, 0.95"
-            rows[f"{kind} {name}"] = tried(partial(call.sample, **args), inputs, calls)
+            rows[f"{kind} {name}"] = tried(partial(of_cuda.sample, **args), inputs, calls)
         start = time.perf_counter()
         for i in range(50):
-            call.sample(inputs[i % 2], **both)
+            of_cuda.sample(inputs[i % 2], **both)
         rows["host us"] = round((time.perf_counter() - start) / 50 * 1e6, 1)
         torch.cuda.synchronize()
         call.FILTERED, call.CUT = tables[0], tables[2]
-        call.PLANS.clear()
+        of_cuda.sample.forget()
         out[str(B)] = rows
         save(out)
         print(B, json.dumps(rows), flush=True)
@@ -624,8 +626,7 @@ def peers() -> dict[str, Any]:
     import flashinfer
     import torch
     from flashinfer import sampling as fi
-
-    from rlkernel_cuda.sampling import call
+    from rlkernel_bench.direct import of_cuda
 
     out: dict[str, Any] = {"version": flashinfer.__version__}
     for B in SWEEP:
@@ -637,7 +638,7 @@ def peers() -> dict[str, Any]:
         ours = {"temperature": torch.ones(B, device="cuda"), "top_k": k, "top_p": p, "seed": ids, "step": ids}
         law = {n: ours[n] for n in ("temperature", "seed", "step")}
         ways = {
-            "ours 50, 0.95": lambda x, a=ours: call.sample(x, **a),
+            "ours 50, 0.95": lambda x, a=ours: of_cuda.sample(x, **a),
             "joint": lambda x, k=k, p=p, n=noise: fi.top_k_top_p_sampling_from_logits(
                 x, k, p, filter_apply_order="joint", **n
             ),
@@ -645,7 +646,7 @@ def peers() -> dict[str, Any]:
             "softmax + cake": lambda x, k=k, p=p: flashinfer.cake_top_k_top_p_sampling_from_probs(
                 fi.softmax(x), k, p, top_k_max=64, philox_seed=1, philox_offset=0
             ),
-            "ours no filter": lambda x, a=law: call.sample(x, **a),
+            "ours no filter": lambda x, a=law: of_cuda.sample(x, **a),
             "gumbel": lambda x, n=noise: fi.sampling_from_logits(x, **n),
         }
         out[str(B)] = {}

@@ -76,14 +76,13 @@ def kept(kind: str, B: int = 64) -> dict[str, Any]:
 def times(B: int) -> dict[str, Any]:
     """Ours whole, and FlashInfer's three calls, its softmax alone too."""
     from flashinfer import sampling as fi
-
-    from rlkernel_cuda.sampling import call
+    from rlkernel_bench.direct import of_cuda
 
     inputs = [rows("normal", B) for _ in range(max(2, min(64, -(-(256 << 20) // (B * V * 4)))))]
     ids = torch.arange(B, device="cuda")
     given = {"temperature": torch.ones(B, device="cuda"), "top_p": torch.full((B,), P, device="cuda")}
     given |= {"top_k": torch.full((B,), K, device="cuda", dtype=torch.int32), "seed": ids, "step": ids}
-    ways = {"ours, whole": lambda x: call.sample(x, **given), "its law": law, "its softmax alone": fi.softmax}
+    ways = {"ours, whole": lambda x: of_cuda.sample(x, **given), "its law": law, "its softmax alone": fi.softmax}
     return {name: round(timed(way, inputs, len(inputs)), 1) for name, way in ways.items()}
 
 

@@ -126,13 +126,12 @@ def replayed(calls: list[Callable[[], Any]], seconds: float = 0.06) -> float:
 def weights(name: str, kind: str = "int4_g128") -> tuple[Any, list[Any]]:
     """A bf16 weight, and packed copies of it that exceed the cache together."""
     import torch
-
-    from rlkernel_triton.quant import codec
+    from rlkernel_bench.direct import of_triton
 
     torch.manual_seed(1)
     N, K = SHAPES[name]
     full = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-    first = codec.prepack(codec.quantize(full, kind))
+    first = of_triton.prepack(of_triton.quantize(full, kind))
     copies = [first]
     while sum(w.nbytes for w in copies) < COLD:
         parts = {n: t.clone() for n, t in first.parts.items()}
@@ -157,11 +156,12 @@ def caller(x: Any, w: Any, cut: dict[str, Any], y: Any) -> Callable[[], Any]:
 def right_products() -> dict[str, Any]:
     """Products of every format against float64, as the share of the contract's bound that is used."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant as reference
     from rlkernel_core.quant.activations import quantize_activation
     from rlkernel_core.spec.qmatmul import UNITS, LoRA, accumulation_bound
-    from rlkernel_triton.quant import codec, product
+    from rlkernel_triton.quant import product
 
     torch.manual_seed(0)
     named = reference.QuantSpec.named
@@ -173,7 +173,7 @@ def right_products() -> dict[str, Any]:
             full = torch.randn(N, K, device="cuda")
             x = torch.randn(M, K, device="cuda").to(dtype)
             w = reference.quantize(full, spec, dtype=dtype if dtype != torch.float64 else torch.float32)
-            v = codec.prepack(w) if tiled else w
+            v = of_triton.prepack(w) if tiled else w
             y = product.product(x, v, product.After(**more), rounding)
             exact = reference.dequantize(w, dtype=dtype if rounding == "dtype" else torch.float32).double()
             left = x.double() if spec.act == "none" else quantize_activation(x.float(), spec).value().double()
@@ -233,8 +233,7 @@ def right_products() -> dict[str, Any]:
 def check_cuts(part: int) -> dict[str, Any]:
     """Every cut of this part compiled, checked against a product of the dequantised weight, and run twice."""
     import torch
-
-    from rlkernel_triton.quant import codec
+    from rlkernel_bench.direct import of_triton
 
     found: dict[str, Any] = {}
     cache: dict[str, Any] = {}
@@ -247,8 +246,8 @@ def check_cuts(part: int) -> dict[str, Any]:
                 torch.manual_seed(1)
                 N, K = SHAPES[shape]
                 full = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-                w = codec.prepack(codec.quantize(full, "int4_g128"))
-                cache[shape] = w, codec.dequantize(w, dtype=torch.float32)
+                w = of_triton.prepack(of_triton.quantize(full, "int4_g128"))
+                cache[shape] = w, of_triton.dequantize(w, dtype=torch.float32)
             w, exact = cache[shape]
             torch.manual_seed(M)
             x = torch.randn(M, exact.shape[1], device="cuda", dtype=torch.bfloat16)
@@ -320,8 +319,9 @@ def time_large() -> dict[str, Any]:
 def time_codecs() -> dict[str, Any]:
     """TB/s of quantising bf16 and dequantising to bf16, all bytes read and written."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
-    from rlkernel_triton.quant import codec, storage
+    from rlkernel_triton.quant import storage
 
     found: dict[str, Any] = {}
     full = torch.randn(28672, 4096, device="cuda", dtype=torch.bfloat16)
@@ -340,16 +340,16 @@ def time_codecs() -> dict[str, Any]:
         "fp8_tensor",
     ):
         try:
-            w = codec.quantize(full, kind)
+            w = of_triton.quantize(full, kind)
             moved = w.nbytes + full.numel() * 2
-            took = replayed([lambda w=w: codec.quantize(full, w.spec, out=w)] * 4)
-            back = replayed([lambda w=w: codec.dequantize(w)] * 4)
+            took = replayed([lambda w=w: of_triton.quantize(full, w.spec, out=w)] * 4)
+            back = replayed([lambda w=w: of_triton.dequantize(w)] * 4)
             found[kind] = {"quantise": round(moved / took / 1e6, 3), "dequantise": round(moved / back / 1e6, 3)}
             if storage.tiles(w.spec, w.shape):
-                p = codec.prepack(w)
-                took = replayed([lambda p=p: codec.quantize(full, p.spec, out=p)] * 4)
-                back = replayed([lambda p=p: codec.dequantize(p)] * 4)
-                move = replayed([lambda w=w: codec.prepack(w)] * 4)
+                p = of_triton.prepack(w)
+                took = replayed([lambda p=p: of_triton.quantize(full, p.spec, out=p)] * 4)
+                back = replayed([lambda p=p: of_triton.dequantize(p)] * 4)
+                move = replayed([lambda w=w: of_triton.prepack(w)] * 4)
                 found[kind] |= {"quantise tiles": round(moved / took / 1e6, 3), "prepack us": move}
                 found[kind] |= {"dequantise tiles": round(moved / back / 1e6, 3)}
         except Exception as error:
@@ -361,8 +361,9 @@ def time_codecs() -> dict[str, Any]:
 def time_formats() -> dict[str, Any]:
     """Microseconds of the operator as it ships, in every family of formats, at 4096 x 28672."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
-    from rlkernel_triton.quant import codec, product
+    from rlkernel_triton.quant import product
     from rlkernel_triton.quant.product import After
 
     found: dict[str, Any] = {}
@@ -379,7 +380,7 @@ def time_formats() -> dict[str, Any]:
     ):
         try:
             full = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-            first = codec.prepack(codec.quantize(full, kind))
+            first = of_triton.prepack(of_triton.quantize(full, kind))
             copies = [first]
             while sum(w.nbytes for w in copies) < COLD:
                 parts = {n: t.clone() for n, t in first.parts.items()}

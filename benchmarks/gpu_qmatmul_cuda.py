@@ -215,16 +215,15 @@ def chained(run: Any, x: Any, y: Any, weights: list[Any]) -> Finding:
 def weight(N: int, K: int, kind: str, dtype: Any) -> Any:
     """A packed weight."""
     import torch
-
-    from rlkernel_triton.quant import codec
+    from rlkernel_bench.direct import of_triton
 
     full = torch.randn(N, K, device="cuda", dtype=dtype)
     from rlkernel_core.quant.spec import QuantSpec
 
     if not kind.startswith("int4"):
-        return codec.quantize(full, QuantSpec.named(kind))
+        return of_triton.quantize(full, QuantSpec.named(kind))
     half = {"scale_dtype": "float16"} if dtype == torch.float16 else {}
-    return codec.prepack(codec.quantize(full, QuantSpec.named(kind, **half)))
+    return of_triton.prepack(of_triton.quantize(full, QuantSpec.named(kind, **half)))
 
 
 def named(cut: Any) -> str:
@@ -241,10 +240,9 @@ def cut_in(label: str) -> str:
 def family_child(family: str, folder: Path, where: str, skip: set[str], hung: set[str]) -> None:
     """Check, then time, all jobs of a family; a line a finding."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_cuda.quant import launch
-    from rlkernel_triton.quant import codec
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     kept_compiler(folder)
     torch.manual_seed(1)
@@ -265,7 +263,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             sys.exit(1)  # the context is lost
 
     def exact_of(w: Any, dtype: Any, rounding: str) -> Any:
-        values = codec.dequantize(w, dtype=dtype if rounding == "dtype" else torch.float32)
+        values = of_triton.dequantize(w, dtype=dtype if rounding == "dtype" else torch.float32)
         return values.double()
 
     def small(kind: str, N: int, K: int, M: int, cut: Any, dtype_name: str) -> Finding:
@@ -294,14 +292,14 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             while sum(w.nbytes for w in copies) < COLD:
                 parts = {n: t.clone() for n, t in first.parts.items()}
                 copies.append(type(first)(first.spec, first.shape, first.dtype, parts, first.layout))
-            dense = codec.dequantize(first, dtype=torch.bfloat16)
+            dense = of_triton.dequantize(first, dtype=torch.bfloat16)
             state.update(shape=(N, K, kind), dense_at=None, copies=copies, dense=[dense, dense.clone()])
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(M, N, device="cuda", dtype=torch.bfloat16)
 
         def run(x: Any, w: Any, y: Any) -> None:
             if cut is None:
-                y.copy_(qmatmul(x, w))
+                y.copy_(of_triton.qmatmul(x, w))
             else:
                 run_of(x, w, None, y, cut)
 
@@ -311,7 +309,7 @@ def family_child(family: str, folder: Path, where: str, skip: set[str], hung: se
             if "exact" not in state:
                 state["exact"] = exact_of(w, torch.bfloat16, rounding)
             found = checked(lambda a, b: run(a, w, b), x, y, state["exact"], rounding, "bfloat16")
-        timing = partial(qmatmul, x) if cut is None else partial(run, x)
+        timing = partial(of_triton.qmatmul, x) if cut is None else partial(run, x)
         rest = () if cut is None else (y,)
         calls = [partial(timing, w, *rest) for w in state["copies"]]
         found["us"] = replayed(calls, 0.05)

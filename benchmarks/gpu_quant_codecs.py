@@ -44,9 +44,10 @@ def same(a: Any, b: Any) -> bool:
 def compared(index: int, device: str) -> dict[str, Any]:
     """One format: {tried, wrong}."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant as reference
-    from rlkernel_triton.quant import codec, storage
+    from rlkernel_triton.quant import storage
 
     torch.manual_seed(index)
     format_, options = SPECS[index]
@@ -68,19 +69,19 @@ def compared(index: int, device: str) -> dict[str, Any]:
                 full[33] *= 1e-38
                 full[34] *= 1e37
             full = full.to(dtype)
-            want, found = reference.quantize(full, spec), codec.quantize(full, spec)
+            want, found = reference.quantize(full, spec), of_triton.quantize(full, spec)
             tried += 1
             if not parts_same(want, found):
                 share = [float((want.parts[n].float() != found.parts[n].float()).float().mean()) for n in want.parts]
                 wrong.append(f"quantize {shape} {dtype} {share}")
-            if not same(reference.dequantize(want, dtype=dtype), codec.dequantize(want, dtype=dtype)):
+            if not same(reference.dequantize(want, dtype=dtype), of_triton.dequantize(want, dtype=dtype)):
                 wrong.append(f"dequantize {shape} {dtype}")
             if storage.tiles(spec, shape) and dtype == torch.bfloat16:
-                packed = codec.prepack(want)
-                if not codec.prepack(packed, layout="canonical").same_bits(want):
+                packed = of_triton.prepack(want)
+                if not of_triton.prepack(packed, layout="canonical").same_bits(want):
                     wrong.append(f"prepack {shape}")
-                codec.quantize(full * 2, spec, out=packed)
-                if not parts_same(reference.quantize(full * 2, spec), codec.prepack(packed, layout="canonical")):
+                of_triton.quantize(full * 2, spec, out=packed)
+                if not parts_same(reference.quantize(full * 2, spec), of_triton.prepack(packed, layout="canonical")):
                     wrong.append(f"update {shape} {dtype}")
     # Every code with scales of every exponent.
     every = reference.quantize(torch.randn(256, 1024, device=device), spec)
@@ -95,9 +96,11 @@ def compared(index: int, device: str) -> dict[str, Any]:
     for to in (torch.float32, torch.bfloat16, torch.float16):
         want = reference.dequantize(every, dtype=to)
         tried += 1
-        if not same(want, codec.dequantize(every, dtype=to)):
+        if not same(want, of_triton.dequantize(every, dtype=to)):
             wrong.append(f"every code {to}")
-        if storage.tiles(spec, (256, 1024)) and not same(want, codec.dequantize(codec.prepack(every), dtype=to)):
+        if storage.tiles(spec, (256, 1024)) and not same(
+            want, of_triton.dequantize(of_triton.prepack(every), dtype=to)
+        ):
             wrong.append(f"every code of tiles {to}")
     return {"tried": tried, "wrong": wrong}
 

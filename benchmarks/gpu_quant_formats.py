@@ -67,9 +67,9 @@ def same(a: Any, b: Any) -> bool:
 def bits(name: str) -> dict[str, Any]:
     """Dequantised, quantised, packed and unpacked weights of a format, against the definition on the CPU."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant
-    from rlkernel_triton.quant import codec
 
     verdict: dict[str, Any] = {}
     for rows, columns in ((7, 301), (64, 320)):
@@ -77,21 +77,21 @@ def bits(name: str) -> dict[str, Any]:
         on = w.to("cuda")
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             want = quant.dequantize(w, dtype=dtype)
-            verdict[f"{rows}x{columns} {str(dtype)[6:]}"] = same(codec.dequantize(on, dtype=dtype).cpu(), want)
-        packed = codec.prepack(on)
-        verdict[f"{rows}x{columns} {packed.layout}"] = codec.prepack(packed, layout="canonical").same_bits(on)
+            verdict[f"{rows}x{columns} {str(dtype)[6:]}"] = same(of_triton.dequantize(on, dtype=dtype).cpu(), want)
+        packed = of_triton.prepack(on)
+        verdict[f"{rows}x{columns} {packed.layout}"] = of_triton.prepack(packed, layout="canonical").same_bits(on)
         full = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
         full[1, 3], full[2], full[3] = torch.inf, 0, full[3] * 1e-38
-        made, want = codec.quantize(full.cuda(), name).to("cpu"), quant.quantize(full, name)
+        made, want = of_triton.quantize(full.cuda(), name).to("cpu"), quant.quantize(full, name)
         away = max(
             float((made.parts[n].view(torch.uint8) != t.view(torch.uint8)).double().mean())
             for n, t in want.parts.items()
             if n != "table" and t.dtype.itemsize == 1
         )
         verdict[f"{rows}x{columns} codes that differ"] = away
-        verdict[f"{rows}x{columns} values"] = same(codec.dequantize(made.to("cuda")).cpu(), quant.dequantize(want))
-        codec.quantize(full.cuda(), name, out=packed)
-        verdict[f"{rows}x{columns} in place"] = same(codec.dequantize(packed).cpu(), quant.dequantize(want))
+        verdict[f"{rows}x{columns} values"] = same(of_triton.dequantize(made.to("cuda")).cpu(), quant.dequantize(want))
+        of_triton.quantize(full.cuda(), name, out=packed)
+        verdict[f"{rows}x{columns} in place"] = same(of_triton.dequantize(packed).cpu(), quant.dequantize(want))
     return {"right": all(v is True or v == 0.0 for v in verdict.values()), **verdict}
 
 
@@ -123,10 +123,9 @@ def share_of_all(y: Any, x: Any, value: Any) -> float:
 def products(name: str) -> dict[str, Any]:
     """Products of every shape, type and rounding: the largest share of the bound."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant
-    from rlkernel_triton.quant.codec import prepack
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     half, short, full = torch.bfloat16, torch.float16, torch.float32
     calls = [(half, "any", 17), (half, "any", 100), (half, "dtype", 17), (short, "none", 17), (full, "any", 17)]
@@ -134,11 +133,11 @@ def products(name: str) -> dict[str, Any]:
     for rows, columns in ((66, 301), (192, 512)):
         w = quant.quantize(torch.randn(rows, columns, device="cuda"), name)
         value = quant.dequantize(w, dtype=torch.float32)
-        packed = prepack(w)
+        packed = of_triton.prepack(w)
         for weight in (w,) if packed is w else (packed,):
             for dtype, rounding, M in calls:
                 x = torch.randn(M, columns, device="cuda").to(dtype)
-                y, again = (qmatmul(x, weight, weight_rounding=rounding) for _ in range(2))
+                y, again = (of_triton.qmatmul(x, weight, weight_rounding=rounding) for _ in range(2))
                 share = share_of_bound(y, x, value, rounding) if torch.equal(y, again) else float("inf")
                 shares[f"{rows}x{columns} {weight.layout} {str(dtype)[6:]} {rounding} {M}"] = share
     return worst_of(shares)
@@ -162,11 +161,10 @@ def sizes_of(M: int, seed: int = 0) -> Any:
 def experts(name: str) -> dict[str, Any]:
     """Products of ragged and empty experts, each against its own product in float64; a bias, a pair; gradients."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant
     from rlkernel_core.reference.direct import qmatmul as definition
-    from rlkernel_triton.quant.codec import prepack
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     shares = {}
     for sizes in ((3, 0, 40, 5), (0, 0, 0, 200), (0, 0, 0, 0)):
@@ -175,9 +173,9 @@ def experts(name: str) -> dict[str, Any]:
         w = quant.quantize(torch.randn(4 * rows, columns, device="cuda"), name)
         value = quant.dequantize(w, dtype=torch.float32).view(4, rows, columns)
         x = torch.randn(M, columns, device="cuda").bfloat16()
-        weight = prepack(w)
+        weight = of_triton.prepack(w)
         for rounding in ("any", "none"):
-            y = qmatmul(x, weight, ends=ends, weight_rounding=rounding)
+            y = of_triton.qmatmul(x, weight, ends=ends, weight_rounding=rounding)
             bad = 0.0 if bool((y[sum(sizes) :] == 0).all()) else float("inf")
             start = 0
             for e, size in enumerate(sizes):
@@ -187,7 +185,7 @@ def experts(name: str) -> dict[str, Any]:
             shares[f"{sizes} {rounding}"] = bad
         bias = torch.randn(4 * rows, device="cuda").bfloat16()
         results = []
-        for f, v, dtype in ((qmatmul, weight, torch.bfloat16), (definition, w, torch.float64)):
+        for f, v, dtype in ((of_triton.qmatmul, weight, torch.bfloat16), (definition, w, torch.float64)):
             leaves = [t.detach().to(dtype).requires_grad_() for t in (x, bias)]
             y = f(leaves[0], v, bias=leaves[1], activation="swiglu", ends=ends)
             torch.manual_seed(0)
@@ -278,26 +276,25 @@ def cuts_of(name: str) -> Iterator[tuple[int, int, Any]]:
 def warm(name: str) -> dict[str, Any]:
     """Every call of the timing once, so that Triton's cache holds it; products against float64 on the way."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant
     from rlkernel_triton.quant.block_products import launch
-    from rlkernel_triton.quant.codec import dequantize, prepack, quantize
     from rlkernel_triton.quant.product import After
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     rows, columns = N_TIMED, K_TIMED
     full = torch.randn(rows, columns, device="cuda").bfloat16()
-    plain = quantize(full, name)
-    packed = prepack(plain)
-    quantize(full, plain.spec, out=packed)
-    value = dequantize(packed, dtype=torch.float32)
+    plain = of_triton.quantize(full, name)
+    packed = of_triton.prepack(plain)
+    of_triton.quantize(full, plain.spec, out=packed)
+    value = of_triton.dequantize(packed, dtype=torch.float32)
     want = quant.dequantize(quant.quantize(full[:512], name), dtype=torch.float32)
     shares = {"bits in place": 0.0 if same(value[:512], want) else 9.0}
     if name == "nvfp4":  # a scale of all
         shares.clear()
     for M in tokens_of(name):  # of every row: a race may spoil a few
         x = torch.randn(M, columns, device="cuda").bfloat16()
-        y, again = qmatmul(x, packed), qmatmul(x, packed)
+        y, again = of_triton.qmatmul(x, packed), of_triton.qmatmul(x, packed)
         if name != "int8_w8a8":  # tokens are rounded too
             shares[f"M={M}"] = share_of_all(y, x, value) if torch.equal(y, again) else float("inf")
     for M, parts, cut in cuts_of(name):
@@ -305,18 +302,17 @@ def warm(name: str) -> dict[str, Any]:
         y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
         launch(x, packed, After(), "any", None, y, cut, parts)
         shares[f"M={M} cut {label(cut)}/{parts}"] = share_of_all(y, x, value)
-    dequantize(plain), dequantize(packed)
+    of_triton.dequantize(plain), of_triton.dequantize(packed)
     return worst_of(shares)
 
 
 def speed() -> dict[str, Any]:
     """Products of 4096 x 28672 by tokens, through the operator, beside cuBLAS on a bf16 weight; cuts; codecs."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_triton.quant.block_products import launch
-    from rlkernel_triton.quant.codec import dequantize, prepack, quantize
     from rlkernel_triton.quant.product import After
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     found = Table("speed")
     rows, columns = N_TIMED, K_TIMED
@@ -328,10 +324,10 @@ def speed() -> dict[str, Any]:
     for M, x in inputs.items():
         found[f"bf16 M={M}"] = timed([partial(torch.mm, x, d.t()) for d in dense])
     for name in ("mxfp4", "nvfp4", "mxfp8", *OTHERS, *(f for f in FORMATS if f not in {"mxfp4", "nvfp4", "mxfp8"})):
-        plain = quantize(dense[0], name)
-        made = copies(prepack(plain))
+        plain = of_triton.quantize(dense[0], name)
+        made = copies(of_triton.prepack(plain))
         for M in tokens_of(name):
-            found[f"{name} M={M}"] = timed([partial(qmatmul, inputs[M], w) for w in made])
+            found[f"{name} M={M}"] = timed([partial(of_triton.qmatmul, inputs[M], w) for w in made])
         for M, parts, cut in cuts_of(name):
             y = torch.empty(M, rows, device="cuda", dtype=torch.bfloat16)
             found[f"{name} M={M} cut {label(cut)}/{parts}"] = timed(
@@ -342,12 +338,13 @@ def speed() -> dict[str, Any]:
             if layout and w.layout == "canonical":
                 continue
             for what, call in {
-                "quantise": partial(quantize, dense[0], w.spec, out=w), "dequantise": partial(dequantize, w),
-            }.items():  # fmt: skip
+                "quantise": partial(of_triton.quantize, dense[0], w.spec, out=w),
+                "dequantise": partial(of_triton.dequantize, w),
+            }.items():
                 took = timed([call] * 2, 0.02)
                 found[f"{what} TB/s {name}{layout}"] = round(moved / took / 1e6, 3) if isinstance(took, float) else took
         del made, plain
-    packs = int4packs(quantize(dense[0], "int4_g128"))
+    packs = int4packs(of_triton.quantize(dense[0], "int4_g128"))
     for M in (1, 4, 16, 32, 64, 128):
         found[f"torch int4pack M={M}"] = timed([partial(int4pack, inputs[M], *pack) for pack in packs])
     return found
@@ -390,24 +387,23 @@ def each_expert(x: Any, dense: Any, bounds: list[int], y: Any) -> None:
 def moe() -> dict[str, Any]:
     """A gpt-oss layer: 32 experts of 5760 x 2880, four a token; beside torch's grouped product and cuBLAS."""
     import torch
+    from rlkernel_bench.direct import of_triton
     from torch.nn import functional
 
     from rlkernel_triton.quant.block_products import Cut, launch
-    from rlkernel_triton.quant.codec import prepack, quantize
     from rlkernel_triton.quant.product import After
-    from rlkernel_triton.quant.qmatmul import qmatmul
 
     found = Table("moe")
     dense = torch.randn(EXPERTS, N, K, device="cuda", dtype=torch.bfloat16)
     packed: dict[str, Any] = {}
     cuts = (Cut(16, 64, 4, 4), Cut(16, 128, 4, 8), Cut(32, 128, 4, 8), Cut(64, 64, 3, 4), Cut(128, 128, 3, 8))
     for name in ("mxfp4", "nvfp4"):
-        packed[name] = w = prepack(quantize(dense.view(-1, K), name))
+        packed[name] = w = of_triton.prepack(of_triton.quantize(dense.view(-1, K), name))
         for tokens in (1, 4, 16, 64, 256, 1024, 4096) if name == "mxfp4" else (4, 64, 1024):
             ends = sizes_of(tokens)
             M, used = tokens * TOP, int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
             x, y = (torch.randn(M, n, device="cuda").bfloat16() for n in (K, N))
-            found[f"{name} {tokens} tokens"] = timed([partial(qmatmul, x, w, ends=ends)] * 3)
+            found[f"{name} {tokens} tokens"] = timed([partial(of_triton.qmatmul, x, w, ends=ends)] * 3)
             if name != "mxfp4":
                 continue
             turned = dense.transpose(1, 2)

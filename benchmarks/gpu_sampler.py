@@ -18,6 +18,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,9 @@ def correctness(limit: float) -> dict[str, Any]:
     Parameters are tensors, so that few builds serve many laws.
     """
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import sample as definition
-    from rlkernel_triton.sampling.call import sample
 
     off, K = 1.0, "top_k"
     laws: list[dict[str, Any]] = [
@@ -154,7 +155,7 @@ def correctness(limit: float) -> dict[str, Any]:
             law = {"seed": seed, "step": seed * 0 + 3, "entropy": True, "raw_logprob": True, "temperature": 0.9} | asked
             for name in (K, "top_p", "temperature"):
                 law[name] = torch.full((24,), law[name], device="cuda")
-            want, got = definition(x, **law), sample(x, **law)
+            want, got = definition(x, **law), of_triton.sample(x, **law)
             checked += 24
             for name in ("token", "kept_count", "threshold_id", "status"):
                 a, b = getattr(want, name), getattr(got, name)
@@ -180,9 +181,9 @@ def correctness(limit: float) -> dict[str, Any]:
 def draws() -> dict[str, Any]:
     """Tokens of 2048 ordinary rows a law against the definition; mismatches are counted."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import sample as definition
-    from rlkernel_triton.sampling.call import sample
 
     found: dict[str, Any] = {}
     for kind in ("normal", "skewed", "flat"):
@@ -191,7 +192,7 @@ def draws() -> dict[str, Any]:
             for part in range(2):
                 x = rows(kind, 64, torch.float32, seed=part)
                 law = {"seed": torch.arange(64, device="cuda") + 64 * part, "step": part, "temperature": 0.9} | asked
-                want, got = definition(x, **law), sample(x, **law)
+                want, got = definition(x, **law), of_triton.sample(x, **law)
                 same = want.token == got.token
                 off += int((~same).sum())
                 fallback += int(((got.status & 32) != 0).sum())
@@ -328,8 +329,7 @@ def profiled(case: str, kind: str, N: int, shape: Any) -> dict[str, float]:
 def neutral() -> dict[str, Any]:
     """What changes a bit although it says off."""
     import torch
-
-    from rlkernel_triton.sampling.call import sample
+    from rlkernel_bench.direct import of_triton
 
     differ = []
     for N, width in ((8, 33), (40, 32003)):
@@ -337,9 +337,9 @@ def neutral() -> dict[str, Any]:
         asked = {"temperature": 0.7, "seed": torch.arange(N, device="cuda"), "step": 3, "entropy": True}
         asked |= {"raw_logprob": True, "rank": True, "top_n": 3, "kept_capacity": 5}
         every = torch.full((N, -(-width // 32)), -1, dtype=torch.int32, device="cuda")
-        bare = sample(x, **asked)
+        bare = of_triton.sample(x, **asked)
         for off in ({"allowed": every}, {"top_k": 0}, {"top_p": 1.0}):
-            out = sample(x, **asked, **off)
+            out = of_triton.sample(x, **asked, **off)
             differ += [
                 f"{N} x {width} {[*off]}: {n}" for n, v in vars(bare).items() if not same_bits(v, getattr(out, n))
             ]
@@ -367,9 +367,9 @@ def operands(N: int, D: int, width: int, dtype: Any) -> tuple[Any, Any]:
 def heads_right() -> dict[str, Any]:
     """lm_head_sample against its definition, and a row's bits in batches on both sides of every choice of tiles."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import lm_head_sample as definition
-    from rlkernel_triton.head_sampling import lm_head_sample
 
     wrong, differ, checked = [], [], 0
     for dtype, width, D in ((torch.bfloat16, 32003, 256), (torch.float16, 8192, 200), (torch.float32, 5001, 128)):
@@ -387,7 +387,7 @@ def heads_right() -> dict[str, Any]:
         }
         for name, options in cases.items():
             given = {"temperature": 0.9, "seed": torch.arange(300, device="cuda") + 7, "step": 3, **options}
-            whole, want = lm_head_sample(hidden, weight, **given), definition(hidden, weight, **given)
+            whole, want = of_triton.lm_head_sample(hidden, weight, **given), definition(hidden, weight, **given)
             bad = (whole.token != want.token) | (whole.status & ~32 != want.status)
             bad |= (whole.kept_count - want.kept_count).abs() > (1 if name == "filters" else 0)
             same = ~bad
@@ -409,7 +409,7 @@ def heads_right() -> dict[str, Any]:
                 }
                 if name == "mask":
                     some |= {"seed": given["seed"]}  # the tables stay whole: slots point into them
-                out = lm_head_sample(hidden[part], weight, **some)
+                out = of_triton.lm_head_sample(hidden[part], weight, **some)
                 differ += [
                     f"{dtype} {name} [{first}:{first + n}]: {k}"
                     for k, v in vars(whole).items()
@@ -421,17 +421,16 @@ def heads_right() -> dict[str, Any]:
 def heads_in_batches() -> dict[str, Any]:
     """Bits of a row that differ between batches on both sides of every choice of tiles, at the head of an 8B model."""
     import torch
-
-    from rlkernel_triton.head_sampling import lm_head_sample
+    from rlkernel_bench.direct import of_triton
 
     differ = []
     hidden, weight = operands(256, 4096, V, torch.bfloat16)
     seed = torch.arange(256, device="cuda")
     for filters in ({}, {"top_k": 50, "top_p": 0.95}):
-        whole = lm_head_sample(hidden, weight, seed=seed, step=1, **filters)
+        whole = of_triton.lm_head_sample(hidden, weight, seed=seed, step=1, **filters)
         for first, n in ((0, 1), (11, 32), (100, 64), (3, 65), (128, 128)):
             part = slice(first, first + n)
-            out = lm_head_sample(hidden[part], weight, seed=seed[part], step=1, **filters)
+            out = of_triton.lm_head_sample(hidden[part], weight, seed=seed[part], step=1, **filters)
             differ += [
                 f"4096 x {V} {filters} [{first}:{first + n}]: {k}"
                 for k, v in vars(whole).items()
@@ -443,17 +442,11 @@ def heads_in_batches() -> dict[str, Any]:
 def heads() -> dict[str, Any]:
     """lm_head_sample at the head of an 8B model, beside draws from fp32 logits that cuBLAS stores: microseconds."""
     import torch
+    from rlkernel_bench.direct import of_cuda, of_triton
 
-    from rlkernel_triton.head_sampling import lm_head_sample
-    from rlkernel_triton.sampling.call import sample
-
-    draws = {"stored": sample}
-    try:
-        from rlkernel_cuda.sampling.call import sample as hopper
-
-        draws["stored, Hopper"] = hopper
-    except ImportError:
-        pass
+    draws = {"stored": of_triton.sample}
+    with suppress(ImportError):
+        draws["stored, Hopper"] = of_cuda.sample
     found: dict[str, Any] = {}
     for N in (1, 64, 256, 32, 128, 512):
         hidden, weight = operands(N, 4096, V, torch.bfloat16)
@@ -467,14 +460,14 @@ def heads() -> dict[str, Any]:
             given = {**law, **filters}
 
             def ours(hidden: Any = hidden, weight: Any = weight, given: Any = given) -> Any:
-                return lm_head_sample(hidden, weight, **given)
+                return of_triton.lm_head_sample(hidden, weight, **given)
 
             line["lm_head_sample" + name] = round(replayed([ours, ours]), 1)
             for label, draw in draws.items():
                 way = lambda d=draw, g=given, p=product: d(p(), **g)  # noqa: E731
                 line[label + name] = round(replayed([way, way]), 1)
             if not filters:
-                a, b = ours(), sample(product(), **given)
+                a, b = ours(), of_triton.sample(product(), **given)
                 line["tokens apart"] = int((a.token != b.token).sum())
                 line["cuBLAS alone"] = round(replayed([product, product]), 1)
         found[str(N)] = line
@@ -487,18 +480,17 @@ def heads() -> dict[str, Any]:
 def head_parts() -> dict[str, Any]:
     """Microseconds of each kernel of lm_head_sample alone, by the profiler."""
     import torch
+    from rlkernel_bench.direct import of_triton
     from torch.profiler import ProfilerActivity, profile
-
-    from rlkernel_triton.head_sampling import lm_head_sample
 
     found: dict[str, Any] = {}
     for N in (1, 64, 256):
         hidden, weight = operands(N, 4096, V, torch.bfloat16)
         given = {"seed": torch.arange(N, device="cuda"), "step": 3}
-        lm_head_sample(hidden, weight, **given)
+        of_triton.lm_head_sample(hidden, weight, **given)
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for _ in range(4):
-                lm_head_sample(hidden, weight, **given)
+                of_triton.lm_head_sample(hidden, weight, **given)
             torch.cuda.synchronize()
         found[str(N)] = {e.key: round(e.device_time_total / e.count, 2) for e in recorded.key_averages()}
     return found
@@ -507,8 +499,7 @@ def head_parts() -> dict[str, Any]:
 def drafts() -> dict[str, float]:
     """Microseconds of verify on 32 requests with four drafts each, by logits and by probabilities of the drafts."""
     import torch
-
-    from rlkernel_triton.verify import verify
+    from rlkernel_bench.direct import of_triton
 
     B, K = 32, 128
     x, q = rows("normal", K + B, torch.float32, seed=1), rows("normal", K, torch.float32, seed=2)
@@ -520,9 +511,9 @@ def drafts() -> dict[str, float]:
     ids = q.argmax(1)
     found = {}
     for name, law in (("draft_logits", q), ("draft_probs", q.softmax(1))):
-        found[name] = round(replayed([lambda n=name, v=law: verify(x, ids, **{n: v}, **given)] * 2), 1)
+        found[name] = round(replayed([lambda n=name, v=law: of_triton.verify(x, ids, **{n: v}, **given)] * 2), 1)
         found[f"{name}, top-k 50, top-p 0.95"] = round(
-            replayed([lambda n=name, v=law: verify(x, ids, **{n: v}, top_k=50, top_p=0.95, **given)] * 2), 1
+            replayed([lambda n=name, v=law: of_triton.verify(x, ids, **{n: v}, top_k=50, top_p=0.95, **given)] * 2), 1
         )
     return found
 
@@ -532,15 +523,19 @@ def eager() -> dict[str, float]:
     import torch
 
     import rlkernel as rlk
+    from rlkernel_core.spec.sample import SampleCall
     from rlkernel_triton import backend
     from rlkernel_triton.sampling.call import sample
+
+    def straight(x: Any, **given: Any) -> Any:
+        return sample(SampleCall(x, **given))
 
     x = rows("normal", 32, torch.float32)
     found = {}
     with rlk.registered(backend), rlk.use(backend.name, fallback="error"):
         for case in ("topk+topp", "none", "topp", "top_k=50 top_p=0.95"):
             given = requested(32, case)
-            for name, call in (("straight", sample), ("front door", rlk.sample)):
+            for name, call in (("straight", straight), ("front door", rlk.sample)):
                 for _ in range(20):
                     call(x, **given)
                 torch.cuda.synchronize()

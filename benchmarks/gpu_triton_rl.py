@@ -125,10 +125,10 @@ def worst(have: Any, want: Any) -> float:
 def right_advantages() -> dict[str, Any]:
     """Every recursion in every layout against the definition in float64; schedules bit by bit."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import advantage as definition
     from rlkernel_triton import recursion
-    from rlkernel_triton.advantage import advantage
 
     torch.manual_seed(0)
     found: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def right_advantages() -> dict[str, Any]:
                 elif layout != "plain":
                     given[layout] = mask if layout == "mask" else lengths
                 kind = name.partition(",")[0]
-                have = advantage(given.pop("rewards"), kind=kind, **given)
+                have = of_triton.advantage(given.pop("rewards"), kind=kind, **given)
                 wide = {
                     n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
                     for n, x in given.items()
@@ -181,15 +181,15 @@ def right_advantages() -> dict[str, Any]:
                     equal = torch.equal(same[0].out, same[1].out) and torch.equal(same[0].targets, same[1].targets)
                     found["schedules give the same bits"] = found.get("schedules give the same bits", True) and equal
     # Padded and packed, and a call repeated.
-    padded = advantage(rewards, kind="gae", values=values, lengths=lengths, gamma=0.99, lam=0.95).advantages
-    flat = advantage(
+    padded = of_triton.advantage(rewards, kind="gae", values=values, lengths=lengths, gamma=0.99, lam=0.95).advantages
+    flat = of_triton.advantage(
         rewards[packed], kind="gae", values=values[packed], cu_seqlens=cu, gamma=0.99, lam=0.95, reward_level="token"
     ).advantages
     found["packed and padded give the same bits"] = torch.equal(padded[packed], flat)
     bad = values.clone()
     bad[1, 5] = float("nan")
-    spoiled = advantage(rewards, kind="gae", values=bad, gamma=0.99, lam=0.95)
-    clean = advantage(rewards, kind="gae", values=values, gamma=0.99, lam=0.95)
+    spoiled = of_triton.advantage(rewards, kind="gae", values=bad, gamma=0.99, lam=0.95)
+    clean = of_triton.advantage(rewards, kind="gae", values=values, gamma=0.99, lam=0.95)
     others = [i for i in range(B) if i != 1]
     found["a NaN stays in its sequence"] = bool(
         (spoiled.advantages[1] == 0).all() and spoiled.stats.invalid[1]
@@ -205,10 +205,10 @@ def right_advantages() -> dict[str, Any]:
 def right_losses() -> dict[str, Any]:
     """Every kind and level against the definition in float64."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import policy_loss as definition
     from rlkernel_core.spec.policy_kinds import KINDS, REQUIRED, Correction
-    from rlkernel_triton.policy_loss import policy_loss
 
     torch.manual_seed(0)
     B, T = 6, 2500
@@ -232,7 +232,7 @@ def right_losses() -> dict[str, Any]:
             if kind != "gmpo":
                 more["correction"] = Correction("token", "truncate", None, 1.05)
             results = []
-            for f, wide in ((policy_loss, False), (definition, True)):
+            for f, wide in ((of_triton.policy_loss, False), (definition, True)):
                 cast = (lambda x: x.double()) if wide else (lambda x: x)
                 x, h = cast(lp).clone().requires_grad_(), cast(H).clone().requires_grad_()
                 out = f(
@@ -255,9 +255,9 @@ def right_losses() -> dict[str, Any]:
 def right_linear() -> dict[str, Any]:
     """linear_policy_loss against the definition in float64, in bf16 and fp32, per token and per sequence."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_core.reference.direct import linear_policy_loss as definition
-    from rlkernel_triton.linear_policy_loss import linear_policy_loss
 
     torch.manual_seed(0)
     B, T, D, V = 4, 700, 256, 5003
@@ -271,7 +271,7 @@ def right_linear() -> dict[str, Any]:
             old = torch.log_softmax(x.double() @ m.double().T, -1).gather(-1, ids[..., None])[..., 0].float()
             old = old + 0.05 * torch.randn(B, T, device="cuda")
             grads = []
-            for f, cast in ((linear_policy_loss, dtype), (definition, torch.float64)):
+            for f, cast in ((of_triton.linear_policy_loss, dtype), (definition, torch.float64)):
                 a, b = x.detach().to(cast).requires_grad_(), m.detach().to(cast).requires_grad_()
                 wide = cast == torch.float64
                 out = f(a, b, ids, old.double() if wide else old, A.double() if wide else A, mask=mask, kind=kind,
@@ -368,9 +368,9 @@ def plain_grpo(lp: Any, old: Any, A: Any, ref: Any, mask: Any) -> Any:
 def time_loss(limit: float) -> dict[str, Any]:
     """policy_loss forward and backward beside torch, eager and compiled, all in graphs and all eager."""
     import torch
+    from rlkernel_bench.direct import of_triton
 
     from rlkernel_triton import loss_batch
-    from rlkernel_triton.policy_loss import policy_loss
 
     found: dict[str, Any] = {}
     compiled = torch.compile(plain_grpo, dynamic=False)
@@ -389,8 +389,9 @@ def time_loss(limit: float) -> dict[str, Any]:
         ]  # fmt: skip
 
         def ours(lp: Any, old: Any, A: Any, ref: Any, mask: Any, *, back: bool = True) -> Any:
-            out = policy_loss(lp, old, A, mask=mask, kind="grpo", aggregate="token_mean", ref_logprob=ref, kl="k3",
-                              kl_coef=0.04)  # fmt: skip
+            out = of_triton.policy_loss(
+                lp, old, A, mask=mask, kind="grpo", aggregate="token_mean", ref_logprob=ref, kl="k3", kl_coef=0.04
+            )
             return torch.autograd.grad(out.loss, lp) if back else out.loss
 
         def theirs(f: Any, lp: Any, *rest: Any) -> Any:
@@ -425,10 +426,9 @@ def time_loss(limit: float) -> dict[str, Any]:
 
 
 def linear_call(N: int, D: int, V: int) -> tuple[Callable[..., Any], Callable[[], Any], list[Any]]:
-    """Forward and backward of linear_policy_loss, cuBLAS's logits, and the operands."""
+    """Forward and backward of of_triton.linear_policy_loss, cuBLAS's logits, and the operands."""
     import torch
-
-    from rlkernel_triton.linear_policy_loss import linear_policy_loss
+    from rlkernel_bench.direct import of_triton
 
     x = torch.randn(N, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
     w = (torch.randn(V, D, device="cuda") * (3 / D**0.5)).bfloat16().requires_grad_()
@@ -437,7 +437,7 @@ def linear_call(N: int, D: int, V: int) -> tuple[Callable[..., Any], Callable[[]
 
     def ours(limit: int | None = None) -> None:
         x.grad = w.grad = None
-        linear_policy_loss(
+        of_triton.linear_policy_loss(
             x, w, ids, old, A, kind="grpo", aggregate="token_mean", max_workspace_bytes=limit
         ).loss.backward()
 

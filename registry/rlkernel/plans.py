@@ -2,8 +2,8 @@
 
 A key holds everything that a check, a decision or a preparation may look at: of tensors dtype, device, sizes, strides,
 alignment and whether a gradient is wanted; of numbers, flags and names their values. Left out are values on the device
-and the integers that a spec calls `varying`, such as the step of a draw, of which a key knows only
-that they are unsigned 64-bit numbers.
+and the integers that a spec calls `varying`, such as the step of a draw, of which a key knows only how wide they are:
+whether a kernel that takes 32 bits takes them, or one that takes 64.
 
 Plans lie in one bounded table per operator and policy scope. `rlkernel status` shows how many there are.
 """
@@ -116,7 +116,7 @@ def parts(spec: OpSpec[Any, Any], names: Iterable[str], of: str = "") -> list[st
     for name in names:
         x, annotation = of + name, str(spec.parameters[name].annotation)
         if name in spec.varying:
-            out.append(f"0 <= {x} < {2**64} if {x}.__class__ is int else _key_of({x})")
+            out.append(f"(0 <= {x} < {2**31}) + (0 <= {x} < {2**64}) if {x}.__class__ is int else _key_of({x})")
         elif annotation == "Tensor":
             out += [f"{x}.dtype", f"{x}.shape", f"{x}.stride()", f"{x}.device", f"{x}.data_ptr() % {ALIGNMENT}"]
             out.append(f"{x}.requires_grad")

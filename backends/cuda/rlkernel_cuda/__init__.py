@@ -50,9 +50,10 @@ def _impl(op: str) -> Impl:
 
 SAMPLE: Final = Impl(
     op=OPERATORS["sample"].id,
-    target="rlkernel_cuda.sampling.call:sample",
+    target="rlkernel_cuda.sampling.call:prepare",
     requires=SAMPLER,
     supports=CLAIMED,
+    prepared=True,
     check="rlkernel_cuda.sampling.call:fits",
 )
 

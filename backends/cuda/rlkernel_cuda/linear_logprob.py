@@ -61,7 +61,7 @@ def fits(call: LinearLogprobCall) -> Reason | None:
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
+    """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 
     `plan.choose` states the extra memory. Rows that count are gathered, so masked ones cost neither forward nor
     recomputed logits; `support` and weights of another dtype are not claimed.

@@ -45,7 +45,7 @@ def fits(call: LinearPolicyLossCall) -> Reason | None:
 
 
 def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
-    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
+    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`."""
     hidden, weight, ids, bias, group = call.hidden, call.weight, call.ids, call.bias, call.group
     config = spec.configure(call)
     counted = _counted(ids, call.mask, call.cu_seqlens)

@@ -1,9 +1,10 @@
 """What the manifest says, what importing it costs, and what the fits-checks refuse."""
 
-import inspect
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_cuda import backend, cublaslt, flashinfer
 
 HERE = Path(__file__).parents[1]
@@ -31,14 +33,12 @@ def test_importing_claims_loads_neither_torch_nor_triton() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
-def test_targets_take_the_arguments_of_their_operator(impl) -> None:
-    from importlib import import_module
-
-    module, _, name = impl.target.partition(":")
-    spec = OPERATORS[impl.op.partition("@")[0]]
-    have = inspect.signature(getattr(import_module(module), name)).parameters
-    want = inspect.signature(spec.signature).parameters
-    assert [(p.name, p.kind, p.default) for p in have.values()] == [(p.name, p.kind, p.default) for p in want.values()]
+def test_targets_and_checks_take_the_record_of_their_operator(impl) -> None:
+    record = OPERATORS[impl.op.partition("@")[0]].record.__name__
+    for target in (impl.target, impl.check):
+        module, _, name = target.partition(":")
+        parameters = signature(getattr(import_module(module), name)).parameters.values()
+        assert [p.annotation for p in parameters] == [record]
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
@@ -56,7 +56,8 @@ def test_only_features_of_the_operator_are_claimed_and_only_on_hopper(impl) -> N
 def fits(weight) -> Reason | None:
     from rlkernel_cuda.linear_logprob import fits
 
-    return fits(torch.empty(3, weight.shape[1], dtype=torch.bfloat16), weight, torch.zeros(3, dtype=torch.long))
+    hidden = torch.empty(3, weight.shape[1], dtype=torch.bfloat16)
+    return fits(LinearLogprobCall(hidden, weight, torch.zeros(3, dtype=torch.long)))
 
 
 @pytest.mark.parametrize("D", [8, 12, 4096])

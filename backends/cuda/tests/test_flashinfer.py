@@ -13,6 +13,7 @@ from rlkernel_core.quant import quantize
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.reference.direct import qmatmul as definition
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda import token_kernels
 from rlkernel_cuda.flashinfer import NEEDED, backend
 from rlkernel_cuda.flashinfer import qmatmul as module
@@ -84,14 +85,14 @@ def installed(monkeypatch, tmp_path):
 def test_it_computes_what_qmatmul_means(installed, M) -> None:
     installed()
     x, w = product(M)
-    assert module.fits(x, w) is None
-    torch.testing.assert_close(module.qmatmul(x, w), definition(x, w), rtol=2**-7, atol=2**-7)
+    assert module.fits(QmatmulCall(x, w)) is None
+    torch.testing.assert_close(module.qmatmul(QmatmulCall(x, w)), definition(x, w), rtol=2**-7, atol=2**-7)
 
 
 def test_no_token_gives_no_row(installed) -> None:
     installed()
     x, w = product(4)
-    assert module.qmatmul(x[:0].view(0, 2, 384), w).shape == (0, 2, 256)
+    assert module.qmatmul(QmatmulCall(x[:0].view(0, 2, 384), w)).shape == (0, 2, 256)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +110,11 @@ def test_no_token_gives_no_row(installed) -> None:
 def test_a_flashinfer_that_cannot_run_is_a_reason_and_an_error(installed, fault, said) -> None:
     installed(**fault)
     x, w = product()
-    reason = module.fits(x, w)
+    reason = module.fits(QmatmulCall(x, w))
     assert said in reason.text
     assert reason.fix
     with pytest.raises(RLKernelError, match="FlashInfer"):
-        module.qmatmul(x, w)
+        module.qmatmul(QmatmulCall(x, w))
 
 
 def test_its_self_test_multiplies(installed) -> None:
@@ -142,7 +143,7 @@ def test_its_self_test_notices_a_wrong_product_and_a_flashinfer_that_cannot_run(
 )
 def test_what_does_not_fit_is_a_reason(installed, shape, spec, said) -> None:
     installed()
-    reason = module.fits(*product(**shape, spec=spec))
+    reason = module.fits(QmatmulCall(*product(**shape, spec=spec)))
     assert said in reason.text
 
 
@@ -155,7 +156,7 @@ def test_a_product_is_not_compiled_inside_a_capture(installed, monkeypatch) -> N
 
     x, w = product()
     with pytest.raises(CaptureError, match="call it once before"):
-        module.qmatmul(x.as_subclass(OnGpu), w)
+        module.qmatmul(QmatmulCall(x.as_subclass(OnGpu), w))
 
 
 def foreseen(monkeypatch, version, arch="sm90"):

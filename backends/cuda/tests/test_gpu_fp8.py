@@ -9,7 +9,7 @@ import torch
 
 from rlkernel_core import quant as reference
 from rlkernel_core.quant.activations import quantize_activation
-from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+from rlkernel_core.spec.qmatmul import UNITS, QmatmulCall, accumulation_bound
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
@@ -51,14 +51,14 @@ def test_a_product_is_within_the_bound(name, spec, M, N, K) -> None:
     if (name, spec) == ("cublaslt", BLOCKS):
         K = -(-K // 512) * 512
     x, w = product(spec, M, N, K)
-    assert module.fits(x, w) is None
+    assert module.fits(QmatmulCall(x, w)) is None
     given = quantize_activation(x.float(), spec).value().double()
     exact = reference.dequantize(w, dtype=torch.float32).double()
     want = given @ exact.t()
     bound = accumulation_bound(want, given.abs() @ exact.abs().t(), unit=UNITS["bfloat16"], inner=K)
-    y = module.qmatmul(x, w)
+    y = module.qmatmul(QmatmulCall(x, w))
     assert bool(((y.double() - want).abs() <= bound).all())
-    assert torch.equal(y, module.qmatmul(x, w))
+    assert torch.equal(y, module.qmatmul(QmatmulCall(x, w)))
 
 
 @pytest.mark.parametrize(("name", "spec"), LIBRARIES)
@@ -66,7 +66,7 @@ def test_a_token_that_is_not_finite_spoils_its_row_alone(name, spec) -> None:
     module = library(name)
     x, w = product(spec, 40)
     x[3, 200], x[9, 10] = float("nan"), float("inf")
-    bad = ~module.qmatmul(x, w).isfinite()
+    bad = ~module.qmatmul(QmatmulCall(x, w)).isfinite()
     assert bad.all(1).nonzero().flatten().tolist() == [3, 9]
     assert bad.any(1).nonzero().flatten().tolist() == [3, 9]
 
@@ -75,15 +75,15 @@ def test_a_token_that_is_not_finite_spoils_its_row_alone(name, spec) -> None:
 def test_a_replay_sees_new_tokens_and_a_new_weight(name, spec) -> None:
     module = library(name)
     (x, w), (other, written) = product(spec, 48), product(spec, 48, 640, 1024)
-    module.qmatmul(x, w)
+    module.qmatmul(QmatmulCall(x, w))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = module.qmatmul(x, w)
+        y = module.qmatmul(QmatmulCall(x, w))
     x.copy_(2 * other)
     for part in w.parts:
         w.parts[part].copy_(written.parts[part])
     graph.replay()
-    assert torch.equal(y, module.qmatmul(2 * other, written))
+    assert torch.equal(y, module.qmatmul(QmatmulCall(2 * other, written)))
 
 
 def test_a_compiler_that_fails_is_a_reason_and_ends_no_process_of_ours(monkeypatch, tmp_path) -> None:

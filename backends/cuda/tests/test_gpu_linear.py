@@ -7,6 +7,8 @@ import torch
 
 from rlkernel_core.reference.direct import linear_logprob as reference
 from rlkernel_core.reference.direct import linear_policy_loss as loss_reference
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
@@ -46,6 +48,12 @@ def case(N=333, D=256, V=5003, **options):
     return given
 
 
+def linear_logprob(*args, **options):
+    from rlkernel_cuda import linear_logprob as module
+
+    return module.linear_logprob(LinearLogprobCall(*args, **options))
+
+
 def run(operator, given, **more):
     leaves = {n: given[n].clone().requires_grad_() for n in ("hidden", "weight", "bias") if n in given}
     out = operator(**{**given, **leaves}, entropy=True, **more)
@@ -69,8 +77,6 @@ OPTIONS = {
 @pytest.mark.parametrize("mode", ["recompute", "save"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_match_float64(variant, options, mode) -> None:
-    from rlkernel_cuda.linear_logprob import linear_logprob
-
     given = case(**options)
     out, grads = run(linear_logprob, given, backward=mode)
     right, exact = run(reference, wide(given))
@@ -82,8 +88,6 @@ def test_values_and_gradients_match_float64(variant, options, mode) -> None:
 
 
 def test_a_row_has_the_same_bits_in_any_batch(variant) -> None:
-    from rlkernel_cuda.linear_logprob import linear_logprob
-
     given = case(N=1000)
     whole = linear_logprob(**given).logprob
     turned = {**given, "hidden": given["hidden"].flip(0), "ids": given["ids"].flip(0)}
@@ -110,7 +114,7 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
     slopes = torch.autograd.grad(want.loss, list(exact.values()))
     for kept in (module.KEPT, 2 * 5008 * 1100):
         monkeypatch.setattr(module, "KEPT", kept)
-        out = module.linear_policy_loss(**leaves, **given, **rest, aggregate="token_mean")
+        out = module.linear_policy_loss(LinearPolicyLossCall(**leaves, **given, **rest, aggregate="token_mean"))
         torch.testing.assert_close(out.loss.double(), want.loss, atol=1e-4, rtol=1e-4)
         for have, right in zip(torch.autograd.grad(out.loss, list(leaves.values())), slopes, strict=True):
             # A few tokens weigh most: rounding dz errs by up to 2^-9 and does not average out, 1.7e-3 for the result
@@ -119,7 +123,6 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
 
 def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
     from rlkernel_cuda import variants
-    from rlkernel_cuda.linear_logprob import linear_logprob
 
     given = case()
     monkeypatch.setattr(variants, "FORWARD", variants.PAIR)
@@ -131,8 +134,6 @@ def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
 @pytest.mark.parametrize("mode", ["recompute", "save"])
 def test_as_many_rows_and_logits_as_there_are(mode) -> None:
     """65536 rows and 2.6e9 logits: the last rows, which alone have an upstream gradient, are what they are alone."""
-    from rlkernel_cuda.linear_logprob import linear_logprob
-
     given = case(N=65536, D=64, V=40000)
     found = []
     for rows in (slice(0, 65536), slice(65533, 65536)):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rlkernel_core import quant as reference
-from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+from rlkernel_core.spec.qmatmul import UNITS, QmatmulCall, accumulation_bound
+from rlkernel_core.spec.quantize import PrepackCall, QuantizeCall
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
@@ -13,12 +14,29 @@ FORMATS8 = ("int8_channel", "fp8_channel", "fp8_tensor", "fp8_block128")
 
 
 def packed(kind, dtype, N=640, K=1024):
-    from rlkernel_triton.quant import codec
-
     options = {"scale_dtype": "float16"} if dtype == torch.float16 and kind.startswith("int4") else {}
     g = torch.Generator("cuda").manual_seed(N)
     full = torch.randn(N, K, device="cuda", generator=g, dtype=dtype)
-    return codec.prepack(reference.quantize(full, reference.QuantSpec.named(kind, **options)))
+    return prepack(reference.quantize(full, reference.QuantSpec.named(kind, **options)))
+
+
+def prepack(w, layout=None):
+    from rlkernel_triton.quant import codec
+
+    return codec.prepack(PrepackCall(w, layout=layout))
+
+
+def write(full, w):
+    """Quantise a weight into the storage of another."""
+    from rlkernel_triton.quant import codec
+
+    codec.quantize(QuantizeCall(full, w.spec, out=w))
+
+
+def qmatmul(x, w, **more):
+    from rlkernel_cuda.quant import qmatmul as module
+
+    return module.qmatmul(QmatmulCall(x, w, **more))
 
 
 def inputs(M, K, dtype):
@@ -35,22 +53,18 @@ def inputs(M, K, dtype):
     ],
 )
 def test_a_product_and_a_bias_are_within_the_bound(kind, M, dtype) -> None:
-    from rlkernel_cuda.quant.qmatmul import fits, qmatmul
+    from rlkernel_cuda.quant.qmatmul import fits
 
     w, x = packed(kind, dtype), inputs(M, 1024, dtype)
     bias = inputs(1, 640, dtype)[0]
-    assert fits(x, w, bias=bias) is None
-    exact = reference.dequantize(w if w.layout == "canonical" else _canonical(w), dtype=torch.float32).double()
+    assert fits(QmatmulCall(x, w, bias=bias)) is None
+    exact = reference.dequantize(
+        w if w.layout == "canonical" else prepack(w, "canonical"), dtype=torch.float32
+    ).double()
     want = x.double() @ exact.t() + bias.double()
     reach = x.double().abs() @ exact.abs().t() + bias.double().abs()
     bound = accumulation_bound(want, reach, unit=UNITS[str(dtype)[6:]], inner=1024)
     assert bool(((qmatmul(x, w, bias=bias).double() - want).abs() <= bound).all())
-
-
-def _canonical(w):
-    from rlkernel_triton.quant import codec
-
-    return codec.prepack(w, layout="canonical")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +73,6 @@ def _canonical(w):
 )
 def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M, shape) -> None:
     from rlkernel_cuda.quant import choice
-    from rlkernel_cuda.quant.qmatmul import qmatmul
 
     w, x = packed("int4_g128", torch.bfloat16, *shape), inputs(M, shape[1], torch.bfloat16)
     least = next(m for m in range(1, M + 1) if choice.cut(m, w) == choice.cut(M, w))
@@ -69,8 +82,6 @@ def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M, shape) 
 
 
 def test_a_code_that_is_nan_reaches_its_row_alone() -> None:
-    from rlkernel_cuda.quant.qmatmul import qmatmul
-
     w = packed("fp8_channel", torch.bfloat16)
     w.parts["codes"].view(torch.uint8)[77, 500] = 0xFF
     found = qmatmul(inputs(3, 1024, torch.bfloat16), w).isnan()
@@ -80,32 +91,26 @@ def test_a_code_that_is_nan_reaches_its_row_alone() -> None:
 
 @pytest.mark.parametrize("M", [4, 200])
 def test_replays_see_new_inputs_and_weights(M) -> None:
-    from rlkernel_cuda.quant.qmatmul import qmatmul
-    from rlkernel_triton.quant import codec
-
     w, x = packed("int4_g128", torch.bfloat16), inputs(M, 1024, torch.bfloat16)
     qmatmul(x, w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = qmatmul(x, w)
     x.copy_(inputs(M, 1024, torch.bfloat16) * 2)
-    codec.quantize(torch.randn(640, 1024, device="cuda").bfloat16(), w.spec, out=w)
+    write(torch.randn(640, 1024, device="cuda").bfloat16(), w)
     graph.replay()
     assert torch.equal(y, qmatmul(x, w))
 
 
 @pytest.mark.parametrize("M", [4, 16, 100, 200])
 def test_a_product_waits_for_the_kernels_before_it_in_a_graph(M) -> None:
-    from rlkernel_cuda.quant.qmatmul import qmatmul
-    from rlkernel_triton.quant import codec
-
     w, x = packed("int4_g128", torch.bfloat16, 4096, 4096), inputs(M, 4096, torch.bfloat16)
     xs = [inputs(M, 4096, torch.bfloat16) * i for i in range(1, 5)]
     weights = [torch.randn(4096, 4096, device="cuda").bfloat16() for _ in xs]
 
     def each():
         for x_i, full in zip(xs, weights, strict=True):
-            codec.quantize(full, w.spec, out=w)
+            write(full, w)
             torch.mul(x_i, 1, out=x)
             yield qmatmul(x, w)
             yield qmatmul(x.neg_(), w)

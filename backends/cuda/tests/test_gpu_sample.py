@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from rlkernel_core.reference.direct import sample as reference
+from rlkernel_core.spec.sample import SampleCall
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 FIELDS = ("token", "logprob", "log_kept_mass", "raw_logprob", "kept_count", "status", "threshold", "threshold_id")
+
+
+def sample(*args, **options):
+    from rlkernel_cuda.sampling.call import prepare
+
+    asked = SampleCall(*args, **options)
+    return prepare(asked)(asked)
 
 
 def case(N=70, V=32003, sigma=3.0, dtype=torch.float32):
@@ -29,8 +37,6 @@ LAWS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_results_are_the_reference_s(law, dtype) -> None:
-    from rlkernel_cuda.sampling.call import sample
-
     x, rest = case(dtype=dtype)
     have, want = sample(x, **rest, **law), reference(x, **rest, **law)
     assert have.token.tolist() == want.token.tolist()
@@ -44,9 +50,9 @@ def test_bits_depend_on_the_row_alone(law, monkeypatch) -> None:
     from rlkernel_cuda.sampling import call
 
     x, rest = case(N=600)  # more rows than multiprocessors: blocks that read on have several each
-    whole = call.sample(x, **rest, **law)
-    turned = call.sample(x.flip(0), **{**rest, "seed": rest["seed"].flip(0)}, **law)
-    alone = call.sample(x[5:6], **{**rest, "seed": rest["seed"][5:6]}, **law)
+    whole = sample(x, **rest, **law)
+    turned = sample(x.flip(0), **{**rest, "seed": rest["seed"].flip(0)}, **law)
+    alone = sample(x[5:6], **{**rest, "seed": rest["seed"][5:6]}, **law)
     shapes = {shape for _, shape in (*call.FILTERED, *call.CUT, *call.PLAIN)}
     for name in FIELDS:
         a = getattr(whole, name)
@@ -55,15 +61,11 @@ def test_bits_depend_on_the_row_alone(law, monkeypatch) -> None:
     for shape in shapes:
         for table in ("FILTERED", "CUT") if shape.finishers else ("FILTERED", "CUT", "PLAIN"):
             monkeypatch.setattr(call, table, ((2**31, shape),))
-        call.PLANS.clear()
-        other = call.sample(x, **rest, **law)
+        other = sample(x, **rest, **law)
         assert [n for n in FIELDS if not torch.equal(getattr(whole, n), getattr(other, n))] == []
-    call.PLANS.clear()
 
 
 def test_replays_draw_as_eager_calls_do() -> None:
-    from rlkernel_cuda.sampling.call import sample
-
     x, rest = case(N=5)
     rest["step"] = torch.zeros(5, dtype=torch.int64, device="cuda")
     sample(x, **rest, top_k=50, top_p=0.95)

@@ -11,6 +11,7 @@ import torch
 
 from rlkernel_core import quant as reference
 from rlkernel_core.errors import RLKernelError
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda import driver
 from rlkernel_cuda.quant import choice, early, launch
 from rlkernel_cuda.quant.qmatmul import fits
@@ -97,7 +98,7 @@ def test_a_stage_is_one_box_of_x_and_one_of_codes(shape, M, monkeypatch) -> None
 
 
 def refused(w, M=3, dtype=torch.bfloat16, **rest):
-    reason = fits(torch.zeros(M, w.shape[1], dtype=dtype), w, **rest)
+    reason = fits(QmatmulCall(torch.zeros(M, w.shape[1], dtype=dtype), w, **rest))
     return None if reason is None else reason.slug
 
 

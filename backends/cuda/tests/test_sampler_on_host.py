@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import rlkernel as rlk
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reference.direct import sample as reference
-from rlkernel_cuda.sampling.call import _given, sample, shape_of
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_cuda import backend
+from rlkernel_cuda.sampling.call import _given, prepare, shape_of
 from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
 
 HERE = Path(__file__).parent / "emulated"
@@ -214,5 +217,11 @@ def test_the_last_tile_of_a_row_may_be_read_by_quads_or_token_by_token(V, tmp_pa
 
 
 def test_logits_that_cannot_be_hashed_are_refused_by_name() -> None:
-    with pytest.raises(RLKernelError, match="logits"):
-        sample([[1.0, 2.0]], seed=0, step=0)
+    with rlk.registered(backend), rlk.use("cuda"), pytest.raises(RLKernelError, match="logits"):
+        rlk.sample([[1.0, 2.0]], seed=0, step=0)
+
+
+def test_a_feature_that_is_not_claimed_is_refused_by_name_before_anything_is_compiled() -> None:
+    call = SampleCall(torch.zeros(1, 8), seed=0, step=0, top_n=2, entropy=True)
+    with pytest.raises(RLKernelError, match="does not claim entropy, top_n"):
+        prepare(call)

@@ -9,6 +9,7 @@ import torch
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reference.logprob import logprob as definition
+from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_rocm.architectures import ARCHITECTURES, base
 from rlkernel_rocm.detect import detect
 
@@ -24,8 +25,8 @@ def self_test(device: str) -> None:
 
     g = torch.Generator().manual_seed(0)
     logits, ids = torch.randn(4, 1000, generator=g) * 3, torch.randint(0, 1000, (4,), generator=g)
-    got = logprob(logits.to(device, torch.bfloat16), ids.to(device)).logprob.cpu()
-    want = definition(logits.bfloat16().double(), ids).logprob
+    got = logprob(LogprobCall(logits.to(device, torch.bfloat16), ids.to(device))).logprob.cpu()
+    want = definition(LogprobCall(logits.bfloat16().double(), ids)).logprob
     error = (got.double() - want).abs().max().item()
     if not error < 1e-4:
         raise RLKernelError(f"log-probabilities on {device} are off by {error:.3g}; expected below 1e-4")

@@ -15,6 +15,7 @@ from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.reference.direct import qmatmul as definition
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_rocm.aiter import backend, calls
 from rlkernel_rocm.aiter.qmatmul import fits_gfx942, fits_gfx950, qmatmul
 
@@ -92,8 +93,8 @@ def test_the_call_computes_what_qmatmul_means(installed, weight) -> None:
     options = {} if weight == "int8_w8a8" else {"act": "token_fp8", "element": "e4m3fnuz"}
     w = rlk.quantize(torch.randn(32, 48, generator=g), QuantSpec.named(weight, **options))
     x = torch.randn(2, 5, 48, generator=g).bfloat16()
-    assert fits_gfx942(x, w) is None
-    torch.testing.assert_close(qmatmul(x, w), definition(x, w), rtol=2**-7, atol=1e-6)
+    assert fits_gfx942(QmatmulCall(x, w)) is None
+    torch.testing.assert_close(qmatmul(QmatmulCall(x, w)), definition(x, w), rtol=2**-7, atol=1e-6)
 
 
 def test_a_product_of_blocks_computes_what_qmatmul_means(installed) -> None:
@@ -102,8 +103,8 @@ def test_a_product_of_blocks_computes_what_qmatmul_means(installed) -> None:
     spec = QuantSpec.named("fp8_block128", act="block128_fp8", element="e4m3fnuz")
     w = rlk.quantize(torch.randn(256, 384, generator=g), spec)
     x = torch.randn(3, 384, generator=g).bfloat16()
-    assert fits_gfx942(x, w) is None
-    torch.testing.assert_close(qmatmul(x, w), definition(x, w), rtol=2**-7, atol=2**-7)
+    assert fits_gfx942(QmatmulCall(x, w)) is None
+    torch.testing.assert_close(qmatmul(QmatmulCall(x, w)), definition(x, w), rtol=2**-7, atol=2**-7)
 
 
 def test_a_product_is_not_built_inside_a_capture(installed, monkeypatch) -> None:
@@ -115,7 +116,7 @@ def test_a_product_is_not_built_inside_a_capture(installed, monkeypatch) -> None
         is_cuda = True
 
     with pytest.raises(CaptureError, match="call it once before"):
-        qmatmul(torch.ones(2, 48, dtype=torch.float16).as_subclass(OnGpu), w)
+        qmatmul(QmatmulCall(torch.ones(2, 48, dtype=torch.float16).as_subclass(OnGpu), w))
 
 
 @pytest.mark.parametrize(
@@ -151,13 +152,13 @@ def test_without_aiter_the_error_says_where_it_is() -> None:
 )
 def test_what_does_not_fit_is_a_reason(weight, options, shape, said) -> None:
     w = rlk.quantize(torch.randn(*shape), QuantSpec.named(weight, **options))
-    reason = fits_gfx942(torch.ones(2, shape[1], dtype=torch.bfloat16), w)
+    reason = fits_gfx942(QmatmulCall(torch.ones(2, shape[1], dtype=torch.bfloat16), w))
     assert said in f"{reason.text}; {reason.fix}"
 
 
 def test_the_flavour_of_fp8_is_that_of_the_architecture() -> None:
     w = rlk.quantize(torch.randn(32, 48), QuantSpec.named("fp8_channel", act="token_fp8"))
-    assert fits_gfx950(torch.ones(2, 48, dtype=torch.bfloat16), w) is None
+    assert fits_gfx950(QmatmulCall(torch.ones(2, 48, dtype=torch.bfloat16), w)) is None
 
 
 def test_it_runs_only_where_it_is_named() -> None:

@@ -7,6 +7,7 @@ import rlkernel as rlk
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.reference.direct import qmatmul as definition
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_rocm.architectures import ARCHITECTURES
 from rlkernel_rocm.hipblaslt import FLAVOURS, backend
 from rlkernel_rocm.hipblaslt.qmatmul import fits_fnuz, fits_ocp, qmatmul
@@ -24,8 +25,8 @@ def weight(element, N=32, K=48):
 def test_it_computes_what_qmatmul_means(flavour) -> None:
     w = weight(FLAVOURS[flavour][1])
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert FITS[flavour](x, w) is None
-    torch.testing.assert_close(qmatmul(x, w), definition(x, w), rtol=2**-7, atol=2**-7)
+    assert FITS[flavour](QmatmulCall(x, w)) is None
+    torch.testing.assert_close(qmatmul(QmatmulCall(x, w)), definition(x, w), rtol=2**-7, atol=2**-7)
 
 
 def test_each_architecture_takes_its_own_flavour() -> None:
@@ -35,13 +36,13 @@ def test_each_architecture_takes_its_own_flavour() -> None:
 
 @pytest.mark.parametrize(("flavour", "other"), [("fnuz", "ocp"), ("ocp", "fnuz")])
 def test_the_other_flavour_is_a_reason_with_the_way_out(flavour, other) -> None:
-    reason = FITS[flavour](torch.ones(2, 48, dtype=torch.bfloat16), weight(FLAVOURS[other][1]))
+    reason = FITS[flavour](QmatmulCall(torch.ones(2, 48, dtype=torch.bfloat16), weight(FLAVOURS[other][1])))
     assert "not e4m3fn" in reason.text
     assert reason.fix == "rlkernel_rocm.fp8 converts weights"
 
 
 def test_a_width_that_the_library_does_not_take_is_a_reason() -> None:
-    reason = fits_ocp(torch.ones(2, 40, dtype=torch.bfloat16), weight("e4m3fn", 32, 40))
+    reason = fits_ocp(QmatmulCall(torch.ones(2, 40, dtype=torch.bfloat16), weight("e4m3fn", 32, 40)))
     assert (reason.text, reason.fix) == ("a weight of 32 x 40", "multiples of 16")
 
 

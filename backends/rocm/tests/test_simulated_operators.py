@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
-from rlkernel_core import reference
 from rlkernel_core.quant import QuantSpec
+from rlkernel_core.reference import direct
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_rocm.simulated.driver import simulated
 from rlkernel_triton.claims import CLAIMS
@@ -38,13 +38,7 @@ DRAFTS = {"cu_draft": torch.tensor([0, 2, 2]), "seed": torch.tensor([7, 8]), "st
 
 
 def weights(name, **options):
-    return reference_of("quantize")(WEIGHT, QuantSpec.named(name, **options))
-
-
-def reference_of(op):
-    """The definition of an operator."""
-    module, _, name = next(i.target for i in reference.backend.impls if i.op == f"{op}@1").partition(":")
-    return getattr(importlib.import_module(module), name)
+    return direct.quantize(WEIGHT, QuantSpec.named(name, **options))
 
 
 # operator -> (name, arguments as a function, options, rtol, atol of the largest magnitude); bf16 results have 8 bits
@@ -168,7 +162,7 @@ def test_every_operator_with_kernels_has_a_case() -> None:
 )
 def test_machine_code_computes_the_definition(arch, op, name, arguments, options, rtol, atol) -> None:
     given = arguments()
-    want = tensors(reference_of(op)(*given, **options))
+    want = tensors(getattr(direct, op)(*given, **options))
     backend = importlib.import_module(f"rlkernel_rocm.simulated.{arch}").backend
     with rlk.registered(backend), rlk.use(backend.name, fallback="error"):
         found = tensors(getattr(rlk, op)(*given, **options))

@@ -32,7 +32,7 @@ _RULES = {
 
 @torch.no_grad()
 def advantage(call: AdvantageCall) -> AdvantageResult:
-    """See `rlkernel_core.spec.advantage.advantage`."""
+    """See `rlkernel_core.spec.advantage.AdvantageCall`."""
     extent = extent_of(call)
     rule = _RULES.get(call.kind)
     if rule is None or call.turns is not None:

@@ -42,7 +42,7 @@ COPIED: Final = 32  # rows from which on the copy engine brings operands: it too
 
 
 def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.lm_head_sample.lm_head_sample is the contract."""
+    """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
     hidden, penalties, allowed, slot = call.hidden, call.penalties, call.allowed, call.slot
     temperature, seed, step, invalid_token = call.temperature, call.seed, call.step, call.invalid_token
     N, V = hidden.shape[0], call.vocab_size or call.weight.shape[0]

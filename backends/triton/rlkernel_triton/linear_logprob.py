@@ -28,7 +28,7 @@ NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is in
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
+    """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 
     `rlkernel_triton.head_workspace.workspace` states the extra memory. Blocks of masked rows are skipped.
     """
@@ -59,10 +59,10 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     order = None if counted is None else Order.of(counted)
     operands = (hidden, weight, call.bias)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    call = _Call(
+    how = _How(
         call.softcap, float(call.logit_scale), call.entropy, plan._replace(save=plan.save and wanted), group, whole
     )
-    out = _LinearLogprob.apply(*operands, flat, offset, T, counted, order, kept, call)  # type: ignore[no-untyped-call]
+    out = _LinearLogprob.apply(*operands, flat, offset, T, counted, order, kept, how)  # type: ignore[no-untyped-call]
     value, lse, H, mass, invalid = out
     return LogprobResult(
         logprob=value.view(shape),
@@ -73,7 +73,7 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     )
 
 
-class _Call(NamedTuple):
+class _How(NamedTuple):
     """What a call asks for besides tensors."""
 
     softcap: float | None
@@ -99,22 +99,22 @@ class _LinearLogprob(torch.autograd.Function):
         mask: Tensor | None,  # [N]
         order: Order | None,
         kept: Kept | None,
-        call: _Call,
+        how: _How,
     ) -> tuple[Tensor | None, ...]:
         local = ids if offset is None else ids - offset
-        head = Head(hidden, weight, bias, local, T, order, kept, call.softcap, call.scale)
-        joined, saved, peaks = head.statistics(call.plan, moment=call.entropy)
+        head = Head(hidden, weight, bias, local, T, order, kept, how.softcap, how.scale)
+        joined, saved, peaks = head.statistics(how.plan, moment=how.entropy)
         every = joined[:, :, None]
-        if call.group is not None:
-            every = vocab_parallel.gathered(joined, call.group).permute(1, 2, 0).contiguous()
-        row = law(every, ids, T, mask, None if kept is None else kept.bad, call.whole, moment=call.entropy)
+        if how.group is not None:
+            every = vocab_parallel.gathered(joined, how.group).permute(1, 2, 0).contiguous()
+        row = law(every, ids, T, mask, None if kept is None else kept.bad, how.whole, moment=how.entropy)
         per_row_T = T if isinstance(T, Tensor) else None
         index, count = order or (None, None)
         bits, bad = kept or (None, None)
         ctx.save_for_backward(
             hidden, weight, bias, local, per_row_T, index, count, bits, bad, row.invalid, row.saved, saved, peaks
         )
-        ctx.T, ctx.call = T if per_row_T is None else None, call
+        ctx.T, ctx.how = T if per_row_T is None else None, how
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row.invalid)
         return row[:5]
@@ -123,10 +123,10 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprob")
         hidden, weight, bias, ids, T, index, count, bits, bad, invalid, law_rows, saved, peaks = ctx.saved_tensors
-        call: _Call = ctx.call
+        how: _How = ctx.how
         order = None if index is None else Order(index, count)
         kept = None if bits is None else Kept(bits, bad)
-        head = Head(hidden, weight, bias, ids, ctx.T if T is None else T, order, kept, call.softcap, call.scale)
-        slope = head.slope(invalid, law_rows, upstream[:4], saved, peaks, call.plan)
-        gradients = head.gradients(slope, call.plan, ctx.needs_input_grad[:3], call.group)
+        head = Head(hidden, weight, bias, ids, ctx.T if T is None else T, order, kept, how.softcap, how.scale)
+        slope = head.slope(invalid, law_rows, upstream[:4], saved, peaks, how.plan)
+        gradients = head.gradients(slope, how.plan, ctx.needs_input_grad[:3], how.group)
         return *gradients, *(None,) * 7

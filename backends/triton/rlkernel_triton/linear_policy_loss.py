@@ -48,7 +48,7 @@ _PER_ROW: Final = 256  # bytes of all vectors of [N]: log-probability, entropy, 
 
 
 def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
-    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`."""
+    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`."""
     hidden, weight, ids, bias, entropy = call.hidden, call.weight, call.ids, call.bias, call.entropy
     mask, cu_seqlens, softcap, logit_scale = call.mask, call.cu_seqlens, call.softcap, call.logit_scale
     if call.group is not None:  # a block's dX would have to meet those of the other ranks

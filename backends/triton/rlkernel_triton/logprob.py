@@ -32,7 +32,7 @@ class Law(NamedTuple):
 
 
 def logprob(call: LogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.logprob.logprob`.
+    """The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
     logit with a support; with top_logprobs some blocks of 64 MiB.

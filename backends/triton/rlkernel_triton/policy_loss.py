@@ -17,7 +17,7 @@ from rlkernel_triton.suffix_scan import refused_float64
 
 
 def policy_loss(call: PolicyLossCall) -> LossResult:
-    """See rlkernel_core.spec.policy_loss.policy_loss."""
+    """See rlkernel_core.spec.policy_loss.PolicyLossCall."""
     logprob, cu_seqlens, entropy = call.logprob, call.cu_seqlens, call.entropy
     config = spec.configure(call)
     with torch.no_grad():

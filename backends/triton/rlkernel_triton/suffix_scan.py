@@ -38,7 +38,7 @@ class _Scan:
 
 
 def affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
-    """See `rlkernel_core.spec.affine_suffix_scan.affine_suffix_scan`."""
+    """See `rlkernel_core.spec.affine_suffix_scan.AffineSuffixScanCall`."""
     b, a, init, exclusive = call.b, call.a, call.init, call.exclusive
     B = sequences_of(call)
     rows = Rows.of(tuple(b.shape), B, call.mask, call.lengths, call.cu_seqlens)

@@ -27,7 +27,7 @@ REQUEST: Final = 32  # rows of a request that are looked at together
 
 
 def verify(call: VerifyCall) -> VerifyResult:
-    """Accept drafts and draw replacements: rlkernel_core.spec.verify.verify is the contract."""
+    """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
     target_logits, draft_ids, draft_logits, allowed = (
         call.target_logits,
         call.draft_ids,

@@ -91,7 +91,7 @@ def _layout(rows: Rows, chosen: Tensor | None, other: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def whiten(call: WhitenCall) -> WhitenResult:
-    """See `rlkernel_core.spec.whiten.whiten`."""
+    """See `rlkernel_core.spec.whiten.WhitenCall`."""
     x = call.x
     x = x.detach().float().contiguous()
     shape = tuple(x.shape) if call.lengths is not None else (1, x.numel())

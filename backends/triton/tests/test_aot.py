@@ -14,6 +14,7 @@ import torch
 import triton
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_triton.aot import compiling, tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
@@ -169,7 +170,7 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, o
     driver = Recording()
     host = over(orin, driver)
     logits = torch.randn(3, 32000).bfloat16()
-    implementation(host, "logprob")(logits, torch.arange(3))
+    implementation(host, "logprob")(LogprobCall(logits, torch.arange(3)))
     assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
         ("sweep", (3, 1), 64),
         ("law", (1,), 128),
@@ -185,15 +186,15 @@ def test_a_second_call_loads_nothing(orin, over) -> None:
     driver = Recording()
     run = implementation(over(orin, driver), "logprob")
     for _ in range(3):
-        run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+        run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     assert (len(driver.loaded), len(driver.launched)) == (2, 6)
 
 
 def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin, over) -> None:
     driver = Recording()
     run = implementation(over(orin, driver), "logprob")
-    run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
-    run(torch.randn(2, 32001).bfloat16()[:, 1:], torch.arange(2))
+    run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
+    run(LogprobCall(torch.randn(2, 32001).bfloat16()[:, 1:], torch.arange(2)))
     aligned, unaligned = driver.loaded[0], driver.loaded[2]
     assert (aligned[1], unaligned[1]) == ("sweep", "sweep")
     assert aligned[0] != unaligned[0]
@@ -201,7 +202,7 @@ def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin, over) ->
 
 def test_another_chip_gets_the_ptx(orin, over) -> None:
     driver = Recording((9, 0))
-    implementation(over(orin, driver), "logprob")(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+    implementation(over(orin, driver), "logprob")(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     assert driver.loaded[0][0].startswith(b"//")
     assert b".target sm_87" in driver.loaded[0][0]
 
@@ -236,7 +237,7 @@ def test_a_bundle_without_code_for_the_chip_says_what_it_has_and_how_to_build_mo
 def test_a_missing_configuration_is_named_with_the_ways_out(orin, over) -> None:
     run = implementation(over(orin, Recording()), "logprob")
     with pytest.raises(BundleError, match=r"none for HAS_MASK=False, HAS_T=False, HAS_CAP=True.*AOT_MISSING=FILE"):
-        run(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0)
+        run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
 
 
 def test_what_one_bundle_lacks_another_may_have(orin, over, tmp_path) -> None:
@@ -249,7 +250,7 @@ def test_what_one_bundle_lacks_another_may_have(orin, over, tmp_path) -> None:
     mine = written(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
     driver = Recording()
     run = implementation(over(orin, driver, mine), "logprob")
-    run(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0)
+    run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
     assert [entry for _, entry, _ in driver.loaded] == ["sweep", "law"]
 
 
@@ -272,7 +273,7 @@ def test_code_of_another_source_is_refused(orin, over, tmp_path) -> None:
     with pytest.raises(
         BundleError, match=r"built from another rlkernel_triton\.logprob_kernels:sweep .*build it again"
     ):
-        run(torch.randn(2, 32000).bfloat16(), torch.arange(2))
+        run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
 
 
 def damaged(kind, orin, path):
@@ -337,15 +338,17 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "from rlkernel_triton.aot.launching import FromBundle\n"
         "from rlkernel_triton.aot.standin import triton\n"
         "import torch\n"
+        "from rlkernel_core.spec.logprob import LogprobCall\n"
         f"launcher = FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())\n"
         "host = Host('bare', triton(launcher))\n"
         "for op in aot.OPERATORS:\n"
         "    implementation(host, op)\n"
-        "out = implementation(host, 'logprob')(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
+        "call = LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
+        "out = implementation(host, 'logprob')(call)\n"
         "print(out.logprob.shape)\n"
         "from rlkernel_triton.aot.rehearsal import Rehearsals\n"
         "logits = torch.randn(2, 32000).bfloat16().requires_grad_()\n"
-        "said = Rehearsals('planned', launcher).missing('logprob', {'logits': logits, 'ids': torch.arange(2)})\n"
+        "said = Rehearsals('planned', launcher).missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
         "print(said.slug, 'sympy' in sys.modules)\n"  # it takes a second, and comes with gradients given to autograd
     ).replace("from test_aot_driver import Nothing\n", NOTHING)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,6 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from rlkernel_core.spec.advantage import AdvantageCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument
@@ -77,13 +80,13 @@ def _forgotten(made, monkeypatch):
 
 
 def asked(logits, **options):
-    return {"logits": logits, "ids": torch.zeros(logits.shape[:-1], dtype=torch.int64), **options}
+    return LogprobCall(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), **options)
 
 
 def test_rows_of_any_size_and_alignment_run(served) -> None:
-    assert served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16())) is None
-    assert served("logprob_fits")(**asked(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
-    assert served("logprob")(**asked(torch.randn(3, 1, 1001).bfloat16())).logprob.shape == (3, 1)
+    assert served("logprob_fits")(asked(torch.randn(2, 32000).bfloat16())) is None
+    assert served("logprob_fits")(asked(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
+    assert served("logprob")(asked(torch.randn(3, 1, 1001).bfloat16())).logprob.shape == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +95,14 @@ def test_rows_of_any_size_and_alignment_run(served) -> None:
 )
 def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, lacks) -> None:
     logits = torch.randn(2, 32000).bfloat16().requires_grad_(not options)
-    reason = served("logprob_fits")(**asked(logits, **options))
+    reason = served("logprob_fits")(asked(logits, **options))
     assert (reason.slug, lacks in reason.text) == ("shape/unsupported", True)
     assert "AOT_MISSING=FILE" in reason.fix
 
 
 def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
     monkeypatch.setattr(served.rehearsals.host.module("rlkernel_triton.logprob_kernels").sweep, "source", "of now")
-    said = served("logprob_fits")(**asked(torch.zeros(4, 1000, dtype=torch.bfloat16)))
+    said = served("logprob_fits")(asked(torch.zeros(4, 1000, dtype=torch.bfloat16)))
     assert (said.slug, "was built from another rlkernel_triton.logprob_kernels:sweep" in said.text) == (
         "shape/unsupported", True,
     )  # fmt: skip
@@ -107,19 +110,26 @@ def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_on
 
 
 def test_a_wrong_call_is_left_to_the_operator_to_refuse(served) -> None:
-    assert served("logprob_fits")(logits=torch.randn(2, 100).bfloat16(), ids=torch.zeros(3, dtype=torch.int64)) is None
+    call = LogprobCall(torch.randn(2, 100).bfloat16(), torch.zeros(3, dtype=torch.int64))
+    assert served("logprob_fits")(call) is None
 
 
-@pytest.mark.parametrize("name", ["group", "process_group"])
-def test_calls_over_several_ranks_are_not_planned_as_planning_would_speak_to_them(served, name) -> None:
-    assert served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16(), softcap=30.0)) is not None
-    assert served.rehearsals.missing("logprob", {**asked(torch.randn(2, 32000).bfloat16()), name: object()}) is None
+HEAD = LinearLogprobCall(torch.zeros(2, 16), torch.zeros(64, 16), torch.arange(2))
+REWARDS = AdvantageCall(torch.zeros(2, 8), kind="returns")
+
+
+@pytest.mark.parametrize(
+    ("op", "call", "name"), [("linear_logprob", HEAD, "group"), ("advantage", REWARDS, "process_group")]
+)
+def test_calls_over_several_ranks_are_not_planned_as_planning_would_speak_to_them(served, op, call, name) -> None:
+    assert served(f"{op}_fits")(call).slug == "shape/unsupported"
+    assert served(f"{op}_fits")(call.of(call, **{name: object()})) is None
 
 
 def test_what_is_missing_is_written_down_and_can_be_built(served, tmp_path, monkeypatch) -> None:
     file = tmp_path / "missing.jsonl"
     monkeypatch.setenv("AOT_MISSING", str(file))
-    served("logprob_fits")(**asked(torch.randn(2, 32000).bfloat16(), softcap=30.0))
+    served("logprob_fits")(asked(torch.randn(2, 32000).bfloat16(), softcap=30.0))
     (line,) = map(json.loads, file.read_text().splitlines())
     assert (line["op"], line["target"], line["constants"]["HAS_CAP"]) == ("logprob", "sm_87", True)
     made = build(["sm_87"], ["logprob"], out=str(tmp_path / "more.zip"), configurations=str(file), jobs=1)

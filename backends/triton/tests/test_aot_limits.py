@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.aot import tables
@@ -31,7 +32,7 @@ def planned():
 
     def missing(op, **args):
         recorder.seen.clear()
-        out = rehearse(implementation(host, op), args)
+        out = rehearse(implementation(host, op), OPERATORS[op].call(**args))
         return {build for _, build in recorder.seen} - TABLE, out
 
     yield missing

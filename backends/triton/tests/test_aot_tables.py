@@ -49,9 +49,10 @@ def test_lines_of_several_processes_do_not_mix(tmp_path, monkeypatch) -> None:
 def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     code = (
         "import torch\n"
+        "from rlkernel_core.spec.logprob import LogprobCall\n"
         "from rlkernel_triton.aot import recording\n"
         "x = torch.randn(2, 100, requires_grad=True)\n"
-        "out = recording.logprob(x, torch.arange(2), entropy=True)\n"  # with what losses ask for
+        "out = recording.logprob(LogprobCall(x, torch.arange(2), entropy=True))\n"  # with what losses ask for
         "torch.autograd.grad(out.lse, x, torch.ones(2), retain_graph=True)\n"  # begins at one of several results
         "(out.logprob + out.lse + out.entropy).sum().backward()\n"
         "print(bool(x.grad.abs().sum() > 0))\n"  # the reference's

@@ -45,7 +45,7 @@ def fits(call: QmatmulCall) -> Reason | None:
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats."""
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats."""
     x, w = call.x, call.w
     storage.check_layouts("w", w)
     N, K = w.shape

@@ -95,7 +95,7 @@ def fits(call: QmatmulCall) -> Reason | None:
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but the format.
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but the format.
 
     Raises:
         CaptureError: a graph is being captured and this product has not been compiled yet.
@@ -133,7 +133,7 @@ def self_test(device: str) -> None:
     """
     spec = QuantSpec.named("fp8_block128", act="block128_fp8")
     x = torch.ones(_MULTIPLE, BLOCK, dtype=torch.bfloat16, device=device)
-    y = qmatmul(x, quantize(torch.ones(BLOCK, BLOCK, device=device), spec))
+    y = qmatmul(QmatmulCall(x, quantize(torch.ones(BLOCK, BLOCK, device=device), spec)))
     error = (y.float() - BLOCK).abs().max().item()
     if not error < 1:
         raise RLKernelError(f"FlashInfer's sums of {BLOCK} ones are off by {error:.3g}")

@@ -41,7 +41,7 @@ def fits(call: QmatmulCall) -> Reason | None:
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:
-    """See `rlkernel_core.spec.qmatmul.qmatmul`."""
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
     x, w = call.x, call.w
     storage.check_layouts("w", w)
     N, K = w.shape

@@ -5,11 +5,13 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.direct import linear_policy_loss as reference
+from rlkernel_core.spec import OPERATORS
 from rlkernel_cuda import linear_policy_loss as module
-from rlkernel_cuda.linear_policy_loss import linear_policy_loss
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+linear_policy_loss = OPERATORS["linear_policy_loss"].taking_arguments(module.linear_policy_loss)
 
 N, D, V = 80, 16, 300
 TWO_BLOCKS = 2 * 304 * 65  # bytes of the logits of one block of 64 rows, and a bit

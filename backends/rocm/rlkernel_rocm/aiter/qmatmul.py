@@ -24,7 +24,7 @@ _ran: set[tuple[object, ...]] = set()  # what has been built and run in this pro
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats.
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats.
 
     Raises:
         CaptureError: a graph is being captured and this product has not been built yet.

@@ -17,7 +17,7 @@ _MULTIPLE = 16  # of K and N: what torch asks of both
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`; the claims leave out every option but formats."""
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats."""
     x = call.x
     given = operands(x, call.w)
     y = torch._scaled_mm(  # noqa: SLF001 torch names its row-wise product so, and has no other that AMD GPUs take

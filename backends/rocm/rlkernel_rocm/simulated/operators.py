@@ -20,7 +20,7 @@ _KEPT: Final = (
 _kept_for: Final[list[str]] = []  # the architecture that it was kept for
 
 
-def on(arch: str, op: str) -> Callable[..., Any]:
+def on(arch: str, op: str) -> Callable[[Any], Any]:
     """The Triton implementation of an operator, its kernels simulated; gradients run where the last call ran.
 
     Raises:
@@ -31,7 +31,7 @@ def on(arch: str, op: str) -> Callable[..., Any]:
     from rlkernel_rocm.simulated.driver import activate
 
     module, _, name = CLAIMS[op].target.partition(":")
-    run: Callable[..., Any] = getattr(import_module(module), name)
+    run: Callable[[Any], Any] = getattr(import_module(module), name)
 
     @wraps(run)
     def simulated(call: Any) -> Any:

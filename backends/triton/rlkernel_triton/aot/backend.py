@@ -136,15 +136,15 @@ class FromBundles:
 
         return implementation(self.host, op)
 
-    def _fits(self, op: str) -> Callable[..., Reason | None]:
+    def _fits(self, op: str) -> Callable[[Any], Reason | None]:
         from rlkernel_triton.aot.hosts import implementation
 
         own = implementation(self.host, op, check=True) if CLAIMS[op].check else None
 
-        def fits(**args: Any) -> Reason | None:
-            """What the kernels' own check says to these arguments, and then the bundles."""
-            said: Reason | None = own(**args) if own else None
-            return said or self.rehearsals.missing(op, args)
+        def fits(call: Any) -> Reason | None:
+            """What the kernels' own check says to a call, and then the bundles."""
+            said: Reason | None = own(call) if own else None
+            return said or self.rehearsals.missing(op, call)
 
         return fits
 
@@ -158,17 +158,18 @@ class FromBundles:
 
         from rlkernel_core.errors import RLKernelError
         from rlkernel_core.reference.logprob import logprob as definition
+        from rlkernel_core.spec.logprob import LogprobCall
         from rlkernel_triton.aot.bundle import NoBuildError
 
         g = torch.Generator().manual_seed(0)
         logits, ids = torch.randn(4, 1000, generator=g) * 3, torch.randint(0, 1000, (4,), generator=g)
         with torch.cuda.device(device):
             try:
-                got = self("logprob")(logits.to(device, torch.bfloat16), ids.to(device)).logprob.cpu()
+                got = self("logprob")(LogprobCall(logits.to(device, torch.bfloat16), ids.to(device))).logprob.cpu()
             except NoBuildError:  # a bundle of other operators
                 self.launcher.load_one()
                 return
-        want = definition(logits.bfloat16().double(), ids).logprob
+        want = definition(LogprobCall(logits.bfloat16().double(), ids)).logprob
         error = (got.double() - want).abs().max().item()
         if not error < 1e-4:
             raise RLKernelError(f"log-probabilities on {device} are off by {error:.3g}; expected below 1e-4")

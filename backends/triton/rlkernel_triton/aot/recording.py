@@ -9,7 +9,6 @@ operators can be recorded so. Importing this loads neither torch nor Triton.
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -134,19 +133,18 @@ def recorder() -> tuple[Any, Recorder]:
     return host, made
 
 
-def planned(op: str) -> Callable[..., Any]:
+def planned(op: str) -> Callable[[Any], Any]:
     """What an operator would launch for a call and its gradients is recorded; what it returns holds nothing."""
-    from rlkernel_core.spec import OPERATORS as SPECS
     from rlkernel_triton.aot.hosts import implementation
 
     host, of_process = recorder()
     run = implementation(host, op)
 
-    def call(*args: Any, **options: Any) -> Any:
+    def noting(call: Any) -> Any:
         of_process.op = op
-        return rehearse(run, inspect.signature(SPECS[op].signature).bind(*args, **options).arguments)
+        return rehearse(run, call)
 
-    return call
+    return noting
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
@@ -165,15 +163,15 @@ def __getattr__(name: str) -> Callable[..., Any]:
     meant: Callable[..., Any] = getattr(import_module(module), function)
 
     @wraps(meant)
-    def recorded(*args: Any, **options: Any) -> Any:
+    def recorded(call: Any) -> Any:
         host, of_process = recorder()
         of_process.op = op
-        hollow = rehearse(implementation(host, op), inspect.signature(meant).bind(*args, **options).arguments)
-        args, options = _canonical((args, options))
+        hollow = rehearse(implementation(host, op), call)
+        given = {n: _canonical(v) for n, v in call.as_dict().items()}
         if op == "prepack":
-            options["layout"] = CANONICAL
-        out = meant(*args, **options)
-        out = _follow(op, [x for _, x in named((args, options))], hollow, out)
+            given["layout"] = CANONICAL
+        out = meant(type(call)(**given))
+        out = _follow(op, [x for _, x in named(given)], hollow, out)
         if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
             _CANONICAL[hollow] = out
             return hollow

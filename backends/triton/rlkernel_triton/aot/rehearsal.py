@@ -74,23 +74,25 @@ class Rehearsals:
         self._prepare(made)
         return made
 
-    def missing(self, op: str, args: Mapping[str, Any]) -> Reason | None:
-        """Why a call cannot run from the bundle; None: it can, or it is wrong, which running it will say."""
+    def missing(self, op: str, call: Any) -> Reason | None:
+        """Why a call cannot run from the bundle; None: it can, or running it will say what is wrong."""
         import torch
 
+        args = call.as_dict()
         if any(not isinstance(args.get(n), int | torch.Tensor | None) for n in _RANKS):
             return None  # planning would speak to them
         key = (op, torch.is_grad_enabled(), *[(n, signature(None if n == "out" else v, n)) for n, v in args.items()])
         if key not in self._known:
             if len(self._known) >= MANY:
                 self._known.clear()
-            self._known[key] = self._planned(op, args)
+            self._known[key] = self._planned(op, call)
         return self._known[key]
 
-    def _planned(self, op: str, args: Mapping[str, Any]) -> Reason | None:
-        given = {n: v for n, v in args.items() if n != "out"}  # which planning must not touch
+    def _planned(self, op: str, call: Any) -> Reason | None:
+        if hasattr(call, "out"):  # which planning must not touch
+            call = call.of(call, out=None)
         try:
-            rehearse(implementation(self.host, op), given)
+            rehearse(implementation(self.host, op), call)
         except NoBuildError as error:
             text, _, fix = str(error).partition(". Run")
             return Reason("shape", "unsupported", text, f"Run{fix}")
@@ -102,12 +104,12 @@ class Rehearsals:
         return None
 
 
-def rehearse(run: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-    """Run host code, forward and for the gradients that losses ask for; its result."""
+def rehearse(run: Callable[[Any], Any], call: Any) -> Any:
+    """Run host code on a record, forward and for the gradients that losses ask for; its result."""
     import torch
 
-    out = run(**args)
-    inputs = [x for _, x in named(args) if x.requires_grad]
+    out = run(call)
+    inputs = [x for _, x in named(call) if x.requires_grad]
     roots = [(n, x) for n, x in named(out) if x.requires_grad]
     if inputs and roots and torch.is_grad_enabled():
         entropy = [x for n, x in roots if n == ENTROPY]

@@ -44,15 +44,20 @@ BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
 SCANS: Final = ((8, 1024), (200, 8192), (8, 32768))
 
 
-def calls(run: Callable[[str], Callable[..., Any]], ops: Collection[str]) -> Iterator[str]:
+def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> Iterator[str]:
     """Make every call of some operators; `run` gives the implementation of one. Yields a line about each."""
+    from rlkernel_core.spec import OPERATORS
+
+    def by_arguments(op: str) -> Callable[..., Any]:
+        return OPERATORS[op].taking_arguments(run(op))
+
     parts = {
         "logprob": _logprob, "sample": _sample, "linear_logprob": _linear, "advantage": _advantage,
         "policy_loss": _loss, "qmatmul": _weights,
     }  # fmt: skip
     for op, part in parts.items():
         if op in ops:
-            yield from part(run)
+            yield from part(by_arguments)
 
 
 def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from rlkernel_triton.graphs.recorder import TorchGraphRecorder
 
 
 def capture(call: CaptureCall) -> GraphedCallable:
-    """See `rlkernel_core.spec.capture.capture`."""
+    """See `rlkernel_core.spec.capture.CaptureCall`."""
     options = Options(
         buckets=call.buckets or (),
         pad=call.pad or {},

@@ -39,7 +39,7 @@ _NESTED: Final = 256  # nf4 scales that share a scale
 
 
 def quantize(call: QuantizeCall) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.quantize`."""
+    """See `rlkernel_core.spec.quantize.QuantizeCall`."""
     weight, out = call.weight, call.out
     spec = spec_of(call.format)
     if weight.requires_grad and torch.is_grad_enabled():
@@ -74,14 +74,14 @@ def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -
 
 
 def dequantize(call: DequantizeCall) -> Tensor:  # -> [N, K]
-    """See `rlkernel_core.spec.quantize.dequantize`."""
+    """See `rlkernel_core.spec.quantize.DequantizeCall`."""
     w = call.w
     storage.check_layouts("w", w)
     return storage.dequantised(w, call.dtype or w.dtype)
 
 
 def prepack(call: PrepackCall) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.prepack`; the preferred one is tiles where a weight fits them."""
+    """See `rlkernel_core.spec.quantize.PrepackCall`; the preferred one is tiles where a weight fits them."""
     w = call.w
     storage.check_layouts("w", w)
     return storage.packed(w, call.layout or storage.preferred(w))

@@ -36,7 +36,7 @@ _ACTIVATIONS: Final = {
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`."""
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
     x, w, lora, residual, ends = call.x, call.w, call.lora, call.residual, call.ends
     storage.check_layouts("w", w)
     rows = x.reshape(-1, x.shape[-1])

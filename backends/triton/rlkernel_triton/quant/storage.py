@@ -126,7 +126,7 @@ def check_layouts(name: str, w: QuantTensor) -> None:
 
 
 def packed(w: QuantTensor, layout: str) -> QuantTensor:
-    """The weight in another layout; see `rlkernel_core.spec.quantize.prepack`."""
+    """The weight in another layout; see `rlkernel_core.spec.quantize.PrepackCall`."""
     if layout not in KNOWN:
         raise LayoutError(f"layout: {layout!r} is not known here. Choose from {', '.join(KNOWN)}.")
     check_layouts("w", w)

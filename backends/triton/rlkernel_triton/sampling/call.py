@@ -24,7 +24,7 @@ __all__ = ["SHAPE", "Law", "Shape", "as_int64", "draw", "sample"]
 
 
 def sample(call: SampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.sample.sample is the contract."""
+    """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
     logits, allowed, slot, raw_logprob = call.logits, call.allowed, call.slot, call.raw_logprob
     top_n, rank, kept_capacity = call.top_n, call.rank, call.kept_capacity
     N, V = logits.shape[0], call.vocab_size or logits.shape[1]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rlkernel_core.errors import ArgumentError, CaptureError, FallbackWarning
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_triton.graphs.capture import capture as on_device
 
@@ -23,7 +24,8 @@ def group():
 
 @pytest.fixture
 def capture(cuda, group):
-    return lambda fn, example, **options: on_device(fn, example, **({"group": group, "warmup": 1} | options))
+    run = OPERATORS["capture"].taking_arguments(on_device)
+    return lambda fn, example, **options: run(fn, example, **({"group": group, "warmup": 1} | options))
 
 
 def test_a_replay_computes_anew_and_runs_no_python(capture) -> None:

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from rlkernel_core.reference.direct import lm_head_sample as reference
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
 from rlkernel_triton import head_sampling
-from rlkernel_triton.head_sampling import ROOM, TILE, lm_head_sample, slabs
+from rlkernel_triton.head_sampling import ROOM, TILE, slabs
+
+lm_head_sample = OPERATORS["lm_head_sample"].taking_arguments(head_sampling.lm_head_sample)
 
 N, V, D = 6, 2500, 16
 

@@ -10,7 +10,6 @@ import triton.language as tl
 import rlkernel as rlk
 from rlkernel_core.reference.direct import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
-from rlkernel_triton.sampling.call import sample
 from rlkernel_triton.sampling.noise import early, uniform
 from rlkernel_triton.sampling.plan import Shape, draw
 
@@ -219,4 +218,4 @@ def test_a_call_that_was_checked_lets_no_other_pass(small, device) -> None:
     rlk.sample(x, **asked, top_n=3)
     for wrong in ({"top_n": 41}, {"top_n": True}, {"temperature": -1.0}, {"step": -1}, {"seed": 5}, {"top_p": [0.5]}):
         with pytest.raises(rlk.RLKernelError):
-            sample(x, **{**asked, **wrong})
+            rlk.sample(x, **{**asked, **wrong})

@@ -6,6 +6,7 @@ import torch
 from rlkernel_core.reference.direct import sample
 from rlkernel_core.reference.direct import verify as reference
 from rlkernel_core.spec.sampling import Penalties, Status, TokenLists
+from rlkernel_core.spec.verify import VerifyCall
 from rlkernel_triton.verify import verify
 
 B = 3
@@ -36,7 +37,7 @@ def moved(value, device):
 
 def assert_as_reference(target, ids, given, device) -> None:
     want = reference(target, ids, **given)
-    have = verify(target.to(device), ids.to(device), **{n: moved(x, device) for n, x in given.items()})
+    have = verify(VerifyCall(target.to(device), ids.to(device), **{n: moved(x, device) for n, x in given.items()}))
     assert torch.equal(want.token, have.token.cpu())
     assert torch.equal(want.accepted, have.accepted.cpu())
     assert torch.equal(want.kept_count, have.kept_count.cpu())

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import multiprocessing as mp
 
 import rlkernel as rlk
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_triton.linear_logprob import linear_logprob
 from rlkernel_triton.linear_policy_loss import linear_policy_loss
 
@@ -26,14 +28,15 @@ def run(shard, group, device):
     support = rlk.Support(support.ids.to(device), support.offsets.to(device))
     h, w = hidden.requires_grad_(), weight.requires_grad_()
     options = {"entropy": True, "mask": mask, "support": support, "temperature": 0.7, "softcap": 8.0}
-    out = linear_logprob(h, w, ids, group=group, **options)
+    out = linear_logprob(LinearLogprobCall(h, w, ids, group=group, **options))
     weights = torch.linspace(-1, 1, 9, device=device)
     sum((getattr(out, n).nan_to_num() * weights * (i + 1)).sum() for i, n in enumerate(RESULTS)).backward()
     found = {n: getattr(out, n).detach().nan_to_num(nan=7e7) for n in RESULTS}
     found |= {"invalid": out.invalid, "dX": h.grad, "dW": w.grad}
     h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     options = {"mask": mask, "temperature": 0.7, "aggregate": "token_mean"}
-    loss = linear_policy_loss(h, w, ids.clamp_max(259), None, weights, group=group, **options).loss
+    call = LinearPolicyLossCall(h, w, ids.clamp_max(259), None, weights, group=group, **options)
+    loss = linear_policy_loss(call).loss
     loss.backward()
     return {n: x.detach().cpu() for n, x in {**found, "loss": loss, "loss dX": h.grad, "loss dW": w.grad}.items()}
 
