@@ -6,31 +6,20 @@ is measured with a warm file cache.
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import rlkernel as rlk
 from rlkernel_bench.candidates import Candidate, in_scope
+from rlkernel_bench.stub import BY_SHAPE, KERNELS, PLAIN, RESULTS, standing_in
 from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
-from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.logprob import LogprobResult
-from rlkernel_core.spec.sampling import SampleResult
 
-_PLAIN, _BY_SHAPE = "standins", "standins-by-shape"
 _OVER = {"dispatch": 2.0, "bound": 0.05, "by shape": None}  # us above the direct call; a bound operator is the kernel
-_ROWS = torch.zeros(4)
-_RESULTS = {
-    "logprob": LogprobResult(_ROWS, _ROWS, invalid=_ROWS.bool()),
-    "sample": SampleResult(*([_ROWS] * 7)),
-}
 _CODE = {  # fresh interpreters: what they run; the time they print, in ms, else that of the whole process
     "an empty process": ("-c", "pass"),
     "import rlkernel_core": "rlkernel_core",
@@ -62,39 +51,6 @@ _ALL = (*_EAGER, _compiled("eager"), _compiled("aot_eager"), *(_process(what) fo
 WORKS: Mapping[str, tuple[Work, ...]] = {"toy": (*_EAGER, _process("import rlkernel")), "full": _ALL}
 
 
-def kernel(op: str) -> Callable[..., Any]:
-    """A function with an operator's parameters and defaults, since that is what calling costs."""
-    signature = inspect.signature(OPERATORS[op].signature)
-    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    head = str(signature.replace(parameters=plain, return_annotation=signature.empty))
-    scope: dict[str, Any] = {"result": _RESULTS[op]}
-    exec(f"def {op}{head}:\n    return result", scope)  # noqa: S102 the source is the spec's own
-    made: Callable[..., Any] = scope[op]
-    return made
-
-
-logprob, sample = kernel("logprob"), kernel("sample")
-
-
-def rows_fit(*_args: Any, **_kwargs: Any) -> None:
-    """A check that accepts every shape: with one, an operator is chosen anew at every call."""
-
-
-def manifest(*, by_shape: bool) -> Backend:
-    """A backend of stand-ins."""
-    impls = tuple(
-        Impl(
-            op=OPERATORS[op].id,
-            target=f"{__name__}:{op}",
-            requires=Requires(device="cpu"),
-            supports=OPERATORS[op].feature_names,
-            check=f"{__name__}:rows_fit" if by_shape else None,
-        )
-        for op in _RESULTS
-    )
-    return Backend(name=_BY_SHAPE if by_shape else _PLAIN, api=API_VERSION, impls=impls)
-
-
 def make(_seed: int) -> Inputs:
     """Four rows: sizes are no part of the way."""
     return {"logits": torch.randn(4, 8), "ids": torch.tensor([0, 1, 2, 3]), "p": torch.full((4,), 0.9)}
@@ -118,18 +74,11 @@ def problem(work: Work, _device: str) -> Problem:
         same = want is None or found["result"] is want
         return {"result": Judgment(0.0, 0.0) if same else Judgment(torch.inf, torch.inf)}
 
-    expected = _RESULTS.get(work.op) if work.task == "calls" else None  # the others make something of their own
+    expected = RESULTS.get(work.op) if work.task == "calls" else None  # the others make something of their own
     return Problem(work, make, {}, lambda _: expected, judge, within=standing_in)
 
 
-@contextmanager
-def standing_in() -> Iterator[None]:
-    """The stand-ins are installed, for this process and this time."""
-    with rlk.registered(manifest(by_shape=False)), rlk.registered(manifest(by_shape=True)):
-        yield
-
-
-def candidates(problem: Problem, _device: str) -> list[Candidate]:
+def candidates(problem: Problem, _device: str, _use: Sequence[str], _against: Sequence[str] | None) -> list[Candidate]:
     """Ways to the same kernel."""
     work = problem.work
     if work.clock == "process":
@@ -143,14 +92,15 @@ def candidates(problem: Problem, _device: str) -> list[Candidate]:
 
 def _eager_ways(op: str) -> dict[str, tuple[str, Call]]:
     """The kernel itself, the operator, the operator bound, the operator over a backend that looks at shapes."""
-    direct, operator, call = {"logprob": (logprob, rlk.logprob, few), "sample": (sample, rlk.sample, many)}[op]
-    with rlk.use(_PLAIN):
+    operator, call = {"logprob": (rlk.logprob, few), "sample": (rlk.sample, many)}[op]
+    direct = KERNELS[op]
+    with rlk.use(PLAIN):
         bound = call(operator.bind, make(0))
     return {
-        "direct": (_PLAIN, lambda given: {"result": call(direct, given)}),
-        "dispatch": (_PLAIN, lambda given: {"result": call(operator, given)}),
-        "bound": (_PLAIN, lambda given: {"result": call(bound, given)}),
-        "by shape": (_BY_SHAPE, lambda given: {"result": call(operator, given)}),
+        "direct": (PLAIN, lambda given: {"result": call(direct, given)}),
+        "dispatch": (PLAIN, lambda given: {"result": call(operator, given)}),
+        "bound": (PLAIN, lambda given: {"result": call(bound, given)}),
+        "by shape": (BY_SHAPE, lambda given: {"result": call(operator, given)}),
     }
 
 
@@ -165,8 +115,8 @@ def _compiled_ways(backend: str) -> dict[str, tuple[str, Call]]:
             return {"result": compiled(*given)}
 
     return {
-        "direct": (_PLAIN, lambda _: run(addition)),
-        "dispatch": (_PLAIN, lambda given: run(operator, given)),
+        "direct": (PLAIN, lambda _: run(addition)),
+        "dispatch": (PLAIN, lambda given: run(operator, given)),
     }
 
 
