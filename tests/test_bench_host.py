@@ -14,6 +14,8 @@ from rlkernel_bench.run import fails, run
 from rlkernel_bench.suites import host
 from rlkernel_bench.suites.common import Draw
 from rlkernel_bench.suites.host_calls import CASES
+from rlkernel_bench.suites.host_first import first_call
+from rlkernel_bench.suites.host_graphs import graphed
 from rlkernel_bench.work import Goal, Judgment, Problem, Work
 
 import rlkernel as rlk
@@ -103,7 +105,7 @@ def test_a_captured_call_gives_what_the_call_gives(case) -> None:
     def call(inputs):
         return case.outputs(case.call(getattr(rlk, case.op), inputs))
 
-    replay = host.graphed(call, case.graphs)
+    replay = graphed(call, case.graphs)
     with rlk.use("reference"):
         replay(given)
         for name, found in replay(given | {n: later[n] for n in case.graphs}).items():
@@ -112,9 +114,9 @@ def test_a_captured_call_gives_what_the_call_gives(case) -> None:
 
 def test_a_first_call_is_made_in_a_process_with_caches_of_its_own(tmp_path) -> None:
     case = next(c for c in CASES if c.op == "whiten")
-    assert host.first_call(case, "reference", "cpu", tmp_path, warmed=True) > 0
+    assert first_call(case, "reference", "cpu", tmp_path, warmed=True) > 0
     with pytest.raises(RuntimeError, match="unknown backend 'acme'"):
-        host.first_call(case, "acme", "cpu", tmp_path, warmed=False)
+        first_call(case, "acme", "cpu", tmp_path, warmed=False)
 
 
 def test_batches_of_all_candidates_are_timed_in_turns_and_slow_ones_are_small(monkeypatch) -> None:

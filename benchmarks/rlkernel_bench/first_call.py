@@ -22,7 +22,8 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_bench.suites.common import Draw
-from rlkernel_bench.suites.host_calls import CASES, Case
+from rlkernel_bench.suites.host_calls import CASES
+from rlkernel_bench.suites.host_case import Case
 
 
 def main(number: str, backend: str, device: str, *words: str) -> None:

@@ -13,14 +13,9 @@ does nothing.
 from __future__ import annotations
 
 import contextvars
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,7 +28,10 @@ from rlkernel_bench.candidates import Candidate, claims, in_scope, scope_of
 from rlkernel_bench.gates import frobenius
 from rlkernel_bench.stub import BY_SHAPE, KERNELS, RESULTS, standing_in
 from rlkernel_bench.suites.common import Draw
-from rlkernel_bench.suites.host_calls import CASES, Case
+from rlkernel_bench.suites.host_calls import CASES
+from rlkernel_bench.suites.host_case import Case
+from rlkernel_bench.suites.host_first import first_calls
+from rlkernel_bench.suites.host_graphs import bare_replay, captured_step, copied_step, graphed, step
 from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
 
 RULER: Final = "torch"
@@ -44,13 +42,7 @@ _DISPATCH: Final = 4.0  # us from the public function to the implementation, a l
 _WARM_DISK: Final = 150e3  # us of a first call whose builds lie on disk
 _CLOSE: Final = 0.02  # of what the definition gives, or of 1
 _COARSE: Final = 0.16  # rounded to 16 bits on the way
-# rlkernel warmup knows these; `rlkernel warmup --help` says the same.
-_WARMED: Final = (
-    "logprob", "linear_logprob", "policy_loss", "linear_policy_loss", "sample", "lm_head_sample", "advantage",
-    "affine_suffix_scan", "whiten", "quantize", "dequantize", "qmatmul",
-)  # fmt: skip
 _KINDS: Final = ("grpo", "gae")  # of advantage: one over groups, one over time
-_WAYS: Final = ("cold", "warm disk", "warmup")
 
 
 def _work(case: Case, task: str, ruler: str, *goals: Goal, **options: Any) -> Work:
@@ -114,7 +106,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
 def problem(work: Work, device: str) -> Problem:
     """See `rlkernel_bench.suites`."""
     if work.op == "capture":
-        return Problem(work, lambda seed: {"x": Draw(device, seed).normal(1024)}, {}, _step, _judge_all)
+        return Problem(work, lambda seed: {"x": Draw(device, seed).normal(1024)}, {}, step, _judge_all)
     case = case_of(work)
     make = partial(_made, case, device, backward=work.backward)
     if work.task == "first call":
@@ -144,10 +136,6 @@ def _defined(case: Case, work: Work, given: Inputs) -> Outputs:
     with rlk.use("reference", fallback="error"):
         found = _whole_task(case, work, call)(given)
         return {name: _resolved(x) for name, x in found.items()}
-
-
-def _step(given: Inputs) -> Outputs:
-    return {"y": given["x"] * 2 + 1}
 
 
 def _resolved(x: Any) -> Tensor:
@@ -209,7 +197,7 @@ def candidates(problem: Problem, device: str, use: Sequence[str], against: Seque
     if work.task == "captured":
         return _graphs(case, problem, device, use)
     if work.task == "first call":
-        return [c for name in _named(work, device, use) for c in _first_calls(case, name, device)]
+        return [c for name in _named(work, device, use) for c in first_calls(case, name, device)]
     plain = contextvars.copy_context()  # as ours run in one
     own = _whole_task(case, work, case.plain)
     found = [Candidate(RULER, "ruler", torch.__version__, lambda given: plain.run(own, given), ran="CPU")]
@@ -283,50 +271,6 @@ def _to_a_stub(case: Case, problem: Problem) -> list[Candidate]:
     ]
 
 
-# Graphs.
-
-
-def recorded(fn: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """A graph of one call on inputs that stay where they are, and what it writes to."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            fn()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fn()
-    return graph, out
-
-
-def _replay(call: Call) -> Call:
-    """A bare replay of a graph of the call, recorded when it is first made."""
-    held: list[tuple[torch.cuda.CUDAGraph, Outputs]] = []
-
-    def run(given: Inputs) -> Outputs:
-        if not held:
-            held.append(recorded(lambda: call(given)))
-        held[0][0].replay()
-        return held[0][1]
-
-    return run
-
-
-def graphed(call: Call, names: Sequence[str]) -> Call:
-    """A replay of a call by rlkernel.capture: inputs of these names are copied at every call, the rest is static."""
-    held: list[Any] = []
-
-    def run(given: Inputs) -> Outputs:
-        inputs = {name: given[name] for name in names}
-        if not held:
-            held.append(rlk.capture(lambda **tensors: call({**given, **tensors}), inputs))
-        found: Outputs = held[0](**inputs)
-        return found
-
-    return run
-
-
 def _graphs(case: Case, problem: Problem, device: str, use: Sequence[str]) -> list[Candidate]:
     """A bare graph of the operator's kernels, one of torch's, and rlkernel.capture of the operator."""
     name = ",".join(use) or "auto"
@@ -339,85 +283,19 @@ def _graphs(case: Case, problem: Problem, device: str, use: Sequence[str]) -> li
     call = _forward(case, getattr(rlk, case.op))
     return [
         Candidate(f"{name}:captured", "backend", run=partial(scope.run, graphed(call, case.graphs))),
-        Candidate(BARE, "ruler", run=partial(scope.copy().run, _replay(call))),
-        Candidate(RULER, "peer", torch.__version__, _replay(case.plain), ran="H200"),
+        Candidate(BARE, "ruler", run=partial(scope.copy().run, bare_replay(call))),
+        Candidate(RULER, "peer", torch.__version__, bare_replay(case.plain)),
     ]
 
 
 def _replays(work: Work, device: str, use: Sequence[str]) -> list[Candidate]:
     """One small kernel in a graph: replayed alone, with its input and output copied, and by rlkernel.capture."""
     gpu = device.startswith("cuda")
-    found = [Candidate(BARE, "ruler", run=_replay(_step) if gpu else _step)]
+    found = [Candidate(BARE, "ruler", run=bare_replay(step) if gpu else step)]
     if gpu:
-        found.append(Candidate("replay and copies", "peer", run=_copied(), ran="H200"))
+        found.append(Candidate("replay and copies", "peer", run=copied_step()))
     for name in _named(work, device, use):
         if policy.installed()[name].reason is None:
             for way, outputs in (("eager", "clone"), ("view", "view")):
-                found.append(Candidate(f"{name}:{way}", "backend", run=in_scope(name, _captured_step(outputs))))
+                found.append(Candidate(f"{name}:{way}", "backend", run=in_scope(name, captured_step(outputs))))
     return found
-
-
-def _copied() -> Call:
-    held: list[tuple[Tensor, torch.cuda.CUDAGraph, Outputs]] = []
-
-    def run(given: Inputs) -> Outputs:
-        if not held:
-            x = given["x"].clone()
-            held.append((x, *recorded(lambda: _step({"x": x}))))
-        x, graph, out = held[0]
-        x.copy_(given["x"])
-        graph.replay()
-        return {"y": out["y"].clone()}
-
-    return run
-
-
-def _captured_step(outputs: str) -> Call:
-    held: list[Any] = []
-
-    def run(given: Inputs) -> Outputs:
-        if not held:
-            held.append(rlk.capture(lambda x: x * 2 + 1, (given["x"],), outputs=outputs))
-        return {"y": held[0](given["x"])}
-
-    return run
-
-
-# First calls.
-
-
-def _first_calls(case: Case, backend: str, device: str) -> list[Candidate]:
-    """Milliseconds of a first call in three processes, one after the other over the same caches."""
-
-    @cache
-    def all_of_them() -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as folder:
-            ways = _WAYS if case.op in _WARMED else _WAYS[:2]
-            return {way: first_call(case, backend, device, Path(folder), warmed=way == "warmup") for way in ways}
-
-    def measured(way: str, _given: Inputs) -> Outputs:
-        return {"milliseconds": all_of_them()[way]}
-
-    ways = _WAYS if case.op in _WARMED else _WAYS[:2]
-    return [Candidate(f"{backend}:{way}", "backend", run=partial(measured, way)) for way in ways]
-
-
-def first_call(case: Case, backend: str, device: str, caches: Path, *, warmed: bool) -> float:
-    """Milliseconds of the first call of an operator in a process of its own, whose caches all lie in a folder.
-
-    Raises:
-        RuntimeError: the process failed; the message is the end of what it said.
-    """
-    places = {
-        "TRITON_CACHE_DIR": "triton",
-        "XDG_CACHE_HOME": "xdg",
-        "RLKERNEL_CUDA_CACHE": "cuda",
-        "CUDA_CACHE_PATH": "nv",
-    }
-    environ = {**os.environ, **{name: str(caches / folder) for name, folder in places.items()}}
-    command = [sys.executable, "-m", "rlkernel_bench.first_call", str(CASES.index(case)), backend, device]
-    command += ["warmup"] if warmed else []
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)  # noqa: S603 ourselves
-    if done.returncode:
-        raise RuntimeError(f"the first call of {case.op} by {backend}: {done.stderr[-400:]}")
-    return float(done.stdout.split()[-1])
