@@ -65,7 +65,7 @@ def test_what_differs_is_listed_by_name(file, tmp_path) -> None:
     assert done.returncode == 1
     assert done.stdout.splitlines()[:-1] == [
         "logprob, mask: error None -> ResolutionError (nobody)",
-        "logprob, mask: backend reference -> None",
+        "logprob, mask: backend torch -> None",
         "logprob, plain: gradients: logits0 differs",
         "quantize, nf4: only in the first",
     ]
