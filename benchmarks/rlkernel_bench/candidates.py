@@ -36,14 +36,15 @@ def backends(problem: Problem, names: Sequence[str], device: str) -> list[Candid
         candidate = installed[name]
         if candidate.reason is not None:
             found.append(Candidate(name, "backend", candidate.provider, None, "absent", str(candidate.reason)))
-        elif all(_claims(name, op, device) for op in problem.work.op.split(",")):
+        elif all(claims(name, op, device) for op in problem.work.op.split(",")):
             for variant, call in problem.ours.items():
                 said = f"{name}:{variant}" if variant else name
                 found.append(Candidate(said, "backend", candidate.provider, prepared(name, problem, call)))
     return found
 
 
-def _claims(backend: str, op: str, device: str) -> bool:
+def claims(backend: str, op: str, device: str) -> bool:
+    """Whether an installed backend has an implementation of an operator for a device."""
     manifest = policy.installed()[backend].manifest
     kind = device.partition(":")[0]
     impls = manifest.of(OPERATORS[op].id) if manifest else ()
@@ -52,7 +53,7 @@ def _claims(backend: str, op: str, device: str) -> bool:
 
 def in_scope(backend: str, call: Call) -> Call:
     """The call where this backend alone may run; entered once, so that no call pays for entering."""
-    alone = _scope(backend, fallback="error")
+    alone = scope_of(backend, fallback="error")
     return lambda inputs: alone.run(call, inputs)
 
 
@@ -64,7 +65,7 @@ def prepared(backend: str, problem: Problem, call: Call) -> Call:
     alone = in_scope(backend, call)
     if problem.prepare is None:
         return alone
-    prepare, helped = problem.prepare, _scope(**dict.fromkeys(problem.work.op.split(","), backend))
+    prepare, helped = problem.prepare, scope_of(**dict.fromkeys(problem.work.op.split(","), backend))
     ready: dict[int, tuple[Inputs, Inputs]] = {}  # by identity; the first of the pair keeps it taken
 
     def run(inputs: Inputs) -> Outputs:
@@ -75,7 +76,8 @@ def prepared(backend: str, problem: Problem, call: Call) -> Call:
     return run
 
 
-def _scope(*order: str, **options: Any) -> contextvars.Context:
+def scope_of(*order: str, **options: Any) -> contextvars.Context:
+    """A context in which a policy is in force: what runs in it pays nothing for entering."""
     context = contextvars.copy_context()
     context.run(rlkernel.use(*order, **options).__enter__)
     return context

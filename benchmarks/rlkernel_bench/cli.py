@@ -175,11 +175,14 @@ def show(result: dict[str, Any]) -> None:
                 f"{share:.3g} %" if share is not None else "",
                 f"{ratio:.3g}" if ratio else "",
                 f"{c['tokens_s']:,.0f}" if c.get("tokens_s") else "",
+                ", ".join(
+                    f"{g['number']:g} {g['unit']} {'met' if g['met'] else 'missed'}" for g in c.get("goals") or ()
+                ),
                 plain(c["message"]),
             )
         )
     ruler = f"x {result.get('ruler') or 'ruler'}"
-    columns = ("", "status", "us", "quartiles", "how", "of the floor", ruler, "tokens/s", "")
+    columns = ("", "status", "us", "quartiles", "how", "of the floor", ruler, "tokens/s", "goal", "")
     print_table(columns, rows, title=title)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -193,8 +194,7 @@ def cut(inputs: Inputs, work: Work, size: str, value: int) -> Inputs:
 def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], effort: Effort) -> dict[str, Any] | None:
     """All the ways of measuring that mean something for the workload; the state of the card under the mixed calls."""
     if work.clock != "device":
-        for run in runs:
-            run.found[work.clock] = Spread.of(off_the_device(work, watch, run, sets[0], effort)).as_dict()
+        off_the_device(work, watch, runs, sets[0], effort)
         return gpu_state(str(watch.device))
     by_name = {r.candidate.name: r for r in runs}
     at: dict[str, Callable[[int], Any]] = {n: lambda i, r=r: r(sets[i % len(sets)]) for n, r in by_name.items()}
@@ -222,12 +222,25 @@ def timed(work: Work, watch: Stopwatch, runs: list[Run], sets: list[Inputs], eff
     return state or None
 
 
-def off_the_device(work: Work, watch: Stopwatch, run: Run, inputs: Inputs, effort: Effort) -> list[float]:
-    """Readings of what a call costs the calling thread, or of what fresh processes say."""
+def off_the_device(work: Work, watch: Stopwatch, runs: list[Run], inputs: Inputs, effort: Effort) -> None:
+    """What fresh processes say; or what a call costs the calling thread, and the ratio to the ruler's of the round.
+
+    Where the goal is a difference the ratio says nothing: the ruler is next to no time.
+    """
     if work.clock == "process":
-        return [1e3 * run(inputs)["milliseconds"] for _ in range(_PROCESSES)]
+        for run in runs:
+            processes = range(int(work.options.get("processes", _PROCESSES)))
+            run.found["process"] = Spread.of([1e3 * run(inputs)["milliseconds"] for _ in processes]).as_dict()
+        return
+    calls = {r.candidate.name: partial(r, inputs) for r in runs}
     batch = int(work.options.get("batch", 20))
-    return timing.on_the_host(watch, lambda: run(inputs), seconds=effort.seconds, batch=batch)
+    rounds = timing.on_the_host(watch, calls, seconds=effort.seconds, batch=batch)
+    ruler = rounds.get(work.ruler or "") if all(goal.unit != "over" for goal in work.goals) else None
+    for run in runs:
+        mine = rounds[run.candidate.name]
+        run.found["host"] = Spread.of(mine).as_dict() | {"best": round(min(mine), 4)}
+        if ruler is not None:
+            run.found["times_ruler"] = Spread.of([t / r for t, r in zip(mine, ruler, strict=True)]).as_dict()
 
 
 def alone(

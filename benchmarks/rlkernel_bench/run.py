@@ -101,7 +101,7 @@ def _candidates(problem: Problem, device: str, use: Sequence[str], against: Sequ
     """What the suite itself brings along, else the backends and the peers."""
     own = getattr(suites.module(problem.work.suite), "candidates", None)
     if own is not None:
-        found: list[Candidate] = own(problem, device)
+        found: list[Candidate] = own(problem, device, use, against)
         return found
     return [*peers(problem, against, device), *backends(problem, use, device)]
 

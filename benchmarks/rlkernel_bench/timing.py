@@ -17,6 +17,7 @@ REST_S: Final = 0.12  # idle before each rested call; a power-capped card is bac
 SLOW_S: Final = 0.3  # a call that takes longer is measured as few times as can be
 LONG_GRAPH_S: Final = 5e-3  # above this, launches are no part of the time and a graph would show nothing
 SAMPLES: Final = 512  # most batches of host time
+LONG_BATCH_S: Final = 0.01  # of a batch of calls that take the host's time
 
 
 @dataclass(frozen=True)
@@ -155,18 +156,38 @@ def in_turns(watch: Stopwatch, graphs: Mapping[str, tuple[Any, int]], rounds: in
     return took
 
 
-def on_the_host(watch: Stopwatch, run: Run, *, seconds: float, batch: int) -> list[float]:
-    """What the calling thread spends on a call: batches of calls, the queue drained before each, not after."""
-    for _ in range(3):
-        run()
-    clock = time.perf_counter_ns
-    readings: list[float] = []
-    until = time.monotonic() + seconds
-    while len(readings) < 5 or (time.monotonic() < until and len(readings) < SAMPLES):
-        watch.wait()
-        start = clock()
-        for _ in range(batch):
+def on_the_host(
+    watch: Stopwatch, runs: Mapping[str, Run], *, seconds: float, batch: int, seed: int = 0
+) -> dict[str, list[float]]:
+    """What the calling thread spends on a call; candidate -> microseconds of each round.
+
+    Batches of calls, those of all candidates in turns in an order drawn anew each round, the queue drained before each
+    and not after it. Slow calls, which keep the thread busy themselves, come in smaller batches.
+
+    Args:
+        watch: the clock.
+        runs: candidate -> one call.
+        seconds: about how long each candidate is measured: five rounds at least.
+        batch: calls in a batch; with all that they launch fewer than the queue of a stream holds.
+        seed: of the orders.
+    """
+    clock, order = time.perf_counter_ns, random.Random(seed)
+    batches: dict[str, int] = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            start = clock()
             run()
-        readings.append((clock() - start) / batch / 1e3)
+        batches[name] = max(1, min(batch, int(LONG_BATCH_S * 1e9 / max(clock() - start, 1))))
+    readings: dict[str, list[float]] = {name: [] for name in runs}
+    until, rounds = time.monotonic() + seconds * len(runs), 0
+    while rounds < 5 or (time.monotonic() < until and rounds < SAMPLES):
+        for name in order.sample(list(runs), len(runs)):
+            run, n = runs[name], batches[name]
+            watch.wait()
+            start = clock()
+            for _ in range(n):
+                run()
+            readings[name].append((clock() - start) / n / 1e3)
+        rounds += 1
     watch.wait()
     return readings

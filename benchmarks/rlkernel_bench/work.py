@@ -25,7 +25,7 @@ GOALS: Final = {
 # Operations a byte above which arithmetic takes longer than memory; GPUs since 2020 are between 130 and 300.
 _INTENSE: Final = 100
 # Options about how to measure, not what.
-_UNSAID: Final = ("batch", "chain", "of")
+_UNSAID: Final = ("batch", "chain", "of", "processes")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ SUITES: Final[Mapping[str, str]] = {
     "capture": "replaying graphs",
     "rollout": "a decode chain under one graph, tokens a second",
     "dispatch": "what a call costs beyond its kernel, and importing",
+    "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
 SIZES: Final = ("toy", "full")

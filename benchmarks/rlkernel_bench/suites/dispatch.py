@@ -9,27 +9,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import rlkernel as rlk
 from rlkernel_bench.candidates import Candidate, in_scope
+from rlkernel_bench.stub import BY_SHAPE, KERNELS, PLAIN, RESULTS, standing_in
 from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
-from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
-from rlkernel_core.spec.sample import SampleCall
-from rlkernel_core.spec.sampling import SampleResult
 
-_PLAIN, _BY_SHAPE = "standins", "standins-by-shape"
-# us above the direct call: a record, its key, a lookup; no more with a check of shapes, which is asked once a shape.
+# us above the direct call: a key, a lookup and a record; no more where a check looks at shapes, asked once a shape.
 _OVER = {"dispatch": 4.0, "bound": 4.0, "by shape": 4.0}
-_ROWS = torch.zeros(4)
-_LOGPROBS, _DRAWS = LogprobResult(_ROWS, _ROWS, invalid=_ROWS.bool()), SampleResult(*([_ROWS] * 7))
-_RESULTS = {"logprob": _LOGPROBS, "sample": _DRAWS}
 _CODE = {  # fresh interpreters: what they run; the time they print, in ms, else that of the whole process
     "an empty process": ("-c", "pass"),
     "import rlkernel_core": "rlkernel_core",
@@ -61,46 +52,6 @@ _ALL = (*_EAGER, _compiled("eager"), _compiled("aot_eager"), *(_process(what) fo
 WORKS: Mapping[str, tuple[Work, ...]] = {"toy": (*_EAGER, _process("import rlkernel")), "full": _ALL}
 
 
-def logprob(_: LogprobCall) -> LogprobResult:
-    """The stand-in for a kernel of logprob."""
-    return _LOGPROBS
-
-
-def sample(_: SampleCall) -> SampleResult:
-    """The stand-in for a kernel of sample."""
-    return _DRAWS
-
-
-def direct(op: str) -> Callable[..., Any]:
-    """A function with an operator's parameters and defaults, since that is what calling costs."""
-    signature = OPERATORS[op].signature
-    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    head = str(signature.replace(parameters=plain, return_annotation=signature.empty))
-    scope: dict[str, Any] = {"result": _RESULTS[op]}
-    exec(f"def {op}{head}:\n    return result", scope)  # noqa: S102 the source is the spec's own
-    made: Callable[..., Any] = scope[op]
-    return made
-
-
-def rows_fit(_: Any) -> None:
-    """A check that accepts every shape."""
-
-
-def manifest(*, by_shape: bool) -> Backend:
-    """A backend of stand-ins."""
-    impls = tuple(
-        Impl(
-            op=OPERATORS[op].id,
-            target=f"{__name__}:serve_{op}",
-            requires=Requires(device="cpu"),
-            supports=OPERATORS[op].feature_names,
-            check=f"{__name__}:rows_fit" if by_shape else None,
-        )
-        for op in _RESULTS
-    )
-    return Backend(name=_BY_SHAPE if by_shape else _PLAIN, api=API_VERSION, impls=impls)
-
-
 def make(_seed: int) -> Inputs:
     """Four rows: sizes are no part of the way."""
     return {"logits": torch.randn(4, 8), "ids": torch.tensor([0, 1, 2, 3]), "p": torch.full((4,), 0.9)}
@@ -124,18 +75,11 @@ def problem(work: Work, _device: str) -> Problem:
         same = want is None or found["result"] is want
         return {"result": Judgment(0.0, 0.0) if same else Judgment(torch.inf, torch.inf)}
 
-    expected = _RESULTS.get(work.op) if work.task == "calls" else None  # the others make something of their own
+    expected = RESULTS.get(work.op) if work.task == "calls" else None  # the others make something of their own
     return Problem(work, make, {}, lambda _: expected, judge, within=standing_in)
 
 
-@contextmanager
-def standing_in() -> Iterator[None]:
-    """The stand-ins are installed, for this process and this time."""
-    with rlk.registered(manifest(by_shape=False)), rlk.registered(manifest(by_shape=True)):
-        yield
-
-
-def candidates(problem: Problem, _device: str) -> list[Candidate]:
+def candidates(problem: Problem, _device: str, _use: Sequence[str], _against: Sequence[str] | None) -> list[Candidate]:
     """Ways to the same kernel."""
     work = problem.work
     if work.clock == "process":
@@ -148,15 +92,16 @@ def candidates(problem: Problem, _device: str) -> list[Candidate]:
 
 
 def _eager_ways(op: str) -> dict[str, tuple[str, Call]]:
-    """A plain function, the operator, the operator bound, the operator over a backend that looks at shapes."""
-    plain, (operator, call) = direct(op), {"logprob": (rlk.logprob, few), "sample": (rlk.sample, many)}[op]
-    with rlk.use(_PLAIN):
+    """The kernel itself, the operator, the operator bound, the operator over a backend that looks at shapes."""
+    operator, call = {"logprob": (rlk.logprob, few), "sample": (rlk.sample, many)}[op]
+    direct = KERNELS[op]
+    with rlk.use(PLAIN):
         bound = call(operator.bind, make(0))
     return {
-        "direct": (_PLAIN, lambda given: {"result": call(plain, given)}),
-        "dispatch": (_PLAIN, lambda given: {"result": call(operator, given)}),
-        "bound": (_PLAIN, lambda given: {"result": call(bound, given)}),
-        "by shape": (_BY_SHAPE, lambda given: {"result": call(operator, given)}),
+        "direct": (PLAIN, lambda given: {"result": call(direct, given)}),
+        "dispatch": (PLAIN, lambda given: {"result": call(operator, given)}),
+        "bound": (PLAIN, lambda given: {"result": call(bound, given)}),
+        "by shape": (BY_SHAPE, lambda given: {"result": call(operator, given)}),
     }
 
 
@@ -171,8 +116,8 @@ def _compiled_ways(backend: str) -> dict[str, tuple[str, Call]]:
             return {"result": compiled(*given)}
 
     return {
-        "direct": (_PLAIN, lambda _: run(addition)),
-        "dispatch": (_PLAIN, lambda given: run(operator, given)),
+        "direct": (PLAIN, lambda _: run(addition)),
+        "dispatch": (PLAIN, lambda given: run(operator, given)),
     }
 
 
