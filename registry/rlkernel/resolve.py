@@ -156,7 +156,9 @@ def _has_kernels(name: str, candidates: Mapping[str, Candidate], call: Call) -> 
         return False
     manifest, op = candidates[name].manifest, call.op.partition("@")[0]
     return any(
-        impl.op.partition("@")[0] == op and claims(impl.requires.device, call.device) and _refused_arch(impl, call) is None
+        impl.op.partition("@")[0] == op
+        and claims(impl.requires.device, call.device)
+        and _refused_arch(impl, call) is None
         for impl in (manifest.impls if manifest else ())
     )
 
