@@ -49,7 +49,7 @@ def refusal(decision: Decision) -> str:
     """The message of a ResolutionError: what was asked, and why nobody may take it."""
     what = "nothing in the order can take the call"
     if decision.backend is not None:
-        what = f'fallback = "error" forbids this: {_fallback(decision)}'
+        what = f'fallback = "error" forbids that {_fallback(decision)}'
     return f"{what}\n{explanation(decision)}"
 
 
@@ -120,7 +120,7 @@ def _fallback(decision: Decision) -> str:
     end = f" Fix: {fix}." if fix else ""
     torch = f"plain torch ({decision.backend}) runs on {_hardware(decision)}"
     if without_kernels(decision):
-        return f"{torch}: kernels exist for it and are not installed.{end}"
+        return f"{torch}, because the kernels for it are not installed.{end}"
     what = torch if by_plain_torch(decision) else f"{decision.backend} runs"
     return f"{what} instead of {decision.fell_back_from} ({reason.slug}: {reason.text}).{end}"
 

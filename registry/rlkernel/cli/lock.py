@@ -62,7 +62,7 @@ def command(
         _compare(path, decisions, json=json)
         return
     for said in fallbacks(decisions):
-        typer.secho(f"fallback  {said}", fg="yellow", err=True)
+        typer.secho(f"{path} pins a fallback for {said}", fg="yellow", err=True)
     if not lock.content(decisions)["operators"]:
         typer.echo("nothing in the order takes any operator here, so nothing is written; see rlkernel status", err=True)
         raise typer.Exit(1)
