@@ -86,8 +86,8 @@ class Decision:
     target: str | None
     version: str | None  # distribution and version that provides it: "rlkernel 0.1.0"
     rejected: tuple[Rejected, ...]  # in the order in which they were considered
-    # The decision is a fallback (docs/choose.md): the backend of the order that was passed over, or the one with kernels
-    # for this hardware in whose place plain torch runs there.
+    # Set where the decision is a fallback (docs/explain.md): the backend of the order that was passed over, or the one
+    # with kernels for this hardware in whose place plain torch runs on it.
     fell_back_from: str | None = None
     ambiguous: tuple[str, ...] = ()  # backends of one tier that all qualify: an error
     source: str = "default"  # where the order came from

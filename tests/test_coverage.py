@@ -14,9 +14,9 @@ from rlkernel_core.spec import OPERATORS
 
 KERNELS = [name for name in FIRST_PARTY if name != PLAIN_TORCH]
 ARCHS = [
-    *("sm70", "sm72", "sm75", "sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm101", "sm103", "sm110", "sm120", "sm121"),
-    *("gfx803", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201", "gfx1250"),
-]  # fmt: skip
+    *(f"sm{number}" for number in (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 110, 120, 121)),
+    *(f"gfx{name}" for name in ("803", "906", "908", "90a", "942", "950", "1030", "1100", "1151", "1201", "1250")),
+]
 
 
 def manifest(name: str) -> Backend:

@@ -6,8 +6,8 @@ Calls are bound on tensors without storage, so that decisions for a GPU are take
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pluggy
 import pytest
@@ -62,8 +62,13 @@ def on_a_hopper(monkeypatch) -> Iterator[None]:
     rlk.refresh()
 
 
-def logprob(**options: Any) -> None:
-    rlk.logprob.bind(torch.empty(2, 5, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda"), **options)
+def logprob(*, entropy: bool = False) -> None:
+    ids = torch.empty(2, dtype=torch.int64, device="cuda")
+    rlk.logprob.bind(torch.empty(2, 5, device="cuda"), ids, entropy=entropy)
+
+
+def entropy() -> None:
+    logprob(entropy=True)
 
 
 def linear_logprob() -> None:
@@ -75,18 +80,22 @@ def whiten() -> None:
     rlk.whiten.bind(torch.empty(2, 5, device="cuda"))
 
 
+def told(*calls: Callable[[], None]) -> list[str]:
+    """What FallbackWarnings say of calls made one after the other; each points to the line that called."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    assert {(w.category, w.filename) for w in said} <= {(FallbackWarning, __file__)}
+    return [str(w.message) for w in said]
+
+
 def ran() -> list[tuple[str, str, str | None]]:
     return sorted({(r.op, r.backend, r.decision.fell_back_from) for r in rlk.status()})
 
 
 def test_without_kernels_a_gpu_is_told_once_which_line_installs_them() -> None:
-    with pytest.warns(FallbackWarning) as said:
-        logprob()
-        logprob(entropy=True)
-        whiten()
-        linear_logprob()
-    assert [w.filename for w in said] == [__file__]
-    (text,) = {str(w.message) for w in said}
+    (text,) = told(logprob, entropy, whiten, linear_logprob)
     assert "plain torch (reference) runs on cuda sm90, because the kernels for it are not installed" in text
     assert f"Fix: {INSTALL}." in text
     assert ran() == [
@@ -98,17 +107,13 @@ def test_without_kernels_a_gpu_is_told_once_which_line_installs_them() -> None:
 
 def test_kernels_that_do_not_take_the_call_are_told_once_per_operator(here) -> None:
     here("triton", dtypes=("bfloat16",))
-    with pytest.warns(FallbackWarning) as said:
-        for _ in range(2):
-            logprob()
-            logprob(entropy=True)
-            whiten()
-    assert [str(w.message).partition(" ")[0] for w in said] == ["logprob@1", "whiten@1"]
-    assert all(
+    said = told(logprob, entropy, whiten, logprob, entropy, whiten)
+    assert [text.partition(" ")[0] for text in said] == ["logprob@1", "whiten@1"]
+    why = (
         "plain torch (reference) runs on cuda sm90 instead of triton (dtype/unsupported: it claims bfloat16, "
-        "the call has float32). Fix: cast the input" in str(w.message)
-        for w in said
+        "the call has float32). Fix: cast the input"
     )
+    assert [why in text for text in said] == [True, True]
 
 
 def test_another_kernel_of_ours_runs_without_a_word(here) -> None:
@@ -159,12 +164,15 @@ def test_plain_torch_in_place_of_kernels_can_be_forbidden(here) -> None:
 
 def test_each_backend_that_the_order_names_is_told_of_once() -> None:
     cpu = (torch.empty(2, 5), torch.empty(2, dtype=torch.int64))
-    with rlk.registered(acme()), rlk.registered(acme(name="zeta")), pytest.warns(FallbackWarning) as said:
-        for name in ("acme", "zeta", "acme"):
-            with rlk.use(name, "auto"):
-                rlk.logprob.bind(*cpu, entropy=True)
-                rlk.logprob.bind(*cpu, top_logprobs=2)
-    assert [str(w.message).partition(": ")[2].partition(" (")[0] for w in said] == [
+
+    def calls(name: str) -> None:
+        with rlk.use(name, "auto"):
+            rlk.logprob.bind(*cpu, entropy=True)
+            rlk.logprob.bind(*cpu, top_logprobs=2)
+
+    with rlk.registered(acme()), rlk.registered(acme(name="zeta")):
+        said = told(*(partial(calls, name) for name in ("acme", "zeta", "acme")))
+    assert [text.partition(": ")[2].partition(" (")[0] for text in said] == [
         "reference runs instead of acme",
         "reference runs instead of zeta",
     ]
@@ -181,10 +189,9 @@ def test_a_kernel_backend_of_ours_that_cannot_run_is_told_of_although_another_se
     here("cuda", **broken)
     here("triton")
     with rlk.use(probe="inprocess", fallback="error"):
-        with pytest.warns(PluginWarning, match=f"backend 'cuda': {said}") as heard:
+        with pytest.warns(PluginWarning, match=f"backend 'cuda': {said}"):
             linear_logprob()
-            rlk.sample.bind(torch.empty(2, 5, device="cuda"), temperature=0.0, seed=0, step=0)
-    assert len(heard) == 1
+        rlk.sample.bind(torch.empty(2, 5, device="cuda"), temperature=0.0, seed=0, step=0)  # warnings are errors here
     assert ran() == [("linear_logprob@1", "triton", None), ("sample@1", "triton", None)]
 
 
@@ -212,7 +219,7 @@ def test_observers_hear_of_every_fallback_and_of_nothing_else(here) -> None:
     try:
         with pytest.warns(FallbackWarning):
             logprob()
-            logprob(entropy=True)
+        entropy()
         with rlk.use(PLAIN_TORCH):
             logprob()
         rlk.rollout_buffer.bind(256, 2, device="cuda")
