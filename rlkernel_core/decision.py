@@ -13,7 +13,8 @@ from typing import Any
 
 from rlkernel_core.reasons import Reason
 
-AUTO = "auto"
+AUTO = "auto"  # in an order: all of rlkernel's own backends
+PLAIN_TORCH = "reference"  # the backend without kernels of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class OpPolicy:
     """The policy for one operator."""
 
     order: tuple[str, ...] = (AUTO,)
-    fallback: str = "warn"  # "warn" | "error"; there is no silence
+    fallback: str = "warn"  # what a fallback does: "warn" | "error"; there is no silence
     need: frozenset[str] = frozenset()
 
 
@@ -85,7 +86,9 @@ class Decision:
     target: str | None
     version: str | None  # distribution and version that provides it: "rlkernel 0.1.0"
     rejected: tuple[Rejected, ...]  # in the order in which they were considered
-    fell_back_from: str | None = None  # the first backend that claims the device, where it was not chosen
+    # Set where the decision is a fallback (docs/explain.md): the backend of the order that was passed over, or the one
+    # with kernels for this hardware in whose place plain torch runs on it.
+    fell_back_from: str | None = None
     ambiguous: tuple[str, ...] = ()  # backends of one tier that all qualify: an error
     source: str = "default"  # where the order came from
 

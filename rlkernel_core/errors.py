@@ -7,7 +7,7 @@
     ├── ConfigError (ValueError)           rlkernel.toml, RLKERNEL_* or a policy argument is malformed
     ├── ResolutionError (RuntimeError)     no backend in `order` can take the call; carries the Decision
     │   ├── AmbiguousBackendError          two backends of one tier qualify
-    │   ├── FallbackError                  a later backend could, but `fallback = "error"`
+    │   ├── FallbackError                  another backend could, but `fallback = "error"`
     │   └── LockError                      rlkernel.lock pins something else
     ├── ApiMismatchError (RuntimeError)    a plugin was built for another plugin API
     ├── LayoutError (ValueError)           a packed QuantTensor met a layout it was not packed for
@@ -21,8 +21,8 @@
     └── NotWrittenError (NotImplementedError)  a plugin's function is yet to be written
 
     RLKernelWarning (UserWarning)
-    ├── FallbackWarning                    another backend than the first that claims the device ran
-    └── PluginWarning                      an installed plugin could not be loaded
+    ├── FallbackWarning                    not what the order names ran, or plain torch where kernels exist
+    └── PluginWarning                      an installed plugin could not be loaded, or cannot run here
 
 `except RLKernelError` catches all of ours and nothing else.
 Imports nothing outside the standard library.
@@ -94,7 +94,7 @@ class AmbiguousBackendError(ResolutionError):
 
 
 class FallbackError(ResolutionError):
-    """The first backend that claims the device cannot take the call and the policy forbids another."""
+    """What could take the call would be a fallback, and the policy says `fallback = "error"`."""
 
 
 class LockError(ResolutionError):
@@ -172,11 +172,14 @@ class RLKernelWarning(UserWarning):
 
 
 class FallbackWarning(RLKernelWarning):
-    """Another backend ran than the first one that claims the device. Make it an error with `fallback = "error"`."""
+    """A backend that the order names was passed over, or plain torch ran on an accelerator that has kernels.
+
+    Make it an error with `fallback = "error"`.
+    """
 
 
 class PluginWarning(RLKernelWarning):
-    """An installed plugin could not be loaded. `rlkernel doctor` prints why."""
+    """An installed plugin could not be loaded, or cannot run here. `rlkernel doctor` prints why."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

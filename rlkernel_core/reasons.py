@@ -24,7 +24,7 @@ STAGES: Final[dict[str, dict[str, str]]] = {
         "not-a-manifest": "the entry point does not lead to a rlkernel_core.Backend",
         "invalid-manifest": "the manifest contradicts itself or the catalogue of operators and features",
         "duplicate-name": "two installed distributions claim this backend name",
-        "not-installed": "the policy names it, and no installed distribution provides it",
+        "not-installed": "the policy names it or `auto` would use it, and no installed distribution provides it",
         "target-missing": "the manifest names a function that cannot be imported",
         "target-signature": "the function does not take one argument, the operator's call record",
     },

@@ -32,7 +32,7 @@ policy   order=['auto'] fallback=warn  (from default)
   no   triton     load/not-installed: no installed distribution provides 'triton'
                   fix: pip install 'rlkernel[triton]'
   YES  reference  rlkernel_core.reference.logprob:logprob  [rlkernel {version}]
-fallback cuda claims cuda and cannot take this call
+fallback plain torch runs on cuda sm90, for which cuda has kernels
 decision {hash}
 """
 ON_H100 = ("logprob", "--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16", "--grad")
@@ -69,9 +69,9 @@ def test_json_is_the_decision(cli) -> None:
     assert set(found) == {*Decision.__dataclass_fields__, "hash"}
     assert found["call"]["features"] == []
     assert [(r["backend"], r["reason"]["stage"], r["reason"]["code"]) for r in found["rejected"]] == [
-        ("cuda", "load", "not-installed"),
         ("triton", "load", "not-installed"),
     ]
+    assert found["fell_back_from"] == "triton"
 
 
 def test_without_an_operator_every_operator_has_a_line(cli) -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkernel.coverage import matches
 from rlkernel.discover import FIRST_PARTY, Candidate
 from rlkernel.resolve import Facts, resolve
-from rlkernel_core.decision import AUTO, Call, OpPolicy
+from rlkernel_core.decision import AUTO, PLAIN_TORCH, Call, OpPolicy
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.reasons import CODES, Reason
 from rlkernel_core.spec import OPERATORS
@@ -19,6 +20,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("bfloat16", "float32")
 ARCHS = ("sm80", "sm90", "gfx942")
 THIRD = ("acme", "zeta")
+STORAGE = OPERATORS["rollout_buffer"].id  # which no backend of ours has kernels for
 
 
 def candidate(name: str, *impls: Impl, dist: str | None = None, reason: Reason | None = None) -> Candidate:
@@ -70,6 +72,33 @@ calls = st.builds(
 )
 orders = st.lists(st.sampled_from([AUTO, *FIRST_PARTY, *THIRD]), min_size=1, max_size=4, unique=True).map(tuple)
 policies = st.builds(OpPolicy, order=orders, fallback=st.sampled_from(["warn", "error"]))
+# As above, and for fallbacks: an operator without kernels, and GPUs that none were made for.
+any_impls = st.builds(
+    impl,
+    device=st.sampled_from([*DEVICES, "*"]),
+    op=st.sampled_from([OP, OP, STORAGE, "logprob@2"]),
+    dtypes=st.sets(st.sampled_from(DTYPES)).map(tuple),
+    arch=st.sampled_from([(), ("sm90",), ("sm80+",), ("gfx9*",)]),
+)
+any_calls = st.builds(
+    Call,
+    op=st.sampled_from([OP, STORAGE]),
+    device=st.sampled_from(DEVICES),
+    dtype=st.none() | st.sampled_from(DTYPES),
+    arch=st.none() | st.sampled_from([*ARCHS, "sm75", "gfx803"]),
+)
+
+
+@st.composite
+def gpus(draw: st.DrawFn) -> dict[str, Candidate]:
+    """Machines where plain torch takes every call."""
+    found = {PLAIN_TORCH: candidate(PLAIN_TORCH, *(impl("*", op=op) for op in (OP, STORAGE)))}
+    for name in draw(st.sets(names)) - {PLAIN_TORCH}:
+        reason = draw(st.none() | st.none() | broken)
+        found[name] = candidate(name, *draw(st.lists(any_impls, max_size=3)), reason=reason)
+    return found
+
+
 FACTS = Facts(packages={"present": "2.0"})
 modest = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -139,6 +168,69 @@ def test_naming_one_backend_never_runs_another(machine, call) -> None:
         assert resolve(machine, FACTS, call, OpPolicy((name,))).backend in {None, name}
 
 
+def kernels_exist(machine: dict[str, Candidate], call: Call) -> bool:
+    """Whether a backend of ours, installed or not, has kernels of the call's operator for its hardware."""
+    known = any(ours.has_kernels(call.op, call.device, call.arch) for ours in FIRST_PARTY.values())
+    claimed = [
+        i.requires
+        for name, found in machine.items()
+        if name in FIRST_PARTY and name != PLAIN_TORCH and found.manifest is not None
+        for i in found.manifest.impls
+        if i.op.partition("@")[0] == call.op.partition("@")[0] and i.requires.device in {"*", call.device}
+    ]
+    return known or any(not need.arch or call.arch is None or matches(need.arch, call.arch) for need in claimed)
+
+
+@modest
+@given(machines() | gpus(), any_calls | calls)
+def test_a_kernel_backend_of_ours_that_auto_chooses_is_no_fallback(machine, call) -> None:
+    decision = resolve(machine, FACTS, call, OpPolicy())
+    assert decision.backend in {None, PLAIN_TORCH} or decision.fell_back_from is None
+
+
+@modest
+@given(gpus(), any_calls)
+def test_plain_torch_under_auto_is_a_fallback_where_an_accelerator_has_kernels_and_nowhere_else(machine, call) -> None:
+    decision = resolve(machine, FACTS, call, OpPolicy())
+    expected = decision.backend == PLAIN_TORCH and call.device != "cpu" and kernels_exist(machine, call)
+    assert (decision.fell_back_from is not None) is expected
+
+
+@modest
+@given(gpus(), any_calls, orders)
+def test_plain_torch_that_the_order_puts_before_auto_is_the_choice(machine, call, order) -> None:
+    asked = OpPolicy((PLAIN_TORCH, *(name for name in order if name != PLAIN_TORCH)))
+    decision = resolve(machine, FACTS, call, asked)
+    assert (decision.backend, decision.fell_back_from) == (PLAIN_TORCH, None)
+
+
+@modest
+@given(machines() | gpus(), any_calls | calls, policies)
+def test_a_fallback_has_the_reason_of_what_it_passed_over(machine, call, policy) -> None:
+    decision = resolve(machine, FACTS, call, policy)
+    if decision.fell_back_from is not None:
+        assert decision.fell_back_from != decision.backend
+        assert decision.fell_back_from in {r.backend for r in decision.rejected}
+
+
+@modest
+@given(machines() | gpus(), any_calls | calls, policies)
+def test_without_auto_only_what_the_order_names_is_fallen_back_from(machine, call, policy) -> None:
+    named = tuple(name for name in policy.order if name != AUTO) or ("acme",)
+    assert resolve(machine, FACTS, call, OpPolicy(named)).fell_back_from in {None, *named}
+
+
+@modest
+@given(machines() | gpus(), any_calls | calls, policies)
+def test_what_comes_after_the_choice_makes_no_fallback_of_it(machine, call, policy) -> None:
+    named = tuple(name for name in policy.order if name != AUTO) or ("acme",)
+    chosen = resolve(machine, FACTS, call, OpPolicy(named))
+    if chosen.backend is not None:
+        longer = OpPolicy((*named[: named.index(chosen.backend) + 1], AUTO, "zeta"))
+        if chosen.backend != "zeta":
+            assert resolve(machine, FACTS, call, longer).fell_back_from == chosen.fell_back_from
+
+
 def test_an_impostor_of_a_first_party_name_is_not_part_of_auto() -> None:
     machine = by_name(candidate("cuda", impl("cpu"), dist="evil-cuda"), candidate("reference", impl("*")))
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
@@ -168,10 +260,89 @@ def test_naming_one_settles_a_tie() -> None:
     assert (decision.backend, decision.ambiguous, decision.fell_back_from) == ("jetson", (), None)
 
 
-def test_passing_over_a_backend_that_claims_the_device_is_a_fallback() -> None:
+def test_plain_torch_in_place_of_installed_kernels_that_do_not_take_the_call_is_a_fallback() -> None:
     machine = by_name(candidate("cuda", impl("cuda", dtypes=("bfloat16",))), candidate("reference", impl("*")))
     decision = resolve(machine, FACTS, Call(OP, "cuda", "float32"), OpPolicy())
     assert (decision.backend, decision.fell_back_from) == ("reference", "cuda")
+
+
+def test_another_kernel_of_ours_is_the_choice_where_the_order_does_not_name_the_first() -> None:
+    machine = by_name(
+        candidate("cuda", impl("cuda", dtypes=("bfloat16",))), candidate("triton", impl("cuda")), REFERENCE
+    )
+    call = Call(OP, "cuda", "float32")
+    found = [resolve(machine, FACTS, call, OpPolicy(order, "error")) for order in [(AUTO,), ("cuda", AUTO)]]
+    assert [(d.backend, d.fell_back_from) for d in found] == [("triton", None), ("triton", "cuda")]
+
+
+@pytest.mark.parametrize(
+    ("triton", "facts", "said"),
+    [
+        (candidate("triton", reason=Reason("load", "import-error", "boom")), FACTS, "load/import-error"),
+        (candidate("triton", reason=Reason("api", "too-old", "0.3")), FACTS, "api/too-old"),
+        (candidate("triton", impl("cuda", op="logprob@2")), FACTS, "operator/other-version"),
+        (candidate("triton", impl("cuda", op="sample@1")), FACTS, "operator/absent"),
+        (candidate("triton", impl("cuda", packages=("absent",))), FACTS, "environment/missing-package"),
+        (candidate("triton", impl("cuda", dtypes=("bfloat16",))), FACTS, "dtype/unsupported"),
+        (
+            candidate("triton", impl("cuda")),
+            Facts(failed_probes={"triton": Reason("probe", "failed", "boom")}),
+            "probe/failed",
+        ),
+        (
+            candidate("triton", impl("cuda")),
+            Facts(broken_targets={"pkg.mod:fn": Reason("load", "target-missing", "x")}),
+            "load/target-missing",
+        ),
+        (
+            candidate("triton", impl("cuda")),
+            Facts(locked={OP: frozenset({("ref:fn", "rlkernel 1.0")})}),
+            "policy/locked",
+        ),
+    ],
+)
+def test_whatever_keeps_installed_kernels_from_an_accelerator_is_the_reason_of_a_fallback(triton, facts, said) -> None:
+    reference = candidate("reference", Impl(op=OP, target="ref:fn", requires=Requires(device="*")))
+    decision = resolve(by_name(triton, reference), facts, Call(OP, "cuda", "float32", arch="sm80"), OpPolicy())
+    assert (decision.backend, decision.fell_back_from) == ("reference", "triton")
+    assert [r.reason.slug for r in decision.rejected if r.backend == "triton"] == [said]
+
+
+def test_kernels_that_this_installation_is_too_old_for_are_a_fallback_with_the_line_that_updates_it() -> None:
+    machine = by_name(candidate("triton", impl("cuda", op="sample@1")), REFERENCE)
+    (absent,) = resolve(machine, FACTS, Call(OP, "cuda", arch="sm80"), OpPolicy()).rejected
+    assert (absent.reason.slug, absent.reason.fix) == ("operator/absent", "pip install -U rlkernel-triton")
+
+
+def test_installed_kernels_are_fallen_back_from_before_those_that_are_not_installed() -> None:
+    machine = by_name(candidate("triton", impl("cuda", op="sample@1", dtypes=("bfloat16",))), REFERENCE_SAMPLE)
+    decision = resolve(machine, FACTS, Call("sample@1", "cuda", "float64", arch="sm90"), OpPolicy())
+    assert [(r.backend, r.reason.slug) for r in decision.rejected] == [
+        ("cuda", "load/not-installed"),
+        ("triton", "dtype/unsupported"),
+    ]
+    assert decision.fell_back_from == "triton"
+
+
+def test_an_operator_without_kernels_runs_in_plain_torch_by_choice() -> None:
+    machine = by_name(
+        candidate("triton", impl("cuda")), candidate("reference", impl("*"), impl("*", op="rollout_buffer@1"))
+    )
+    decision = resolve(machine, FACTS, Call("rollout_buffer@1", "cuda", arch="sm90"), OpPolicy(fallback="error"))
+    assert (decision.backend, decision.fell_back_from) == ("reference", None)
+
+
+def test_a_kernel_that_the_order_names_after_auto_does_not_make_plain_torch_the_choice() -> None:
+    machine = by_name(candidate("triton", impl("cuda")), REFERENCE)
+    decision = resolve(machine, FACTS, Call(OP, "cuda", arch="sm80"), OpPolicy((AUTO, "triton")))
+    assert (decision.backend, decision.fell_back_from) == ("reference", "triton")
+    assert [r.reason.slug for r in decision.rejected] == ["policy/outranked"]
+
+
+def test_a_named_backend_of_another_version_of_the_operator_is_passed_over() -> None:
+    machine = by_name(candidate("acme", impl(op="logprob@2")), REFERENCE)
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme", AUTO)))
+    assert (decision.backend, decision.fell_back_from) == ("reference", "acme")
 
 
 def test_passing_over_a_backend_for_another_device_or_operator_is_no_fallback() -> None:
@@ -184,6 +355,8 @@ def test_passing_over_a_backend_for_another_device_or_operator_is_no_fallback() 
     assert (decision.backend, decision.fell_back_from) == ("reference", None)
 
 
+REFERENCE = candidate("reference", impl("*"))
+REFERENCE_SAMPLE = candidate("reference", impl("*", op="sample@1"))
 ROCM = candidate("rocm", impl("cuda", arch=("gfx9*",)), impl("cuda", dtypes=("bfloat16",), arch=("gfx11*",)))
 
 
@@ -192,11 +365,14 @@ ROCM = candidate("rocm", impl("cuda", arch=("gfx9*",)), impl("cuda", dtypes=("bf
     [
         ("sm90", (AUTO,), None),  # made for other hardware
         ("sm90", ("rocm", AUTO), "rocm"),  # but wanted on this one
-        ("gfx803", (AUTO,), "rocm"),  # an AMD GPU that it does not know
-        ("gfx1100", (AUTO,), "rocm"),  # it knows this one, and does not take the call
+        ("gfx803", (AUTO,), None),  # an AMD GPU that it does not know
+        ("gfx1100", (AUTO,), None),  # it knows this one and does not take the call; another kernel of ours does
+        ("gfx1100", ("rocm", AUTO), "rocm"),
     ],
 )
-def test_a_backend_for_other_hardware_is_passed_over_only_where_it_is_named(arch, order, passed_over) -> None:
+def test_a_backend_that_gives_way_to_another_kernel_is_passed_over_only_where_it_is_named(
+    arch, order, passed_over
+) -> None:
     machine = by_name(ROCM, candidate("triton", impl("cuda")))
     decision = resolve(machine, FACTS, Call(OP, "cuda", "float32", arch=arch), OpPolicy(order))
     assert (decision.backend, decision.fell_back_from) == ("triton", passed_over)

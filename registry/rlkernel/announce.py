@@ -1,6 +1,7 @@
 """A decision said aloud: errors, warnings, observers.
 
 What is said once is said once per process. Warnings point to the line that called the operator.
+docs/choose.md says what a fallback is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from rlkernel import hooks, policy
-from rlkernel.discover import Candidate
-from rlkernel.wording import refusal, summary
-from rlkernel_core.decision import Decision
+from rlkernel.discover import FIRST_PARTY, Candidate
+from rlkernel.wording import by_plain_torch, refusal, summary, without_kernels
+from rlkernel_core.decision import Decision, Rejected
 from rlkernel_core.errors import (
     AmbiguousBackendError,
     FallbackError,
@@ -40,14 +41,23 @@ def refused(decision: Decision) -> ResolutionError:
 
 
 def fallback(decision: Decision) -> None:
-    """A fallback is said once per kind, or raised."""
+    """A fallback is said once per operator, or raised.
+
+    Where no kernels for the hardware are installed it is said once per process: one line installs those of all
+    operators. Backends that the order names are told apart.
+    """
     if decision.policy.fallback == "error":
         raise FallbackError(refusal(decision), decision)
-    why = next(r.reason for r in decision.rejected if r.backend == decision.fell_back_from)
-    words = "" if why.stage == "shape" else why.text  # which hold the sizes of this call
-    kind = (decision.call.op, str(decision.fell_back_from), str(decision.backend), why.slug, words)
+    more = ""
+    if without_kernels(decision):
+        kind: tuple[str, ...] = ("fallback", "not installed")
+        more = " Said once for all operators; `rlkernel status` lists them."
+    elif by_plain_torch(decision):
+        kind = ("fallback", decision.call.op)
+    else:
+        kind = ("fallback", decision.call.op, str(decision.fell_back_from), str(decision.backend))
     if kind not in policy.PROCESS.warned:
-        warnings.warn(summary(decision), FallbackWarning, stacklevel=_users_line())
+        warnings.warn(summary(decision) + more, FallbackWarning, stacklevel=_users_line())
         policy.PROCESS.warned.add(kind)
 
 
@@ -59,9 +69,9 @@ def decided(decision: Decision) -> None:
 
 
 def broken(installed: Mapping[str, Candidate], decision: Decision) -> None:
-    """Say once which plugins in the order could not be loaded."""
+    """Say once which plugins in the order could not be loaded, and which of our own cannot run here."""
     for rejected in decision.rejected:
-        if rejected.reason.stage not in {"load", "api"} or rejected.reason.code == "not-installed":
+        if not (_unloaded(rejected) or _unusable(decision, rejected)):
             continue
         kind = ("plugin", rejected.backend, rejected.reason.slug)
         if kind in policy.PROCESS.warned:
@@ -71,6 +81,24 @@ def broken(installed: Mapping[str, Candidate], decision: Decision) -> None:
         candidate = installed[rejected.backend]
         facts = {"name": candidate.name, "dist": candidate.dist, "error": str(rejected.reason)}
         hooks.emit("rlkernel_plugin_failed", facts)
+
+
+def _unloaded(rejected: Rejected) -> bool:
+    return rejected.reason.stage in {"load", "api"} and rejected.reason.code != "not-installed"
+
+
+def _unusable(decision: Decision, rejected: Rejected) -> bool:
+    """Whether a backend of ours that would have been the choice under `auto` is installed and cannot run here.
+
+    What takes the call in its place may be another kernel, which is no fallback; so nothing else would tell.
+    """
+    name, call = rejected.backend, decision.call
+    if name in {*decision.policy.order, decision.fell_back_from, decision.backend} or name not in FIRST_PARTY:
+        return False
+    ranks = list(FIRST_PARTY)
+    before = decision.backend in ranks and ranks.index(name) < ranks.index(decision.backend)
+    wrong = rejected.reason.stage in {"environment", "probe"} or rejected.reason.slug == "operator/other-version"
+    return wrong and before and FIRST_PARTY[name].has_kernels(call.op, call.device, call.arch)
 
 
 def _users_line() -> int:

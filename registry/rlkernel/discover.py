@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from rlkernel.coverage import Coverage
+from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
@@ -41,21 +42,59 @@ class Ours(NamedTuple):
     tier: int  # position within `auto`, lowest first
     install: str  # the line that installs it
     devices: tuple[str, ...]  # torch device types it is made for
-    archs: tuple[str, ...] = ("*",)  # globs over architectures it is made for
+    kernels: Coverage = Coverage()  # the operators it has kernels for, and the architectures
 
     def made_for(self, device: str, arch: str | None) -> bool:
         """Whether one would install it for this hardware; an unknown architecture counts as any."""
-        return device in self.devices and (arch is None or any(fnmatchcase(arch, a) for a in self.archs))
+        return device in self.devices and self.kernels.serves(arch)
 
+    def has_kernels(self, op: str, device: str, arch: str | None) -> bool:
+        """Whether it has kernels of an operator, by name or by id, for this hardware."""
+        return device in self.devices and self.kernels.has(op, arch)
+
+
+_HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
+_PORTABLE: Final = frozenset(
+    {
+        "advantage", "affine_suffix_scan", "capture", "dequantize", "linear_logprob", "linear_policy_loss",
+        "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "sample", "verify", "whiten",
+    }
+)  # fmt: skip
+_CDNA: Final = ("gfx90a", "gfx942", "gfx950")
+_RDNA: Final = ("gfx11*", "gfx12*")
+_UNTRIED: Final = ("gfx125*",)
+_NO_GRAPHS: Final = {"capture": _RDNA}
+_WITH_TRITON: Final = "pip install --no-deps rlkernel-triton"  # whose dependencies would replace the vendor's torch
 
 # `auto` considers these alone, lowest tier first.
 FIRST_PARTY: Final[Mapping[str, Ours]] = {
-    "cuda": Ours("rlkernel-cuda", 0, "pip install 'rlkernel[cuda]'", ("cuda",), ("sm90",)),
-    "rocm": Ours("rlkernel-rocm", 0, "pip install 'rlkernel[rocm]'", ("cuda",), ("gfx*",)),  # torch calls HIP "cuda"
-    "jetson": Ours("rlkernel-jetson", 0, "pip install 'rlkernel[jetson]'", ("cuda",), JETSON_ARCHS),
-    "triton": Ours("rlkernel-triton", 1, "pip install 'rlkernel[triton]'", ("cuda",)),
-    "reference": Ours("rlkernel", 2, "pip install rlkernel", ()),
+    "cuda": Ours("rlkernel-cuda", 0, "pip install 'rlkernel[cuda]'", ("cuda",), Coverage(_HOPPER, ("sm90",))),
+    "rocm": Ours(
+        "rlkernel-rocm",
+        0,
+        f"pip install 'rlkernel[rocm]' && {_WITH_TRITON}",
+        ("cuda",),  # torch calls HIP "cuda"
+        Coverage(_PORTABLE, (*_CDNA, *_RDNA), _UNTRIED, _NO_GRAPHS),
+    ),
+    "jetson": Ours(
+        "rlkernel-jetson",
+        0,
+        f"pip install 'rlkernel[jetson]' && {_WITH_TRITON}",
+        ("cuda",),
+        Coverage(_PORTABLE, ("sm87", "sm101", "sm110")),
+    ),
+    "triton": Ours(
+        "rlkernel-triton",
+        1,
+        "pip install 'rlkernel[triton]'",
+        ("cuda",),
+        Coverage(_PORTABLE, ("sm80+", *_CDNA, *_RDNA), _UNTRIED, _NO_GRAPHS),
+    ),
+    PLAIN_TORCH: Ours("rlkernel", 2, "pip install rlkernel", ()),
 }
+
+# Device types that any of them is made for: there, plain torch is the slow way for what has kernels.
+ACCELERATORS: Final = frozenset(device for ours in FIRST_PARTY.values() for device in ours.devices)
 
 T = TypeVar("T")
 

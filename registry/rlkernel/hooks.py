@@ -27,10 +27,13 @@ class Hookspecs:
         """A kind of call was decided (once per kind, not per call)."""
 
     def rlkernel_fell_back(self, decision: Decision) -> None:
-        """Another backend than the first that claims the device was chosen."""
+        """The decision is a fallback: heard before `rlkernel_decided`, as often as it, though warnings are rarer."""
 
     def rlkernel_plugin_failed(self, name: str, dist: str, error: str) -> None:
-        """An installed plugin could not be loaded; heard before the decision is taken, so wait for no other call."""
+        """An installed plugin could not be loaded, or one of ours cannot run here.
+
+        Heard before the decision is taken, so wait for no other call.
+        """
 
 
 class _Observers:

@@ -7,26 +7,24 @@ there and lets property tests cover it without a GPU.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
-from rlkernel.discover import FIRST_PARTY, Candidate
-from rlkernel_core.decision import AUTO, Call, Decision, OpPolicy, Rejected
+from rlkernel.coverage import matches
+from rlkernel.discover import ACCELERATORS, FIRST_PARTY, Candidate
+from rlkernel_core.decision import AUTO, PLAIN_TORCH, Call, Decision, OpPolicy, Rejected
 from rlkernel_core.reasons import Reason
 
 if TYPE_CHECKING:
     from rlkernel_core.manifest import Impl
 
 ANY: Final = "*"
-# Stages that say "this backend is not about this call", or "not wanted for it": passing over it is no fallback.
-_NOT_CONCERNED: Final = frozenset({"operator", "device", "policy"})
-_ARCH_AT_LEAST: Final = re.compile(r"^(?P<family>[a-z]+)(?P<number>\d+)\+$")
+# What says "this backend is not about this call", or "not wanted for it": passing over a named one is no fallback.
+_NOT_CONCERNED: Final = frozenset({"operator/absent", "device/not-claimed", "policy/locked"})
 
 
 @dataclass(frozen=True)
@@ -68,24 +66,23 @@ def resolve(
         check: runs an implementation's own check against the actual arguments; None where there are none.
 
     Returns:
-        A Decision. `backend` is None where nothing qualifies; `ambiguous` lists ties, which are an error.
+        A Decision. `backend` is None where nothing qualifies; `ambiguous` lists ties, which are an error;
+        `fell_back_from` is set where the decision is a fallback: a backend that the order names was passed over, or
+        `auto` leaves an accelerator to plain torch although the operator has kernels for it.
     """
     slots = _expand(policy.order, candidates, call)
     rejected: list[Rejected] = []
     qualified: list[tuple[_Slot, Impl]] = []
-    first_concerned: str | None = None
+    passed_over: str | None = None  # the first that the order names, that is about the call and does not take it
     for slot in slots:
         candidate = candidates.get(slot.name)
         outranked = bool(qualified) and (slot.tier is None or slot.tier != qualified[0][0].tier)
         # Nobody outranked is asked about the arguments: only calls whose choice depends on a check pay for one.
         found, reasons = _consider(slot, candidate, facts, call, policy, None if outranked else check)
-        # A backend of our own that did not even load may be about any device; discovery warns about it.
-        concerned = slot.named or (candidate is not None and candidate.manifest is not None)
-        refused = found is None and bool(reasons) and not _concerns(slot, reasons[0].reason, call)
-        if first_concerned is None and concerned and not refused:
-            first_concerned = slot.name
         rejected += reasons
         if found is None:
+            if slot.named and not qualified and passed_over is None and _concerns(reasons[0].reason):
+                passed_over = slot.name
             continue
         if outranked:
             winner = qualified[0][0].name
@@ -98,7 +95,9 @@ def resolve(
         return Decision(call, policy, None, None, None, tuple(rejected), source=source)
     slot, impl = qualified[0]
     tied = tuple(s.name for s, _ in qualified) if len(qualified) > 1 else ()
-    fell_back = first_concerned if first_concerned not in {None, slot.name} else None
+    fell_back = passed_over
+    if fell_back is None and slot.name == PLAIN_TORCH:
+        fell_back = _with_kernels(candidates, call, policy)
     provider = candidates[slot.name].provider
     return Decision(call, policy, slot.name, impl.target, provider, tuple(rejected), fell_back, tied, source)
 
@@ -106,8 +105,8 @@ def resolve(
 def _expand(order: Iterable[str], candidates: Mapping[str, Candidate], call: Call) -> list[_Slot]:
     """The order with `auto` replaced by our own backends in tiers; a backend keeps its first place.
 
-    Those that are made for this hardware and not installed stand there too, to be refused with the line that installs
-    them; they never count as a fallback.
+    Those that have kernels for this call and are not installed stand there too, to be refused with the line that
+    installs them.
     """
     slots: dict[str, _Slot] = {}
     named = {name for name in order if name != AUTO}
@@ -117,7 +116,7 @@ def _expand(order: Iterable[str], candidates: Mapping[str, Candidate], call: Cal
             continue
         for ours in FIRST_PARTY:
             tier = _tier(candidates, ours)
-            absent = ours not in candidates and FIRST_PARTY[ours].made_for(call.device, call.arch)
+            absent = ours not in candidates and FIRST_PARTY[ours].has_kernels(call.op, call.device, call.arch)
             if (tier is not None or absent) and ours not in named:
                 slots.setdefault(ours, _Slot(ours, named=False, tier=tier))
     return list(slots.values())
@@ -130,6 +129,38 @@ def _tier(candidates: Mapping[str, Candidate], name: str) -> int | None:
     listed = getattr(candidates, "listed", candidates.__getitem__)
     tier: int | None = listed(name).tier
     return tier
+
+
+def _with_kernels(candidates: Mapping[str, Candidate], call: Call, policy: OpPolicy) -> str | None:
+    """The backend of ours in whose place plain torch runs on an accelerator; None where plain torch is the choice.
+
+    It is the choice on the CPU, where the order puts it before `auto` or has no `auto`, and where no backend of ours
+    has kernels of the operator for this hardware. Installed backends come first: why they refuse is known. Of the
+    others the first in the order of `auto`; for an unknown architecture the portable one.
+    """
+    order = policy.order
+    asked_for = AUTO not in order or (PLAIN_TORCH in order and order.index(PLAIN_TORCH) < order.index(AUTO))
+    if asked_for or call.device not in ACCELERATORS:
+        return None
+    able = [name for name in FIRST_PARTY if _has_kernels(name, candidates, call)]
+    if call.arch is None:
+        able.sort(key=lambda name: -FIRST_PARTY[name].tier)
+    return next((name for name in able if _tier(candidates, name) is not None), next(iter(able), None))
+
+
+def _has_kernels(name: str, candidates: Mapping[str, Candidate], call: Call) -> bool:
+    """Whether a backend of ours has kernels of the call's operator for its hardware, as it is known or claims."""
+    if FIRST_PARTY[name].has_kernels(call.op, call.device, call.arch):
+        return True
+    if name == PLAIN_TORCH or _tier(candidates, name) is None:
+        return False
+    manifest, op = candidates[name].manifest, call.op.partition("@")[0]
+    return any(
+        impl.op.partition("@")[0] == op
+        and claims(impl.requires.device, call.device)
+        and _refused_arch(impl, call) is None
+        for impl in (manifest.impls if manifest else ())
+    )
 
 
 def _outside(candidates: Mapping[str, Candidate], slots: Iterable[_Slot], policy: OpPolicy) -> list[Rejected]:
@@ -173,19 +204,14 @@ def _consider(
         if why is None:
             return impl, rejected
         rejected.append(Rejected(slot.name, why, impl.target))
-    # The reason nearest to success is the telling one where a backend has several implementations.
-    rejected.sort(key=lambda r: not _concerns(slot, r.reason, call))
+    # Where a backend has several implementations, the telling reason is that of one that is for this hardware.
+    rejected.sort(key=lambda r: (not _concerns(r.reason), r.reason.stage == "arch"))
     return None, rejected
 
 
-def _concerns(slot: _Slot, reason: Reason, call: Call) -> bool:
-    """Whether a backend that is refused for this reason is about this call, so that passing over it is a fallback.
-
-    Of our own backends, which `auto` brings, those that are made for other hardware are not.
-    """
-    if reason.slug == "arch/unsupported" and not slot.named:
-        return FIRST_PARTY[slot.name].made_for(call.device, call.arch)
-    return reason.stage not in _NOT_CONCERNED
+def _concerns(reason: Reason) -> bool:
+    """Whether a backend that is refused for this reason is about the call, so that passing over it means something."""
+    return reason.slug not in _NOT_CONCERNED
 
 
 def _absent(candidate: Candidate, call: Call) -> Reason:
@@ -196,7 +222,10 @@ def _absent(candidate: Candidate, call: Call) -> Reason:
     if others:
         text = f"it implements {', '.join(others)}, the call is for {call.op}"
         return Reason("operator", "other-version", text, f"update {candidate.dist} or rlkernel, so that they agree")
-    return Reason("operator", "absent", f"it does not implement {call.op}")
+    known = FIRST_PARTY.get(candidate.name) if candidate.tier is not None else None
+    outdated = known is not None and known.has_kernels(call.op, call.device, call.arch)
+    fix = f"pip install -U {candidate.dist}" if outdated else ""
+    return Reason("operator", "absent", f"it does not implement {call.op}", fix)
 
 
 def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Call, policy: OpPolicy) -> Reason | None:
@@ -208,10 +237,8 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
         return Reason("device", "not-claimed", f"it claims {_names(need.device)}, the call is on {call.device}")
     if reason := environment(name, need.packages, facts.packages):
         return reason
-    if call.arch and any(_arch_matches(pattern, call.arch) for pattern in need.arch_excluded):
-        return Reason("arch", "excluded", f"it excludes {call.arch}")
-    if call.arch and need.arch and not any(_arch_matches(pattern, call.arch) for pattern in need.arch):
-        return Reason("arch", "unsupported", f"it claims {_names(need.arch)}, the device is {call.arch}")
+    if reason := _refused_arch(impl, call):
+        return reason
     if call.dtype and need.dtypes and call.dtype not in need.dtypes:
         text = f"it claims {_names(need.dtypes)}, the call has {call.dtype}"
         return Reason("dtype", "unsupported", text, "cast the input, or name another backend first")
@@ -223,6 +250,16 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
     if call.grad and "grad" not in impl.supports:
         text = f"an input requires gradients and {candidate.dist} claims none for {impl.op}"
         return Reason("grad", "unsupported", text, "call it under torch.no_grad(), or name another backend first")
+    return None
+
+
+def _refused_arch(impl: Impl, call: Call) -> Reason | None:
+    """Why an implementation is not for the call's architecture; an unknown one is refused by nobody."""
+    need = impl.requires
+    if call.arch and matches(need.arch_excluded, call.arch):
+        return Reason("arch", "excluded", f"it excludes {call.arch}")
+    if call.arch and need.arch and not matches(need.arch, call.arch):
+        return Reason("arch", "unsupported", f"it claims {_names(need.arch)}, the device is {call.arch}")
     return None
 
 
@@ -264,14 +301,6 @@ def claims(claimed: tuple[str, ...] | str, device: str) -> bool:
     """Whether claimed device types cover a device type."""
     names = (claimed,) if isinstance(claimed, str) else claimed
     return ANY in names or device in names
-
-
-def _arch_matches(pattern: str, arch: str) -> bool:
-    """`sm90` exactly, `sm80+` from there on within the family, `gfx9*` as a glob."""
-    if at_least := _ARCH_AT_LEAST.match(pattern):
-        have = re.match(rf"^{at_least['family']}(\d+)", arch)
-        return have is not None and int(have[1]) >= int(at_least["number"])
-    return fnmatchcase(arch, pattern)
 
 
 def _names(names: tuple[str, ...] | list[str] | str) -> str:

@@ -1,10 +1,13 @@
-"""Decisions in words: the same lines in `explain`, in warnings and in errors.
+"""Decisions in words: the same lines in `explain`, `status` and `lock`, in warnings and in errors.
 
-Imports nothing but the core.
+Imports the core, and what is known of our own backends without importing them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from rlkernel.discover import FIRST_PARTY
 from rlkernel_core.decision import Decision, Rejected
 
 
@@ -31,9 +34,10 @@ def explanation(decision: Decision) -> str:
         lines += _no(r, width)
     if decision.fell_back_from is not None and decision.backend is not None:
         forbids = f'; fallback = "error" forbids {decision.backend}' if rules.fallback == "error" else ""
-        lines.append(
-            f"fallback {decision.fell_back_from} claims {decision.call.device} and cannot take this call{forbids}"
-        )
+        what = f"the order names {decision.fell_back_from}, which does not take this call"
+        if by_plain_torch(decision):
+            what = f"plain torch runs on {_hardware(decision)}, for which {decision.fell_back_from} has kernels"
+        lines.append(f"fallback {what}{forbids}")
     if decision.backend is None:
         lines.append("nothing in the order can take this call")
     else:
@@ -45,33 +49,84 @@ def refusal(decision: Decision) -> str:
     """The message of a ResolutionError: what was asked, and why nobody may take it."""
     what = "nothing in the order can take the call"
     if decision.backend is not None:
-        what = f'{decision.fell_back_from} cannot take the call, and fallback = "error" forbids {decision.backend}'
+        what = f'fallback = "error" forbids that {_fallback(decision)}'
     return f"{what}\n{explanation(decision)}"
 
 
 def summary(decision: Decision) -> str:
-    """One line for a FallbackWarning."""
-    why = next(r for r in decision.rejected if r.backend == decision.fell_back_from)
-    fix = f" Fix: {why.reason.fix}." if why.reason.fix else ""
-    return (
-        f"{decision.call}: {decision.backend} runs instead of {decision.fell_back_from} "
-        f"({why.reason.slug}: {why.reason.text}).{fix}"
-    )
+    """One line for a FallbackWarning: the call, what runs instead of what, why, and the line that changes it."""
+    return f"{decision.call}: {_fallback(decision)}"
+
+
+def fallbacks(decisions: Iterable[Decision]) -> list[str]:
+    """What `summary` says of the fallbacks among decisions, once for all operators of which it says the same."""
+    found: dict[str, list[str]] = {}
+    for decision in decisions:
+        if decision.fell_back_from is not None and decision.backend is not None:
+            found.setdefault(_fallback(decision), []).append(decision.call.op)
+    return [f"{', '.join(dict.fromkeys(ops))}: {text}" for text, ops in found.items()]
+
+
+def by_plain_torch(decision: Decision) -> bool:
+    """Whether the fallback is that `auto` leaves an accelerator to plain torch: nothing that the order names lost."""
+    passed_over = decision.fell_back_from in decision.policy.order
+    return decision.fell_back_from is not None and not (passed_over and why(decision).reason.code != "outranked")
+
+
+def without_kernels(decision: Decision) -> bool:
+    """Whether plain torch runs on an accelerator because no backend with kernels of the operator is installed."""
+    return by_plain_torch(decision) and why(decision).reason.slug == "load/not-installed"
+
+
+def why(decision: Decision) -> Rejected:
+    """Why the backend that a fallback passed over does not take the call."""
+    return next(r for r in decision.rejected if r.backend == decision.fell_back_from)
+
+
+def remedy(decision: Decision) -> str:
+    """The line that ends a fallback, or nothing.
+
+    Where kernels are not installed it installs all that there are for the hardware, not those of one operator alone.
+    """
+    if without_kernels(decision):
+        call, absent = decision.call, {r.backend for r in decision.rejected if r.reason.slug == "load/not-installed"}
+        here = {r.backend for r in decision.rejected} - absent
+        lines = [o.install for n, o in FIRST_PARTY.items() if n not in here and o.made_for(call.device, call.arch)]
+        return lines[0] if call.arch and lines else why(decision).reason.fix
+    if why(decision).reason.code == "outranked":
+        return f'order = ["{decision.fell_back_from}", "auto"]'
+    return why(decision).reason.fix
 
 
 def remark(decision: Decision) -> str:
     """What a table says beside a decision: nobody, a tie, a fallback, or what one could install; mostly nothing."""
     if decision.backend is None:
-        why = next((r for r in reversed(decision.rejected) if r.reason.stage != "policy"), None)
-        return f"{why.backend}: {why.reason.slug}: {why.reason.text}" if why else "nothing in the order can take it"
+        last = next((r for r in reversed(decision.rejected) if r.reason.stage != "policy"), None)
+        return f"{last.backend}: {last.reason.slug}: {last.reason.text}" if last else "nothing in the order can take it"
     if decision.ambiguous:
         return f"a tie of {', '.join(decision.ambiguous)}"
+    absent = ", ".join(r.backend for r in decision.rejected if r.reason.slug == "load/not-installed")
     if decision.fell_back_from is not None:
-        why = next(r for r in decision.rejected if r.backend == decision.fell_back_from)
         forbidden = ', and fallback = "error" forbids it' if decision.policy.fallback == "error" else ""
-        return f"instead of {decision.fell_back_from} ({why.reason.slug}){forbidden}"
-    absent = [r.backend for r in decision.rejected if r.reason.slug == "load/not-installed"]
-    return f"not installed: {', '.join(absent)}" if absent else ""
+        if without_kernels(decision):
+            return f"fallback: plain torch; not installed: {absent}{forbidden}"
+        return f"fallback: instead of {decision.fell_back_from} ({why(decision).reason.slug}){forbidden}"
+    return f"not installed: {absent}" if absent else ""
+
+
+def _fallback(decision: Decision) -> str:
+    """What runs instead of what, why, and the line that changes it; nothing that differs between calls of one kind."""
+    reason, fix = why(decision).reason, remedy(decision)
+    end = f" Fix: {fix}." if fix else ""
+    torch = f"plain torch ({decision.backend}) runs on {_hardware(decision)}"
+    if without_kernels(decision):
+        return f"{torch}, because the kernels for it are not installed.{end}"
+    what = torch if by_plain_torch(decision) else f"{decision.backend} runs"
+    return f"{what} instead of {decision.fell_back_from} ({reason.slug}: {reason.text}).{end}"
+
+
+def _hardware(decision: Decision) -> str:
+    return " ".join(filter(None, (decision.call.device, decision.call.arch)))
 
 
 def _no(rejected: Rejected, width: int) -> list[str]:

@@ -30,8 +30,8 @@ EXAMPLE: Final = """\
 # first; a third party runs only where it is named: ["acme", "auto"].
 order = ["auto"]
 
-# When the first backend that claims the device cannot take a call and a later one can:
-# "warn" says so once per kind of call, "error" refuses the call.
+# When a backend that the order names is passed over, or a GPU is left to plain torch although kernels exist for it:
+# "warn" says so once per operator, "error" refuses the call.
 fallback = "warn"
 
 # Features that every implementation must claim, e.g. ["batch_invariant"]; operators that cannot have one ignore it.

@@ -13,7 +13,7 @@ from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, feature
 from rlkernel.cli.output import coloured, print_json, print_table
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.survey import Situation, foresee, served, survey
-from rlkernel.wording import explanation, remark
+from rlkernel.wording import explanation, fallbacks, remark
 from rlkernel_core.decision import AUTO, Decision
 from rlkernel_core.spec import OPERATORS
 
@@ -86,4 +86,6 @@ def _print_all(decisions: list[Decision]) -> None:
     columns = ("operator", "served by", "implementation", "from", "")
     rows = [(d.call.op, d.backend or "nobody", d.target or "", d.version or "", remark(d)) for d in decisions]
     print_table(columns, rows, title=", ".join(words))
+    for said in fallbacks(decisions):
+        typer.echo(f"fallback  {said}")
     typer.echo("rlkernel explain OPERATOR ... prints every reason.")

@@ -12,6 +12,7 @@ from rlkernel.cli.options import Arch, Device, Dtype, Json, Order, ordered
 from rlkernel.cli.output import print_json
 from rlkernel.probe import arch_of, device_here
 from rlkernel.survey import Situation, survey
+from rlkernel.wording import fallbacks, remedy, why
 from rlkernel_core.decision import Decision
 from rlkernel_core.spec import OPERATORS
 
@@ -50,7 +51,9 @@ def command(
 
     Under a lock, whatever is not pinned is refused with a reason. Without
     --device it is decided for this machine, with implementations loaded and
-    self-tests run; with --device for hardware that need not be here.
+    self-tests run; with --device for hardware that need not be here. What
+    would be a fallback, such as plain torch on a GPU, is pinned all the same
+    and named on standard error.
     """
     with ordered(order):
         path = output or Path(policy.current().policy.lock or _FILE)
@@ -58,12 +61,14 @@ def command(
     if check:
         _compare(path, decisions, json=json)
         return
+    for said in fallbacks(decisions):
+        typer.secho(f"{path} pins a fallback for {said}", fg="yellow", err=True)
     if not lock.content(decisions)["operators"]:
         typer.echo("nothing in the order takes any operator here, so nothing is written; see rlkernel status", err=True)
         raise typer.Exit(1)
     content = lock.write(path, decisions)
     if json:
-        print_json({"file": str(path), **content})
+        print_json({"file": str(path), **content, "fallbacks": _fallbacks(decisions)})
         return
     for op, pins in content["operators"].items():
         for pin in pins:
@@ -84,6 +89,25 @@ def _decided(device: str | None, arch: str | None, dtype: str | None, grad: bool
         ops = [op for op, spec in OPERATORS.items() if not wanted or "grad" in spec.feature_names]
         decisions += survey(Situation(where, known, dtype, wanted), ops=ops, locked=False, here=here)
     return decisions
+
+
+def _fallbacks(decisions: list[Decision]) -> list[dict[str, str | bool | None]]:
+    """Pins that are fallbacks, as data: which operator, what is pinned in place of what, why, and what changes it."""
+    return [
+        {
+            "op": d.call.op,
+            "device": d.call.device,
+            "arch": d.call.arch,
+            "grad": d.call.grad,
+            "backend": d.backend,
+            "fell_back_from": d.fell_back_from,
+            "reason": why(d).reason.slug,
+            "text": why(d).reason.text,
+            "fix": remedy(d),
+        }
+        for d in decisions
+        if d.backend is not None and d.fell_back_from is not None
+    ]
 
 
 def _compare(path: Path, decisions: list[Decision], *, json: bool) -> None:

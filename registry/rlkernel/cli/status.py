@@ -13,7 +13,7 @@ from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel.probe import arch_of, device_here
 from rlkernel.provenance import plans
 from rlkernel.survey import Situation, served, survey
-from rlkernel.wording import remark
+from rlkernel.wording import fallbacks, remark
 from rlkernel_core.decision import Decision
 from rlkernel_core.spec import OPERATORS
 
@@ -73,6 +73,8 @@ def _print_here(
         rows.append((d.call.op, _served_by(d), gradients, plain(d.target or ""), plain(d.version or ""), plain(said)))
     columns = ("operator", "served by", "with gradients", "implementation", "from", "")
     print_table(columns, rows, title=f"{where} {arch or ''}".strip())
+    for said in fallbacks([*decisions, *training.values()]):
+        typer.echo(f"fallback  {said}")
     for name, host in _hosts().items():
         typer.echo(
             f"host  {name} {host['installed']}: {'supported' if host['supported'] else 'needs ' + host['needs']}"
@@ -120,6 +122,8 @@ def _print_run(run: Path, *, json: bool) -> None:
         )
     columns = ("operator", "call", "calls", "served by", "implementation", "from", "decision", "")
     print_table(columns, rows, title=str(run))
+    for said in fallbacks(r.decision for r in ran):
+        typer.echo(f"fallback  {said}")
     for through in hosts:
         typer.echo(f"through {through}")
     for held in planned:
