@@ -1,0 +1,74 @@
+"""Launches as values: host code states what to launch, and a launcher does it.
+
+    partial = launcher.bind(kernels.partial_softmax, num_warps=2, HAS_MASK=False, PART=32768, N=8, V=151936)  # once
+    partial((8, 5), logits, ids, parts)  # at every call: what is not bound, in the kernel's order
+
+A launch belongs to the shape that it was bound for: types, alignments and which arguments are None are those of its
+first run. Numbers that may change from call to call are passed at run time, and are asked at every launch.
+
+    specialization   what Triton assumes of an argument
+    binding          a kernel with all that is known before a call
+    jit              compiled by Triton's JIT, launched without it
+    triton_abi       how a compiled kernel is launched, for each version of Triton
+    plain            launched by Triton: its interpreter, its JIT
+    recorder         written down, not launched
+    offline          what was written down, compiled for any architecture
+
+No module here imports an operator.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+import triton
+
+from rlkernel_core.errors import RLKernelError
+from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher
+from rlkernel_triton.launchers.jit import CHECKED, Device, JitLauncher, LaunchError, gpu
+from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
+from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
+
+__all__ = [
+    "CHECKED", "Binding", "Build", "Device", "Grid", "InterpreterLauncher", "JitLauncher", "Launch", "LaunchError",
+    "Launcher", "PlainLauncher", "RecordedLaunch", "Recorder", "launcher_for",
+]  # fmt: skip
+
+
+# Decided when Triton's decorators run, that is once, when a kernel's module is imported.
+INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
+_INTERPRETER: Final = InterpreterLauncher()
+
+
+def launcher_for(device: torch.device) -> Launcher:
+    """What launches on a device: the JIT's kernels on a GPU, else Triton's interpreter or its own driver.
+
+    Raises:
+        RLKernelError: the device is no GPU, Triton's interpreter is off, and no driver of Triton's serves the device.
+    """
+    if INTERPRETED:
+        return _INTERPRETER
+    if device.type == "cuda":
+        return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return _elsewhere(device.type)
+
+
+@cache
+def _of_gpu(index: int) -> Launcher:
+    return JitLauncher(gpu(torch.device("cuda", index)))
+
+
+@cache
+def _elsewhere(kind: str) -> Launcher:
+    try:
+        served = triton.runtime.driver.active.get_active_torch_device().type
+    except RuntimeError:  # what Triton raises where it finds no GPU
+        served = None
+    if served != kind:
+        raise RLKernelError(
+            f"Triton cannot launch kernels on {kind}. Set TRITON_INTERPRET=1 before Triton is imported to run them in "
+            "its interpreter, or move the tensors to a GPU."
+        )
+    return PlainLauncher()
