@@ -1,8 +1,8 @@
 """Kernels that Triton's JIT compiles at their first run, and that are then launched without it.
 
-At every launch the JIT asks of every argument what may be assumed of it: 29 µs for 14 arguments on one H200 machine. A
-bound launch belongs to a plan, made for one shape: types, sizes, strides and alignments of tensors are the same whenever
-it runs. So only numbers passed at run time are asked, and the compiled kernel's own launcher is called: 6 µs.
+At every launch the JIT asks of every argument what may be assumed of it: 29 µs for 14 arguments on one H200 machine.
+A bound launch belongs to a plan, made for one shape: types, sizes, strides and alignments of tensors are the same at
+every run. So only numbers passed at run time are asked, and the compiled kernel's own launcher is called: 6 µs.
 
 As through the JIT: the current stream of the tensors' device, whichever device is current; graph capture; launch hooks
 (profilers such as proton). Unlike there, a kernel whose Python globals change after it was compiled is not refused.
