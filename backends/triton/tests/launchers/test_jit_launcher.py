@@ -177,6 +177,9 @@ def test_the_kernel_is_compiled_on_its_own_device(machine, launcher):
 def chained(name, calls):
     """What Triton has in its knobs: a chain since 3.5, a function before."""
     chain = getattr(triton.knobs.runtime, name)
+    if chain is None:
+        setattr(triton.knobs.runtime, name, calls.append)
+        return lambda: setattr(triton.knobs.runtime, name, None)
     chain.add(calls.append)
     return lambda: chain.remove(calls.append)
 
