@@ -27,7 +27,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernel_triton.launchers import JitLauncher, gpu, launcher_for
+from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.launchers.jit import JitLauncher, gpu
 
 N = 256
 

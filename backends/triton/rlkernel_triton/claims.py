@@ -26,6 +26,7 @@ class Claim:
     only: frozenset[str] | None = None  # features that are claimed; None for all
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
+    prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
@@ -52,7 +53,7 @@ _AFTER: Final = frozenset({
 })  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
-    "logprob": Claim("rlkernel_triton.logprob:logprob"),
+    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
@@ -89,6 +90,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
                 device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=(*arch_excluded, *claim.arch_excluded)
             ),
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
+            prepared=claim.prepared,
             check=claim.check,
         )
 

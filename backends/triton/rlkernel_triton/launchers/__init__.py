@@ -19,6 +19,9 @@ No module here imports an operator.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Final
 
@@ -27,41 +30,67 @@ import triton
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher
-from rlkernel_triton.launchers.jit import CHECKED, Device, JitLauncher, LaunchError, gpu
 from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
 from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
 
 __all__ = [
-    "CHECKED", "Binding", "Build", "Device", "Grid", "InterpreterLauncher", "JitLauncher", "Launch", "LaunchError",
-    "Launcher", "PlainLauncher", "RecordedLaunch", "Recorder", "launcher_for",
+    "Binding", "Build", "Grid", "InterpreterLauncher", "Launch", "Launcher", "PlainLauncher", "RecordedLaunch",
+    "Recorder", "launcher_for", "plain_launcher_for", "using",
 ]  # fmt: skip
-
-
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
-_INTERPRETER: Final = InterpreterLauncher()
+# What stands for Triton where kernels come from a bundle has no hooks of launches, and launches by itself.
+COMPILES: Final[bool] = hasattr(triton.knobs.runtime, "launch_enter_hook")
+_USED: Final[ContextVar[Launcher | None]] = ContextVar("launcher", default=None)
+
+
+@contextmanager
+def using(launcher: Launcher) -> Iterator[None]:
+    """Within this scope host code binds its kernels with one launcher, whatever the device: a `Recorder`, say."""
+    token = _USED.set(launcher)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
 
 
 def launcher_for(device: torch.device) -> Launcher:
-    """What launches on a device: the JIT's kernels on a GPU, else Triton's interpreter or its own driver.
+    """What launches on a device for a plan: the JIT's kernels on a GPU, else Triton's interpreter or its own driver.
 
     Raises:
         RLKernelError: the device is no GPU, Triton's interpreter is off, and no driver of Triton's serves the device.
     """
-    if INTERPRETED:
-        return _INTERPRETER
-    if device.type == "cuda":
+    used = _USED.get()
+    if used is not None:
+        return used
+    if device.type == "cuda" and COMPILES and not INTERPRETED:
         return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
-    return _elsewhere(device.type)
+    return plain_launcher_for(device)
+
+
+def plain_launcher_for(device: torch.device) -> Launcher:
+    """What launches on a device for host code that makes no plan: every argument is asked at every launch.
+
+    Raises:
+        RLKernelError: as `launcher_for`.
+    """
+    used = _USED.get()
+    if used is not None:
+        return used
+    return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)
 
 
 @cache
 def _of_gpu(index: int) -> Launcher:
+    from rlkernel_triton.launchers.jit import JitLauncher, gpu
+
     return JitLauncher(gpu(torch.device("cuda", index)))
 
 
 @cache
 def _elsewhere(kind: str) -> Launcher:
+    if INTERPRETED:
+        return InterpreterLauncher()
     try:
         served = triton.runtime.driver.active.get_active_torch_device().type
     except RuntimeError:  # what Triton raises where it finds no GPU

@@ -5,7 +5,7 @@ Imports no operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -34,6 +34,7 @@ class Launcher(Protocol):
         num_warps: int = 4,
         num_stages: int | None = None,
         options: Mapping[str, Any] = _NO_OPTIONS,
+        any_alignment: Collection[str] = (),
         **fixed: Any,
     ) -> Launch:
         """A launch of a kernel.
@@ -43,6 +44,8 @@ class Launcher(Protocol):
             num_warps: warps of a program.
             num_stages: of software pipelines; None for Triton's default.
             options: further options of the compiler: {"waves_per_eu": 2}. `enable_fp_fusion` is on unless given.
+            any_alignment: pointers whose alignment may differ from run to run, as that of a gradient that arrives;
+                that of all others is the same whenever the launch runs.
             fixed: parameters by name: every constexpr, and those numbers that are the same whenever the launch runs,
                 such as sizes and strides. A number that may differ from run to run is passed at run time.
 
@@ -60,13 +63,14 @@ class Binding:
     num_stages: int | None
     options: Mapping[str, Any]
     fixed: Mapping[str, Any]
+    any_alignment: Collection[str] = ()
     parameters: tuple[Parameter, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         known = parameters(self.kernel)
         object.__setattr__(self, "parameters", known)
         names = {p.name for p in known}
-        unknown = sorted(set(self.fixed) - names)
+        unknown = sorted({*self.fixed, *self.any_alignment} - names)
         if unknown:
             raise TypeError(f"{self.name} has no parameter {', '.join(unknown)}; it has {', '.join(sorted(names))}")
         missing = [p.name for p in known if p.constexpr and p.name not in self.fixed]

@@ -13,7 +13,7 @@ Imports no operator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -53,7 +53,7 @@ def gpu(device: torch.device) -> Device:
 class JitLaunch:
     """A bound kernel, with a compiled one for each kind of numbers that it was run with."""
 
-    __slots__ = ("_checked", "_current", "_entries", "_index", "_numbers", "_ordered", "_stream", "_tail", "binding",
+    __slots__ = ("_asked", "_checked", "_current", "_entries", "_index", "_ordered", "_stream", "_tail", "binding",
                  "device")  # fmt: skip
 
     def __init__(self, binding: Binding, device: Device, *, checked: bool) -> None:
@@ -61,8 +61,8 @@ class JitLaunch:
         self._tail, self._ordered = binding.tail, binding.ordered
         self._index, self._current, self._stream = device.index, device.current, device.stream
         self._entries: dict[tuple[Specialization, ...] | None, _Entry] = {}
-        # Places of run-time arguments that are numbers, known from the first run on: (place, specialize, align).
-        self._numbers: tuple[tuple[int, bool, bool], ...] | None = None
+        # Run-time arguments that are asked at every run, known from the first: numbers, and pointers of any alignment.
+        self._asked: tuple[_Question, ...] | None = None
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         """See `Launch`.
@@ -75,8 +75,8 @@ class JitLaunch:
                 self(grid, *args)
             return
         key: tuple[Specialization, ...] | None = None
-        if self._numbers:
-            key = tuple([of_number(args[i], specialize=s, align=a) for i, s, a in self._numbers])
+        if self._asked:
+            key = tuple([ask(args[i], specialize=s, align=a) for i, ask, s, a in self._asked])
         found = self._entries.get(key)
         if found is None:
             self._first(grid, args)
@@ -110,14 +110,13 @@ class JitLaunch:
         if entry is None:
             kernel[grid](**named, **keywords)
             return
-        passed = self.binding.passed
-        if self._numbers is None:
-            self._numbers = tuple(
-                (i, p.specialize, p.align)
-                for i, (p, x) in enumerate(zip(passed, args, strict=True))
-                if isinstance(x, int | float)
+        if self._asked is None:
+            self._asked = tuple(
+                _Question(i, of_number if isinstance(x, int | float) else of, p.specialize, p.align)
+                for i, (p, x) in enumerate(zip(self.binding.passed, args, strict=True))
+                if isinstance(x, int | float) or p.name in self.binding.any_alignment
             )
-        key = tuple(of_number(args[i], specialize=s, align=a) for i, s, a in self._numbers) or None
+        key = tuple(ask(args[i], specialize=s, align=a) for i, ask, s, a in self._asked) or None
         self._entries[key] = _Entry(entry, self._assumed(args))
         self(grid, *args)
 
@@ -135,6 +134,13 @@ class JitLaunch:
                 )
             if isinstance(x, torch.Tensor) and x.is_cuda and x.device.index != self._index:
                 raise LaunchError(f"{self.binding.name} is bound for device {self._index}; {p.name} is on {x.device}.")
+
+
+class _Question(NamedTuple):
+    place: int  # among the run-time arguments
+    ask: Callable[..., Specialization]
+    specialize: bool
+    align: bool
 
 
 class _Entry(NamedTuple):
@@ -161,8 +167,9 @@ class JitLauncher:
         num_warps: int = 4,
         num_stages: int | None = None,
         options: Mapping[str, Any] = _NO_OPTIONS,
+        any_alignment: Collection[str] = (),
         **fixed: Any,
     ) -> JitLaunch:
         """See `Launcher`."""
-        binding = Binding(kernel, num_warps, num_stages, options, fixed)
+        binding = Binding(kernel, num_warps, num_stages, options, fixed, any_alignment)
         return JitLaunch(binding, self.device, checked=self.checked)

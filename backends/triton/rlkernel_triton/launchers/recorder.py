@@ -8,7 +8,7 @@ Imports no operator and not Triton.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -85,10 +85,11 @@ class Recorder:
         num_warps: int = 4,
         num_stages: int | None = None,
         options: Mapping[str, Any] = _NO_OPTIONS,
+        any_alignment: Collection[str] = (),
         **fixed: Any,
     ) -> _Recording:
         """See `Launcher`."""
-        return _Recording(Binding(kernel, num_warps, num_stages, options, fixed), self.launches)
+        return _Recording(Binding(kernel, num_warps, num_stages, options, fixed, any_alignment), self.launches)
 
 
 class _Recording:

@@ -10,7 +10,8 @@ Imports torch, and neither Triton nor an operator.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -63,11 +64,18 @@ def parameters(kernel: Any) -> tuple[Parameter, ...]:
     declared = getattr(kernel, "kwargs", None)  # of an interpreted kernel
     if declared is None:
         declared = {n: getattr(kernel, n, None) for n in ("do_not_specialize", "do_not_specialize_on_alignment")}
-    plain, unaligned = (declared.get(n) or () for n in ("do_not_specialize", "do_not_specialize_on_alignment"))
+    plain, unaligned = (tuple(declared.get(n) or ()) for n in ("do_not_specialize", "do_not_specialize_on_alignment"))
+    return _parameters(function, plain, unaligned)
+
+
+@cache
+def _parameters(
+    function: Callable[..., Any], plain: tuple[str | int, ...], unaligned: tuple[str | int, ...]
+) -> tuple[Parameter, ...]:
     found = []
     for i, (name, p) in enumerate(inspect.signature(function).parameters.items()):
         annotation = "" if p.annotation is inspect.Parameter.empty else str(p.annotation)
-        constexpr = "constexpr" in annotation
+        constexpr = "constexpr" in annotation.lower()
         if annotation and not constexpr:
             raise TypeError(f"{function.__name__} declares {name}: {annotation}; launchers know constexpr alone")
         specialize, align = (name not in names and i not in names for names in (plain, unaligned))

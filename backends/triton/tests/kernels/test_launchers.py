@@ -5,7 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernel_triton.launchers import InterpreterLauncher, JitLauncher, gpu, launcher_for
+from rlkernel_triton.launchers import InterpreterLauncher, launcher_for
+from rlkernel_triton.launchers.jit import JitLauncher, gpu
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

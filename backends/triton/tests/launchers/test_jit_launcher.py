@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from rlkernel_core.errors import RLKernelWarning
-from rlkernel_triton.launchers import Device, JitLauncher, LaunchError, triton_abi
-from rlkernel_triton.launchers.jit import CHECKED
+from rlkernel_triton.launchers import triton_abi
+from rlkernel_triton.launchers.jit import CHECKED, Device, JitLauncher, LaunchError
 
 
 @triton.jit

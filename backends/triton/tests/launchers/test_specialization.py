@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import BaseBackend
@@ -30,6 +30,7 @@ def triton_says(value, specialize, align):
 
 
 @has_native
+@settings(deadline=None, derandomize=True)
 @given(NUMBERS, st.booleans(), st.booleans())
 @example(1, True, True)
 @example(1, False, True)
@@ -40,6 +41,7 @@ def test_numbers_are_specialized_as_triton_does(value, specialize, align):
 
 
 @has_native
+@settings(deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(POINTER_TYPES, key=str)), st.integers(0, 40), st.booleans(), st.booleans())
 def test_tensors_are_specialized_as_triton_does(dtype, offset, specialize, align):
     x = torch.empty(64, dtype=dtype)[offset:]
