@@ -271,3 +271,16 @@ def test_the_environment_says_whether_launches_are_checked(machine, monkeypatch,
     if value is not None:
         monkeypatch.setenv(CHECKED, value)
     assert expected == JitLauncher(machine.device()).checked
+
+
+def test_a_pointer_of_any_alignment_is_compiled_apart_for_each(machine):
+    launch = JitLauncher(machine.device(), checked=True).bind(scaled, any_alignment=("x",), N=8, BLOCK=64)
+    whole = torch.zeros(9)
+    for x in (whole, whole[1:], whole[1:], whole):
+        launch((1,), x, torch.zeros(8), 1.0)
+    assert [number for number, *_ in machine.launches] == [0, 1, 1, 0]
+
+
+def test_a_name_that_is_no_pointer_of_the_kernel_is_refused(launcher):
+    with pytest.raises(TypeError, match="scaled has no parameter g"):
+        launcher.bind(scaled, any_alignment=("g",), N=8, BLOCK=64)
