@@ -62,7 +62,9 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "capture": Claim(
         "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
     ),
-    "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
+    "advantage": Claim(
+        "rlkernel_triton.advantage:prepare", REALS, check="rlkernel_triton.advantage:fits", prepared=True
+    ),
     "affine_suffix_scan": Claim(
         "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
     ),
@@ -74,7 +76,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim("rlkernel_triton.quant.qmatmul:qmatmul", only=_FORMATS | _AFTER | _ALWAYS),
-    "whiten": Claim("rlkernel_triton.whitening:whiten", REALS, check="rlkernel_triton.whitening:fits"),
+    "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),
 }
 
 

@@ -19,24 +19,37 @@ No module here imports an operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import triton
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher
+from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
 from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
 from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
 
 __all__ = [
-    "Binding", "Build", "Grid", "InterpreterLauncher", "Launch", "Launcher", "PlainLauncher", "RecordedLaunch",
-    "Recorder", "launcher_for", "plain_launcher_for", "using",
+    "Binding",
+    "Build",
+    "Grid",
+    "InterpreterLauncher",
+    "Launch",
+    "Launcher",
+    "PlainLauncher",
+    "Plan",
+    "RecordedLaunch",
+    "Recorder",
+    "launcher_for",
+    "plain_launcher_for",
+    "planned",
+    "using",
 ]  # fmt: skip
+T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 # What stands for Triton where kernels come from a bundle has no hooks of launches, and launches by itself.
@@ -78,6 +91,11 @@ def plain_launcher_for(device: torch.device) -> Launcher:
     if used is not None:
         return used
     return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)
+
+
+def planned(plan: Plan | None, place: str, device: torch.device, bind: Callable[[Launcher], T]) -> T:
+    """What a plan bound at this place; without a plan bound anew, for launches that ask every argument."""
+    return bind(plain_launcher_for(device)) if plan is None else plan.get(place, bind)
 
 
 @cache

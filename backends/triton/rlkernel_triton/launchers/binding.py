@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from rlkernel_triton.launchers.specialization import Parameter, parameters
 
+T = TypeVar("T")
 Grid = tuple[int, ...]  # one to three numbers of programs
 _NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
@@ -115,3 +116,18 @@ class Binding:
             names = ", ".join(p.name for p in self.passed)
             raise TypeError(f"{self.name} takes {len(self.passed)} arguments at run time ({names}), got {len(args)}")
         return {p.name: value for p, value in zip(self.passed, args, strict=True)}
+
+
+class Plan:
+    """The launches of calls of one shape, by the place where host code makes them; the first call binds them."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._bound: dict[str, Any] = {}
+
+    def get(self, place: str, bind: Callable[[Launcher], T]) -> T:
+        """What `bind` made of the launcher at the first call at this place."""
+        found: T | None = self._bound.get(place)
+        if found is None:
+            found = self._bound[place] = bind(self.launcher)
+        return found
