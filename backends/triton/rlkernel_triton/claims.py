@@ -66,12 +66,14 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.advantage:prepare", REALS, check="rlkernel_triton.advantage:fits", prepared=True
     ),
     "affine_suffix_scan": Claim(
-        "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
+        "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
     ),
     "linear_policy_loss": Claim(
         "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
     ),
-    "policy_loss": Claim("rlkernel_triton.policy_loss:policy_loss", check="rlkernel_triton.policy_loss:fits"),
+    "policy_loss": Claim(
+        "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
+    ),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
     "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
