@@ -77,7 +77,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
     "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
-    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:qmatmul", only=_FORMATS | _AFTER | _ALWAYS),
+    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),
     "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),
 }
 
