@@ -6,6 +6,8 @@ Kinds over groups, turns and the token baseline are the definition's own torch o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from rlkernel_core.reference.advantage.moments import across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Rows, Scanned, run
 from rlkernel_triton.suffix_scan import refused_float64
 from rlkernel_triton.whitening import moments, whitened
@@ -30,31 +33,40 @@ _RULES = {
 }
 
 
-@torch.no_grad()
 def advantage(call: AdvantageCall) -> AdvantageResult:
-    """See `rlkernel_core.spec.advantage.AdvantageCall`."""
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
+    """What runs calls of this shape. See `rlkernel_core.spec.advantage.AdvantageCall`."""
     extent = extent_of(call)
-    rule = _RULES.get(call.kind)
+    tokens, rule = extent.tokens, _RULES.get(call.kind)
     if rule is None or call.turns is not None:
-        return in_torch(call)
-    if extent.tokens is None or (call.kind == "remax" and not extent.token_rewards):
-        return in_torch(call)
-    rows = Rows.of(extent.tokens, extent.sequences, call.mask, call.lengths, call.cu_seqlens)
-    made = _scanned(rule, call, extent, rows)
-    return _finished(call, rows, made)
+        return in_torch
+    if tokens is None or (call.kind == "remax" and not extent.token_rewards):
+        return in_torch
+    plan = Plan(launcher_for(call.rewards.device))
+
+    @torch.no_grad()
+    def run(call: AdvantageCall) -> AdvantageResult:
+        rows = Rows.of(tokens, extent.sequences, call.mask, call.lengths, call.cu_seqlens)
+        return _finished(call, rows, _scanned(rule, call, extent, rows, plan), plan)
+
+    return run
 
 
-def _scanned(rule: str, call: AdvantageCall, extent: Extent, rows: Rows) -> Scanned:
+def _scanned(rule: str, call: AdvantageCall, extent: Extent, rows: Rows, plan: Plan) -> Scanned:
     """Advantages and targets as the scan gives them, 0 where masked, and which sequences are not finite."""
     tokens = {n: _maybe(getattr(call, n)) for n in ("values", "q_values", "ratio")}
     rewards = _real(call.rewards)
     if not extent.token_rewards or call.masked_time != "skip":
-        rows = rows.located()
+        rows = rows.located(plan)
     stop = call.dones
     if stop is not None:
         stop = stop.contiguous().view(torch.uint8)
         if call.done_index == "before":
-            stop = run("scan", rows, b=stop, a=0.0, exclusive=True).out
+            stop = run("scan", rows, b=stop, a=0.0, exclusive=True, plan=plan, place="stop").out
     lam: float | Tensor = call.lam
     if call.length_adaptive is not None:
         lam = _adapted(call.length_adaptive, rows)
@@ -73,22 +85,25 @@ def _scanned(rule: str, call: AdvantageCall, extent: Extent, rows: Rows) -> Scan
         init=None if call.bootstrap is None else _real(call.bootstrap),
         baseline=None if call.baseline is None else _real(call.baseline),
         masked=call.masked_time,
+        plan=plan,
+        place="main",
     )
-    return _carried(made, rows, tokens["values"]) if call.masked_out == "carry" else made
+    return _carried(made, rows, tokens["values"], plan) if call.masked_out == "carry" else made
 
 
-def _carried(made: Scanned, rows: Rows, values: Tensor | None) -> Scanned:
+def _carried(made: Scanned, rows: Rows, values: Tensor | None, plan: Plan) -> Scanned:
     """The same, a masked token holding what the next valid one does."""
-    out = run("scan", rows, b=made.out, a=0.0, carry=True).out
+    out = run("scan", rows, b=made.out, a=0.0, carry=True, plan=plan, place="carried").out
     if made.targets is None:
         raise RuntimeError("a recursion without targets")
     if values is None:
-        return Scanned(out, run("scan", rows, b=made.targets, a=0.0, carry=True).out, invalid=made.invalid)
-    counted = run("scan", rows, b=torch.ones_like(out), a=0.0).out > 0
+        targets = run("scan", rows, b=made.targets, a=0.0, carry=True, plan=plan, place="targets").out
+        return Scanned(out, targets, invalid=made.invalid)
+    counted = run("scan", rows, b=torch.ones_like(out), a=0.0, plan=plan, place="counted").out > 0
     return Scanned(out, torch.where(counted, made.targets, out + values.float()), invalid=made.invalid)
 
 
-def _finished(call: AdvantageCall, rows: Rows, made: Scanned) -> AdvantageResult:
+def _finished(call: AdvantageCall, rows: Rows, made: Scanned, plan: Plan) -> AdvantageResult:
     """Whitening, weights and masks over sequences."""
     out, invalid = made.out, made.invalid
     if invalid is None:
@@ -102,7 +117,7 @@ def _finished(call: AdvantageCall, rows: Rows, made: Scanned) -> AdvantageResult
         member = ~invalid
         for chosen in (in_loss, in_stats):
             member = member if chosen is None else member & chosen
-        total = across_ranks(moments(out, rows, member), call.process_group)
+        total = across_ranks(moments(out, rows, member, plan=plan), call.process_group)
         factor = total.rstd(call.whiten_ddof, call.whiten_eps, call.whiten_eps_mode)
         stats = {"count": total.n, "mean": total.mean, "var": total.variance(call.whiten_ddof), "rstd": factor}
         if whiten == "global":
@@ -111,7 +126,7 @@ def _finished(call: AdvantageCall, rows: Rows, made: Scanned) -> AdvantageResult
         chosen = ~invalid if in_loss is None else in_loss & ~invalid
         weight = None if weights is None else _real(weights)
         carry = call.masked_out == "carry"
-        out = whitened(out, out, rows, whole, rstd, chosen=chosen, weights=weight, carry=carry)
+        out = whitened(out, out, rows, whole, rstd, chosen=chosen, weights=weight, carry=carry, plan=plan)
     return AdvantageResult(out, made.targets, AdvantageStats(invalid=invalid, **stats))
 
 

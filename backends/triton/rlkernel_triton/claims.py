@@ -26,6 +26,7 @@ class Claim:
     only: frozenset[str] | None = None  # features that are claimed; None for all
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
+    prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
@@ -52,7 +53,7 @@ _AFTER: Final = frozenset({
 })  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
-    "logprob": Claim("rlkernel_triton.logprob:logprob"),
+    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
@@ -61,19 +62,23 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "capture": Claim(
         "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
     ),
-    "advantage": Claim("rlkernel_triton.advantage:advantage", REALS, check="rlkernel_triton.advantage:fits"),
+    "advantage": Claim(
+        "rlkernel_triton.advantage:prepare", REALS, check="rlkernel_triton.advantage:fits", prepared=True
+    ),
     "affine_suffix_scan": Claim(
-        "rlkernel_triton.suffix_scan:affine_suffix_scan", check="rlkernel_triton.suffix_scan:fits"
+        "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
     ),
     "linear_policy_loss": Claim(
         "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
     ),
-    "policy_loss": Claim("rlkernel_triton.policy_loss:policy_loss", check="rlkernel_triton.policy_loss:fits"),
+    "policy_loss": Claim(
+        "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
+    ),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
     "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
-    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:qmatmul", only=_FORMATS | _AFTER | _ALWAYS),
-    "whiten": Claim("rlkernel_triton.whitening:whiten", REALS, check="rlkernel_triton.whitening:fits"),
+    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),
+    "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),
 }
 
 
@@ -89,6 +94,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
                 device=device, dtypes=claim.dtypes, arch=arch, arch_excluded=(*arch_excluded, *claim.arch_excluded)
             ),
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
+            prepared=claim.prepared,
             check=claim.check,
         )
 

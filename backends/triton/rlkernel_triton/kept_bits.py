@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlkernel_core.spec.logprob import Support
 from rlkernel_triton.builds import Build
-from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.launchers import plain_launcher_for
 
 ENTRIES: Final = 256  # kept ids that one program places at a time
 WARPS: Final = 4
@@ -77,11 +77,8 @@ def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tens
     size = torch.full((), V, dtype=torch.int64, device=ids.device) if whole is None else whole
     begin = torch.zeros((), dtype=torch.int64, device=ids.device) if first is None else first
     if N:
-        with on_device_of(ids):
-            place[(N,)](
-                ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], V, size, words, ENTRIES=ENTRIES,
-                num_warps=WARPS, **FUSED,
-            )  # fmt: skip
+        launch = plain_launcher_for(ids.device).bind(place, num_warps=WARPS, V=V, words=words, ENTRIES=ENTRIES)
+        launch((N,), ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], size)
     return Kept(bits, bad)
 
 

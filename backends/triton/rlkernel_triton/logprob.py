@@ -1,11 +1,16 @@
 """logprob@1 on Triton: one read of the logits forward, one read and one write back.
 
+Two launches forward, one back. What depends on a call's shape and flags alone is done by `prepare`, once a shape; a
+call then allocates, launches and builds its result. Where no gradient is wanted there is no autograd node.
+
 Legend: N rows · V vocabulary · P parts of a row.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -15,52 +20,80 @@ from rlkernel_core.reference.row_selection import check_values, refuse_second_de
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton import law_kernel, logprob_kernels
 from rlkernel_triton.kept_bits import Kept, kept_bits
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.row_layout import Rows, rows_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for
+from rlkernel_triton.row_layout import Places, Rows, places_of, rows_of
 from rlkernel_triton.top_ids import best_ids, log_probabilities
+
+_ALIGNED: Final = 4  # numbers of 4 bytes in 16
 
 
 class Law(NamedTuple):
-    """What the rows say, [N] each, and what the gradient needs of it."""
+    """What the rows say, each of the shape of the ids, and what the gradient needs of it."""
 
     logprob: Tensor
     lse: Tensor
     entropy: Tensor | None
     log_kept_mass: Tensor | None
     invalid: Tensor  # bool
-    saved: Tensor  # [6, N]
+    saved: Tensor  # 6 N numbers
+
+
+class Kind(NamedTuple):
+    """What of a call the kernels are compiled and launched for, beside its layout."""
+
+    N: int
+    V: int
+    T: float | None  # None: one a row, in a tensor
+    softcap: float | None
+    masked: bool
+    kept_row_bytes: int | None  # None: no support
 
 
 def logprob(call: LogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LogprobCall) -> Callable[[LogprobCall], LogprobResult]:
+    """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
     logit with a support; with top_logprobs some blocks of 64 MiB.
     """
-    logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
-    shape, V = ids.shape, logits.shape[-1]
-    if call.validate:
-        check_values(ids, mask, V, call.temperature, support)
-    T, counted = per_row(call.temperature, shape), None if mask is None else mask.reshape(-1).contiguous()
-    kept = None if support is None else kept_bits(support, V)
-    flat = ids.reshape(-1).contiguous()
-    value, lse, H, mass, invalid = _Logprob.apply(logits, flat, T, counted, kept, call.softcap, call.entropy)  # type: ignore[no-untyped-call]
-    top_ids, top = None, None
-    if top_logprobs:
-        rows = rows_of(logits.detach())
-        top_ids = best_ids(rows, V, flat.shape[0], top_logprobs)
-        top = _of_best(rows, V, top_ids, T, counted, call.softcap)
-        if counted is not None:
-            top_ids = torch.where(counted[:, None], top_ids, -1)
-    return LogprobResult(
-        logprob=value.view(shape),
-        lse=lse.view(shape),
-        entropy=None if H is None else H.view(shape),
-        top_ids=None if top_ids is None else top_ids.view(*shape, top_logprobs),
-        top_logprobs=None if top is None else top.view(*shape, top_logprobs),
-        log_kept_mass=None if mass is None else mass.view(shape),
-        invalid=invalid.view(shape),
-    )
+    V, shape, n = call.logits.shape[-1], call.ids.shape, call.top_logprobs
+    supported, validate = call.support is not None, call.validate
+    T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
+    kind = Kind(call.ids.numel(), V, T, call.softcap, call.mask is not None, -(-V // 32) * 4 if supported else None)
+    differentiable = torch.is_grad_enabled() and call.logits.requires_grad
+    plan = _Plan(launcher_for(call.logits.device), kind, call.logits, shape, keep=differentiable, moment=call.entropy)
+    ids_as_they_are = call.ids.is_contiguous()
+    mask_as_it_is = call.mask is None or call.mask.is_contiguous()
+    T_as_it_is = T is not None or _is_per_row(call.temperature, shape)
+
+    def run(call: LogprobCall) -> LogprobResult:
+        logits, ids, mask, rows_T, kept = call.logits, call.ids, call.mask, None, None
+        if validate:
+            check_values(ids, mask, V, call.temperature, call.support)
+        if not ids_as_they_are:
+            ids = ids.contiguous()
+        if not mask_as_it_is:
+            mask = mask.contiguous()  # type: ignore[union-attr]  # it is there
+        if T is None:
+            rows_T = call.temperature if T_as_it_is else per_row(call.temperature, shape)
+        if supported:
+            kept = kept_bits(call.support, V)  # type: ignore[arg-type]  # it is there
+        if differentiable:
+            row = _Logprob.apply(logits, ids, rows_T, mask, kept, plan)  # type: ignore[no-untyped-call]
+        else:
+            row = plan.forward(logits, ids, rows_T, mask, kept)
+        best = of_best = None
+        if n:
+            best, of_best = _best(logits.detach(), n, ids, kind, rows_T, mask)
+            best, of_best = best.view(*shape, n), of_best.view(*shape, n)
+        return LogprobResult(row[0], row[1], row[2], best, of_best, row[3], row[4])
+
+    return run
 
 
 def per_row(temperature: float | Tensor, rows: torch.Size) -> float | Tensor:
@@ -70,6 +103,12 @@ def per_row(temperature: float | Tensor, rows: torch.Size) -> float | Tensor:
     return temperature.to(torch.float32).expand(rows).reshape(-1).contiguous()
 
 
+def _is_per_row(temperature: float | Tensor, rows: torch.Size) -> bool:
+    """Whether a tensor of temperatures is one number a row already, as kernels read it."""
+    T = temperature
+    return isinstance(T, Tensor) and T.dtype == torch.float32 and T.shape == rows and T.is_contiguous()
+
+
 class _Logprob(torch.autograd.Function):
     """Results of [..., V] logits, with their analytic gradient."""
 
@@ -77,19 +116,15 @@ class _Logprob(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,  # [..., V]
-        ids: Tensor,  # [N]
-        T: float | Tensor,
+        ids: Tensor,  # N, contiguous; so are the mask and the temperatures
+        T: Tensor | None,
         mask: Tensor | None,
         kept: Kept | None,
-        softcap: float | None,
-        entropy: bool,
+        plan: _Plan,
     ) -> tuple[Tensor | None, ...]:
-        rows = rows_of(logits)
-        row = statistics(rows, logits.shape[-1], ids, T, mask, kept, softcap, moment=entropy)
-        per_row_T = T if isinstance(T, Tensor) else None
-        bits = () if kept is None else kept
-        ctx.save_for_backward(logits, ids, per_row_T, mask, row.invalid, row.saved, *bits)
-        ctx.T, ctx.softcap = T if per_row_T is None else None, softcap
+        row = plan.forward(logits, ids, T, mask, kept)
+        ctx.save_for_backward(logits, ids, T, mask, row.invalid, row.saved, *(kept or ()))
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row.invalid)
         return row[:5]
@@ -99,9 +134,183 @@ class _Logprob(torch.autograd.Function):
         refuse_second_derivative("logprob")
         logits, ids, T, mask, invalid, saved, *bits = ctx.saved_tensors
         kept = Kept(*bits) if bits else None
+        return ctx.plan.backward(logits, ids, T, mask, kept, invalid, saved, upstream[:4]), *[None] * 5
+
+
+class _Plan:
+    """The launches of one shape."""
+
+    def __init__(
+        self, launcher: Launcher, kind: Kind, logits: Tensor, shape: torch.Size, *, keep: bool, moment: bool
+    ) -> None:
+        places, self._copied = places_of(logits)
+        self._sweep = Sweep(launcher, kind, places, moment=moment)
+        self._join = Join(launcher, kind, kind.V, self._sweep.P, shape, logits.device, keep=keep, moment=moment)
+        self._gradient = Gradient(launcher, kind, places)
+        self._keep, self._device = keep, logits.device
+        self._room = (self._sweep.numbers, law_kernel.SAVED * kind.N)
+
+    def forward(self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, kept: Kept | None) -> Law:
+        """What the rows say."""
+        if self._copied:
+            logits = logits.clone(memory_format=torch.contiguous_format)
+        if self._keep:
+            parts, saved = torch.empty(self._room[0], dtype=torch.float32, device=self._device), None
+        else:
+            room = torch.empty(sum(self._room), dtype=torch.float32, device=self._device)
+            parts, saved = room.unsafe_split_with_sizes(self._room)
+        self._sweep(logits, ids, T, mask, kept, parts)
+        return self._join(parts, ids, T, mask, None if kept is None else kept.bad, saved)
+
+    def backward(
+        self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, kept: Kept | None, invalid: Tensor,
+        saved: Tensor, upstream: tuple[Tensor | None, ...],
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the logits."""
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        slopes(logits, ids, ctx.T if T is None else T, mask, invalid, saved, kept, ctx.softcap, upstream[:4], out)
-        return out, None, None, None, None, None, None
+        if self._copied:
+            logits = logits.clone(memory_format=torch.contiguous_format)
+        self._gradient(logits, ids, T, mask, kept, invalid, saved, upstream, out)
+        return out
+
+
+class Sweep:
+    """The launch that reads logits: statistics of each part of each row."""
+
+    def __init__(self, launcher: Launcher, kind: Kind, places: Places, *, moment: bool) -> None:
+        self.P = triton.cdiv(kind.V, logprob_kernels.PART)
+        self.planes = logprob_kernels.PLANES[kind.kept_row_bytes is not None]
+        self.numbers = self.planes * kind.N * self.P  # of what it writes
+        self._grid = (kind.N, self.P, 1)
+        inner, outer_stride, inner_stride, stride = places
+        fixed = {} if kind.T is None else {"T": kind.T}
+        self._T_passed = kind.T is None
+        self._launch = launcher.bind(
+            logprob_kernels.sweep, num_warps=logprob_kernels.SWEEP_WARPS, **fixed, softcap=kind.softcap or 0.0,
+            N=kind.N, V=kind.V, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride, stride=stride,
+            kept_stride=kind.kept_row_bytes or 0, HAS_MASK=kind.masked, HAS_T=kind.T is None,
+            HAS_CAP=kind.softcap is not None, SUPPORT=kind.kept_row_bytes is not None, MOMENT=moment,
+            PART=logprob_kernels.PART, TILE=logprob_kernels.TILE, LOG_LANES=logprob_kernels.LOG_LANES,
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+
+    def __call__(
+        self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, kept: Kept | None, parts: Tensor
+    ) -> None:
+        """Write [planes, N, P] statistics."""
+        if not self._grid[0]:
+            return
+        bits = ids if kept is None else kept.bytes
+        if self._T_passed:
+            self._launch(self._grid, logits, ids, ids if mask is None else mask, T, bits, parts)
+        else:
+            self._launch(self._grid, logits, ids, ids if mask is None else mask, bits, parts)
+
+
+class Join:
+    """The launch that joins the parts of each row, in their order, and says what they mean.
+
+    Args:
+        launcher: what binds it.
+        kind: of the call.
+        whole: size of the whole vocabulary.
+        P: parts of a row.
+        shape: of the results.
+        device: of the results.
+        keep: what the gradient needs lies with the results; else the caller gives a place for it.
+        moment: whether the entropy is wanted.
+    """
+
+    def __init__(
+        self, launcher: Launcher, kind: Kind, whole: int, P: int, shape: torch.Size, device: torch.device, *,
+        keep: bool, moment: bool,
+    ) -> None:  # fmt: skip
+        width = triton.next_power_of_2(P)
+        block = law_kernel.rows_of_a_program(width)
+        self._shape, self._device, self._moment = shape, device, moment
+        self._mass, self._keep, self._T_passed = kind.kept_row_bytes is not None, keep, kind.T is None
+        self._planes = planes((1, 1, *[1] * moment, *[1] * self._mass, *[law_kernel.SAVED] * keep), shape, device)
+        self._grid = (triton.cdiv(kind.N, block), 1, 1)
+        fixed = {} if kind.T is None else {"T": kind.T}
+        self._launch = launcher.bind(
+            law_kernel.law, num_warps=law_kernel.WARPS, **fixed, N=kind.N, P=P, whole=whole, HAS_MASK=kind.masked,
+            HAS_T=kind.T is None, SUPPORT=self._mass, MOMENT=moment, ROWS=block, WIDTH=width,
+            LOG=width.bit_length() - 1, INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+
+    def __call__(
+        self, parts: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, bad_kept: Tensor | None,
+        saved: Tensor | None,
+    ) -> Law:  # fmt: skip
+        """What [planes, N, P] statistics mean."""
+        value, lse, *rest = self._planes()
+        if self._keep:
+            saved = rest.pop()
+        mass = rest.pop() if self._mass else None
+        H = rest.pop() if self._moment else None
+        invalid = torch.empty(self._shape, dtype=torch.bool, device=self._device)
+        if self._grid[0]:
+            rows_T = (T,) if self._T_passed else ()
+            self._launch(
+                self._grid, parts, ids, ids if mask is None else mask, ids if bad_kept is None else bad_kept, *rows_T,
+                value, lse, value if H is None else H, value if mass is None else mass, invalid.view(torch.int8), saved,
+            )  # fmt: skip
+        return Law(value, lse, H, mass, invalid, saved)  # type: ignore[arg-type]  # given where it is not kept
+
+
+class Gradient:
+    """The launch that writes the gradient of the logits, bound for each set of results that gradients arrive at."""
+
+    def __init__(self, launcher: Launcher, kind: Kind, places: Places) -> None:
+        self._launcher, self._kind, self._places = launcher, kind, places
+        self._launches: dict[tuple[bool, ...], Launch] = {}
+        self._repeats = next(k for fewest, k in reversed(logprob_kernels.REPEATS) if fewest <= kind.N)
+        self._grid = (kind.N, triton.cdiv(kind.V, self._repeats * logprob_kernels.COLUMNS), 1)
+
+    def __call__(
+        self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, kept: Kept | None, invalid: Tensor,
+        saved: Tensor, upstream: tuple[Tensor | None, ...], out: Tensor,
+    ) -> None:  # fmt: skip
+        """Write the gradient of logits whose results have these gradients; None: none."""
+        if not self._grid[0]:
+            return
+        wanted = tuple([g is not None for g in upstream])
+        launch = self._launches.get(wanted)
+        if launch is None:
+            launch = self._launches[wanted] = self._bound(wanted)
+        rows_T = () if self._kind.T is not None else (T,)
+        launch(
+            self._grid, logits, ids, ids if mask is None else mask, invalid.view(torch.int8), *rows_T,
+            ids if kept is None else kept.bytes, saved, *[saved if g is None else g.contiguous() for g in upstream],
+            out,
+        )  # fmt: skip
+
+    def _bound(self, wanted: tuple[bool, ...]) -> Launch:
+        kind, (inner, outer_stride, inner_stride, stride) = self._kind, self._places
+        fixed = {} if kind.T is None else {"T": kind.T}
+        return self._launcher.bind(
+            logprob_kernels.gradient, num_warps=logprob_kernels.GRADIENT_WARPS,
+            any_alignment=("g", "g_lse", "g_entropy", "g_mass"), **fixed, softcap=kind.softcap or 0.0, N=kind.N,
+            V=kind.V, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride, stride=stride,
+            kept_stride=kind.kept_row_bytes or 0, HAS_MASK=kind.masked, HAS_T=kind.T is None,
+            HAS_CAP=kind.softcap is not None, SUPPORT=kind.kept_row_bytes is not None, G=wanted[0], G_LSE=wanted[1],
+            G_ENTROPY=wanted[2], G_MASS=wanted[3], COLUMNS=logprob_kernels.COLUMNS, REPEATS=self._repeats,
+            INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+
+
+def planes(counts: tuple[int, ...], shape: torch.Size, device: torch.device) -> Callable[[], list[Tensor]]:
+    """What allocates fp32 tensors of [count * B, ...] for results of [B, ...], each aligned to 16 bytes.
+
+    One allocation and one split that autograd takes for no views, where the sizes allow it.
+    """
+    B, *rest = shape or (1,)
+    if shape and prod(shape) % _ALIGNED == 0:
+        sizes = [count * B for count in counts]
+        whole = (sum(sizes), *rest)
+        return lambda: list(torch.empty(whole, dtype=torch.float32, device=device).unsafe_split_with_sizes(sizes))
+    each = [(count * B, *rest) if shape or count > 1 else shape for count in counts]
+    return lambda: [torch.empty(size, dtype=torch.float32, device=device) for size in each]
 
 
 def statistics(
@@ -115,19 +324,12 @@ def statistics(
     *,
     moment: bool,
 ) -> Law:
-    """Sweep and join."""
-    N, P = ids.shape[0], triton.cdiv(V, logprob_kernels.PART)
-    parts = torch.empty(logprob_kernels.PLANES[kept is not None], N, P, dtype=torch.float32, device=ids.device)
-    if N:
-        with on_device_of(ids):
-            logprob_kernels.sweep[(N, P)](
-                rows.data, ids, _or(mask, ids), T, softcap or 0.0, ids if kept is None else kept.bytes, parts, N, V,
-                *rows.places, 0 if kept is None else kept.row_bytes,
-                HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
-                SUPPORT=kept is not None, MOMENT=moment, PART=logprob_kernels.PART, TILE=logprob_kernels.TILE,
-                LOG_LANES=logprob_kernels.LOG_LANES, INTERPRETED=INTERPRETED,
-                num_warps=logprob_kernels.SWEEP_WARPS, **FUSED,
-            )  # fmt: skip
+    """Sweep and join, for host code that plans nothing."""
+    each, number = (T, None) if isinstance(T, Tensor) else (None, T)
+    kind = Kind(ids.shape[0], V, number, softcap, mask is not None, None if kept is None else kept.row_bytes)
+    sweep = Sweep(plain_launcher_for(ids.device), kind, rows.places, moment=moment)
+    parts = torch.empty(sweep.planes, kind.N, sweep.P, dtype=torch.float32, device=ids.device)
+    sweep(rows.data, ids, each, mask, kept, parts)
     return law(parts, ids, T, mask, None if kept is None else kept.bad, V, moment=moment)
 
 
@@ -141,28 +343,15 @@ def law(
     *,
     moment: bool,
 ) -> Law:
-    """Join the parts of every row, in their order, and say what they mean."""
+    """Join the parts of every row, in their order, and say what they mean; for host code that plans nothing."""
     _, N, P = parts.shape
-    width = triton.next_power_of_2(P)
-    block = law_kernel.rows_of_a_program(width)
-
-    def column() -> Tensor:
-        return torch.empty(N, dtype=torch.float32, device=ids.device)
-
-    value, lse = column(), column()
-    H = column() if moment else None
-    mass = None if bad_kept is None else column()
-    invalid = torch.empty(N, dtype=torch.bool, device=ids.device)
-    saved = torch.empty(law_kernel.SAVED, N, dtype=torch.float32, device=ids.device)
-    if N:
-        with on_device_of(ids):
-            law_kernel.law[(triton.cdiv(N, block),)](
-                parts, ids, _or(mask, ids), _or(bad_kept, ids), T, value, lse, _or(H, value), _or(mass, value),
-                invalid.view(torch.int8), saved, N, P, whole, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor),
-                SUPPORT=mass is not None, MOMENT=moment, ROWS=block, WIDTH=width,
-                LOG=width.bit_length() - 1, INTERPRETED=INTERPRETED, num_warps=law_kernel.WARPS, **FUSED,
-            )  # fmt: skip
-    return Law(value, lse, H, mass, invalid, saved)
+    each, number = (T, None) if isinstance(T, Tensor) else (None, T)
+    kind = Kind(N, whole, number, None, mask is not None, None if bad_kept is None else 0)
+    join = Join(
+        plain_launcher_for(ids.device), kind, whole, P, ids.shape, ids.device, keep=True, moment=moment
+    )  # fmt: skip
+    row = join(parts, ids, each, mask, bad_kept, None)
+    return row._replace(saved=row.saved.view(law_kernel.SAVED, N))
 
 
 def slopes(
@@ -177,35 +366,24 @@ def slopes(
     upstream: tuple[Tensor | None, ...],
     out: Tensor,
 ) -> None:
-    """Write the gradient of [..., V] logits."""
-    N, V = ids.shape[0], logits.shape[-1]
-    if not N:
-        return
-    rows = rows_of(logits)
-    g = [None if x is None else x.reshape(-1).contiguous() for x in upstream]
-    g_mask = [x is not None for x in g]
-    repeats = next(k for fewest, k in reversed(logprob_kernels.REPEATS) if fewest <= N)
-    with on_device_of(ids):
-        logprob_kernels.gradient[(N, triton.cdiv(V, repeats * logprob_kernels.COLUMNS))](
-            rows.data, ids, _or(mask, ids), invalid.view(torch.int8), T, softcap or 0.0,
-            ids if kept is None else kept.bytes, saved, *(_or(x, saved) for x in g), out, N, V, *rows.places,
-            0 if kept is None else kept.row_bytes, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor),
-            HAS_CAP=softcap is not None, SUPPORT=kept is not None, G=g_mask[0], G_LSE=g_mask[1], G_ENTROPY=g_mask[2],
-            G_MASS=g_mask[3], COLUMNS=logprob_kernels.COLUMNS, REPEATS=repeats,
-            INTERPRETED=INTERPRETED,
-            num_warps=logprob_kernels.GRADIENT_WARPS, **FUSED,
-        )  # fmt: skip
+    """Write the gradient of [..., V] logits, for host code that plans nothing."""
+    rows, (each, number) = rows_of(logits), (T, None) if isinstance(T, Tensor) else (None, T)
+    row_bytes = None if kept is None else kept.row_bytes
+    kind = Kind(ids.shape[0], logits.shape[-1], number, softcap, mask is not None, row_bytes)
+    gradient = Gradient(plain_launcher_for(ids.device), kind, rows.places)
+    gradient(rows.data, ids, each, mask, kept, invalid, saved, upstream, out)
 
 
-def _or(x: Tensor | None, instead: Tensor) -> Tensor:
-    """A tensor where a kernel wants a pointer that it will not follow."""
-    return instead if x is None else x
-
-
-def _of_best(rows: Rows, V: int, best: Tensor, T: float | Tensor, mask: Tensor | None, softcap: float | None) -> Tensor:
-    """[N, n] log-probabilities of the best ids, by one more read with the best id as the chosen one.
+def _best(
+    logits: Tensor, n: int, ids: Tensor, kind: Kind, rows_T: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[N, n] most likely ids and their log-probabilities, by one more read with the best id as the chosen one.
 
     So the best one keeps its precision; the others have p <= 1/2.
     """
-    row = statistics(rows, V, best[:, 0].contiguous(), T, mask, None, softcap, moment=False)
-    return log_probabilities(rows, best, T, mask, softcap, row.logprob, row.saved)
+    rows, counted = rows_of(logits), None if mask is None else mask.view(-1)
+    T = rows_T.view(-1) if kind.T is None and rows_T is not None else kind.T or 1.0
+    best = best_ids(rows, kind.V, ids.numel(), n)
+    row = statistics(rows, kind.V, best[:, 0].contiguous(), T, counted, None, kind.softcap, moment=False)
+    values = log_probabilities(rows, best, T, counted, kind.softcap, row.logprob, row.saved)
+    return best if counted is None else torch.where(counted[:, None], best, -1), values

@@ -19,7 +19,8 @@ from torch import Tensor
 from rlkernel_core.reference.loss_batch import prepare
 from rlkernel_core.reference.sequences import Packed, layout
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.loss_kernels import K, count_kernel, loss_kernel, scale_kernel, tokens_kernel, total_kernel
 
 BLOCK: Final = 64 if INTERPRETED else 1024  # a span of tokens is a multiple of this, where a batch is taken in blocks
@@ -31,6 +32,11 @@ SPANS: Final = ((0, 64), (257, 128)) if INTERPRETED else ((0, 256), (1 << 18, 20
 _TOTALS: Final = 16 if INTERPRETED else 1024
 _PART: Final = 128 if INTERPRETED else 16384  # tokens of a row that one program counts
 _SCALED: Final = 256 if INTERPRETED else 1024
+# What loss_kernel is passed at run time, in its order.
+_POINTERS: Final = (
+    "logprob", "entropy", "old", "advantages", "ref", "rollout", "weight", "outside", "mask", "bounds", "index",
+    "counts", "denominator", "denominator2", "kl_at", "entropy_at", "dlogprob", "dentropy", "partial",
+)  # fmt: skip
 _COUNTED: Final = 64 if INTERPRETED else 2048
 
 
@@ -56,6 +62,7 @@ class LossBatch:
     filled: Tensor | None  # [] int64, sequences with such tokens; None where nobody told of sequences
     offered: Tensor | None  # [] int64, tokens before rejection
     span: int  # tokens of a program
+    plan: Plan | None = None  # of calls of this shape, whose launches are bound once
 
     @classmethod
     def of(
@@ -75,8 +82,12 @@ class LossBatch:
         kl_coef: float | Tensor,
         entropy_coef: float | Tensor,
         span: int | None = None,
+        plan: Plan | None = None,
     ) -> LossBatch:
-        """The batch of a checked call; `span` divides the blocks in which it will be taken."""
+        """The batch of a checked call; `span` divides the blocks in which it will be taken.
+
+        With a plan the launches are those of its first call: everything but the values on the device is the same.
+        """
         shape = tuple(like.shape)
         offered, weight, outside = None, None, None
         rule = config.correction
@@ -93,8 +104,8 @@ class LossBatch:
             mask, weight, outside, offered = made.mask, made.correction, made.outside, made.offered.sum()
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
         per_row = advantages.numel() != like.numel() or advantages.dim() != like.dim()
-        counts = _counts(shape, mask, bounds, like.device)
-        tokens, filled = _totals(counts)
+        counts = _counts(shape, mask, bounds, like.device, plan)
+        tokens, filled = _totals(counts, plan)
         span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
         known = mask is None and bounds is None
         local = (None, None) if known else (tokens, filled)
@@ -125,7 +136,7 @@ class LossBatch:
             "SPAN": span,
             "BLOCK": min(TILE, span),
         }
-        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, span)
+        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, span, plan)
 
     @property
     def programs(self) -> int:
@@ -158,32 +169,31 @@ class LossBatch:
         programs = self.programs if tokens is None else triton.cdiv(tokens, self.span)
         if not programs:
             return
-        given = {n: partial if x is None else x for n, x in self.arguments.items()}
-        with on_device_of(logprob):
-            loss_kernel[(programs,)](
-                **given,
-                logprob=logprob,
-                entropy=partial if entropy is None else entropy,
-                dlogprob=partial if dlogprob is None else dlogprob,
-                dentropy=partial if dentropy is None else dentropy,
-                partial=partial,
-                N=stop,
-                P=self.programs,
-                first=first,
-                slot=first // self.span,
-                ENTROPY=entropy is not None,
-                BONUS=dentropy is not None,
-                GRAD=dlogprob is not None,
-                num_warps=WARPS,
-                **FUSED,
-            )
+        given = self.arguments
+        tensors = {
+            **given, "logprob": logprob, "entropy": entropy, "dlogprob": dlogprob, "dentropy": dentropy,
+            "partial": partial,
+        }  # fmt: skip
+
+        def bound(launcher: Launcher) -> Launch:
+            fixed = {n: x for n, x in given.items() if n not in _POINTERS}
+            return launcher.bind(
+                loss_kernel, num_warps=WARPS, **fixed, N=stop, P=self.programs, first=first, slot=first // self.span,
+                ENTROPY=entropy is not None, BONUS=dentropy is not None, GRAD=dlogprob is not None,
+            )  # fmt: skip
+
+        launch = planned(self.plan, "loss", logprob.device, bound)
+        launch((programs,), *[partial if (x := tensors[n]) is None else x for n in _POINTERS])
 
     def summary(self, partial: Tensor, *, entropy: bool) -> tuple[Tensor, LossStats]:
         """The scalar loss and what happened, all on the device."""
         out = torch.empty(K, dtype=torch.float32, device=partial.device)
         loss = torch.empty((), dtype=torch.float32, device=partial.device)
-        with on_device_of(partial):
-            total_kernel[(K,)](partial, loss, out, self.programs, SIZE=_TOTALS, **FUSED)
+
+        def bound(launcher: Launcher) -> Launch:
+            return launcher.bind(total_kernel, P=self.programs, SIZE=_TOTALS)
+
+        planned(self.plan, "total", partial.device, bound)((K,), partial, loss, out)
         of = out.unbind()
         given = self.arguments
         weighed = given["W"] != "none"
@@ -213,7 +223,9 @@ class LossBatch:
         )
 
 
-def _counts(shape: tuple[int, ...], mask: Tensor | None, bounds: Tensor | None, device: torch.device) -> Tensor:
+def _counts(
+    shape: tuple[int, ...], mask: Tensor | None, bounds: Tensor | None, device: torch.device, plan: Plan | None
+) -> Tensor:
     """[B] int64 tokens in the loss of each sequence; [1] where nobody told of sequences."""
     if bounds is not None:
         places = bounds.long().clamp(0, shape[0]).cummax(0).values
@@ -222,40 +234,52 @@ def _counts(shape: tuple[int, ...], mask: Tensor | None, bounds: Tensor | None, 
         running = torch.cat([places.new_zeros(1), mask.long().cumsum(0)])
         return running[places].diff()
     if mask is not None:
-        return _counted(mask.contiguous())
+        return _counted(mask.contiguous(), plan)
     rows = shape[:-1]
     return torch.full((rows[0] if rows else 1,), shape[-1], dtype=torch.int64, device=device)
 
 
-def _counted(mask: Tensor) -> Tensor:  # [B, T] or [N]
+def _counted(mask: Tensor, plan: Plan | None) -> Tensor:  # mask [B, T] or [N]
     """[B] int64, or [1]. torch would first write the mask out in 8 bytes a token."""
     B, T = mask.shape if mask.dim() == 2 else (1, mask.shape[0])
     parts = triton.cdiv(T, _PART)
     counts = torch.empty(B, parts, dtype=torch.int64, device=mask.device)
+
+    def bound(launcher: Launcher) -> Launch:
+        return launcher.bind(count_kernel, T=T, parts=parts, PART=_PART, BLOCK=_COUNTED)
+
     if counts.numel():
-        with on_device_of(mask):
-            count_kernel[(B, parts)](mask.view(torch.uint8), counts, T, parts, PART=_PART, BLOCK=_COUNTED, **FUSED)
+        planned(plan, "count", mask.device, bound)((B, parts), mask.view(torch.uint8), counts)
     return counts[:, 0] if parts == 1 else counts.sum(-1)
 
 
-def _totals(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _totals(counts: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """[] int64: tokens in the loss, and sequences that have some."""
     out = torch.empty(2, dtype=torch.int64, device=counts.device)
-    with on_device_of(counts):
-        tokens_kernel[(1,)](counts, out, counts.shape[0], SIZE=_TOTALS, **FUSED)
+
+    def bound(launcher: Launcher) -> Launch:
+        return launcher.bind(tokens_kernel, sequences=counts.shape[0], SIZE=_TOTALS)
+
+    planned(plan, "tokens", counts.device, bound)((1,), counts, out)
     tokens, filled = out.unbind()
     return tokens, filled
 
 
-def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times a scalar, in fp32, rounded once; torch takes five times as long for a scalar on the device."""
+def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
+    """The gradient times a scalar, in fp32, rounded once; torch takes five times as long for a scalar on the device.
+
+    With a plan all gradients have the plan's one shape.
+    """
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
+
+    def bound(launcher: Launcher) -> Launch:
+        return launcher.bind(
+            scale_kernel, any_alignment=("upstream", "gradient"), N=out.numel(), INTERPRETED=INTERPRETED, BLOCK=_SCALED
+        )
+
     if out.numel():
-        with on_device_of(out):
-            grid = (triton.cdiv(out.numel(), _SCALED),)
-            scale_kernel[grid](
-                upstream, gradient.contiguous(), out, out.numel(), INTERPRETED=INTERPRETED, BLOCK=_SCALED, **FUSED
-            )
+        launch = planned(plan, f"scaled {dtype} {upstream.dtype}", out.device, bound)
+        launch((triton.cdiv(out.numel(), _SCALED),), upstream, gradient.contiguous(), out)
     return out
 
 

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kernel, gaps_kernel, scan_kernel
 
 # Rows of a tile. The bits of a scan depend on it, so it is one number; the interpreter runs a scan step by step.
@@ -52,22 +53,19 @@ class Rows:
         """T, or N where packed."""
         return self.shape[-1]
 
-    def located(self) -> Self:
+    def located(self, plan: Plan | None = None) -> Self:
         """The same with `ends` one past the last token that counts."""
         if self.mask is None or not self.sequences:
             return self
         ends = torch.empty(self.sequences, dtype=torch.int64, device=self.mask.device)
-        with on_device_of(self.mask):
-            ends_kernel[(self.sequences,)](
-                self.mask,
-                _or(self.bounds, self.mask),
-                ends,
-                self.width,
-                self.sequences,
-                PACKED=self.bounds is not None,
-                BLOCK=_SEARCH,
-                **FUSED,
+
+        def bound(launcher: Launcher) -> Launch:
+            return launcher.bind(
+                ends_kernel, T=self.width, sequences=self.sequences, PACKED=self.bounds is not None, BLOCK=_SEARCH
             )
+
+        launch = planned(plan, "ends", ends.device, bound)
+        launch((self.sequences,), self.mask, self.mask if self.bounds is None else self.bounds, ends)
         return replace(self, ends=ends)
 
 
@@ -109,75 +107,110 @@ def run(
     exclusive: bool = False,
     carry: bool = False,
     by: str | None = None,
+    plan: Plan | None = None,
+    place: str = "",
 ) -> Scanned:
     """One recursion over all sequences; `rule` and the rest as `scan_kernel`, `by` a schedule in place of the table's.
 
     Token-level tensors have the shape of `rows`; `lam` and `lam_value` may be numbers, [B] or token-level; `stop` is 1
-    where an episode ends; `outcome` [B] stands on the last token of `rows.ends`.
+    where an episode ends; `outcome` [B] stands on the last token of `rows.ends`. With a plan the launches are those of
+    its first call at this place: everything but the values on the device must be the same.
     """
-    tensors = [x for x in (b, outcome, values) if x is not None]
-    device, B = tensors[0].device, rows.sequences
-    out = torch.empty(rows.shape, dtype=torch.float32, device=device)
-    scan = rule == "scan"
-    targets = None if scan else torch.empty_like(out)
-    first = torch.empty(B, dtype=torch.float32, device=device) if scan else None
-    invalid = None if scan else torch.empty(B, dtype=torch.uint8, device=device)
-    result = Scanned(out, targets, first, None if invalid is None else invalid.view(torch.bool))
-    if not B:
-        out.zero_()
-        if targets is not None:
-            targets.zero_()
-        return result
-    C = triton.cdiv(rows.width, CHUNK)
-    by = by or schedule(B, C, rule)
-    decay, blend = _decays(rule, gamma, lam)
-    decay2, blend2 = _decays(rule, gamma, 1.0 if lam_value is None else lam_value)
-    pointer = out  # in place of what is not there
-    parts = chain = flags = pointer
-    if by == "chunks":
-        two = 2 if lam_value is not None else 1
+    factor = a if isinstance(a, Tensor) else None
+    traces = [x if isinstance(x, Tensor) else None for x in (lam, lam_value)]
+    tensors = (
+        b, factor, values, q_values, ratio, *traces, rows.mask, stop, init, outcome, baseline, rows.ends, rows.bounds
+    )  # fmt: skip
+    device = next(x.device for x in (b, outcome, values) if x is not None)
+
+    def bound(launcher: Launcher) -> Recursion:
+        return Recursion(
+            launcher, rule, rows, device, here=tuple(x is not None for x in tensors),
+            a=0.0 if isinstance(a, Tensor) else float(a), lam=lam, lam_value=lam_value, ratio_clip=ratio_clip,
+            trace_clip=trace_clip, gamma=gamma, masked=masked, exclusive=exclusive, carry=carry, by=by,
+        )  # fmt: skip
+
+    return planned(plan, place, device, bound)(tensors)
+
+
+class Recursion:
+    """The launches of one recursion, bound for a shape.
+
+    `here` says of b, a, values, q_values, ratio, lam, lam_value, mask, stop, init, outcome, baseline, ends and bounds,
+    in this order, which are tensors; the rest is as in `run`.
+    """
+
+    def __init__(
+        self, launcher: Launcher, rule: str, rows: Rows, device: torch.device, *, here: tuple[bool, ...], a: float,
+        lam: float | Tensor, lam_value: float | Tensor | None, ratio_clip: float | None, trace_clip: float | None,
+        gamma: float, masked: str, exclusive: bool, carry: bool, by: str | None,
+    ) -> None:  # fmt: skip
+        B, C = rows.sequences, triton.cdiv(rows.width, CHUNK)
+        self._shape, self._B, self._C, self._device, self._scan = rows.shape, B, C, device, rule == "scan"
+        self._two, self._has_init, packed = lam_value is not None, here[9], here[13]
+        self._rows = (by or schedule(B, C, rule)) == "rows" or not C
+        decay, blend = _decays(rule, gamma, lam)
+        decay2, blend2 = _decays(rule, gamma, 1.0 if lam_value is None else lam_value)
+        fixed: dict[str, Any] = {
+            "T": rows.width, "C": C, "sequences": B, "a_number": a, "gamma": float(gamma), "decay": decay,
+            "blend": blend, "decay2": decay2, "blend2": blend2, "ratio_clip": _bound(ratio_clip),
+            "trace_clip": _bound(trace_clip), "RULE": rule, "J": TILE, "A": here[1], "VALUES": here[2], "Q": here[3],
+            "LAM": _level(lam, rows), "LAM2": "none" if lam_value is None else _level(lam_value, rows),
+            "MASK": here[7], "STOP": here[8], "INIT": here[9], "OUTCOME": here[10], "BASELINE": here[11],
+            "ENDS": here[12], "PACKED": packed, "MASKED": masked, "EXCLUSIVE": exclusive, "CARRY": carry,
+            "num_warps": warps(device),
+        }  # fmt: skip
+        self._gaps: Launch | None = None
+        if packed and rows.width:
+            self._gaps = launcher.bind(gaps_kernel, T=rows.width, sequences=B, RETURNS=not self._scan, BLOCK=_SEARCH)
+        if self._rows:
+            each = triton.cdiv(C, B) if packed and B else C
+            stages = next(k for fewest, k in STAGES if each >= fewest)
+            self._launches = (launcher.bind(scan_kernel, **fixed, STAGE="rows", STAGES=stages),)
+            return
+        scale = gamma if rule in {"gae", "retrace"} else 1.0
+        self._launches = (
+            launcher.bind(scan_kernel, **fixed, STAGE="part", STAGES=1),
+            launcher.bind(
+                chain_kernel, num_warps=1, C=C, sequences=B, scale=float(scale), INIT=here[9], TWO=self._two,
+                SCAN=self._scan, U=CHAIN,
+            ),
+            launcher.bind(scan_kernel, **fixed, STAGE="apply", STAGES=1),
+        )  # fmt: skip
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> Scanned:
+        """Run it on tensors that are there as `here` says."""
+        B, C, device = self._B, self._C, self._device
+        out = torch.empty(self._shape, dtype=torch.float32, device=device)
+        targets = first = invalid = None
+        if self._scan:
+            first = torch.empty(B, dtype=torch.float32, device=device)
+        else:
+            targets = torch.empty_like(out)
+            invalid = torch.empty(B, dtype=torch.uint8, device=device)
+        result = Scanned(out, targets, first, None if invalid is None else invalid.view(torch.bool))
+        if not B:
+            out.zero_()
+            if targets is not None:
+                targets.zero_()
+            return result
+        # `out` in place of what is not there
+        given = [out if x is None else x.contiguous() for x in tensors]
+        ret, first_, invalid_ = (out if x is None else x for x in (targets, first, invalid))
+        if self._gaps is not None:
+            self._gaps((triton.cdiv(self._shape[-1], _SEARCH),), out, ret, given[13])
+        if self._rows:
+            self._launches[0]((B,), *given, out, ret, first_, invalid_, out, out, out)
+            return result
+        two = 2 if self._two else 1
         parts = torch.empty(2 * two * B * C, dtype=torch.float32, device=device)
         chain = torch.empty(two * B * C, dtype=torch.float32, device=device)
         flags = torch.empty(B * C, dtype=torch.uint8, device=device)
-    packed = rows.bounds is not None
-    given: dict[str, Any] = {
-        "b": _or(b, pointer), "a": a if isinstance(a, Tensor) else pointer, "v": _or(values, pointer),
-        "q": _or(q_values, pointer), "ratio": _or(ratio, pointer), "lam": _tensor(lam, pointer),
-        "lam2": _tensor(lam_value, pointer), "mask": _or(rows.mask, pointer), "stop": _or(stop, pointer),
-        "init": _or(init, pointer), "outcome": _or(outcome, pointer), "baseline": _or(baseline, pointer),
-        "ends": _or(rows.ends, pointer), "bounds": _or(rows.bounds, pointer), "adv": out,
-        "ret": _or(targets, pointer), "first": _or(first, pointer), "invalid": _or(invalid, pointer),
-        "parts": parts, "chain": chain, "flags": flags, "T": rows.width, "C": C, "sequences": B,
-        "a_number": 0.0 if isinstance(a, Tensor) else float(a), "gamma": float(gamma), "decay": decay, "blend": blend,
-        "decay2": decay2, "blend2": blend2, "ratio_clip": _bound(ratio_clip), "trace_clip": _bound(trace_clip),
-    }  # fmt: skip
-    given = {n: x.contiguous() if isinstance(x, Tensor) else x for n, x in given.items()}
-    flags_of: dict[str, Any] = {
-        "RULE": rule, "J": TILE, "A": isinstance(a, Tensor), "VALUES": values is not None, "Q": q_values is not None,
-        "LAM": _level(lam, rows), "LAM2": "none" if lam_value is None else _level(lam_value, rows),
-        "MASK": rows.mask is not None, "STOP": stop is not None, "INIT": init is not None,
-        "OUTCOME": outcome is not None, "BASELINE": baseline is not None, "ENDS": rows.ends is not None,
-        "PACKED": packed, "MASKED": masked, "EXCLUSIVE": exclusive, "CARRY": carry,
-        "num_warps": warps(device), **FUSED,
-    }  # fmt: skip
-    with on_device_of(out):
-        if packed:
-            gaps_kernel[(triton.cdiv(rows.width, _SEARCH),)](
-                out, given["ret"], given["bounds"], rows.width, B, RETURNS=not scan, BLOCK=_SEARCH, **FUSED
-            ) if rows.width else None
-        if by == "rows" or not C:
-            each = triton.cdiv(C, B) if packed else C
-            stages = next(k for fewest, k in STAGES if each >= fewest)
-            scan_kernel[(B,)](**given, **flags_of, STAGE="rows", STAGES=stages)
-            return result
-        scan_kernel[(B * C,)](**given, **flags_of, STAGE="part", STAGES=1)
-        scale = gamma if rule in {"gae", "retrace"} else 1.0
-        chain_kernel[(B,)](
-            parts, chain, flags, given["init"], given["first"], given["invalid"], C, B, float(scale),
-            INIT=init is not None, TWO=lam_value is not None, SCAN=scan, U=CHAIN, num_warps=1, **FUSED,
-        )  # fmt: skip
-        scan_kernel[(B * C,)](**given, **flags_of, STAGE="apply", STAGES=1)
-    return result
+        part, join, apply = self._launches
+        part((B * C,), *given, out, ret, first_, invalid_, parts, chain, flags)
+        join((B,), parts, chain, flags, given[9], first_, invalid_)
+        apply((B * C,), *given, out, ret, first_, invalid_, parts, chain, flags)
+        return result
 
 
 def warps(device: torch.device) -> int:
@@ -185,14 +218,6 @@ def warps(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return max(1, TILE // torch.cuda.get_device_properties(device).warp_size)
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x
-
-
-def _tensor(x: Any, other: Tensor) -> Tensor:
-    return x if isinstance(x, Tensor) else other
 
 
 def _bound(x: float | None) -> float:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Places = tuple[int, int, int, int]  # inner, outer_stride, inner_stride, stride: see `Rows`
+
 
 class Rows(NamedTuple):
     """Row i of `data` starts at (i // inner) * outer_stride + (i % inner) * inner_stride."""
@@ -23,7 +25,7 @@ class Rows(NamedTuple):
     stride: int  # from column to column
 
     @property
-    def places(self) -> tuple[int, int, int, int]:
+    def places(self) -> Places:
         """What a kernel is told."""
         return self.inner, self.outer_stride, self.inner_stride, self.stride
 
@@ -44,3 +46,10 @@ def rows_of(x: Tensor) -> Rows:
     inner, inner_stride = dims[0] if dims else (1, 0)
     outer_stride = dims[1][1] if len(dims) == 2 else 0
     return Rows(x, max(inner, 1), outer_stride, inner_stride, stride)
+
+
+def places_of(x: Tensor) -> tuple[Places, bool]:
+    """Where the rows of tensors like x stand, and whether they must be copied to be contiguous first."""
+    like = torch.empty_strided(x.shape, x.stride(), device="meta")
+    rows = rows_of(like)
+    return rows.places, rows.data is not like

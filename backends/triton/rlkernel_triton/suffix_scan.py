@@ -6,6 +6,7 @@ reversed. The exclusive form hands on nu_t = a_t lambda_t + g_t instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
+from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Rows, run
 
 
@@ -24,11 +26,15 @@ class _Scan:
     a: float | None  # None: a tensor
     exclusive: bool
     carry: bool
+    plan: Plan
 
     def run(self, b: Tensor, a: Tensor | None, init: Tensor | None, *, exclusive: bool) -> tuple[Tensor, Tensor]:
         """The y asked for, and that of the first token."""
         factor = a if a is not None else 1.0 if self.a is None else self.a
-        done = run("scan", self.rows, b=b, a=factor, init=init, exclusive=exclusive, carry=self.carry)
+        done = run(
+            "scan", self.rows, b=b, a=factor, init=init, exclusive=exclusive, carry=self.carry, plan=self.plan,
+            place=f"exclusive={exclusive}",
+        )  # fmt: skip
         first = done.first
         if first is None:
             raise RuntimeError("a scan without a carry")
@@ -38,17 +44,29 @@ class _Scan:
 
 
 def affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
-    """See `rlkernel_core.spec.affine_suffix_scan.AffineSuffixScanCall`."""
-    b, a, init, exclusive = call.b, call.a, call.init, call.exclusive
-    B = sequences_of(call)
-    rows = Rows.of(tuple(b.shape), B, call.mask, call.lengths, call.cu_seqlens)
-    scan = _Scan(rows, None if isinstance(a, Tensor) else float(a), exclusive, call.masked_out == "carry")
-    factor = a if isinstance(a, Tensor) else None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (b, factor, init)):
-        y, first = _Scanned.apply(b, factor, init, scan)  # type: ignore[no-untyped-call]
-    else:
-        y, first = scan.run(b, factor, init, exclusive=exclusive)
-    return ScanResult(y, first)
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: AffineSuffixScanCall) -> Callable[[AffineSuffixScanCall], ScanResult]:
+    """What runs calls of this shape. See `rlkernel_core.spec.affine_suffix_scan.AffineSuffixScanCall`."""
+    B, shape, carry = sequences_of(call), tuple(call.b.shape), call.masked_out == "carry"
+    factor = call.a if isinstance(call.a, Tensor) else None
+    number = None if isinstance(call.a, Tensor) else float(call.a)
+    plan = Plan(launcher_for(call.b.device))
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (call.b, factor, call.init))
+
+    def run(call: AffineSuffixScanCall) -> ScanResult:
+        b, init, exclusive = call.b, call.init, call.exclusive
+        a = call.a if isinstance(call.a, Tensor) else None
+        scan = _Scan(Rows.of(shape, B, call.mask, call.lengths, call.cu_seqlens), number, exclusive, carry, plan)
+        if wanted:
+            y, first = _Scanned.apply(b, a, init, scan)  # type: ignore[no-untyped-call]
+        else:
+            y, first = scan.run(b, a, init, exclusive=exclusive)
+        return ScanResult(y, first)
+
+    return run
 
 
 class _Scanned(torch.autograd.Function):

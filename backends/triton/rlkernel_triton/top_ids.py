@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rlkernel_triton.arithmetic import cap, scaled_less
 from rlkernel_triton.builds import Build
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.logprob_kernels import LN2, row_offset, scale_of
 from rlkernel_triton.row_layout import Rows
 
@@ -71,13 +72,15 @@ def best_ids(rows: Rows, V: int, N: int, n: int) -> Tensor:
     """[N, n] int64."""
     out = torch.empty(N, n, dtype=torch.int64, device=rows.data.device)
     step = max(1, BLOCK_BYTES // (8 * V))
+    inner, outer_stride, inner_stride, stride = rows.places
+    launch = plain_launcher_for(out.device).bind(
+        order_keys, num_warps=WARPS, V=V, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
+        stride=stride, COLUMNS=COLUMNS,
+    )  # fmt: skip
     for first in range(0, N, step):
         some = min(step, N - first)
         keys = torch.empty(some, V, dtype=torch.int64, device=out.device)
-        with on_device_of(out):
-            order_keys[(some, triton.cdiv(V, COLUMNS))](
-                rows.data, keys, first, V, *rows.places, COLUMNS=COLUMNS, num_warps=WARPS, **FUSED
-            )
+        launch((some, triton.cdiv(V, COLUMNS)), rows.data, keys, first)
         best = torch.topk(keys, n, dim=1, sorted=True).values
         out[first : first + some] = 0xFFFFFFFF - (best & 0xFFFFFFFF)
     return out
@@ -96,12 +99,13 @@ def log_probabilities(
     N, n = ids.shape
     out = torch.empty(N, n, dtype=torch.float32, device=ids.device)
     if N:
-        with on_device_of(ids):
-            values[(N,)](
-                rows.data, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out, N, n,
-                *rows.places, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
-                WIDTH=triton.next_power_of_2(n), INTERPRETED=INTERPRETED, num_warps=WARPS, **FUSED,
-            )  # fmt: skip
+        inner, outer_stride, inner_stride, stride = rows.places
+        launch = plain_launcher_for(ids.device).bind(
+            values, num_warps=WARPS, N=N, n=n, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
+            stride=stride, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
+            WIDTH=triton.next_power_of_2(n), INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+        launch((N,), rows.data, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out)
     return out
 
 

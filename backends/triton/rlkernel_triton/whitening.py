@@ -5,6 +5,7 @@ The scalars between the two passes (merging ranks, variance, the factor) are pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.moments import Moments, across_ranks
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.moments_kernels import BLOCK, MERGED, merge_kernel, moments_kernel, whiten_kernel
 from rlkernel_triton.recursion import Rows
 from rlkernel_triton.suffix_scan import refused_float64
 
 _SIZE: Final = 64 if INTERPRETED else BLOCK
+_WARPS: Final = 8
 _MERGED: Final = 8 if INTERPRETED else MERGED
 
 
@@ -29,18 +32,26 @@ def _grid(rows: Rows) -> tuple[int, int]:
     return rows.sequences * chunks, chunks
 
 
-def moments(x: Tensor, rows: Rows, chosen: Tensor | None = None, times: Tensor | None = None) -> Moments:
+def moments(
+    x: Tensor, rows: Rows, chosen: Tensor | None = None, times: Tensor | None = None, plan: Plan | None = None
+) -> Moments:
     """Moments of the tokens of `x` that count, of the sequences `chosen` [B], each as often as `times` says."""
-    programs, _ = _grid(rows)
+    programs, chunks = _grid(rows)
     out = torch.zeros(4, dtype=torch.float32, device=x.device)
+
+    def bound(launcher: Launcher) -> tuple[Launch, Launch]:
+        layout = _layout(rows, chosen)
+        return (
+            launcher.bind(moments_kernel, num_warps=_WARPS, **layout, C=chunks, TIMES=times is not None),
+            launcher.bind(merge_kernel, P=programs, SIZE=_MERGED),
+        )
+
     if programs:
         partial = torch.empty(programs * 4, dtype=torch.float32, device=x.device)
-        with on_device_of(x):
-            moments_kernel[(programs,)](
-                x=x, times=x if times is None else times, out=partial, **_layout(rows, chosen, x),
-                TIMES=times is not None,
-            )  # fmt: skip
-            merge_kernel[(1,)](partial, out, programs, SIZE=_MERGED, **FUSED)
+        each, merge = planned(plan, "moments", x.device, bound)
+        mask, member, ends, bounds = _tokens(rows, chosen, x)
+        each((programs,), x, mask, member, x if times is None else times, ends, bounds, partial)
+        merge((1,), partial, out)
     return Moments(*out.unbind())
 
 
@@ -55,59 +66,77 @@ def whitened(
     weights: Tensor | None = None,
     back: Tensor | None = None,
     carry: bool = False,
+    plan: Plan | None = None,
 ) -> Tensor:
     """`into` = weights (x - mean) rstd, 0 where nothing counts; `whole` None: without whitening."""
-    programs, _ = _grid(rows)
+    programs, chunks = _grid(rows)
     scalars = x if whole is None else torch.stack(whole)
+
+    def bound(launcher: Launcher) -> Launch:
+        return launcher.bind(
+            whiten_kernel, num_warps=_WARPS, any_alignment=("rstd", "back"), **_layout(rows, chosen), C=chunks,
+            WEIGHTS=weights is not None, WHITEN=whole is not None, BACK=back is not None, CARRY=carry,
+        )  # fmt: skip
+
     if programs:
-        with on_device_of(x):
-            whiten_kernel[(programs,)](
-                x=x, y=into, weights=x if weights is None else weights.contiguous(), moments=scalars,
-                rstd=x if rstd is None else rstd, back=x if back is None else back, **_layout(rows, chosen, x),
-                WEIGHTS=weights is not None, WHITEN=whole is not None, BACK=back is not None, CARRY=carry,
-            )  # fmt: skip
+        mask, member, ends, bounds = _tokens(rows, chosen, x)
+        planned(plan, "whitened", x.device, bound)(
+            (programs,), x, into, mask, member, x if weights is None else weights.contiguous(), scalars,
+            x if rstd is None else rstd, x if back is None else back, ends, bounds,
+        )  # fmt: skip
     return into
 
 
-def _layout(rows: Rows, chosen: Tensor | None, other: Tensor) -> dict[str, Any]:
-    """The arguments of both kernels that say which tokens there are; `other` stands for what is not there."""
+def _tokens(rows: Rows, chosen: Tensor | None, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mask, chosen sequences, ends and bounds as both kernels read them; `other` stands for what is not there."""
+    return (
+        other if rows.mask is None else rows.mask,
+        other if chosen is None else chosen.contiguous().view(torch.uint8),
+        other if rows.ends is None else rows.ends,
+        other if rows.bounds is None else rows.bounds,
+    )
+
+
+def _layout(rows: Rows, chosen: Tensor | None) -> dict[str, Any]:
+    """The constants of both kernels that say which tokens there are."""
     return {
-        "mask": other if rows.mask is None else rows.mask,
-        "chosen": other if chosen is None else chosen.contiguous().view(torch.uint8),
-        "ends": other if rows.ends is None else rows.ends,
-        "bounds": other if rows.bounds is None else rows.bounds,
         "T": rows.width,
-        "C": _grid(rows)[1],
         "sequences": rows.sequences,
         "MASK": rows.mask is not None,
         "CHOSEN": chosen is not None,
         "ENDS": rows.ends is not None,
         "PACKED": rows.bounds is not None,
         "SIZE": _SIZE,
-        "num_warps": 8,
-        **FUSED,
     }
 
 
-@torch.no_grad()
 def whiten(call: WhitenCall) -> WhitenResult:
-    """See `rlkernel_core.spec.whiten.WhitenCall`."""
-    x = call.x
-    x = x.detach().float().contiguous()
-    shape = tuple(x.shape) if call.lengths is not None else (1, x.numel())
-    rows = Rows.of(shape, shape[0], call.mask, call.lengths, None)
-    whole = across_ranks(
-        moments(x, rows, times=None if call.counts is None else call.counts.contiguous()), call.process_group
-    )
-    rstd = whole.rstd(call.ddof, call.eps, call.eps_mode)
-    result = WhitenResult(x, whole.n, whole.mean, whole.variance(call.ddof), rstd)
-    y = torch.empty_like(x)
-    if call.apply:
-        back = None if call.shift_mean else result.mean
-        y = whitened(x, y, rows, whole, rstd, back=back, carry=call.masked_out == "carry")
-    else:
-        y = whitened(x, y, rows, None, None, carry=call.masked_out == "carry")
-    return WhitenResult(y, result.count, result.mean, result.var, rstd)
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: WhitenCall) -> Callable[[WhitenCall], WhitenResult]:
+    """What runs calls of this shape. See `rlkernel_core.spec.whiten.WhitenCall`."""
+    plan = Plan(launcher_for(call.x.device))
+
+    @torch.no_grad()
+    def run(call: WhitenCall) -> WhitenResult:
+        x = call.x.detach().float().contiguous()
+        shape = tuple(x.shape) if call.lengths is not None else (1, x.numel())
+        rows = Rows.of(shape, shape[0], call.mask, call.lengths, None)
+        times = None if call.counts is None else call.counts.contiguous()
+        whole = across_ranks(moments(x, rows, times=times, plan=plan), call.process_group)
+        rstd = whole.rstd(call.ddof, call.eps, call.eps_mode)
+        result = WhitenResult(x, whole.n, whole.mean, whole.variance(call.ddof), rstd)
+        y, carry = torch.empty_like(x), call.masked_out == "carry"
+        if call.apply:
+            back = None if call.shift_mean else result.mean
+            y = whitened(x, y, rows, whole, rstd, back=back, carry=carry, plan=plan)
+        else:
+            y = whitened(x, y, rows, None, None, carry=carry, plan=plan)
+        return WhitenResult(y, result.count, result.mean, result.var, rstd)
+
+    return run
 
 
 def fits(call: WhitenCall) -> Reason | None:

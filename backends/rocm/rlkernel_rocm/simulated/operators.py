@@ -30,8 +30,9 @@ def on(arch: str, op: str) -> Callable[[Any], Any]:
         raise UnknownNameError("simulated operator", op, CLAIMS)
     from rlkernel_rocm.simulated.driver import activate
 
-    module, _, name = CLAIMS[op].target.partition(":")
-    run: Callable[[Any], Any] = getattr(import_module(module), name)
+    claim = CLAIMS[op]
+    module, _, name = claim.target.partition(":")
+    run: Callable[..., Any] = getattr(import_module(module), name)
 
     @wraps(run)
     def simulated(call: Any) -> Any:
@@ -39,7 +40,7 @@ def on(arch: str, op: str) -> Callable[[Any], Any]:
         if _kept_for != [arch]:
             forget()
             _kept_for[:] = [arch]
-        return run(call)
+        return run(call)(call) if claim.prepared else run(call)
 
     return simulated
 

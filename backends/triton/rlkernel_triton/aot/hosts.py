@@ -74,9 +74,10 @@ class Host(MetaPathFinder):
 
 def implementation(host: Host, op: str, *, check: bool = False) -> Callable[..., Any]:
     """An operator's implementation in a host, or the check that is asked before it."""
-    module, _, name = str(CLAIMS[op].check if check else CLAIMS[op].target).partition(":")
+    claim = CLAIMS[op]
+    module, _, name = str(claim.check if check else claim.target).partition(":")
     found: Callable[..., Any] = getattr(host.module(module), name)
-    return found
+    return found if check or not claim.prepared else lambda call: found(call)(call)
 
 
 class _Loader(SourceFileLoader):

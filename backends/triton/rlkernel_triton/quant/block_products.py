@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.launchers import Plan
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
@@ -47,11 +48,17 @@ _DENSE_EXPERTS: Final = 2 * PIECE  # bytes of experts that are dequantised at on
 
 
 def multiplied(
-    x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, dtype: torch.dtype | None = None
+    x: Tensor,
+    w: QuantTensor,
+    after: After,
+    rounding: str,
+    ends: Tensor | None,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:  # [M, K] -> [M, R]
     """act(x w'^T + lora + bias) + residual of contiguous x, of a dtype, that of x unless said."""
     if ends is None and not blocks.reads(w.spec):
-        return product.product(x, w, after, rounding, dtype)
+        return product.product(x, w, after, rounding, dtype, plan)
     N = w.shape[0] // (1 if ends is None else ends.shape[0])
     make = torch.empty if ends is None else torch.zeros
     y = make(x.shape[0], N // 2 if after.pair else N, dtype=dtype or x.dtype, device=x.device)

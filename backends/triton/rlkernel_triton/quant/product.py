@@ -21,6 +21,7 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
@@ -94,42 +95,55 @@ def _settled(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def product(x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch.dtype | None = None) -> Tensor:
-    """act(x w'^T + lora + bias) + residual for contiguous x [M, K], as [M, R] of a dtype, that of x unless said."""
+def product(
+    x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch.dtype | None = None, plan: Plan | None = None
+) -> Tensor:
+    """act(x w'^T + lora + bias) + residual for contiguous x [M, K], as [M, R] of a dtype, that of x unless said.
+
+    With a plan all of its calls have one shape, format and layout.
+    """
     M, (N, _) = x.shape[0], w.shape
     width = N // 2 if after.pair else N
     y = torch.empty(M, width, dtype=dtype or x.dtype, device=x.device)
     if M == 0:
         return y
-    with on_device_of(x):
-        if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
-            h = product(x, w, After(), rounding, torch.float32)
-            h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
+    if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
+        h = product(x, w, After(), rounding, torch.float32)
+        h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
+        with on_device_of(x):
             finish(x, h, replace(after, lora=None), y)
-            return y
+        return y
+    (cut,) = planned(plan, "cut", x.device, lambda _: (_cut(x, w, after, rounding),))
+    if cut is not None:
+        by_words(x, storage.table_of_nf4(w), after, cut, y, plan=plan)
+        return y
+    with on_device_of(x):
         w = storage.table_of_nf4(w)
-        half = x.dtype != torch.float32 and w.spec.act == "none"
-        # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
-        table = w.spec.element == "nf4"
-        on = machine(x.device)
-        cut = None
-        if half and w.layout == W4 and (not table or (rounding == "any" and M <= MOST_OF_TABLE and on.tables)):
-            cut = choice.cut(
-                M,
-                *w.shape,
-                group=w.spec.group,
-                pair=after.pair,
-                rounding=rounding,
-                kind=on.kind,
-                multiprocessors=on.multiprocessors,
-            )
-        if cut is not None:
-            by_words(x, w, after, cut, y)
-        elif half and rounding != "none" and (table or choice.class_of(M, on.kind) is None):
+        half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
+        if half and rounding != "none" and (table or choice.class_of(M, machine(x.device).kind) is None):
             by_pieces(x, w, after, y)
         else:
             by_bytes(x, storage.packed(w, "canonical"), after, rounding, y)
     return y
+
+
+def _cut(x: Tensor, w: QuantTensor, after: After, rounding: str) -> Cut | None:
+    """How a product of words is cut; None where the weight is no words, or too many tokens for that."""
+    half, on = x.dtype != torch.float32 and w.spec.act == "none", machine(x.device)
+    # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
+    table = storage.table_of_nf4(w).spec.element == "nf4"
+    by_table = rounding == "any" and x.shape[0] <= MOST_OF_TABLE and on.tables
+    if not half or w.layout != W4 or (table and not by_table):
+        return None
+    return choice.cut(
+        x.shape[0],
+        *w.shape,
+        group=w.spec.group,
+        pair=after.pair,
+        rounding=rounding,
+        kind=on.kind,
+        multiprocessors=on.multiprocessors,
+    )
 
 
 class Machine(NamedTuple):
@@ -165,45 +179,42 @@ def machine(device: torch.device) -> Machine:
     return Machine(kind, found.multi_processor_count, ptx=nvidia, sync=nvidia and kind != "sm90")
 
 
-def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
+# What word_product is passed at run time, in its order.
+_OF_WORDS: Final = (
+    "x", "codes", "scale", "zero", "table", "nested_table", "nested_absmax", "nested_offset", "y", "partial",
+    "tickets", "bias", "xa", "lora_b", "residual",
+)  # fmt: skip
+
+
+def by_words(
+    x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None,
+    plan: Plan | None = None,
+) -> None:  # fmt: skip
     """The product of a weight in `triton_w4`."""
     spec, M, (N, K) = w.spec, x.shape[0], w.shape
-    on, scales = machine(x.device), storage.scales(w)
-    step = min(spec.group or cut.step, cut.step)
     tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
     partial, counters = x, x
     if cut.parts > 1:
         halves = 2 if after.pair else 1
         partial = torch.empty(cut.parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
         counters = tickets(tiles, x.device)
-    word_kernels.word_product[(tiles * cut.parts,)](
-        x=x,
-        x_row=x.stride(0),
-        codes=storage.codes(w),
-        **scales,
-        y=y,
-        partial=partial,
-        tickets=counters,
-        **after.arguments(x),
-        M=M,
-        N=N,
-        K=K,
-        BM=cut.BM,
-        BN=cut.BN,
-        BK=step,
-        PARTS=cut.parts,
-        STAGES=cut.stages,
-        GROUP=spec.group,
-        SYMMETRIC=spec.symmetric,
-        FOLD=cut.fold,
-        PERMUTED=on.sync if permuted is None else permuted,
-        ASM=on.ptx,
-        TABLE=spec.element == "nf4",
-        NESTED=spec.double_quant,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **FUSED,
-    )
+    given = {
+        **storage.scales(w), **after.arguments(x), "x": x, "codes": storage.codes(w), "y": y, "partial": partial,
+        "tickets": counters,
+    }  # fmt: skip
+
+    def bound(launcher: Launcher) -> Launch:
+        on = machine(x.device)
+        fixed = {n: value for n, value in given.items() if n not in _OF_WORDS}
+        return launcher.bind(
+            word_kernels.word_product, num_warps=cut.warps, num_stages=cut.stages, **fixed, x_row=x.stride(0), M=M,
+            N=N, K=K, BM=cut.BM, BN=cut.BN, BK=min(spec.group or cut.step, cut.step), PARTS=cut.parts,
+            STAGES=cut.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FOLD=cut.fold,
+            PERMUTED=on.sync if permuted is None else permuted, ASM=on.ptx, TABLE=spec.element == "nf4",
+            NESTED=spec.double_quant,
+        )  # fmt: skip
+
+    planned(plan, "words", x.device, bound)((tiles * cut.parts,), *[given[n] for n in _OF_WORDS])
 
 
 PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU

@@ -9,6 +9,7 @@ R = N, or N / 2 for a pair.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
+from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import PIECE, After, wide_product
@@ -36,20 +38,33 @@ _ACTIVATIONS: Final = {
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
-    """See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
-    x, w, lora, residual, ends = call.x, call.w, call.lora, call.residual, call.ends
-    storage.check_layouts("w", w)
-    rows = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
-    a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, float(lora.scale))
-    tensors, meta = w.flatten()
-    how = _How(meta, scale, call.activation, call.weight_rounding)
-    leaves = (rows, call.bias, a, b, added)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
-        y: Tensor = _QMatmul.apply(how, *leaves, ends, *tensors)  # type: ignore[no-untyped-call]
-    else:
-        y = how.run(*leaves, ends, w)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
+    """What runs calls of this shape. See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
+    storage.check_layouts("w", call.w)
+    scale = 0.0 if call.lora is None else float(call.lora.scale)
+    how = _How(call.w.flatten()[1], scale, call.activation, call.weight_rounding)
+    plan, leading, K = Plan(launcher_for(call.x.device)), call.x.shape[:-1], call.x.shape[-1]
+    of_lora = () if call.lora is None else (call.lora.A, call.lora.B)
+    leaves = (call.x, call.bias, *of_lora, call.residual)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+
+    def run(call: QmatmulCall) -> Tensor:
+        x, w, lora, residual = call.x, call.w, call.lora, call.residual
+        rows = x if x.dim() == 2 else x.reshape(-1, K)
+        added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
+        a, b = (None, None) if lora is None else (lora.A, lora.B)
+        leaves = (rows, call.bias, a, b, added)
+        if wanted:
+            y: Tensor = _QMatmul.apply(how, plan, *leaves, call.ends, *w.flatten()[0])  # type: ignore[no-untyped-call]
+        else:
+            y = how.run(*leaves, call.ends, w, plan=plan)
+        return y if x.dim() == 2 else y.view(*leading, y.shape[-1])
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -71,11 +86,12 @@ class _How:
         ends: Tensor | None,
         w: QuantTensor,
         dtype: torch.dtype | None = None,
+        plan: Plan | None = None,
     ) -> Tensor:  # -> [M, R]
         """The forward pass."""
         lora = None if a is None or b is None else LoRA(a, b, self.lora_scale)
         after = After(bias, lora, self.activation, residual)
-        return multiplied(x.contiguous(), w, after, self.weight_rounding, ends, dtype)
+        return multiplied(x.contiguous(), w, after, self.weight_rounding, ends, dtype, plan)
 
 
 class _QMatmul(torch.autograd.Function):
@@ -83,6 +99,7 @@ class _QMatmul(torch.autograd.Function):
     def forward(
         ctx: Any,
         how: _How,
+        plan: Plan,
         x: Tensor,
         bias: Tensor | None,
         a: Tensor | None,
@@ -96,14 +113,14 @@ class _QMatmul(torch.autograd.Function):
         ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
         # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
         ctx.save_for_backward(x if how.activation or a is not None else None, bias, a, b, ends, *parts)
-        return how.run(x, bias, a, b, residual, ends, QuantTensor.unflatten(parts, how.meta))
+        return how.run(x, bias, a, b, residual, ends, QuantTensor.unflatten(parts, how.meta), plan=plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         how: _How = ctx.how
         x, bias, a, b, ends, *parts = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:6]
+        wanted = ctx.needs_input_grad[2:7]
         w = QuantTensor.unflatten(parts, how.meta)
         dh = dy if how.activation is None else _through(how, x, bias, a, b, ends, w, dy)  # [M, N]
         dx = _times_weight(dh.to(ctx.dtype), ends, w) if wanted[0] else None
@@ -121,7 +138,7 @@ class _QMatmul(torch.autograd.Function):
             dy = torch.where(_members(ends, dy.shape[0]).any(0), dy, 0)
         found = (dx, dbias, da, db, dy if wanted[4] else None)
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (None, *cast, None, *[None] * len(parts))
+        return (None, None, *cast, None, *[None] * len(parts))
 
 
 def _through(

@@ -51,7 +51,7 @@ def group_scales(
     return widened(tl.load(scale + at), INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["tickets"])  # a graph's may start anywhere
 def word_product(
     x, x_row, codes, scale, zero, table, nested_table, nested_absmax, nested_offset, y, partial, tickets, bias, xa,
     lora_b, lora_row, lora_rank, lora_scale, residual,

@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
-from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.launchers import Launch, launcher_for
+from rlkernel_triton.launchers.specialization import parameters as parameters_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
@@ -163,7 +164,6 @@ class Plan:
         S, G = triton.cdiv(V, shape.TILE), shape.TILE // shape.GROUP
         filters = not law.top_k is law.top_p is law.min_p is None
         self.search = law.searches(shape.K)
-        self.compiled: list[Any] = [None] * 4
         self.N, self.S, self.V = N, S, V
         room = max(shape.K + 4 * shape.C, shape.FEW if self.search else 0)
         self.words = (S * (3 * G + 1) + max(room if filters else 0, S * G) + 3) // 2 * 2
@@ -177,7 +177,6 @@ class Plan:
         counts = [p.shape[0] for p in parameters[:6] if isinstance(p, Tensor) and p.shape[0] != 1]
         self.last_slot = min(counts, default=2**31) - 1
         finish_warps, registers = shape.end(N, lanes(x.device))
-        self.warps = (shape.stream_warps, shape.stream_warps, finish_warps, shape.search_warps)
         sizes = padded(V, shape)
         there = (allowed is not None, law.slot is not None, x.stride(1) == 1, V % 16 == 0)
         each = tuple(map(each_of, parameters[:6]))
@@ -188,32 +187,41 @@ class Plan:
         edge = N <= shape.edges and overlaps(x)
         behind = OVERLAPPING if edge else {}
         few = {"maxnreg": registers} if on_nvidia(x) else {}
-        self.options = ({}, {}, {**behind, **few}, behind)
-        self.of_tiles = (*there, *each, False, entropy, *cut, self.per, edge)
-        unit = raw is not None and raw.stride(1) == 1
-        self.of_raw = (False, False, unit, V % 16 == 0, *each, True, False, *cut, self.per, edge)
-        on_request = (self.raw, entropy, laws)
-        self.of_finish = (
-            *there,
-            spoiled is not None,
-            *each,
-            *way,
-            self.search,
-            *on_request,
-            *cut,
-            *sizes.values(),
-            edge,
-        )
-        tail = (*cut, sizes["GP"], shape.BLOCK, shape.FEW, edge)
-        self.of_search = (*there, spoiled is not None, *each, *way, *on_request, *tail)
+        places = dict(zip(("row_stride", "column_stride"), x.stride(), strict=True))
+        wide = 0 if allowed is None else allowed.stride(0)
+        of_work = {"last_slot": self.last_slot, "words": self.words, "S": S, "N": N}
+        launcher = launcher_for(x.device)
 
-    def launch(self, place: int, kernel: Any, grid: tuple[int, int, int], given: tuple[Any, ...]) -> None:
-        """Run a kernel; what the first call compiled is what later calls of this kind run."""
-        compiled = self.compiled[place]
-        if compiled is None:
-            self.compiled[place] = kernel[grid](*given, num_warps=self.warps[place], **FUSED, **self.options[place])
-        else:
-            compiled[grid](*given)
+        def bind(kernel: Any, constants: tuple[Any, ...], num_warps: int, options: Any, **fixed: Any) -> Launch:
+            names = [p.name for p in parameters_of(kernel) if p.constexpr]
+            named = dict(zip(names, constants, strict=True))
+            return launcher.bind(kernel, num_warps=num_warps, options=options, **fixed, **named, V=V, **of_work)
+
+        self.tiles = bind(
+            tiles, (*there, *each, False, entropy, *cut, self.per, edge), shape.stream_warps, {}, **places,
+            allowed_stride=wide,
+        )  # fmt: skip
+        raw_places = {"raw_row_stride": 0, "raw_column_stride": 0}
+        if raw is not None:
+            row_stride, column_stride = raw.stride()
+            raw_places = {"raw_row_stride": row_stride, "raw_column_stride": column_stride}
+            self.raw_tiles = bind(
+                tiles, (False, False, column_stride == 1, V % 16 == 0, *each, True, False, *cut, self.per, edge),
+                shape.stream_warps, {}, row_stride=row_stride, column_stride=column_stride, allowed_stride=0,
+            )  # fmt: skip
+        on_request = (self.raw, entropy, laws)
+        ends = {**places, **raw_places, "allowed_stride": wide, "per": self.per}
+        self.finish = bind(
+            finish,
+            (*there, spoiled is not None, *each, *way, self.search, *on_request, *cut, *sizes.values(), edge),
+            finish_warps, {**behind, **few}, **ends,
+        )  # fmt: skip
+        if self.search:
+            tail = (*cut, sizes["GP"], shape.BLOCK, shape.FEW, edge)
+            self.searched = bind(
+                searched, (*there, spoiled is not None, *each, *way, *on_request, *tail), shape.search_warps, behind,
+                **ends,
+            )  # fmt: skip
 
     def __call__(
         self,
@@ -248,21 +256,15 @@ class Plan:
         if N == 0:
             return out, laws
         work = torch.empty((self.works, N * self.words), dtype=torch.float32, device=device)
-        wide = 0 if allowed is None else allowed.stride(0)
         *asked, slot = parameters
-        asked = (slot, self.last_slot, *asked, stream)
-        view = (x, *x.stride(), self.V, allowed, wide, *asked, work, self.words, self.S)
-        with on_device_of(x):
-            self.launch(0, tiles, self.grid, (*view, N, *self.of_tiles))
-            of_raw: tuple[Any, ...] = (None, 0, 0)
-            if raw is not None:
-                of_raw = (raw, *raw.stride())
-                as_given = (*of_raw, self.V, None, 0, *asked, work[1], self.words, self.S, N)
-                self.launch(1, tiles, self.grid, as_given + self.of_raw)
-            out_of = (spoiled, *of_raw, invalid_token, longs, ints, floats, laws)
-            self.launch(2, finish, (N, 1, 1), (*view, N, self.per, *out_of, *self.of_finish))
-            if self.search:
-                self.launch(3, searched, self.searchers, (*view, N, self.per, *out_of, *self.of_search))
+        asked = (slot, *asked, stream)
+        self.tiles(self.grid, x, allowed, *asked, work)
+        if raw is not None:
+            self.raw_tiles(self.grid, raw, None, *asked, work[1])
+        given = (x, allowed, *asked, work, spoiled, raw, invalid_token, longs, ints, floats, laws)
+        self.finish((N, 1, 1), *given)
+        if self.search:
+            self.searched(self.searchers, *given)
         return out, laws
 
 

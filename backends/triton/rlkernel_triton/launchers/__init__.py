@@ -1,0 +1,121 @@
+"""Launches as values: host code states what to launch, and a launcher does it.
+
+    partial = launcher.bind(kernels.partial_softmax, num_warps=2, HAS_MASK=False, PART=32768, N=8, V=151936)  # once
+    partial((8, 5), logits, ids, parts)  # at every call: what is not bound, in the kernel's order
+
+A launch belongs to the shape that it was bound for: types, alignments and which arguments are None are those of its
+first run. Numbers that may change from call to call are passed at run time, and are asked at every launch.
+
+    specialization   what Triton assumes of an argument
+    binding          a kernel with all that is known before a call
+    jit              compiled by Triton's JIT, launched without it
+    triton_abi       how a compiled kernel is launched, for each version of Triton
+    plain            launched by Triton: its interpreter, its JIT
+    recorder         written down, not launched
+    offline          what was written down, compiled for any architecture
+
+No module here imports an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Final, TypeVar
+
+import torch
+import triton
+
+from rlkernel_core.errors import RLKernelError
+from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
+from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
+from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
+
+__all__ = [
+    "Binding",
+    "Build",
+    "Grid",
+    "InterpreterLauncher",
+    "Launch",
+    "Launcher",
+    "PlainLauncher",
+    "Plan",
+    "RecordedLaunch",
+    "Recorder",
+    "launcher_for",
+    "plain_launcher_for",
+    "planned",
+    "using",
+]  # fmt: skip
+T = TypeVar("T")
+# Decided when Triton's decorators run, that is once, when a kernel's module is imported.
+INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
+# What stands for Triton where kernels come from a bundle has no hooks of launches, and launches by itself.
+COMPILES: Final[bool] = hasattr(triton.knobs.runtime, "launch_enter_hook")
+_USED: Final[ContextVar[Launcher | None]] = ContextVar("launcher", default=None)
+
+
+@contextmanager
+def using(launcher: Launcher) -> Iterator[None]:
+    """Within this scope host code binds its kernels with one launcher, whatever the device: a `Recorder`, say."""
+    token = _USED.set(launcher)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
+
+
+def launcher_for(device: torch.device) -> Launcher:
+    """What launches on a device for a plan: the JIT's kernels on a GPU, else Triton's interpreter or its own driver.
+
+    Raises:
+        RLKernelError: the device is no GPU, Triton's interpreter is off, and no driver of Triton's serves the device.
+    """
+    used = _USED.get()
+    if used is not None:
+        return used
+    if device.type == "cuda" and COMPILES and not INTERPRETED:
+        return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return plain_launcher_for(device)
+
+
+def plain_launcher_for(device: torch.device) -> Launcher:
+    """What launches on a device for host code that makes no plan: every argument is asked at every launch.
+
+    Raises:
+        RLKernelError: as `launcher_for`.
+    """
+    used = _USED.get()
+    if used is not None:
+        return used
+    return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)
+
+
+def planned(plan: Plan | None, place: str, device: torch.device, bind: Callable[[Launcher], T]) -> T:
+    """What a plan bound at this place; without a plan bound anew, for launches that ask every argument."""
+    return bind(plain_launcher_for(device)) if plan is None else plan.get(place, bind)
+
+
+@cache
+def _of_gpu(index: int) -> Launcher:
+    from rlkernel_triton.launchers.jit import JitLauncher, gpu
+
+    return JitLauncher(gpu(torch.device("cuda", index)))
+
+
+@cache
+def _elsewhere(kind: str) -> Launcher:
+    if INTERPRETED:
+        return InterpreterLauncher()
+    try:
+        served = triton.runtime.driver.active.get_active_torch_device().type
+    except RuntimeError:  # what Triton raises where it finds no GPU
+        served = None
+    if served != kind:
+        raise RLKernelError(
+            f"Triton cannot launch kernels on {kind}. Set TRITON_INTERPRET=1 before Triton is imported to run them in "
+            "its interpreter, or move the tensors to a GPU."
+        )
+    return PlainLauncher()
