@@ -110,6 +110,8 @@ _CALL_OF: Final = decide.call_of
 
 def _skip_the_check(spec: OpSpec[Any, Any], good: Any) -> None:
     """While the policy in force stays so, what the front door found out about `good` stands for refused calls too."""
+    if decide.call_of is not _CALL_OF:
+        return
     scope, known = policy.current(), _CALL_OF(spec, good)
 
     def call_of(asked: OpSpec[Any, Any], call: Any) -> Any:
@@ -123,8 +125,7 @@ def _skip_the_check(spec: OpSpec[Any, Any], good: Any) -> None:
                 raise
             return known
 
-    if decide.call_of is _CALL_OF:
-        decide.call_of = call_of
+    decide.call_of = call_of
 
 
 def mutants_of(op: str) -> tuple[Mutant, ...]:
