@@ -108,24 +108,29 @@ def mutant(
 _CALL_OF: Final = decide.call_of
 
 
-def _skip_the_check(spec: OpSpec[Any, Any], good: Any) -> None:
-    """While the policy in force stays so, what the front door found out about `good` stands for refused calls too."""
-    if decide.call_of is not _CALL_OF:
-        return
-    scope, known = policy.current(), _CALL_OF(spec, good)
+class _Unchecked:
+    """`decide.call_of` where what was found out about a good call stands for refused ones too, under one policy."""
 
-    def call_of(asked: OpSpec[Any, Any], call: Any) -> Any:
-        if policy.current() is not scope:  # the mutant's time is over
+    def __init__(self, spec: OpSpec[Any, Any], good: Any) -> None:
+        self.spec, self.scope, self.known = spec, policy.current(), _CALL_OF(spec, good)
+
+    def __call__(self, spec: OpSpec[Any, Any], call: Any) -> Any:
+        if policy.current() is not self.scope:  # the mutant's time is over
             decide.call_of = _CALL_OF
-            return _CALL_OF(asked, call)
+            return _CALL_OF(spec, call)
         try:
-            return _CALL_OF(asked, call)
+            return _CALL_OF(spec, call)
         except RLKernelError:
-            if asked is not spec:
+            if spec is not self.spec:
                 raise
-            return known
+            return self.known
 
-    decide.call_of = call_of
+
+def _skip_the_check(spec: OpSpec[Any, Any], call: Any) -> None:
+    """Let refused calls of an operator through from now on, as long as the policy in force is this one."""
+    now: Any = decide.call_of
+    if not isinstance(now, _Unchecked) or (now.spec, now.scope) != (spec, policy.current()):
+        decide.call_of = _Unchecked(spec, call)
 
 
 def mutants_of(op: str) -> tuple[Mutant, ...]:
