@@ -25,7 +25,7 @@ def seat():
 
 def loaded(seat: Seat, source: str, op: str = "logprob") -> Seat:
     seat.op, seat.until = op, time.monotonic() + 60
-    seat.ask("load", source=source, target=None, op=op, compile=False)
+    seat.ask("load", source=source, impls=(), op=op, compile=False)
     return seat
 
 

@@ -9,6 +9,7 @@ import pytest
 from rlkernel_conformance.judge.trial import judge
 from rlkernel_conformance.judge.verdict import FAULTS, Task, Verdict
 from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.manifest import Impl, Requires
 from tests.judged import (
     CHEATS,
     DIFFERENTIABLE,
@@ -115,8 +116,8 @@ def test_a_task_that_cannot_be_is_an_error_that_names_it(more, error, words) -> 
         verdict(RIGHT, **more)
 
 
-BROKEN_BASELINE = f"""
-{HEAD}
+BROKEN_BASELINE = """
+def logprob(call):
     raise RuntimeError("not today")
 """
 
@@ -124,9 +125,8 @@ BROKEN_BASELINE = f"""
 def test_a_baseline_that_fails_is_no_fault_of_the_candidate(monkeypatch, tmp_path) -> None:
     (tmp_path / "broken_baseline.py").write_text(BROKEN_BASELINE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(
-        "rlkernel_conformance.judge.trial.baseline_target", lambda _: ("broken_baseline:logprob", False)
-    )
+    impl = Impl(op="logprob@1", target="broken_baseline:logprob", requires=Requires(device="cpu"))
+    monkeypatch.setattr("rlkernel_conformance.judge.trial.baseline_of", lambda _: ((impl,), False))
     found = verdict(RIGHT, "LP-19", timing=True)
     assert (found.correct, found.fault, found.speedup, found.score) == (True, None, None, 0.5)
     assert "the baseline reference failed: RuntimeError: not today" in found.message
