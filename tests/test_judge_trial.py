@@ -16,6 +16,7 @@ from tests.judged import (
     HARM,
     HEAD,
     LATER,
+    OF_A_RECORD,
     RIGHT,
     SLOW,
     WRONG_TEMPERATURE,
@@ -37,6 +38,11 @@ def test_a_right_candidate_holds_every_clause_of_what_it_claims_and_is_timed() -
     assert low <= found.speedup <= high
     assert found.score == pytest.approx(0.5 + min(max(low - 1, 0), 2))
     assert Verdict.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_candidate_that_takes_a_record_is_held_to_the_same_clauses() -> None:
+    found = verdict(OF_A_RECORD, "LP-01", "LP-08", "LP-24", strict=True)
+    assert (found.correct, found.fault, found.held, found.attacked) == (True, None, 3, 3)
 
 
 def test_a_wrong_candidate_is_told_its_clause_and_its_smallest_case() -> None:
