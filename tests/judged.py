@@ -27,7 +27,7 @@ from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
 def logprob(call: LogprobCall) -> LogprobResult:
     logits, ids, temperature = call.logits, call.ids, call.temperature
-{BODY}    return LogprobResult(lp, lse, bad)
+{BODY}    return LogprobResult(logprob=lp, lse=lse, invalid=bad)
 """
 DIFFERENTIABLE: Final = RIGHT.replace(HEAD, f'CLAIMS = {{"grad"}}\n\n{HEAD}')
 WRONG_TEMPERATURE: Final = RIGHT.replace("/ temperature", "/ temperature / temperature")

@@ -13,7 +13,19 @@ from rlkernel_conformance.judge.probes import probed
 from rlkernel_conformance.judge.remote import CandidateError, Seat, gathered
 from rlkernel_conformance.judge.trial import fault_of
 from rlkernel_conformance.judge.workloads import draw, small
-from tests.judged import ALIAS, CHEATS, DIFFERENTIABLE, HEAD, LAZY, OF_A_RECORD, ONE_BUFFER, RIGHT, SLOW, UNWRITTEN, WRITES_INPUT
+from tests.judged import (
+    ALIAS,
+    CHEATS,
+    DIFFERENTIABLE,
+    HEAD,
+    LAZY,
+    OF_A_RECORD,
+    ONE_BUFFER,
+    RIGHT,
+    SLOW,
+    UNWRITTEN,
+    WRITES_INPUT,
+)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ class Watched(Subject):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
-
         needed, _ = guarded(lambda: self.spec.needs(self.spec.call(*args, **kwargs)))  # what has none is refused below
         result = super().__call__(*args, **kwargs)
         self.needed.update(needed or ())
