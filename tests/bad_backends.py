@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.direct import logprob as right
-from rlkernel_core.spec.logprob import logprob as signature
+from rlkernel_core.reference.logprob import logprob as right
+from rlkernel_core.spec.logprob import LogprobCall
 
 
 def backend(name: str) -> Backend:
@@ -19,27 +18,27 @@ def backend(name: str) -> Backend:
 
 def bad(function):
     globals()[f"{function.__name__}_manifest"] = backend(function.__name__)
-    return functools.wraps(signature)(function)  # with the parameters of the operator
+    return function
 
 
 @bad
-def hangs(*args, **kwargs):
+def hangs(call: LogprobCall):
     while True:
         time.sleep(0.1)
 
 
 @bad
-def leaves(*args, **kwargs):
+def leaves(call: LogprobCall):
     os._exit(0)
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @bad
-def goes_on_in_a_child(*args, **kwargs):
+def goes_on_in_a_child(call: LogprobCall):
     os.fork()
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @bad
-def works(*args, **kwargs):
-    return right(*args, **kwargs)
+def works(call: LogprobCall):
+    return right(call)

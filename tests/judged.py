@@ -22,6 +22,13 @@ RESULT: Final = '    return {"logprob": lp, "lse": lse, "invalid": bad}\n'
 HEAD: Final = "def logprob(logits, ids, *, temperature=1.0):"
 
 RIGHT: Final = f"{IMPORTS}\n{HEAD}{BODY}{RESULT}"
+OF_A_RECORD: Final = f"""{IMPORTS}
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+
+def logprob(call: LogprobCall) -> LogprobResult:
+    logits, ids, temperature = call.logits, call.ids, call.temperature
+{BODY}    return LogprobResult(logprob=lp, lse=lse, invalid=bad)
+"""
 DIFFERENTIABLE: Final = RIGHT.replace(HEAD, f'CLAIMS = {{"grad"}}\n\n{HEAD}')
 WRONG_TEMPERATURE: Final = RIGHT.replace("/ temperature", "/ temperature / temperature")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.direct import advantage
+from rlkernel_core.reference.advantage.estimate import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import owed, prefix_of
 
@@ -77,11 +75,10 @@ def test_fresh_storage_is_poisoned_and_what_is_written_is_not() -> None:
         assert (torch.ones(2) + 1).tolist() == [2.0, 2.0]
 
 
-@functools.wraps(advantage)
-def wraps_at_4096(rewards, **rest):
+def wraps_at_4096(call):
     """As offsets in 32 bits wrap at 2^31, these wrap at 2^12: the last row is written to the first."""
-    out = advantage(rewards, **rest)
-    if rewards.numel() > 4096:
+    out = advantage(call)
+    if call.rewards.numel() > 4096:
         out.returns[0] = out.returns[-1]
         out.returns[-1] = 0
     return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from rlkernel_conformance.parity import drift, markdown, parity
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.direct import logprob
+from rlkernel_core.reference.logprob import logprob
 from rlkernel_core.spec import OPERATORS
 
 
@@ -25,10 +24,9 @@ def fresh():
     rlk.refresh()
 
 
-@functools.wraps(logprob)
-def rounded(*args, **kwargs):
+def rounded(call):
     """Log-probabilities as bf16 holds them: 8 bits, so a relative error of at most 2^-9 (half a step)."""
-    out = logprob(*args, **kwargs)
+    out = logprob(call)
     return replace(out, logprob=out.logprob.bfloat16().float())
 
 

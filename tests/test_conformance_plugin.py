@@ -13,18 +13,15 @@ from rlkernel_core.spec import OPERATORS
 ROOT = Path(__file__).parents[1]
 # A backend that serves `whiten@1` without claiming `deterministic`, and is off by one.
 OFF = """
-import functools
 from dataclasses import replace
 
 from rlkernel_core import Backend, Impl, Requires
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.direct import whiten as right
-from rlkernel_core.spec.whiten import whiten as signature
+from rlkernel_core.reference.advantage.whitening import whiten as right
 
 
-@functools.wraps(signature)
-def whiten(*args, **kwargs):
-    out = right(*args, **kwargs)
+def whiten(call):
+    out = right(call)
     return replace(out, y=out.y + 1)
 
 
@@ -34,7 +31,7 @@ impl = Impl(
     requires=Requires(device="*"),
     supports=reference.of("whiten@1")[0].supports - {"deterministic"},
 )
-backend = Backend(name="off", api=(1, 0), impls=(impl,))
+backend = Backend(name="off", api=(2, 0), impls=(impl,))
 """
 
 

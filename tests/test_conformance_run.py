@@ -32,21 +32,18 @@ CHEERFUL = """
 import os
 from rlkernel_core import Backend, Impl, Requires
 from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.direct import group_filter as right
-from rlkernel_core.spec.group_filter import group_filter as signature
-import functools
+from rlkernel_core.reference.advantage.filtering import group_filter as right
 
 
-@functools.wraps(signature)
-def group_filter(*args, **kwargs):
+def group_filter(call):
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("TRITON_INTERPRET is not set")
-    return right(*args, **kwargs)
+    return right(call)
 
 
 backend = Backend(
     name="cheerful",
-    api=(1, 0),
+    api=(2, 0),
     impls=(
         Impl(
             op="group_filter@1",
@@ -193,7 +190,7 @@ def test_a_run_without_a_device_is_unfinished_and_blames_nobody() -> None:
 
 def test_a_device_whose_name_is_part_of_a_claimed_one_is_not_claimed() -> None:
     impl = Impl(op="whiten@1", target="a.b:c", requires=Requires(device="acme2"))
-    with rlk.registered(Backend(name="acme", api=(1, 0), impls=(impl,))):
+    with rlk.registered(Backend(name="acme", api=(2, 0), impls=(impl,))):
         assert Subject("acme", "whiten", "acme").impls == ()
         assert Subject("acme", "whiten", "acme2:1").impls == (impl,)
 

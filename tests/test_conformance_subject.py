@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 
 import pytest
@@ -20,10 +19,9 @@ from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.direct import qmatmul as product
-from rlkernel_core.reference.direct import whiten as right
-from rlkernel_core.spec.qmatmul import qmatmul as product_spec
-from rlkernel_core.spec.whiten import whiten as spec
+from rlkernel_core.reference.advantage.whitening import whiten as right
+from rlkernel_core.reference.qmatmul import qmatmul as product
+from rlkernel_core.spec.whiten import WhitenCall
 
 PICKY = Backend(
     name="picky",
@@ -39,14 +37,12 @@ PICKY = Backend(
 )
 
 
-@functools.wraps(spec)
-def whiten(*args, **kwargs):
-    return right(*args, **kwargs)
+def whiten(call):
+    return right(call)
 
 
-@functools.wraps(spec)
-def fits(x, *args, **kwargs):
-    return None if x.is_contiguous() else Reason("shape", "unsupported", "rows that are apart")
+def fits(call):
+    return None if call.x.is_contiguous() else Reason("shape", "unsupported", "rows that are apart")
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def test_a_call_that_its_check_refuses_has_no_result(subject) -> None:
 
 def test_a_call_that_its_check_admits_has_one(subject) -> None:
     x = torch.arange(6.0)
-    assert torch.equal(subject.unless_refused(x).y, right(x).y)
+    assert torch.equal(subject.unless_refused(x).y, right(WhitenCall(x)).y)
 
 
 def test_a_call_beyond_its_claims_is_an_error(subject) -> None:
@@ -93,20 +89,18 @@ TILED = multiplying("on_tiles")
 MULTIPLIED: list[tuple[int, int]] = []
 
 
-@functools.wraps(product_spec)
-def qmatmul(x, w, **rest):
-    y = product(x, w, **rest)
-    MULTIPLIED.append(w.shape)
+def qmatmul(call):
+    y = product(call)
+    MULTIPLIED.append(call.w.shape)
     return y
 
 
-@functools.wraps(product_spec)
-def no_calls(*args, **kwargs):
+def no_calls(call):
     return Reason("shape", "unsupported", "never")
 
 
-@functools.wraps(product_spec)
-def on_tiles(x, w, **rest):
+def on_tiles(call):
+    x, w = call.x, call.w
     fits = (
         w.layout == "reference_tiled"
         and w.shape[0] % 16 == 0
@@ -116,9 +110,8 @@ def on_tiles(x, w, **rest):
     return None if fits else Reason("shape", "unsupported", "off the grid")
 
 
-@functools.wraps(product_spec)
-def on_deep_tiles(x, w, **rest):
-    fits = w.shape[0] % 128 == 0 and w.shape[1] % 512 == 0
+def on_deep_tiles(call):
+    fits = call.w.shape[0] % 128 == 0 and call.w.shape[1] % 512 == 0
     return None if fits else Reason("shape", "unsupported", "off the grid")
 
 

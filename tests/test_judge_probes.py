@@ -13,7 +13,19 @@ from rlkernel_conformance.judge.probes import probed
 from rlkernel_conformance.judge.remote import CandidateError, Seat, gathered
 from rlkernel_conformance.judge.trial import fault_of
 from rlkernel_conformance.judge.workloads import draw, small
-from tests.judged import ALIAS, CHEATS, DIFFERENTIABLE, HEAD, LAZY, ONE_BUFFER, RIGHT, SLOW, UNWRITTEN, WRITES_INPUT
+from tests.judged import (
+    ALIAS,
+    CHEATS,
+    DIFFERENTIABLE,
+    HEAD,
+    LAZY,
+    OF_A_RECORD,
+    ONE_BUFFER,
+    RIGHT,
+    SLOW,
+    UNWRITTEN,
+    WRITES_INPUT,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +37,7 @@ def seat():
 
 def loaded(seat: Seat, source: str, op: str = "logprob") -> Seat:
     seat.op, seat.until = op, time.monotonic() + 60
-    seat.ask("load", source=source, target=None, op=op, compile=False)
+    seat.ask("load", source=source, impls=(), op=op, compile=False)
     return seat
 
 
@@ -51,6 +63,12 @@ def test_a_gradient_is_computed_in_the_judged_process(seat) -> None:
     (grad,) = torch.autograd.grad(gathered(loaded(seat, DIFFERENTIABLE), given).logprob.sum(), leaf)
     want = torch.nn.functional.one_hot(given["ids"], leaf.shape[-1]) - leaf.detach().softmax(-1)
     torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize("change", [{}, {"temperature": 2.0}])
+def test_a_function_of_a_record_gives_what_one_of_the_arguments_gives(seat, change) -> None:
+    (_, one), (_, two) = (called(seat, source, **change) for source in (RIGHT, OF_A_RECORD))
+    assert (one.logprob.tolist(), one.lse.tolist()) == (two.logprob.tolist(), two.lse.tolist())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +107,7 @@ def caught(seat: Seat, source: str, op: str = "logprob") -> list[str]:
     return [p.name for p in probed(seat, op, "float32") if not p.held]
 
 
-@pytest.mark.parametrize("source", [RIGHT, DIFFERENTIABLE])
+@pytest.mark.parametrize("source", [RIGHT, DIFFERENTIABLE, OF_A_RECORD])
 def test_an_honest_candidate_passes_every_probe(seat, source) -> None:
     assert caught(seat, source) == []
 

@@ -62,7 +62,7 @@ def tried(tmp_path_factory):
         words = {"port": server.getsockname()[1], "outside": str(outside / "written"), "pid": os.getpid()}
         with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
             said, _, _ = seat.ask("ready")
-            seat.ask("load", source=TRIES % words, target=None, op="whiten", compile=False)
+            seat.ask("load", source=TRIES % words, impls=(), op="whiten", compile=False)
             _, blocks, _ = seat.ask(
                 "call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None
             )
@@ -138,7 +138,7 @@ def whiten(x):
 
 def test_a_child_that_left_its_session_ends_with_the_host() -> None:
     with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
-        seat.ask("load", source=LEFT, target=None, op="whiten", compile=False)
+        seat.ask("load", source=LEFT, impls=(), op="whiten", compile=False)
         seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
         marker = seat.scratch
     assert sandbox.started(marker) == []
@@ -162,7 +162,7 @@ def whiten(x):
 def test_a_fork_bomb_ends_within_its_limits() -> None:
     limits = sandbox.Limits(processes=40)
     with Seat(CAGE, "whiten", "cpu", limits) as seat:
-        seat.ask("load", source=BOMB, target=None, op="whiten", compile=False)
+        seat.ask("load", source=BOMB, impls=(), op="whiten", compile=False)
         seat.until = time.monotonic() + 2
         with pytest.raises(Lost) as caught:
             seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
@@ -177,6 +177,6 @@ FILE = "def whiten(x):\n    open('big', 'wb').truncate(1 << 40)\n"
 def test_more_than_its_share_is_an_error_of_the_candidate() -> None:
     with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
         for source, words in ((FILE, "large"), (HOARD, "memory")):
-            seat.ask("load", source=source, target=None, op="whiten", compile=False)
+            seat.ask("load", source=source, impls=(), op="whiten", compile=False)
             with pytest.raises(CandidateError, match=f"(?i){words}"):
                 seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)

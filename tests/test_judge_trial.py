@@ -9,12 +9,14 @@ import pytest
 from rlkernel_conformance.judge.trial import judge
 from rlkernel_conformance.judge.verdict import FAULTS, Task, Verdict
 from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.manifest import Impl, Requires
 from tests.judged import (
     CHEATS,
     DIFFERENTIABLE,
     HARM,
     HEAD,
     LATER,
+    OF_A_RECORD,
     RIGHT,
     SLOW,
     WRONG_TEMPERATURE,
@@ -36,6 +38,11 @@ def test_a_right_candidate_holds_every_clause_of_what_it_claims_and_is_timed() -
     assert low <= found.speedup <= high
     assert found.score == pytest.approx(0.5 + min(max(low - 1, 0), 2))
     assert Verdict.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_candidate_that_takes_a_record_is_held_to_the_same_clauses() -> None:
+    found = verdict(OF_A_RECORD, "LP-01", "LP-08", "LP-24", strict=True)
+    assert (found.correct, found.fault, found.held, found.attacked) == (True, None, 3, 3)
 
 
 def test_a_wrong_candidate_is_told_its_clause_and_its_smallest_case() -> None:
@@ -115,8 +122,8 @@ def test_a_task_that_cannot_be_is_an_error_that_names_it(more, error, words) -> 
         verdict(RIGHT, **more)
 
 
-BROKEN_BASELINE = f"""
-{HEAD}
+BROKEN_BASELINE = """
+def logprob(call):
     raise RuntimeError("not today")
 """
 
@@ -124,9 +131,8 @@ BROKEN_BASELINE = f"""
 def test_a_baseline_that_fails_is_no_fault_of_the_candidate(monkeypatch, tmp_path) -> None:
     (tmp_path / "broken_baseline.py").write_text(BROKEN_BASELINE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(
-        "rlkernel_conformance.judge.trial.baseline_target", lambda _: ("broken_baseline:logprob", False)
-    )
+    impl = Impl(op="logprob@1", target="broken_baseline:logprob", requires=Requires(device="cpu"))
+    monkeypatch.setattr("rlkernel_conformance.judge.trial.baseline_of", lambda _: ((impl,), False))
     found = verdict(RIGHT, "LP-19", timing=True)
     assert (found.correct, found.fault, found.speedup, found.score) == (True, None, None, 0.5)
     assert "the baseline reference failed: RuntimeError: not today" in found.message

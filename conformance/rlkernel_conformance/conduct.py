@@ -49,8 +49,8 @@ def repeatable(subject: Subject, make: Callable[[], Mapping[str, Any]]) -> None:
 def refused(subject: Subject, argument: str, given: Mapping[str, Any], good: Mapping[str, Any] | None = None) -> None:
     """The call raises ArgumentError that names the argument.
 
-    Calls of a new kind are checked before a backend is chosen. After a good call of the same kind, one that differs in
-    sizes and numbers only is left to the backend.
+    The first call of a shape is checked, before a backend is chosen. A good call before it shows that a plan which lies
+    there already is not taken for one of another shape.
     """
     if good is not None:
         subject(**good)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from inspect import signature
 from typing import Any
 
 from hypothesis.errors import UnsatisfiedAssumption
@@ -103,9 +102,7 @@ class Subject:
 
     def admits(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the backend's own `check` admits a call as it is."""
-        bound = signature(self.spec.signature).bind(*args, **kwargs)
-        bound.apply_defaults()
-        check, _ = decide.check_for(bound.arguments)
+        check, _ = decide.check_for(self.spec.call(*args, **kwargs))
         return any(check(i) is None for i in self.impls)
 
     def unless_refused(self, *args: Any, **kwargs: Any) -> Any | None:

@@ -10,7 +10,6 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from inspect import signature
 from typing import Any
 
 import rlkernel
@@ -34,13 +33,7 @@ class Watched(Subject):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
-
-        def needs() -> frozenset[str]:
-            bound = signature(self.spec.signature).bind(*args, **kwargs)
-            bound.apply_defaults()
-            return self.spec.needs(bound.arguments)
-
-        needed, _ = guarded(needs)  # what cannot be bound is refused by the call itself
+        needed, _ = guarded(lambda: self.spec.needs(self.spec.call(*args, **kwargs)))  # what has none is refused below
         result = super().__call__(*args, **kwargs)
         self.needed.update(needed or ())
         return result

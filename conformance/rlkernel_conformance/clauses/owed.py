@@ -1,6 +1,6 @@
 """Attacks on the clauses that every operator has, whatever it computes: numbers 91 to 96 of each spec.
 
-They are built from the spec itself (signature, features, check) and from one plain call of the operator; so is "may
+They are built from the spec itself (record, features, check) and from one plain call of the operator; so is "may
 run in a graph", where an operator has no attack of its own.
 """
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import rlkernel
-from rlkernel.decide import arguments
 from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.specimens import Call, calls
@@ -91,10 +90,10 @@ def _unclaimed(subject: Subject, case: Call) -> Iterator[tuple[str, dict[str, An
 
 
 def _needs(subject: Subject, given: dict[str, Any]) -> frozenset[str]:
-    full = arguments(subject.spec, (), given)
+    call = subject.spec.call(**given)
     if subject.spec.check is not None:
-        subject.spec.check(**full)
-    return subject.spec.needs(full) - subject.claims
+        subject.spec.check(call)
+    return subject.spec.needs(call) - subject.claims
 
 
 def refuses_bad_arguments_by_name(subject: Subject, case: Call) -> None:
@@ -103,12 +102,12 @@ def refuses_bad_arguments_by_name(subject: Subject, case: Call) -> None:
     if spec.check is None:
         return
     check = spec.check
-    check(**arguments(spec, (), good))
+    check(spec.call(**good))
     subject(**good)
     raw = getattr(rlkernel, subject.op).bind(**good)
     for name, what, bad in _bad(good, spec.parameters):
         given = {**good, name: bad}
-        _, expected = guarded(lambda given=given: check(**arguments(spec, (), given)))  # type: ignore[misc]
+        _, expected = guarded(lambda given=given: check(spec.call(**given)))  # type: ignore[misc]
         if not isinstance(expected, RLKernelError):
             continue
         for door, call in (("the front door", subject), ("the bound implementation", raw)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -86,7 +85,6 @@ def _tall(subject: Subject) -> st.SearchStrategy[Batch]:
 @attack("PL-09", _tall, scale=0.1)
 def every_argument_has_an_effect(subject: Subject, case: Batch) -> None:
     """Two values of every option that is claimed, all else equal; some sequence is empty."""
-    signature = inspect.signature(subject.spec.signature)
     for name, (fields, options, *values) in EFFECTS.items():
         one = replace(case, **fields)
         x = one.arrays()
@@ -95,9 +93,7 @@ def every_argument_has_an_effect(subject: Subject, case: Batch) -> None:
         for value in values:
             given = arguments(subject, one, mask=x["mask"], **options)
             given = {k: v for k, v in (given | {name.strip(): value}).items() if v is not None}
-            bound = signature.bind(**given)
-            bound.apply_defaults()
-            if not subject.spec.needs(bound.arguments) <= subject.claims:
+            if not subject.spec.needs(subject.spec.call(**given)) <= subject.claims:
                 break
             leaf = given["logprob"].requires_grad_(grad(subject))
             out = subject(**given)

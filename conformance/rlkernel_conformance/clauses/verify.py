@@ -244,7 +244,7 @@ def bad_arguments_are_named(subject: Subject, case: Rounds) -> None:
     """Wrong sizes, ranks and dtypes, shared noise, two draft laws."""
     made = case.round(subject)
     given = made.arguments(subject)
-    subject(**given)  # a dispatcher that knows the call leaves the checks to the implementation
+    subject(**given)  # a plan for the good call lies there already
     x, ids = given["target_logits"], given["draft_ids"]
     wrong: list[tuple[str, Any]] = [
         ("target_logits", x[:-1]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import signature
 from typing import Any, Final
 
 from rlkernel import policy
@@ -63,7 +62,7 @@ HOSTILES: Final[dict[str, Hostile]] = {}
 def hostile(
     fault: str, *, target: str | None = None, clauses: tuple[str, ...] = CLAUSES, limit_s: float = 30.0
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a backend: its function, which has the docstring that says what it does.
+    """Register a backend: its function of a call's record, which has the docstring that says what it does.
 
     Args:
         fault: what the suite must call it.
@@ -74,7 +73,6 @@ def hostile(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         module, name = function.__module__, function.__name__
-        function.__signature__ = signature(OPERATORS[OP].signature)  # type: ignore[attr-defined]  as every one has
         requires = Requires(device="*", dtypes=("float32",))
         impl = Impl(op=OPERATORS[OP].id, target=target or f"{module}:{name}", requires=requires)
         manifest = Backend(name=f"hostile-{name.replace('_', '-')}", api=API_VERSION, impls=(impl,))

@@ -14,89 +14,90 @@ import torch
 
 from rlkernel_conformance.hostile import hostile
 from rlkernel_conformance.leftovers import CLAUSE
-from rlkernel_core.reference.direct import logprob as right
+from rlkernel_core.reference.logprob import logprob as right
+from rlkernel_core.spec.logprob import LogprobCall
 
 _HOARD: Final[list[Any]] = []
 _FOR_GOOD_S: Final = 600  # longer than anybody waits
 
 
 @hostile("segfault", clauses=("LP-05", "LP-06"))
-def reads_nowhere(*args: Any, **kwargs: Any) -> Any:
+def reads_nowhere(call: LogprobCall) -> Any:
     """Reads address 0."""
     ctypes.string_at(0)
 
 
 @hostile("abort")
-def aborts(*args: Any, **kwargs: Any) -> Any:
+def aborts(call: LogprobCall) -> Any:
     """Calls abort, as a failed assertion in C++ does."""
     os.abort()
 
 
 @hostile("timeout", limit_s=4.0)
-def hangs(*args: Any, **kwargs: Any) -> Any:
+def hangs(call: LogprobCall) -> Any:
     """Never returns."""
     while True:
         time.sleep(0.1)
 
 
 @hostile("out_of_memory")
-def eats_memory(*args: Any, **kwargs: Any) -> Any:
+def eats_memory(call: LogprobCall) -> Any:
     """Asks for more and more memory."""
     while True:  # address space: the pages are never touched
         _HOARD.append(np.empty(1 << 31, np.uint8))
 
 
 @hostile("protocol_error")
-def leaves(*args: Any, **kwargs: Any) -> Any:
+def leaves(call: LogprobCall) -> Any:
     """Ends the process with status 0, as if all had gone well."""
     os._exit(0)
 
 
 @hostile("protocol_error")
-def raises_system_exit(*args: Any, **kwargs: Any) -> Any:
+def raises_system_exit(call: LogprobCall) -> Any:
     """Raises SystemExit with status 0."""
     sys.exit(0)
 
 
 @hostile("protocol_error")
-def raises_keyboard_interrupt(*args: Any, **kwargs: Any) -> Any:
+def raises_keyboard_interrupt(call: LogprobCall) -> Any:
     """Raises KeyboardInterrupt, which no `except Exception` catches."""
     raise KeyboardInterrupt
 
 
 @hostile("segfault")
-def hides_behind_a_child(*args: Any, **kwargs: Any) -> Any:
+def hides_behind_a_child(call: LogprobCall) -> Any:
     """Leaves a child in a session of its own, which holds every descriptor open, and crashes."""
     _daemon()
     ctypes.string_at(0)
 
 
 @hostile("leak", clauses=(CLAUSE.id,))
-def leaves_a_child(*args: Any, **kwargs: Any) -> Any:
+def leaves_a_child(call: LogprobCall) -> Any:
     """Every call forks a child that survives it, in a session of its own."""
     _daemon()
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("leak", clauses=(CLAUSE.id,))
-def leaves_a_thread(*args: Any, **kwargs: Any) -> Any:
+def leaves_a_thread(call: LogprobCall) -> Any:
     """Every call starts a thread that does not end."""
     threading.Thread(target=time.sleep, args=(_FOR_GOOD_S,), daemon=True).start()
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("leak", clauses=(CLAUSE.id,))
-def leaves_a_file_open(*args: Any, **kwargs: Any) -> Any:
+def leaves_a_file_open(call: LogprobCall) -> Any:
     """Every call opens a file and forgets it."""
     os.open(os.devnull, os.O_RDONLY)
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("leak", clauses=(CLAUSE.id,))
-def keeps_every_result(*args: Any, **kwargs: Any) -> Any:
+def keeps_every_result(call: LogprobCall) -> Any:
     """Every call leaves 64 KiB of memory behind."""
     _HOARD.append(torch.zeros(1 << 14))
-    return right(*args, **kwargs)
+    return right(call)
 
 
 def _daemon() -> None:

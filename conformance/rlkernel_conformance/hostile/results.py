@@ -13,7 +13,8 @@ import torch
 
 from rlkernel_conformance import compare
 from rlkernel_conformance.hostile import hostile
-from rlkernel_core.reference.direct import logprob as right
+from rlkernel_core.reference.logprob import logprob as right
+from rlkernel_core.spec.logprob import LogprobCall
 
 _CALLS: Final = count()
 _WORD: Final = json.dumps({"secret": "guess", "number": 1, "kind": "done"})
@@ -24,53 +25,53 @@ class Lazy(torch.Tensor):
 
 
 @hostile("protocol_error")
-def prints_a_result(*args: Any, **kwargs: Any) -> Any:
+def prints_a_result(call: LogprobCall) -> Any:
     """Prints a result on standard output, and leaves with status 0."""
     print(json.dumps({"kind": "end", "clause": "LP-05", "outcome": {"status": "held"}}), flush=True)  # noqa: T201
     os._exit(0)
 
 
 @hostile("protocol_error")
-def writes_to_every_descriptor(*args: Any, **kwargs: Any) -> Any:
+def writes_to_every_descriptor(call: LogprobCall) -> Any:
     """Writes a last word to every open descriptor, the channel of its worker too."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  descriptors, not files
         try:
             os.write(int(name), f"{_WORD}\n".encode())
         except OSError:
             continue
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("tampering", clauses=("LP-05", "LP-06"))
-def stops_the_clock(*args: Any, **kwargs: Any) -> Any:
+def stops_the_clock(call: LogprobCall) -> Any:
     """Replaces the clocks by one that stands still."""
     time.monotonic = time.perf_counter = lambda: 0.0
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("tampering")
-def replaces_the_judge(*args: Any, **kwargs: Any) -> Any:
+def replaces_the_judge(call: LogprobCall) -> Any:
     """Replaces the suite's comparisons by ones that accept anything."""
     compare.require = compare.within = lambda *_: None  # type: ignore[assignment]
-    return right(*args, **kwargs)
+    return right(call)
 
 
 @hostile("wrong_result", clauses=("LP-01",))
-def returns_a_lazy_tensor(*args: Any, **kwargs: Any) -> Any:
+def returns_a_lazy_tensor(call: LogprobCall) -> Any:
     """Returns a subclass of Tensor, which could put the work off beyond any clock."""
-    out = right(*args, **kwargs)
+    out = right(call)
     return replace(out, logprob=out.logprob.as_subclass(Lazy))
 
 
 @hostile("nondeterminism", clauses=("LP-01",))
-def answers_by_chance(*args: Any, **kwargs: Any) -> Any:
+def answers_by_chance(call: LogprobCall) -> Any:
     """Every call is off by another amount."""
-    out = right(*args, **kwargs)
+    out = right(call)
     return replace(out, logprob=out.logprob - 1.0 - next(_CALLS))
 
 
 @hostile("nan", clauses=("LP-01",))
-def returns_nan(*args: Any, **kwargs: Any) -> Any:
+def returns_nan(call: LogprobCall) -> Any:
     """Returns NaN where the contract has a number."""
-    out = right(*args, **kwargs)
+    out = right(call)
     return replace(out, logprob=out.logprob * float("nan"))

@@ -20,9 +20,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,8 +55,11 @@ class _Host:
         from rlkernel_conformance import health
         from rlkernel_conformance.fresh import Poisoned
         from rlkernel_conformance.judge import watched, wire, workloads
+        from rlkernel_conformance.judge.source import RECORD
+        from rlkernel_core.spec import OPERATORS
 
         self.torch, self.wire, self.watched, self.workloads = torch, wire, watched, workloads
+        self.operators, self.record_name = OPERATORS, RECORD
         self.guarded, self.clock, self.send, self.receive = guarded, time.perf_counter, wire.send, wire.receive
         self.cuda = device.startswith("cuda")
         self.sync: Callable[[], Any] = torch.cuda.synchronize if self.cuda else lambda: None
@@ -66,6 +68,9 @@ class _Host:
         self.equal, self.poisoned, self.complaint = torch.equal, Poisoned, health.complaint
         self.channel, self.device, self.folder, self.facts = channel, device, folder, facts
         self.run: Callable[..., Any] | None = None
+        self.record: Callable[..., Any] | None = None  # of the operator, where `run` takes it
+        self.takes: frozenset[str] | None = None  # keywords of `run`; None: all
+        self.scope = ExitStack()  # in which a baseline runs
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
         self.sets: list[dict[str, Any]] = []  # arguments that stay where they are
         self.results: list[Any] = []  # of the last burst
@@ -97,18 +102,41 @@ class _Host:
         return {"facts": self.facts, "complaint": self.complaint(self.device) if self.cuda else None}, []
 
     def do_load(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Import a candidate's source, or a function of an installed backend."""
+        """Import a candidate's source, or the implementations of an installed backend."""
+        op, self.record, self.takes = words["op"], None, None
         if words["source"] is None:
-            module, _, name = words["target"].partition(":")
-            run = getattr(import_module(module), name)
-        else:
-            run = getattr(self._imported(words["source"]), words["op"])
-        if words["compile"]:
-            run = self.torch.compile(run)
-        self.takes = frozenset(inspect.signature(run).parameters)
-        self.open = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(run).parameters.values())
+            self.run = self._baseline(op, words["impls"], compiled=words["compile"])
+            return {}, []
+        run = getattr(self._imported(words["source"]), op)
+        parameters = inspect.signature(run).parameters
+        if next(iter(parameters), None) == self.record_name:
+            self.record = self.operators[op].record
+        elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            self.takes = frozenset(parameters)
         self.run = run
         return {}, []
+
+    def _baseline(self, op: str, impls: tuple[Any, ...], *, compiled: bool) -> Callable[..., Any]:
+        """The operator of the front door with these implementations alone; or the first of them, compiled by torch."""
+        import rlkernel
+        from rlkernel.discover import load_target
+        from rlkernel_core.manifest import API_VERSION, Backend
+
+        if not compiled:
+            only = Backend(name="baseline", api=API_VERSION, impls=impls)
+            self.scope.enter_context(rlkernel.registered(only))
+            self.scope.enter_context(rlkernel.use("baseline", fallback="error"))
+            front: Callable[..., Any] = getattr(rlkernel, op)
+            return front
+        first, record = impls[0], self.operators[op].record
+        function: Any = load_target(first.target)
+
+        def run(**given: Any) -> Any:
+            call = record(**given)
+            return function(call)(call) if first.prepared else function(call)
+
+        whole: Callable[..., Any] = self.torch.compile(run)
+        return whole
 
     def _imported(self, source: str) -> Any:
         path = self.folder / "candidate.py"  # Triton reads the source of a kernel from its file
@@ -124,12 +152,14 @@ class _Host:
 
     def _call(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
         """Call the candidate; a keyword that it does not have is left out where it holds the operator's default."""
-        left = {k: v for k, v in given.items() if self.open or k in self.takes or k not in defaults}
+        if self.run is None:
+            raise RuntimeError("nothing is loaded")
+        if self.record is not None:
+            return self.run(self.record(**given))
+        left = {k: v for k, v in given.items() if self.takes is None or k in self.takes or k not in defaults}
         odd = [k for k in given.keys() - left.keys() if given[k] is not defaults[k] and given[k] != defaults[k]]
         if odd:
             raise TypeError(f"it takes no argument {odd[0]!r}")
-        if self.run is None:
-            raise RuntimeError("nothing is loaded")
         return self.run(**left)
 
     def do_call(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[Any]]:

@@ -7,7 +7,6 @@ that the clauses attack it as they attack any other; a gradient that a clause as
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import signal
 import socket
@@ -217,9 +216,8 @@ def _fits(said: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor]) 
 
 def result_class(op: str) -> type | None:
     """The class of an operator's results; None where that is a tensor."""
-    signature = OPERATORS[op].signature
-    name = str(signature.__annotations__["return"])
-    found = getattr(sys.modules[signature.__module__], name, None)
+    spec = OPERATORS[op]
+    found = getattr(sys.modules[spec.record.__module__], str(spec.signature.return_annotation), None)
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
@@ -262,13 +260,11 @@ def seated(
     op: str, claims: frozenset[str], dtypes: tuple[str, ...], device: str, current: Callable[[], Seat]
 ) -> Iterator[Backend]:
     """Register the candidate as a backend of this process: its operator, and the reference for every other."""
-    spec = OPERATORS[op]
+    spec, plain = OPERATORS[op], workloads.defaults(op)
 
-    @functools.wraps(spec.signature)
-    def candidate(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(spec.parameters, args, strict=False)), **kwargs}
-        if spec.check is not None:
-            spec.check(**given)  # the front door's own: a kernel is held against good arguments alone
+    def candidate(call: Any) -> Any:
+        # What the caller left out is left out here too: a candidate need not take every argument.
+        given = {n: x for n, x in call.as_dict().items() if n not in plain or x is not plain[n]}
         return gathered(current(), given)
 
     globals()[f"{op}_candidate"] = candidate

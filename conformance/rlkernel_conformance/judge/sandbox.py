@@ -51,7 +51,7 @@ _KEPT: Final = (
 # Variables that name folders to write to: all the private one.
 _HOMES: Final = (
     "HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "RLKERNEL_SCRATCH",
+    "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "JUDGE_SCRATCH",
 )  # fmt: skip
 
 # linux/sched.h, linux/mount.h, linux/prctl.h
@@ -117,7 +117,7 @@ def environment(scratch: Path, **more: str) -> dict[str, str]:
     kept = {k: os.environ[k] for k in _KEPT if k in os.environ}
     path = os.pathsep.join(p for p in (*sys.path, kept.get("PYTHONPATH", "")) if p)  # the folder we started in, too
     homes = {name: str(scratch) for name in _HOMES}
-    homes["RLKERNEL_NET"] = str(_OWN_NET.readlink())
+    homes["JUDGE_NET"] = str(_OWN_NET.readlink())
     return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "USER": "nobody", **homes, **more}
 
 
@@ -154,7 +154,7 @@ def end(process: subprocess.Popen[bytes], scratch: Path) -> None:
 
 def started(scratch: Path) -> list[int]:
     """Processes that run with this private folder, by their environment."""
-    marker, found = f"RLKERNEL_SCRATCH={scratch}".encode(), []
+    marker, found = f"JUDGE_SCRATCH={scratch}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if marker in (entry / "environ").read_bytes().split(b"\0"):
@@ -213,7 +213,7 @@ def _works(candidate: Cage) -> bool:
 def facts(scratch: Path) -> dict[str, bool]:
     """What this process can still do, each tried."""
     return {
-        "network": _routes("192.0.2.1") or str(_OWN_NET.readlink()) == os.environ.get("RLKERNEL_NET"),
+        "network": _routes("192.0.2.1") or str(_OWN_NET.readlink()) == os.environ.get("JUDGE_NET"),
         "writes_outside": _writes(scratch.parent),
         "writes_inside": _writes(scratch),
         "capabilities": int(_status("CapEff"), 16) != 0,

@@ -16,6 +16,7 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
 
 MOST_BYTES: Final = 256 << 10
+RECORD: Final = "call"  # first parameter of a candidate that takes a call's record, not its arguments one by one
 
 # dotted prefix -> why a kernel has no use for it
 FORBIDDEN: Final[Mapping[str, str]] = {
@@ -116,7 +117,7 @@ def read(data: bytes, op: str) -> Reading:
 
     Args:
         data: the file.
-        op: name of the operator, and of the function that it must define.
+        op: name of the operator, and of the function that it must define, of the operator's arguments or of `call`.
 
     Raises:
         UnknownNameError: no such operator.
@@ -154,15 +155,17 @@ def _no_function(tree: ast.Module, spec: OpSpec[Any, Any]) -> str:
         return f"line {found[-1].lineno}: {spec.name} must not be async"
     positional = [a.arg for a in (*args.posonlyargs, *args.args)]
     given = {*positional, *(a.arg for a in args.kwonlyargs)}
-    if args.kwarg is None:
+    record = positional[:1] == [RECORD]
+    if args.kwarg is None and not record:
         required = [n for n, p in spec.parameters.items() if p.default is p.empty]
         if missing := [n for n in required if n not in given]:
             return f"line {found[-1].lineno}: {spec.name} lacks the parameter {missing[0]!r} of the operator"
     with_default = positional[len(positional) - len(args.defaults) :] if args.defaults else []
     with_default += [a.arg for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d is not None]
-    if extra := [n for n in given if n not in spec.parameters and n not in with_default]:
+    known = {RECORD} if record else spec.parameters.keys()
+    if extra := [n for n in given if n not in known and n not in with_default]:
         return f"line {found[-1].lineno}: {spec.name} needs {extra[0]!r}, which is no parameter of the operator"
-    return f"line {found[-1].lineno}: parameters must take keywords" if args.posonlyargs else ""
+    return f"line {found[-1].lineno}: parameters must take keywords" if args.posonlyargs and not record else ""
 
 
 def _claims(tree: ast.Module, spec: OpSpec[Any, Any]) -> tuple[frozenset[str], tuple[str, ...], str]:

@@ -92,7 +92,7 @@ class _Trial:
                 raise UnknownNameError(f"clause of {task.op} with an attack", wanted, known)
         self.task, self.file, self.data = task, file, data
         self.weights = score.weights(task.score)
-        self.baseline = baseline_target(task)
+        self.baseline = baseline_of(task)
         self.began = time.monotonic()
         self.reading: Reading = read(data, task.op)
         self.claims = self.reading.claims | workloads.needs(task.op)
@@ -144,21 +144,21 @@ class _Trial:
         if self.fault is None:
             self.fault, self.message = fault, message
 
-    def _start(self, stack: ExitStack, *, target: str | None = None, compiled: bool = False) -> Seat:
-        """A host with the candidate loaded, or with an implementation that is installed."""
+    def _start(self, stack: ExitStack, *, impls: tuple[Impl, ...] = (), compiled: bool = False) -> Seat:
+        """A host with the candidate loaded, or with implementations that are installed."""
         gpu = not self.task.device.startswith("cpu")
         cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
         limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
-        seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits, baseline=target is not None))
+        seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits, baseline=bool(impls)))
         seat.until = time.monotonic() + max(1.0, self._left())
         said, _, _ = seat.ask("ready")
         if said["complaint"] is not None:
             seat.close()
             self._weaken(said["complaint"])
-            return self._start(stack, target=target, compiled=compiled)
-        text = None if target else self.data.decode()
-        seat.ask("load", source=text, target=target, op=self.task.op, compile=compiled)
-        if target is None:
+            return self._start(stack, impls=impls, compiled=compiled)
+        text = None if impls else self.data.decode()
+        seat.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled)
+        if not impls:
             self.facts = said["facts"]
         return seat
 
@@ -238,10 +238,10 @@ class _Trial:
         work = workloads.workload(self.task.op, self.task.device)
         if work.dtype not in self.dtypes:
             work = replace(work, dtype=self.dtypes[0])
-        target, compiled = self.baseline
+        impls, compiled = self.baseline
         with ExitStack() as stack:
             try:
-                rival = self._start(stack, target=target, compiled=compiled)
+                rival = self._start(stack, impls=impls, compiled=compiled)
                 seat = current()
                 seat.until = rival.until = time.monotonic() + max(1.0, self._left())
                 self.measured = timing.measure(seat, rival, work)
@@ -319,8 +319,8 @@ def fault_of(error: Exception) -> str:
     return "wrong_result" if isinstance(error, ArgumentError | LayoutError) else faults.of_error(error)
 
 
-def baseline_target(task: Task) -> tuple[str, bool]:
-    """Where the baseline's function stands ("module:function"), and whether torch.compile goes over it.
+def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
+    """The baseline's implementations, and whether torch.compile goes over the first.
 
     Raises:
         UnknownNameError: no such backend.
@@ -336,7 +336,7 @@ def baseline_target(task: Task) -> tuple[str, bool]:
     impls: tuple[Impl, ...] = Subject(name, task.op, task.device).impls
     if not impls:
         raise ConfigError(f"baseline {name!r} implements no {task.op} on {task.device}")
-    return impls[0].target, task.baseline == "compile"
+    return impls, task.baseline == "compile"
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ Legend: N rows · V vocabulary · D hidden · B sequences · T time · K columns
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -109,9 +108,7 @@ def small(op: str, dtype: str) -> Workload:
 def needs(op: str) -> frozenset[str]:
     """Features that the workload's call needs: what a candidate claims without saying so."""
     spec = OPERATORS[op]
-    given = inspect.signature(spec.signature).bind(**draw(small(op, "float32"), 0, "cpu"))
-    given.apply_defaults()
-    return spec.needs(given.arguments) & spec.feature_names
+    return spec.needs(spec.call(**draw(small(op, "float32"), 0, "cpu"))) & spec.feature_names
 
 
 def defaults(op: str) -> dict[str, Any]:

@@ -5,20 +5,25 @@
 
 Every mutant must die on the clause it was planted for, the first one it names, and on no other than those it names,
 while the reference passes everything.
+
+An implementation is a function of a call's record; a bug is written as a function of the arguments, like the reference
+that it is given, and `mutant` turns it into an implementation. No implementation sees arguments that the operator's
+check refuses, so a bug in refusals is planted in the front door as well: see `unchecked`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final
 
-from rlkernel_core.errors import UnknownNameError
+from rlkernel import decide, policy
+from rlkernel_core.errors import RLKernelError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
 from rlkernel_core.reference import backend as reference
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import OpSpec
 
 # operator -> module of its mutants
 MODULES: Final = {
@@ -60,7 +65,7 @@ ZOO: Final[dict[str, Mutant]] = {}
 
 
 def mutant(
-    *kills: str, origin: str, claims: frozenset[str] = frozenset(), check: str | None = None
+    *kills: str, origin: str, claims: frozenset[str] = frozenset(), check: str | None = None, unchecked: bool = False
 ) -> Callable[[Callable[..., Any]], Any]:
     """Register a planted bug: a function of the reference's implementation and the operator's arguments.
 
@@ -69,15 +74,21 @@ def mutant(
         origin: where the bug was seen, or why it is thinkable.
         claims: features it claims though the reference does not.
         check: its own word on what it can do, as "module:function".
+        unchecked: once it has run, the front door lets calls through to it that the operator's check refuses.
     """
-    op = next(name for name, spec in OPERATORS.items() if any(c.id == kills[0] for c in spec.clauses))
-    (impl,) = (i for i in reference.impls if i.op == OPERATORS[op].id)
+    spec = next(spec for spec in OPERATORS.values() if any(c.id == kills[0] for c in spec.clauses))
+    op = spec.name
+    (impl,) = (i for i in reference.impls if i.op == spec.id)
     module, _, function = impl.target.partition(":")
 
     def register(bug: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(OPERATORS[op].signature)  # the signature of the operator, as every implementation has
-        def planted(*args: Any, **kwargs: Any) -> Any:
-            return bug(getattr(import_module(module), function), *args, **kwargs)
+        def planted(call: Any) -> Any:
+            if unchecked:
+                _skip_the_check(spec, call)
+            right = spec.taking_arguments(getattr(import_module(module), function))
+            given = call.as_dict()
+            positional = [given.pop(n) for n, p in spec.parameters.items() if p.kind is not p.KEYWORD_ONLY]
+            return bug(right, *positional, **given)
 
         name = bug.__name__
         space = import_module(bug.__module__).__dict__
@@ -92,6 +103,34 @@ def mutant(
         return bug
 
     return register
+
+
+_CALL_OF: Final = decide.call_of
+
+
+class _Unchecked:
+    """`decide.call_of` where what was found out about a good call stands for refused ones too, under one policy."""
+
+    def __init__(self, spec: OpSpec[Any, Any], good: Any) -> None:
+        self.spec, self.scope, self.known = spec, policy.current(), _CALL_OF(spec, good)
+
+    def __call__(self, spec: OpSpec[Any, Any], call: Any) -> Any:
+        if policy.current() is not self.scope:  # the mutant's time is over
+            decide.call_of = _CALL_OF
+            return _CALL_OF(spec, call)
+        try:
+            return _CALL_OF(spec, call)
+        except RLKernelError:
+            if spec is not self.spec:
+                raise
+            return self.known
+
+
+def _skip_the_check(spec: OpSpec[Any, Any], call: Any) -> None:
+    """Let refused calls of an operator through from now on, as long as the policy in force is this one."""
+    now: Any = decide.call_of
+    if not isinstance(now, _Unchecked) or (now.spec, now.scope) != (spec, policy.current()):
+        decide.call_of = _Unchecked(spec, call)
 
 
 def mutants_of(op: str) -> tuple[Mutant, ...]:

@@ -253,7 +253,7 @@ def no_rows_fail(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **rest)
 
 
-@mutant("AD-23", origin="numbers clamped instead of refused")
+@mutant("AD-23", origin="numbers clamped instead of refused", unchecked=True)
 def gamma_is_clamped(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **{**rest, "gamma": min(max(0.0, rest.get("gamma", 1.0)), 1.0)})
 

@@ -273,13 +273,13 @@ def reads_a_value_back(reference: Any, *args: Any, **rest: Any) -> LogprobResult
     return out
 
 
-@mutant("LL-30", origin="temperature 0 clamped instead of refused")
+@mutant("LL-30", origin="temperature 0 clamped instead of refused", unchecked=True)
 def temperatures_are_clamped(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
     T = rest.get("temperature", 1.0)
     return reference(*args, **{**rest, "temperature": T if isinstance(T, Tensor) else max(T, 1e-6)})
 
 
-@mutant("LL-30", "LL-07", origin="an error without a name")
+@mutant("LL-30", "LL-07", origin="an error without a name", unchecked=True)
 def anonymous_errors(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
     try:
         return reference(*args, **rest)

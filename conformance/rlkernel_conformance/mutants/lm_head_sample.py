@@ -253,12 +253,12 @@ def no_rows_fail(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) ->
     return reference(hidden, weight, **rest)
 
 
-@mutant("LH-16", origin="a scale of 0 taken for none")
+@mutant("LH-16", origin="a scale of 0 taken for none", unchecked=True)
 def scale_zero_is_taken(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
     return reference(hidden, weight, **{**rest, "logit_scale": rest.get("logit_scale", 1.0) or 1.0})
 
 
-@mutant("LH-16", origin="an error without a name")
+@mutant("LH-16", origin="an error without a name", unchecked=True)
 def anonymous_errors(reference: Any, hidden: Tensor, weight: Tensor, **rest: Any) -> Any:
     try:
         return reference(hidden, weight, **rest)

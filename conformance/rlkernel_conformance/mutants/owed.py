@@ -60,7 +60,7 @@ def accepts_what_it_cannot_do(reference: Any, spec: OpSpec[Any, Any], **given: A
     return reference(**given)
 
 
-def fits(*_: Any, **__: Any) -> None:
+def fits(_call: Any) -> None:
     """Everything does."""
     return
 
@@ -179,7 +179,7 @@ PLANTED: Final[dict[int, tuple[tuple[Bug, str], ...]]] = {
 }
 
 
-def _plant(op: str, clause: str, bug: Bug, origin: str, check: str | None = None) -> None:
+def _plant(op: str, clause: str, bug: Bug, origin: str, **more: Any) -> None:
     spec = OPERATORS[op]
     own = [c.id for c in spec.clauses if c not in owed(prefix_of(spec))]
 
@@ -187,14 +187,14 @@ def _plant(op: str, clause: str, bug: Bug, origin: str, check: str | None = None
         return bug(reference, spec, **dict(zip(spec.parameters, args, strict=False)), **rest)
 
     planted.__name__, planted.__module__ = f"{bug.__name__}_in_{op}", HERE
-    mutant(clause, *own, origin=origin, check=check)(planted)
+    mutant(clause, *own, origin=origin, **more)(planted)
 
 
 for _op in OPERATORS:
     for _number, _bugs in PLANTED.items():
         for _bug, _origin in _bugs:
-            _check = f"{HERE}:fits" if _number == 91 else None
-            _plant(_op, f"{prefix_of(OPERATORS[_op])}-{_number}", _bug, _origin, _check)
+            _more: dict[str, Any] = {"check": f"{HERE}:fits"} if _number == 91 else {"unchecked": _number == 92}
+            _plant(_op, f"{prefix_of(OPERATORS[_op])}-{_number}", _bug, _origin, **_more)
 for _id in GRAPHS:
     _op = next(op for op, spec in OPERATORS.items() if any(c.id == _id for c in spec.clauses))
     _plant(_op, _id, asks_the_host, "the host looks at a value")

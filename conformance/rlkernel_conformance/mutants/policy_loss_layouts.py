@@ -22,7 +22,7 @@ def limit_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
     return reference(*args, **{**rest, "log_ratio_limit": None})
 
 
-@mutant("PL-10", origin="a correction that a kind cannot have is dropped")
+@mutant("PL-10", origin="a correction that a kind cannot have is dropped", unchecked=True)
 def foreign_corrections_dropped(reference: Any, *args: Any, **rest: Any) -> LossResult:
     try:
         return reference(*args, **rest)
@@ -194,7 +194,7 @@ def clears_in_place(reference: Any, logprob: Tensor, *args: Any, **rest: Any) ->
     return reference(logprob, *args, **rest)
 
 
-@mutant("PL-31", origin="constants detached without a word")
+@mutant("PL-31", origin="constants detached without a word", unchecked=True)
 def constants_detached(reference: Any, logprob: Tensor, *args: Any, **rest: Any) -> LossResult:
     free = [x.detach() if isinstance(x, Tensor) else x for x in args]
     kept = {k: x.detach() if isinstance(x, Tensor) and k != "entropy" else x for k, x in rest.items()}
@@ -216,13 +216,13 @@ def reads_the_loss_back(reference: Any, *args: Any, **rest: Any) -> LossResult:
     return out
 
 
-@mutant("PL-34", origin="a denominator clamped instead of refused")
+@mutant("PL-34", origin="a denominator clamped instead of refused", unchecked=True)
 def denominators_are_clamped(reference: Any, *args: Any, **rest: Any) -> LossResult:
     d = rest.get("denominator")
     return reference(*args, **{**rest, "denominator": max(d, 1.0)} if isinstance(d, float) else rest)
 
 
-@mutant("PL-34", "PL-10", "PL-31", origin="an error without a name")
+@mutant("PL-34", "PL-10", "PL-31", origin="an error without a name", unchecked=True)
 def anonymous_errors(reference: Any, *args: Any, **rest: Any) -> LossResult:
     try:
         return reference(*args, **rest)

@@ -254,7 +254,7 @@ def synchronises(reference: Any, weight: Tensor, format: Any, **rest: Any) -> An
     return reference(weight, format, **rest)
 
 
-@mutant("QZ-14", origin="an error without a name")
+@mutant("QZ-14", origin="an error without a name", unchecked=True)
 def anonymous_errors(reference: Any, weight: Tensor, format: Any, **rest: Any) -> Any:
     try:
         return reference(weight, format, **rest)
@@ -262,7 +262,7 @@ def anonymous_errors(reference: Any, weight: Tensor, format: Any, **rest: Any) -
         raise ArgumentError("input", error.got, "is wrong", "") from error
 
 
-@mutant("QZ-14", origin="an out of another shape taken for what it holds")
+@mutant("QZ-14", origin="an out of another shape taken for what it holds", unchecked=True)
 def any_out_will_do(reference: Any, weight: Tensor, format: Any, *, out: QuantTensor | None = None, **rest: Any) -> Any:
     if out is not None and out.shape != tuple(weight.shape):
         return reference(weight, spec_of(format), **rest)

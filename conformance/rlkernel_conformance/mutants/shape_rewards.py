@@ -94,7 +94,7 @@ def state_in_place(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return out
 
 
-@mutant("SR-10", origin="a negative factor taken for a reward")
+@mutant("SR-10", origin="a negative factor taken for a reward", unchecked=True)
 def negative_factor_is_taken(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return reference(rewards, **{**rest, "overlong_factor": abs(rest.get("overlong_factor", 1.0))})
 
