@@ -1,7 +1,7 @@
 """advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening two more.
 
-Kinds over groups, turns and the token baseline are the definition's own torch operations: sorts and sums over B numbers
-(or, for turns and the baseline, a scan in log2 T passes). They neither synchronise nor depend on data for a shape.
+Kinds over groups are one launch where groups have a size (group_advantage/). Turns and the token baseline are the
+definition's own torch operations, scans in log2 T passes. Nothing synchronises or depends on data for a shape.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.reference.advantage.moments import across_ranks
 from rlkernel_core.spec.advantage import AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, check
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_triton.group_advantage.launch import MADE, Numbers, Whitening, by_group
 from rlkernel_triton.recursion import Rows, Scanned, run
 from rlkernel_triton.suffix_scan import refused_float64
 from rlkernel_triton.whitening import moments, whitened
@@ -92,6 +94,8 @@ def advantage(
     """See `rlkernel_core.spec.advantage.advantage`."""
     args = locals()
     extent = check(args)
+    if kind in MADE:
+        return _by_group(args, extent)
     rule = _RULES.get(kind)
     if rule is None or turns is not None:
         return in_torch(**args)
@@ -100,6 +104,70 @@ def advantage(
     rows = Rows.of(extent.tokens, extent.sequences, mask, lengths, cu_seqlens)
     made = _scanned(rule, args, extent, rows)
     return _finished(args, rows, made)
+
+
+def _by_group(args: dict[str, Any], extent: Extent) -> AdvantageResult:
+    """A kind over groups, its choices made numbers."""
+    kind = KINDS[args["kind"]]
+    scale = kind.scale if args["scale"] == "auto" else args["scale"]
+    whiten = kind.whiten if args["whiten"] == "auto" else args["whiten"]
+    described = any(args[n] is not None for n in ("mask", "lengths", "cu_seqlens"))
+    rows = None
+    if extent.tokens is not None:
+        rows = Rows.of(extent.tokens, extent.sequences, args["mask"], args["lengths"], args["cu_seqlens"])
+    result = by_group(
+        args["rewards"],
+        kind=args["kind"],
+        group=args["group"],
+        scale=scale,
+        numbers=Numbers(
+            ddof=args["ddof"],
+            eps=args["eps"],
+            eps_mode=args["eps_mode"],
+            min_std=args["min_std"],
+            center=args["low_std"] == "center",
+            raw_alone=args["singleton"] == "raw",
+            raw_invalid=args["invalid"] == "raw",
+            peer=args["constant"] == "peer",
+            step_weight=args["step_weight"],
+        ),
+        sequences=extent.sequences,
+        token_rewards=extent.token_rewards,
+        rows=rows,
+        **{n: args[n] for n in ("lengths", "cu_seqlens", "leave_one_out", "valid_range", "in_stats", "in_loss")},
+        **{n: args[n] for n in ("weights", "reward_weights", "step_rewards", "anchor", "process_group")},
+        described=described,
+        whitening=None
+        if whiten == "none"
+        else Whitening(
+            apply=whiten == "global",
+            by_token=args["whiten_level"] != "sequence" and (described or extent.token_rewards),
+            ddof=args["whiten_ddof"],
+            eps=args["whiten_eps"],
+            eps_mode=args["whiten_eps_mode"],
+        ),
+        token_output=extent.token_output,
+    )
+    if args["singleton"] == "error":
+        _refuse_singletons(args, result.stats)
+    return result
+
+
+def _refuse_singletons(args: dict[str, Any], stats: AdvantageStats) -> None:
+    """The one check that reads values: singleton="error" asks for it."""
+    if stats.group_count is None:
+        return
+    alone = stats.group_count < 2
+    alone = (alone if alone.dim() == 1 else alone.any(1)) & ~stats.invalid
+    chosen = alone if args["in_loss"] is None else alone & args["in_loss"]
+    found = chosen.nonzero().flatten().tolist()
+    if found:
+        raise ArgumentError(
+            "group",
+            f"fewer than two valid members for sequences {found[:8]}",
+            "every group needs two with singleton='error'",
+            "Drop those sequences, or pass singleton='zero'.",
+        )
 
 
 def _scanned(rule: str, args: dict[str, Any], extent: Extent, rows: Rows) -> Scanned:
