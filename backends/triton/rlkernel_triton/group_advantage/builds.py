@@ -16,11 +16,11 @@ from rlkernel_triton.group_advantage.kernels import (
     whiten_groups_kernel,
 )
 
-_REWARDS: Final = {"rewards": "*fp32", "steps": "*fp32", "in_stats": "*u8"}
+_REWARDS: Final = {"rewards": "*fp32", "steps": "*fp32", "in_stats": "*i1"}
 _POINTERS: Final = {
-    **_REWARDS, "ids": "*i64", "anchor": "*i64", "in_loss": "*u8", "weights": "*fp32", "reward_weights": "*fp32",
+    **_REWARDS, "ids": "*i64", "anchor": "*i64", "in_loss": "*i1", "weights": "*fp32", "reward_weights": "*fp32",
     "lengths": "*i64", "batch": "*fp32", "table": "*i64", "owner": "*i32", "owner2": "*i32", "adv": "*fp32",
-    "invalid": "*u8", "group_count": "*i64", "group_mean": "*fp32", "group_std": "*fp32", "constant": "*u8",
+    "invalid": "*i1", "group_count": "*i64", "group_mean": "*fp32", "group_std": "*fp32", "constant": "*i1",
     "partial": "*fp32",
 }  # fmt: skip
 _NUMBERS: Final = {
@@ -33,7 +33,7 @@ _PLAIN: Final = {
     "IN_STATS": False, "IN_LOSS": False, "WEIGHTS": False, "REWARD_WEIGHTS": False, "LENGTHS": "none", "FIELDS": 5,
     "MOMENTS": "none", "TOKENS_COUNT": False, "R": 64, "C": 8, "SIZE": 128,
 }  # fmt: skip
-_PAIRS: Final = {"MODE": "pairs", "IDS": True, "R": 16, "C": 128}
+_PAIRS: Final = {"MODE": "pairs", "IDS": True, "R": 8, "C": 128}
 _TABLE: Final = {"MODE": "table", "IDS": True, "R": 128, "C": 128}
 _CASES: Final[dict[str, dict[str, Any]]] = {
     "grpo, groups of 8": {},

@@ -365,8 +365,8 @@ def group_kernel(
     steps,  # [B] real: gigpo
     ids,  # [B] integer, with IDS
     anchor,  # [B] integer: gigpo
-    in_stats,  # [B] u8, with IN_STATS
-    in_loss,  # [B] u8, with IN_LOSS
+    in_stats,  # [B] bool, with IN_STATS
+    in_loss,  # [B] bool, with IN_LOSS
     weights,  # [B] floating, with WEIGHTS
     reward_weights,  # [K] real, with REWARD_WEIGHTS
     lengths,  # [B] integer, or bounds [B + 1], see LENGTHS
@@ -375,11 +375,11 @@ def group_kernel(
     owner,  # [B] int32: the sequence that stands for the group in the table
     owner2,  # [B] int32: the same for steps in equal states
     adv,  # [B] fp32, out
-    invalid,  # [B] u8, out
+    invalid,  # [B] bool, out
     group_count,  # [B, K] int64, out
     group_mean,  # [B, K] fp32, out
     group_std,  # [B, K] fp32, out
-    constant,  # [B, K] u8, out
+    constant,  # [B, K] bool, out
     partial,  # [programs, 4] fp32, out: moments of the advantages, with MOMENTS
     B, G, K, P,
     limit,  # i64, largest length
@@ -440,7 +440,7 @@ def group_kernel(
         tl.store(group_mean + out, tl.where(count + blank > 0, shift + moved, 0.0), mask=own_there)
         std = tl.sqrt_rn(_variance(m2, count.to(tl.float32), ddof))
         tl.store(group_std + out, std + blank.to(tl.float32), mask=own_there)
-        tl.store(constant + out, ((count > 0) & (lowest == highest)).to(tl.int32) + blank, mask=own_there)
+        tl.store(constant + out, ((count > 0) & (lowest == highest)) & (blank == 0), mask=own_there)
         weight = 1.0
         if REWARD_WEIGHTS:
             weight = tl.load(reward_weights + k).to(tl.float32)
@@ -531,8 +531,8 @@ def batch_kernel(
 @triton.jit(do_not_specialize=["B", "P", "ddof", "eps_mode"])
 def whiten_groups_kernel(
     adv,  # [B] fp32, in and out
-    invalid,  # [B] u8
-    in_loss,  # [B] u8, with IN_LOSS
+    invalid,  # [B] bool
+    in_loss,  # [B] bool, with IN_LOSS
     weights,  # [B] floating, with WEIGHTS
     partial,  # [P, 4] fp32
     scalars,  # [4] fp32, out: count, mean, variance, factor

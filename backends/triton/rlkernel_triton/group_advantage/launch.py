@@ -46,7 +46,7 @@ MADE: Final = frozenset(name for name, kind in KINDS.items() if "group" in kind.
 TILE: Final = 32 if INTERPRETED else 512  # own elements of a program by size
 READ: Final = 8 if INTERPRETED else 128  # own elements of a program that reads a table
 CHUNK: Final = 16 if INTERPRETED else 512  # members of a group at a time
-OWN: Final = 4 if INTERPRETED else 16  # own elements of a program of pairs
+OWN: Final = 4 if INTERPRETED else 8  # own elements of a program of pairs
 COLUMNS: Final = 8 if INTERPRETED else 128  # of which each is compared with this many sequences at a time
 PAIRS: Final = 24 if INTERPRETED else 2048  # most sequences that are compared in pairs; above them a table is filled
 BLOCK: Final = 32 if INTERPRETED else 1024  # elements of a program where there is no group
@@ -121,7 +121,7 @@ def by_group(
     """
     counted = kind == "opo" or (whitening is not None and whitening.by_token)
     totals, sizes = _by_sequence(rewards, sequences, rows, lengths, cu_seqlens, counted, token_rewards, described)
-    x = _readable(rewards) if totals is None else totals
+    x = rewards.contiguous() if totals is None else totals
     K = x.shape[1] if x.dim() == 2 else 1
     device, width = x.device, (K,) if kind == "gdpo" else ()
     adv = torch.empty(sequences, dtype=torch.float32, device=device)
@@ -138,7 +138,7 @@ def by_group(
     shared: dict[str, Any] = {
         "rewards": x,
         "steps": _or(step_rewards, x),
-        "in_stats": _flags(in_stats, x),
+        "in_stats": _or(in_stats, x),
         "B": sequences,
         "low": 0.0 if valid_range is None else float(valid_range[0]),
         "high": 0.0 if valid_range is None else float(valid_range[1]),
@@ -164,11 +164,11 @@ def by_group(
         if programs:
             group_kernel[(programs,)](
                 **shared, **chosen,
-                ids=_or(ids, x), anchor=_or(anchor, x), in_loss=_flags(in_loss, x), weights=_or(weights, x),
+                ids=_or(ids, x), anchor=_or(anchor, x), in_loss=_or(in_loss, x), weights=_or(weights, x),
                 reward_weights=_or(reward_weights, x), lengths=_or(sizes.tensor, x), batch=batch,
                 table=entered.table, owner=entered.owner, owner2=entered.owner2, adv=adv,
-                invalid=invalid.view(torch.uint8), group_count=count, group_mean=moments[0], group_std=moments[1],
-                constant=constant.view(torch.uint8), partial=partial,
+                invalid=invalid, group_count=count, group_mean=moments[0], group_std=moments[1],
+                constant=constant, partial=partial,
                 G=size, K=K, P=parts, limit=sizes.limit, ddof=numbers.ddof, eps=float(numbers.eps),
                 eps_mode=EPS_MODES.index(numbers.eps_mode), min_std=float(numbers.min_std),
                 center=int(numbers.center), raw_alone=int(numbers.raw_alone), raw_invalid=int(numbers.raw_invalid),
@@ -259,7 +259,7 @@ def _by_sequence(
     if rows is not None and (token_rewards or (counted and rows.mask is not None)):
         totals = torch.empty(sequences, dtype=torch.float32, device=rewards.device)
         counts = torch.empty(sequences, dtype=torch.int64, device=rewards.device)
-        x = _readable(rewards)
+        x = rewards.contiguous()
         if sequences:
             with on_device_of(x):
                 totals_kernel[(sequences,)](
@@ -314,7 +314,7 @@ def _whitened(
     scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
     B = adv.shape[0]
     whiten_groups_kernel[(max(triton.cdiv(B, BLOCK), 1) if whitening.apply else 1,)](
-        adv=adv, invalid=invalid.view(torch.uint8), in_loss=_flags(in_loss, adv), weights=_or(weights, adv),
+        adv=adv, invalid=invalid, in_loss=_or(in_loss, adv), weights=_or(weights, adv),
         partial=partial, scalars=scalars, B=B, P=partial.shape[0], ddof=whitening.ddof, eps=float(whitening.eps),
         eps_mode=EPS_MODES.index(whitening.eps_mode), APPLY=whitening.apply, IN_LOSS=in_loss is not None,
         WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH, num_warps=4, **FUSED,
@@ -338,15 +338,5 @@ def _spread(adv: Tensor, rows: Rows) -> Tensor:
     return out
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Contiguous, and of a dtype that a kernel can read."""
-    x = x.detach().contiguous()
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
-
-
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else _readable(x)
-
-
-def _flags(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x.contiguous().view(torch.uint8)
+    return other if x is None else x.contiguous()
