@@ -42,13 +42,9 @@ _CASES: Final[dict[str, dict[str, Any]]] = {
     "grpo, ids": _PAIRS,
     "grpo, ids, table": _TABLE,
     "grpo, others": {"OTHERS": True, "FIELDS": 9},
-    "grpo, others, ids": {**_PAIRS, "OTHERS": True, "FIELDS": 9},
     "dr_grpo": {"KIND": "dr_grpo", "SCALE": "none"},
-    "rloo": {"KIND": "rloo", "SCALE": "none"},
     "opo, lengths": {"KIND": "opo", "SCALE": "none", "LENGTHS": "each", "FIELDS": 7},
     "passk": {"KIND": "passk", "FIELDS": 9},
-    "maxrl": {"KIND": "maxrl", "SCALE": "none"},
-    "gpg": {"KIND": "gpg", "SCALE": "none"},
     "gdpo, whitened over tokens": {
         "KIND": "gdpo", "MOMENTS": "first", "LENGTHS": "each", "TOKENS_COUNT": True, "REWARD_WEIGHTS": True,
     },

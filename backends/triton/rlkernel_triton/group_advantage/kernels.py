@@ -687,7 +687,7 @@ def totals_kernel(
             largest = tl.maximum(largest, tl.where(x == x, x, INFINITY))  # NaN is larger than all, too
     tl.store(counts + row, tl.sum(valid.to(tl.int64), 0))
     if SUM_UP:
-        most = tl.max(largest, 0)
+        most = tl.max(largest, 0, keep_dims=True)  # [1]: the interpreter cannot see a scalar's bits
         unit, inverse = _power(most)
         total = tl.zeros((SIZE,), tl.int64)
         for c in range(0, count, SIZE):
@@ -697,8 +697,8 @@ def totals_kernel(
                 inside = inside & (tl.load(mask + start + t, mask=inside, other=0) != 0)
             x = tl.load(rewards + start + t, mask=inside, other=0).to(tl.float32)
             total += _fixed(x * inverse, SUM_SCALE, inside & (most < INFINITY))
-        whole = tl.sum(total, 0).to(tl.float32) * (1.0 / SUM_SCALE) * unit
-        tl.store(totals + row, tl.where(most < INFINITY, whole, float("nan")))
+        whole = tl.sum(total, 0, keep_dims=True).to(tl.float32) * (1.0 / SUM_SCALE) * unit
+        tl.store(totals + row + tl.arange(0, 1), tl.where(most < INFINITY, whole, float("nan")))
 
 
 @triton.jit(do_not_specialize=["sequences", "chunks", "steps"])

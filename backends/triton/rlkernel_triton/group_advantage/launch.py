@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 MADE: Final = frozenset(name for name, kind in KINDS.items() if "group" in kind.takes and name != "otb")
 # The interpreter runs a program in numpy: small tiles there let a test's few rows take several of them.
 TILE: Final = 32 if INTERPRETED else 512  # own elements of a program by size
-READ: Final = 8 if INTERPRETED else 128  # own elements of a program that reads a table
+READ: Final = 32 if INTERPRETED else 128  # own elements of a program that reads a table
 CHUNK: Final = 16 if INTERPRETED else 512  # members of a group at a time
-OWN: Final = 4 if INTERPRETED else 8  # own elements of a program of pairs
-COLUMNS: Final = 8 if INTERPRETED else 128  # of which each is compared with this many sequences at a time
+OWN: Final = 32 if INTERPRETED else 8  # own elements of a program of pairs
+COLUMNS: Final = 16 if INTERPRETED else 128  # of which each is compared with this many sequences at a time
 PAIRS: Final = 24 if INTERPRETED else 2048  # most sequences that are compared in pairs; above them a table is filled
 BLOCK: Final = 32 if INTERPRETED else 1024  # elements of a program where there is no group
-ENTERED: Final = 8 if INTERPRETED else 256  # sequences of a program that searches the hash table
+ENTERED: Final = 32 if INTERPRETED else 256  # sequences of a program that searches the hash table
 _UNBOUNDED: Final = 1 << 62
 
 
