@@ -1,9 +1,11 @@
 """Advantages by group against the reference in float64: every kind, grouping, layout and policy, and the same bits."""
 
 from dataclasses import fields
+from datetime import timedelta
 
 import pytest
 import torch
+from torch import distributed
 
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
@@ -237,6 +239,19 @@ def test_a_group_of_one_may_be_refused(device) -> None:
     chosen = torch.arange(6, device=device) < 5
     out = rlk.advantage(x, kind="grpo", group=ids, singleton="error", in_loss=chosen)
     assert float(out.advantages[5]) == 0.0
+
+
+@pytest.mark.parametrize("more", [{"scale": "batch"}, {"whiten": "global"}, {"whiten": "defer"}], ids=str)
+def test_moments_merged_over_ranks(device, more) -> None:
+    store = distributed.HashStore()
+    world = distributed.ProcessGroup(store, 0, 1)
+    gloo = distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=50))
+    for kind in ("cpu", "cuda"):
+        world._register_backend(torch.device(kind), distributed.ProcessGroup.BackendType.GLOO, gloo)
+    world._set_default_backend(distributed.ProcessGroup.BackendType.GLOO)
+    agree({**batch("gdpo"), "whiten": "none", **more, "process_group": world}, device)
+    none = {n: x[:0] if isinstance(x, torch.Tensor) and len(x) == B else x for n, x in batch("gdpo").items()}
+    agree({**none, **more, "process_group": world}, device)
 
 
 PEERS = [(f, e) for f, table in PRESETS.items() for e, preset in table.items() if preset.kind in MADE]
