@@ -1,22 +1,25 @@
 """advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening two more.
 
-Kinds over groups, turns and the token baseline are the definition's own torch operations: sorts and sums over B numbers
-(or, for turns and the baseline, a scan in log2 T passes). They neither synchronise nor depend on data for a shape.
+Kinds over groups are one launch where groups have a size (group_advantage/). Turns and the token baseline are the
+definition's own torch operations, scans in log2 T passes. Nothing synchronises or depends on data for a shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.reference.advantage.moments import across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_triton.group_advantage.launch import MADE, Numbers, Whitening, by_group
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Rows, Scanned, run
 from rlkernel_triton.suffix_scan import refused_float64
@@ -41,6 +44,8 @@ def advantage(call: AdvantageCall) -> AdvantageResult:
 def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
     """What runs calls of this shape. See `rlkernel_core.spec.advantage.AdvantageCall`."""
     extent = extent_of(call)
+    if call.kind in MADE:
+        return partial(_by_group, extent, Plan(launcher_for(call.rewards.device)))
     tokens, rule = extent.tokens, _RULES.get(call.kind)
     if rule is None or call.turns is not None:
         return in_torch
@@ -54,6 +59,81 @@ def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
         return _finished(call, rows, _scanned(rule, call, extent, rows, plan), plan)
 
     return run
+
+
+@torch.no_grad()
+def _by_group(extent: Extent, plan: Plan, call: AdvantageCall) -> AdvantageResult:
+    """A kind over groups, its choices made numbers."""
+    kind = KINDS[call.kind]
+    scale = kind.scale if call.scale == "auto" else call.scale
+    whiten = kind.whiten if call.whiten == "auto" else call.whiten
+    described = not call.mask is call.lengths is call.cu_seqlens is None
+    rows = None
+    if extent.tokens is not None:
+        rows = Rows.of(extent.tokens, extent.sequences, call.mask, call.lengths, call.cu_seqlens)
+    result = by_group(
+        call.rewards,
+        kind=call.kind,
+        group=call.group,
+        scale=scale,
+        numbers=Numbers(
+            ddof=call.ddof,
+            eps=call.eps,
+            eps_mode=call.eps_mode,
+            min_std=call.min_std,
+            center=call.low_std == "center",
+            raw_alone=call.singleton == "raw",
+            raw_invalid=call.invalid == "raw",
+            peer=call.constant == "peer",
+            step_weight=call.step_weight,
+        ),
+        sequences=extent.sequences,
+        token_rewards=extent.token_rewards,
+        rows=rows,
+        lengths=call.lengths,
+        cu_seqlens=call.cu_seqlens,
+        leave_one_out=call.leave_one_out,
+        valid_range=call.valid_range,
+        in_stats=call.in_stats,
+        in_loss=call.in_loss,
+        weights=call.weights,
+        reward_weights=call.reward_weights,
+        step_rewards=call.step_rewards,
+        anchor=call.anchor,
+        process_group=call.process_group,
+        described=described,
+        whitening=None
+        if whiten == "none"
+        else Whitening(
+            apply=whiten == "global",
+            by_token=call.whiten_level != "sequence" and (described or extent.token_rewards),
+            ddof=call.whiten_ddof,
+            eps=call.whiten_eps,
+            eps_mode=call.whiten_eps_mode,
+        ),
+        token_output=extent.token_output,
+        plan=plan,
+    )
+    if call.singleton == "error":
+        _refuse_singletons(call, result.stats)
+    return result
+
+
+def _refuse_singletons(call: AdvantageCall, stats: AdvantageStats) -> None:
+    """The one check that reads values: singleton="error" asks for it."""
+    if stats.group_count is None:
+        return
+    alone = stats.group_count < 2
+    alone = (alone if alone.dim() == 1 else alone.any(1)) & ~stats.invalid
+    chosen = alone if call.in_loss is None else alone & call.in_loss
+    found = chosen.nonzero().flatten().tolist()
+    if found:
+        raise ArgumentError(
+            "group",
+            f"fewer than two valid members for sequences {found[:8]}",
+            "every group needs two with singleton='error'",
+            "Drop those sequences, or pass singleton='zero'.",
+        )
 
 
 def _scanned(rule: str, call: AdvantageCall, extent: Extent, rows: Rows, plan: Plan) -> Scanned:

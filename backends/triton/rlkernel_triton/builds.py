@@ -12,6 +12,7 @@ from typing import Any, Final
 
 # Modules with a function `builds(arch: str) -> Iterable[Build]`; arch is "sm90", "gfx942", …
 MODULES: Final[tuple[str, ...]] = (
+    "rlkernel_triton.group_advantage.builds",
     "rlkernel_triton.head_builds",
     "rlkernel_triton.head_draw_builds",
     "rlkernel_triton.kept_bits",

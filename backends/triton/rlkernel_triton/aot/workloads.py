@@ -42,6 +42,8 @@ BOARD: Final = {128: 96, 512: 512}  # sequences and width of the two sizes of ex
 # many chunks it has in flight (the scan).
 BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
 SCANS: Final = ((8, 1024), (200, 8192), (8, 32768))
+GROUPS: Final = (2, 4, 8, 16, 32, 64)  # sizes, to a power of two
+COMPARED: Final = ("grpo", "dr_grpo", "rloo")  # kinds over groups that are served at each of them, and by ids
 
 
 def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> Iterator[str]:
@@ -149,8 +151,20 @@ def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
         for dtype in DTYPES:
             run("advantage")(rewards.to(getattr(torch, dtype)), kind="returns", gamma=0.5, mask=mask)
         yield f"advantage gae, reinforce_pp, returns {shape}"
-    run("advantage")(torch.zeros(8), kind="grpo", group=4)
-    yield "advantage grpo"
+    for size in GROUPS:
+        for kind in COMPARED:
+            run("advantage")(torch.zeros(2 * size), kind=kind, group=size)
+        yield f"advantage {' '.join(COMPARED)}, groups of {size}"
+    for kind in COMPARED:  # in pairs, and by a table
+        for B in (8, 4096):
+            run("advantage")(torch.zeros(B), kind=kind, group=torch.zeros(B, dtype=torch.int64))
+        yield f"advantage {kind}, ids"
+    for kind in ("maxrl", "passk", "gpg", "reinforce_pp_baseline"):
+        run("advantage")(torch.zeros(16), kind=kind, group=8)
+        yield f"advantage {kind}"
+    run("advantage")(torch.zeros(16, 2), kind="gdpo", group=8)
+    run("advantage")(torch.zeros(16), kind="opo", group=8, lengths=torch.zeros(16, dtype=torch.int64))
+    yield "advantage gdpo, opo"
 
 
 def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
