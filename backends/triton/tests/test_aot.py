@@ -172,8 +172,8 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, o
     logits = torch.randn(3, 32000).bfloat16()
     implementation(host, "logprob")(LogprobCall(logits, torch.arange(3)))
     assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
-        ("sweep", (3, 1), 64),
-        ("law", (1,), 128),
+        ("sweep", (3, 1, 1), 64),
+        ("law", (1, 1, 1), 128),
     ]
     _, _, _, given, count = driver.launched[0]
     assert given["*bf16"] == logits.data_ptr()

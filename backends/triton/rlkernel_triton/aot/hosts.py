@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar, Final
 
@@ -42,7 +43,13 @@ class Host(MetaPathFinder):
         """The source of the original under the copy's name."""
         if not name.startswith(f"{self.package}."):
             return None
-        original = find_spec(_ROOT + name.removeprefix(self.package))
+        root = find_spec(_ROOT)
+        if root is None or root.origin is None:
+            return None
+        # Looked for by hand: importlib would import the packages that the original lies in.
+        *packages, _ = name.removeprefix(f"{self.package}.").split(".")
+        folder = Path(root.origin).parent.joinpath(*packages)
+        original = PathFinder.find_spec(_ROOT + name.removeprefix(self.package), [str(folder)])
         if original is None or original.origin is None:
             return None
         loader = _Loader(name, original.origin, self._import)

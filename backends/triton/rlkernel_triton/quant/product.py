@@ -81,6 +81,16 @@ class After:
             given |= {"WIDE_LORA": INTERPRETED or B.dtype != xa.dtype or B.dtype == torch.float32}
         return given
 
+    def tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors among `arguments`: bias, xa, lora_b, residual."""
+        bias = x if self.bias is None else self.bias.contiguous()
+        residual = x if self.residual is None else self.residual
+        if residual.stride(-1) != 1:
+            residual = residual.contiguous()
+        if self.lora is None or not self.lora.A.shape[0]:
+            return bias, x, x, residual
+        return bias, inner(x, self.lora.A), self.lora.B.contiguous(), residual
+
 
 def inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
     """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
@@ -191,30 +201,28 @@ def by_words(
     plan: Plan | None = None,
 ) -> None:  # fmt: skip
     """The product of a weight in `triton_w4`."""
-    spec, M, (N, K) = w.spec, x.shape[0], w.shape
-    tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
-    partial, counters = x, x
-    if cut.parts > 1:
-        halves = 2 if after.pair else 1
-        partial = torch.empty(cut.parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
-        counters = tickets(tiles, x.device)
-    given = {
-        **storage.scales(w), **after.arguments(x), "x": x, "codes": storage.codes(w), "y": y, "partial": partial,
-        "tickets": counters,
-    }  # fmt: skip
 
-    def bound(launcher: Launcher) -> Launch:
-        on = machine(x.device)
-        fixed = {n: value for n, value in given.items() if n not in _OF_WORDS}
-        return launcher.bind(
+    def bound(launcher: Launcher) -> tuple[Launch, int, int]:
+        spec, M, (N, K), on = w.spec, x.shape[0], w.shape, machine(x.device)
+        tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
+        numbers = cut.parts * tiles * (2 if after.pair else 1) * cut.BM * cut.BN
+        fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_WORDS}
+        launch = launcher.bind(
             word_kernels.word_product, num_warps=cut.warps, num_stages=cut.stages, **fixed, x_row=x.stride(0), M=M,
             N=N, K=K, BM=cut.BM, BN=cut.BN, BK=min(spec.group or cut.step, cut.step), PARTS=cut.parts,
             STAGES=cut.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FOLD=cut.fold,
             PERMUTED=on.sync if permuted is None else permuted, ASM=on.ptx, TABLE=spec.element == "nf4",
             NESTED=spec.double_quant,
         )  # fmt: skip
+        return launch, tiles, numbers
 
-    planned(plan, "words", x.device, bound)((tiles * cut.parts,), *[given[n] for n in _OF_WORDS])
+    launch, tiles, numbers = planned(plan, "words", x.device, bound)
+    partial, counters = x, x
+    if cut.parts > 1:
+        partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
+        counters = tickets(tiles, x.device)
+    of_weight = storage.scales(w).values()  # in the kernel's order
+    launch((tiles * cut.parts, 1, 1), x, storage.codes(w), *of_weight, y, partial, counters, *after.tensors(x))
 
 
 PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU
