@@ -26,7 +26,7 @@ from rlkernel_triton.launchers import triton_abi
 from rlkernel_triton.launchers.binding import Binding, Grid
 from rlkernel_triton.launchers.specialization import Specialization, of, of_number
 
-CHECKED: Final = "RLKERNEL_CHECK_LAUNCHES"  # set: every launch is held against what its kernel was compiled for
+CHECKED: Final = "RLKERNEL_TRITON_CHECK_LAUNCHES"  # set: every launch is held against what its kernel was compiled for
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 _HOOKS: Final = triton.knobs.runtime
 
@@ -153,7 +153,8 @@ class JitLauncher:
 
     Args:
         device: the GPU.
-        checked: hold every launch against what its kernel was compiled for; None: if RLKERNEL_CHECK_LAUNCHES is set.
+        checked: hold every launch against what its kernel was compiled for; None: if RLKERNEL_TRITON_CHECK_LAUNCHES is
+            set.
     """
 
     def __init__(self, device: Device, *, checked: bool | None = None) -> None:

@@ -18,10 +18,10 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
+from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, planned
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
@@ -127,13 +127,16 @@ def product(
     if cut is not None:
         by_words(x, storage.table_of_nf4(w), after, cut, y, plan=plan)
         return y
-    with on_device_of(x):
-        w = storage.table_of_nf4(w)
-        half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
-        if half and rounding != "none" and (table or choice.class_of(M, machine(x.device).kind) is None):
+    w = storage.table_of_nf4(w)
+    half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
+    if half and rounding != "none" and (table or choice.class_of(M, machine(x.device).kind) is None):
+        with on_device_of(x):
             by_pieces(x, w, after, y)
-        else:
-            by_bytes(x, storage.packed(w, "canonical"), after, rounding, y)
+    elif w.layout == CANONICAL:
+        by_bytes(x, w, after, rounding, y, plan)
+    else:
+        with on_device_of(x):
+            by_bytes(x, storage.packed(w, CANONICAL), after, rounding, y, plan)
     return y
 
 
@@ -266,57 +269,46 @@ def finish(x: Tensor, h: Tensor, after: After, y: Tensor) -> None:
     )
 
 
-def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor) -> None:
+# What byte_product is passed at run time, in its order.
+_OF_BYTES: Final = (
+    "x", "x_scale", "codes", "scale", "zero", "table", "nested_table", "nested_absmax", "nested_offset", "y", "bias",
+    "xa", "lora_b", "residual",
+)  # fmt: skip
+
+
+def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor, plan: Plan | None = None) -> None:
     """The product of a canonical weight."""
     spec, M, (N, K) = w.spec, x.shape[0], w.shape
-    element = Element.of(spec)
-    rank_of = after.arguments(x)
     scale, coded, form = x, x, 0
     if spec.act != "none":
-        q = quantize_activation(x, spec)
+        with on_device_of(x):
+            q = quantize_activation(x, spec)
         integers = spec.act == "token_int8"
         scale, form = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
         # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.
         exact = torch.bfloat16 if x.dtype == torch.float32 and rounding != "dtype" else x.dtype
         coded = q.codes if integers else q.codes.float().to(exact)
-    wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
-    ragged = spec.element == "nf4" and K % spec.group != 0
-    step = 32 if wide else 64 if spec.group else 128
-    if spec.group and not ragged:
-        step = min(step, spec.group) if form != 2 else 128
-    BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
-    grid, on = storage.scale_grid(w), machine(x.device)
-    stages = 3 if step == 128 and on.kind == "sm90" else 2
-    product_kernels.byte_product[(triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64),)](
-        x=coded,
-        x_row=coded.stride(0),
-        x_scale=scale,
-        x_scale_row=scale.stride(0),
-        codes=storage.codes(w),
-        row_bytes=(K + 1) // 2,
-        **storage.scales(w),
-        **grid,
-        y=y,
-        **rank_of,
-        M=M,
-        N=N,
-        K=K,
-        BM=BM,
-        BN=64,
-        BK=step,
-        STAGES=stages,
-        ELEMENT=element.ELEMENT,
-        SYMMETRIC=spec.symmetric,
-        NESTED=spec.double_quant,
-        MANTISSA=element.MANTISSA,
-        FLOAT_BIAS=element.BIAS,
-        FNUZ=element.FNUZ,
-        RAGGED=ragged,
-        FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"),
-        WIDE=wide,
-        X_SCALE=form,
-        CAST=spec.element == "e4m3fn" and on.casts,
-        num_warps=4,
-        num_stages=stages,
-        **FUSED,
-    )
+
+    def bound(launcher: Launcher) -> tuple[Launch, Grid]:
+        element = Element.of(spec)
+        wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
+        ragged = spec.element == "nf4" and K % spec.group != 0
+        step = 32 if wide else 64 if spec.group else 128
+        if spec.group and not ragged:
+            step = min(step, spec.group) if form != 2 else 128
+        BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
+        on = machine(x.device)
+        stages = 3 if step == 128 and on.kind == "sm90" else 2
+        fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_BYTES}
+        launch = launcher.bind(
+            product_kernels.byte_product, num_warps=4, num_stages=stages, **fixed, **storage.scale_grid(w),
+            x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M, N=N, K=K, BM=BM, BN=64,
+            BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric, NESTED=spec.double_quant,
+            MANTISSA=element.MANTISSA, FLOAT_BIAS=element.BIAS, FNUZ=element.FNUZ, RAGGED=ragged,
+            FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide, X_SCALE=form,
+            CAST=spec.element == "e4m3fn" and on.casts,
+        )  # fmt: skip
+        return launch, (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
+
+    launch, grid = planned(plan, "bytes", x.device, bound)
+    launch(grid, coded, scale, storage.codes(w), *storage.scales(w).values(), y, *after.tensors(x))
