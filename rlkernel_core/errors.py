@@ -14,7 +14,6 @@
     ├── CaptureError (RuntimeError)        a graph could not be captured, or a replay would be wrong
     ├── BufferFullError (RuntimeError)     a rollout buffer has no room; nothing was written
     ├── StaleBatchError (RuntimeError)     a released rollout batch was used
-    ├── SpecError (RuntimeError)           a spec function was called instead of an operator
     ├── RankError (RuntimeError)           a rank of a process group did not answer in time
     ├── MemoryBudgetError (MemoryError)    an allocation would take more memory than may be taken without swapping
     ├── HostError (RuntimeError)           a host framework is absent, of an untested version, or changed underneath
@@ -129,10 +128,6 @@ class BufferFullError(RLKernelError, RuntimeError):
 
 class StaleBatchError(RLKernelError, RuntimeError):
     """A rollout batch was used after its release; its storage belongs to newer rollouts."""
-
-
-class SpecError(RLKernelError, RuntimeError):
-    """A spec function is the contract, not an implementation: call the operator of that name in `rlkernel`."""
 
 
 class HostError(RLKernelError, RuntimeError):

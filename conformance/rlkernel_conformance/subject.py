@@ -102,7 +102,7 @@ class Subject:
 
     def admits(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the backend's own `check` admits a call as it is."""
-        check, _ = decide.check_for(self.spec.call(*args, **kwargs))
+        check = decide.Verdicts(self.spec.call(*args, **kwargs)).of
         return any(check(i) is None for i in self.impls)
 
     def unless_refused(self, *args: Any, **kwargs: Any) -> Any | None:

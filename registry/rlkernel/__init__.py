@@ -48,7 +48,6 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import ResolutionError as ResolutionError
     from rlkernel_core.errors import RLKernelError as RLKernelError
     from rlkernel_core.errors import RLKernelWarning as RLKernelWarning
-    from rlkernel_core.errors import SpecError as SpecError
     from rlkernel_core.errors import StaleBatchError as StaleBatchError
     from rlkernel_core.errors import UnknownNameError as UnknownNameError
     from rlkernel_core.quant.spec import QuantSpec as QuantSpec
@@ -151,7 +150,6 @@ _HOMES: Final = {
         "RLKernelWarning",
         "RankError",
         "ResolutionError",
-        "SpecError",
         "StaleBatchError",
         "UnknownNameError",
     ),

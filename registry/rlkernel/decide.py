@@ -251,12 +251,6 @@ def _decided(spec: OpSpec[Any, Any], asked: Call, device: str, verdicts: Verdict
     return Choice(run, any(impl.prepared for impl in _chosen(decision)), decision)
 
 
-def check_for(call: Any) -> tuple[Callable[[Impl], Reason | None], Verdicts]:
-    """A function that asks implementations about a call, and what it has been told."""
-    verdicts = Verdicts(call)
-    return verdicts.of, verdicts
-
-
 def _checked(target: str, call: Any) -> Reason | None:
     """The implementation's own word on a call; anything but None or a shape's Reason counts against it."""
     check = load_target(target)

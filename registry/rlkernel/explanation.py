@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from rlkernel import policy
-from rlkernel.decide import call_of, check_for, facts_for, place
+from rlkernel.decide import Verdicts, call_of, facts_for, place
 from rlkernel.resolve import resolve
 from rlkernel.wording import explanation
 from rlkernel_core.decision import Call, Decision
@@ -82,7 +82,7 @@ def explain(
             kwargs["dtype"], dtype = dtype, None
         given = spec.call(*args, **kwargs)
         found, here = call_of(spec, given), str(place(spec, given)[0])
-        check, _ = check_for(given)
+        check = Verdicts(given).of
     where = here if device is None else str(device)
     call = Call(
         spec.id,

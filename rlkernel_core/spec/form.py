@@ -91,9 +91,6 @@ class OpSpec(Generic[P, R_co]):
     # Features that a call needs. May look at types, at None, bools and strings, and at the *sign* of numbers, never at
     # their size: calls that differ in size share one decision.
     needs: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
-    # Argument -> expressions that tell kinds of calls apart where its class is not enough, `call` being the record:
-    # {"w": ("call.w.spec.kind", "call.w.layout")}.
-    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Integers that change from call to call and that no plan may look at, such as the step of a draw.
     varying: tuple[str, ...] = ()
     # Whether calls of one shape share a plan; not those that make something which lives on, such as a buffer.

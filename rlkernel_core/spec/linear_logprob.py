@@ -157,7 +157,6 @@ SPEC = OpSpec(
     differentiable=("hidden", "weight", "bias"),
     check=check,
     needs=_needs,
-    keys={"weight": ("call.weight.dtype",), "logit_scale": ("call.logit_scale != 1.0",)},
     features=(
         GRAD,
         DETERMINISTIC,

@@ -21,7 +21,6 @@ from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import LossConfig
 from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needs
 from rlkernel_core.spec.policy_loss import features as loss_features
-from rlkernel_core.spec.policy_loss import keys as loss_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +218,6 @@ SPEC = OpSpec(
     differentiable=("hidden", "weight", "bias"),
     check=check,
     needs=_needs,
-    keys={**head.SPEC.keys, **loss_keys},
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
     clauses=(*CLAUSES, *owed("LPL")),
     tolerances=(

@@ -131,7 +131,6 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     needs=_needs,
-    keys={"weight": ("call.weight.dtype",), "logit_scale": ("call.logit_scale != 1.0",)},
     features=(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),

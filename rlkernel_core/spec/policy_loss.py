@@ -23,7 +23,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,6 @@ __all__ = [
     "check",
     "configure",
     "features",
-    "keys",
     "loss_needs",
     "policy_loss_preset",
 ]
@@ -232,9 +230,6 @@ def loss_needs(call: PolicyLossCall | LinearPolicyLossCall) -> frozenset[str]:
     )
 
 
-# Strings behind `str | None`, which the default key would tell apart by their class only.
-keys: Mapping[str, tuple[str, ...]] = {n: (f"call.{n}",) for n in ("level", "aggregate", "kl", "entropy_aggregate")}
-
 features: tuple[Feature, ...] = (
     GRAD,
     DETERMINISTIC,
@@ -263,7 +258,6 @@ SPEC = OpSpec(
     differentiable=("logprob", "entropy"),
     check=check,
     needs=loss_needs,
-    keys=keys,
     features=features,
     clauses=(*CLAUSES, *owed("PL")),
     tolerances=(

@@ -254,7 +254,6 @@ SPEC = OpSpec(
     differentiable=("x", "bias", "lora", "residual"),
     check=check,
     needs=_needs,
-    keys={"w": ("call.w.spec.kind", "call.w.layout"), "activation": ("call.activation",)},
     features=(
         GRAD,
         DETERMINISTIC,

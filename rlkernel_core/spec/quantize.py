@@ -201,7 +201,6 @@ QUANTIZE = OpSpec(
     differentiable=("weight",),
     check=check_quantize,
     needs=_needs_quantize,
-    keys={"format": ("call.format",), "out": ("call.out is None or call.out.layout",)},
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -261,7 +260,6 @@ DEQUANTIZE = OpSpec(
     check=check_dequantize,
     needs=_needs_stored,
     where=_device,
-    keys={"w": ("call.w.spec.kind", "call.w.layout")},
     features=(DETERMINISTIC, CAPTURABLE, *format_features(*STORED)),
     clauses=(
         Clause("DQ-01", "bit-exact", "every code and every scale gives the bits of the reference codec", "accuracy"),
@@ -288,7 +286,6 @@ PREPACK = OpSpec(
     check=check_prepack,
     needs=_needs_stored,
     where=_device,
-    keys={"w": ("call.w.spec.kind", "call.w.layout"), "layout": ("call.layout",)},
     features=(DETERMINISTIC, *format_features(*STORED)),
     clauses=(
         Clause("PP-01", "lossless", "prepack(prepack(w), layout='canonical') has every bit of w", "law"),
