@@ -43,6 +43,12 @@ class OpPolicy:
     order: tuple[str, ...] = (AUTO,)
     fallback: str = "warn"  # "warn" | "error"; there is no silence
     need: frozenset[str] = frozenset()
+    profile: bool = False  # whether each call is inside a profiler range with its decision's id
+
+    @property
+    def watched(self) -> str:
+        """How calls are watched, as explanations say it: "profile=true"; empty where they are not."""
+        return "profile=true" if self.profile else ""
 
 
 @dataclass(frozen=True)

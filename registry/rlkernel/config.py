@@ -41,6 +41,9 @@ class OpSettings(BaseModel):
     )
     fallback: Literal["warn", "error"] | None = Field(default=None, description="how loud a fallback is")
     need: tuple[str, ...] | None = Field(default=None, description="features an implementation must claim")
+    profile: bool | None = Field(
+        default=None, strict=True, description="whether profilers show each call as a range with its decision's id"
+    )
 
     @field_validator("order", "need", mode="before")
     @classmethod
@@ -213,7 +216,8 @@ def merge(layers: Iterable[tuple[str, Settings]]) -> Policy:
 
     def op_policy(op: str = "") -> OpPolicy:
         need = frozenset(pick("need", (), op))
-        return OpPolicy(pick("order", (AUTO,), op), pick("fallback", "warn", op), need and need & _features(op))
+        order, fallback = pick("order", (AUTO,), op), pick("fallback", "warn", op)
+        return OpPolicy(order, fallback, need and need & _features(op), pick("profile", False, op))
 
     ops = {op: op_policy(op) for op in dict.fromkeys(op for _, layer in stack for op in layer.ops)}
     return Policy(op_policy(), ops, pick("probe", "subprocess"), pick("lock", None), source)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rlkernel import announce, lock, policy, selftest
+from rlkernel import announce, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
@@ -66,7 +66,7 @@ def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> 
 
 
 def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
-    """The plan of a choice for calls of this shape.
+    """The plan of a choice for calls of this shape, in a profiler range where the policy wants one.
 
     Raises:
         ResolutionError: what should prepare it returned no function.
@@ -77,6 +77,8 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
             f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
             f'name another backend first, for example order = ["reference"], and report it to {choice.decision.version}'
         )
+    if choice.decision.policy.profile:
+        plan.run = ranges.ranged(plan.run, choice.decision)
     return plan
 
 

@@ -85,7 +85,7 @@ def _ran(found: Mapping[str, Any]) -> Ran:
     rejected = (Rejected(r["backend"], Reason(**r["reason"]), r["target"]) for r in found["rejected"])
     decision = Decision(
         Call(**{**call, "features": frozenset(call["features"])}),
-        OpPolicy(tuple(rules["order"]), rules["fallback"], frozenset(rules["need"])),
+        OpPolicy(**{**rules, "order": tuple(rules["order"]), "need": frozenset(rules["need"])}),
         found["backend"],
         found["target"],
         found["version"],

@@ -12,6 +12,7 @@ def explanation(decision: Decision) -> str:
     """Every candidate with its verdict, in the order in which they were considered."""
     rules = decision.policy
     need = f" need={sorted(rules.need)}" if rules.need else ""
+    need += f" {rules.watched}" if rules.watched else ""
     lines = [
         str(decision.call),
         f"policy   order={list(rules.order)} fallback={rules.fallback}{need}  (from {decision.source})",

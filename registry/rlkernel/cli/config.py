@@ -37,6 +37,9 @@ fallback = "warn"
 # Features that every implementation must claim, e.g. ["batch_invariant"]; operators that cannot have one ignore it.
 need = []
 
+# Profiler ranges around each call: rlkernel.<operator> <backend> <decision>, in torch's profiler and in NVTX or ROCTX.
+profile = false
+
 # A backend's self-test before its first use: in a process of its own ("subprocess"), in this one where a second
 # process cannot have the device ("inprocess"), or not at all ("off").
 probe = "subprocess"
@@ -44,7 +47,7 @@ probe = "subprocess"
 # What may run, to the version: written by `rlkernel lock`. A rlkernel.lock in the working folder counts by itself.
 # lock = "rlkernel.lock"
 
-# The same keys for one operator: order, fallback, need.
+# The same keys for one operator: order, fallback, need, profile.
 [rlkernel.ops.logprob]
 fallback = "error"
 """
@@ -94,9 +97,12 @@ def _rules(rules: OpPolicy, prefix: str) -> Iterator[tuple[str, Any]]:
     yield f"{prefix}order", list(rules.order)
     yield f"{prefix}fallback", rules.fallback
     yield f"{prefix}need", sorted(rules.need)
+    yield f"{prefix}profile", rules.profile
 
 
-def _said(value: list[str] | str | None) -> str:
+def _said(value: list[str] | str | int | None) -> str:
     if value is None:
         return "none"
-    return value if isinstance(value, str) else "[" + ", ".join(value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(value) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -105,7 +105,8 @@ def _chosen(
         return f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}", _ByShape(op)
     bound = Bound(OPERATORS[op], choose(spec, given))
     chosen = bound.choice.decision
-    return f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash}", lambda _, run: bound.lookup(run)
+    name = f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash} {chosen.policy.watched}".rstrip()
+    return name, lambda _, run: bound.lookup(run)
 
 
 class _ByShape:
