@@ -44,11 +44,13 @@ class OpPolicy:
     fallback: str = "warn"  # "warn" | "error"; there is no silence
     need: frozenset[str] = frozenset()
     profile: bool = False  # whether each call is inside a profiler range with its decision's id
+    audit: int = 0  # every how many calls of a plan one is compared with the reference; 0: none
 
     @property
     def watched(self) -> str:
-        """How calls are watched, as explanations say it: "profile=true"; empty where they are not."""
-        return "profile=true" if self.profile else ""
+        """How calls are watched, as explanations say it: "profile=true audit=100"; empty where they are not."""
+        words = ["profile=true"] if self.profile else []
+        return " ".join(words + ([f"audit={self.audit}"] if self.audit else []))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@
 
     RLKernelWarning (UserWarning)
     ├── FallbackWarning                    another backend than the first that claims the device ran
-    └── PluginWarning                      an installed plugin could not be loaded
+    ├── PluginWarning                      an installed plugin could not be loaded
+    └── AuditWarning                       under `audit`, a call differed from the reference beyond tolerance
 
 `except RLKernelError` catches all of ours and nothing else.
 Imports nothing outside the standard library.
@@ -177,6 +178,10 @@ class FallbackWarning(RLKernelWarning):
 
 class PluginWarning(RLKernelWarning):
     """An installed plugin could not be loaded. `rlkernel doctor` prints why."""
+
+
+class AuditWarning(RLKernelWarning):
+    """A call under `audit` differed from the reference, or could not be compared; the conformance suite judges it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

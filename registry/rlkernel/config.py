@@ -44,6 +44,9 @@ class OpSettings(BaseModel):
     profile: bool | None = Field(
         default=None, strict=True, description="whether profilers show each call as a range with its decision's id"
     )
+    audit: int | None = Field(
+        default=None, strict=True, ge=0, description="compare every so many-th call with the reference; 0 is off"
+    )
 
     @field_validator("order", "need", mode="before")
     @classmethod
@@ -217,7 +220,9 @@ def merge(layers: Iterable[tuple[str, Settings]]) -> Policy:
     def op_policy(op: str = "") -> OpPolicy:
         need = frozenset(pick("need", (), op))
         order, fallback = pick("order", (AUTO,), op), pick("fallback", "warn", op)
-        return OpPolicy(order, fallback, need and need & _features(op), pick("profile", False, op))
+        return OpPolicy(
+            order, fallback, need and need & _features(op), pick("profile", False, op), pick("audit", 0, op)
+        )
 
     ops = {op: op_policy(op) for op in dict.fromkeys(op for _, layer in stack for op in layer.ops)}
     return Policy(op_policy(), ops, pick("probe", "subprocess"), pick("lock", None), source)

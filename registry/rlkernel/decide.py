@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rlkernel import announce, lock, policy, ranges, selftest
+from rlkernel import announce, audit, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
@@ -66,7 +66,7 @@ def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> 
 
 
 def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
-    """The plan of a choice for calls of this shape, in a profiler range where the policy wants one.
+    """The plan of a choice for calls of this shape, in a profiler range or under audit where the policy says so.
 
     Raises:
         ResolutionError: what should prepare it returned no function.
@@ -79,6 +79,8 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
         )
     if choice.decision.policy.profile:
         plan.run = ranges.ranged(plan.run, choice.decision)
+    if choice.decision.policy.audit:  # outermost: the reference is in nobody's range
+        plan.run = audit.audited(plan.run, choice, spec, call)
     return plan
 
 

@@ -63,7 +63,7 @@ class Scope:
 def _rules(policy: Policy, op: str) -> str:
     """All of a policy that can change the decision or the plans for an operator, as text."""
     own = policy.of(op)
-    text = f"order={own.order} fallback={own.fallback} need={sorted(own.need)} profile={own.profile}"
+    text = f"order={own.order} fallback={own.fallback} need={sorted(own.need)} {own.watched}"
     return f"{text} probe={policy.probe} lock={policy.lock}"
 
 
@@ -212,8 +212,8 @@ class use(ContextDecorator):  # noqa: N801 a context manager reads as a verb
 
     Args:
         *order: backends that may run, best first.
-        **options: `fallback`, `need`, `profile`, `probe`, `lock`, or an operator's name with its order (a name, a
-            list, or a dict with order, fallback, need and profile).
+        **options: `fallback`, `need`, `profile`, `audit`, `probe`, `lock`, or an operator's name with its order (a
+            name, a list, or a dict with order, fallback, need, profile and audit).
 
     Raises:
         ConfigError: an unknown backend, operator, key or feature; a decorated coroutine function or generator.

@@ -31,7 +31,8 @@ def ranged(run: Callable[[Any], Any], decision: Decision) -> Callable[[Any], Any
     """
     import torch
 
-    name, recorded = label(decision), torch.profiler.record_function
+    name = label(decision)
+    recorded: Any = torch.profiler.record_function
 
     def in_range(call: Any) -> Any:
         with recorded(name):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rlkernel.audit import Audited
 from rlkernel.integrations import host
 from rlkernel.provenance import Ran, decisions_hash, status
 from rlkernel_core import __version__
@@ -94,4 +95,5 @@ def _ran(found: Mapping[str, Any]) -> Ran:
         tuple(found["ambiguous"]),
         found["source"],
     )
-    return Ran(decision, int(found["calls"]))
+    audit = found.get("audit")
+    return Ran(decision, int(found["calls"]), Audited.of(audit) if audit is not None else None)

@@ -40,6 +40,9 @@ need = []
 # Profiler ranges around each call: rlkernel.<operator> <backend> <decision>, in torch's profiler and in NVTX or ROCTX.
 profile = false
 
+# Compare every so many-th call of a shape with the reference, which runs beside it, and tell differences; 0 is off.
+audit = 0
+
 # A backend's self-test before its first use: in a process of its own ("subprocess"), in this one where a second
 # process cannot have the device ("inprocess"), or not at all ("off").
 probe = "subprocess"
@@ -47,7 +50,7 @@ probe = "subprocess"
 # What may run, to the version: written by `rlkernel lock`. A rlkernel.lock in the working folder counts by itself.
 # lock = "rlkernel.lock"
 
-# The same keys for one operator: order, fallback, need, profile.
+# The same keys for one operator: order, fallback, need, profile, audit.
 [rlkernel.ops.logprob]
 fallback = "error"
 """
@@ -98,6 +101,7 @@ def _rules(rules: OpPolicy, prefix: str) -> Iterator[tuple[str, Any]]:
     yield f"{prefix}fallback", rules.fallback
     yield f"{prefix}need", sorted(rules.need)
     yield f"{prefix}profile", rules.profile
+    yield f"{prefix}audit", rules.audit
 
 
 def _said(value: list[str] | str | int | None) -> str:

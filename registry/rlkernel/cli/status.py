@@ -116,6 +116,9 @@ def _print_run(run: Path, *, json: bool) -> None:
         )
     columns = ("operator", "call", "calls", "served by", "implementation", "from", "decision", "")
     print_table(columns, rows, title=str(run))
+    for r in ran:
+        if r.audit is not None:
+            typer.echo(f"audit {r.decision.call}: {r.backend}, {r.audit}")
     for through in hosts:
         typer.echo(f"through {through}")
     typer.echo(f"decisions {digest}")
