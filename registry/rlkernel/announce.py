@@ -48,7 +48,7 @@ def fallback(decision: Decision) -> None:
     if decision.policy.fallback == "error":
         raise FallbackError(refusal(decision), decision)
     why = next(r.reason for r in decision.rejected if r.backend == decision.fell_back_from)
-    words = "" if why.stage == "shape" else why.text  # which hold the sizes of this call
+    words = "" if why.stage in {"shape", "memory"} else why.text  # which hold the sizes of this call
     kind = (decision.call.op, str(decision.fell_back_from), str(decision.backend), why.slug, words)
     if kind not in policy.PROCESS.warned:
         warnings.warn(summary(decision), FallbackWarning, stacklevel=_users_line())

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from rlkernel import announce, audit, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
+from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
 from rlkernel.resolve import Facts, resolve
@@ -24,25 +25,25 @@ from rlkernel_core.manifest import Impl
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import OpSpec
 
-Verdicts = dict[str, Reason | None]  # check -> what it said
+Verdicts = dict[Question, Reason | None]  # what was asked -> what was said
 
 
 @final
 @dataclass(slots=True)
 class Kind:
-    """The choices for one kind of call, by what the checks of its candidates said about the sizes."""
+    """The choices for one kind of call, by what limits and checks of its candidates say about the sizes."""
 
-    checks: tuple[str, ...] = ()  # all that have been asked
+    checks: tuple[Question, ...] = ()  # all that have been asked
     choices: dict[tuple[str | None, ...], Choice] = field(default_factory=dict)  # by their verdicts
 
     def choice(self, call: Any) -> Choice | None:
         """What was chosen for calls that the checks say the same of."""
-        return self.choices.get(tuple([_slug(_checked(check, call)) for check in self.checks]))
+        return self.choices.get(tuple([_slug(_answer(check, call)) for check in self.checks]))
 
     def remember(self, choice: Choice, verdicts: Verdicts, call: Any) -> Choice:
         """Store what was decided on these verdicts; checks that were asked at other times are asked now."""
         self.checks = tuple(dict.fromkeys([*self.checks, *verdicts]))
-        known = [verdicts[check] if check in verdicts else _checked(check, call) for check in self.checks]
+        known = [verdicts[check] if check in verdicts else _answer(check, call) for check in self.checks]
         return self.choices.setdefault(tuple([_slug(verdict) for verdict in known]), choice)
 
 
@@ -120,7 +121,7 @@ class Bound:
         """
         decision = self.choice.decision
         asked, was = call_of(self.spec, call), decision.call
-        impl = next((i for i in _impls(decision) if i.target == decision.target), None)
+        impl = chosen(decision)
         if impl is not None:
             taken = (asked.device, asked.arch) == (was.device, was.arch) and asked.features <= impl.supports
             taken = taken and (not impl.requires.dtypes or asked.dtype in impl.requires.dtypes)
@@ -129,7 +130,8 @@ class Bound:
                     f"{self.spec.name} was bound to {decision.target} for `{was}`; it does not take `{asked}`. Bind "
                     "a call of that kind, or call the operator itself."
                 )
-            if impl.check and (said := _checked(impl.check, call)) is not None:
+            asks = question(impl)
+            if asks is not None and (said := _answer(asks, call)) is not None:
                 raise ResolutionError(
                     f"{self.spec.name} was bound to {decision.target}, which refuses this call: {said}"
                 )
@@ -143,10 +145,15 @@ def _impls(decision: Decision) -> tuple[Impl, ...]:
     return candidate.manifest.of(decision.call.op) if candidate is not None and candidate.manifest else ()
 
 
+def chosen(decision: Decision) -> Impl | None:
+    """The manifest's entry of the implementation that a decision names; None where it names none."""
+    return next((i for i in _impls(decision) if i.target == decision.target), None)
+
+
 def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
     """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
-    chosen = choose(spec, call)
-    bound = Bound(spec, Choice(chosen.function, chosen.prepared, chosen.decision))
+    choice = choose(spec, call)
+    bound = Bound(spec, Choice(choice.function, choice.prepared, choice.decision))
     bound.plan_for(None, call)
     policy.current().bound[spec.name].append(bound.choice)
     return bound
@@ -239,13 +246,19 @@ def check_for(call: Any) -> tuple[Callable[[Impl], Reason | None], Verdicts]:
     said: Verdicts = {}
 
     def check(impl: Impl) -> Reason | None:
-        if impl.check is None:
+        asked = question(impl)
+        if asked is None:
             return None
-        if impl.check not in said:
-            said[impl.check] = _checked(impl.check, call)
-        return said[impl.check]
+        if asked not in said:
+            said[asked] = _answer(asked, call)
+        return said[asked]
 
     return check, said
+
+
+def _answer(asked: Question, call: Any) -> Reason | None:
+    """What is to be said against a call, by limits, the implementation's own check, and memory."""
+    return answer(asked, call, _checked, policy.current().policy.of(asked.op).max_workspace_bytes)
 
 
 def _checked(target: str, call: Any) -> Reason | None:

@@ -64,6 +64,7 @@ def _rules(policy: Policy, op: str) -> str:
     """All of a policy that can change the decision or the plans for an operator, as text."""
     own = policy.of(op)
     text = f"order={own.order} fallback={own.fallback} need={sorted(own.need)} {own.watched}"
+    text += f" room={own.max_workspace_bytes}"
     return f"{text} probe={policy.probe} lock={policy.lock}"
 
 
@@ -212,8 +213,8 @@ class use(ContextDecorator):  # noqa: N801 a context manager reads as a verb
 
     Args:
         *order: backends that may run, best first.
-        **options: `fallback`, `need`, `profile`, `audit`, `probe`, `lock`, or an operator's name with its order (a
-            name, a list, or a dict with order, fallback, need, profile and audit).
+        **options: `fallback`, `need`, `profile`, `audit`, `max_workspace_bytes`, `probe`, `lock`, or an operator's
+            name with its order (a name, a list, or a dict with the same keys but the last two).
 
     Raises:
         ConfigError: an unknown backend, operator, key or feature; a decorated coroutine function or generator.

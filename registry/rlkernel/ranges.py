@@ -40,7 +40,8 @@ def ranged(run: Callable[[Any], Any], decision: Decision) -> Callable[[Any], Any
 
     if decision.call.device == _NO_ACCELERATOR or not torch.cuda.is_available():
         return in_range
-    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    nvtx: Any = torch.cuda.nvtx
+    push, pop = nvtx.range_push, nvtx.range_pop
 
     def in_both(call: Any) -> Any:
         push(name)

@@ -211,6 +211,11 @@ CLAUSES = (
     Clause("LPL-18", "bad arguments", "those of policy_loss and linear_logprob are refused by name", "refusal"),
 )
 
+
+def _sizes(call: LinearPolicyLossCall) -> dict[str, int]:
+    return {"rows": call.ids.numel(), "vocab": call.weight.shape[0]}
+
+
 SPEC = OpSpec(
     name="linear_policy_loss",
     record=LinearPolicyLossCall,
@@ -218,6 +223,7 @@ SPEC = OpSpec(
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     keys={**head.SPEC.keys, **loss_keys},
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
