@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rlkernel_core.decision import Call, Decision, OpPolicy, Policy, Rejected
     from rlkernel_core.errors import RLKernelError
-    from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+    from rlkernel_core.manifest import API_VERSION, Backend, Impl, Limits, Requires
     from rlkernel_core.reasons import Reason
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "Call",
     "Decision",
     "Impl",
+    "Limits",
     "OpPolicy",
     "Policy",
     "RLKernelError",
@@ -43,6 +44,7 @@ _HOMES = {
     "Call": "decision",
     "Decision": "decision",
     "Impl": "manifest",
+    "Limits": "manifest",
     "OpPolicy": "decision",
     "Policy": "decision",
     "RLKernelError": "errors",

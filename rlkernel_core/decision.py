@@ -44,6 +44,17 @@ class OpPolicy:
     order: tuple[str, ...] = (AUTO,)
     fallback: str = "warn"  # what a fallback does: "warn" | "error"; there is no silence
     need: frozenset[str] = frozenset()
+    profile: bool = False  # whether each call is inside a profiler range with its decision's id
+    audit: int = 0  # every how many calls of a plan one is compared with the reference; 0: none
+    max_workspace_bytes: int | None = (
+        None  # most that a call may need on its device beyond its results; None: what is free
+    )
+
+    @property
+    def watched(self) -> str:
+        """How calls are watched, as explanations say it: "profile=true audit=100"; empty where they are not."""
+        words = ["profile=true"] if self.profile else []
+        return " ".join(words + ([f"audit={self.audit}"] if self.audit else []))
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,23 @@ class Rejected:
     target: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The largest calls that an implementation takes, and what the explained call needs; None where nothing is said."""
+
+    max_rows: int | None = None
+    max_vocab: int | None = None
+    layouts: tuple[str, ...] = ()  # of the primary tensor; empty: any
+    workspace: int | None = None  # bytes of this call on its device beyond its results
+
+    def __str__(self) -> str:
+        words = [f"at most {self.max_rows} rows"] if self.max_rows is not None else []
+        words += [f"at most {self.max_vocab} ids"] if self.max_vocab is not None else []
+        words += [" or ".join(self.layouts)] if self.layouts else []
+        words += [f"workspace {self.workspace / 2**20:.4g} MiB"] if self.workspace is not None else []
+        return ", ".join(words)
+
+
 @dataclass(frozen=True)
 class Decision:
     """Which implementation takes a call, and why each other candidate does not."""
@@ -91,6 +119,7 @@ class Decision:
     fell_back_from: str | None = None
     ambiguous: tuple[str, ...] = ()  # backends of one tier that all qualify: an error
     source: str = "default"  # where the order came from
+    room: Room | None = field(default=None, compare=False)  # of what was chosen, where the decision was explained
 
     @property
     def hash(self) -> str:

@@ -21,7 +21,8 @@
 
     RLKernelWarning (UserWarning)
     ├── FallbackWarning                    not what the order names ran, or plain torch where kernels exist
-    └── PluginWarning                      an installed plugin could not be loaded, or cannot run here
+    ├── PluginWarning                      an installed plugin could not be loaded, or cannot run here
+    └── AuditWarning                       under `audit`, a call differed from the reference beyond tolerance
 
 `except RLKernelError` catches all of ours and nothing else.
 Imports nothing outside the standard library.
@@ -175,6 +176,10 @@ class FallbackWarning(RLKernelWarning):
 
 class PluginWarning(RLKernelWarning):
     """An installed plugin could not be loaded, or cannot run here. `rlkernel doctor` prints why."""
+
+
+class AuditWarning(RLKernelWarning):
+    """A call under `audit` differed from the reference, or could not be compared; the conformance suite judges it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

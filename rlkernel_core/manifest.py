@@ -7,7 +7,7 @@ the same object to know what to attack. This is the only module of the core that
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -65,6 +65,18 @@ class Requires(_Claim):
     )
 
 
+class Limits(_Claim):
+    """The largest calls that an implementation takes, as data: `rlkernel explain` prints them."""
+
+    max_rows: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="most rows (tokens) of a call; the operator's spec says what counts as one"
+    )
+    max_vocab: Annotated[int, Field(ge=1)] | None = Field(default=None, description="largest vocabulary of a call")
+    layouts: tuple[Literal["contiguous", "contiguous_last_dim"], ...] = Field(
+        default=(), description="layouts of the primary tensor that it reads; empty for any strides"
+    )
+
+
 class Impl(_Claim):
     """One implementation of one operator."""
 
@@ -76,6 +88,14 @@ class Impl(_Claim):
         default=False,
         description="whether the target takes the first call of a shape (sizes, dtypes, strides, flags) and returns "
         "the function that runs calls of that shape, instead of running them itself",
+    )
+    limits: Limits | None = Field(
+        default=None, description="the largest sizes it takes; checked before `check` is asked"
+    )
+    workspace: Target | None = Field(
+        default=None,
+        description="'package.module:function' of the call's record, asked once a shape; returns the most bytes that "
+        "the call needs on its device beyond its results, backward included",
     )
     check: Target | None = Field(
         default=None,

@@ -49,8 +49,14 @@ STAGES: Final[dict[str, dict[str, str]]] = {
     "features": {"missing": "the call or the policy needs a feature the implementation does not claim"},
     "grad": {"unsupported": "the call needs gradients and the implementation claims none"},
     "shape": {
+        "too-large": "the call has more rows, or a larger vocabulary, than the implementation says that it takes",
+        "layout": "the implementation reads no tensor with these strides",
         "unsupported": "the implementation's own check refused these sizes or arguments",
         "check-failed": "the implementation's check raised, or returned neither None nor a Reason of this stage",
+    },
+    "memory": {
+        "insufficient": "the call needs more memory than is free on the device, or than the policy allows",
+        "workspace-failed": "the function that tells what memory a call needs raised, or returned no number of bytes",
     },
     "probe": {
         "failed": "the backend's self-test ran here and gave an error",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import ApiMismatchError as ApiMismatchError
     from rlkernel_core.errors import ArgumentError as ArgumentError
     from rlkernel_core.errors import ArgumentTypeError as ArgumentTypeError
+    from rlkernel_core.errors import AuditWarning as AuditWarning
     from rlkernel_core.errors import BufferFullError as BufferFullError
     from rlkernel_core.errors import CaptureError as CaptureError
     from rlkernel_core.errors import ConfigError as ConfigError
@@ -135,6 +136,7 @@ _HOMES: Final = {
         "ApiMismatchError",
         "ArgumentError",
         "ArgumentTypeError",
+        "AuditWarning",
         "BufferFullError",
         "CaptureError",
         "ConfigError",

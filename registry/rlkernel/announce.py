@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rlkernel import hooks, policy
 from rlkernel.discover import FIRST_PARTY, Candidate
@@ -19,12 +19,16 @@ from rlkernel.wording import by_plain_torch, refusal, summary, without_kernels
 from rlkernel_core.decision import Decision, Rejected
 from rlkernel_core.errors import (
     AmbiguousBackendError,
+    AuditWarning,
     FallbackError,
     FallbackWarning,
     LockError,
     PluginWarning,
     ResolutionError,
 )
+
+if TYPE_CHECKING:
+    from rlkernel.audit import Report
 
 _OURS: Final = (f"{Path(__file__).parent}{os.sep}", "<rlkernel.")
 
@@ -99,6 +103,22 @@ def _unusable(decision: Decision, rejected: Rejected) -> bool:
     before = decision.backend in ranks and ranks.index(name) < ranks.index(decision.backend)
     wrong = rejected.reason.stage in {"environment", "probe"} or rejected.reason.slug == "operator/other-version"
     return wrong and before and FIRST_PARTY[name].has_kernels(call.op, call.device, call.arch)
+
+
+def audited(decision: Decision, report: Report) -> None:
+    """What an audit found: each output of an implementation is said once, observers hear of every call."""
+    op = decision.call.op.partition("@")[0]
+    found = [(d.output, f"differs from the reference in {d.output}: {d.text}") for d in report.differences]
+    if report.error:
+        found.append(("", f"cannot be compared with the reference: {report.error}"))
+    for output, text in found:
+        kind = ("audit", decision.call.op, str(decision.target), output)
+        if kind not in policy.PROCESS.warned:
+            judge = f"`rlkernel conformance run {decision.backend} --op {op}` judges it"
+            said = f"{decision.call}: {decision.backend} ({decision.target}) {text}; {judge}"
+            warnings.warn(said, AuditWarning, stacklevel=_users_line())
+            policy.PROCESS.warned.add(kind)
+    hooks.emit("rlkernel_audit", {"decision": decision, "report": report})
 
 
 def _users_line() -> int:

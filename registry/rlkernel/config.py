@@ -41,6 +41,18 @@ class OpSettings(BaseModel):
     )
     fallback: Literal["warn", "error"] | None = Field(default=None, description="how loud a fallback is")
     need: tuple[str, ...] | None = Field(default=None, description="features an implementation must claim")
+    profile: bool | None = Field(
+        default=None, strict=True, description="whether profilers show each call as a range with its decision's id"
+    )
+    audit: int | None = Field(
+        default=None, strict=True, ge=0, description="compare every so many-th call with the reference; 0 is off"
+    )
+    max_workspace_bytes: int | None = Field(
+        default=None,
+        strict=True,
+        ge=0,
+        description="most bytes that a call may need on its device beyond its results; left out, what is free there",
+    )
 
     @field_validator("order", "need", mode="before")
     @classmethod
@@ -213,7 +225,9 @@ def merge(layers: Iterable[tuple[str, Settings]]) -> Policy:
 
     def op_policy(op: str = "") -> OpPolicy:
         need = frozenset(pick("need", (), op))
-        return OpPolicy(pick("order", (AUTO,), op), pick("fallback", "warn", op), need and need & _features(op))
+        order, fallback = pick("order", (AUTO,), op), pick("fallback", "warn", op)
+        profile, audit, room = pick("profile", False, op), pick("audit", 0, op), pick("max_workspace_bytes", None, op)
+        return OpPolicy(order, fallback, need and need & _features(op), profile, audit, room)
 
     ops = {op: op_policy(op) for op in dict.fromkeys(op for _, layer in stack for op in layer.ops)}
     return Policy(op_policy(), ops, pick("probe", "subprocess"), pick("lock", None), source)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from rlkernel import announce, lock, policy, selftest
+from rlkernel import announce, audit, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
+from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
 from rlkernel.resolve import Facts, resolve
@@ -26,28 +27,29 @@ from rlkernel_core.spec.form import OpSpec
 
 
 @final
-class Verdicts(dict[str, Reason | None]):
-    """What the checks of implementations say of a call; each is asked once, when its word is wanted."""
+class Verdicts(dict[Question, Reason | None]):
+    """What limits, checks and memory say of a call, by implementation; each is asked once, when its word is wanted."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
         self.call = call
 
-    def __missing__(self, check: str) -> Reason | None:
-        said = self[check] = _checked(check, self.call)
+    def __missing__(self, asked: Question) -> Reason | None:
+        said = self[asked] = _answer(asked, self.call)
         return said
 
     def of(self, impl: Impl) -> Reason | None:
-        """What an implementation's own check says; None where it has none."""
-        return self[impl.check] if impl.check is not None else None
+        """What is to be said against an implementation; None where nothing is."""
+        asked = question(impl)
+        return self[asked] if asked is not None else None
 
 
 @final
 @dataclass(slots=True)
 class Kind:
-    """The choices for one kind of call, by what the checks of its candidates said about the sizes."""
+    """The choices for one kind of call, by what limits and checks of its candidates say about the sizes."""
 
-    checks: tuple[str, ...] = ()  # all that have been asked
+    checks: tuple[Question, ...] = ()  # all that have been asked
     choices: dict[tuple[str | None, ...], Choice] = field(default_factory=dict)  # by their verdicts
 
     def choice(self, verdicts: Verdicts) -> Choice | None:
@@ -82,7 +84,7 @@ def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> 
 
 
 def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
-    """The plan of a choice for calls of this shape.
+    """The plan of a choice for calls of this shape, in a profiler range or under audit where the policy says so.
 
     Raises:
         ResolutionError: what should prepare it returned no function.
@@ -93,6 +95,10 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
             f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
             f'name another backend first, for example order = ["reference"], and report it to {choice.decision.version}'
         )
+    if choice.decision.policy.profile:
+        plan.run = ranges.ranged(plan.run, choice.decision)
+    if choice.decision.policy.audit:  # outermost: the reference is in nobody's range
+        plan.run = audit.audited(plan.run, choice, spec, call)
     return plan
 
 
@@ -163,10 +169,15 @@ def _takes(impl: Impl, asked: Call) -> bool:
     return wanted <= impl.supports and (not dtypes or asked.dtype in dtypes)
 
 
+def chosen(decision: Decision) -> Impl | None:
+    """The manifest's entry of the implementation that a decision names; None where it names none."""
+    return next(iter(_chosen(decision)), None)
+
+
 def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
     """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
-    chosen = choose(spec, call)
-    bound = Bound(spec, Choice(chosen.function, chosen.prepared, chosen.decision))
+    choice = choose(spec, call)
+    bound = Bound(spec, Choice(choice.function, choice.prepared, choice.decision))
     bound.plan_for(key_or_none(spec.name, call), call)
     policy.current().bound[spec.name].append(bound.choice)
     return bound
@@ -249,6 +260,11 @@ def _decided(spec: OpSpec[Any, Any], asked: Call, device: str, verdicts: Verdict
     if decision.fell_back_from is not None:
         announce.fallback(decision)
     return Choice(run, any(impl.prepared for impl in _chosen(decision)), decision)
+
+
+def _answer(asked: Question, call: Any) -> Reason | None:
+    """What is to be said against a call, by limits, the implementation's own check, and memory."""
+    return answer(asked, call, _checked, policy.current().policy.of(asked.op).max_workspace_bytes)
 
 
 def _checked(target: str, call: Any) -> Reason | None:

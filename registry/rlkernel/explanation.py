@@ -5,19 +5,23 @@ Imports torch only for real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlkernel import policy
-from rlkernel.decide import Verdicts, call_of, facts_for, place
+from rlkernel import limits, policy
+from rlkernel.decide import call_of, chosen, facts_for, place
 from rlkernel.resolve import resolve
 from rlkernel.wording import explanation
 from rlkernel_core.decision import Call, Decision
 from rlkernel_core.errors import UnknownNameError
+from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
 
 if TYPE_CHECKING:
     import torch
+
+    from rlkernel_core.manifest import Impl
 
 
 class Explanation(str):
@@ -44,6 +48,8 @@ def explain(
     dtype: str | torch.dtype | None = None,
     grad: bool | None = None,
     need: Iterable[str] = (),
+    rows: int | None = None,
+    vocab: int | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Which backend would take a call, and why every other would not. Nothing is run and nothing is warned about.
@@ -60,6 +66,8 @@ def explain(
         dtype: "bfloat16"; default any.
         grad: whether gradients are needed.
         need: further features the call needs.
+        rows: rows (tokens) of the call, compared with the limits that implementations state.
+        vocab: ids of its vocabulary, the same.
         **kwargs: the operator's keyword arguments.
 
     Returns:
@@ -74,7 +82,7 @@ def explain(
     spec, wanted = OPERATORS[op], frozenset(need)
     if unknown := wanted - spec.feature_names:
         raise UnknownNameError(f"feature of {op}", min(unknown), spec.feature_names)
-    check, found, here = None, Call(spec.id, "cpu"), "cpu"
+    found, here, given = Call(spec.id, "cpu"), "cpu", None
     if args or kwargs:
         if device is not None and "device" in spec.parameters:
             kwargs["device"], device = device, None
@@ -82,7 +90,6 @@ def explain(
             kwargs["dtype"], dtype = dtype, None
         given = spec.call(*args, **kwargs)
         found, here = call_of(spec, given), str(place(spec, given)[0])
-        check = Verdicts(given).of
     where = here if device is None else str(device)
     call = Call(
         spec.id,
@@ -93,4 +100,24 @@ def explain(
         arch or (found.arch if device is None else None),
     )
     rules, source = policy.policy_for(policy.current(), spec)
-    return Explanation(resolve(policy.installed(), facts_for(where), call, rules, source=source, check=check))
+    check = judge(given, {"rows": rows, "vocab": vocab})
+    decision = resolve(policy.installed(), facts_for(where), call, rules, source=source, check=check)
+    return Explanation(with_room(decision, given))
+
+
+def judge(call: Any, sizes: Mapping[str, int | None]) -> Callable[[Impl], Reason | None]:
+    """Asks implementations about a record, None where there is none, and about sizes that are only named."""
+    check = Verdicts(call).of if call is not None else None
+    named = {name: n for name, n in sizes.items() if n is not None}
+
+    def judged(impl: Impl) -> Reason | None:
+        said = limits.too_large(impl.limits, named) if impl.limits is not None else None
+        return said or (check(impl) if check is not None else None)
+
+    return judged
+
+
+def with_room(decision: Decision, call: Any = None) -> Decision:
+    """A decision with the limits of what was chosen, and the memory that the call needs where there is a record."""
+    impl = chosen(decision)
+    return decision if impl is None else replace(decision, room=limits.room(impl, call))

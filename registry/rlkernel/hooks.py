@@ -1,7 +1,8 @@
 """Observers: plugins that are told what was decided. None can change a choice or touch a tensor.
 
 Distributions register under the entry-point group `rlkernel.hooks`; a program uses `register`. Hooks run on the cold
-path only. An observer that raises is reported as a PluginWarning and changes nothing else.
+path, and where an audited call differs. An observer that raises is reported as a PluginWarning and changes nothing
+else.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from rlkernel_core.errors import PluginWarning
 
 if TYPE_CHECKING:
     import pluggy
+
+    from rlkernel.audit import Report
 
 GROUP: Final = "rlkernel.hooks"
 
@@ -34,6 +37,9 @@ class Hookspecs:
 
         Heard before the decision is taken, so wait for no other call.
         """
+
+    def rlkernel_audit(self, decision: Decision, report: Report) -> None:
+        """A call under `audit` differed from the reference, or could not be compared: every one that did."""
 
 
 class _Observers:

@@ -14,12 +14,15 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from rlkernel_core.decision import Decision
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
+
+if TYPE_CHECKING:
+    from rlkernel.audit import Audited
 
 # Plans that a table keeps. A run with packed batches meets a new number of tokens at almost every step: the oldest
 # quarter goes when a table is full.
@@ -37,6 +40,7 @@ class Choice:
     prepared: bool  # whether `function` takes the first call of a shape and returns what runs calls of that shape
     decision: Decision
     calls: int = 0
+    audit: Audited | None = None  # what was found where the policy says `audit`
 
     def plan(self, call: Any) -> Plan:
         """What runs calls of this shape."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from importlib import invalidate_caches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -60,9 +61,11 @@ class Scope:
 
 
 def _rules(policy: Policy, op: str) -> str:
-    """All of a policy that can change the decision for an operator, as text."""
+    """All of a policy that can change the decision or the plans for an operator, as text."""
     own = policy.of(op)
-    return f"order={own.order} fallback={own.fallback} need={sorted(own.need)} probe={policy.probe} lock={policy.lock}"
+    text = f"order={own.order} fallback={own.fallback} need={sorted(own.need)} {own.watched}"
+    text += f" room={own.max_workspace_bytes}"
+    return f"{text} probe={policy.probe} lock={policy.lock}"
 
 
 class _Process:
@@ -161,7 +164,7 @@ def policy_for(scope: Scope, spec: OpSpec[Any, Any]) -> tuple[OpPolicy, str]:
     policy = scope.policy
     own = policy.of(spec.name)
     key = f"ops.{spec.name}.order" if spec.name in policy.ops else "order"
-    return OpPolicy(own.order, own.fallback, own.need & spec.feature_names), policy.source.get(key, "default")
+    return replace(own, need=own.need & spec.feature_names), policy.source.get(key, "default")
 
 
 def _scope(layers: tuple[tuple[str, config.Settings], ...]) -> Scope:
@@ -210,8 +213,8 @@ class use(ContextDecorator):  # noqa: N801 a context manager reads as a verb
 
     Args:
         *order: backends that may run, best first.
-        **options: `fallback`, `need`, `probe`, `lock`, or an operator's name with its order (a name, a list, or a
-            dict with order, fallback and need).
+        **options: `fallback`, `need`, `profile`, `audit`, `max_workspace_bytes`, `probe`, `lock`, or an operator's
+            name with its order (a name, a list, or a dict with the same keys but the last two).
 
     Raises:
         ConfigError: an unknown backend, operator, key or feature; a decorated coroutine function or generator.

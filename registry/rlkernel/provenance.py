@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 from rlkernel import policy
+from rlkernel.audit import Audited
 from rlkernel.plans import Choice
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import UnknownNameError
@@ -19,6 +20,7 @@ class Ran:
 
     decision: Decision
     calls: int  # replays of a recorded graph go past the count
+    audit: Audited | None = None  # what comparing some of them with the reference found; None where no policy said so
 
     @property
     def op(self) -> str:
@@ -33,20 +35,25 @@ class Ran:
     def __str__(self) -> str:
         d = self.decision
         fell = f" (fallback from {d.fell_back_from})" if d.fell_back_from else ""
-        return f"{d.call} -> {d.backend}: {d.target} [{d.version}] {d.hash} x{self.calls}{fell}"
+        seen = f" (audit: {self.audit})" if self.audit is not None else ""
+        return f"{d.call} -> {d.backend}: {d.target} [{d.version}] {d.hash} x{self.calls}{fell}{seen}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
-        return {"calls": self.calls, **self.decision.as_dict()}
+        audit = self.audit.as_dict() if self.audit is not None else None
+        return {"calls": self.calls, "audit": audit, **self.decision.as_dict()}
 
 
 def status() -> list[Ran]:
     """Every kind of call decided in this process, in order of operator; counts are exact on one thread."""
-    merged: dict[Decision, int] = {}
+    merged: dict[Decision, Ran] = {}
     for scope in policy.scopes():
         for choice in scope.choices():
-            merged[choice.decision] = merged.get(choice.decision, 0) + choice.calls
-    return sorted((Ran(d, n) for d, n in merged.items()), key=lambda r: (r.op, str(r.decision.call)))
+            so_far = merged.get(choice.decision, Ran(choice.decision, 0))
+            found = [a for a in (so_far.audit, choice.audit) if a is not None]
+            audit = sum(found, Audited()) if found else None
+            merged[choice.decision] = Ran(choice.decision, so_far.calls + choice.calls, audit)
+    return sorted(merged.values(), key=lambda r: (r.op, str(r.decision.call)))
 
 
 def last_decision(op: str) -> Decision | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rlkernel.audit import Audited
 from rlkernel.integrations import host
 from rlkernel.provenance import Planned, Ran, decisions_hash, plans, status
 from rlkernel_core import __version__
@@ -94,7 +95,7 @@ def _ran(found: Mapping[str, Any]) -> Ran:
     rejected = (Rejected(r["backend"], Reason(**r["reason"]), r["target"]) for r in found["rejected"])
     decision = Decision(
         Call(**{**call, "features": frozenset(call["features"])}),
-        OpPolicy(tuple(rules["order"]), rules["fallback"], frozenset(rules["need"])),
+        OpPolicy(**{**rules, "order": tuple(rules["order"]), "need": frozenset(rules["need"])}),
         found["backend"],
         found["target"],
         found["version"],
@@ -103,4 +104,5 @@ def _ran(found: Mapping[str, Any]) -> Ran:
         tuple(found["ambiguous"]),
         found["source"],
     )
-    return Ran(decision, int(found["calls"]))
+    audit = found.get("audit")
+    return Ran(decision, int(found["calls"]), Audited.of(audit) if audit is not None else None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlkernel import policy
 from rlkernel.decide import facts_for, settle
+from rlkernel.explanation import judge, with_room
 from rlkernel.resolve import resolve
 from rlkernel_core.decision import Call, Decision
 from rlkernel_core.errors import UnknownNameError
@@ -27,6 +28,8 @@ class Situation:
     dtype: str | None = None  # None: any
     grad: bool = False
     features: frozenset[str] = frozenset()
+    rows: int | None = None  # compared with the limits that implementations state; None: any
+    vocab: int | None = None
 
     def call(self, spec: OpSpec[Any, Any]) -> Call:
         """A call of an operator in this situation."""
@@ -60,7 +63,9 @@ def foresee(op: str, situation: Situation, *, locked: bool = True, here: bool = 
         with policy.PROCESS.lock:
             return settle(spec, call, situation.device, locked=locked)[0]
     rules, source = policy.policy_for(policy.current(), spec)
-    return resolve(policy.installed(), facts_for(situation.device, locked=locked), call, rules, source=source)
+    check = judge(None, {"rows": situation.rows, "vocab": situation.vocab})
+    facts = facts_for(situation.device, locked=locked)
+    return with_room(resolve(policy.installed(), facts, call, rules, source=source, check=check))
 
 
 def survey(

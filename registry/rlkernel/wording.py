@@ -15,6 +15,8 @@ def explanation(decision: Decision) -> str:
     """Every candidate with its verdict, in the order in which they were considered."""
     rules = decision.policy
     need = f" need={sorted(rules.need)}" if rules.need else ""
+    need += f" {rules.watched}" if rules.watched else ""
+    need += f" max_workspace_bytes={rules.max_workspace_bytes}" if rules.max_workspace_bytes is not None else ""
     lines = [
         str(decision.call),
         f"policy   order={list(rules.order)} fallback={rules.fallback}{need}  (from {decision.source})",
@@ -28,6 +30,8 @@ def explanation(decision: Decision) -> str:
             lines += _no(r, width)
     if decision.backend is not None:
         lines.append(chosen)
+        if decision.room is not None and (takes := str(decision.room)):
+            lines.append(f"       {'':{width}}  limits: {takes}")
     for name in decision.ambiguous[1:]:
         lines.append(f'  TIE  {name:{width}}  write order = ["{name}", "auto"] to settle it')
     for r in after:

@@ -97,6 +97,8 @@ class OpSpec(Generic[P, R_co]):
     planned: bool = True
     # Checks of a call's metadata; raises ArgumentError. The front door runs it once a shape, before any implementation.
     check: Callable[[Any], object] | None = None
+    # "rows" and "vocab" of a call, which implementations may limit.
+    sizes: Callable[[Any], Mapping[str, int]] = field(default=lambda _: {})
     # For operators without a primary tensor: call -> the tensor-like object (or device) that decides.
     where: Callable[[Any], Any] | None = None
 

@@ -149,6 +149,10 @@ def _needs(call: Any) -> frozenset[str]:
     return frozenset(name for name, needed in given.items() if needed)
 
 
+def _sizes(call: LinearLogprobCall) -> dict[str, int]:
+    return {"rows": call.ids.numel(), "vocab": call.weight.shape[0]}
+
+
 SPEC = OpSpec(
     name="linear_logprob",
     record=LinearLogprobCall,
@@ -156,6 +160,7 @@ SPEC = OpSpec(
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(
         GRAD,

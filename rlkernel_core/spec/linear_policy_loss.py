@@ -210,6 +210,11 @@ CLAUSES = (
     Clause("LPL-18", "bad arguments", "those of policy_loss and linear_logprob are refused by name", "refusal"),
 )
 
+
+def _sizes(call: LinearPolicyLossCall) -> dict[str, int]:
+    return {"rows": call.ids.numel(), "vocab": call.weight.shape[0]}
+
+
 SPEC = OpSpec(
     name="linear_policy_loss",
     record=LinearPolicyLossCall,
@@ -217,6 +222,7 @@ SPEC = OpSpec(
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
     clauses=(*CLAUSES, *owed("LPL")),

@@ -123,6 +123,10 @@ def _needs(call: LmHeadSampleCall) -> frozenset[str]:
     return request_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
+def _sizes(call: LmHeadSampleCall) -> dict[str, int]:
+    return {"rows": call.hidden.shape[0], "vocab": call.weight.shape[0]}
+
+
 SPEC = OpSpec(
     name="lm_head_sample",
     record=LmHeadSampleCall,
@@ -130,6 +134,7 @@ SPEC = OpSpec(
     primary="hidden",
     varying=("seed", "step"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(
         *FEATURES,

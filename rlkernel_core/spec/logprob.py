@@ -180,6 +180,10 @@ def _needs(call: Any) -> frozenset[str]:
     )
 
 
+def _sizes(call: LogprobCall) -> dict[str, int]:
+    return {"rows": call.ids.numel(), "vocab": call.logits.shape[-1]}
+
+
 SPEC = OpSpec(
     name="logprob",
     record=LogprobCall,
@@ -188,6 +192,7 @@ SPEC = OpSpec(
     differentiable=("logits",),
     needs=_needs,
     check=check,
+    sizes=_sizes,
     features=(
         GRAD,
         DETERMINISTIC,

@@ -27,6 +27,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -246,6 +247,11 @@ _TWO_LEVELS: Final = (
     "and rtol times it once more where the weight may be rounded; against the full weight add sum |x| error_bound(w)"
 )
 
+
+def _sizes(call: QmatmulCall) -> dict[str, int]:
+    return {"rows": math.prod(call.x.shape[:-1])}
+
+
 SPEC = OpSpec(
     name="qmatmul",
     record=QmatmulCall,
@@ -253,6 +259,7 @@ SPEC = OpSpec(
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(
         GRAD,

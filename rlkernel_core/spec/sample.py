@@ -154,6 +154,10 @@ def _needs(call: SampleCall) -> frozenset[str]:
     return request_needs(call) | (frozenset({"bias"}) if call.bias is not None else frozenset())
 
 
+def _sizes(call: SampleCall) -> dict[str, int]:
+    return {"rows": call.logits.shape[0], "vocab": call.vocab_size or call.logits.shape[1]}
+
+
 SPEC = OpSpec(
     name="sample",
     record=SampleCall,
@@ -161,6 +165,7 @@ SPEC = OpSpec(
     primary="logits",
     varying=("seed", "step"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(*FEATURES, Feature("bias", "values added to some logits")),
     clauses=(*CLAUSES, *owed("SA")),

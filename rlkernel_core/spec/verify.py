@@ -145,6 +145,11 @@ def _needs(call: VerifyCall) -> frozenset[str]:
 
 _OWN = ("slot", "stream", "entropy", "kept_ids", "top_n:raw", "top_n:processed")
 
+
+def _sizes(call: VerifyCall) -> dict[str, int]:
+    return {"rows": call.target_logits.shape[0], "vocab": call.vocab_size or call.target_logits.shape[1]}
+
+
 SPEC = OpSpec(
     name="verify",
     record=VerifyCall,
@@ -152,6 +157,7 @@ SPEC = OpSpec(
     primary="target_logits",
     varying=("seed", "step"),
     check=check,
+    sizes=_sizes,
     needs=_needs,
     features=(
         *(f for f in FEATURES if f.name not in _OWN),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Limits, Requires
 from rlkernel_core.spec import OPERATORS
 
 # wgmma, TMA, clusters: compute capability 9.0 and no other.
@@ -36,6 +36,11 @@ QUANTISED: Final = frozenset(
     }
 )  # fmt: skip
 
+# Coordinates of a tile are 32-bit numbers, of both signs.
+COORDINATES: Final = Limits(max_rows=2**30 - 1, max_vocab=2**30 - 1)
+# 256 tiles of 1024 logits, whose statistics are kept for a row.
+SAMPLED: Final = Limits(max_rows=2**27 - 1, max_vocab=256 * 1024, layouts=("contiguous_last_dim",))
+
 
 def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
@@ -44,6 +49,8 @@ def _impl(op: str) -> Impl:
         target=f"rlkernel_cuda.{op}:{op}",
         requires=HOPPER,
         supports=spec.feature_names - WITHOUT[op],
+        limits=COORDINATES,
+        workspace=f"rlkernel_cuda.{op}:workspace",
         check=f"rlkernel_cuda.{op}:fits",
     )
 
@@ -54,6 +61,7 @@ SAMPLE: Final = Impl(
     requires=SAMPLER,
     supports=CLAIMED,
     prepared=True,
+    limits=SAMPLED,
     check="rlkernel_cuda.sampling.call:fits",
 )
 

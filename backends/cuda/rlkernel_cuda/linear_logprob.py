@@ -60,6 +60,18 @@ def fits(call: LinearLogprobCall) -> Reason | None:
     return None
 
 
+def workspace(call: LinearLogprobCall) -> int:
+    """Most bytes of a call beyond its results and gradients; of one whose limit is too low, the least."""
+    hidden, weight, bias, N = call.hidden, call.weight, call.bias, call.ids.numel()
+    if not N:
+        return 0
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    flat = hidden.reshape(N, hidden.shape[-1])
+    size = size_of(hidden, flat, weight, bias, call.mask, call.group, wanted=wanted)
+    found = plan.choose(size, mode=call.backward, backward=wanted, limit=call.max_workspace_bytes)
+    return (found or plan.least(size, mode=call.backward, backward=wanted)).bytes
+
+
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 

@@ -44,15 +44,42 @@ def fits(call: LinearPolicyLossCall) -> Reason | None:
     return head_alone.fits(LinearLogprobCall.of(call))
 
 
+def workspace(call: LinearPolicyLossCall) -> int:
+    """Most bytes of a call beyond its results and gradients.
+
+    Raises:
+        ArgumentError: `max_workspace_bytes` is below the least, as the call itself says.
+    """
+    hidden, weight, bias, N = call.hidden, call.weight, call.bias, call.ids.numel()
+    if not N:
+        return 0
+    counted = _counted(call.ids, call.mask, call.cu_seqlens)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    way = _way(
+        hidden, weight, bias, counted, call.max_workspace_bytes, call.group, wanted=wanted, token=_by_token(call)
+    )
+    loss = PER_ROW * plan.round_up(N, plan.ROWS)
+    if way.block is None:
+        head = LinearLogprobCall.of(call, backward=way.mode, max_workspace_bytes=way.limit)
+        return head_alone.workspace(head) + loss
+    size = head_alone.size_of(hidden, hidden.reshape(N, -1), weight, bias, counted, call.group, wanted=wanted)
+    return _fused(size, way.block) + loss
+
+
+def _by_token(call: LinearPolicyLossCall) -> bool:
+    """Whether the loss of a token needs nothing of other blocks."""
+    # A block's dX would have to meet those of the other ranks: with a group the head goes alone.
+    known = call.old_logprob is not None or call.rollout_logprob is None
+    return spec.configure(call).level == "token" and known and call.group is None
+
+
 def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
     """The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`."""
     hidden, weight, ids, bias, group = call.hidden, call.weight, call.ids, call.bias, call.group
     config = spec.configure(call)
     counted = _counted(ids, call.mask, call.cu_seqlens)
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    # A block's dX would have to meet those of the other ranks: with a group the head goes alone.
-    token = config.level == "token" and (call.old_logprob is not None or call.rollout_logprob is None) and group is None
-    way = _way(hidden, weight, bias, counted, call.max_workspace_bytes, group, wanted=wanted, token=token)
+    way = _way(hidden, weight, bias, counted, call.max_workspace_bytes, group, wanted=wanted, token=_by_token(call))
     if way.block is None:
         head = LinearLogprobCall.of(call, backward=way.mode, max_workspace_bytes=way.limit)
         return head_then_loss(head_alone.linear_logprob, head, call)

@@ -24,6 +24,7 @@ class Claim:
     dtypes: tuple[str, ...] = FLOATS  # of the primary tensor; empty for any
     without: frozenset[str] = frozenset()  # features of the spec that are not claimed
     only: frozenset[str] | None = None  # features that are claimed; None for all
+    workspace: str | None = None  # tells the memory of a call, see rlkernel_core.manifest.Impl
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
     prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
@@ -54,7 +55,9 @@ _AFTER: Final = frozenset({
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
-    "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
+    "linear_logprob": Claim(
+        "rlkernel_triton.linear_logprob:linear_logprob", workspace="rlkernel_triton.linear_logprob:workspace"
+    ),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
     "verify": Claim("rlkernel_triton.verify:verify"),
@@ -69,7 +72,9 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
     ),
     "linear_policy_loss": Claim(
-        "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
+        "rlkernel_triton.linear_policy_loss:linear_policy_loss",
+        without=frozenset({"mixed_dtypes", "support"}),
+        workspace="rlkernel_triton.linear_policy_loss:workspace_of",
     ),
     "policy_loss": Claim(
         "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
@@ -95,6 +100,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             ),
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             prepared=claim.prepared,
+            workspace=claim.workspace,
             check=claim.check,
         )
 

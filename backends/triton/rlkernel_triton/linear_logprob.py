@@ -27,6 +27,25 @@ from rlkernel_triton.logprob import law, per_row
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
 
+def workspace(call: LinearLogprobCall) -> int:
+    """Most bytes of a call, forward and backward, beyond its results and gradients.
+
+    Raises:
+        ArgumentError: `max_workspace_bytes` is below the least, as the call itself says.
+    """
+    size = _size(call)
+    return head_workspace.workspace(head_workspace.plan(call.backward, call.max_workspace_bytes, size), size)
+
+
+def _size(call: LinearLogprobCall) -> head_workspace.Size:
+    """What the memory of a call depends on."""
+    hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
+    item = max(x.element_size() for x in (hidden, weight))
+    columns = tile_of(hidden, weight, sweep_kind(call.softcap, call.support is not None)).BN
+    ranks = 1 if call.group is None else call.group.size()
+    return head_workspace.Size(N, D, V, item, columns, call.support is not None, ranks)
+
+
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 
@@ -34,17 +53,7 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     """
     hidden, weight, ids, support, group = call.hidden, call.weight, call.ids, call.support, call.group
     shape, N, (V, D) = ids.shape, ids.numel(), weight.shape
-    item = max(x.element_size() for x in (hidden, weight))
-    ranks = 1 if group is None else group.size()
-    size = head_workspace.Size(
-        N,
-        D,
-        V,
-        item,
-        tile_of(hidden, weight, sweep_kind(call.softcap, support is not None)).BN,
-        support is not None,
-        ranks,
-    )
+    size = _size(call)
     plan = head_workspace.plan(call.backward, call.max_workspace_bytes, size)
     T, counted = per_row(call.temperature, shape), None if call.mask is None else call.mask.reshape(-1).contiguous()
     flat, whole, offset = ids.reshape(-1).contiguous(), V, None

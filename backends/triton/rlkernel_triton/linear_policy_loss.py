@@ -26,6 +26,7 @@ from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.linear_logprob import linear_logprob
+from rlkernel_triton.linear_logprob import workspace as head_memory
 from rlkernel_triton.logprob import per_row, slopes, statistics
 from rlkernel_triton.loss_batch import LossBatch, scaled
 from rlkernel_triton.policy_loss import policy_loss
@@ -113,6 +114,18 @@ def head_then_loss(
     result = policy_loss(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
     entropy = None if law.entropy is None else law.entropy.detach()
     return LossResult(result.loss, result.stats, law.logprob.detach(), entropy)
+
+
+def workspace_of(call: LinearPolicyLossCall) -> int:
+    """Most bytes of a call beyond its results and gradients; with a group, those of linear_logprob and the loss.
+
+    Raises:
+        ArgumentError: `max_workspace_bytes` is below the least, as the call itself says.
+    """
+    N, (V, D), item = call.ids.numel(), call.weight.shape, call.hidden.element_size()
+    if call.group is not None:
+        return head_memory(LinearLogprobCall.of(call)) + _PER_ROW * (N + BLOCK)
+    return workspace(rows_of_a_block(N, D, V, item, call.max_workspace_bytes), N, D, V, item)
 
 
 def workspace(R: int, N: int, D: int, V: int, itemsize: int) -> int:

@@ -37,6 +37,16 @@ fallback = "warn"
 # Features that every implementation must claim, e.g. ["batch_invariant"]; operators that cannot have one ignore it.
 need = []
 
+# Profiler ranges around each call: rlkernel.<operator> <backend> <decision>, in torch's profiler and in NVTX or ROCTX.
+profile = false
+
+# Compare every so many-th call of a shape with the reference, which runs beside it, and tell differences; 0 is off.
+audit = 0
+
+# Most bytes that a call may need on its device beyond its results; left out, what is free there when a shape is
+# planned.
+# max_workspace_bytes = 4294967296
+
 # A backend's self-test before its first use: in a process of its own ("subprocess"), in this one where a second
 # process cannot have the device ("inprocess"), or not at all ("off").
 probe = "subprocess"
@@ -44,7 +54,7 @@ probe = "subprocess"
 # What may run, to the version: written by `rlkernel lock`. A rlkernel.lock in the working folder counts by itself.
 # lock = "rlkernel.lock"
 
-# The same keys for one operator: order, fallback, need.
+# The same keys for one operator: order, fallback, need, profile, audit, max_workspace_bytes.
 [rlkernel.ops.logprob]
 fallback = "error"
 """
@@ -94,9 +104,14 @@ def _rules(rules: OpPolicy, prefix: str) -> Iterator[tuple[str, Any]]:
     yield f"{prefix}order", list(rules.order)
     yield f"{prefix}fallback", rules.fallback
     yield f"{prefix}need", sorted(rules.need)
+    yield f"{prefix}profile", rules.profile
+    yield f"{prefix}audit", rules.audit
+    yield f"{prefix}max_workspace_bytes", rules.max_workspace_bytes
 
 
-def _said(value: list[str] | str | None) -> str:
+def _said(value: list[str] | str | int | None) -> str:
     if value is None:
         return "none"
-    return value if isinstance(value, str) else "[" + ", ".join(value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(value) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

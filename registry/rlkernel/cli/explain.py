@@ -34,6 +34,12 @@ def command(
     dtype: Dtype = None,
     grad: Annotated[bool, typer.Option("--grad", help="The call needs gradients.")] = False,
     need: Need = None,
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Rows (tokens) of the call, for limits. Left out, any.")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(metavar="V", min=1, help="Ids of its vocabulary, for limits. Left out, any.")
+    ] = None,
     order: Order = None,
     everyone: Annotated[
         bool, typer.Option("--all", help="Judge the installed backends outside the order too, as if named last.")
@@ -49,7 +55,7 @@ def command(
     """
     wanted = features(need, op)
     with ordered(order), _judging_all([op] if op else OPERATORS, everyone=everyone):
-        situation = Situation(device or "cpu", arch, dtype, grad, wanted)
+        situation = Situation(device or "cpu", arch, dtype, grad, wanted, rows, vocab)
         decisions = survey(situation) if op is None else [foresee(op, situation)]
     if json:
         print_json([d.as_dict() for d in decisions] if op is None else decisions[0].as_dict())

@@ -124,6 +124,9 @@ def _print_run(run: Path, *, json: bool) -> None:
     print_table(columns, rows, title=str(run))
     for said in fallbacks(r.decision for r in ran):
         typer.echo(f"fallback  {said}")
+    for r in ran:
+        if r.audit is not None:
+            typer.echo(f"audit {r.decision.call}: {r.backend}, {r.audit}")
     for through in hosts:
         typer.echo(f"through {through}")
     for held in planned:

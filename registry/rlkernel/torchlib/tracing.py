@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rlkernel import policy
 from rlkernel.decide import Bound, call_of, choose, place, planned
+from rlkernel.limits import question
 from rlkernel.plans import Plan, Table, key_or_none
 from rlkernel.resolve import claims
 from rlkernel.torchlib import nodes
@@ -116,7 +117,8 @@ def _chosen(
         return f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}", _ByShape(op)
     bound = Bound(OPERATORS[op], choose(spec, given))
     chosen = bound.choice.decision
-    return f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash}", lambda _, run: bound.lookup(run)
+    name = f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash} {chosen.policy.watched}".rstrip()
+    return name, lambda _, run: bound.lookup(run)
 
 
 class _ByShape:
@@ -141,14 +143,14 @@ def _digest(*what: object) -> str:
 
 
 def _looks_at_sizes(op: str, device: str) -> bool:
-    """Whether an implementation that the policy permits on this device has a check of its own."""
+    """Whether an implementation that the policy permits on this device has limits or a check of its own."""
     spec, kind = OPERATORS[op], device.partition(":")[0]
     order, installed = policy.policy_for(policy.current(), spec)[0].order, policy.installed()
     for name in installed:
         if name in order or (AUTO in order and installed.listed(name).tier is not None):
             manifest = installed[name].manifest
             impls = manifest.of(spec.id) if manifest else ()
-            if any(impl.check and claims(impl.requires.device, kind) for impl in impls):
+            if any(question(impl) and claims(impl.requires.device, kind) for impl in impls):
                 return True
     return False
 
