@@ -178,7 +178,6 @@ def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
     """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
     choice = choose(spec, call)
     bound = Bound(spec, Choice(choice.function, choice.prepared, choice.decision))
-    bound.plan_for(key_or_none(spec.name, call), call)
     policy.current().bound[spec.name].append(bound.choice)
     return bound
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rlkernel import limits, policy
-from rlkernel.decide import call_of, chosen, facts_for, place
+from rlkernel.decide import Verdicts, call_of, chosen, facts_for, place
 from rlkernel.resolve import resolve
 from rlkernel.wording import explanation
 from rlkernel_core.decision import Call, Decision

@@ -141,7 +141,7 @@ def key_function(op: str) -> Callable[[Any], Any]:
     scope: dict[str, Any] = {"_key_of": key_of, "_grad": torch.is_grad_enabled}
     found = ", ".join(parts(OPERATORS[op], OPERATORS[op].parameters, "call."))
     source = f"def key(call):\n    return ({found}, _grad())\n"
-    exec(compile(source, f"<key of {op}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
+    exec(compile(source, f"<rlkernel.{op}: key>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     function: Callable[[Any], Any] = scope["key"]
     return function
 
