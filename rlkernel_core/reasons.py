@@ -55,7 +55,7 @@ STAGES: Final[dict[str, dict[str, str]]] = {
         "check-failed": "the implementation's check raised, or returned neither None nor a Reason of this stage",
     },
     "memory": {
-        "insufficient": "the call needs more memory than is free on the device, or than the policy allows",
+        "insufficient": "the call needs more memory than the policy allows",
         "workspace-failed": "the function that tells what memory a call needs raised, or returned no number of bytes",
     },
     "probe": {

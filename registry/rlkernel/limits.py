@@ -1,11 +1,9 @@
 """Limits of implementations as data: sizes and layouts that a manifest states, and the memory that a call needs.
 
 A manifest's `limits` are compared with the sizes of the call, and its `workspace` function tells how many bytes the
-call needs on its device beyond its results. That is compared with `max_workspace_bytes` of the policy where it is set,
-else with what is free on the device, memory that torch keeps for reuse included. All of it is asked when a shape is
-planned or explained, never at a call.
-
-Imports torch only to ask a device.
+call needs on its device beyond its results. That is compared with `max_workspace_bytes` of the policy where it is set:
+never with what happens to be free, by which ranks of one run would choose differently. All of it is asked when a shape
+is planned or explained, never at a call. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from rlkernel_core.decision import Room
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.tree import first_tensor
 
 if TYPE_CHECKING:
     from rlkernel_core.manifest import Impl, Limits
@@ -51,7 +48,7 @@ def answer(
         asked: what is asked.
         call: the record.
         checked: asks the implementation's own check.
-        budget: most bytes that a call may need beyond its results; None for what is free on its device.
+        budget: most bytes that a call may need beyond its results; None for any.
     """
     spec = OPERATORS[asked.op.partition("@")[0]]
     said = None
@@ -89,15 +86,15 @@ def _layout(limits: Limits, name: str, x: Any) -> Reason | None:
 
 def _memory(target: str, call: Any, budget: int | None) -> Reason | None:
     """A reason where the call needs more memory than it may take."""
+    if budget is None:
+        return None
     needed = workspace(target, call)
     if isinstance(needed, Reason):
         return needed
-    most = free(call) if budget is None else budget
-    if most is None or needed <= most:
+    if needed <= budget:
         return None
-    whose = "are free on its device" if budget is None else "is max_workspace_bytes of the policy"
-    text = f"the call needs {needed} bytes beyond its results, and {most} {whose}"
-    fix = "call it on fewer rows, pass max_workspace_bytes where the operator has it, or free memory"
+    text = f"the call needs {needed} bytes beyond its results, and {budget} is max_workspace_bytes of the policy"
+    fix = "call it on fewer rows, or pass max_workspace_bytes where the operator has it"
     return Reason("memory", "insufficient", text, fix)
 
 
@@ -113,17 +110,6 @@ def workspace(target: str, call: Any) -> int | Reason:
         return said
     text = brief(error) if error is not None else f"it returned {said!r}"
     return Reason("memory", "workspace-failed", f"{target}: {text}", "report it to the plugin's author")
-
-
-def free(call: Any) -> int | None:
-    """Bytes that a call may still take on its device; None where its device does not say, as a CPU does not."""
-    import torch
-
-    x = first_tensor(call)
-    if x is None or not x.is_cuda or not torch.cuda.is_available():
-        return None
-    kept = torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)
-    return int(torch.cuda.mem_get_info(x.device)[0]) + kept
 
 
 def room(impl: Impl, call: Any = None) -> Room | None:
