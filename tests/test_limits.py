@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 
 import rlkernel as rlk
-from rlkernel import limits
 from rlkernel_core.errors import ConfigError, FallbackError, FallbackWarning, ResolutionError
 from rlkernel_core.manifest import Limits
 from rlkernel_core.spec import OPERATORS

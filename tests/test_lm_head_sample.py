@@ -232,8 +232,7 @@ def test_bad_arguments_are_named(wrong, argument) -> None:
 
 def test_every_feature_is_needed_by_some_call() -> None:
     spec = OPERATORS["lm_head_sample"]
-    defaults = {n: p.default for n, p in spec.parameters.items()} | {"hidden": torch.zeros(1, 1), "seed": 0, "step": 0}
-    defaults |= {"weight": torch.zeros(1, 1)}
-    assert spec.needs(defaults) == frozenset()
-    head = {"weight": torch.zeros(1, 1).half(), "bias": 0, "logit_bias": 0, "logit_scale": 2.0, "softcap": 1.0}
-    assert spec.needs(defaults | head) == {"mixed_dtypes", "bias", "logit_bias", "logit_scale", "softcap"}
+    x, given = torch.zeros(1, 1), {"seed": 0, "step": 0}
+    assert spec.needs(spec.call(x, x, **given)) == frozenset()
+    head = spec.call(x, x.half(), **given, bias=0, logit_bias=0, logit_scale=2.0, softcap=1.0)
+    assert spec.needs(head) == {"mixed_dtypes", "bias", "logit_bias", "logit_scale", "softcap"}

@@ -138,6 +138,5 @@ def test_the_spec_is_whole():
     assert isinstance(buf, RolloutBuffer)
     assert len(spec.clauses) == len({c.id for c in spec.clauses})
     assert {c.feature for c in spec.clauses} - {None} <= spec.feature_names
-    defaults = {p.name: p.default for p in spec.parameters.values()}
-    assert spec.needs(defaults) == {"on_full:raise"}
-    assert spec.where(defaults | {"device": "meta"}) == "meta"
+    assert spec.needs(spec.call(8, 2)) == {"on_full:raise"}
+    assert spec.where(spec.call(8, 2, device="meta")) == "meta"

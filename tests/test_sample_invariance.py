@@ -233,21 +233,21 @@ def test_asking_for_the_support_without_keeping_ids_is_refused() -> None:
 
 def test_needs_name_every_feature_but_the_invariants() -> None:
     spec = OPERATORS["sample"]
-    defaults = {n: p.default for n, p in spec.parameters.items()} | {"logits": X, "seed": 0, "step": 0}
-    everything = defaults | {
+    needs = {"logits": X, "seed": 0, "step": 0}
+    everything = needs | {
         "temperature": ONES, "top_k": 1, "top_p": 0.5, "min_p": 0.1, "penalties": Penalties(), "allowed": WORDS,
         "bias": 0, "banned": 0, "tie": "keep_all", "vocab_size": 3, "slot": ONES, "raw_logprob": True, "top_n": 1,
         "entropy": True, "kept_capacity": 1, "stream": 1, "rank": True,
     }  # fmt: skip
     needed = frozenset().union(
         *(
-            spec.needs(everything | {"filter_order": order, "top_n_from": law})
+            spec.needs(spec.call(**everything, filter_order=order, top_n_from=law))
             for order in ("joint", "topp_topk")
             for law in ("raw", "processed")
         )
     )
     assert needed == spec.feature_names - {"deterministic", "batch_invariant", "capturable"}
-    assert spec.needs(defaults) == frozenset()
+    assert spec.needs(spec.call(**needs)) == frozenset()
 
 
 def test_every_feature_has_a_clause() -> None:
