@@ -91,9 +91,9 @@ def test_the_spec_is_whole():
     assert isinstance(capture(double, (torch.zeros(1),)), GraphedCallable)
     assert len(spec.clauses) == len({c.id for c in spec.clauses})
     assert {c.feature for c in spec.clauses} - {None} <= spec.feature_names
-    defaults = {p.name: p.default for p in spec.parameters.values()} | {"example": (torch.zeros(1),)}
-    assert {"outputs:clone", "rng:follow", "on_guard_fail:recapture", "on_capture_error:raise"} == spec.needs(defaults)
-    assert spec.where(defaults) is defaults["example"][0]
+    call = spec.call(double, (torch.zeros(1),))
+    assert {"outputs:clone", "rng:follow", "on_guard_fail:recapture", "on_capture_error:raise"} == spec.needs(call)
+    assert spec.where(call) is call.example[0]
 
 
 @pytest.mark.parametrize("mode", ["clone", "view"])
