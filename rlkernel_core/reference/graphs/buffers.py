@@ -34,7 +34,6 @@ class StaticInputs:
         self.wants_grad = tuple(
             k.requires_grad for k in (reading.key[1][i] for i in self.copied) if isinstance(k, TensorKey)
         )
-        self._shielded = torch.is_inference_mode_enabled() or any(self.wants_grad)
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +51,7 @@ class StaticInputs:
         alike: dict[Hashable, list[int]] = {}
         for i, x in into.items():
             alike.setdefault(i if i in reading.strangers else x.dtype, []).append(i)
-        copies = [_copy([into[i] for i in at], at, len(reading.leaves)) for at in alike.values()]
+        copies = [_copy([into[i] for i in at], at, len(reading.key[1])) for at in alike.values()]
         padded = [
             (buffer.narrow(dim, true, size - true), self._layout.pad[i])
             for i, buffer in zip(self.copied, self.tensors, strict=True)
@@ -61,7 +60,8 @@ class StaticInputs:
         ]
         given = [size[0] for size, bucket in zip(reading.sizes, self._buckets, strict=True) if bucket.valid]
         constants = [*padded, *zip(self._valid, given, strict=True)]  # fn may have written there
-        if len(copies) == 1 and not constants and not self._shielded:
+        shield = any(self.wants_grad)  # the buffers would keep the history of their copies
+        if len(copies) == 1 and not constants and not shield:
             return copies[0]
 
         def fill(leaves: Sequence[Any]) -> None:
@@ -74,7 +74,7 @@ class StaticInputs:
             with torch.inference_mode(mode=False), torch.no_grad():  # in this order: the former turns gradients on
                 fill(leaves)
 
-        return shielded if self._shielded else fill  # the key holds both modes, so that this is so at every call
+        return shielded if shield else fill
 
     def filled_bytes(self, reading: Reading) -> int:
         """Bytes that one call like this one copies."""
