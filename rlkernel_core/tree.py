@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rlkernel_core import checks
@@ -33,6 +34,15 @@ class Structure(NamedTuple):
     def build(self, leaves: Sequence[Any]) -> Any:
         """The nested value whose leaves, in order, are `leaves`."""
         return leaves[0] if self.container is None else self._build(iter(leaves))
+
+    def builder(self) -> Callable[[Sequence[Any]], Any]:
+        """`build`, found once for the structures that are built often: one leaf, or a flat tuple, list or dict."""
+        cls, keys = self.container, self.keys
+        if cls is None:
+            return itemgetter(0)
+        if cls in {tuple, list, dict} and all(child.container is None for child in self.children):
+            return cls if cls is not dict else lambda leaves: dict(zip(keys, leaves, strict=True))
+        return self.build
 
     def _build(self, leaves: Iterator[Any]) -> Any:
         cls = self.container

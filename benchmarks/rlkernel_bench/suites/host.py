@@ -70,17 +70,20 @@ _FIRST: Final = {
     for case in CASES
     if case.op != "rollout_buffer" and (case.op != "advantage" or case.options["kind"] in _KINDS)
 }
-_REPLAYED: Final = Work(
-    "host",
-    "capture",
-    {"N": 1024},
-    task="replay",
-    dtype="float32",
-    options={"batch": 50},
-    goals=_goal(_REPLAY),
-    ruler=BARE,
-    clock="host",
-    why="a replay of one small kernel, its input copied in and its output out, beside CUDAGraph.replay alone",
+_REPLAYED: Final = tuple(
+    Work(
+        "host",
+        "capture",
+        {"N": 1024, "inputs": inputs},
+        task="replay",
+        dtype="float32",
+        options={"batch": 50},
+        goals=_goal(_REPLAY),
+        ruler=BARE,
+        clock="host",
+        why="a replay of two small kernels, inputs copied in and the output out, beside CUDAGraph.replay alone",
+    )
+    for inputs in (1, 8)
 )
 _STUBS: Final = {
     case: replace(
@@ -93,7 +96,7 @@ _STUBS: Final = {
 _OF: Final = {
     (work.op, work.name): case for table in (_FORWARD, _BACK, _GRAPHS, _FIRST, _STUBS) for case, work in table.items()
 }
-_EAGER: Final = (*_FORWARD.values(), *_BACK.values(), _REPLAYED, *_STUBS.values())
+_EAGER: Final = (*_FORWARD.values(), *_BACK.values(), *_REPLAYED, *_STUBS.values())
 WORKS: Mapping[str, tuple[Work, ...]] = {
     "toy": (
         *(work for work in _EAGER if work.op != "advantage" or work.options["kind"] in _KINDS),
@@ -106,7 +109,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
 def problem(work: Work, device: str) -> Problem:
     """See `rlkernel_bench.suites`."""
     if work.op == "capture":
-        return Problem(work, lambda seed: {"x": Draw(device, seed).normal(1024)}, {}, step, _judge_all)
+        return Problem(work, partial(_replayed_inputs, work, device), {}, step, _judge_all)
     case = case_of(work)
     make = partial(_made, case, device, backward=work.backward)
     if work.task == "first call":
@@ -114,6 +117,11 @@ def problem(work: Work, device: str) -> Problem:
     if work.task == "dispatch":
         return Problem(work, make, {}, lambda _: RESULTS[work.op], _judge_stub, within=standing_in)
     return Problem(work, make, {}, partial(_defined, case, work), _judge_all)
+
+
+def _replayed_inputs(work: Work, device: str, seed: int) -> Inputs:
+    draw = Draw(device, seed)
+    return {f"x{i}": draw.normal(work.sizes["N"]) for i in range(work.sizes["inputs"])}
 
 
 def case_of(work: Work) -> Case:
@@ -289,11 +297,12 @@ def _graphs(case: Case, problem: Problem, device: str, use: Sequence[str]) -> li
 
 
 def _replays(work: Work, device: str, use: Sequence[str]) -> list[Candidate]:
-    """One small kernel in a graph: replayed alone, with its input and output copied, and by rlkernel.capture."""
+    """Two small kernels in a graph: replayed alone, with inputs and output copied by hand, and by rlkernel.capture."""
     gpu = device.startswith("cuda")
     found = [Candidate(BARE, "ruler", run=bare_replay(step) if gpu else step)]
     if gpu:
-        found.append(Candidate("replay and copies", "peer", run=copied_step()))
+        found.append(Candidate("replay and copies", "peer", run=copied_step(together=False)))
+        found.append(Candidate("replay and one copy", "peer", run=copied_step(together=True)))
     for name in _named(work, device, use):
         if policy.installed()[name].reason is None:
             for way, outputs in (("eager", "clone"), ("view", "view")):

@@ -13,8 +13,13 @@ from rlkernel_bench.work import Call, Inputs, Outputs
 
 
 def step(given: Inputs) -> Outputs:
-    """One small kernel."""
-    return {"y": given["x"] * 2 + 1}
+    """Two small kernels, of the first and the last input."""
+    return {"y": of_ends(*given.values())}
+
+
+def of_ends(*inputs: Tensor) -> Tensor:
+    """Of as many inputs as a call has: all are copied, two are read."""
+    return inputs[0] * 2 + inputs[-1]
 
 
 def recorded(fn: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
@@ -58,16 +63,20 @@ def graphed(call: Call, names: Sequence[str]) -> Call:
     return run
 
 
-def copied_step() -> Call:
-    """A replay with its input copied in and its output out, by hand."""
-    held: list[tuple[Tensor, torch.cuda.CUDAGraph, Outputs]] = []
+def copied_step(*, together: bool) -> Call:
+    """A replay with its inputs copied in and its output out, by hand: one by one, or by one launch for all inputs."""
+    held: list[tuple[list[Tensor], torch.cuda.CUDAGraph, Outputs]] = []
 
     def run(given: Inputs) -> Outputs:
         if not held:
-            x = given["x"].clone()
-            held.append((x, *recorded(lambda: step({"x": x}))))
-        x, graph, out = held[0]
-        x.copy_(given["x"])
+            kept = {name: x.clone() for name, x in given.items()}
+            held.append((list(kept.values()), *recorded(lambda: step(kept))))
+        buffers, graph, out = held[0]
+        if together:
+            torch._foreach_copy_(buffers, list(given.values()))
+        else:
+            for buffer, x in zip(buffers, given.values(), strict=True):
+                buffer.copy_(x)
         graph.replay()
         return {"y": out["y"].clone()}
 
@@ -80,7 +89,7 @@ def captured_step(outputs: str) -> Call:
 
     def run(given: Inputs) -> Outputs:
         if not held:
-            held.append(rlk.capture(lambda x: x * 2 + 1, (given["x"],), outputs=outputs))
-        return {"y": held[0](given["x"])}
+            held.append(rlk.capture(of_ends, tuple(given.values()), outputs=outputs))
+        return {"y": held[0](*given.values())}
 
     return run

@@ -37,8 +37,13 @@ def rows_of(given: dict[str, Any]) -> int:
 def changed(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The result with every floating tensor replaced; an object with a life gives changed results."""
     if isinstance(out, Graphed):
-        call = out._replay
-        out._replay = lambda *args: changed(call(*args), change)
+        replaying = out._replaying
+
+        def changing(*given: Any) -> Callable[[Any], Any]:
+            run = replaying(*given)
+            return lambda leaves: changed(run(leaves), change)
+
+        out._replaying = changing  # type: ignore[method-assign]
         return out
     if hasattr(out, "reserve"):
         fill = out._staging.fill

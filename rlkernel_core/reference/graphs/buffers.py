@@ -6,8 +6,9 @@ Buffers are made outside inference mode, so that they can be filled in any mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from rlkernel_core.errors import CaptureError
 from rlkernel_core.reference.graphs.key import Reading, TensorKey
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import flatten
-
-PLANS: Final = 256  # sizes of one graph whose filling and cutting are kept ready
 
 
 class StaticInputs:
@@ -35,28 +34,24 @@ class StaticInputs:
         self.wants_grad = tuple(
             k.requires_grad for k in (reading.key[1][i] for i in self.copied) if isinstance(k, TensorKey)
         )
-        self._shielded = torch.is_inference_mode_enabled() or any(self.wants_grad)
-        self._plans: dict[Hashable, _Filling] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(x.nbytes for x in (*self.tensors, *self._valid))
 
-    def fill(self, reading: Reading) -> int:
-        """Copy a call's tensors in and pad the rest; returns the bytes copied."""
-        plan = self._plans.get((reading.sizes, reading.strangers)) or self._plan(reading)
-        if not self._shielded:  # the key holds both modes, so that this is so at every call
-            return plan.carry_out(reading.leaves)
-        with torch.inference_mode(mode=False), torch.no_grad():  # in this order: the former turns gradients on
-            return plan.carry_out(reading.leaves)
+    def fill(self, reading: Reading) -> None:
+        """Copy a call's tensors in and pad the rest."""
+        self.filling(reading)(reading.leaves)
 
-    def _plan(self, reading: Reading) -> _Filling:
-        into = {i: self.cut_input(i, x, reading) for i, x in zip(self.copied, self.tensors, strict=True)}
+    def filling(self, reading: Reading) -> Callable[[Sequence[Any]], object]:
+        """What fills the buffers with the leaves of a call like this one: copies them in and pads the rest."""
+        into = self._parts(reading)
         # One launch copies all tensors of a dtype, but only within one device.
         alike: dict[Hashable, list[int]] = {}
         for i, x in into.items():
             alike.setdefault(i if i in reading.strangers else x.dtype, []).append(i)
+        copies = [_copy([into[i] for i in at], at, len(reading.key[1])) for at in alike.values()]
         padded = [
             (buffer.narrow(dim, true, size - true), self._layout.pad[i])
             for i, buffer in zip(self.copied, self.tensors, strict=True)
@@ -64,15 +59,30 @@ class StaticInputs:
             if size > true
         ]
         given = [size[0] for size, bucket in zip(reading.sizes, self._buckets, strict=True) if bucket.valid]
-        plan = _Filling(
-            [([into[i] for i in at], None if at == list(range(len(reading.leaves))) else at) for at in alike.values()],
-            [*padded, *zip(self._valid, given, strict=True)],
-            sum(x.nbytes for x in into.values()),
-        )
-        if len(self._plans) >= PLANS:
-            self._plans.clear()
-        self._plans[reading.sizes, reading.strangers] = plan
-        return plan
+        constants = [*padded, *zip(self._valid, given, strict=True)]  # fn may have written there
+        shield = any(self.wants_grad)  # the buffers would keep the history of their copies
+        if len(copies) == 1 and not constants and not shield:
+            return copies[0]
+
+        def fill(leaves: Sequence[Any]) -> None:
+            for x, value in constants:
+                x.fill_(value)
+            for copy in copies:
+                copy(leaves)
+
+        def shielded(leaves: Sequence[Any]) -> None:
+            with torch.inference_mode(mode=False), torch.no_grad():  # in this order: the former turns gradients on
+                fill(leaves)
+
+        return shielded if shield else fill
+
+    def filled_bytes(self, reading: Reading) -> int:
+        """Bytes that one call like this one copies."""
+        return sum(x.nbytes for x in self._parts(reading).values())
+
+    def _parts(self, reading: Reading) -> dict[int, Tensor]:
+        """For each copied leaf the part of its buffer that it goes to."""
+        return {i: self.cut_input(i, x, reading) for i, x in zip(self.copied, self.tensors, strict=True)}
 
     def cut_input(self, i: int, x: Tensor, reading: Reading) -> Tensor:
         """The rows of a padded input that hold the call's values."""
@@ -90,21 +100,16 @@ class StaticInputs:
         return fn(*args, **kwargs, **dict(zip(names, self._valid, strict=True)))
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """How the buffers are filled for one set of sizes."""
-
-    copies: list[tuple[list[Tensor], list[int] | None]]  # parts of buffers, and the leaves that go there; None: all
-    constants: list[tuple[Tensor, float]]  # padding and true sizes: fn may have written there
-    nbytes: int
-
-    def carry_out(self, leaves: list[Any]) -> int:
-        """Copy and pad; returns the bytes copied."""
-        for x, value in self.constants:
-            x.fill_(value)
-        for into, at in self.copies:
-            torch._foreach_copy_(into, leaves if at is None else [leaves[i] for i in at])
-        return self.nbytes
+def _copy(into: list[Tensor], at: list[int], leaves: int) -> Callable[[Sequence[Any]], object]:
+    """What copies the leaves at these places, of so many, into these tensors."""
+    if len(into) == 1:
+        copy, i = into[0].copy_, at[0]
+        return lambda given: copy(given[i])
+    copy_all = partial(torch._foreach_copy_, into)
+    if len(into) == leaves:
+        return copy_all
+    pick = itemgetter(*at)
+    return lambda given: copy_all(pick(given))
 
 
 def _allocate(key: Any, device: torch.device) -> Tensor:

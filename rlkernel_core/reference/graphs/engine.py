@@ -1,12 +1,15 @@
 """The graphed callable: its life cycle, its guards, and the path of a call.
 
-One call, under the group's lock: state, guard, key, capture if new, copy inputs, replay, cut, clone.
+One call, under the group's lock: state, order of streams, guard, likeness; then the route of calls like it, which
+copies inputs, replays and hands out outputs. A call of no known likeness is read into its key, and captured if that is
+new. There is one table of routes (`GraphTable.routes`), empty again whenever a graph or a failure is forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, CaptureError
 from rlkernel_core.reference.graphs.buffers import run_plain
-from rlkernel_core.reference.graphs.graph import Graph, Options
+from rlkernel_core.reference.graphs.graph import Graph, Options, Run
 from rlkernel_core.reference.graphs.key import Reader, Reading
 from rlkernel_core.reference.graphs.recorder import Recorder
 from rlkernel_core.reference.graphs.resize import as_call, at_every_size, volume, without_static
@@ -48,6 +51,7 @@ class Graphed:
         self._table = GraphTable(fn, options, self._static, self._mutated, group, recorder, device)
         self._verify = recorder.verify if options.verify == "auto" else options.verify
         self._state, self._moved = READY, tuple[str, ...]()
+        self._order, self._looks = recorder.order, options.guard == "call"
         with group.lock:
             self._recorder.order()
             args, kwargs = as_call(example)
@@ -58,25 +62,20 @@ class Graphed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay fn on these inputs."""
-        with self.group.lock:
-            self._require_written()
-            self._require_open()
-            self._recorder.order()
-            if self._options.guard == "call" and self._state == READY and (changed := self._look()):
+        group = self.group
+        with group.lock:
+            if group.updates or self._state != READY:
+                self._require_written()
+                self._require_open()
+            self._order()
+            if self._looks and self._state == READY and (changed := self._look()):
                 self._guard_failed(changed)
-            reading = self._reader.read(args, kwargs)
-            if self._state == GUARDED:
-                if self._options.on_guard_fail == "raise":
-                    raise self._guard_error()
-                return self._eagerly("static tensors moved", reading)
-            if reading.over:
-                return self._eagerly("over the largest bucket", reading)
-            graph = self._table.of(reading)
-            if graph is None:
-                return self._eagerly("capture failed", reading)
-            if self._verify == "always" or (self._verify == "first" and not graph.verified):
-                return self._replay_verified(graph, reading)
-            return self._replay(graph, reading)
+            leaves = (*args, *kwargs.values()) if kwargs else args
+            likeness = self._reader.likeness(leaves, args, kwargs)
+            run = self._table.routes.get(likeness)
+            if run is None or self._state != READY:
+                return self._read_and_run(likeness, args, kwargs)
+            return run(leaves)
 
     def warm(self, examples: Iterable[Any] | None = None) -> int:
         """Capture these examples, or the first example at every bucket size, largest first."""
@@ -246,17 +245,37 @@ class Graphed:
             "Write weights in place (param.data.copy_), or call invalidate() to accept the new ones."
         )
 
+    def _read_and_run(self, likeness: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that no route is known for: read it, and keep what carries out the next ones like it."""
+        reading = self._reader.read(args, kwargs)
+        if self._state == GUARDED:
+            if self._options.on_guard_fail == "raise":
+                raise self._guard_error()
+            return self._eagerly("static tensors moved", reading)
+        if likeness is None:  # arguments in containers: alike if they were read alike
+            likeness = reading.key, reading.sizes, reading.strangers
+        run = self._table.routes.get(likeness)
+        if run is None:
+            graph = None if reading.over else self._table.of(reading)
+            if graph is not None and (self._verify == "always" or (self._verify == "first" and not graph.verified)):
+                return self._replay_verified(graph, reading)
+            described = replace(reading, leaves=())  # keeps no tensor alive
+            run = self._running_eagerly(described) if graph is None else self._replaying(graph, described)
+            self._table.keep(likeness, run)
+        return run(reading.leaves)
+
+    def _replaying(self, graph: Graph, reading: Reading) -> Run:
+        """What replays this graph for calls like this one."""
+        return graph.replaying(reading, self._options, self._table.tally)
+
+    def _running_eagerly(self, reading: Reading) -> Run:
+        """What runs calls like this one without a graph, and counts why."""
+        reason = "over the largest bucket" if reading.over else "capture failed"
+        return lambda leaves: self._eagerly(reason, replace(reading, leaves=leaves))
+
     def _eagerly(self, reason: str, reading: Reading) -> Any:
         self._table.tally.eager_calls[reason] += 1
         return run_plain(self._fn, reading, self._options.buckets, self._device)
-
-    def _replay(self, graph: Graph, reading: Reading) -> Any:
-        tally = self._table.tally
-        tally.copied_bytes += graph.inputs.fill(reading)
-        outputs = graph.replay(reading, self._options)
-        tally.replays += 1
-        tally.pad_rows += sum(padded - true for true, padded in reading.sizes)
-        return outputs
 
     def _replay_verified(self, graph: Graph, reading: Reading) -> Any:
         before = self._table.snapshot()
@@ -289,7 +308,7 @@ class Graphed:
             mutated, random = before.mutated(), before.random()
         finally:
             before.restore()
-        outputs = self._replay(graph, reading)
+        outputs = self._replaying(graph, reading)(reading.leaves)
         self._table.tally.verified += 1
         graph.verified = True
         return outputs, (

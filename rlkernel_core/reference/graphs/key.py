@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +19,10 @@ from rlkernel_core.reference.graphs.static import StaticSet
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import Structure, flatten
 
-SEEN: Final = 1024  # calls that are remembered as they were made, so that the next one like them is not read again
+# Asked at every call: bound here, and without a detour through Python.
+_grad, _inference, _autocast = torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled
+_deterministic, _precision = torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision  # noqa: SLF001
+_default_dtype, _Parameter = torch.get_default_dtype, torch.nn.Parameter
 _PLAIN: Final = frozenset({int, bool, str, type(None)})  # values that are equal exactly if their keys are
 
 
@@ -68,12 +71,12 @@ class Layout:
     pad: tuple[float, ...]  # per leaf
 
 
-@dataclass(slots=True)  # not frozen, which would triple the cost of making one at every call
+@dataclass(frozen=True)
 class Reading:
     """One call, read."""
 
     key: Key
-    leaves: list[Any]
+    leaves: Sequence[Any]
     layout: Layout
     sizes: tuple[tuple[int, int], ...]  # per bucket: (true, padded)
     over: str | None = None  # set when a size is above its largest bucket and the bucket says "eager"
@@ -93,50 +96,14 @@ class Reader:
     ) -> None:
         self._signature = _signature(fn)
         self._buckets, self._pad, self._static, self._device = tuple(buckets), dict(pad), static, device
+        self._device_type = device.type
         self._layouts: dict[Structure, Layout] = {}
-        self._seen: dict[Hashable, Reading] = {}
         for i, bucket in enumerate(self._buckets):
             if bucket.valid and self._signature is not None:
                 _keyword(f"buckets[{i}].valid", bucket.valid, self._signature)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
         """Read a call into its key, or say which argument cannot be captured."""
-        likeness = self._likeness(args, kwargs)
-        known = self._seen.get(likeness) if likeness is not None else None
-        if known is not None:
-            leaves = [*args, *kwargs.values()]
-            return Reading(known.key, leaves, known.layout, known.sizes, known.over, known.strangers)
-        reading = self._read(args, kwargs)
-        if likeness is not None:
-            if len(self._seen) >= SEEN:
-                self._seen.clear()
-            self._seen[likeness] = replace(reading, leaves=[])  # keeps no tensor alive
-        return reading
-
-    def _likeness(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        """What a call's key follows from, if that is told sooner than the key; None for nested arguments.
-
-        Two calls alike in this have one key, sizes and layout. The other way round need not be: this knows exact
-        sizes and strides.
-        """
-        seen: list[Hashable] = [len(args), *kwargs, ambient(self._device.type), self._static.training()]
-        names = self._static.names
-        for leaf in (*args, *kwargs.values()):
-            cls = leaf.__class__
-            if cls is Tensor or cls is torch.nn.Parameter:
-                strides = None if leaf.is_contiguous() else leaf.stride()
-                seen += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides)
-                if names:
-                    seen.append(names.get(id(leaf)))
-            elif cls in _PLAIN:
-                seen += (cls, leaf)
-            elif cls is float:
-                seen += (cls, leaf.hex())
-            else:
-                return None
-        return tuple(seen)
-
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
         leaves, structure = flatten((args, kwargs))
         layout = self._layouts.get(structure) or self._lay_out(structure, args, kwargs)
         over, sizes = None, tuple[tuple[int, int], ...]()
@@ -146,6 +113,37 @@ class Reader:
         key = Key((structure, leaf_keys, ambient(self._device.type), self._static.training()))
         strangers = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.device != self._device)
         return Reading(key, leaves, layout, sizes, over, strangers)
+
+    def likeness(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What everything in a call's reading but its leaves follows from, told sooner; None for nested arguments.
+
+        Asked at every call: a tensor may have changed its size, strides or device since the call before, a module its
+        mode, the thread its ambient modes. Two calls alike in this have one key, sizes and layout. The other way round
+        need not be: this knows exact sizes and strides.
+
+        Args:
+            leaves: the arguments, positional ones first.
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
+        static = self._static
+        training = static.training() if static.modules else ()
+        seen: list[Hashable] = [len(args), *kwargs, ambient(self._device_type), training]
+        names = static.names
+        for leaf in leaves:
+            cls = leaf.__class__
+            if cls is Tensor or cls is _Parameter:
+                if names:
+                    seen.append(names.get(id(leaf)))
+                strides = leaf.is_contiguous() or leaf.stride()
+                seen.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, strides))
+            elif cls in _PLAIN:
+                seen.append((cls, leaf))
+            elif cls is float:
+                seen.append((cls, leaf.hex()))
+            else:
+                return None
+        return tuple(seen)
 
     def _lay_out(self, structure: Structure, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layout:
         supplied = dict.fromkeys(b.valid for b in self._buckets if b.valid)
@@ -202,12 +200,12 @@ class Reader:
 def ambient(device_type: str) -> tuple[Hashable, ...]:
     """Modes that change what an operator does without being an argument; in the order of `AMBIENT`."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type),
-        torch._C._get_deterministic_algorithms(),  # noqa: SLF001  asked at every call, without a detour
-        torch._C._get_float32_matmul_precision(),  # noqa: SLF001
-        torch.get_default_dtype(),
+        _grad(),
+        _inference(),
+        _autocast(device_type) and torch.get_autocast_dtype(device_type),
+        _deterministic(),
+        _precision(),
+        _default_dtype(),
     )
 
 

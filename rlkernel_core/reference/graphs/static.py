@@ -34,7 +34,7 @@ class StaticSet:
 
     def accept(self) -> None:
         """Take the tensors as they are now for the right ones."""
-        self._modules = [m for name, s in self._sources for m in _modules(s)]
+        self.modules = [m for name, s in self._sources for m in _modules(s)]
         self._held = self.tensors()
         self._prints = {name: fingerprint(x) for name, x in self._held.items()}
         plain = all(checks.is_tensor(source) for _, source in self._sources)
@@ -62,7 +62,7 @@ class StaticSet:
 
     def training(self) -> tuple[bool, ...]:
         """Training flags of the modules: dropout and normalisation read them."""
-        return tuple([m.training for m in self._modules])
+        return tuple([m.training for m in self.modules])
 
 
 def _modules(source: Any) -> list[torch.nn.Module]:

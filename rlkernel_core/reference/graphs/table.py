@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from rlkernel_core.errors import CaptureError, FallbackWarning
 from rlkernel_core.ranks import Round
 from rlkernel_core.reference.graphs.agreement import agreement_of, described
 from rlkernel_core.reference.graphs.buffers import StaticInputs
-from rlkernel_core.reference.graphs.graph import Graph, Options
+from rlkernel_core.reference.graphs.graph import Graph, Options, Run
 from rlkernel_core.reference.graphs.key import Key, Reading, TensorKey, difference, varying
 from rlkernel_core.reference.graphs.recorder import Program, Recorder, Recording
 from rlkernel_core.reference.graphs.state import DeviceState
@@ -26,6 +25,7 @@ from rlkernel_core.reference.graphs.static import StaticSet
 from rlkernel_core.reference.graphs.tally import Tally
 from rlkernel_core.spec.graphed import CaptureGroup
 
+ROUTES: Final = 1024  # calls whose way to a result is kept
 REMEMBERED: Final = 1024  # keys without a graph whose story is kept: failed, evicted, forgotten
 
 _logger = logging.getLogger("rlkernel")
@@ -47,10 +47,11 @@ class GraphTable:
     ) -> None:
         self._fn, self._options, self._static, self._mutated = fn, options, static, mutated
         self._group, self._recorder, self._device = group, recorder, device
-        self._graphs: OrderedDict[Key, Graph] = OrderedDict()
+        self._graphs: dict[Key, Graph] = {}
         self._failed: dict[Key, str] = {}  # runs eagerly, because
         self._forgotten: dict[Key, str] = {}  # had a graph until
         self._churn_said = False
+        self.routes: dict[Hashable, Run] = {}  # likeness of a call -> what carries out calls like it
         self.agreement = agreement_of(fn, options, group)
         self.tally = Tally()
 
@@ -66,10 +67,16 @@ class GraphTable:
         """The graph of a call, captured if new; None if this key runs eagerly."""
         graph = self._graphs.get(reading.key)
         if graph is not None:
-            self._graphs.move_to_end(reading.key)
+            graph.used = self.tally.use()
         elif reading.key not in self._failed:
             graph = self._capture(reading)
         return graph
+
+    def keep(self, likeness: Hashable, run: Run) -> None:
+        """Carry out calls of this likeness so, until a graph or a failure is forgotten."""
+        if len(self.routes) >= ROUTES:
+            self.routes.clear()
+        self.routes[likeness] = run
 
     def forget(self, reason: str, *, failures: bool = False) -> None:
         """Drop all graphs; with `failures` also let failed keys try again."""
@@ -77,6 +84,7 @@ class GraphTable:
             _remember(self._forgotten, key, reason)
             graph.recording.close()
         self._graphs.clear()
+        self.routes.clear()
         if failures:
             self._failed.clear()
 
@@ -85,6 +93,7 @@ class GraphTable:
         graph = self._graphs.pop(reading.key, None)
         if graph is not None:
             graph.recording.close()
+            self.routes.clear()
         self.tally.last_error = first_line(error)
         if self._options.on_capture_error == "raise":
             if isinstance(error, CaptureError):
@@ -149,7 +158,7 @@ class GraphTable:
         self.tally.capture_ns += time.perf_counter_ns() - start
         if reading.key in self._forgotten:
             self.tally.recaptures[self._forgotten.pop(reading.key)] += 1
-        graph = self._graphs[reading.key] = Graph(inputs, recording, program)
+        graph = self._graphs[reading.key] = Graph(inputs, recording, program, self.tally.use())
         return graph
 
     def _record(self, reading: Reading, program: Program, after: Round | None) -> Recording | None:
@@ -203,7 +212,12 @@ class GraphTable:
         if names and not self._churn_said:
             self._churn_said = True
             _logger.warning("graphs are evicted because %s varies; pass it as a tensor", " and ".join(names))
-        gone = list(self._graphs) if self._recorder.evict == "generation" else [next(iter(self._graphs))]
+        gone = (
+            list(self._graphs)
+            if self._recorder.evict == "generation"
+            else [min(self._graphs, key=lambda key: self._graphs[key].used)]
+        )
+        self.routes.clear()
         for key in gone:
             self._graphs.pop(key).recording.close()
             _remember(self._forgotten, key, "evicted")

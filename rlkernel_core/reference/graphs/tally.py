@@ -12,6 +12,7 @@ from rlkernel_core.spec.graphed import CaptureStats
 class Tally:
     """Counts while running; `snapshot` is what users see."""
 
+    uses: int = 0  # of graphs: captures, look-ups and replays, in one order
     captures: int = 0
     replays: int = 0
     evictions: int = 0
@@ -24,6 +25,11 @@ class Tally:
     last_error: str | None = None
     eager_calls: Counter[str] = field(default_factory=Counter)
     recaptures: Counter[str] = field(default_factory=Counter)
+
+    def use(self) -> int:
+        """One use more; its number."""
+        self.uses += 1
+        return self.uses
 
     def snapshot(self, state: str, graphs: int, pool_bytes: int) -> CaptureStats:
         """The counters now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 
@@ -53,7 +54,11 @@ def with_stats(captured: Any, **changes: Callable[[Any], Any]) -> Any:
     return captured
 
 
-def filled_by(graph: Any, fill: Callable[[Any, Any], int]) -> None:
+def filled_by(graph: Any, fill: Callable[[Any, Any], object]) -> None:
     """Fill the inputs of a graph another way; `fill` takes the true way and the call."""
     true = graph.inputs.fill
-    graph.inputs.fill = lambda reading: fill(true, reading)
+
+    def filling(reading: Any) -> Callable[[Any], object]:
+        return lambda leaves: fill(true, replace(reading, leaves=leaves))
+
+    graph.inputs.fill, graph.inputs.filling = partial(fill, true), filling

@@ -19,10 +19,9 @@ from rlkernel_core.tree import flatten
 
 @mutant("GC-01", "GC-02", "GC-07", "GC-13", origin="padding written once: a smaller call sees what a larger one left")
 def padding_is_what_was_left(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
-    def fill(inputs: StaticInputs, reading: Any) -> int:
+    def fill(inputs: StaticInputs, reading: Any) -> None:
         for i, buffer in zip(inputs.copied, inputs.tensors, strict=True):
             inputs.cut_input(i, buffer, reading).copy_(reading.leaves[i])
-        return sum(reading.leaves[i].nbytes for i in inputs.copied)
 
     return each_graph(
         reference(fn, example, **rest), lambda g: filled_by(g, lambda _, reading: fill(g.inputs, reading))
@@ -34,7 +33,7 @@ STALE = ("GC-01", "GC-03", "GC-04", "GC-07", "GC-12", "GC-13", "GC-18", "GC-21",
 
 @mutant("GC-02", *STALE, "GC-26", origin="a graph keeps the inputs it was captured with (FlashInfer, mini-sglang)")
 def inputs_are_those_of_the_capture(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
-    return each_graph(reference(fn, example, **rest), lambda g: filled_by(g, lambda _, reading: 0))
+    return each_graph(reference(fn, example, **rest), lambda g: filled_by(g, lambda _, reading: None))
 
 
 @mutant("GC-02", "GC-01", "GC-13", origin="copies saved by address: new values in old storage are not seen")
@@ -42,15 +41,14 @@ def known_addresses_are_not_copied(reference: Any, fn: Any, example: Any, **rest
     def change(graph: Any) -> None:
         last: list[Any] = [None]
 
-        def fill(true: Any, reading: Any) -> int:
+        def fill(true: Any, reading: Any) -> None:
             at = [(x.data_ptr(), tuple(x.shape), x.stride()) for x in reading.leaves if isinstance(x, Tensor)]
             at, same = at[:1], at[:1] == last[0]
             last[0] = at
             kept = [x.clone() for x in graph.inputs.tensors]
-            copied: int = true(reading)
+            true(reading)
             if same and reading.leaves[0].data_ptr() in HELD:
                 graph.inputs.tensors[0].copy_(kept[0])
-            return copied
 
         filled_by(graph, fill)
 
@@ -93,7 +91,7 @@ def writes_go_to_the_caller(reference: Any, fn: Any, example: Any, **rest: Any) 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         out = captured(*args, **kwargs)
-        graph = next(reversed(captured._table._graphs.values()), None)
+        graph = max(captured._table._graphs.values(), key=lambda g: g.used, default=None)
         if graph is not None and not kwargs and len(args) == len(graph.inputs.tensors) == 2:
             for x, buffer in zip(args, graph.inputs.tensors, strict=True):
                 x.copy_(buffer)
@@ -204,11 +202,11 @@ def clones_are_views(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
 @mutant("GC-11", origin="an output that is an input is handed out as it is")
 def an_input_is_not_cloned(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
     def change(graph: Any) -> None:
-        replays = graph.replay
+        replaying = graph.replaying
 
-        def replay(reading: Any, options: Any) -> Any:
+        def replay(run: Any, leaves: Any) -> Any:
             inputs = {x.data_ptr(): x for x in graph.inputs.tensors}
-            found, structure = flatten(replays(reading, options))
+            found, structure = flatten(run(leaves))
             own, _ = flatten(graph.recording.outputs)
             kept = [
                 inputs[y.data_ptr()]
@@ -218,7 +216,7 @@ def an_input_is_not_cloned(reference: Any, fn: Any, example: Any, **rest: Any) -
             ]
             return structure.build(kept)
 
-        graph.replay = replay
+        graph.replaying = lambda *call: functools.partial(replay, replaying(*call))
 
     return each_graph(reference(fn, example, **rest), change)
 
