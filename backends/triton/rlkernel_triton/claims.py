@@ -54,7 +54,7 @@ _AFTER: Final = frozenset({
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
-    "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
+    "linear_logprob": Claim("rlkernel_triton.linear_logprob:prepare", prepared=True),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
     "verify": Claim("rlkernel_triton.verify:verify"),
