@@ -56,8 +56,8 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:prepare", prepared=True),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
-    "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
-    "verify": Claim("rlkernel_triton.verify:verify"),
+    "lm_head_sample": Claim("rlkernel_triton.head_sampling:prepare", prepared=True),
+    "verify": Claim("rlkernel_triton.verify:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(
         "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import Support
-from rlkernel_triton import head_calls, head_workspace, linear_logprob
+from rlkernel_core.spec.sampling import TokenLists
+from rlkernel_core.spec.verify import VerifyCall
+from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, verify
 from rlkernel_triton.launchers import Recorder, using
 
 N, D, V = 64, 256, 1024
@@ -117,3 +120,100 @@ def test_no_rows_of_hidden_states_are_no_launches(recorder):
     out.logprob.sum().backward()
     assert (recorder.launches, out.logprob.shape) == ([], (0,))
     assert given.weight.grad.shape == (V, D)
+
+
+def draws(rows=8, *, device="meta", **options):
+    hidden, weight = (torch.empty(n, D, dtype=torch.bfloat16, device=device) for n in (rows, V))
+    seeds = torch.empty(rows, dtype=torch.int64, device=device)
+    return LmHeadSampleCall(hidden, weight, **{"seed": seeds, "step": 3, **options})
+
+
+def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
+    monkeypatch.setattr(head_sampling, "_at_a_time", lambda *_: 2000)
+    given = draws(softcap=20.0, raw_logprob=True)
+    out = head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "draw_slab", "draw_row"]
+    assert dict(recorder.launches[1].build.constants)["RAW"] is True
+    assert (out.token.shape, out.raw_logprob.shape, out.status.dtype) == ((8,), (8,), torch.int32)
+
+
+def test_slabs_are_drawn_from_one_after_the_other(recorder):
+    given = draws()
+    head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "draw_slab"] * 8 + ["draw_row"]
+
+
+def test_a_filter_sends_the_logits_to_the_sampler(recorder):
+    given = draws(top_k=20)
+    head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "tiles", "finish"]
+
+
+def test_no_rows_draw_nothing_and_launch_nothing(recorder):
+    given = draws(0)
+    assert head_sampling.prepare(given)(given).token.shape == (0,)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "seed": 7}, {"vocab_size": 1000}])
+def test_a_plan_of_draws_launches_the_same_at_every_call_but_for_its_numbers(recorder, options):
+    rows = 1 if "seed" in options else 8
+    run = head_sampling.prepare(draws(rows, **options))
+    for step in (3, 4):
+        run(draws(rows, **options, step=step))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+def test_an_edited_draw_counts_what_edits_spoil(recorder):
+    lists = TokenLists(torch.zeros(2, dtype=torch.int64), torch.tensor([0, *[2] * 8]))
+    given = draws(device="cpu", banned=lists)
+    head_sampling.prepare(given)(given)
+    assert set(names(recorder)) == {"head_logits", "draw_slab", "draw_row"}
+    assert dict(recorder.launches[-1].build.constants)["HAS_SPOILED"] is True
+
+
+def drafts(form, **options):
+    laws = {
+        "strict": {},
+        "logits": {"draft_logits": meta(6, V, dtype=torch.float32)},
+        "probabilities": {"draft_probs": meta(6, V, dtype=torch.float32)},
+    }[form]
+    return VerifyCall(meta(8, V), ids(6), **{"cu_draft": ids(3), "seed": ids(2), "step": 3, **laws, **options})
+
+
+LAUNCHED = {
+    "strict": ["stop"],
+    "logits": ["weigh_drafts", "join_drafts", "test", "stop", "search", "put"],
+    "probabilities": ["test", "stop", "search", "put"],
+}
+
+
+@pytest.mark.parametrize("form", LAUNCHED)
+def test_what_a_round_of_drafts_launches(recorder, form):
+    given = drafts(form, raw_logprob=True)
+    out = verify.prepare(given)(given)
+    assert names(recorder) == ["lay_out", "tiles", "tiles", "finish", *LAUNCHED[form]]
+    assert (out.accepted.shape, out.token.shape, out.raw_logprob.shape) == ((2,), (8,), (8,))
+
+
+@pytest.mark.parametrize("form", LAUNCHED)
+def test_a_plan_of_drafts_launches_the_same_at_every_call(recorder, form):
+    run = verify.prepare(drafts(form, temperature=meta(2, dtype=torch.float32), top_k=20))
+    for step in (3, 4):
+        run(drafts(form, temperature=meta(2, dtype=torch.float32), top_k=20, step=step))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+def test_the_results_of_a_draw_lie_in_the_blocks_that_verify_writes_to(recorder):
+    given = VerifyCall(
+        torch.zeros(8, V), torch.zeros(6, dtype=torch.int64), cu_draft=torch.tensor([0, 3, 6]),
+        seed=torch.arange(2), step=3, raw_logprob=True,
+    )  # fmt: skip
+    out = verify.prepare(given)(given)
+    first, own = out.logprob.data_ptr(), out.kept_count.data_ptr()
+    assert [out.log_kept_mass.data_ptr() - first, out.raw_logprob.data_ptr() - first] == [4 * 8, 4 * 8 * 3]
+    assert out.status.data_ptr() - own == 4 * 8
