@@ -69,13 +69,13 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
     ),
     "linear_policy_loss": Claim(
-        "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
+        "rlkernel_triton.linear_policy_loss:prepare", without=frozenset({"mixed_dtypes", "support"}), prepared=True
     ),
     "policy_loss": Claim(
         "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
     ),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
-    "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),
     "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.verify import VerifyCall
-from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, verify
+from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, linear_policy_loss, verify
 from rlkernel_triton.launchers import Recorder, using
 
 N, D, V = 64, 256, 1024
@@ -217,3 +218,48 @@ def test_the_results_of_a_draw_lie_in_the_blocks_that_verify_writes_to(recorder)
     first, own = out.logprob.data_ptr(), out.kept_count.data_ptr()
     assert [out.log_kept_mass.data_ptr() - first, out.raw_logprob.data_ptr() - first] == [4 * 8, 4 * 8 * 3]
     assert out.status.data_ptr() - own == 4 * 8
+
+
+def loss(rows=N, *, grad=False, **options):
+    operands = (meta(n, D, grad=grad) for n in (rows, V))
+    tokens = [meta(rows, dtype=torch.float32) for _ in range(2)]
+    return LinearPolicyLossCall(*operands, ids(rows), *tokens, **{"aggregate": "token_mean", **options})
+
+
+BATCH, TOTAL = ["tokens_kernel"], ["loss_kernel", "total_kernel"]
+
+
+def test_a_loss_without_gradients_is_swept_once_and_has_no_node(recorder):
+    given = loss(entropy=True)
+    out = linear_policy_loss.prepare(given)(given)
+    assert names(recorder) == ["sweep", "law", *BATCH, *TOTAL]
+    assert (out.loss.grad_fn, out.logprob.shape, out.entropy.shape) == (None, (N,), (N,))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_one_block_is_swept_once_whatever_the_loss_needs_of_other_tokens(recorder, kind):
+    packed = {"cu_seqlens": ids(3)} if kind == "gspo" else {}
+    given = loss(grad=True, kind=kind, **packed)
+    linear_policy_loss.prepare(given)(given).loss.backward()
+    assert names(recorder) == ["sweep", "law", *BATCH, "loss_kernel", "gradient", "total_kernel", *["scale_kernel"] * 2]
+    sizes = [launch.grid[0] for launch in recorder.launches[-2:]]
+    assert sizes == [N * D // 1024, V * D // 1024]
+
+
+def test_blocks_of_a_loss_are_worked_on_one_after_the_other(recorder):
+    given = loss(1100, grad=True)
+    linear_policy_loss.prepare(given)(given)
+    of_block = ["sweep", "law", "loss_kernel", "gradient"]
+    assert names(recorder) == [*BATCH, *of_block * 3, "total_kernel"]
+    programs = [launch.grid[0] for launch in recorder.launches if launch.build.kernel.endswith("loss_kernel")]
+    assert programs == [3, 3, 3]
+
+
+@pytest.mark.parametrize("rows", [N, 1100])
+def test_a_plan_of_losses_launches_the_same_at_every_call(recorder, rows):
+    run = linear_policy_loss.prepare(loss(rows, grad=True, mask=flag(rows)))
+    for _ in range(2):
+        run(loss(rows, grad=True, mask=flag(rows)))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
