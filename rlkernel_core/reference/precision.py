@@ -12,4 +12,5 @@ from torch import Tensor
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     """No autocast on the device of `x`: it would turn fp32 products into products of its own dtype."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()

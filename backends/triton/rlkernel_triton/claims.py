@@ -56,11 +56,11 @@ _AFTER: Final = frozenset({
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
     "linear_logprob": Claim(
-        "rlkernel_triton.linear_logprob:linear_logprob", workspace="rlkernel_triton.linear_logprob:workspace"
+        "rlkernel_triton.linear_logprob:prepare", workspace="rlkernel_triton.linear_logprob:workspace", prepared=True
     ),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
-    "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
-    "verify": Claim("rlkernel_triton.verify:verify"),
+    "lm_head_sample": Claim("rlkernel_triton.head_sampling:prepare", prepared=True),
+    "verify": Claim("rlkernel_triton.verify:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(
         "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
@@ -72,15 +72,16 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
     ),
     "linear_policy_loss": Claim(
-        "rlkernel_triton.linear_policy_loss:linear_policy_loss",
+        "rlkernel_triton.linear_policy_loss:prepare",
         without=frozenset({"mixed_dtypes", "support"}),
         workspace="rlkernel_triton.linear_policy_loss:workspace_of",
+        prepared=True,
     ),
     "policy_loss": Claim(
         "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
     ),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
-    "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),
     "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),

@@ -13,10 +13,10 @@ Legend: N rows · D hidden · V vocabulary · S groups of V · P blocks of a row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -31,8 +31,9 @@ from rlkernel_triton.head_calls import TYPES, tile_of
 from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launchers import Launch, Launcher, launcher_for
 from rlkernel_triton.sampling.call import sample
-from rlkernel_triton.sampling.plan import Law, each_of, on_nvidia
+from rlkernel_triton.sampling.plan import as_int64, each_of, flat, on_nvidia
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
 FEW: Final = 64  # rows for which a product is memory-bound
@@ -42,34 +43,88 @@ COPIED: Final = 32  # rows from which on the copy engine brings operands: it too
 
 
 def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
-    hidden, penalties, allowed, slot = call.hidden, call.penalties, call.allowed, call.slot
-    temperature, seed, step, invalid_token = call.temperature, call.seed, call.step, call.invalid_token
-    N, V = hidden.shape[0], call.vocab_size or call.weight.shape[0]
-    head = _Head(hidden, call.weight[:V], None if call.bias is None else call.bias[:V], call.logit_scale, call.softcap)
-    edits = {"bias": call.logit_bias, "allowed": allowed, "banned": call.banned}
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult]:
+    """What runs calls of this shape: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
+    N, V = call.hidden.shape[0], call.vocab_size or call.weight.shape[0]
+    launcher = launcher_for(call.hidden.device)
+    head = _Head(launcher, call, V)
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
-        return sample(SampleCall.of(call, logits=head.logits(0, V), bias=call.logit_bias, vocab_size=None))
-    law = Law(temperature, None, None, None, seed, step, call.filter_order, call.tie, slot, call.stream)
-    draw = _Draw(law, N, V, hidden.device, raw=call.raw_logprob)
-    if N == 0:
-        return draw.result(None, invalid_token)
-    if penalties is call.logit_bias is call.banned is None:
-        draw.over(head, None if allowed is None else allowed.contiguous())
-        return draw.result(None, invalid_token)
-    asked: dict[str, Any] = {"temperature": temperature, "seed": seed, "step": step, "slot": slot}
-    requests = decode(N, hidden.device, torch.float32, **asked, penalties=penalties, top_k=None, top_p=None, min_p=None)
-    spoiled = requests.bad.to(torch.int32) * 2
+        return lambda call: sample(
+            SampleCall.of(call, logits=head.logits(head.of(call), 0, V), bias=call.logit_bias, vocab_size=None)
+        )
+    if call.penalties is call.logit_bias is call.banned is None:
+        draw = _Draw(launcher, call, V, head.cuts(N), softcap=call.softcap, edited=False)
+        allowed_as_it_is = call.allowed is None or call.allowed.is_contiguous()
+
+        def over(call: LmHeadSampleCall) -> SampleResult:
+            allowed = call.allowed if allowed_as_it_is else call.allowed.contiguous()  # type: ignore[union-attr]
+            return draw.over(head, head.of(call), _Law.of(call), allowed)
+
+        return over
     cut = list(slabs(N, V))
-    draw.begin([width for _, width in cut])
-    for i, (first, width) in enumerate(cut):
-        raw = head.logits(first, width)
-        edited = edit(raw, first, requests, **edits)  # type: ignore[arg-type]  the edits by name
-        spoiled |= edited.nan * 1 + edited.bad * 2
-        draw.take(i, first, edited.x, raw)
-        del edited, raw  # before the next slab is made
-    return draw.result(spoiled, invalid_token)
+    draw = _Draw(launcher, call, V, cut, softcap=None, edited=True)
+
+    def edited(call: LmHeadSampleCall) -> SampleResult:
+        law, of = _Law.of(call), head.of(call)
+        if N == 0:
+            return draw.result(law, None, None)
+        requests = decode(
+            N, call.hidden.device, torch.float32, temperature=call.temperature, seed=call.seed, step=call.step,
+            slot=call.slot, penalties=call.penalties, top_k=None, top_p=None, min_p=None,
+        )  # fmt: skip
+        spoiled = requests.bad.to(torch.int32) * 2
+        kept, _ = draw.begin(0)
+        for i, (first, width) in enumerate(cut):
+            raw = head.logits(of, first, width)
+            found = edit(raw, first, requests, bias=call.logit_bias, allowed=call.allowed, banned=call.banned)
+            spoiled |= found.nan * 1 + found.bad * 2
+            draw.take(law, kept, i, found.x, raw, None)
+            del found, raw  # before the next slab is made
+        return draw.result(law, kept, spoiled)
+
+    return edited
+
+
+class _Law(NamedTuple):
+    """What a call says of its draw, as kernels take it."""
+
+    temperature: tuple[Tensor, ...]  # none where it is a number
+    seed: int | Tensor
+    step: int | Tensor
+    slot: Tensor | None
+
+    @classmethod
+    def of(cls, call: LmHeadSampleCall) -> _Law:
+        """Tensors [n] and contiguous, numbers as 64 signed bits."""
+        T, seed, step, slot = call.temperature, call.seed, call.step, call.slot
+        return cls(
+            (flat(T),) if isinstance(T, Tensor) else (),
+            flat(seed) if isinstance(seed, Tensor) else as_int64(seed),
+            flat(step) if isinstance(step, Tensor) else as_int64(step),
+            None if slot is None else flat(slot),
+        )
+
+
+class _Kept(NamedTuple):
+    """What rows keep of the slabs that have passed."""
+
+    groups: Tensor  # N S 4 fp32
+    raw_groups: Tensor  # the same of the raw law; the groups themselves where it is not wanted
+    blocks: Tensor  # 2 N P int32
+
+
+class _Operands(NamedTuple):
+    """The tensors of a call's logits."""
+
+    hidden: Tensor  # [N, D], D contiguous
+    weight: Tensor  # [W, D]
+    bias: Tensor | None  # [W] contiguous
+    described: tuple[Any, Any] | None  # hidden and weight for the copy engine
 
 
 def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
@@ -81,60 +136,89 @@ def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
 
 
 class _Head:
-    """The operands of the logits."""
+    """The logits of calls of one shape."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None
-    ) -> None:
-        self.hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-        self.weight, self.bias = weight, None if bias is None else bias.contiguous()
-        self.scale, self.softcap = scale, softcap
-        kind = "few" if hidden.shape[0] <= FEW else "product"
-        described = (
-            hidden.shape[0] >= COPIED
-            and describable(self.hidden)
-            and describable(weight)
-            and hidden.dtype == weight.dtype
+    def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
+        hidden, weight, bias = call.hidden, call.weight, call.bias
+        self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
+        self._hidden_as_it_is = hidden.stride(1) == 1
+        self._bias_as_it_is = bias is None or bias.is_contiguous()
+        near = hidden if self._hidden_as_it_is else hidden.contiguous()
+        kind = "few" if self.N <= FEW else "product"
+        self._described = (
+            self.N >= COPIED and describable(near) and describable(weight) and hidden.dtype == weight.dtype
         )
-        self.tile = tile_of(hidden, weight, f"described {kind}" if described else kind)
-        self.capped = self.tile if softcap is None else tile_of(hidden, weight, "rich")
-        self.operands: tuple[Any, Any] | None = None
-        if described:
+        self.tile = tile_of(hidden, weight, f"described {kind}" if self._described else kind)
+        self._capped = self.tile if call.softcap is None else tile_of(hidden, weight, "rich")
+        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
+        self._softcap, self._scale = call.softcap, float(call.logit_scale)
+        self._fixed = {
+            "n": self.N, "D": self.D, "x_stride": near.stride(0), "head_stride": weight.stride(0),
+            "head_step": weight.stride(1), "scale": self._scale, "softcap": call.softcap or 0.0,
+            "HAS_BIAS": bias is not None, "OPERAND": TYPES[hidden.dtype if same else torch.float32],
+        }  # fmt: skip
+        self._launches: dict[bool, Launch] = {}
+
+    def of(self, call: LmHeadSampleCall) -> _Operands:
+        """The operands of a call as the kernels read them."""
+        hidden = call.hidden if self._hidden_as_it_is else call.hidden.contiguous()
+        bias = call.bias if self._bias_as_it_is else call.bias.contiguous()  # type: ignore[union-attr]  # it is there
+        described = None
+        if self._described:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            tile = self.tile
-            self.operands = (
-                TensorDescriptor.from_tensor(self.hidden, [tile.BM, tile.BK]),
+            tile, weight = self.tile, call.weight if self.V == call.weight.shape[0] else call.weight[: self.V]
+            described = (
+                TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
                 TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
             )
-        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
-        self.operand = TYPES[hidden.dtype if same else torch.float32]
+        return _Operands(hidden, call.weight, bias, described)
 
-    def logits(self, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
-        """[N, width] fp32, in `out` if it is given; without the softcap unless `cap`."""
-        n, D = self.hidden.shape
+    def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
+        """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
         if out is None:
-            out = torch.empty(n, width, dtype=torch.float32, device=self.hidden.device)
-        if n == 0:
+            out = torch.empty(self.N, width, dtype=torch.float32, device=self.device)
+        if self.N == 0:
             return out
-        has_cap = cap and self.softcap is not None
-        tile = self.capped if has_cap else self.tile
-        grid = (triton.cdiv(n, tile.BM) * triton.cdiv(width, tile.BN),)
-        with on_device_of(self.hidden):
-            if self.operands is not None and not has_cap:
+        has_cap = cap and self._softcap is not None
+        tile = self._capped if has_cap else self.tile
+        grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
+        if of.described is not None and not has_cap:
+            with on_device_of(of.hidden):
                 described_logits[grid](
-                    *self.operands, self.bias, out, n, D, first, width, self.scale, HAS_BIAS=self.bias is not None,
-                    **tile._asdict(), **FUSED,
+                    *of.described, of.bias, out, self.N, self.D, first, width, self._scale,
+                    HAS_BIAS=of.bias is not None, **tile._asdict(), **FUSED,
                 )  # fmt: skip
-                return out
-            weight = self.weight[first : first + width]
-            bias = None if self.bias is None else self.bias[first:]
-            head_logits[grid](
-                self.hidden, weight, bias, out, n, D, width, self.hidden.stride(0), *weight.stride(), self.scale,
-                self.softcap or 0.0, HAS_BIAS=bias is not None, HAS_CAP=has_cap, OPERAND=self.operand,
-                **tile._asdict(), **FUSED,
+            return out
+        weight, bias = of.weight, of.bias
+        if first:
+            weight, bias = weight[first:], None if bias is None else bias[first:]
+        launch = self._launches.get(has_cap)
+        if launch is None:
+            launch = self._launches[has_cap] = self._launcher.bind(
+                head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
+                BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, **self._fixed,
             )  # fmt: skip
+        launch(grid, of.hidden, weight, bias, out, width)
         return out
+
+    def cuts(self, N: int) -> list[tuple[int, int]]:
+        """(first, width) of the slabs that are drawn from as they are.
+
+        As many tiles as run at a time, or what takes their memory where rows are few: two slabs take the same however
+        many rows there are.
+        """
+        if N == 0:
+            return []
+        columns = max(_at_a_time(self.device, self.tile, N) // triton.cdiv(N, self.tile.BM), 1) * self.tile.BN
+        block, group = kernels.BLOCK.value, kernels.GROUP.value
+        if columns >= block:
+            columns -= columns % block  # no piece is begun for a rest
+        else:  # so many rows that a slab would be less than what a draw looks at together
+            columns = max(columns, min(block, self.V // 8) // group * group)
+        if N <= FEW and 2 * columns >= self.V:  # two slabs would hold the whole head
+            columns = self.V
+        return [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
 
 
 def describable(x: Tensor) -> bool:
@@ -146,97 +230,126 @@ def describable(x: Tensor) -> bool:
 
 
 class _Draw:
-    """What rows keep of their groups and blocks, and the draw."""
+    """What rows keep of the groups and blocks of slabs, and the draw: the launches of one shape.
 
-    def __init__(self, law: Law, N: int, V: int, device: torch.device, *, raw: bool) -> None:
-        T, _, _, _, seed, step, self.slot = law.arguments()
-        self.T, self.law, self.stream, self.device = T, (T, seed, step), law.stream, device
-        self.N, self.V, self.S, self.raw = N, V, triton.cdiv(V, kernels.GROUP.value), raw
-        counts = [x.shape[0] for x in self.law if isinstance(x, Tensor) and x.shape[0] != 1]
-        self.last_slot = min(counts, default=2**31) - 1
-        self.each = dict(zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, self.law), strict=True))
+    Args:
+        launcher: what binds the kernels.
+        call: a call of the shape.
+        V: size of the vocabulary.
+        cut: (first, width) of the slabs.
+        softcap: what is still to be done to the logits of slabs.
+        edited: slabs are edited, and come with what they were before.
+    """
 
-    def begin(self, widths: list[int]) -> None:
-        """Make room for what is kept of slabs of these widths."""
-        counts = [triton.cdiv(width, kernels.BLOCK.value) for width in widths]
-        self.piece = [0, *accumulate(counts)]
-        self.groups = torch.empty(2 if self.raw else 1, self.N, self.S, 4, dtype=torch.float32, device=self.device)
-        self.blocks = torch.empty(2, self.N, self.piece[-1], dtype=torch.int32, device=self.device)
+    def __init__(
+        self, launcher: Launcher, call: LmHeadSampleCall, V: int, cut: list[tuple[int, int]], *,
+        softcap: float | None, edited: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.N, self.cut, self.raw = call.hidden.device, call.hidden.shape[0], cut, call.raw_logprob
+        N, S = self.N, triton.cdiv(V, kernels.GROUP.value)
+        counts = [triton.cdiv(width, kernels.BLOCK.value) for _, width in cut]
+        self._piece = [0, *accumulate(counts)]
+        P = self._piece[-1]
+        T = call.temperature if isinstance(call.temperature, Tensor) else float(call.temperature)
+        law = (T, as_int64(call.seed), as_int64(call.step))
+        flats = [flat(x) if isinstance(x, Tensor) else x for x in law]
+        entries = [x.shape[0] for x in flats if isinstance(x, Tensor) and x.shape[0] != 1]
+        each = dict(zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, flats), strict=True))
+        self._groups = N * S * 4
+        self._sizes = [self._groups, self._groups if self.raw else 0, -(-2 * N * P // 4) * 4]
+        allowed = None if edited else call.allowed
+        fixed = {
+            **({} if isinstance(T, Tensor) else {"temperature": T}), **each, "N": N, "S": S, "P": P,
+            "last_slot": min(entries, default=2**31) - 1, "noise_stream": call.stream,
+            "HAS_SLOT": call.slot is not None, "RAW": self.raw,
+        }  # fmt: skip
+        one = {"first": 0, "width": V, "piece": 0} if len(cut) == 1 else {}  # passed where there are several slabs
 
-    def over(self, head: _Head, allowed: Tensor | None) -> None:
-        """The whole vocabulary: one slab is multiplied in a stream of its own while the one before is drawn from.
+        def bound(*, whole: bool) -> Launch:
+            return launcher.bind(
+                kernels.draw_slab, num_warps=WARPS, **fixed, **one, softcap=softcap or 0.0,
+                allowed_stride=0 if allowed is None else allowed.shape[1], HAS_CAP=softcap is not None,
+                HAS_ALLOWED=allowed is not None, EDITED=edited, WHOLE=whole, QUICK=on_nvidia(call.hidden),
+            )  # fmt: skip
 
-        A slab is as many tiles as run at a time, or what takes their memory where rows are few: two of them take the
-        same however many rows there are.
+        self._take = {whole: bound(whole=whole) for whole in {width % 16 == 0 for _, width in cut}}
+        self._row = launcher.bind(
+            kernels.draw_row, num_warps=2 * WARPS, **fixed, invalid_token=call.invalid_token, HAS_SPOILED=edited,
+            SP=triton.next_power_of_2(S), PP=triton.next_power_of_2(P),
+        )  # fmt: skip
+
+    def begin(self, more: int) -> tuple[_Kept, Tensor]:
+        """Room for what is kept, and for so many numbers more."""
+        groups, raw_groups, blocks, rest = torch.empty(
+            sum(self._sizes) + more, dtype=torch.float32, device=self.device
+        ).unsafe_split_with_sizes([*self._sizes, more])  # fmt: skip
+        return _Kept(groups, raw_groups if self.raw else groups, blocks.view(torch.int32)), rest
+
+    def over(self, head: _Head, of: _Operands, law: _Law, allowed: Tensor | None) -> SampleResult:
+        """The draw from the whole vocabulary.
+
+        One slab is multiplied in a stream of its own while the one before is drawn from.
         """
-        tile = head.tile
-        columns = max(_at_a_time(self.device, tile, self.N) // triton.cdiv(self.N, tile.BM), 1) * tile.BN
-        block, group = kernels.BLOCK.value, kernels.GROUP.value
-        if columns >= block:
-            columns -= columns % block  # no piece is begun for a rest
-        else:  # so many rows that a slab would be less than what a draw looks at together
-            columns = max(columns, min(block, self.V // 8) // group * group)
-        if self.N <= FEW and 2 * columns >= self.V:  # two slabs would hold the whole head
-            columns = self.V
-        cut = [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
-        self.begin([width for _, width in cut])
+        if not self.cut:
+            return self.result(law, None, None)
+        several, size = len(self.cut) > 1, self.N * self.cut[0][1]
+        if not several:
+            kept, slab = self.begin(size)
+            head.logits(of, 0, self.cut[0][1], slab, cap=False)
+            self.take(law, kept, 0, slab, None, allowed)
+            return self.result(law, kept, None)
         lane = _Lane(self.device)
-        rooms = cut[: 1 if lane.side is None else 2]
-        room = [torch.empty(self.N * cut[0][1], dtype=torch.float32, device=self.device) for _ in rooms]
-        for i, (first, width) in enumerate(cut):
-            slab = room[i % len(room)][: self.N * width].view(self.N, width)
+        kept, rest = self.begin(0 if lane.side is None else 2 * size)
+        room = [torch.empty(size, dtype=torch.float32, device=self.device)] if lane.side is None else rest.split(size)
+        for i, (first, width) in enumerate(self.cut):
+            slab = room[i % len(room)]
             with lane.beside(i):
-                head.logits(first, width, slab, cap=False)
+                head.logits(of, first, width, slab, cap=False)
             lane.join(i)
-            self.take(i, first, slab, None, allowed=allowed, softcap=head.softcap)
+            self.take(law, kept, i, slab, None, allowed)
             lane.leave(i)
+        return self.result(law, kept, None)
 
     def take(
         self,
+        law: _Law,
+        kept: _Kept,
         i: int,
-        first: int,
-        x: Tensor,  # [N, width]
+        x: Tensor,  # N width numbers, and maybe more
         raw: Tensor | None,  # [N, width], what it was before edits
-        *,
-        allowed: Tensor | None = None,
-        softcap: float | None = None,
+        allowed: Tensor | None,
     ) -> None:
         """Slab number i."""
-        width = x.shape[1]
-        grid = (self.N * (self.piece[i + 1] - self.piece[i]),)
-        with on_device_of(x):
-            kernels.draw_slab[grid](
-                x, raw, allowed, self.slot, *self.law, self.groups, self.groups[-1], self.blocks, first, width,
-                self.piece[i], self.N, self.S, self.piece[-1], softcap or 0.0,
-                0 if allowed is None else allowed.shape[1], self.last_slot, self.stream, HAS_CAP=softcap is not None,
-                HAS_ALLOWED=allowed is not None, EDITED=raw is not None, HAS_SLOT=self.slot is not None, RAW=self.raw,
-                **self.each, WHOLE=width % 16 == 0, QUICK=on_nvidia(x), num_warps=WARPS, **FUSED,
-            )  # fmt: skip
+        first, width = self.cut[i]
+        piece, after = self._piece[i], self._piece[i + 1]
+        cut = (first, width, piece) if len(self.cut) > 1 else ()
+        self._take[width % 16 == 0](
+            (self.N * (after - piece), 1, 1), x, raw, allowed, law.slot, *law.temperature, law.seed, law.step, *kept,
+            *cut,
+        )  # fmt: skip
 
-    def result(self, spoiled: Tensor | None, invalid_token: int) -> SampleResult:
+    def result(self, law: _Law, kept: _Kept | None, spoiled: Tensor | None) -> SampleResult:
         """The draw, once the vocabulary has passed. spoiled: [N] int32, 1 NaN, 2 without meaning."""
         N, device = self.N, self.device
-        longs = torch.empty(2, N, dtype=torch.int64, device=device)
-        ints = torch.empty(2, N, dtype=torch.int32, device=device)
-        floats = torch.empty(4, N, dtype=torch.float32, device=device)
-        if N:
-            P = self.piece[-1]
-            with on_device_of(longs):
-                kernels.draw_row[(N,)](
-                    self.groups, self.groups[-1], self.blocks, spoiled, self.slot, *self.law, longs, ints,
-                    floats, N, self.S, P, invalid_token, self.last_slot, self.stream, HAS_SPOILED=spoiled is not None,
-                    HAS_SLOT=self.slot is not None, RAW=self.raw, **self.each,
-                    SP=triton.next_power_of_2(self.S), PP=triton.next_power_of_2(P), num_warps=2 * WARPS, **FUSED,
-                )  # fmt: skip
+        longs = torch.empty((2, N), dtype=torch.int64, device=device)
+        ints = torch.empty((2, N), dtype=torch.int32, device=device)
+        floats = torch.empty((4 if self.raw else 3, N), dtype=torch.float32, device=device)
+        if kept is not None:
+            self._row(
+                (N, 1, 1), *kept, spoiled, law.slot, *law.temperature, law.seed, law.step, longs, ints, floats
+            )  # fmt: skip
+        token, threshold_id = longs.unbind()
+        count, status = ints.unbind()
+        logprob, mass, threshold, *rest = floats.unbind()
         return SampleResult(
-            token=longs[0],
-            logprob=floats[0],
-            log_kept_mass=floats[1],
-            kept_count=ints[0],
-            status=ints[1],
-            threshold=floats[2],
-            threshold_id=longs[1],
-            raw_logprob=floats[3] if self.raw else None,
+            token=token,
+            logprob=logprob,
+            log_kept_mass=mass,
+            kept_count=count,
+            status=status,
+            threshold=threshold,
+            threshold_id=threshold_id,
+            raw_logprob=rest[0] if rest else None,
         )
 
 

@@ -8,21 +8,21 @@ Legend: N rows · D hidden · V vocabulary, or this rank's shard.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.row_selection import refuse_second_derivative
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
-from rlkernel_triton import head_workspace
-from rlkernel_triton.head_calls import Head, Order, sweep_kind, tile_of
-from rlkernel_triton.head_workspace import Plan
+from rlkernel_triton import head_workspace, law_kernel
+from rlkernel_triton.head_calls import Head, Operands, Order, Swept, sweep_kind, tile_of
 from rlkernel_triton.kept_bits import Kept, kept_bits
-from rlkernel_triton.logprob import law, per_row
+from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.logprob import Join, Kind, Law, is_per_row, per_row
 
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
@@ -47,50 +47,52 @@ def _size(call: LinearLogprobCall) -> head_workspace.Size:
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LinearLogprobCall) -> Callable[[LinearLogprobCall], LogprobResult]:
+    """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 
     `rlkernel_triton.head_workspace.workspace` states the extra memory. Blocks of masked rows are skipped.
     """
-    hidden, weight, ids, support, group = call.hidden, call.weight, call.ids, call.support, call.group
-    shape, N, (V, D) = ids.shape, ids.numel(), weight.shape
-    size = _size(call)
-    plan = head_workspace.plan(call.backward, call.max_workspace_bytes, size)
-    T, counted = per_row(call.temperature, shape), None if call.mask is None else call.mask.reshape(-1).contiguous()
-    flat, whole, offset = ids.reshape(-1).contiguous(), V, None
-    if group is not None:
-        shard = vocab_parallel.locate(group, V, N, D, hidden.device)
-        flat = flat.to(torch.int64)
-        flat = torch.where((flat >= 0) & (flat < shard.V), flat, -1)
-        whole, offset = NOWHERE, shard.offset
-        kept = None if support is None else kept_bits(support, V, shard.V, shard.offset)
-    else:
-        kept = None if support is None else kept_bits(support, V)
-    order = None if counted is None else Order.of(counted)
-    operands = (hidden, weight, call.bias)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    how = _How(
-        call.softcap, float(call.logit_scale), call.entropy, plan._replace(save=plan.save and wanted), group, whole
-    )
-    out = _LinearLogprob.apply(*operands, flat, offset, T, counted, order, kept, how)  # type: ignore[no-untyped-call]
-    value, lse, H, mass, invalid = out
-    return LogprobResult(
-        logprob=value.view(shape),
-        lse=lse.view(shape),
-        entropy=None if H is None else H.view(shape),
-        log_kept_mass=None if mass is None else mass.view(shape),
-        invalid=invalid.view(shape),
-    )
+    plan = _Plan(call)
+    V, shape, group, wanted = plan.head.V, call.ids.shape, call.group, plan.keep
+    supported, masked, T_given = call.support is not None, call.mask is not None, isinstance(call.temperature, Tensor)
+    ids_as_they_are = call.ids.is_contiguous()
+    mask_as_it_is = not masked or call.mask.is_contiguous()  # type: ignore[union-attr]  # it is there
+    bias_as_it_is = call.bias is None or call.bias.is_contiguous()
+    T_as_it_is = is_per_row(call.temperature, shape)
 
+    def run(call: LinearLogprobCall) -> LogprobResult:
+        ids, mask, bias, T, offset, order, kept = call.ids, call.mask, call.bias, None, None, None, None
+        if not ids_as_they_are:
+            ids = ids.contiguous()
+        if masked:
+            mask = mask.reshape(-1) if mask_as_it_is else mask.contiguous().view(-1)  # type: ignore[union-attr]
+            order = Order.of(mask)
+        if not bias_as_it_is:
+            bias = bias.contiguous()  # type: ignore[union-attr]  # it is there
+        if T_given:
+            T = call.temperature if T_as_it_is else per_row(call.temperature, shape)
+        if group is not None:
+            shard = vocab_parallel.locate(group, V, plan.head.N, plan.head.D, call.hidden.device)
+            ids = ids.reshape(-1).to(torch.int64)
+            ids = torch.where((ids >= 0) & (ids < shard.V), ids, -1)
+            offset = shard.offset
+            kept = kept_bits(call.support, V, shard.V, shard.offset) if supported else None  # type: ignore[arg-type]
+        elif supported:
+            kept = kept_bits(call.support, V)  # type: ignore[arg-type]  # it is there
+        local = ids if offset is None else ids - offset
+        of = Operands(call.hidden, call.weight, bias, local, T, order, kept)  # type: ignore[arg-type]  # a tensor or None
+        if wanted:
+            index, count = order or (None, None)
+            row = _LinearLogprob.apply(*of[:5], index, count, *(kept or (None, None)), ids, mask, plan)  # type: ignore[no-untyped-call]
+        else:
+            _, row = plan.forward(of, ids, mask)
+        return LogprobResult(row[0], row[1], row[2], None, None, row[3], row[4])
 
-class _How(NamedTuple):
-    """What a call asks for besides tensors."""
-
-    softcap: float | None
-    scale: float
-    entropy: bool
-    plan: Plan
-    group: ProcessGroup | None
-    whole: int
+    return run
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -102,28 +104,22 @@ class _LinearLogprob(torch.autograd.Function):
         hidden: Tensor,  # [..., D]
         weight: Tensor,  # [V, D]
         bias: Tensor | None,  # [V]
-        ids: Tensor,  # [N] in the whole vocabulary
-        offset: Tensor | None,  # 0-dim, first id of this shard
-        T: float | Tensor,  # [N]
-        mask: Tensor | None,  # [N]
-        order: Order | None,
-        kept: Kept | None,
-        how: _How,
+        local: Tensor,  # N, counted from the first column of the head
+        T: Tensor | None,  # N
+        index: Tensor | None,
+        count: Tensor | None,
+        bits: Tensor | None,
+        bad: Tensor | None,
+        ids: Tensor,  # N in the whole vocabulary
+        mask: Tensor | None,  # N
+        plan: _Plan,
     ) -> tuple[Tensor | None, ...]:
-        local = ids if offset is None else ids - offset
-        head = Head(hidden, weight, bias, local, T, order, kept, how.softcap, how.scale)
-        joined, saved, peaks = head.statistics(how.plan, moment=how.entropy)
-        every = joined[:, :, None]
-        if how.group is not None:
-            every = vocab_parallel.gathered(joined, how.group).permute(1, 2, 0).contiguous()
-        row = law(every, ids, T, mask, None if kept is None else kept.bad, how.whole, moment=how.entropy)
-        per_row_T = T if isinstance(T, Tensor) else None
-        index, count = order or (None, None)
-        bits, bad = kept or (None, None)
+        of = _operands(hidden, weight, bias, local, T, index, count, bits, bad)
+        swept, row = plan.forward(of, ids, mask)
         ctx.save_for_backward(
-            hidden, weight, bias, local, per_row_T, index, count, bits, bad, row.invalid, row.saved, saved, peaks
+            hidden, weight, bias, local, T, index, count, bits, bad, row.invalid, row.saved, swept.saved, swept.peaks
         )
-        ctx.T, ctx.how = T if per_row_T is None else None, how
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row.invalid)
         return row[:5]
@@ -131,11 +127,56 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprob")
-        hidden, weight, bias, ids, T, index, count, bits, bad, invalid, law_rows, saved, peaks = ctx.saved_tensors
-        how: _How = ctx.how
-        order = None if index is None else Order(index, count)
-        kept = None if bits is None else Kept(bits, bad)
-        head = Head(hidden, weight, bias, ids, ctx.T if T is None else T, order, kept, how.softcap, how.scale)
-        slope = head.slope(invalid, law_rows, upstream[:4], saved, peaks, how.plan)
-        gradients = head.gradients(slope, how.plan, ctx.needs_input_grad[:3], how.group)
-        return *gradients, *(None,) * 7
+        *given, invalid, law_rows, saved, peaks = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        gradients = plan.head.gradients(
+            _operands(*given), invalid, law_rows, upstream[:4], saved, peaks, ctx.needs_input_grad[:3], plan.group
+        )
+        return *gradients, *(None,) * 9
+
+
+def _operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, local: Tensor, T: Tensor | None, index: Tensor | None,
+    count: Tensor | None, bits: Tensor | None, bad: Tensor | None,
+) -> Operands:  # fmt: skip
+    """From what autograd saves."""
+    order = None if index is None or count is None else Order(index, count)
+    kept = None if bits is None or bad is None else Kept(bits, bad)
+    return Operands(hidden, weight, bias, local, T, order, kept)
+
+
+class _Plan:
+    """The launches of one shape."""
+
+    def __init__(self, call: LinearLogprobCall) -> None:
+        hidden, weight, support, group = call.hidden, call.weight, call.support, call.group
+        N, (V, D) = call.ids.numel(), weight.shape
+        T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
+        row_bytes = None if support is None else -(-V // 32) * 4
+        ranks, size = 1 if group is None else group.size(), _size(call)
+        cut = head_workspace.plan(call.backward, call.max_workspace_bytes, size)
+        leaves = (hidden, weight, call.bias)
+        self.keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+        self.group, launcher = group, launcher_for(hidden.device)
+        self.head = Head(
+            launcher, hidden, weight, N=N, bias=call.bias is not None, T=T, masked=call.mask is not None,
+            kept_row_bytes=row_bytes, softcap=call.softcap, scale=float(call.logit_scale), moment=call.entropy,
+            plan=cut._replace(save=cut.save and self.keep),
+        )  # fmt: skip
+        kind = Kind(N, V, T, None, call.mask is not None, row_bytes)
+        self._join = Join(
+            launcher, kind, V if group is None else NOWHERE, ranks, call.ids.shape, hidden.device, keep=self.keep,
+            moment=call.entropy,
+        )  # fmt: skip
+        self._rest = 0 if self.keep else law_kernel.SAVED * N
+
+    def forward(self, of: Operands, ids: Tensor, mask: Tensor | None) -> tuple[Swept, Law]:
+        """What the rows say, and what a plan that saves keeps."""
+        swept = self.head.statistics(of, self._rest)
+        every = swept.joined
+        if self.group is not None:
+            planes, N = self.head.planes, self.head.N
+            own = every[: planes * N].view(planes, N)
+            every = vocab_parallel.gathered(own, self.group).permute(1, 2, 0).contiguous()
+        bad = None if of.kept is None else of.kept.bad
+        return swept, self._join(every, ids, of.T, mask, bad, None if self.keep else swept.rest)

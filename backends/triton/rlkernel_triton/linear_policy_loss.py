@@ -10,8 +10,10 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,18 +26,15 @@ from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
+from rlkernel_triton import law_kernel
 from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launcher, Plan, launcher_for
 from rlkernel_triton.linear_logprob import linear_logprob
 from rlkernel_triton.linear_logprob import workspace as head_memory
-from rlkernel_triton.logprob import per_row, slopes, statistics
+from rlkernel_triton.logprob import Gradient, Join, Kind, Law, Sweep, is_per_row, per_row
 from rlkernel_triton.loss_batch import LossBatch, scaled
 from rlkernel_triton.policy_loss import policy_loss
-from rlkernel_triton.row_layout import rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rlkernel_triton.logprob import Law
+from rlkernel_triton.row_layout import places_of
 
 # Rows of a block are a multiple of this, the tokens of one program of the loss.
 BLOCK: Final = 64 if INTERPRETED else 128
@@ -49,59 +48,80 @@ _PER_ROW: Final = 256  # bytes of all vectors of [N]: log-probability, entropy, 
 
 
 def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
-    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`."""
-    hidden, weight, ids, bias, entropy = call.hidden, call.weight, call.ids, call.bias, call.entropy
-    mask, cu_seqlens, softcap, logit_scale = call.mask, call.cu_seqlens, call.softcap, call.logit_scale
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LinearPolicyLossCall) -> Callable[[LinearPolicyLossCall], LossResult]:
+    """What runs calls of this shape.
+
+    The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`.
+    """
     if call.group is not None:  # a block's dX would have to meet those of the other ranks
-        return head_then_loss(linear_logprob, LinearLogprobCall.of(call), call)
-    config = spec.configure(call)
-    N, (V, D) = ids.numel(), weight.shape
+        return lambda call: head_then_loss(linear_logprob, LinearLogprobCall.of(call), call)
+    config, shape, device, entropy = spec.configure(call), call.ids.shape, call.hidden.device, call.entropy
+    N, (V, D) = call.ids.numel(), call.weight.shape
     wanted = torch.is_grad_enabled()
-    needs = tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias))
-    R = rows_of_a_block(N, D, V, hidden.element_size(), call.max_workspace_bytes)
-    with torch.no_grad():
-        counted = _counted(ids, mask, cu_seqlens)
-        logprob = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-        H = torch.zeros_like(logprob) if entropy else None
-        flat = hidden.detach().reshape(-1, D)
-        T = per_row(call.temperature, ids.shape)
-        # scale z through cap and temperature is z through cap / scale and temperature / scale.
-        head = _Head(
-            flat, weight.detach(), None if bias is None else bias.detach(), ids.reshape(-1).contiguous(),
-            T / logit_scale, None if softcap is None else softcap / logit_scale, counted, R,
-        )  # fmt: skip
-        early = _needs_all(config, call.old_logprob, call.rollout_logprob)
-        z = torch.empty(min(R, N), V, dtype=torch.float32, device=ids.device)
-        if early or not any(needs):
-            for rows in head.blocks():
-                head.law(rows, head.logits(rows, z), logprob, H)
-        batch = LossBatch.of(
-            config, ids, cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
-            mask=mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
+    needs = tuple(wanted and x is not None and x.requires_grad for x in (call.hidden, call.weight, call.bias))
+    R = rows_of_a_block(N, D, V, call.hidden.element_size(), call.max_workspace_bytes)
+    early, alone = _needs_all(config, call.old_logprob, call.rollout_logprob), 0 < N <= R
+    launcher = launcher_for(device)
+    plan, head = Plan(launcher), _Head(launcher, call, R, keep=any(needs))
+    by_plan = partial(scaled, plan=plan)
+    dz_dtype = torch.float32 if V * D <= SMALL else call.hidden.dtype
+
+    def batch_of(call: LinearPolicyLossCall, logprob: Tensor) -> LossBatch:
+        return LossBatch.of(
+            config, call.ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
+            mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
             entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
-            span=BLOCK,
+            span=BLOCK, plan=plan,
         )  # fmt: skip
-        partial = batch.partials(ids.device)
-        if not any(needs):
-            batch.run(logprob, H, None, None, partial)
-            value, stats = batch.summary(partial, entropy=entropy)
-            return LossResult(value, stats, logprob, H)
-        g = torch.zeros_like(logprob)
-        g_entropy = torch.zeros_like(logprob) if entropy else None
-        if early:
-            batch.run(logprob, H, g, g_entropy, partial)
-        into = _Gradients.of(flat, weight, bias, needs)
-        dz = torch.empty_like(z, dtype=torch.float32 if weight.numel() <= SMALL else hidden.dtype)
-        for rows in head.blocks():
-            logits = head.logits(rows, z)
-            law = head.law(rows, logits, logprob, H)
-            if not early:
-                batch.run(logprob, H, g, g_entropy, partial, first=rows.start, tokens=rows.stop - rows.start)
-            head.backward(rows, logits, law, g, g_entropy, dz, into)
-        value, stats = batch.summary(partial, entropy=entropy)
-    d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
-    loss = attach(value, (d_hidden, hidden), (into.weight, weight), (into.bias, bias), by=scaled)
-    return LossResult(loss, stats, logprob, H)
+
+    def run(call: LinearPolicyLossCall) -> LossResult:
+        with torch.no_grad():
+            of = head.of(call)
+            z, law = None, None
+            if alone:  # the only block is multiplied once, and its law is that of all rows
+                z = head.logits(of, slice(0, N), None)
+                law = head.law(of, slice(0, N), z)
+                logprob, H = law.logprob, law.entropy
+            else:
+                logprob = torch.empty(shape, dtype=torch.float32, device=device)
+                H = torch.empty_like(logprob) if entropy else None
+                z = torch.empty(min(R, N), V, dtype=torch.float32, device=device)
+                if early or not any(needs):
+                    for rows in head.blocks:
+                        head.put(head.law(of, rows, head.logits(of, rows, z)), rows, logprob, H)
+            batch = batch_of(call, logprob)
+            partials = batch.partials(device)
+            if not any(needs):
+                batch.run(logprob, H, None, None, partials)
+                value, stats = batch.summary(partials, entropy=entropy)
+                return LossResult(value, stats, logprob, H)
+            # Tokens outside of all sequences are in no program.
+            room = torch.empty_like if call.cu_seqlens is None else torch.zeros_like
+            g, g_entropy = room(logprob), room(logprob) if entropy else None
+            if early or alone:
+                batch.run(logprob, H, g, g_entropy, partials)
+            into = _Gradients.of(of.hidden, call.weight, call.bias, needs)
+            dz = torch.empty_like(z, dtype=dz_dtype)
+            if law is not None:
+                head.backward(of, slice(0, N), z, law, g, g_entropy, dz, into)
+            else:
+                for rows in head.blocks:
+                    logits = head.logits(of, rows, z)
+                    some = head.law(of, rows, logits)
+                    head.put(some, rows, logprob, H)
+                    if not early:
+                        batch.run(logprob, H, g, g_entropy, partials, first=rows.start, tokens=rows.stop - rows.start)
+                    head.backward(of, rows, logits, some, g, g_entropy, dz, into)
+            value, stats = batch.summary(partials, entropy=entropy)
+        d_hidden = None if into.hidden is None else into.hidden.view(call.hidden.shape)
+        pairs = (d_hidden, call.hidden), (into.weight, call.weight), (into.bias, call.bias)
+        return LossResult(attach(value, *pairs, by=by_plan), stats, logprob, H)
+
+    return run
 
 
 def head_then_loss(
@@ -160,70 +180,114 @@ def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None) ->
     return BLOCK * -(-blocks // -(-blocks // most))  # all of them alike
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The logits of a block of rows, their law and their gradient."""
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The tensors of a call; none asks for a gradient."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V]
-    ids: Tensor  # [N]
-    T: float | Tensor  # or [N]
-    softcap: float | None
+    ids: Tensor  # N, contiguous
+    T: Tensor | None  # N; None: a number
     counted: Tensor | None  # [N] bool
-    R: int
 
-    def blocks(self) -> list[slice]:
-        """Blocks of rows."""
-        N = self.ids.shape[0]
-        return [slice(r, min(r + self.R, N)) for r in range(0, N, self.R)]
 
-    def rows(self, rows: slice) -> Tensor:
-        """[R, D] of hidden; zeros where a row does not count, for 0 times NaN is NaN."""
-        x = self.hidden[rows]
-        return x if self.counted is None else torch.where(self.counted[rows, None], x, 0.0).to(x.dtype)
+class _Block:
+    """The launches of a block of n rows."""
 
-    def logits(self, rows: slice, room: Tensor) -> Tensor:
-        """[R, V] fp32, before cap and temperature, in `room`."""
-        z = product(self.rows(rows), self.weight.T, room[: rows.stop - rows.start])
-        return z if self.bias is None else z.add_(self.bias)
+    def __init__(
+        self, launcher: Launcher, kind: Kind, shape: torch.Size, device: torch.device, *, keep: bool, moment: bool
+    ) -> None:  # fmt: skip
+        places, _ = places_of(torch.empty(kind.N, kind.V, device="meta"))
+        self.sweep = Sweep(launcher, kind, places, moment=moment)
+        self.join = Join(launcher, kind, kind.V, self.sweep.P, shape, device, keep=keep, moment=moment)
+        self.gradient = Gradient(launcher, kind, places)
+        room = [self.sweep.numbers, 0 if keep else law_kernel.SAVED * kind.N]
+        self.room = [-(-n // 4) * 4 for n in room]  # each begins at a multiple of 16 bytes
 
-    def temperature(self, rows: slice) -> float | Tensor:
-        """Of a block."""
-        return self.T[rows] if isinstance(self.T, Tensor) else self.T
 
-    def law(self, rows: slice, z: Tensor, logprob: Tensor, H: Tensor | None) -> Law:
-        """The law of a block; its log-probabilities and entropies are put in their places."""
-        mask = None if self.counted is None else self.counted[rows]
-        row = statistics(
-            rows_of(z), z.shape[1], self.ids[rows], self.temperature(rows), mask, None, self.softcap,
-            moment=H is not None,
+class _Head:
+    """Calls of one shape: the logits of a block of rows, their law and their gradient, each launch bound once."""
+
+    def __init__(self, launcher: Launcher, call: LinearPolicyLossCall, R: int, *, keep: bool) -> None:
+        N, self.D, self.device = call.ids.numel(), call.hidden.shape[-1], call.hidden.device
+        self.blocks = [slice(r, min(r + R, N)) for r in range(0, N, R)]
+        self._shape, self._scale, self._keep = call.ids.shape, call.logit_scale, keep
+        self._masked = call.mask is not None or call.cu_seqlens is not None
+        # scale z through cap and temperature is z through cap / scale and temperature / scale.
+        T = None if isinstance(call.temperature, Tensor) else float(call.temperature) / call.logit_scale
+        self._T_as_it_is = T is None and is_per_row(call.temperature, self._shape)
+        softcap = None if call.softcap is None else call.softcap / call.logit_scale
+        self._T_given, self._of = T is None, {}
+        for n in {rows.stop - rows.start for rows in self.blocks}:
+            kind = Kind(n, call.weight.shape[0], T, softcap, self._masked, None)
+            shape = self._shape if len(self.blocks) == 1 else torch.Size((n,))
+            self._of[n] = _Block(launcher, kind, shape, self.device, keep=keep, moment=call.entropy)
+
+    def of(self, call: LinearPolicyLossCall) -> _Operands:
+        """The operands of a call as they are multiplied and read."""
+        ids = call.ids if call.ids.is_contiguous() else call.ids.contiguous()
+        T = None
+        if self._T_given:
+            T = call.temperature if self._T_as_it_is else per_row(call.temperature, self._shape)
+            T = (T if self._scale == 1.0 else T / self._scale).view(-1)  # type: ignore[union-attr]  # a tensor
+        hidden = call.hidden.detach()
+        return _Operands(
+            hidden if hidden.dim() == 2 else hidden.reshape(-1, self.D), call.weight.detach(),
+            None if call.bias is None else call.bias.detach(), ids.view(-1), T,
+            _counted(call.ids, call.mask, call.cu_seqlens) if self._masked else None,
         )  # fmt: skip
-        logprob.view(-1)[rows] = row.logprob
-        if H is not None and row.entropy is not None:
-            H.view(-1)[rows] = row.entropy
-        return row
+
+    def rows(self, of: _Operands, rows: slice) -> Tensor:
+        """[R, D] of hidden; zeros where a row does not count, for 0 times NaN is NaN."""
+        x = self._part(of.hidden, rows)
+        return x if of.counted is None else torch.where(of.counted[rows, None], x, 0.0).to(x.dtype)
+
+    def logits(self, of: _Operands, rows: slice, room: Tensor | None) -> Tensor:
+        """[R, V] fp32, before cap and temperature, in `room` if it is given."""
+        z = product(self.rows(of, rows), of.weight.T, None if room is None else room[: rows.stop - rows.start])
+        return z if of.bias is None else z.add_(of.bias)
+
+    def law(self, of: _Operands, rows: slice, z: Tensor) -> Law:
+        """The law of a block."""
+        block = self._of[rows.stop - rows.start]
+        parts, saved = torch.empty(
+            sum(block.room), dtype=torch.float32, device=self.device
+        ).unsafe_split_with_sizes(block.room)  # fmt: skip
+        ids, T, mask = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
+        block.sweep(z, ids, T, mask, None, parts)  # type: ignore[arg-type]  # ids are there
+        return block.join(parts, ids, T, mask, None, None if self._keep else saved)  # type: ignore[arg-type]
+
+    def put(self, law: Law, rows: slice, logprob: Tensor, H: Tensor | None) -> None:
+        """A block's log-probabilities and entropies in their places."""
+        logprob.view(-1)[rows] = law.logprob
+        if H is not None and law.entropy is not None:
+            H.view(-1)[rows] = law.entropy
 
     def backward(
-        self, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, room: Tensor, into: _Gradients
-    ) -> None:
+        self, of: _Operands, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, room: Tensor,
+        into: _Gradients,
+    ) -> None:  # fmt: skip
         """Add the gradients that a block's rows make; `room` is for the gradient of its logits."""
-        mask = None if self.counted is None else self.counted[rows]
-        dz = room[: rows.stop - rows.start]
+        dz = self._part(room, slice(0, rows.stop - rows.start))
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
-        slopes(
-            z, self.ids[rows], self.temperature(rows), mask, law.invalid, law.saved, None, self.softcap, up, dz
-        )  # fmt: skip
+        ids, T, mask = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
+        block = self._of[rows.stop - rows.start]
+        block.gradient(z, ids, T, mask, None, law.invalid, law.saved, up, dz)  # type: ignore[arg-type]
         if into.hidden is not None:
-            if dz.dtype != self.weight.dtype:
-                into.hidden[rows] = product(dz, self.weight)
+            if dz.dtype != of.weight.dtype:
+                into.hidden[rows] = product(dz, of.weight)
             else:
                 with full_precision(dz):
-                    torch.mm(dz, self.weight, out=into.hidden[rows])
+                    torch.mm(dz, of.weight, out=into.hidden[rows])
         if into.weight is not None:
-            product(dz.T, self.rows(rows), into.weight, first=rows.start == 0)
+            product(dz.T, self.rows(of, rows), into.weight, first=rows.start == 0)
         if into.bias is not None:
             into.bias += dz.sum(0, dtype=torch.float32)
+
+    def _part(self, x: Tensor, rows: slice) -> Tensor:
+        """Some rows, where they are not all."""
+        return x if len(self.blocks) == 1 else x[rows]
 
 
 @dataclass

@@ -69,7 +69,7 @@ def prepare(call: LogprobCall) -> Callable[[LogprobCall], LogprobResult]:
     plan = _Plan(launcher_for(call.logits.device), kind, call.logits, shape, keep=differentiable, moment=call.entropy)
     ids_as_they_are = call.ids.is_contiguous()
     mask_as_it_is = call.mask is None or call.mask.is_contiguous()
-    T_as_it_is = T is not None or _is_per_row(call.temperature, shape)
+    T_as_it_is = T is not None or is_per_row(call.temperature, shape)
 
     def run(call: LogprobCall) -> LogprobResult:
         logits, ids, mask, rows_T, kept = call.logits, call.ids, call.mask, None, None
@@ -103,7 +103,7 @@ def per_row(temperature: float | Tensor, rows: torch.Size) -> float | Tensor:
     return temperature.to(torch.float32).expand(rows).reshape(-1).contiguous()
 
 
-def _is_per_row(temperature: float | Tensor, rows: torch.Size) -> bool:
+def is_per_row(temperature: float | Tensor, rows: torch.Size) -> bool:
     """Whether a tensor of temperatures is one number a row already, as kernels read it."""
     T = temperature
     return isinstance(T, Tensor) and T.dtype == torch.float32 and T.shape == rows and T.is_contiguous()

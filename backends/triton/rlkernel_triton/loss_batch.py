@@ -182,7 +182,8 @@ class LossBatch:
                 ENTROPY=entropy is not None, BONUS=dentropy is not None, GRAD=dlogprob is not None,
             )  # fmt: skip
 
-        launch = planned(self.plan, "loss", logprob.device, bound)
+        place = "loss" if tokens is None else f"loss from {first} to {stop}"
+        launch = planned(self.plan, place, logprob.device, bound)
         launch((programs,), *[partial if (x := tensors[n]) is None else x for n in _POINTERS])
 
     def summary(self, partial: Tensor, *, entropy: bool) -> tuple[Tensor, LossStats]:
@@ -266,10 +267,7 @@ def _totals(counts: Tensor, plan: Plan | None) -> tuple[Tensor, Tensor]:
 
 
 def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, plan: Plan | None = None) -> Tensor:
-    """The gradient times a scalar, in fp32, rounded once; torch takes five times as long for a scalar on the device.
-
-    With a plan all gradients have the plan's one shape.
-    """
+    """The gradient times a scalar, in fp32, rounded once; torch takes five times as long for a scalar on the device."""
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
 
     def bound(launcher: Launcher) -> Launch:
@@ -278,7 +276,7 @@ def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, plan: Plan | 
         )
 
     if out.numel():
-        launch = planned(plan, f"scaled {dtype} {upstream.dtype}", out.device, bound)
+        launch = planned(plan, f"{out.numel()} scaled {dtype} {gradient.dtype} {upstream.dtype}", out.device, bound)
         launch((triton.cdiv(out.numel(), _SCALED),), upstream, gradient.contiguous(), out)
     return out
 

@@ -8,6 +8,7 @@ Legend: B requests · K drafts · M = K + B rows · V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -16,169 +17,209 @@ from torch import Tensor
 
 from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.reference.verify import _Rows, _with_drafts
+from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton import verify_kernels as kernels
-from rlkernel_triton.launch import FUSED, on_device_of
-from rlkernel_triton.sampling.plan import Law, as_int64, draw
+from rlkernel_triton.launchers import Launcher, launcher_for
+from rlkernel_triton.sampling.plan import SHAPE, Law, Plan, as_int64, flat
 
 BLOCK: Final = 1024  # tokens of a tile
 WIDE: Final = 8192  # logits of a draft that one program adds up
 REQUEST: Final = 32  # rows of a request that are looked at together
+_PER_REQUEST: Final = ("temperature", "top_k", "top_p", "min_p", "seed")  # in the order of a law's arguments
 
 
 def verify(call: VerifyCall) -> VerifyResult:
-    """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
-    target_logits, draft_ids, draft_logits, allowed = (
-        call.target_logits,
-        call.draft_ids,
-        call.draft_logits,
-        call.allowed,
-    )
-    M, K, B = target_logits.shape[0], draft_ids.shape[0], call.cu_draft.shape[0] - 1
-    given = target_logits[:, : call.vocab_size or target_logits.shape[1]]
-    cu = call.cu_draft.contiguous()
-    rows = torch.zeros(4, M, dtype=torch.int64, device=given.device)
-    steps, step_each = _parameter(call.step)
-    with on_device_of(given):
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
+    """What runs calls of this shape: rlkernel_core.spec.verify.VerifyCall is the contract."""
+    (M, W), K, B = call.target_logits.shape, call.draft_ids.shape[0], call.cu_draft.shape[0] - 1
+    V, device, edits = call.vocab_size or W, call.target_logits.device, _edits(call)
+    launcher = launcher_for(device)
+    lay_out = launcher.bind(kernels.lay_out, M=M, K=K, STEP_EACH=_parameter(call.step)[1], R=REQUEST)
+    law = _Laws(call, strict=call.draft_probs is None and call.draft_logits is None)
+    chains: list[_Chain] = []  # one, made of the first logits
+
+    def run(call: VerifyCall) -> VerifyResult:
+        given = call.target_logits if V == W else call.target_logits[:, :V]
+        cu, drafts = call.cu_draft.contiguous(), call.draft_ids.contiguous()
+        rows = torch.zeros(4, M, dtype=torch.int64, device=device)
         if B:
-            kernels.lay_out[(B,)](
-                cu, draft_ids.contiguous(), steps, rows, M, K, STEP_EACH=step_each, R=REQUEST, **FUSED
-            )
-    request = rows[0]
-    law = {
-        "temperature": call.temperature,
-        "top_k": call.top_k,
-        "top_p": call.top_p,
-        "min_p": call.min_p,
-        "seed": call.seed,
-    }
-    each = {name: _gathered(value, request) for name, value in law.items()}
-    x, spoiled = given, None
-    if not call.penalties is call.bias is call.banned is None:
-        decoded = decode(M, x.device, torch.float32, **law, step=call.step, penalties=call.penalties, slot=request)
-        decoded = decoded._replace(step=rows[3], padding=None)
-        bonus = rows[2] < 0
-        source = torch.where(bonus, K, torch.arange(M, device=x.device) - request)
-        decoded = _with_drafts(decoded, _Rows(request, rows[1], bonus, source, rows[2]), draft_ids)
-        edited = edit(given.to(torch.float32), 0, decoded, bias=call.bias, allowed=allowed, banned=call.banned)
-        x, allowed = edited.x, None
-        spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)
-    strict = call.draft_probs is None and draft_logits is None
-    drawn, laws = draw(
-        x,
-        given if call.raw_logprob else None,
-        Law(**each, step=rows[3], filter_order=call.filter_order, tie=call.tie, slot=None, stream=0),
-        allowed=allowed,
-        spoiled=spoiled,
-        invalid_token=call.invalid_token,
-        with_laws=not strict,
-    )
-    out = _Results(drawn, raw=call.raw_logprob)
-    accepted = torch.empty(B, dtype=torch.int32, device=x.device)
-    if B:
-        chain = _Chain(rows, cu, out, accepted, M, x.shape[1], call.invalid_token)
-        with on_device_of(x):
-            if strict or laws is None:
-                chain.stop(None)
-            else:
-                logits = draft_logits is not None
-                chain.replace(
-                    x, given, allowed, draft_logits if logits else call.draft_probs, call.seed, laws, logits=logits
-                )
-    return out.result(accepted)
-
-
-class _Results:
-    """The sampler's results as [., M] blocks that kernels write to."""
-
-    def __init__(self, drawn: Any, *, raw: bool) -> None:
-        self.longs = drawn.token
-        self.ints = torch.stack((drawn.kept_count, drawn.status))
-        held = [drawn.logprob, drawn.log_kept_mass, drawn.threshold]
-        self.floats = torch.stack([*held, drawn.raw_logprob] if raw else held)
-        self.threshold_id, self.raw = drawn.threshold_id, raw
-
-    def result(self, accepted: Tensor) -> VerifyResult:
-        """As the operator returns them."""
+            lay_out((B, 1, 1), cu, drafts, _parameter(call.step)[0], rows)
+        request, place, draft, step = rows.unbind()
+        x, spoiled, allowed = given, None, call.allowed
+        if edits:
+            of = {name: getattr(call, name) for name in _PER_REQUEST}
+            decoded = decode(M, device, torch.float32, **of, step=call.step, penalties=call.penalties, slot=request)
+            decoded = decoded._replace(step=step, padding=None)
+            bonus = draft < 0
+            source = torch.where(bonus, K, torch.arange(M, device=device) - request)
+            decoded = _with_drafts(decoded, _Rows(request, place, bonus, source, draft), call.draft_ids)
+            edited = edit(given.to(torch.float32), 0, decoded, bias=call.bias, allowed=allowed, banned=call.banned)
+            x, allowed = edited.x, None
+            spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)
+        elif allowed is not None:
+            allowed = allowed.contiguous()
+        drawn, laws = law.draw(call, x, given, request, step, allowed, spoiled)
+        accepted = torch.empty(B, dtype=torch.int32, device=device)
+        if B:
+            if not chains:
+                chains.append(_Chain(launcher, call, x, allowed, M, V))
+            chains[0](call, rows, cu, x, given, allowed, drawn, laws, accepted)
         return VerifyResult(
             accepted=accepted,
-            token=self.longs,
-            logprob=self.floats[0],
-            log_kept_mass=self.floats[1],
-            kept_count=self.ints[0],
-            status=self.ints[1],
-            raw_logprob=self.floats[3] if self.raw else None,
+            token=drawn.token,
+            logprob=drawn.logprob,
+            log_kept_mass=drawn.log_kept_mass,
+            kept_count=drawn.kept_count,
+            status=drawn.status,
+            raw_logprob=drawn.raw_logprob,
         )
+
+    return run
+
+
+def _edits(call: VerifyCall) -> bool:
+    """Whether logits are edited before they are drawn from."""
+    return not call.penalties is call.bias is call.banned is None
+
+
+class _Laws:
+    """The law of every row and a token of it, drawn as sample draws it."""
+
+    def __init__(self, call: VerifyCall, *, strict: bool) -> None:
+        given = {name: getattr(call, name) for name in _PER_REQUEST}
+        self._gathered = [  # parameters with an entry per request: their places among a law's arguments
+            (i, name)
+            for i, (name, value) in enumerate(given.items())
+            if isinstance(value, Tensor) and value.numel() != 1
+        ]
+        self._same = [  # and those that stand for all requests
+            (i, name)
+            for i, (name, value) in enumerate(given.items())
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
+        self._seeded = not isinstance(call.seed, Tensor)
+        self._strict, self._invalid_token, self._raw = strict, call.invalid_token, call.raw_logprob
+        self._parameters: list[Any] = []
+        self._plan: Plan | None = None
+
+    def draw(
+        self, call: VerifyCall, x: Tensor, given: Tensor, request: Tensor, step: Tensor, allowed: Tensor | None,
+        spoiled: Tensor | None,
+    ) -> tuple[SampleResult, Tensor | None]:  # fmt: skip
+        """The draw, and the laws where drafts are tested against theirs."""
+        raw = given if self._raw else None
+        if self._plan is None:
+            self._prepare(call, x, raw, request, step, allowed, spoiled)
+        parameters = self._parameters.copy()
+        for i, name in self._gathered:
+            parameters[i] = getattr(call, name).reshape(-1)[request]
+        for i, name in self._same:
+            parameters[i] = flat(getattr(call, name))
+        if self._seeded:
+            parameters[4] = as_int64(call.seed)
+        parameters[5] = step
+        return self._plan(x, raw, tuple(parameters), 0, allowed, spoiled, self._invalid_token)  # type: ignore[misc]
+
+    def _prepare(
+        self, call: VerifyCall, x: Tensor, raw: Tensor | None, request: Tensor, step: Tensor, allowed: Tensor | None,
+        spoiled: Tensor | None,
+    ) -> None:  # fmt: skip
+        each = {name: getattr(call, name) for name in _PER_REQUEST}
+        each |= {name: each[name].reshape(-1)[request] for _, name in self._gathered}
+        law = Law(**each, step=step, filter_order=call.filter_order, tie=call.tie, slot=None, stream=0)
+        parameters = law.arguments()
+        self._parameters = [None if isinstance(p, Tensor) else p for p in parameters]
+        self._plan = Plan(
+            x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=False, laws=not self._strict,
+            shape=SHAPE,
+        )  # fmt: skip
 
 
 class _Chain:
-    """A round of drafts on its way through the kernels."""
+    """The launches of a round of drafts, once every row has its law and a token."""
 
     def __init__(
-        self, rows: Tensor, cu: Tensor, out: _Results, accepted: Tensor, M: int, V: int, invalid_token: int
-    ) -> None:
-        self.rows, self.cu, self.out, self.accepted = rows, cu, out, accepted
-        self.M, self.V, self.invalid_token = M, V, invalid_token
-
-    def stop(self, accept: Tensor | None) -> None:
-        """Find each request's first rejection and empty the rows behind it."""
-        out = self.out
-        kernels.stop[(len(self.accepted),)](
-            self.rows, self.cu, accept, out.longs, out.ints, out.floats, self.accepted, self.M, self.V,
-            self.invalid_token, STRICT=accept is None, RAW=out.raw, R=REQUEST, **FUSED,
+        self, launcher: Launcher, call: VerifyCall, x: Tensor, allowed: Tensor | None, M: int, V: int
+    ) -> None:  # fmt: skip
+        B, raw, given = call.cu_draft.shape[0] - 1, call.raw_logprob, call.target_logits
+        self.logits = call.draft_logits is not None
+        q = call.draft_logits if self.logits else call.draft_probs
+        self._strict = q is None
+        self._stop = launcher.bind(
+            kernels.stop, M=M, V=V, invalid_token=call.invalid_token, STRICT=self._strict, RAW=raw, R=REQUEST
+        )
+        self._B, self._M = (B, 1, 1), (M, 1, 1)
+        if q is None:
+            return
+        K, S, W = M - B, triton.cdiv(V, BLOCK), triton.cdiv(V, WIDE)
+        view = {"row_stride": x.stride(0), "column_stride": x.stride(1), "M": M, "V": V}
+        common = {
+            **view, "allowed_stride": 0 if allowed is None else allowed.shape[1], "HAS_ALLOWED": allowed is not None,
+            "q_row_stride": q.stride(0), "q_column_stride": q.stride(1), "LOGITS": self.logits,
+            "SEED_EACH": _parameter(call.seed)[1],
+        }  # fmt: skip
+        strides = {"row_stride": q.stride(0), "column_stride": q.stride(1)}
+        self._weighed = self.logits and K > 0
+        if self._weighed:
+            self._weigh = launcher.bind(kernels.weigh_drafts, **strides, V=V, W=W, WIDE=WIDE, BLOCK=BLOCK)
+            self._join = launcher.bind(kernels.join_drafts, W=W, PARTS=triton.next_power_of_2(W))
+        self._test = launcher.bind(kernels.test, **common)
+        self._search = launcher.bind(kernels.search, **common, S=S, BLOCK=BLOCK)
+        self._put = launcher.bind(
+            kernels.put, **view, raw_row_stride=given.stride(0), raw_column_stride=given.stride(1), S=S, RAW=raw,
+            SP=triton.next_power_of_2(S),
         )  # fmt: skip
+        self._KW, self._K, self._BS = (K, W, 1), (K, 1, 1), (B, S, 1)
+        # Sums of drafts, their parts and scores in float64; accepted drafts and winners as integers.
+        self._floats = [2 * max(K, 1), 2 * K * W if self._weighed else 0, 2 * B * S]
+        self._ints = [-(-M // 4) * 4, 2 * B * S]
 
-    def replace(
+    def __call__(
         self,
+        call: VerifyCall,
+        rows: Tensor,
+        cu: Tensor,
         x: Tensor,
-        raw: Tensor,
+        given: Tensor,
         allowed: Tensor | None,
-        q: Tensor,
-        seed: int | Tensor,
-        laws: Tensor,
-        *,
-        logits: bool,
+        drawn: SampleResult,
+        laws: Tensor | None,
+        accepted: Tensor,
     ) -> None:
-        """Test every draft against both laws, and draw in place of the first that fails."""
-        out, B, M, V = self.out, len(self.accepted), self.M, self.V
-        K, S = M - B, triton.cdiv(V, BLOCK)
-        sums = torch.empty(max(K, 1), 2, dtype=torch.float64, device=x.device)
-        if logits and K:
-            W = triton.cdiv(V, WIDE)
-            parts = torch.empty(K, W, 2, dtype=torch.float64, device=x.device)
-            kernels.weigh_drafts[(K, W)](q, *q.stride(), V, W, parts, WIDE=WIDE, BLOCK=BLOCK, **FUSED)
-            kernels.join_drafts[(K,)](parts, sums, W, PARTS=triton.next_power_of_2(W), **FUSED)
-        seeds, seed_each = _parameter(seed)
-        mask = {"allowed": None if allowed is None else allowed.contiguous()}
-        mask |= {"allowed_stride": 0 if allowed is None else allowed.shape[1], "HAS_ALLOWED": allowed is not None}
-        view = {"rows": self.rows, "x": x, "row_stride": x.stride(0), "column_stride": x.stride(1), "M": M, "V": V}
-        law = {"laws": laws, "threshold": out.floats[2], "threshold_id": out.threshold_id}
-        draft = {"q": q, "q_row_stride": q.stride(0), "q_column_stride": q.stride(1), "sums": sums, "LOGITS": logits}
-        common = view | mask | law | draft | {"seed": seeds, "SEED_EACH": seed_each}
-        accept = torch.empty(M, dtype=torch.int32, device=x.device)
-        kernels.test[(M,)](**common, accept=accept, **FUSED)
-        self.stop(accept)
-        scores = torch.empty(B, 2, S, dtype=torch.float64, device=x.device)
-        winners = torch.empty(B, 2, S, dtype=torch.int32, device=x.device)
-        stopped = {"cu_draft": self.cu, "accepted": self.accepted, "scores": scores, "winners": winners, "S": S}
-        kernels.search[(B, S)](**common, **stopped, ints=out.ints, BLOCK=BLOCK, **FUSED)
-        kernels.put[(M,)](
-            **view, **stopped, laws=laws, longs=out.longs, ints=out.ints, floats=out.floats, raw=raw,
-            raw_row_stride=raw.stride(0), raw_column_stride=raw.stride(1), RAW=out.raw,
-            SP=triton.next_power_of_2(S), **FUSED,
+        """Accept, and draw in place of the first draft that fails; results are written into those of `drawn`."""
+        longs, ints, floats = drawn.token, drawn.kept_count, drawn.logprob  # the first of the blocks that they lie in
+        if self._strict:
+            self._stop(self._B, rows, cu, None, longs, ints, floats, accepted)
+            return
+        device = x.device
+        q = call.draft_logits if self.logits else call.draft_probs
+        sums, parts, scores = torch.empty(
+            sum(self._floats), dtype=torch.float64, device=device
+        ).unsafe_split_with_sizes(self._floats)  # fmt: skip
+        accept, winners = torch.empty(
+            sum(self._ints), dtype=torch.int32, device=device
+        ).unsafe_split_with_sizes(self._ints)  # fmt: skip
+        if self._weighed:
+            self._weigh(self._KW, q, parts)
+            self._join(self._K, parts, sums)
+        seed, _ = _parameter(call.seed)
+        cut, cut_id = drawn.threshold, drawn.threshold_id
+        self._test(self._M, rows, x, allowed, q, sums, seed, laws, cut, cut_id, accept)
+        self._stop(self._B, rows, cu, accept, longs, ints, floats, accepted)
+        self._search(
+            self._BS, rows, cu, accepted, x, allowed, q, sums, seed, laws, cut, cut_id, ints, scores, winners
         )  # fmt: skip
+        self._put(self._M, rows, cu, accepted, x, given, laws, scores, winners, longs, ints, floats)
 
 
 def _parameter(value: int | Tensor) -> tuple[int | Tensor, int]:
     """An argument of a kernel, and its `EACH`: -1 a number, 0 one entry for all, 1 one per request."""
     if isinstance(value, Tensor):
-        flat = value.reshape(-1).contiguous()
-        return flat, int(flat.shape[0] != 1)
+        one = flat(value)
+        return one, int(one.shape[0] != 1)
     return as_int64(value), -1
-
-
-def _gathered(value: Any, request: Tensor) -> Any:
-    """A parameter per request as one per row."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return value.reshape(-1)[request]
-    return value

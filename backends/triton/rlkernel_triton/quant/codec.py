@@ -7,6 +7,7 @@ Legend: N rows · K columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -74,10 +75,15 @@ def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -
 
 
 def dequantize(call: DequantizeCall) -> Tensor:  # -> [N, K]
-    """See `rlkernel_core.spec.quantize.DequantizeCall`."""
-    w = call.w
-    storage.check_layouts("w", w)
-    return storage.dequantised(w, call.dtype or w.dtype)
+    """Prepare one call and run it."""
+    return prepare_dequantize(call)(call)
+
+
+def prepare_dequantize(call: DequantizeCall) -> Callable[[DequantizeCall], Tensor]:
+    """What runs calls of this shape. See `rlkernel_core.spec.quantize.DequantizeCall`."""
+    storage.check_layouts("w", call.w)
+    run = storage.dequantiser(call.w, call.dtype or call.w.dtype)
+    return lambda call: run(call.w)
 
 
 def prepack(call: PrepackCall) -> QuantTensor:

@@ -9,6 +9,7 @@ Legend: N rows · K columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 
 W4: Final = "triton_w4"
@@ -192,26 +194,58 @@ def dequantised(
         if rows is not None:
             return result.copy_(dequantised(w, dtype)[first:last])
         N, K = 1, w.shape[0] * K
-    R, C = (16, 256) if w.layout == W4 else (1, 2048) if N == 1 else (8, 512)
+    R, C = _decoded_tile(w, N)
     grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C),)
     with on_device_of(result):
         decode_kernels.dequantise[grid](
             codes=codes(w),
-            row_bytes=(K + 1) // 2,
             **scales(w),
-            **scale_grid(w),
             out=result,
             first=first,
-            N=N,
-            K=K,
-            R=R,
-            C=C,
-            TILED=w.layout == W4,
-            SYMMETRIC=w.spec.symmetric,
-            NESTED=w.spec.double_quant,
-            INTERPRETED=INTERPRETED,
-            **Element.of(w.spec).constants,
+            **_decoding(w, N, K, R, C),
             num_warps=4,
             **EXACT,
         )
     return result
+
+
+def dequantiser(w: QuantTensor, dtype: torch.dtype) -> Callable[[QuantTensor], Tensor]:
+    """What dequantises weights like this one, whole; bound once."""
+    if blocks.reads(w.spec):
+        return lambda w: blocks.dequantised(w, dtype, None, None)
+    w, shape = table_of_nf4(w), w.shape
+    N, K = (1, shape[0] * shape[1]) if w.spec.element == "nf4" and shape[1] % w.spec.group else shape
+    R, C = _decoded_tile(w, N)
+    grid = (triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1)
+    launch = launcher_for(w.device).bind(
+        decode_kernels.dequantise, num_warps=4, options=EXACT, first=0, **_decoding(w, N, K, R, C)
+    )
+    scale = scale_name(w.spec)
+    names = [n if n in w.parts else scale for n in ("zero", "table", "nested_table", "nested_absmax", "nested_offset")]
+    names = [scale, *names]
+    as_they_are = all(w.parts[n].is_contiguous() for n in names)
+    device = w.device
+
+    def run(w: QuantTensor) -> Tensor:
+        result = torch.empty(shape, dtype=dtype, device=device)
+        given = [w.parts[n] for n in names]
+        if not as_they_are:
+            given = [x.contiguous() for x in given]
+        launch(grid, codes(w), *given, result)
+        return result
+
+    return run
+
+
+def _decoded_tile(w: QuantTensor, N: int) -> tuple[int, int]:
+    """Rows and columns that a program dequantises."""
+    return (16, 256) if w.layout == W4 else (1, 2048) if N == 1 else (8, 512)
+
+
+def _decoding(w: QuantTensor, N: int, K: int, R: int, C: int) -> dict[str, Any]:
+    """What of a weight's format and size its dequantisation is told."""
+    return {
+        "row_bytes": (K + 1) // 2, **scale_grid(w), "N": N, "K": K, "R": R, "C": C, "TILED": w.layout == W4,
+        "SYMMETRIC": w.spec.symmetric, "NESTED": w.spec.double_quant, "INTERPRETED": INTERPRETED,
+        **Element.of(w.spec).constants,
+    }  # fmt: skip

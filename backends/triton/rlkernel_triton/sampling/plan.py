@@ -233,7 +233,11 @@ class Plan:
         spoiled: Tensor | None,  # [N] int32
         invalid_token: int,
     ) -> tuple[SampleResult, Tensor | None]:
-        """The draw, and [N, 5] of its laws."""
+        """The draw, and [N, 5] of its laws.
+
+        Results lie in blocks: token and threshold_id; kept_count and status; logprob, log_kept_mass, threshold, then
+        raw_logprob. verify writes to those blocks.
+        """
         N, device = self.N, x.device
         longs = torch.empty((2, N), dtype=torch.int64, device=device)
         ints = torch.empty((3, N), dtype=torch.int32, device=device)

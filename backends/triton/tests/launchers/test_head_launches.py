@@ -1,0 +1,265 @@
+"""What the operators over an output head launch, for calls on a device that has no kernels."""
+
+import pytest
+import torch
+
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.sampling import TokenLists
+from rlkernel_core.spec.verify import VerifyCall
+from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, linear_policy_loss, verify
+from rlkernel_triton.launchers import Recorder, using
+
+N, D, V = 64, 256, 1024
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr(head_calls, "arch_of", lambda _: "sm90")
+    recorder = Recorder()
+    with using(recorder):
+        yield recorder
+
+
+def meta(*shape, dtype=torch.bfloat16, grad=False):
+    return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad)
+
+
+def ids(*shape):
+    return meta(*shape, dtype=torch.int64)
+
+
+def flag(*shape):
+    return meta(*shape, dtype=torch.bool)
+
+
+def names(recorder):
+    return [launch.build.kernel.partition(":")[2] for launch in recorder.launches]
+
+
+def law(*shape, grad=False, **options):
+    shape = shape or (N,)
+    return LinearLogprobCall(meta(*shape, D, grad=grad), meta(V, D, grad=grad), ids(*shape), **options)
+
+
+OPTIONS = {
+    "plain": {},
+    "entropy": {"entropy": True},
+    "masked": {"mask": flag(N)},
+    "temperatures": {"temperature": meta(N, dtype=torch.float32), "softcap": 30.0, "bias": meta(V)},
+    "cut": {"max_workspace_bytes": 500_000},
+}
+
+
+def test_log_probabilities_are_three_launches(recorder):
+    given = law(entropy=True)
+    out = linear_logprob.prepare(given)(given)
+    assert names(recorder) == ["head_sweep", "join", "law"]
+    assert [launch.grid for launch in recorder.launches] == [(4, 1, 1), (2, 1, 1), (2, 1, 1)]
+    assert dict(recorder.launches[0].build.constants)["MOMENT"] is True
+    assert (out.logprob.shape, out.entropy.shape, out.invalid.dtype) == ((N,), (N,), torch.bool)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_plan_of_log_probabilities_launches_the_same_at_every_call(recorder, name):
+    run = linear_logprob.prepare(law(**OPTIONS[name]))
+    run(law(**OPTIONS[name]))
+    first = list(recorder.launches)
+    run(law(**OPTIONS[name]))
+    assert first
+    assert recorder.launches == [*first, *first]
+
+
+def test_rows_that_lie_apart_are_copied_and_contiguous_ones_of_any_shape_are_not(recorder):
+    for given, stride in ((law(4, 16), D), (LinearLogprobCall(meta(N, 2 * D)[:, :D], meta(V, D), ids(N)), 2 * D)):
+        linear_logprob.prepare(given)(given)
+        assert linear_logprob._Plan(given).head._fixed["x_stride"] == stride
+    apart = LinearLogprobCall(meta(8, 10, D)[:, 1:9], meta(V, D), ids(8, 8))
+    assert linear_logprob.prepare(apart)(apart).logprob.shape == (8, 8)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_log_probabilities_have_a_node_where_a_gradient_is_wanted_and_nowhere_else(recorder, grad):
+    given = law(grad=grad, backward="save")
+    out = linear_logprob.prepare(given)(given)
+    assert (out.logprob.grad_fn is not None) == grad
+    assert out.invalid.grad_fn is None
+    assert dict(recorder.launches[0].build.constants)["SAVE"] is grad
+
+
+def test_gradients_are_three_launches_for_each_block_of_columns(recorder, monkeypatch):
+    monkeypatch.setattr(head_workspace, "BLOCKS", ((16384, 64),))
+    given = law(grad=True, entropy=True)
+    out = linear_logprob.prepare(given)(given)
+    (out.logprob.sum() + out.entropy.sum()).backward()
+    assert names(recorder)[3:] == ["head_gradient", "product", "product"] * (V // 64)
+    constants = dict(recorder.launches[3].build.constants)
+    assert [constants[n] for n in ("G", "G_LSE", "G_ENTROPY", "G_MASS")] == [True, False, True, False]
+    assert (given.hidden.grad.shape, given.weight.grad.shape) == ((N, D), (V, D))
+
+
+def test_a_frozen_head_saves_a_product(recorder):
+    given = law(backward="recompute")
+    given.hidden.requires_grad_()
+    linear_logprob.prepare(given)(given).logprob.sum().backward()
+    assert names(recorder)[3:] == ["head_gradient", "product"] * 16
+    assert given.weight.grad is None
+
+
+def test_a_support_of_a_masked_call_is_placed_before_the_sweep(recorder):
+    support = Support(meta(400, dtype=torch.int64), meta(N + 1, dtype=torch.int64))
+    given = law(support=support, mask=flag(N))
+    assert linear_logprob.prepare(given)(given).log_kept_mass.shape == (N,)
+    assert names(recorder) == ["place", "head_sweep", "join", "law"]
+
+
+def test_no_rows_of_hidden_states_are_no_launches(recorder):
+    given = law(0, grad=True)
+    out = linear_logprob.prepare(given)(given)
+    out.logprob.sum().backward()
+    assert (recorder.launches, out.logprob.shape) == ([], (0,))
+    assert given.weight.grad.shape == (V, D)
+
+
+def draws(rows=8, *, device="meta", **options):
+    hidden, weight = (torch.empty(n, D, dtype=torch.bfloat16, device=device) for n in (rows, V))
+    seeds = torch.empty(rows, dtype=torch.int64, device=device)
+    return LmHeadSampleCall(hidden, weight, **{"seed": seeds, "step": 3, **options})
+
+
+def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
+    monkeypatch.setattr(head_sampling, "_at_a_time", lambda *_: 2000)
+    given = draws(softcap=20.0, raw_logprob=True)
+    out = head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "draw_slab", "draw_row"]
+    assert dict(recorder.launches[1].build.constants)["RAW"] is True
+    assert (out.token.shape, out.raw_logprob.shape, out.status.dtype) == ((8,), (8,), torch.int32)
+
+
+def test_slabs_are_drawn_from_one_after_the_other(recorder):
+    given = draws()
+    head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "draw_slab"] * 8 + ["draw_row"]
+
+
+def test_a_filter_sends_the_logits_to_the_sampler(recorder):
+    given = draws(top_k=20)
+    head_sampling.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "tiles", "finish"]
+
+
+def test_no_rows_draw_nothing_and_launch_nothing(recorder):
+    given = draws(0)
+    assert head_sampling.prepare(given)(given).token.shape == (0,)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "seed": 7}, {"vocab_size": 1000}])
+def test_a_plan_of_draws_launches_the_same_at_every_call_but_for_its_numbers(recorder, options):
+    rows = 1 if "seed" in options else 8
+    run = head_sampling.prepare(draws(rows, **options))
+    for step in (3, 4):
+        run(draws(rows, **options, step=step))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+def test_an_edited_draw_counts_what_edits_spoil(recorder):
+    lists = TokenLists(torch.zeros(2, dtype=torch.int64), torch.tensor([0, *[2] * 8]))
+    given = draws(device="cpu", banned=lists)
+    head_sampling.prepare(given)(given)
+    assert set(names(recorder)) == {"head_logits", "draw_slab", "draw_row"}
+    assert dict(recorder.launches[-1].build.constants)["HAS_SPOILED"] is True
+
+
+def drafts(form, **options):
+    laws = {
+        "strict": {},
+        "logits": {"draft_logits": meta(6, V, dtype=torch.float32)},
+        "probabilities": {"draft_probs": meta(6, V, dtype=torch.float32)},
+    }[form]
+    return VerifyCall(meta(8, V), ids(6), **{"cu_draft": ids(3), "seed": ids(2), "step": 3, **laws, **options})
+
+
+LAUNCHED = {
+    "strict": ["stop"],
+    "logits": ["weigh_drafts", "join_drafts", "test", "stop", "search", "put"],
+    "probabilities": ["test", "stop", "search", "put"],
+}
+
+
+@pytest.mark.parametrize("form", LAUNCHED)
+def test_what_a_round_of_drafts_launches(recorder, form):
+    given = drafts(form, raw_logprob=True)
+    out = verify.prepare(given)(given)
+    assert names(recorder) == ["lay_out", "tiles", "tiles", "finish", *LAUNCHED[form]]
+    assert (out.accepted.shape, out.token.shape, out.raw_logprob.shape) == ((2,), (8,), (8,))
+
+
+@pytest.mark.parametrize("form", LAUNCHED)
+def test_a_plan_of_drafts_launches_the_same_at_every_call(recorder, form):
+    run = verify.prepare(drafts(form, temperature=meta(2, dtype=torch.float32), top_k=20))
+    for step in (3, 4):
+        run(drafts(form, temperature=meta(2, dtype=torch.float32), top_k=20, step=step))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+def test_the_results_of_a_draw_lie_in_the_blocks_that_verify_writes_to(recorder):
+    given = VerifyCall(
+        torch.zeros(8, V), torch.zeros(6, dtype=torch.int64), cu_draft=torch.tensor([0, 3, 6]),
+        seed=torch.arange(2), step=3, raw_logprob=True,
+    )  # fmt: skip
+    out = verify.prepare(given)(given)
+    first, own = out.logprob.data_ptr(), out.kept_count.data_ptr()
+    assert [out.log_kept_mass.data_ptr() - first, out.raw_logprob.data_ptr() - first] == [4 * 8, 4 * 8 * 3]
+    assert out.status.data_ptr() - own == 4 * 8
+
+
+def loss(rows=N, *, grad=False, **options):
+    operands = (meta(n, D, grad=grad) for n in (rows, V))
+    tokens = [meta(rows, dtype=torch.float32) for _ in range(2)]
+    return LinearPolicyLossCall(*operands, ids(rows), *tokens, **{"aggregate": "token_mean", **options})
+
+
+BATCH, TOTAL = ["tokens_kernel"], ["loss_kernel", "total_kernel"]
+
+
+def test_a_loss_without_gradients_is_swept_once_and_has_no_node(recorder):
+    given = loss(entropy=True)
+    out = linear_policy_loss.prepare(given)(given)
+    assert names(recorder) == ["sweep", "law", *BATCH, *TOTAL]
+    assert (out.loss.grad_fn, out.logprob.shape, out.entropy.shape) == (None, (N,), (N,))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_one_block_is_swept_once_whatever_the_loss_needs_of_other_tokens(recorder, kind):
+    packed = {"cu_seqlens": ids(3)} if kind == "gspo" else {}
+    given = loss(grad=True, kind=kind, **packed)
+    linear_policy_loss.prepare(given)(given).loss.backward()
+    assert names(recorder) == ["sweep", "law", *BATCH, "loss_kernel", "gradient", "total_kernel", *["scale_kernel"] * 2]
+    sizes = [launch.grid[0] for launch in recorder.launches[-2:]]
+    assert sizes == [N * D // 1024, V * D // 1024]
+
+
+def test_blocks_of_a_loss_are_worked_on_one_after_the_other(recorder):
+    given = loss(1100, grad=True)
+    linear_policy_loss.prepare(given)(given)
+    of_block = ["sweep", "law", "loss_kernel", "gradient"]
+    assert names(recorder) == [*BATCH, *of_block * 3, "total_kernel"]
+    programs = [launch.grid[0] for launch in recorder.launches if launch.build.kernel.endswith("loss_kernel")]
+    assert programs == [3, 3, 3]
+
+
+@pytest.mark.parametrize("rows", [N, 1100])
+def test_a_plan_of_losses_launches_the_same_at_every_call(recorder, rows):
+    run = linear_policy_loss.prepare(loss(rows, grad=True, mask=flag(rows)))
+    for _ in range(2):
+        run(loss(rows, grad=True, mask=flag(rows)))
+    half = len(recorder.launches) // 2
+    assert half > 0
+    assert recorder.launches[:half] == recorder.launches[half:]
