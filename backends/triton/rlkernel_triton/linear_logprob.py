@@ -150,7 +150,7 @@ class _Plan:
 
     def __init__(self, call: LinearLogprobCall) -> None:
         hidden, weight, support, group = call.hidden, call.weight, call.support, call.group
-        N, (V, D) = call.ids.numel(), weight.shape
+        N, V = call.ids.numel(), weight.shape[0]
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
         row_bytes = None if support is None else -(-V // 32) * 4
         ranks, size = 1 if group is None else group.size(), _size(call)
