@@ -80,7 +80,9 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "policy_loss": Claim(
         "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
     ),
-    "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
+    "quantize": Claim(
+        "rlkernel_triton.quant.codec:prepare_quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
+    ),
     "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),

@@ -26,6 +26,7 @@ from rlkernel_core.spec.quantize import (
     QuantizeCall,
 )
 from rlkernel_triton.launch import INTERPRETED, lasting, on_device_of
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
 
@@ -40,38 +41,60 @@ _NESTED: Final = 256  # nf4 scales that share a scale
 
 
 def quantize(call: QuantizeCall) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.QuantizeCall`."""
-    weight, out = call.weight, call.out
-    spec = spec_of(call.format)
+    """Prepare one call and run it."""
+    return prepare_quantize(call)(call)
+
+
+def prepare_quantize(call: QuantizeCall) -> Callable[[QuantizeCall], QuantTensor]:
+    """What runs calls of this shape. See `rlkernel_core.spec.quantize.QuantizeCall`."""
+    weight, spec = call.weight, spec_of(call.format)
     if weight.requires_grad and torch.is_grad_enabled():
         remedy = "Pass weight.detach(), or call under torch.no_grad()."
         raise ArgumentError("weight", "a tensor that requires grad", "cannot be differentiated through codes", remedy)
-    weight = weight.detach()
-    if out is not None:
-        storage.check_layouts("out", out)
-    if out is not None:
-        whole = {name: part.contiguous() for name, part in out.parts.items()}
-        _encode(replace(out, parts=whole), weight)
-        for name, part in out.parts.items():
-            if part is not whole[name]:  # strided: written beside it, then copied
-                part.copy_(whole[name])
-        return out
-    return encoded(weight, spec, call.dtype)
+    plan = Plan(launcher_for(weight.device))
+    if call.out is not None:
+        storage.check_layouts("out", call.out)
+        return lambda call: _into(call.out, call.weight.detach(), plan)  # type: ignore[arg-type]  # it is there
+    make = _maker(weight, spec, call.dtype)
+
+    def run(call: QuantizeCall) -> QuantTensor:
+        made = make()
+        _encode(made, call.weight.detach(), plan)
+        return made
+
+    return run
+
+
+def _into(out: QuantTensor, weight: Tensor, plan: Plan) -> QuantTensor:
+    """Quantise into the storage of another weight."""
+    whole = {name: part.contiguous() for name, part in out.parts.items()}
+    _encode(replace(out, parts=whole), weight, plan)
+    for name, part in out.parts.items():
+        if part is not whole[name]:  # strided: written beside it, then copied
+            part.copy_(whole[name])
+    return out
 
 
 def encoded(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None = None) -> QuantTensor:
     """A new canonical weight of a format that kernels quantise to."""
-    shape = (weight.shape[0], weight.shape[1])
-    parts = {
-        name: torch.empty(size, dtype=kind, device=weight.device)
-        for name, (size, kind) in codec_of(spec).storage(spec, shape).items()
-    }
-    for name, table in _constants(spec, weight.device).items():
-        parts[name].copy_(table)
-    default = torch.float32 if weight.dtype == torch.float64 else weight.dtype
-    made = QuantTensor(spec, shape, dtype or default, parts)
+    made = _maker(weight, spec, dtype)()
     _encode(made, weight)
     return made
+
+
+def _maker(weight: Tensor, spec: QuantSpec, dtype: torch.dtype | None) -> Callable[[], QuantTensor]:
+    """What makes room for weights like this one, with the tables of the format in it."""
+    shape, device = (weight.shape[0], weight.shape[1]), weight.device
+    rooms, tables = codec_of(spec).storage(spec, shape), _constants(spec, device)
+    wide = dtype or (torch.float32 if weight.dtype == torch.float64 else weight.dtype)
+
+    def make() -> QuantTensor:
+        parts = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in rooms.items()}
+        for name, table in tables.items():
+            parts[name].copy_(table)
+        return QuantTensor(spec, shape, wide, parts)
+
+    return make
 
 
 def dequantize(call: DequantizeCall) -> Tensor:  # -> [N, K]
@@ -114,20 +137,20 @@ def _cells(values: Tensor, codes: Tensor) -> Tensor:  # ascending [V], [V] -> [2
     return torch.stack([own, (low + 16 * high).float()])
 
 
-def _encode(w: QuantTensor, weight: Tensor) -> None:
-    """Quantise into the storage of `w`."""
+def _encode(w: QuantTensor, weight: Tensor, plan: Plan | None = None) -> None:
+    """Quantise into the storage of `w`. With a plan all weights of it, and all that is given, are of one shape."""
     spec = w.spec
     by_group = spec.group > 0 and spec.rows == 1
     scale = w.parts[storage.scale_name(spec)]
     if spec.double_quant:  # scales in fp32 first
         scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
-    with on_device_of(weight):
-        if blocks.reads(spec):
+    if blocks.reads(spec):
+        with on_device_of(weight):
             blocks.encode(w, weight)
-        elif by_group:
-            _by_group(w, weight, scale)
-        else:
-            _by_row(w, weight, scale)
+    elif by_group:
+        _by_group(w, weight, scale, plan)
+    else:
+        _by_row(w, weight, scale, plan)
     if spec.double_quant:
         _nest(w, scale)
 
@@ -139,7 +162,7 @@ def _integers(spec: QuantSpec) -> dict[str, int]:
     return {"LEAST": 1 if spec.scale_rule == "absmax/7" else 0, "MOST": 15}
 
 
-def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
+def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | None) -> None:
     spec, (N, K) = w.spec, w.shape
     cells = scale
     if spec.element in {"nf4", "fp4"}:
@@ -148,83 +171,59 @@ def _by_group(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
         if K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
     R, C = (1, 2048) if N == 1 else blocks.TILE if spec.element == "nf4" else blocks.tile_of(N, K, spec.group)
-    weight = blocks.near(weight, R, C)
-    grid = storage.scale_grid(w)
-    encode_kernels.encode_groups[(triton.cdiv(N, R) * triton.cdiv(K, C),)](
-        w=weight,
-        row_stride=weight.stride(0),
-        column_stride=weight.stride(1),
-        codes=storage.codes(w),
-        row_bytes=(K + 1) // 2,
-        scale=scale,
-        zero=w.parts.get("zero", scale),
-        scale_row=grid["scale_row"],
-        scale_group=grid["scale_group"],
-        cells=cells,
-        largest=_LARGEST[spec.scale_rule],
-        N=N,
-        K=K,
-        GROUP=spec.group,
-        R=R,
-        C=C,
-        ELEMENT=Element.of(spec).ELEMENT,
-        TILED=w.layout == W4,
-        SYMMETRIC=spec.symmetric,
-        FLOAT_ZERO=spec.float_zero,
-        ROUNDING=_ROUNDINGS[spec.rounding].value,
-        **_integers(spec),
-        WHOLE=N % R == 0 and K % C == 0 and storage.codes(w).data_ptr() % 16 == 0,
-        INTERPRETED=INTERPRETED,
-        num_warps=4,
-        **EXACT,
-    )
+    weight, codes = blocks.near(weight, R, C), storage.codes(w)
+
+    def bound(launcher: Launcher) -> Launch:
+        grid = storage.scale_grid(w)
+        row_stride, column_stride = weight.stride()
+        return launcher.bind(
+            encode_kernels.encode_groups, num_warps=4, options=EXACT, row_stride=row_stride,
+            column_stride=column_stride, row_bytes=(K + 1) // 2, scale_row=grid["scale_row"],
+            scale_group=grid["scale_group"], largest=_LARGEST[spec.scale_rule], N=N, K=K, GROUP=spec.group, R=R, C=C,
+            ELEMENT=Element.of(spec).ELEMENT, TILED=w.layout == W4, SYMMETRIC=spec.symmetric,
+            FLOAT_ZERO=spec.float_zero, ROUNDING=_ROUNDINGS[spec.rounding].value, **_integers(spec),
+            WHOLE=N % R == 0 and K % C == 0 and codes.data_ptr() % 16 == 0, INTERPRETED=INTERPRETED,
+        )  # fmt: skip
+
+    launch = planned(plan, "groups", weight.device, bound)
+    grid = (triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1)
+    launch(grid, weight, codes, scale, w.parts.get("zero", scale), cells)
 
 
-def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor) -> None:
-    from rlkernel_triton.quant import product  # which imports this module, to code tokens
-
+def _by_row(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | None) -> None:
     spec, (N, K) = w.spec, w.shape
-    form = FLOAT8.get(spec.element)
-    largest = _LARGEST.get(spec.scale_rule) or (form.max if form else 1.0)
     R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else ROW_TILE
-    tiles = triton.cdiv(N, R)
-    weight = blocks.near(weight, R, K)
-    given: dict[str, Any] = {
-        "w": weight,
-        "row_stride": weight.stride(0),
-        "column_stride": weight.stride(1),
-        "N": N,
-        "K": K,
-        "WHOLE": N % R == 0 and K % C == 0,
-        "INTERPRETED": INTERPRETED,
-    }
+    tiles, weight = triton.cdiv(N, R), blocks.near(weight, R, K)
+
+    def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
+        from rlkernel_triton.quant import product  # which imports this module, to code tokens
+
+        form = FLOAT8.get(spec.element)
+        row_stride, column_stride = weight.stride()
+        given: dict[str, Any] = {
+            "row_stride": row_stride, "column_stride": column_stride, "N": N, "K": K, "R": R, "C": C,
+            "WHOLE": N % R == 0 and K % C == 0, "INTERPRETED": INTERPRETED, "options": EXACT,
+        }  # fmt: skip
+        first = None
+        if spec.rows == 0:
+            first = launcher.bind(encode_kernels.largest_bits, num_warps=4, **given)
+        rows = launcher.bind(
+            encode_kernels.encode_rows, num_warps=8 if spec.rows == 128 else 4, **given, row_bytes=(K + 1) // 2,
+            largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
+            ROWS={0: 0, 1: 1, 128: 2}[spec.rows], **Element.of(spec).constants, TILED=w.layout == W4,
+            SYMMETRIC=spec.symmetric, POWER=spec.scale_rule == "absmax/max_pow2", **_integers(spec),
+            LARGEST=form.max if form else 0.0, PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
+            CAST=spec.element == "e4m3fn" and product.machine(weight.device).casts,
+        )  # fmt: skip
+        return first, rows
+
+    first, rows = planned(plan, "rows", weight.device, bound)
     partial = scale
-    if spec.rows == 0:
+    if first is not None:
         partial = torch.empty(tiles, dtype=torch.int32, device=weight.device)
-        encode_kernels.largest_bits[(tiles,)](**given, partial=partial, R=R, C=C, num_warps=4, **EXACT)
-    encode_kernels.encode_rows[(tiles, triton.cdiv(K, C) if spec.rows == 128 else 1)](
-        **given,
-        codes=storage.codes(w),
-        row_bytes=(K + 1) // 2,
-        scale=scale,
-        zero=w.parts.get("zero", scale),
-        largest=largest,
-        partial=partial,
-        parts=tiles,
-        R=R,
-        C=C,
-        ROWS={0: 0, 1: 1, 128: 2}[spec.rows],
-        **Element.of(spec).constants,
-        TILED=w.layout == W4,
-        SYMMETRIC=spec.symmetric,
-        POWER=spec.scale_rule == "absmax/max_pow2",
-        **_integers(spec),
-        LARGEST=form.max if form else 0.0,
-        PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
-        CAST=spec.element == "e4m3fn" and product.machine(weight.device).casts,
-        num_warps=8 if spec.rows == 128 else 4,
-        **EXACT,
-    )
+        first((tiles, 1, 1), weight, partial)
+    grid = (tiles, triton.cdiv(K, C) if spec.rows == 128 else 1, 1)
+    rows(grid, weight, storage.codes(w), scale, w.parts.get("zero", scale), partial)
 
 
 def _nest(w: QuantTensor, absmax: Tensor) -> None:
