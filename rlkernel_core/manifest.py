@@ -77,6 +77,11 @@ class Impl(_Claim):
         description="whether the target takes the first call of a shape (sizes, dtypes, strides, flags) and returns "
         "the function that runs calls of that shape, instead of running them itself",
     )
+    gradient: Target | None = Field(
+        default=None,
+        description="'package.module:Class' of a rlkernel_core.gradients.Pair: forward and backward of calls that want "
+        "gradients, which then never go to the target; without it the target records its own gradients",
+    )
     check: Target | None = Field(
         default=None,
         description="'package.module:function' of the call's record, asked once a shape; "

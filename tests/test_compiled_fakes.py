@@ -54,8 +54,6 @@ def test_a_fake_has_the_form_of_the_result(op, group) -> None:
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE_OPS)
 def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
-    from rlkernel.torchlib.fakes import DIFFERENTIABLE
-
     carrying: set[str] = set()
     for given in calls(op, group):
         leaves = {n: _leaf(x) if n in OPERATORS[op].differentiable else x for n, x in given.items()}
@@ -64,7 +62,7 @@ def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
             continue
         named = {"": result} if isinstance(result, Tensor) else vars(result)
         carrying |= {n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
-    assert set(DIFFERENTIABLE[op]) == carrying
+    assert set(OPERATORS[op].carrying) == carrying
 
 
 def answered(op: str, given: dict[str, Any]) -> Any:
@@ -80,7 +78,5 @@ def _leaf(x: Any) -> Any:
 
 
 def test_operators_without_gradients_have_no_such_fields() -> None:
-    from rlkernel.torchlib.fakes import DIFFERENTIABLE
-
-    assert sorted(DIFFERENTIABLE) == DIFFERENTIABLE_OPS
+    assert sorted(op for op in COMPILED if OPERATORS[op].carrying) == DIFFERENTIABLE_OPS
     assert not rlk.quantize(torch.randn(4, 8), "int8_channel").parts["codes"].requires_grad

@@ -14,12 +14,15 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from rlkernel_core.decision import Decision
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
+
+if TYPE_CHECKING:
+    from rlkernel_core.gradients import Pair
 
 # Plans that a table keeps. A run with packed batches meets a new number of tokens at almost every step: the oldest
 # quarter goes when a table is full.
@@ -37,9 +40,12 @@ class Choice:
     prepared: bool  # whether `function` takes the first call of a shape and returns what runs calls of that shape
     decision: Decision
     calls: int = 0
+    pair: type[Pair[Any, Any]] | None = None  # forward and backward of calls that want gradients
 
-    def plan(self, call: Any) -> Plan:
-        """What runs calls of this shape."""
+    def plan(self, call: Any, *, grad: bool) -> Plan:
+        """What runs calls of this shape, whether they want gradients or not."""
+        if grad and self.pair is not None:
+            return Plan(self.pair(call), self)
         return Plan(self.function(call) if self.prepared else self.function, self)
 
 

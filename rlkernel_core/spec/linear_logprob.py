@@ -155,6 +155,7 @@ SPEC = OpSpec(
     summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
+    carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     check=check,
     needs=_needs,
     keys={"weight": ("call.weight.dtype",), "logit_scale": ("call.logit_scale != 1.0",)},

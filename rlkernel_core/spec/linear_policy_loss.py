@@ -217,6 +217,7 @@ SPEC = OpSpec(
     summary="policy loss from hidden states and the output head, its gradient made with it",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
+    carrying=("loss",),
     check=check,
     needs=_needs,
     keys={**head.SPEC.keys, **loss_keys},

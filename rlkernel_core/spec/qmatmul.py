@@ -252,6 +252,7 @@ SPEC = OpSpec(
     summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
+    carrying=("",),
     check=check,
     needs=_needs,
     keys={"w": ("call.w.spec.kind", "call.w.layout"), "activation": ("call.activation",)},

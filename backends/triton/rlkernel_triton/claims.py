@@ -27,6 +27,7 @@ class Claim:
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
     prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
+    gradient: str | None = None  # "package.module:Class", the pair of forward and backward for calls with gradients
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
@@ -53,7 +54,7 @@ _AFTER: Final = frozenset({
 })  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
-    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
+    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True, gradient="rlkernel_triton.logprob:LogprobPair"),
     "linear_logprob": Claim("rlkernel_triton.linear_logprob:linear_logprob"),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:lm_head_sample"),
@@ -72,7 +73,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.linear_policy_loss:linear_policy_loss", without=frozenset({"mixed_dtypes", "support"})
     ),
     "policy_loss": Claim(
-        "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
+        "rlkernel_triton.policy_loss:prepare",
+        check="rlkernel_triton.policy_loss:fits",
+        prepared=True,
+        gradient="rlkernel_triton.policy_loss:PolicyLossPair",
     ),
     "quantize": Claim("rlkernel_triton.quant.codec:quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS),
     "dequantize": Claim("rlkernel_triton.quant.codec:dequantize", (), only=_FORMATS | _ALWAYS),
@@ -95,6 +99,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             ),
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             prepared=claim.prepared,
+            gradient=claim.gradient,
             check=claim.check,
         )
 
