@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.discover import load_target
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import direct
+from rlkernel_core.reference import PAIRS, direct
 from rlkernel_core.spec import OPERATORS
 from tests.needy_calls import calls
 
@@ -34,6 +35,15 @@ def described(value: Any) -> Any:
 
     form, tensors = outline(value)
     return form, [(tuple(t.shape), t.dtype, t.device) for t in tensors]
+
+
+def placed(x: Tensor | None, call: Any, result: Any) -> Any:
+    """Where a saved tensor is found: an argument, a result, or a new one of this size and dtype."""
+    from rlkernel.torchlib.call_codec import outline
+
+    known = [*outline(call)[1], *outline(result)[1]]
+    at = next((at for at, t in enumerate(known) if t is x), None)
+    return at if x is None or at is not None else (tuple(x.shape), x.dtype, x.device)
 
 
 @pytest.mark.parametrize("op", COMPILED)
@@ -63,6 +73,22 @@ def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
         named = {"": result} if isinstance(result, Tensor) else vars(result)
         carrying |= {n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
     assert set(OPERATORS[op].carrying) == carrying
+
+
+@pytest.mark.parametrize("op", sorted(PAIRS))
+def test_a_pair_saves_what_it_says(op, group) -> None:
+    seen = 0
+    for given in calls(op, group):
+        leaves = {n: _leaf(x) if n in OPERATORS[op].differentiable else x for n, x in given.items()}
+        if answered(op, leaves) is None:
+            continue
+        call, kind = OPERATORS[op].call(**leaves), load_target(PAIRS[op])
+        pair = kind(call)
+        result, saved = pair.forward(call)
+        said = kind.saved_like(call, result, pair.wanted)
+        assert [placed(x, call, result) for x in said] == [placed(x, call, result) for x in saved], given
+        seen += 1
+    assert seen > 0
 
 
 def answered(op: str, given: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 Where the implementation brings a pair of forward and backward, a graph with gradients holds one of each. Where it
 brings none, or a shape turns out to be another implementation's, backward recomputes: that implementation runs once
-more, under autograd. `op_autograd` ties the two nodes together; calls without gradients never meet autograd.
+more, under autograd. `op_differentiable` ties the two nodes together; calls without gradients never meet autograd.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def define(op: str) -> None:
         (op, "", forward, shapes),
         (f"{op}_forward", "", partial(_saving, op), partial(_saving_shapes, op)),
         (f"{op}_backward", before, partial(_backward, op), _backward_shapes),
-        (f"{op}_autograd", "", forward, shapes),
+        (f"{op}_differentiable", "", forward, shapes),
     ):
         library.define(f"{name}({grads}{_LEAVES}) -> Tensor[]", tags=tags)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    library.impl(f"{op}_autograd", partial(_differentiable, op), "Autograd")
+    library.impl(f"{op}_differentiable", partial(_differentiable, op), "Autograd")
 
 
 def _forward(
@@ -120,7 +120,8 @@ def _saving(
             saved = kind.saved_like(record, result, _wanted(kind, record, tensors, call))
     results = _expected(op, result, tensors, implementation, call)
     places, new = _places(saved, tensors, results)
-    if places != (expected := PLACES.get((implementation, _key(op, call, tensors)), places)):
+    # A graph from torch's cache has not been traced in this process.
+    if places != (expected := PLACES.setdefault((implementation, _key(op, call, tensors)), places)):
         raise RLKernelError(f"{op}: {implementation} saved {_said(places)}, its saved_like said {_said(expected)}")
     return _own([*results, *new], tensors)
 

@@ -48,7 +48,7 @@ def compiled(op: str, record: Any) -> Any:
     floats = tuple([_alike(x) for x in leaves.floats])
     _define(op)
     implementation = _choose(op, call, facts, integers, floats, grad, _rules(op))
-    node = getattr(torch.ops.rlkernel, f"{op}_autograd" if nodes.GRAD in call else op)
+    node = getattr(torch.ops.rlkernel, f"{op}_differentiable" if nodes.GRAD in call else op)
     tensors = node(leaves.tensors, leaves.integers, leaves.floats, implementation, call)
     return rebuild(_outline_of(op, call, facts), tensors)
 
