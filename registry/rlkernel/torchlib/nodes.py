@@ -134,7 +134,8 @@ def _places(
     saved: Sequence[Tensor | None], tensors: Sequence[Tensor], results: Sequence[Tensor]
 ) -> tuple[tuple[Place, ...], list[Tensor]]:
     """Where each saved tensor is found, and the new ones."""
-    places, new = [], []
+    places: list[Place] = []
+    new: list[Tensor] = []
     for tensor in saved:
         given = next((at for at, t in enumerate(tensors) if t is tensor), None)
         returned = next((at for at, t in enumerate(results) if t is tensor), None)
@@ -272,7 +273,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.op, ctx.constants, ctx.given = op, constants, len(tensors)
         ctx.set_materialize_grads(False)
         returned = getattr(torch.ops.rlkernel, f"{op}_forward")(list(tensors), *constants)
-        ctx.save_for_backward(*tensors, *kept(op, tensors, *constants[-2:], returned))
+        ctx.save_for_backward(*tensors, *kept(op, tensors, constants[-2], constants[-1], returned))
         known = RESULTS[_key(op, constants[-1], tensors)]
         results = tuple(returned[: _tensors_of(known.outline)])
         ctx.mark_non_differentiable(*(t for at, t in enumerate(results) if at not in known.carrying))
@@ -308,8 +309,10 @@ def _backward(
         plan, record = _planned(op, implementation, call, asked, given, grad=True)
         if isinstance(plan.run, kind):
             key, rest = _key(op, call, tensors), iter(saved)
-            places = {"call": lambda at: tensors[at], "nothing": lambda _: None}
-            again = [places.get(among, lambda _: next(rest))(at) for among, at in PLACES[implementation, key]]
+            again = [
+                None if among == "nothing" else tensors[at] if among == "call" else next(rest)
+                for among, at in PLACES[implementation, key]
+            ]
             upstream = [None if at is None else grads[at] for at in RESULTS[key].carrying]
             with torch.no_grad():
                 found = gradients(plan.run, again, upstream)
