@@ -97,6 +97,11 @@ class Impl(_Claim):
         description="'package.module:function' of the call's record, asked once a shape; returns the most bytes that "
         "the call needs on its device beyond its results, backward included",
     )
+    gradient: Target | None = Field(
+        default=None,
+        description="'package.module:Class' of a rlkernel_core.gradients.Pair: forward and backward of calls that want "
+        "gradients, which then never go to the target; without it the target records its own gradients",
+    )
     check: Target | None = Field(
         default=None,
         description="'package.module:function' of the call's record, asked once a shape; "

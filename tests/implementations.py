@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rlkernel_core.gradients import Saved
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.reference.direct import qmatmul
+from rlkernel_core.reference.logprob import LogprobPair
+from rlkernel_core.reference.logprob import logprob as reference_logprob
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_core.spec.qmatmul import QmatmulCall
 
@@ -99,6 +103,7 @@ def acme(
     self_test: str | None = None,
     dtypes: tuple[str, ...] = (),
     device: str = "cpu",
+    gradient: str | None = None,
 ) -> Backend:
     """A backend with one logprob implementation."""
     impl = Impl(
@@ -107,6 +112,44 @@ def acme(
         requires=Requires(device=device, dtypes=dtypes),
         supports=supports,
         check=f"{HERE}:{check}" if check else None,
+        gradient=f"{HERE}:{gradient}" if gradient else None,
     )
     test = f"{HERE}:{self_test}" if self_test else None
     return Backend(name=name, api=API_VERSION, impls=(impl,), self_test=test)
+
+
+def few_rows(call: LogprobCall) -> Reason | None:
+    """A check that refuses more than 4 rows."""
+    rows = call.logits.shape[0]
+    return Reason("shape", "unsupported", f"{rows} rows are many", "split the batch") if rows > 4 else None
+
+
+COUNTED: Counter[str] = Counter()  # what `CountingPair` and `counting` have run
+
+
+def counting(call: LogprobCall) -> LogprobResult:
+    """plain torch, counted."""
+    COUNTED["plain"] += 1
+    return reference_logprob(call)
+
+
+class CountingPair(LogprobPair):
+    """The pair of plain torch, counted."""
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
+        """Once a step."""
+        COUNTED["forward"] += 1
+        return super().forward(call)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Once a step."""
+        COUNTED["backward"] += 1
+        return super().backward(saved, grads)
+
+
+class ForgetfulPair(LogprobPair):
+    """Saves less than it says."""
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
+        """The result and no more."""
+        return super().forward(call)[0], (None,)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.discover import load_target
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import direct
+from rlkernel_core.reference import PAIRS, direct
 from rlkernel_core.spec import OPERATORS
 from tests.needy_calls import calls
 
@@ -36,6 +37,15 @@ def described(value: Any) -> Any:
     return form, [(tuple(t.shape), t.dtype, t.device) for t in tensors]
 
 
+def placed(x: Tensor | None, call: Any, result: Any) -> Any:
+    """Where a saved tensor is found: an argument, a result, or a new one of this size and dtype."""
+    from rlkernel.torchlib.call_codec import outline
+
+    known = [*outline(call)[1], *outline(result)[1]]
+    at = next((at for at, t in enumerate(known) if t is x), None)
+    return at if x is None or at is not None else (tuple(x.shape), x.dtype, x.device)
+
+
 @pytest.mark.parametrize("op", COMPILED)
 def test_a_fake_has_the_form_of_the_result(op, group) -> None:
     from rlkernel.torchlib.fakes import FAKES
@@ -54,8 +64,6 @@ def test_a_fake_has_the_form_of_the_result(op, group) -> None:
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE_OPS)
 def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
-    from rlkernel.torchlib.fakes import DIFFERENTIABLE
-
     carrying: set[str] = set()
     for given in calls(op, group):
         leaves = {n: _leaf(x) if n in OPERATORS[op].differentiable else x for n, x in given.items()}
@@ -64,7 +72,23 @@ def test_the_fields_that_carry_gradients_are_told(op, group) -> None:
             continue
         named = {"": result} if isinstance(result, Tensor) else vars(result)
         carrying |= {n for n, x in named.items() if isinstance(x, Tensor) and x.requires_grad}
-    assert set(DIFFERENTIABLE[op]) == carrying
+    assert set(OPERATORS[op].carrying) == carrying
+
+
+@pytest.mark.parametrize("op", sorted(PAIRS))
+def test_a_pair_saves_what_it_says(op, group) -> None:
+    seen = 0
+    for given in calls(op, group):
+        leaves = {n: _leaf(x) if n in OPERATORS[op].differentiable else x for n, x in given.items()}
+        if answered(op, leaves) is None:
+            continue
+        call, kind = OPERATORS[op].call(**leaves), load_target(PAIRS[op])
+        pair = kind(call)
+        result, saved = pair.forward(call)
+        said = kind.saved_like(call, result, pair.wanted)
+        assert [placed(x, call, result) for x in said] == [placed(x, call, result) for x in saved], given
+        seen += 1
+    assert seen > 0
 
 
 def answered(op: str, given: dict[str, Any]) -> Any:
@@ -80,7 +104,5 @@ def _leaf(x: Any) -> Any:
 
 
 def test_operators_without_gradients_have_no_such_fields() -> None:
-    from rlkernel.torchlib.fakes import DIFFERENTIABLE
-
-    assert sorted(DIFFERENTIABLE) == DIFFERENTIABLE_OPS
+    assert sorted(op for op in COMPILED if OPERATORS[op].carrying) == DIFFERENTIABLE_OPS
     assert not rlk.quantize(torch.randn(4, 8), "int8_channel").parts["codes"].requires_grad

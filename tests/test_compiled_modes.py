@@ -87,4 +87,4 @@ def test_a_process_group_travels_by_name(one_rank, backend) -> None:
     run = graphs.compiled(sharded)
     assert torch.equal(sharded(HIDDEN, WEIGHT, IDS), run(HIDDEN, WEIGHT, IDS))
     (node,) = graphs.operator_nodes()
-    assert f"group=group({one_rank.group_name!r})" in node.args[4]
+    assert f'"group": {{"group": "{one_rank.group_name}"}}' in node.args[4]

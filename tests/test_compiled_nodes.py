@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel.torchlib import nodes
 from rlkernel_core.errors import ArgumentTypeError, ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant import quantize
@@ -31,9 +32,13 @@ def test_nodes_pass_torchs_own_check(example) -> None:
     ((op, args),) = graphs.calls
     torch.library.opcheck(op.default, args)
     grads = [torch.ones_like(t.detach()) if t.requires_grad else None for t in tensors_of(result)]
-    backward = getattr(torch.ops.rlkernel, f"{example.name}_backward").default
+    forward, backward = (
+        getattr(torch.ops.rlkernel, f"{example.name}_{way}").default for way in ("forward", "backward")
+    )
     constants = [[t.detach() for t in args[0]], *args[1:]]
-    torch.library.opcheck(backward, (grads, *constants))
+    torch.library.opcheck(forward, constants)
+    saved = nodes.kept(example.name, constants[0], *constants[3:], forward(*constants))
+    torch.library.opcheck(backward, (grads, saved, *constants))
 
 
 def mark(*tensors: torch.Tensor) -> None:

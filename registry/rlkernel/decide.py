@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from rlkernel import announce, audit, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
@@ -24,6 +24,9 @@ from rlkernel_core.errors import ArgumentTypeError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import OpSpec
+
+if TYPE_CHECKING:
+    from rlkernel_core.gradients import Pair
 
 
 @final
@@ -89,7 +92,9 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
     Raises:
         ResolutionError: what should prepare it returned no function.
     """
-    plan = choice.plan(call)
+    from rlkernel_core.gradients import gradient_wanted
+
+    plan = choice.plan(call, grad=gradient_wanted(spec.name, call))
     if not callable(plan.run):
         raise ResolutionError(
             f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
@@ -177,22 +182,21 @@ def chosen(decision: Decision) -> Impl | None:
 def bind(spec: OpSpec[Any, Any], call: Any) -> Bound:
     """The implementation that takes this very call; the decision shows in `status`, with the calls of what is bound."""
     choice = choose(spec, call)
-    bound = Bound(spec, Choice(choice.function, choice.prepared, choice.decision))
+    bound = Bound(spec, Choice(choice.function, choice.prepared, choice.decision, pair=choice.pair))
     policy.current().bound[spec.name].append(bound.choice)
     return bound
 
 
 def call_of(spec: OpSpec[Any, Any], call: Any) -> Call:
     """What is known about a call before a backend is chosen; bad arguments are found here, before any is considered."""
-    import torch
+    from rlkernel_core.gradients import gradient_wanted
 
     device, dtype = place(spec, call)
     if spec.check is not None:
         spec.check(call)
-    wanted = any(getattr(getattr(call, n), "requires_grad", False) for n in spec.differentiable)
     kind = str(device).partition(":")[0]
     name = str(dtype).removeprefix("torch.") if dtype is not None else None
-    return Call(spec.id, kind, name, torch.is_grad_enabled() and wanted, spec.needs(call), arch_of(str(device)))
+    return Call(spec.id, kind, name, gradient_wanted(spec.name, call), spec.needs(call), arch_of(str(device)))
 
 
 def place(spec: OpSpec[Any, Any], call: Any) -> tuple[Any, Any]:
@@ -239,7 +243,9 @@ def settle(
         decision = resolve(installed, facts, call, rules, source=source, check=check)
         if decision.backend is None or decision.target is None or decision.ambiguous:
             return decision, None
-        run = _loaded(spec, decision.target)
+        run, pair = _loaded(spec, decision.target), pair_of(spec, decision)
+        if isinstance(pair, Reason):
+            run = pair
         if isinstance(run, Reason):
             process.broken_targets[decision.target] = run
             continue
@@ -258,7 +264,8 @@ def _decided(spec: OpSpec[Any, Any], asked: Call, device: str, verdicts: Verdict
         raise announce.refused(decision)
     if decision.fell_back_from is not None:
         announce.fallback(decision)
-    return Choice(run, any(impl.prepared for impl in _chosen(decision)), decision)
+    pair: Any = pair_of(spec, decision)  # no Reason: it has just been loaded
+    return Choice(run, any(impl.prepared for impl in _chosen(decision)), decision, pair=pair)
 
 
 def _answer(asked: Question, call: Any) -> Reason | None:
@@ -290,4 +297,20 @@ def _loaded(spec: OpSpec[Any, Any], target: str) -> Callable[..., Any] | Reason:
         return run
     record = getattr(spec.record, "__name__", "its record")
     text = f"{target}{have if have is not None else ''} does not take one argument, the {record} of {spec.id}"
+    return Reason("load", "target-signature", text, "report it to the plugin's author")
+
+
+def pair_of(spec: OpSpec[Any, Any], decision: Decision) -> type[Pair[Any, Any]] | Reason | None:
+    """The pair of forward and backward that the chosen implementation names; None where it names none."""
+    target = next((impl.gradient for impl in _chosen(decision) if impl.gradient is not None), None)
+    if target is None:
+        return None
+    from rlkernel_core.gradients import Pair
+
+    found: Any = load_target(target)
+    if isinstance(found, Reason):
+        return found
+    if isinstance(found, type) and issubclass(found, Pair) and getattr(found, "op", None) == spec.name:
+        return found
+    text = f"{target} is no rlkernel_core.gradients.Pair of {spec.name}"
     return Reason("load", "target-signature", text, "report it to the plugin's author")

@@ -23,6 +23,7 @@ from rlkernel_core.spec.form import OpSpec
 
 if TYPE_CHECKING:
     from rlkernel.audit import Audited
+    from rlkernel_core.gradients import Pair
 
 # Plans that a table keeps. A run with packed batches meets a new number of tokens at almost every step: the oldest
 # quarter goes when a table is full.
@@ -41,9 +42,12 @@ class Choice:
     decision: Decision
     calls: int = 0
     audit: Audited | None = None  # what was found where the policy says `audit`
+    pair: type[Pair[Any, Any]] | None = None  # forward and backward of calls that want gradients
 
-    def plan(self, call: Any) -> Plan:
-        """What runs calls of this shape."""
+    def plan(self, call: Any, *, grad: bool) -> Plan:
+        """What runs calls of this shape, whether they want gradients or not."""
+        if grad and self.pair is not None:
+            return Plan(self.pair(call), self)
         return Plan(self.function(call) if self.prepared else self.function, self)
 
 

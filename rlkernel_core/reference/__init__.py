@@ -41,11 +41,18 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "shape_rewards": ("rlkernel_core.reference.advantage.shaping:shape_rewards", _ANY, frozenset()),
 }
 
+# operator -> its forward and backward; the others record their own gradients, or have none
+PAIRS: dict[str, str] = {
+    "logprob": "rlkernel_core.reference.logprob:LogprobPair",
+    "policy_loss": "rlkernel_core.reference.policy_loss:PolicyLossPair",
+}
+
 
 def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
     target, requires, without = TARGETS[op]
-    return Impl(op=spec.id, target=target, requires=requires, supports=spec.feature_names - without)
+    supports = spec.feature_names - without
+    return Impl(op=spec.id, target=target, requires=requires, supports=supports, gradient=PAIRS.get(op))
 
 
 backend = Backend(name="reference", api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))

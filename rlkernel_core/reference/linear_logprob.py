@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.gradients import refuse_second_derivative
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.head import ROWS, Head, add_product
 from rlkernel_core.reference.kept_ids import KeptIds, positions, readable
-from rlkernel_core.reference.row_selection import choose, refuse_second_derivative, results, selected
+from rlkernel_core.reference.row_selection import choose, results, selected
 from rlkernel_core.reference.row_statistics import (
     Law,
     Part,

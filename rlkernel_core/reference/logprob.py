@@ -6,17 +6,17 @@ Every row goes through `row_statistics` with tiles that depend on V alone; its b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reference.kept_ids import KeptIds
 from rlkernel_core.reference.row_selection import (
     Chosen,
     check_values,
     choose,
-    refuse_second_derivative,
     results,
     selected,
 )
@@ -33,7 +33,7 @@ from rlkernel_core.reference.row_statistics import (
     uncap,
 )
 from rlkernel_core.reference.row_views import free_rows, take
-from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
 _BLOCK = 1 << 22
@@ -45,6 +45,70 @@ def logprob(call: LogprobCall) -> LogprobResult:
     Memory beyond results and gradient: some blocks of 16 MiB (of one row where a row is larger), a few numbers per
     row and per kept id.
     """
+    return LogprobPair(call)(call) if gradient_wanted("logprob", call) else _forward(call)[0]
+
+
+class LogprobPair(Pair[LogprobCall, LogprobResult]):
+    """Log-probability, lse, entropy and kept mass of [..., V] logits, with their analytic gradient."""
+
+    op = "logprob"
+
+    def __init__(self, call: LogprobCall) -> None:
+        """Keep the numbers of calls of this shape."""
+        super().__init__(call)
+        self._T = call.temperature if isinstance(call.temperature, float | int) else None
+        self._softcap, self._rows = call.softcap, call.ids.shape
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
+        """The result, and the law of every row."""
+        result, ids, row = _forward(call)
+        numbers = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
+        return result, (*_arguments(call), ids, *numbers)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """One read of the logits and one write."""
+        logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, kept_top, kept_log_total = saved
+        if logits is None or ids is None or value is None or top is None or log_total is None:
+            raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
+        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
+        support = None if kept_ids is None or offsets is None else KeptIds(Support(kept_ids, offsets), logits.shape[-1])
+        counted = None if mask is None else mask.reshape(-1)
+        flat = free_rows(logits)
+        g = selected(tuple([None if x is None else x.reshape(-1) for x in grads]), ids, counted)
+        every = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad = every.view(-1, flat.shape[-1])
+        for rows in _blocks(*grad.shape):
+            x = take(flat, rows).to(T.dtype)
+            kept = None if support is None else support.block(rows.start, x.shape[0], 0, x.shape[1])
+            dy = gradient(cap(x, self._softcap), ids[rows], T[rows], row.of(rows), g.of(rows), kept)
+            dx = uncap(dy, x, self._softcap)
+            grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
+        return (every,)
+
+    @classmethod
+    def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Arguments, and [N]: ids, and numbers for each field of the law that the gradient reads."""
+        del wanted
+        N = call.ids.numel()
+
+        def number() -> Tensor:
+            return result.lse.new_empty(N)
+
+        mean = None if result.entropy is None else number()
+        kept = (None, None) if call.support is None else (number(), number())
+        return *_arguments(call), call.ids.new_empty(N, dtype=torch.int64), number(), number(), number(), mean, *kept
+
+
+def _arguments(call: LogprobCall) -> Saved:
+    """The tensors of a call that its gradient reads again."""
+    support, T = call.support, call.temperature
+    kept = (None, None) if support is None else (support.ids, support.offsets)
+    return call.logits, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Law]:
+    """The result, the ids that may be used ([N], -1: none), and the law of every row."""
     logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
     rows, V = ids.shape, logits.shape[-1]
     if call.validate:
@@ -53,19 +117,26 @@ def logprob(call: LogprobCall) -> LogprobResult:
     T = temperatures(call.temperature, rows, dtype, logits.device)
     kept = None if support is None else KeptIds(support, V)
     chosen = choose(ids.reshape(-1), None if mask is None else mask.reshape(-1), V, kept)
-    flat = free_rows(logits)
-    out = _Logprob.apply(flat, chosen.ids, T, chosen.counted, kept, call.softcap, call.entropy)  # type: ignore[no-untyped-call]
-    values, lse, H, mass = out
-    top_ids, top = _best(flat.detach(), chosen, T, call.softcap, top_logprobs)
-    return LogprobResult(
-        logprob=values.view(rows),
-        lse=lse.view(rows),
-        entropy=None if H is None else H.view(rows),
+    flat = free_rows(logits.detach())
+    row = _statistics(flat, chosen.ids, T, kept, call.softcap, moment=call.entropy)
+    values, lse, H, mass = results(row, chosen.ids, chosen.counted)
+    top_ids, top = _best(flat, chosen, T, call.softcap, top_logprobs)
+    result = LogprobResult(
+        logprob=_shaped(values, rows),
+        lse=_shaped(lse, rows),
+        entropy=None if H is None else _shaped(H, rows),
         top_ids=None if top_ids is None else top_ids.view(*rows, top_logprobs),
         top_logprobs=None if top is None else top.view(*rows, top_logprobs),
-        log_kept_mass=None if mass is None else mass.view(rows),
+        log_kept_mass=None if mass is None else _shaped(mass, rows),
         invalid=chosen.invalid.view(rows),
     )
+    return result, chosen.ids, row
+
+
+def _shaped(x: Tensor, rows: torch.Size) -> Tensor:
+    """[N] numbers as results, which autograd takes for no view, so that they may be changed in place."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(x, rows)  # noqa: SLF001 as torch.reshape's own gradients do
+    return shaped
 
 
 def _blocks(N: int, V: int) -> Iterator[slice]:
@@ -85,42 +156,6 @@ def _statistics(
         part = sweep(y, ids[rows], T[rows], tile_width(V), among, moment=moment)
         laws.append(law(join(part, T[rows]), T[rows]))
     return Law._make(None if column[0] is None else torch.cat(column) for column in zip(*laws, strict=True))
-
-
-class _Logprob(torch.autograd.Function):
-    """Log-probability, lse, entropy and kept mass of [N, V] logits, with their analytic gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        flat: Tensor,  # [N, V], or [..., V] of any layout
-        ids: Tensor,  # [N]; -1: no gradient through the chosen id
-        T: Tensor,  # [N]
-        counted: Tensor | None,  # [N]
-        kept: KeptIds | None,
-        softcap: float | None,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        row = _statistics(flat, ids, T, kept, softcap, moment=entropy)
-        ctx.save_for_backward(flat, ids, T, counted, *row)
-        ctx.kept, ctx.softcap = kept, softcap
-        ctx.set_materialize_grads(False)
-        return results(row, ids, counted)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("logprob")
-        flat, ids, T, counted, *saved = ctx.saved_tensors
-        row, g = Law(*saved), selected(upstream, ids, counted)
-        every = torch.empty_like(flat, memory_format=torch.contiguous_format)
-        grad = every.view(-1, flat.shape[-1])
-        for rows in _blocks(*grad.shape):
-            x = take(flat, rows).to(T.dtype)
-            kept = None if ctx.kept is None else ctx.kept.block(rows.start, x.shape[0], 0, x.shape[1])
-            dy = gradient(cap(x, ctx.softcap), ids[rows], T[rows], row.of(rows), g.of(rows), kept)
-            dx = uncap(dy, x, ctx.softcap)
-            grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
-        return every, None, None, None, None, None, None
 
 
 def _best(

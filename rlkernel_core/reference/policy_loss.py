@@ -1,4 +1,4 @@
-"""policy_loss@1 in plain torch: the coefficient function, attached to the autograd graph.
+"""policy_loss@1 in plain torch: the coefficient function, forward and backward.
 
 The gradient is made with the value, analytically; backward only scales it.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.known_gradient import attach
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.reference.known_gradient import scaled
 from rlkernel_core.reference.loss_batch import prepare
-from rlkernel_core.reference.loss_coefficients import coefficients, summary
+from rlkernel_core.reference.loss_coefficients import Coefficients, coefficients, summary
 from rlkernel_core.reference.sequences import Packed, Sequences, layout
 from rlkernel_core.spec import policy_loss as spec
 from rlkernel_core.spec.policy_loss import LossResult, PolicyLossCall
@@ -25,6 +26,40 @@ def full_mask(mask: Tensor | None, shape: tuple[int, ...], sequences: Sequences,
 
 def policy_loss(call: PolicyLossCall) -> LossResult:
     """See rlkernel_core.spec.policy_loss.policy_loss."""
+    return PolicyLossPair(call)(call) if gradient_wanted("policy_loss", call) else _forward(call)[0]
+
+
+class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
+    """The loss with its gradient by log-probability and by entropy."""
+
+    op = "policy_loss"
+
+    def __init__(self, call: PolicyLossCall) -> None:
+        """Keep the dtypes of calls of this shape."""
+        super().__init__(call)
+        self._dtypes = [None if x is None else x.dtype for x in self.inputs(call)]
+
+    def forward(self, call: PolicyLossCall) -> tuple[LossResult, Saved]:
+        """The loss, and what its gradients are multiples of."""
+        result, at = _forward(call)
+        known = (at.dlogprob, at.dentropy)
+        return result, tuple([x if wanted else None for x, wanted in zip(known, self.wanted, strict=True)])
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Scale what forward made."""
+        (g,) = grads
+        found = zip(saved, self._dtypes, strict=True)
+        return tuple([scaled(x, g, dtype) if x is not None and g is not None and dtype else None for x, dtype in found])
+
+    @classmethod
+    def saved_like(cls, call: PolicyLossCall, result: LossResult, wanted: tuple[bool, ...]) -> Saved:
+        """One number a token for each gradient that is wanted."""
+        of = zip(cls.inputs(call), wanted, strict=True)
+        return tuple([result.loss.new_empty(x.shape) if x is not None and wants else None for x, wants in of])
+
+
+def _forward(call: PolicyLossCall) -> tuple[LossResult, Coefficients]:
+    """The result, and the derivatives at this point."""
     logprob, old_logprob, entropy = call.logprob, call.old_logprob, call.entropy
     config = spec.configure(call)
     shape = tuple(logprob.shape)
@@ -47,5 +82,4 @@ def policy_loss(call: PolicyLossCall) -> LossResult:
         )
         at = coefficients(logprob, entropy, batch, config, sequences)
         value, stats = summary(at, entropy, batch, config, sequences)
-    loss = attach(value, (at.dlogprob, logprob), (at.dentropy, entropy))
-    return LossResult(loss, stats)
+    return LossResult(value, stats), at

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference.kept_ids import KeptIds
 from rlkernel_core.reference.row_statistics import Law, Upstream
 from rlkernel_core.spec.logprob import Support
@@ -88,11 +88,3 @@ def selected(upstream: tuple[Tensor | None, ...], ids: Tensor, counted: Tensor |
         x = g[i]
         g[i] = None if x is None else torch.where(ids >= 0, x, 0.0)
     return Upstream(*g)
-
-
-def refuse_second_derivative(op: str) -> None:
-    """Called in a backward pass: its result would count as a constant, silently, if it were differentiated again."""
-    if torch.is_grad_enabled():
-        raise RLKernelError(
-            f"{op} has no second derivative, and create_graph=True asks for one. Pass create_graph=False."
-        )

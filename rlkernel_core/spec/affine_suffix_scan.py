@@ -124,6 +124,7 @@ SPEC = OpSpec(
     summary="y_t = a_t y_{t+1} + b_t from the right: the scan under GAE, returns and V-trace",
     primary="b",
     differentiable=("b", "a", "init"),
+    carrying=("y", "carry"),
     check=check,
     needs=_needs,
     features=(

@@ -88,6 +88,8 @@ class OpSpec(Generic[P, R_co]):
     primary: str | None = None
     # Tensor arguments a gradient may be asked for.
     differentiable: tuple[str, ...] = ()
+    # Fields of the result that carry gradients; an empty name is the result itself.
+    carrying: tuple[str, ...] = ()
     # Features that a call needs. May look at types, at None, bools and strings, and at the *sign* of numbers, never at
     # their size: calls that differ in size share one decision.
     needs: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())

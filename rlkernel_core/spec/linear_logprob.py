@@ -159,6 +159,7 @@ SPEC = OpSpec(
     summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
+    carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     check=check,
     sizes=_sizes,
     needs=_needs,

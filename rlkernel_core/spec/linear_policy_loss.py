@@ -221,6 +221,7 @@ SPEC = OpSpec(
     summary="policy loss from hidden states and the output head, its gradient made with it",
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
+    carrying=("loss",),
     check=check,
     sizes=_sizes,
     needs=_needs,

@@ -190,6 +190,7 @@ SPEC = OpSpec(
     summary="log-probability of chosen tokens from logits, with entropy, lse and top-n",
     primary="logits",
     differentiable=("logits",),
+    carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     needs=_needs,
     check=check,
     sizes=_sizes,

@@ -256,6 +256,7 @@ SPEC = OpSpec(
     summary="policy-gradient losses with KL, entropy, off-policy correction and statistics",
     primary="logprob",
     differentiable=("logprob", "entropy"),
+    carrying=("loss",),
     check=check,
     needs=loss_needs,
     features=features,

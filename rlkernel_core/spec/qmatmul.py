@@ -258,6 +258,7 @@ SPEC = OpSpec(
     summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
+    carrying=("",),
     check=check,
     sizes=_sizes,
     needs=_needs,

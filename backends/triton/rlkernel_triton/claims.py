@@ -28,6 +28,7 @@ class Claim:
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
     prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
+    gradient: str | None = None  # "package.module:Class", the pair of forward and backward for calls with gradients
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
 
@@ -54,7 +55,7 @@ _AFTER: Final = frozenset({
 })  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
-    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True),
+    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True, gradient="rlkernel_triton.logprob:LogprobPair"),
     "linear_logprob": Claim(
         "rlkernel_triton.linear_logprob:prepare", workspace="rlkernel_triton.linear_logprob:workspace", prepared=True
     ),
@@ -78,7 +79,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
     ),
     "policy_loss": Claim(
-        "rlkernel_triton.policy_loss:prepare", check="rlkernel_triton.policy_loss:fits", prepared=True
+        "rlkernel_triton.policy_loss:prepare",
+        check="rlkernel_triton.policy_loss:fits",
+        prepared=True,
+        gradient="rlkernel_triton.policy_loss:PolicyLossPair",
     ),
     "quantize": Claim(
         "rlkernel_triton.quant.codec:prepare_quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
@@ -104,6 +108,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             prepared=claim.prepared,
             workspace=claim.workspace,
+            gradient=claim.gradient,
             check=claim.check,
         )
 

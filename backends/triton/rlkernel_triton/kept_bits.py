@@ -71,15 +71,20 @@ def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tens
         first: 0-dim, first id of this rank's shard.
     """
     offsets, ids = support.offsets.contiguous(), support.ids.contiguous()
-    N, words = offsets.shape[0] - 1, -(-V // 32)
-    bits = torch.zeros(N, words, dtype=torch.int32, device=ids.device)
-    bad = torch.empty(N, dtype=torch.bool, device=ids.device)
+    bits, bad = kept_like(support, V)
+    N, words = bits.zero_().shape
     size = torch.full((), V, dtype=torch.int64, device=ids.device) if whole is None else whole
     begin = torch.zeros((), dtype=torch.int64, device=ids.device) if first is None else first
     if N:
         launch = plain_launcher_for(ids.device).bind(place, num_warps=WARPS, V=V, words=words, ENTRIES=ENTRIES)
         launch((N,), ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], size)
     return Kept(bits, bad)
+
+
+def kept_like(support: Support, V: int) -> Kept:
+    """Room for the bits of a support; nothing is launched."""
+    ids, N = support.ids, support.offsets.shape[0] - 1
+    return Kept(ids.new_empty((N, -(-V // 32)), dtype=torch.int32), ids.new_empty(N, dtype=torch.bool))
 
 
 def builds(arch: str) -> Iterator[Build]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.reference.row_selection import check_values, refuse_second_derivative
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.reference.row_selection import check_values
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton import law_kernel, logprob_kernels
-from rlkernel_triton.kept_bits import Kept, kept_bits
+from rlkernel_triton.kept_bits import Kept, kept_bits, kept_like
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for
 from rlkernel_triton.row_layout import Places, Rows, places_of, rows_of
@@ -61,39 +62,92 @@ def prepare(call: LogprobCall) -> Callable[[LogprobCall], LogprobResult]:
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
     logit with a support; with top_logprobs some blocks of 64 MiB.
     """
-    V, shape, n = call.logits.shape[-1], call.ids.shape, call.top_logprobs
-    supported, validate = call.support is not None, call.validate
-    T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
-    kind = Kind(call.ids.numel(), V, T, call.softcap, call.mask is not None, -(-V // 32) * 4 if supported else None)
-    differentiable = torch.is_grad_enabled() and call.logits.requires_grad
-    plan = _Plan(launcher_for(call.logits.device), kind, call.logits, shape, keep=differentiable, moment=call.entropy)
-    ids_as_they_are = call.ids.is_contiguous()
-    mask_as_it_is = call.mask is None or call.mask.is_contiguous()
-    T_as_it_is = T is not None or is_per_row(call.temperature, shape)
+    if gradient_wanted("logprob", call):
+        return LogprobPair(call)
+    host = _Host(call, keep=False)
+    return lambda call: host.forward(call)[0]
 
-    def run(call: LogprobCall) -> LogprobResult:
-        logits, ids, mask, rows_T, kept = call.logits, call.ids, call.mask, None, None
-        if validate:
-            check_values(ids, mask, V, call.temperature, call.support)
-        if not ids_as_they_are:
-            ids = ids.contiguous()
-        if not mask_as_it_is:
-            mask = mask.contiguous()  # type: ignore[union-attr]  # it is there
-        if T is None:
-            rows_T = call.temperature if T_as_it_is else per_row(call.temperature, shape)
-        if supported:
-            kept = kept_bits(call.support, V)  # type: ignore[arg-type]  # it is there
-        if differentiable:
-            row = _Logprob.apply(logits, ids, rows_T, mask, kept, plan)  # type: ignore[no-untyped-call]
-        else:
-            row = plan.forward(logits, ids, rows_T, mask, kept)
-        best = of_best = None
+
+class LogprobPair(Pair[LogprobCall, LogprobResult]):
+    """Results of [..., V] logits, with their analytic gradient."""
+
+    op = "logprob"
+
+    def __init__(self, call: LogprobCall) -> None:
+        """Bind the launches of calls of this shape."""
+        super().__init__(call)
+        self._host = _Host(call, keep=True)
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
+        """Two launches."""
+        result, saved, kept = self._host.forward(call)
+        T = call.temperature if isinstance(call.temperature, Tensor) else None
+        return result, (call.logits, call.ids, T, call.mask, result.invalid, saved, *(kept or (None, None)))
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """One launch."""
+        logits, ids, T, mask, invalid, of_rows, *bits = saved
+        return (self._host.backward(logits, ids, T, mask, invalid, of_rows, bits, grads),)  # type: ignore[arg-type]
+
+    @classmethod
+    def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Arguments, the rows that are invalid, 6 N numbers, and with a support the bits of the kept ids."""
+        del wanted
+        (B, *rest), T = call.ids.shape or (1,), call.temperature
+        of_rows = call.logits.new_empty((law_kernel.SAVED * B, *rest), dtype=torch.float32)
+        kept = (None, None) if call.support is None else kept_like(call.support, call.logits.shape[-1])
+        return call.logits, call.ids, T if isinstance(T, Tensor) else None, call.mask, result.invalid, of_rows, *kept
+
+
+class _Host:
+    """What the host does for calls of one shape."""
+
+    def __init__(self, call: LogprobCall, *, keep: bool) -> None:
+        V, supported = call.logits.shape[-1], call.support is not None
+        T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
+        self._kind = Kind(
+            call.ids.numel(), V, T, call.softcap, call.mask is not None, -(-V // 32) * 4 if supported else None
+        )
+        self._shape, self._n, self._validate = call.ids.shape, call.top_logprobs, call.validate
+        self._plan = _Plan(
+            launcher_for(call.logits.device), self._kind, call.logits, self._shape, keep=keep, moment=call.entropy
+        )
+        self._ids_as_they_are = call.ids.is_contiguous()
+        self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
+        self._T_as_it_is = T is not None or is_per_row(call.temperature, self._shape)
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, Kept | None]:
+        """The result, and what the gradient needs of the rows and of the kept ids."""
+        if self._validate:
+            check_values(call.ids, call.mask, self._kind.V, call.temperature, call.support)
+        T = call.temperature if self._kind.T is None else None
+        ids, T, mask = self._read(call.ids, T, call.mask)  # type: ignore[arg-type]  # a tensor where there is no number
+        kept = None if call.support is None else kept_bits(call.support, self._kind.V)
+        row = self._plan.forward(call.logits, ids, T, mask, kept)
+        best, of_best, n = None, None, self._n
         if n:
-            best, of_best = _best(logits.detach(), n, ids, kind, rows_T, mask)
-            best, of_best = best.view(*shape, n), of_best.view(*shape, n)
-        return LogprobResult(row[0], row[1], row[2], best, of_best, row[3], row[4])
+            best, of_best = _best(call.logits.detach(), n, ids, self._kind, T, mask)
+            best, of_best = best.view(*self._shape, n), of_best.view(*self._shape, n)
+        return LogprobResult(row[0], row[1], row[2], best, of_best, row[3], row[4]), row.saved, kept
 
-    return run
+    def backward(
+        self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,
+        bits: list[Tensor | None], grads: Saved,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the logits."""
+        ids, T, mask = self._read(ids, T, mask)
+        kept = None if self._kind.kept_row_bytes is None else Kept(*bits)  # type: ignore[arg-type]  # all are there
+        return self._plan.backward(logits, ids, T, mask, kept, invalid, saved, grads)
+
+    def _read(self, ids: Tensor, T: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Ids, temperatures and mask as kernels read them."""
+        if not self._ids_as_they_are:
+            ids = ids.contiguous()
+        if not self._mask_as_it_is:
+            mask = mask.contiguous()  # type: ignore[union-attr]  # it is there
+        if not self._T_as_it_is:
+            T = per_row(T, self._shape)  # type: ignore[arg-type,assignment]  # a tensor, as it was
+        return ids, T, mask
 
 
 def per_row(temperature: float | Tensor, rows: torch.Size) -> float | Tensor:
@@ -107,34 +161,6 @@ def is_per_row(temperature: float | Tensor, rows: torch.Size) -> bool:
     """Whether a tensor of temperatures is one number a row already, as kernels read it."""
     T = temperature
     return isinstance(T, Tensor) and T.dtype == torch.float32 and T.shape == rows and T.is_contiguous()
-
-
-class _Logprob(torch.autograd.Function):
-    """Results of [..., V] logits, with their analytic gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,  # [..., V]
-        ids: Tensor,  # N, contiguous; so are the mask and the temperatures
-        T: Tensor | None,
-        mask: Tensor | None,
-        kept: Kept | None,
-        plan: _Plan,
-    ) -> tuple[Tensor | None, ...]:
-        row = plan.forward(logits, ids, T, mask, kept)
-        ctx.save_for_backward(logits, ids, T, mask, row.invalid, row.saved, *(kept or ()))
-        ctx.plan = plan
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(row.invalid)
-        return row[:5]
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("logprob")
-        logits, ids, T, mask, invalid, saved, *bits = ctx.saved_tensors
-        kept = Kept(*bits) if bits else None
-        return ctx.plan.backward(logits, ids, T, mask, kept, invalid, saved, upstream[:4]), *[None] * 5
 
 
 class _Plan:

@@ -7,12 +7,12 @@ by then lies in a cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
+from torch import Tensor
 
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.known_gradient import attach
 from rlkernel_core.spec import policy_loss as spec
 from rlkernel_core.spec.policy_loss import LossResult, PolicyLossCall
 from rlkernel_triton.launchers import Plan, launcher_for
@@ -27,33 +27,73 @@ def policy_loss(call: PolicyLossCall) -> LossResult:
 
 def prepare(call: PolicyLossCall) -> Callable[[PolicyLossCall], LossResult]:
     """What runs calls of this shape. See `rlkernel_core.spec.policy_loss.PolicyLossCall`."""
-    config, shape, device = spec.configure(call), call.logprob.shape, call.logprob.device
-    plan = Plan(launcher_for(device))
-    by_plan = partial(scaled, plan=plan)
-    room = torch.zeros if call.cu_seqlens is not None and config.level == "sequence" else torch.empty
+    if gradient_wanted("policy_loss", call):
+        return PolicyLossPair(call)
+    host = _Host(call, (False, False))
+    return lambda call: host.forward(call)[0]
 
-    def run(call: PolicyLossCall) -> LossResult:
+
+class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
+    """The loss with its gradient by log-probability and by entropy."""
+
+    op = "policy_loss"
+
+    def __init__(self, call: PolicyLossCall) -> None:
+        """Bind the launches of calls of this shape."""
+        super().__init__(call)
+        self._dtypes = [None if x is None else x.dtype for x in self.inputs(call)]
+        self._host = _Host(call, self.wanted)
+
+    def forward(self, call: PolicyLossCall) -> tuple[LossResult, Saved]:
+        """The loss, and what its gradients are multiples of."""
+        return self._host.forward(call)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Scale what forward made."""
+        (g,) = grads
+        found = zip(saved, self._dtypes, strict=True)
+        plan = self._host.plan
+        return tuple(
+            [scaled(x, g, dtype, plan) if x is not None and g is not None and dtype else None for x, dtype in found]
+        )
+
+    @classmethod
+    def saved_like(cls, call: PolicyLossCall, result: LossResult, wanted: tuple[bool, ...]) -> Saved:
+        """One number a token for each gradient that is wanted."""
+        of = zip(cls.inputs(call), wanted, strict=True)
+        return tuple([result.loss.new_empty(x.shape) if x is not None and wants else None for x, wants in of])
+
+
+class _Host:
+    """What the host does for calls of one shape."""
+
+    def __init__(self, call: PolicyLossCall, wanted: tuple[bool, ...]) -> None:
+        self._config, self._shape, self._device = spec.configure(call), call.logprob.shape, call.logprob.device
+        self.plan, self._wanted = Plan(launcher_for(self._device)), wanted
+        packed = call.cu_seqlens is not None and self._config.level == "sequence"
+        self._room = torch.zeros if packed else torch.empty
+
+    def forward(self, call: PolicyLossCall) -> tuple[LossResult, tuple[Tensor | None, ...]]:
+        """The result, and d loss / d logprob and d loss / d entropy where they are wanted."""
         logprob, entropy = call.logprob, call.entropy
         with torch.no_grad():
             batch = LossBatch.of(
-                config, logprob, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
-                mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
-                entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
-                plan=plan,
+                self._config, logprob, call.cu_seqlens, before=logprob, old=call.old_logprob,
+                advantages=call.advantages, mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob,
+                denominator=call.denominator, entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef,
+                entropy_coef=call.entropy_coef, plan=self.plan,
             )  # fmt: skip
-            partials = batch.partials(device)
-            dlogprob = room(shape, dtype=torch.float32, device=device) if logprob.requires_grad else None
-            dentropy = None
-            if entropy is not None and entropy.requires_grad:
-                dentropy = room(shape, dtype=torch.float32, device=device)
+            partials = batch.partials(self._device)
+            known = tuple(
+                [
+                    self._room(self._shape, dtype=torch.float32, device=self._device) if wants else None
+                    for wants in self._wanted
+                ]
+            )
             current = None if entropy is None else entropy.detach().contiguous()
-            batch.run(logprob.detach().contiguous(), current, dlogprob, dentropy, partials)
+            batch.run(logprob.detach().contiguous(), current, *known, partials)
             value, stats = batch.summary(partials, entropy=entropy is not None)
-        if dlogprob is None and dentropy is None:
-            return LossResult(value, stats)
-        return LossResult(attach(value, (dlogprob, logprob), (dentropy, entropy), by=by_plan), stats)
-
-    return run
+        return LossResult(value, stats), known
 
 
 def fits(call: PolicyLossCall) -> Reason | None:

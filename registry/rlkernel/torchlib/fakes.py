@@ -35,16 +35,6 @@ from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, Shap
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 
-# Fields of a result that carry gradients; an empty name is the result itself.
-DIFFERENTIABLE: Final[Mapping[str, tuple[str, ...]]] = {
-    "logprob": ("logprob", "lse", "entropy", "log_kept_mass"),
-    "linear_logprob": ("logprob", "lse", "entropy", "log_kept_mass"),
-    "policy_loss": ("loss",),
-    "linear_policy_loss": ("loss",),
-    "qmatmul": ("",),
-    "affine_suffix_scan": ("y", "carry"),
-}
-
 
 def _state(*given: Any) -> torch.dtype:
     """The dtype of the arithmetic: fp32, or float64 where an operand is."""

@@ -1,8 +1,8 @@
-"""The nodes of an operator: one that runs an implementation, and one that runs it again for its gradients.
+"""The nodes of an operator: `op` runs an implementation, `op_forward` also returns what `op_backward` reads.
 
-Backward recomputes: the implementation runs once more, under autograd, so that every implementation that has gradients
-in eager mode has the same ones here. A third node ties the two together where a gradient is wanted; calls without
-gradients never meet autograd.
+Where the implementation brings a pair of forward and backward, a graph with gradients holds one of each. Where it
+brings none, or a shape turns out to be another implementation's, backward recomputes: that implementation runs once
+more, under autograd. `op_differentiable` ties the two nodes together; calls without gradients never meet autograd.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 import rlkernel
 from rlkernel.plans import Plan
 from rlkernel.torchlib.call_codec import Outline, arguments, autocast, marked, outline, read, same
-from rlkernel.torchlib.fakes import DIFFERENTIABLE, FAKES
+from rlkernel.torchlib.fakes import FAKES
 from rlkernel.torchlib.modes import leaf, recording_gradients
 from rlkernel_core.errors import ResolutionError, RLKernelError
+from rlkernel_core.gradients import Pair, carried, gradients
 from rlkernel_core.spec import OPERATORS
 
 NAMESPACE: Final = "rlkernel"
@@ -37,12 +38,22 @@ class Results(NamedTuple):
     """What a node returns: the form of the result, and which of its tensors carry gradients."""
 
     outline: Outline
-    differentiable: tuple[bool, ...]
+    carrying: tuple[int | None, ...]  # place of each field that carries gradients; None where it is absent
+
+
+class Place(NamedTuple):
+    """Where backward finds a tensor that forward saved: among the call's, the results or the new ones, or nowhere."""
+
+    among: str  # "call" | "results" | "new" | "nothing"
+    at: int = 0
 
 
 _DEFINED: Final[set[str]] = set()
 # Implementation, as nodes name it -> the plan of a call, given its record with gradients wanted and as it is run.
 CHOSEN: Final[dict[str, Callable[[Any, Any], Plan]]] = {}
+# Implementation -> its pair of forward and backward; None where it has none.
+PAIRS: Final[dict[str, type[Pair[Any, Any]] | None]] = {}
+PLACES: Final[dict[tuple[str, Key], tuple[Place, ...]]] = {}  # by implementation and call
 REFUSED: Final[dict[str, Exception]] = {}  # the same for calls that nothing may take
 RESULTS: Final[dict[Key, Results]] = {}
 
@@ -55,15 +66,17 @@ def define(op: str) -> None:
     library: Any = _LIBRARY
     tags = (torch.Tag.pt2_compliant_tag,)
     forward, shapes = partial(_forward, op), partial(_forward_shapes, op)
+    before = "Tensor?[] grads, Tensor[] saved, "
     for name, grads, run, fake in (
         (op, "", forward, shapes),
-        (f"{op}_backward", "Tensor?[] grads, ", partial(_backward, op), _backward_shapes),
-        (f"{op}_autograd", "", forward, shapes),
+        (f"{op}_forward", "", partial(_saving, op), partial(_saving_shapes, op)),
+        (f"{op}_backward", before, partial(_backward, op), _backward_shapes),
+        (f"{op}_differentiable", "", forward, shapes),
     ):
         library.define(f"{name}({grads}{_LEAVES}) -> Tensor[]", tags=tags)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    library.impl(f"{op}_autograd", partial(_differentiable, op), "Autograd")
+    library.impl(f"{op}_differentiable", partial(_differentiable, op), "Autograd")
 
 
 def _forward(
@@ -75,14 +88,97 @@ def _forward(
     plan.choice.calls += 1
     getattr(rlkernel, op).last = plan.choice
     with autocast(call), torch.no_grad():
-        found, results = outline(plan.run(record))
+        result = plan.run(record)
+    return _own(_expected(op, result, tensors, implementation, call), tensors)
+
+
+def _expected(op: str, result: Any, tensors: Sequence[Tensor], implementation: str, call: str) -> list[Tensor]:
+    """The tensors of a result, whose form must be the one that the graph was traced with."""
+    found, results = outline(result)
     expected = RESULTS.get(_key(op, call, tensors))
     if expected is not None and expected.outline != found:
         raise RLKernelError(f"{op}: {implementation} returned {found}, the contract says {expected.outline}")
-    return _own(results, tensors)
+    return results
 
 
-def _planned(op: str, name: str, call: str, asked: dict[str, Any], given: dict[str, Any]) -> tuple[Plan, Any]:
+def _saving(
+    op: str, tensors: list[Tensor], integers: list[int], floats: list[float], implementation: str, call: str
+) -> list[Tensor]:
+    """The results, and the new tensors that backward reads."""
+    kind = PAIRS.get(implementation)
+    if kind is None:
+        return _forward(op, tensors, integers, floats, implementation, call)
+    asked, given = (arguments(call, tensors, integers, floats, grad) for grad in (leaf, same))
+    plan, record = _planned(op, implementation, call, asked, given, grad=True)
+    plan.choice.calls += 1
+    getattr(rlkernel, op).last = plan.choice
+    with autocast(call), torch.no_grad():
+        if isinstance(plan.run, kind):
+            result, saved = plan.run.forward(record)
+        else:  # another implementation takes this shape, and its backward recomputes
+            result = plan.run(record)
+            saved = kind.saved_like(record, result, _wanted(kind, record, tensors, call))
+    results = _expected(op, result, tensors, implementation, call)
+    places, new = _places(saved, tensors, results)
+    # A graph from torch's cache has not been traced in this process.
+    if places != (expected := PLACES.setdefault((implementation, _key(op, call, tensors)), places)):
+        raise RLKernelError(f"{op}: {implementation} saved {_said(places)}, its saved_like said {_said(expected)}")
+    return _own([*results, *new], tensors)
+
+
+def _said(places: Sequence[Place]) -> str:
+    return ", ".join(f"{among} {at}" if among != "nothing" else among for among, at in places)
+
+
+def _places(
+    saved: Sequence[Tensor | None], tensors: Sequence[Tensor], results: Sequence[Tensor]
+) -> tuple[tuple[Place, ...], list[Tensor]]:
+    """Where each saved tensor is found, and the new ones."""
+    places: list[Place] = []
+    new: list[Tensor] = []
+    for tensor in saved:
+        given = next((at for at, t in enumerate(tensors) if t is tensor), None)
+        returned = next((at for at, t in enumerate(results) if t is tensor), None)
+        if tensor is None:
+            places.append(Place("nothing"))
+        elif given is not None:
+            places.append(Place("call", given))
+        elif returned is not None:
+            places.append(Place("results", returned))
+        else:
+            places.append(Place("new", len(new)))
+            new.append(tensor)
+    return tuple(places), new
+
+
+def kept(
+    op: str, tensors: Sequence[Tensor], implementation: str, call: str, returned: Sequence[Tensor]
+) -> list[Tensor]:
+    """What the backward node takes beside the call's own tensors, of what the forward node has returned."""
+    key = _key(op, call, tensors)
+    count = _tensors_of(RESULTS[key].outline)
+    places = PLACES.get((implementation, key), ())
+    where = {"results": returned[:count], "new": returned[count:]}
+    return [where[place.among][place.at] for place in places if place.among in where]
+
+
+def _tensors_of(form: Any) -> int:
+    """How many tensors an outline stands for."""
+    if form[0] == "tensor":
+        return 1
+    parts = form[3] if form[0] == "new" else form[2] if form[0] == "dict" else form[1] if form[0] == "tuple" else ()
+    return sum(_tensors_of(part) for part in parts)
+
+
+def _wanted(kind: type[Pair[Any, Any]], record: Any, tensors: Sequence[Tensor], call: str) -> tuple[bool, ...]:
+    """Which inputs of a pair a gradient is wanted for."""
+    leaves = [tensors[at] for at in marked(call)]
+    return tuple(any(x is t for t in leaves) for x in kind.inputs(record))
+
+
+def _planned(
+    op: str, name: str, call: str, asked: dict[str, Any], given: dict[str, Any], *, grad: bool = False
+) -> tuple[Plan, Any]:
     """The plan of a node's implementation, and the record that it is to run.
 
     Args:
@@ -91,6 +187,7 @@ def _planned(op: str, name: str, call: str, asked: dict[str, Any], given: dict[s
         call: text of the call.
         asked: its arguments, gradients wanted as when the graph was traced: they decide.
         given: the same, as they are run.
+        grad: whether what runs is to bring gradients.
     """
     if name in REFUSED:
         raise copy(REFUSED[name])
@@ -99,8 +196,8 @@ def _planned(op: str, name: str, call: str, asked: dict[str, Any], given: dict[s
         raise ResolutionError(text)
     record = OPERATORS[op].record
     with torch.set_grad_enabled(GRAD in call):
-        run = record(**given)
-        return CHOSEN[name](record(**asked), run), run
+        run, wanted = record(**given), record(**asked)
+        return CHOSEN[name](wanted, wanted if grad else run), run
 
 
 def _own(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -125,6 +222,26 @@ def _forward_shapes(
     op: str, tensors: list[Tensor], integers: list[Any], floats: list[Any], implementation: str, call: str
 ) -> list[Tensor]:
     del implementation  # all implementations of an operator agree on them
+    return _empty(_faked(op, tensors, integers, floats, call)[2])
+
+
+def _saving_shapes(
+    op: str, tensors: list[Tensor], integers: list[Any], floats: list[Any], implementation: str, call: str
+) -> list[Tensor]:
+    record, result, made = _faked(op, tensors, integers, floats, call)
+    kind = PAIRS.get(implementation)
+    if kind is None:
+        return _empty(made)
+    saved = kind.saved_like(record, result, _wanted(kind, record, tensors, call))
+    places, new = _places(saved, tensors, made)
+    PLACES[implementation, _key(op, call, tensors)] = places
+    return _empty([*made, *new])
+
+
+def _faked(
+    op: str, tensors: list[Tensor], integers: list[Any], floats: list[Any], call: str
+) -> tuple[Any, Any, list[Tensor]]:
+    """The record of a call, its result of empty tensors, and those tensors."""
     sizeless = {node["i"] for name, node in read(call).items() if name in _SIZELESS and "i" in node}
     known = [0 if at in sizeless else int(n) for at, n in enumerate(integers)]
     spec = OPERATORS[op]
@@ -133,9 +250,14 @@ def _forward_shapes(
         spec.check(record)
     result = FAKES[op](record)
     form, made = outline(result)
-    carrying = [result if name == "" else getattr(result, name) for name in DIFFERENTIABLE.get(op, ()) if GRAD in call]
-    RESULTS[_key(op, call, tensors)] = Results(form, tuple(any(t is c for c in carrying) for t in made))
-    # Results are tensors of their own, whatever an operator hands on.
+    fields = carried(op, result) if GRAD in call else ()
+    carrying = tuple(next((at for at, t in enumerate(made) if t is x), None) for x in fields)
+    RESULTS[_key(op, call, tensors)] = Results(form, carrying)
+    return record, result, made
+
+
+def _empty(made: Sequence[Tensor]) -> list[Tensor]:
+    """Results are tensors of their own, whatever an operator hands on."""
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in made]
 
 
@@ -144,23 +266,24 @@ def _key(op: str, call: str, tensors: Sequence[Tensor]) -> Key:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The plain node forward, the backward node backward: a traced graph holds these two alone."""
+    """The forward node forward, the backward node backward: a traced graph holds these two alone."""
 
     @staticmethod
     def forward(ctx: Any, op: str, constants: tuple[Any, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.op, ctx.constants = op, constants
+        ctx.op, ctx.constants, ctx.given = op, constants, len(tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        results = tuple(getattr(torch.ops.rlkernel, op)(list(tensors), *constants))
-        carry = RESULTS[_key(op, constants[-1], tensors)].differentiable
-        ctx.mark_non_differentiable(*(t for t, carries in zip(results, carry, strict=True) if not carries))
+        returned = getattr(torch.ops.rlkernel, f"{op}_forward")(list(tensors), *constants)
+        ctx.save_for_backward(*tensors, *kept(op, tensors, constants[-2], constants[-1], returned))
+        known = RESULTS[_key(op, constants[-1], tensors)]
+        results = tuple(returned[: _tensors_of(known.outline)])
+        ctx.mark_non_differentiable(*(t for at, t in enumerate(results) if at not in known.carrying))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
+        tensors, saved = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
         node = getattr(torch.ops.rlkernel, f"{ctx.op}_backward")
-        found = dict(zip(marked(ctx.constants[-1]), node(grads, tensors, *ctx.constants), strict=True))
+        found = dict(zip(marked(ctx.constants[-1]), node(grads, saved, tensors, *ctx.constants), strict=True))
         return None, None, *(found.get(at) for at in range(len(tensors)))
 
 
@@ -170,6 +293,46 @@ def _differentiable(op: str, tensors: list[Tensor], *constants: Any) -> list[Ten
 
 
 def _backward(
+    op: str,
+    grads: list[Tensor | None],
+    saved: list[Tensor],
+    tensors: list[Tensor],
+    integers: list[int],
+    floats: list[float],
+    implementation: str,
+    call: str,
+) -> list[Tensor]:
+    """The gradients of the marked tensors, by the implementation's pair; without one it runs once more."""
+    kind, at_hand = PAIRS.get(implementation), [*saved, *tensors, *(g for g in grads if g is not None)]
+    if kind is not None:
+        asked, given = (arguments(call, tensors, integers, floats, grad) for grad in (leaf, same))
+        plan, record = _planned(op, implementation, call, asked, given, grad=True)
+        if isinstance(plan.run, kind):
+            key, rest = _key(op, call, tensors), iter(saved)
+            again = [
+                None if among == "nothing" else tensors[at] if among == "call" else next(rest)
+                for among, at in PLACES[implementation, key]
+            ]
+            upstream = [None if at is None else grads[at] for at in RESULTS[key].carrying]
+            with torch.no_grad():
+                found = gradients(plan.run, again, upstream)
+            return _own(_by_leaf(kind.inputs(record), found, tensors, marked(call)), at_hand)
+    return _own(_recomputed(op, grads, tensors, integers, floats, implementation, call), at_hand)
+
+
+def _by_leaf(
+    inputs: Sequence[Tensor | None], found: Sequence[Tensor | None], tensors: Sequence[Tensor], places: Sequence[int]
+) -> list[Tensor]:
+    """The gradients of a pair's inputs as those of the marked tensors, 0 where none arrives."""
+    by_leaf: dict[int, Tensor] = {}
+    for x, g in zip(inputs, found, strict=True):
+        at = next((at for at in places if tensors[at] is x), None)
+        if at is not None and g is not None:
+            by_leaf[at] = by_leaf[at] + g if at in by_leaf else g  # one tensor may be two arguments
+    return [by_leaf[at] if at in by_leaf else torch.zeros_like(tensors[at]) for at in places]
+
+
+def _recomputed(
     op: str,
     grads: list[Tensor | None],
     tensors: list[Tensor],
@@ -195,17 +358,17 @@ def _backward(
         if pairs:
             outputs, upstream = zip(*pairs, strict=True)
             found = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
-    return _own(filled, [*tensors, *(g for g in grads if g is not None)])
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
 
 def _backward_shapes(
     grads: list[Tensor | None],
+    saved: list[Tensor],
     tensors: list[Tensor],
     integers: list[Any],
     floats: list[Any],
     implementation: str,
     call: str,
 ) -> list[Tensor]:
-    del grads, integers, floats, implementation
+    del grads, saved, integers, floats, implementation
     return [torch.empty(tensors[at].shape, dtype=tensors[at].dtype, device=tensors[at].device) for at in marked(call)]

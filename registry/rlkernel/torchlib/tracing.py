@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlkernel import policy
-from rlkernel.decide import Bound, call_of, choose, place, planned
+from rlkernel.decide import Bound, Verdicts, call_of, choose, pair_of, place, planned, settle
 from rlkernel.limits import question
 from rlkernel.plans import Plan, Table, key_or_none
 from rlkernel.resolve import claims
@@ -33,6 +33,7 @@ from rlkernel.torchlib.call_codec import (
 from rlkernel_core.decision import AUTO
 from rlkernel_core.errors import ArgumentError, RLKernelError, RLKernelWarning
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import OpSpec
 
 Facts = tuple[tuple[Any, ...], ...]  # per tensor: dtype, device, rank, whether it requires a gradient
 _WRITTEN: Final = "out"  # the one argument that an operator may write to
@@ -48,7 +49,7 @@ def compiled(op: str, record: Any) -> Any:
     floats = tuple([_alike(x) for x in leaves.floats])
     _define(op)
     implementation = _choose(op, call, facts, integers, floats, grad, _rules(op))
-    node = getattr(torch.ops.rlkernel, f"{op}_autograd" if nodes.GRAD in call else op)
+    node = getattr(torch.ops.rlkernel, f"{op}_differentiable" if nodes.GRAD in call else op)
     tensors = node(leaves.tensors, leaves.integers, leaves.floats, implementation, call)
     return rebuild(_outline_of(op, call, facts), tensors)
 
@@ -91,18 +92,19 @@ def _choose(
     """Decide as the eager lane does and name the outcome; a refusal is named too, and raised when the graph runs."""
     with _disable_current_modes(), torch.set_grad_enabled(grad):
         try:
-            name, run = _chosen(op, call, facts, integers, floats, rules)
+            name, run, pair = _chosen(op, call, facts, integers, floats, rules)
         except (RLKernelError, RLKernelWarning) as error:
             name = f"refused {type(error).__name__} {_digest(error)}"
             nodes.REFUSED[name] = error
         else:
-            nodes.CHOSEN[name] = run
+            nodes.CHOSEN[name], nodes.PAIRS[name] = run, pair
     return name
 
 
 def _chosen(
     op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], rules: str
-) -> tuple[str, Callable[[Any, Any], Plan]]:
+) -> tuple[str, Callable[[Any, Any], Plan], Any]:
+    """What nodes call an implementation, the plans of its calls, and its pair, or None."""
     # Stand-ins have the rank of the arguments and no size: the reference checks sizes when it gives the node's shapes.
     spec = replace(OPERATORS[op], check=None)
     with FakeTensorMode():  # left before anything is decided: choosing imports plugins and may run their self-tests
@@ -113,12 +115,23 @@ def _chosen(
             _WRITTEN, "a value", "cannot be written to from a compiled graph", "Call it outside torch.compile."
         )
     if _looks_at_sizes(op, str(place(spec, given)[0])):
-        call_of(spec, given)
-        return f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}", _ByShape(op)
+        name = f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}"
+        return name, _ByShape(op), _likely_pair(spec, given)
     bound = Bound(OPERATORS[op], choose(spec, given))
     chosen = bound.choice.decision
     name = f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash} {chosen.policy.watched}".rstrip()
-    return name, lambda _, run: bound.lookup(run)
+    return name, lambda _, run: bound.lookup(run), bound.choice.pair
+
+
+def _likely_pair(spec: OpSpec[Any, Any], given: Any) -> Any:
+    """The pair of the implementation that takes calls of this kind in the smallest sizes; None where there is none.
+
+    A size that another implementation takes is served too: its backward recomputes.
+    """
+    asked = call_of(spec, given)
+    with policy.PROCESS.lock:
+        decision, run = settle(spec, asked, str(place(spec, given)[0]), Verdicts(given).of)
+    return pair_of(spec, decision) if run is not None else None
 
 
 class _ByShape:

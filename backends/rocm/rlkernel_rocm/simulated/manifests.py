@@ -19,6 +19,7 @@ def manifest(arch: str) -> Backend:
             update={
                 "target": f"rlkernel_rocm.simulated.{arch}:{impl.op.partition('@')[0]}",
                 "prepared": False,  # the chip is activated at every call
+                "gradient": None,
                 "requires": impl.requires.model_copy(update={"packages": _NEEDED}),
             }
         )

@@ -37,7 +37,9 @@ def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
     """A manifest over bundles: `module:logprob` is an implementation, `module:logprob_fits` its check."""
     whole = portable(name, device="cuda", arch=arch)
     impls = [
-        impl.model_copy(update={"target": f"{module}:{op}", "prepared": False, "check": f"{module}:{op}_fits"})
+        impl.model_copy(
+            update={"target": f"{module}:{op}", "prepared": False, "gradient": None, "check": f"{module}:{op}_fits"}
+        )
         for impl in whole.impls
         if (op := impl.op.partition("@")[0]) in OPERATORS
     ]

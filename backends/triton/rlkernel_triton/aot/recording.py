@@ -35,7 +35,14 @@ _HERE: Final = "rlkernel_triton.aot.recording"
 def _manifest(device: str) -> Backend:
     portable = manifest("recorded", device=device)
     impls = [
-        i.model_copy(update={"target": f"{_HERE}:{op}", "prepared": False, "check": i.check and f"{_HERE}:{op}_fits"})
+        i.model_copy(
+            update={
+                "target": f"{_HERE}:{op}",
+                "prepared": False,
+                "gradient": None,
+                "check": i.check and f"{_HERE}:{op}_fits",
+            }
+        )
         for i in portable.impls
         if (op := i.op.partition("@")[0]) in OPERATORS
     ]
