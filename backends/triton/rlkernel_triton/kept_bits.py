@@ -7,7 +7,6 @@ Legend: N rows · V vocabulary · nnz kept ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel_core.spec.logprob import Support
-from rlkernel_triton.builds import Build
 from rlkernel_triton.launchers import plain_launcher_for
 
 ENTRIES: Final = 256  # kept ids that one program places at a time
@@ -80,10 +78,3 @@ def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tens
         launch = plain_launcher_for(ids.device).bind(place, num_warps=WARPS, V=V, words=words, ENTRIES=ENTRIES)
         launch((N,), ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], size)
     return Kept(bits, bad)
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """One."""
-    pointers = {"ids": "*i64", "offsets": "*i64", "first": "*i64", "bits": "*i32", "bad": "*i8", "whole": "*i64"}
-    sizes = {"nnz": "i32", "V": "i32", "words": "i32"}
-    yield Build(place, "int64", {**pointers, **sizes}, {"ENTRIES": ENTRIES}, WARPS)
