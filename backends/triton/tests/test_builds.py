@@ -18,7 +18,7 @@ from rlkernel_triton.workloads import WORKLOADS
 HOT = {("sweep", "bf16, entropy"), ("gradient", "bf16, entropy"), ("law", "bf16, entropy")}
 
 
-ALWAYS = {"sm90", "gfx942"}  # targets that every table has; others may wait for the next run of the gate
+ALWAYS = {"sm80", "sm90", "gfx942"}  # targets that every table has; others may wait for the next run of the gate
 
 
 def rows(name):
