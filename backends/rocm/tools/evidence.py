@@ -36,16 +36,11 @@ EARLIER: Final = ", of earlier kernels"  # beside what a report found of sources
 END: Final = "<!-- end of evidence -->"
 # operator -> the tables of the kernels that it launches most
 BUILDS: Final = {
-    "logprob": ("logprob_kernels", "law_kernel"),
-    "linear_logprob": ("head_builds", "law_kernel"),
-    "linear_policy_loss": ("head_builds", "law_kernel", "loss_builds"),
-    "policy_loss": ("loss_builds",),
-    "advantage": ("scan_builds", "moments_kernels"),
-    "affine_suffix_scan": ("scan_builds",),
-    "whiten": ("moments_kernels",),
-    "sample": ("sampling-builds",),
-    "lm_head_sample": ("head_draw_builds", "sampling-builds"),
-    "verify": ("verify_builds", "sampling-builds"),
+    **{op: (op,) for op in ("logprob", "policy_loss", "advantage", "affine_suffix_scan", "whiten", "sample")},
+    "linear_logprob": ("head_builds", "logprob"),
+    "linear_policy_loss": ("head_builds", "logprob", "policy_loss"),
+    "lm_head_sample": ("head_draw_builds", "sample"),
+    "verify": ("verify_builds", "sample"),
     **dict.fromkeys(("quantize", "dequantize", "prepack", "qmatmul"), ("quant-builds",)),
 }
 # operators whose interpreted tests stand in a file of another name

@@ -14,6 +14,7 @@ import importlib
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +32,25 @@ from triton.compiler import ASTSource
 from rlkernel_rocm.architectures import ARCHITECTURES
 from rlkernel_rocm.simulator.assembly import Instruction, instruction, read
 from rlkernel_triton.builds import MODULES, Build
+from rlkernel_triton.launchers.offline import compile_recorded
+from rlkernel_triton.recorded import recorded
+from rlkernel_triton.workloads import WORKLOADS
 
 
 def form(ins: Instruction) -> tuple[object, ...]:
     """What decides how an instruction is bound: opcode, kinds of operands, modifiers."""
     kinds = tuple((o.kind, o.negate, o.absolute) for o in ins.operands)
     return ins.opcode, kinds, tuple(sorted(ins.modifiers.items())) if ins.encoding == "sdwa" else tuple(ins.modifiers)
+
+
+def assemblies(arch: str) -> Iterator[tuple[str, str, str]]:
+    """Every shipped build: how it is listed, its assembly, and the name of its kernel there."""
+    for build in (b for module in MODULES for b in importlib.import_module(module).builds(arch)):
+        yield f"{build.kernel.__name__}: {build.label}", *compiled(build, arch)
+    for op in WORKLOADS:
+        for kernel, label, build in recorded(op, arch):
+            made = compile_recorded(build, arch).compiled
+            yield f"{kernel}: {label}", made.asm["amdgcn"], made.metadata.name
 
 
 def compiled(build: Build, arch: str) -> tuple[str, str]:
@@ -66,9 +80,8 @@ def main() -> None:
     multiply: dict[str, dict[str, list[str]]] = {}
     for arch in COMPILED:
         found = multiply[arch] = {}
-        for build in (b for module in MODULES for b in importlib.import_module(module).builds(arch)):
-            assembly, name = compiled(build, arch)
-            found[f"{build.kernel.__name__}: {build.label}"] = matrix(assembly)
+        for listed, assembly, name in assemblies(arch):
+            found[listed] = matrix(assembly)
             for ins in read(assembly, name).code if ARCHITECTURES[arch].wave == 64 else ():
                 if form(ins) not in seen:
                     seen.add(form(ins))

@@ -1,6 +1,7 @@
-"""Builds: a kernel with types, constants and options, as it is launched; what the compile gate compiles offline.
+"""Builds that modules name: kernels that no bound launch reaches yet, as the compile gate compiles them.
 
-A module of kernels exports `builds(arch)`, every build it ships for an architecture, and stands in `MODULES`.
+What operators bind is recorded of the calls of `workloads` instead (`recorded`). A module here exports `builds(arch)`,
+every build that it ships for an architecture, and stands in `MODULES`; it goes when its host code binds its launches.
 Imports neither torch nor Triton.
 """
 
@@ -12,19 +13,10 @@ from typing import Any, Final
 
 # Modules with a function `builds(arch: str) -> Iterable[Build]`; arch is "sm90", "gfx942", …
 MODULES: Final[tuple[str, ...]] = (
-    "rlkernel_triton.group_advantage.builds",
     "rlkernel_triton.head_builds",
     "rlkernel_triton.head_draw_builds",
-    "rlkernel_triton.kept_bits",
-    "rlkernel_triton.law_kernel",
-    "rlkernel_triton.logprob_kernels",
-    "rlkernel_triton.loss_builds",
-    "rlkernel_triton.moments_kernels",
     "rlkernel_triton.quant.block_builds",
     "rlkernel_triton.quant.builds",
-    "rlkernel_triton.scan_builds",
-    "rlkernel_triton.sampling.builds",
-    "rlkernel_triton.top_ids",
     "rlkernel_triton.verify_builds",
 )
 

@@ -7,7 +7,6 @@ Legend: N rows · V vocabulary · nnz kept ids in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel_core.spec.logprob import Support
-from rlkernel_triton.builds import Build
 from rlkernel_triton.launchers import plain_launcher_for
 
 ENTRIES: Final = 256  # kept ids that one program places at a time
@@ -85,10 +83,3 @@ def kept_like(support: Support, V: int) -> Kept:
     """Room for the bits of a support; nothing is launched."""
     ids, N = support.ids, support.offsets.shape[0] - 1
     return Kept(ids.new_empty((N, -(-V // 32)), dtype=torch.int32), ids.new_empty(N, dtype=torch.bool))
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """One."""
-    pointers = {"ids": "*i64", "offsets": "*i64", "first": "*i64", "bits": "*i32", "bad": "*i8", "whole": "*i64"}
-    sizes = {"nnz": "i32", "V": "i32", "words": "i32"}
-    yield Build(place, "int64", {**pointers, **sizes}, {"ENTRIES": ENTRIES}, WARPS)

@@ -8,14 +8,12 @@ Legend: N rows · P parts of a row · W the next power of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import triton
 import triton.language as tl
 
 from rlkernel_triton.arithmetic import log1p, scaled_less, softplus, tree_sum
-from rlkernel_triton.builds import Build
 from rlkernel_triton.logprob_kernels import LN2, LOG2E
 
 CELLS: Final = 512  # parts that a program holds: as many rows, of as many parts, as that allows
@@ -173,14 +171,3 @@ def law(
 def rows_of_a_program(width: int) -> int:
     """How many rows a program joins; speed only, bits do not depend on it."""
     return max(1, min(MOST_ROWS, CELLS // width))
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """As many parts as a row of logits has, and as a head's tiles make."""
-    outputs = dict.fromkeys(("parts", "logprob", "lse", "entropy", "mass", "saved"), "*fp32")
-    sizes = {"N": "i32", "P": "i32", "whole": "i64"}
-    rest = {"ids": "*i64", "mask": "*i1", "bad_kept": "*i1", "T": "*fp32", "invalid": "*i1"}
-    for parts in (8, 1024):
-        flags = {"HAS_MASK": True, "HAS_T": True, "SUPPORT": True, "MOMENT": True}
-        width = {"ROWS": rows_of_a_program(parts), "WIDTH": parts, "LOG": parts.bit_length() - 1, "INTERPRETED": False}
-        yield Build(law, f"{parts} parts", {**outputs, **sizes, **rest}, {**flags, **width}, WARPS)

@@ -16,14 +16,12 @@ Legend: N rows · V vocabulary · P parts of a row · L lanes of a tile, K neigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import triton
 import triton.language as tl
 
 from rlkernel_triton.arithmetic import cap, scaled_less, stored_as, tanh, tree_sum
-from rlkernel_triton.builds import Build
 
 PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
 TILE: Final = 1024  # columns read at a time; 0.50 ms at 8192 x 128256 on an H200, where 2048 on 4 warps takes 0.52
@@ -291,44 +289,3 @@ def gradient(
             bend = tanh(x / softcap)
             dy = dy * (1.0 - bend * bend)
         tl.store(to_row + at, stored_as(dy, out.dtype.element_ty, INTERPRETED), mask=inside)
-
-
-def types(dtype: str, index: str = "i64") -> dict[str, str]:
-    """Triton's types of the parameters that both kernels share, for contiguous rows of one dtype."""
-    strides = {"inner": "i32", "outer_stride": "i64", "inner_stride": "i32", "kept_stride": "i32"}
-    sizes = {"N": "i32", "V": "i32", **strides}
-    return {
-        "logits": f"*{dtype}",
-        "ids": f"*{index}",
-        "mask": "*i1",
-        "T": "fp32",
-        "softcap": "fp32",
-        "kept": "*u8",
-        **sizes,
-    }
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """What is launched most: contiguous rows, one temperature; with everything that costs registers beside it."""
-    aligned = ("logits", "out", "V", "inner_stride", "outer_stride")
-    tile = {"stride": 1, "PART": PART, "TILE": TILE, "LOG_LANES": LOG_LANES, "INTERPRETED": False}
-    for dtype in ("bf16", "fp32"):
-        for label, more in {
-            "entropy": {"MOMENT": True},
-            "everything": {"MOMENT": True, "SUPPORT": True, "HAS_CAP": True, "HAS_MASK": True, "HAS_T": True},
-        }.items():
-            flags = {"HAS_MASK": False, "HAS_T": False, "HAS_CAP": False, "SUPPORT": False, **more}
-            T = {"T": "*fp32"} if flags["HAS_T"] else {}
-            yield Build(
-                sweep, f"{dtype}, {label}", {**types(dtype), **T, "parts": "*fp32"}, {**flags, **tile}, SWEEP_WARPS,
-                divisible=tuple(n for n in aligned if n in sweep.arg_names),
-            )  # fmt: skip
-            up = dict.fromkeys(("saved", "g", "g_lse", "g_entropy", "g_mass"), "*fp32")
-            every = label == "everything"
-            wanted = {"G": True, "G_LSE": every, "G_ENTROPY": True, "G_MASS": every}
-            block = {"stride": 1, "COLUMNS": COLUMNS, "REPEATS": REPEATS[-1][1], "INTERPRETED": False}
-            own = {k: v for k, v in flags.items() if k != "MOMENT"}
-            yield Build(
-                gradient, f"{dtype}, {label}", {**types(dtype), **T, **up, "invalid": "*i1", "out": f"*{dtype}"},
-                {**own, **wanted, **block}, GRADIENT_WARPS, divisible=aligned,
-            )  # fmt: skip

@@ -6,12 +6,9 @@ large offset costs no precision, and a result does not depend on which program c
 Legend: B sequences · C chunks · P partial moments, four numbers each: n, shift, moved mean, m2.
 """
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
-from rlkernel_triton.builds import Build
 from rlkernel_triton.scan_kernels import _sequence
 
 BLOCK = 4096
@@ -134,28 +131,3 @@ def whiten_kernel(
         result = ((value - shift) - moved) * factor + again
         tl.store(y + start + t, tl.where(member & (t < limit), result * weight, 0.0), mask=t < width)
         c += 1
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """Every build of a module that is shipped for an architecture."""
-    sizes = {"T": "i32", "C": "i32", "sequences": "i32"}
-    shared = {"mask": "*u8", "chosen": "*u8", "ends": "*i64", "bounds": "*i64"}
-    off = {"MASK": True, "CHOSEN": True, "ENDS": False, "PACKED": False, "SIZE": BLOCK}
-    yield Build(
-        moments_kernel,
-        "padded, mask",
-        {"x": "*fp32", "times": "*fp32", "out": "*fp32", **shared, **sizes},
-        {**off, "TIMES": False},
-        num_warps=8,
-        divisible=("x", "mask", "T"),
-    )
-    yield Build(merge_kernel, "any", {"partial": "*fp32", "out": "*fp32", "P": "i32"}, {"SIZE": MERGED})
-    yield Build(
-        whiten_kernel,
-        "padded, mask",
-        {"x": "*fp32", "y": "*fp32", "weights": "*fp32", "moments": "*fp32", "rstd": "*fp32", "back": "*fp32",
-         **shared, **sizes},
-        {**off, "WEIGHTS": True, "WHITEN": True, "BACK": False, "CARRY": False},
-        num_warps=8,
-        divisible=("x", "y", "mask", "T"),
-    )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from rlkernel_triton.launch import INTERPRETED
-from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
+from rlkernel_triton.launchers import Launch, Launcher, Plan, planned, planned_target
 from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kernel, gaps_kernel, scan_kernel
 
 # Rows of a tile. The bits of a scan depend on it, so it is one number; the interpreter runs a scan step by step.
@@ -215,6 +215,9 @@ class Recursion:
 
 def warps(device: torch.device) -> int:
     """Warps of a program: a thread for every row of a tile, whatever the width of a warp."""
+    target = planned_target()
+    if target is not None:
+        return max(1, TILE // target.warp)
     if device.type != "cuda":
         return 4
     return max(1, TILE // torch.cuda.get_device_properties(device).warp_size)

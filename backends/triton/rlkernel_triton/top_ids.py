@@ -8,7 +8,6 @@ Legend: N rows · V vocabulary · n ids wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -17,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernel_triton.arithmetic import cap, scaled_less
-from rlkernel_triton.builds import Build
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.logprob_kernels import LN2, row_offset, scale_of
@@ -107,21 +105,3 @@ def log_probabilities(
         )  # fmt: skip
         launch((N,), rows.data, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out)
     return out
-
-
-def builds(arch: str) -> Iterator[Build]:
-    """Contiguous bf16 rows, twenty ids."""
-    places = {"inner": "i32", "outer_stride": "i64", "inner_stride": "i32"}
-    keys = {"logits": "*bf16", "keys": "*i64", "first": "i32", "V": "i32", **places}
-    yield Build(
-        order_keys,
-        "bf16",
-        keys,
-        {"COLUMNS": COLUMNS, "stride": 1},
-        WARPS,
-        divisible=("logits", "V", "inner_stride", "outer_stride"),
-    )
-    floats = dict.fromkeys(("logprob", "saved", "out", "T"), "*fp32")
-    rest = {"logits": "*bf16", "ids": "*i64", "mask": "*i1", "softcap": "fp32", "N": "i32", "n": "i32", **places}
-    flags = {"HAS_MASK": True, "HAS_T": True, "HAS_CAP": True, "WIDTH": 32, "stride": 1, "INTERPRETED": False}
-    yield Build(values, "bf16", {**floats, **rest}, flags, WARPS, divisible=("logits",))

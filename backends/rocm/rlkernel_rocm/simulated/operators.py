@@ -14,7 +14,7 @@ from rlkernel_triton.claims import CLAIMS
 # What modules of kernels keep for a device: compiled code and what they know of it. One CPU stands for several GPUs.
 _KEPT: Final = (
     ("rlkernel_triton.head_calls", "_arch", "cache_clear"),
-    ("rlkernel_triton.quant.product", "machine", "cache_clear"),
+    ("rlkernel_triton.quant.product", "_machine_of", "cache_clear"),
     ("rlkernel_triton.sampling.plan", "_PLANS", "clear"),
 )
 _kept_for: Final[list[str]] = []  # the architecture that it was kept for

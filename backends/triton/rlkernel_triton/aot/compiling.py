@@ -26,9 +26,11 @@ from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.sources import digest
 from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.builds import MODULES
+from rlkernel_triton.launchers import Build as Recorded
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OWN_FEATURES: Final = 90  # from here on Triton compiles for sm_90a, sm_110a and so on
+_PLANNED: Final = ("sm_87", "sm_90")  # whose launches say what is promised
 _AGAIN: Final = "python backends/triton/tools/record_configurations.py"
 
 
@@ -107,10 +109,30 @@ class Promise(NamedTuple):
 @cache
 def promises() -> dict[str, tuple[Promise, ...]]:
     """By kernel. Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins."""
+    return {**_of_workloads(), **_of_modules()}
+
+
+def _of_workloads() -> dict[str, tuple[Promise, ...]]:
+    """Of a kernel that operators bind: what all launches of the table of workloads keep."""
+    from rlkernel_triton.recorded import recorded
+    from rlkernel_triton.workloads import WORKLOADS
+
+    found: dict[str, Promise] = {}
+    for build in [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]:
+        constants = _constexprs(_kernel(build))
+        ones = frozenset(n for n, v in build.constants if n not in constants and v == 1)
+        pointers = frozenset(n for n, kind in build.types if n in build.divisible and kind.startswith("*"))
+        numbers = frozenset(build.divisible) - pointers
+        other = found.get(build.kernel, Promise(pointers, numbers, ones))
+        found[build.kernel] = Promise(other.pointers | pointers, other.numbers & numbers, other.ones & ones)
+    return {kernel: (promise,) for kernel, promise in found.items()}
+
+
+def _of_modules() -> dict[str, tuple[Promise, ...]]:
     found: dict[str, dict[tuple[frozenset[str], frozenset[str]], frozenset[str]]] = {}
     for name in MODULES:
-        for arch in ("sm87", "sm90"):
-            for b in import_module(name).builds(arch):
+        for target in _PLANNED:
+            for b in import_module(name).builds(target.replace("_", "")):
                 constants = _constexprs(b.kernel)
                 ones = frozenset(n for n, v in b.constants.items() if n not in constants and v == 1)
                 pointers = frozenset(n for n in b.divisible if b.types[n].startswith("*"))
@@ -124,7 +146,7 @@ def _constexprs(kernel: Any) -> frozenset[str]:
     return frozenset(p.name for p in kernel.params if p.is_constexpr)
 
 
-def _kernel(build: Build) -> Any:
+def _kernel(build: Build | Recorded) -> Any:
     module, _, name = build.kernel.partition(":")
     found = getattr(import_module(module), name, None)
     if found is None:

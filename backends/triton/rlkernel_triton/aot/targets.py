@@ -23,6 +23,11 @@ class Target(NamedTuple):
     planned: int  # multiprocessors that launches are planned for, whatever a part has: bits are the same on all of them
     ptx: int = 0  # ISA version of the PTX, 85 for 8.5; 0: no PTX that a later chip could run
 
+    @property
+    def nvidia(self) -> bool:
+        """Whether it is a GPU of NVIDIA's."""
+        return self.kind == "cuda"
+
 
 _KIB: Final = 1024
 # PTX 8.5 is what the driver of CUDA 12.5 and later takes, and with it that of JetPack 6.1 (CUDA 12.6). From sm_90 on

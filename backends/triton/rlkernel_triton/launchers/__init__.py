@@ -11,6 +11,7 @@ first run. Numbers that may change from call to call are passed at run time, and
     jit              compiled by Triton's JIT, launched without it
     triton_abi       how a compiled kernel is launched, for each version of Triton
     plain            launched by Triton: its interpreter, its JIT
+    planning         for which GPU host code plans where none is asked
     recorder         written down, not launched
     offline          what was written down, compiled for any architecture
 
@@ -31,6 +32,7 @@ import triton
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
 from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
+from rlkernel_triton.launchers.planning import planned_target, planning_for
 from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
 
 __all__ = [
@@ -47,6 +49,9 @@ __all__ = [
     "launcher_for",
     "plain_launcher_for",
     "planned",
+    "planned_target",
+    "planning_for",
+    "scoped",
     "using",
 ]  # fmt: skip
 T = TypeVar("T")
@@ -65,6 +70,11 @@ def using(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _USED.reset(token)
+
+
+def scoped() -> bool:
+    """Whether a scope says what launches or what is planned for: what is bound in it must not outlive it."""
+    return _USED.get() is not None or planned_target() is not None
 
 
 def launcher_for(device: torch.device) -> Launcher:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, planned
+from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, planned, planned_target
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
@@ -178,9 +178,17 @@ class Machine(NamedTuple):
         return self.kind == "sm90" and not INTERPRETED
 
 
-@lru_cache
 def machine(device: torch.device) -> Machine:
-    """The machine behind a device; the interpreter stands for a large GPU."""
+    """The machine behind a device, or that which is planned for; the interpreter stands for a large GPU."""
+    target = planned_target()
+    if target is None:
+        return _machine_of(device)
+    kind = choice.kind_of(f"sm{target.arch}") if target.nvidia else "other"
+    return Machine(kind, target.planned, ptx=target.nvidia, sync=target.nvidia and kind != "sm90")
+
+
+@lru_cache
+def _machine_of(device: torch.device) -> Machine:
     if INTERPRETED:
         return Machine("sm90", 132, ptx=False, sync=False)
     if device.type != "cuda":  # a simulated GPU

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
-from rlkernel_triton.launchers import Launch, launcher_for
+from rlkernel_triton.launchers import Launch, launcher_for, planned_target, scoped
 from rlkernel_triton.launchers.specialization import parameters as parameters_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
@@ -114,11 +114,17 @@ def padded(V: int, shape: Shape) -> dict[str, int]:
 
 def lanes(device: torch.device) -> int:
     """Of a warp; over a bundle, of its target's."""
+    target = planned_target()
+    if target is not None:
+        return target.warp
     return torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
 
 
 def on_nvidia(x: Tensor) -> bool:
     """Whether kernels on x are compiled here, and for a GPU of NVIDIA's. Those of a bundle were compiled elsewhere."""
+    target = planned_target()
+    if target is not None:
+        return target.nvidia
     return x.is_cuda and torch.version.hip is None and hasattr(triton, "compile")
 
 
@@ -127,6 +133,9 @@ def overlaps(x: Tensor) -> bool:
 
     Programmatic dependent launch of NVIDIA's, from compute capability 9.0 on.
     """
+    target = planned_target()
+    if target is not None:
+        return target.nvidia and int(target.arch) >= 90
     return on_nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
@@ -307,12 +316,14 @@ def draw(
         with_laws,
         shape,
     )
-    plan = _PLANS.get(key)
+    lasting = not scoped()
+    plan = _PLANS.get(key) if lasting else None
     if plan is None:
         if len(_PLANS) >= MANY:
             _PLANS.clear()
         plan = Plan(
             x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=entropy, laws=with_laws, shape=shape
         )
-        _PLANS[key] = plan
+        if lasting:
+            _PLANS[key] = plan
     return plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)

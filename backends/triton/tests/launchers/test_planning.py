@@ -1,0 +1,70 @@
+"""Host code plans for a GPU that is not here, and nothing that it planned so outlives the scope."""
+
+import pytest
+import torch
+
+from rlkernel_core.errors import UnknownNameError
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_triton.launchers import Recorder, planned_target, planning_for, scoped, using
+from rlkernel_triton.quant.product import machine
+from rlkernel_triton.recursion import warps
+from rlkernel_triton.sampling import plan
+from rlkernel_triton.sampling.call import sample
+
+META = torch.device("meta")
+
+
+def drawn(target, rows=4):
+    """The launches of a draw."""
+    recorder = Recorder()
+    with planning_for(target), using(recorder):
+        sample(SampleCall(torch.empty(rows, 1000, device="meta"), top_k=20, seed=7, step=3))
+    return [launch.build for launch in recorder.launches]
+
+
+@pytest.mark.parametrize(("target", "expected"), [("sm_90", 4), ("gfx942", 2), ("gfx1100", 4)])
+def test_warps_are_those_of_the_target(target, expected):
+    with planning_for(target):
+        assert warps(META) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("sm_90", ("sm90", 132, True, False)),
+        ("sm_87", ("jetson", 8, True, True)),
+        ("gfx942", ("other", 304, False, False)),
+    ],
+)
+def test_a_product_is_cut_for_the_target(target, expected):
+    with planning_for(target):
+        assert tuple(machine(META)) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "overlapping", "registers"), [("sm_90", True, 96), ("sm_80", False, 96), ("gfx942", False, None)]
+)
+def test_a_draw_is_launched_as_on_the_target(target, overlapping, registers):
+    _, finish = drawn(target)
+    options = dict(finish.options)
+    assert (options.get("launch_pdl", False), options.get("maxnreg")) == (overlapping, registers)
+    assert dict(finish.constants)["EDGE"] == overlapping
+
+
+def test_a_draw_that_was_recorded_is_planned_anew():
+    plan._PLANS.clear()
+    assert drawn("sm_90") != drawn("sm_80")
+    assert len(plan._PLANS) == 0
+
+
+def test_scopes_end():
+    with planning_for("sm_90"):
+        with planning_for("sm_80"):
+            assert planned_target().arch == 80
+        assert (planned_target().arch, scoped()) == (90, True)
+    assert (planned_target(), scoped()) == (None, False)
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(UnknownNameError, match="sm90"), planning_for("sm90"):
+        pass
