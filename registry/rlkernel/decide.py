@@ -297,7 +297,7 @@ def _loaded(spec: OpSpec[Any, Any], target: str) -> Callable[..., Any] | Reason:
         return run
     record = getattr(spec.record, "__name__", "its record")
     text = f"{target}{have if have is not None else ''} does not take one argument, the {record} of {spec.id}"
-    return Reason("load", "target-signature", text, "report it to the plugin's author")
+    return _misfit(text)
 
 
 def pair_of(spec: OpSpec[Any, Any], decision: Decision) -> type[Pair[Any, Any]] | Reason | None:
@@ -305,12 +305,17 @@ def pair_of(spec: OpSpec[Any, Any], decision: Decision) -> type[Pair[Any, Any]] 
     target = next((impl.gradient for impl in _chosen(decision) if impl.gradient is not None), None)
     if target is None:
         return None
-    from rlkernel_core.gradients import Pair
-
     found: Any = load_target(target)
     if isinstance(found, Reason):
         return found
+    from rlkernel_core.gradients import Pair  # after the target: without torch the line above says so
+
     if isinstance(found, type) and issubclass(found, Pair) and getattr(found, "op", None) == spec.name:
         return found
     text = f"{target} is no rlkernel_core.gradients.Pair of {spec.name}"
+    return _misfit(text)
+
+
+def _misfit(text: str) -> Reason:
+    """A target that loads and is not what its field of the record promises."""
     return Reason("load", "target-signature", text, "report it to the plugin's author")
