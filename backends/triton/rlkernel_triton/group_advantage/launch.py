@@ -163,7 +163,7 @@ def by_group(
         )
     if programs:
         launch = planned(
-            plan, "group", device, lambda launcher: launcher.bind(
+            plan, f"group {chosen['MODE']}", device, lambda launcher: launcher.bind(
                 group_kernel, **read, **chosen,
                 G=size, K=K, P=parts, limit=sizes.limit, ddof=numbers.ddof, eps=float(numbers.eps),
                 eps_mode=EPS_MODES.index(numbers.eps_mode), min_std=float(numbers.min_std),
