@@ -24,6 +24,7 @@ from rlkernel_triton.head_workspace import Plan
 from rlkernel_triton.kept_bits import Kept
 from rlkernel_triton.launch import INTERPRETED, on_device_of
 from rlkernel_triton.launchers import Launch, Launcher
+from rlkernel_triton.launchers.planning import planned_target
 from rlkernel_triton.logprob_kernels import PLANES
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -43,7 +44,9 @@ class Order(NamedTuple):
 
 
 def arch_of(x: Tensor) -> str:
-    """The architecture that kernels on x are compiled for: "sm90", "gfx942"; "interpreter"."""
+    """The architecture that kernels on x are compiled for, or planned for: "sm90", "gfx942"; "interpreter"."""
+    if (planned := planned_target()) is not None:
+        return f"sm{planned.arch}" if planned.kind == "cuda" else str(planned.arch)
     if INTERPRETED:
         return "interpreter"
     with on_device_of(x):
