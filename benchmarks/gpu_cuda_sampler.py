@@ -195,6 +195,7 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
     from rlkernel_core.reference.philox import gumbel, range_words
     from rlkernel_core.reference.requests import decode
     from rlkernel_core.reference.truncation import running_sum, truncate, weigh
+    from rlkernel_core.spec.sample import SampleCall
 
     want = reference(x, **args)
     equal = (out.token == want.token) & (out.kept_count == want.kept_count)
@@ -214,7 +215,7 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
         one = {k: v[row : row + 1] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in args.items()}
         law = {k: one.get(k) for k in ("temperature", "top_k", "top_p", "min_p", "seed", "step")}
         y = torch.where(x[row : row + 1].isnan(), -torch.inf, x[row : row + 1]).float()
-        requests = decode(1, x.device, torch.float32, penalties=None, slot=None, **law)
+        requests = decode(SampleCall(y, **law), 1, x.device, torch.float32, None)
         kept = truncate(y, requests, filter_order="topk_topp", tie="lowest_id")
         scores = kept.weights.y + gumbel(range_words(requests.seed, requests.step, 0, y.shape[1], 0), torch.float64)
         best = torch.where(kept.keep, scores, -torch.inf)[0].sort(descending=True).values

@@ -67,7 +67,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """Quantise a weight, a parameter included; see `rlkernel_core.spec.quantize.quantize` for the contract."""
+    """Quantise a weight, a parameter included; see `rlkernel_core.spec.quantize.QuantizeCall` for the contract."""
     spec = spec_of(format)
     weight = weight.detach()
     if out is not None:
@@ -117,7 +117,7 @@ def update_(w: QuantTensor, weight: Tensor) -> None:
 
 
 def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  # -> [Nout, K]
-    """The weight that `w` stands for; see `rlkernel_core.spec.quantize.dequantize` for the contract."""
+    """The weight that `w` stands for; see `rlkernel_core.spec.quantize.DequantizeCall` for the contract."""
     w = layouts.unpack(w)
     result = torch.empty(w.shape, dtype=dtype or w.dtype, device=w.device)
     for start, stop in row_blocks(w.shape):

@@ -18,24 +18,8 @@ from rlkernel_core.tree import first_tensor
 
 
 def capture(call: CaptureCall) -> GraphedCallable:
-    """See `rlkernel_core.spec.capture.capture`."""
-    options = Options(
-        buckets=call.buckets or (),
-        pad=call.pad or {},
-        static=call.static or (),
-        mutates=call.mutates or (),
-        outputs=call.outputs,
-        rng=call.rng,
-        generators=call.generators or (),
-        verify=call.verify,
-        guard=call.guard,
-        on_guard_fail=call.on_guard_fail,
-        on_capture_error=call.on_capture_error,
-        warmup=call.warmup,
-        max_graphs=call.max_graphs,
-        collectives=call.collectives,
-        autograd=call.autograd,
-    )
+    """See `rlkernel_core.spec.capture.CaptureCall`."""
+    options = Options.of(call)
     tensor = first_tensor([call.example, *options.static])
     host = torch.default_generator.device
     device = host if tensor is None else tensor.device

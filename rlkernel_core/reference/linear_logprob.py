@@ -42,7 +42,7 @@ from rlkernel_core.spec.logprob import LogprobResult
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.linear_logprob.linear_logprob`.
+    """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
 
     `workspace` states the extra memory. Masked rows are skipped where the mask can be read without waiting for a
     device, that is on a CPU; elsewhere they are computed and left out.

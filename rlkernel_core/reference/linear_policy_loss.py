@@ -31,7 +31,7 @@ from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCal
 
 
 def linear_policy_loss(call: LinearPolicyLossCall) -> LossResult:
-    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.linear_policy_loss`.
+    """The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`.
 
     `fused_loss.workspace` and `linear_logprob.workspace` state the extra memory. dW is rounded once; dX once when it
     is made and once more where an upstream gradient that is no power of two scales it.

@@ -23,7 +23,7 @@ from rlkernel_core.spec.sampling import SampleResult
 
 
 def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.lm_head_sample.lm_head_sample is the contract."""
+    """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
     hidden, weight, bias = call.hidden, call.weight, call.bias
     V = call.vocab_size or weight.shape[0]
     dtype = accumulator(hidden, weight, bias)
@@ -33,19 +33,7 @@ def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
         tiles = [_tile(head, ids, call.softcap) for ids in head.tiles()]
         logits = torch.cat(tiles, 1)
         return sample(SampleCall.of(call, logits=logits, bias=call.logit_bias, vocab_size=None))
-    requests = decode(
-        hidden.shape[0],
-        hidden.device,
-        dtype,
-        temperature=call.temperature,
-        top_k=None,
-        top_p=None,
-        min_p=None,
-        seed=call.seed,
-        step=call.step,
-        penalties=call.penalties,
-        slot=call.slot,
-    )
+    requests = decode(call, hidden.shape[0], hidden.device, dtype, call.slot)
     running = RunningDraw.start(requests)
     for ids in head.tiles():
         logits = _tile(head, ids, call.softcap)

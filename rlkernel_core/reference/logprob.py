@@ -40,7 +40,7 @@ _BLOCK = 1 << 22
 
 
 def logprob(call: LogprobCall) -> LogprobResult:
-    """The operator's contract is `rlkernel_core.spec.logprob.logprob`.
+    """The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: some blocks of 16 MiB (of one row where a row is larger), a few numbers per
     row and per kept id.

@@ -25,7 +25,7 @@ def full_mask(mask: Tensor | None, shape: tuple[int, ...], sequences: Sequences,
 
 
 def policy_loss(call: PolicyLossCall) -> LossResult:
-    """See rlkernel_core.spec.policy_loss.policy_loss."""
+    """See rlkernel_core.spec.policy_loss.PolicyLossCall."""
     return PolicyLossPair(call)(call) if gradient_wanted("policy_loss", call) else _forward(call)[0]
 
 

@@ -44,7 +44,7 @@ _ACTIVATIONS: Final[Mapping[str | None, Callable[..., Tensor]]] = {
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
-    """See `rlkernel_core.spec.qmatmul.qmatmul`; "any" weight rounding is "none" here."""
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; "any" weight rounding is "none" here."""
     x, bias, lora, residual = call.x, call.bias, call.lora, call.residual
     check_layout("w", call.w, layouts.KNOWN)
     tensors, meta = call.w.flatten()

@@ -13,7 +13,7 @@ from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCal
 
 
 def quantize(call: QuantizeCall) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.quantize`."""
+    """See `rlkernel_core.spec.quantize.QuantizeCall`."""
     weight, out = call.weight, call.out
     spec = spec_of(call.format)
     if weight.requires_grad and torch.is_grad_enabled():
@@ -25,12 +25,12 @@ def quantize(call: QuantizeCall) -> QuantTensor:
 
 
 def dequantize(call: DequantizeCall) -> Tensor:  # -> [Nout, K]
-    """See `rlkernel_core.spec.quantize.dequantize`."""
+    """See `rlkernel_core.spec.quantize.DequantizeCall`."""
     check_layout("w", call.w, layouts.KNOWN)
     return codec.dequantize(call.w, dtype=call.dtype)
 
 
 def prepack(call: PrepackCall) -> QuantTensor:
-    """See `rlkernel_core.spec.quantize.prepack`; the preferred layout is `reference_tiled`."""
+    """See `rlkernel_core.spec.quantize.PrepackCall`; the preferred layout is `reference_tiled`."""
     check_layout("w", call.w, layouts.KNOWN)
     return layouts.pack(call.w, layouts.TILED if call.layout is None else call.layout)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
+from rlkernel_core.spec.sampling import LawFields, LogitBias, Penalties, TokenLists
 
 
 class Requests(NamedTuple):
@@ -42,24 +42,19 @@ class Edited(NamedTuple):
     bad: Tensor  # [N] bool: the edits made NaN
 
 
-def decode(
-    N: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    temperature: float | Tensor,
-    top_k: int | Tensor | None,
-    top_p: float | Tensor | None,
-    min_p: float | Tensor | None,
-    seed: int | Tensor,
-    step: int | Tensor,
-    penalties: Penalties | None,
-    slot: Tensor | None,
-) -> Requests:
-    """One entry per row of every parameter, gathered by slot where there are slots."""
+def decode(call: LawFields, N: int, device: torch.device, dtype: torch.dtype, slot: Tensor | None) -> Requests:
+    """One entry per row of every parameter of a call, gathered by slot where there are slots.
+
+    Args:
+        call: of any sampling operator.
+        N: rows.
+        device: of the logits.
+        dtype: of the edits.
+        slot: [N] integer, the entry of each row; None where parameters have one entry or one per row.
+    """
     rows = _Rows(N, device, None if slot is None else slot.long())
-    asked = penalties or Penalties()
-    T = rows.each(temperature, dtype)
+    asked = call.penalties or Penalties()
+    T = rows.each(call.temperature, dtype)
     repetition, frequency, presence = (
         rows.maybe(value, dtype) for value in (asked.repetition, asked.frequency, asked.presence)
     )
@@ -68,7 +63,7 @@ def decode(
         bad = bad | ~((repetition > 0) & repetition.isfinite())
     for value in (frequency, presence):
         bad = bad if value is None else bad | ~value.isfinite()
-    for tensor in (temperature, top_k, top_p, min_p, seed, step, *vars(asked).values()):
+    for tensor in (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step, *vars(asked).values()):
         bad = bad | rows.foreign(tensor)
     history = Penalties(
         prompt_bits=rows.table(asked.prompt_bits),
@@ -79,15 +74,15 @@ def decode(
     return Requests(
         torch.where(greedy | bad, 1.0, T),
         greedy,
-        rows.maybe(top_k, torch.int64),
-        rows.maybe(top_p, dtype),
-        rows.maybe(min_p, dtype),
-        rows.each(seed, torch.int64),
-        rows.each(step, torch.int64),
+        rows.maybe(call.top_k, torch.int64),
+        rows.maybe(call.top_p, dtype),
+        rows.maybe(call.min_p, dtype),
+        rows.each(call.seed, torch.int64),
+        rows.each(call.step, torch.int64),
         repetition,
         frequency,
         presence,
-        None if penalties is None else history,
+        None if call.penalties is None else history,
         bad,
         None if rows.slot is None else rows.slot < 0,
     )

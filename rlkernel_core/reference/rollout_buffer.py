@@ -45,7 +45,7 @@ from rlkernel_core.spec.rollouts import (
 
 
 def rollout_buffer(call: RolloutBufferCall) -> RolloutBuffer:
-    """See `rlkernel_core.spec.rollout_buffer.rollout_buffer`."""
+    """See `rlkernel_core.spec.rollout_buffer.RolloutBufferCall`."""
     shape: dict[str, Any] = {
         "max_tokens": call.max_tokens,
         "max_seqs": call.max_seqs,

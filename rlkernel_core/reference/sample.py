@@ -22,23 +22,11 @@ from rlkernel_core.spec.sampling import SampleResult
 
 
 def sample(call: SampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.sample.sample is the contract."""
+    """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
     given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
-    requests = decode(
-        given.shape[0],
-        given.device,
-        given.dtype,
-        temperature=call.temperature,
-        top_k=call.top_k,
-        top_p=call.top_p,
-        min_p=call.min_p,
-        seed=call.seed,
-        step=call.step,
-        penalties=call.penalties,
-        slot=call.slot,
-    )
+    requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
     drawn = of_law(law, edited, requests, draw(law, requests, call.stream))

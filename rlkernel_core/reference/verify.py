@@ -21,24 +21,12 @@ from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 
 
 def verify(call: VerifyCall) -> VerifyResult:
-    """Accept drafts and draw replacements: rlkernel_core.spec.verify.verify is the contract."""
+    """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
     V = call.vocab_size or call.target_logits.shape[1]
     given = call.target_logits[:, :V]
     given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
     rows = _layout(call.cu_draft, call.draft_ids)
-    requests = decode(
-        given.shape[0],
-        given.device,
-        given.dtype,
-        temperature=call.temperature,
-        top_k=call.top_k,
-        top_p=call.top_p,
-        min_p=call.min_p,
-        seed=call.seed,
-        step=call.step,
-        penalties=call.penalties,
-        slot=rows.request,
-    )
+    requests = decode(call, given.shape[0], given.device, given.dtype, rows.request)
     requests = requests._replace(step=requests.step + rows.place, padding=None)
     requests = _with_drafts(requests, rows, call.draft_ids)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)

@@ -81,19 +81,7 @@ def sample_shard(
     if len(at.sizes) == 1 or beyond or logits.dtype == torch.float64 or not _may_look():
         return whole()
     given = inside(logits, at, call.vocab_size)
-    requests = decode(
-        given.shape[0],
-        given.device,
-        given.dtype,
-        temperature=call.temperature,
-        top_k=call.top_k,
-        top_p=call.top_p,
-        min_p=call.min_p,
-        seed=call.seed,
-        step=call.step,
-        penalties=call.penalties,
-        slot=call.slot,
-    )
+    requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
     edited = edit(given, at.first, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     mine = statistics(given, edited, at.first, requests, call.stream, candidates if filtered else 0)
     every = gathered(mine, group)

@@ -73,10 +73,7 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
         law, of = _Law.of(call), head.of(call)
         if N == 0:
             return draw.result(law, None, None)
-        requests = decode(
-            N, call.hidden.device, torch.float32, temperature=call.temperature, seed=call.seed, step=call.step,
-            slot=call.slot, penalties=call.penalties, top_k=None, top_p=None, min_p=None,
-        )  # fmt: skip
+        requests = decode(call, N, call.hidden.device, torch.float32, call.slot)
         spoiled = requests.bad.to(torch.int32) * 2
         kept, _ = draw.begin(0)
         for i, (first, width) in enumerate(cut):

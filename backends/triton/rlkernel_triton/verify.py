@@ -17,11 +17,10 @@ from torch import Tensor
 
 from rlkernel_core.reference.requests import decode, edit
 from rlkernel_core.reference.verify import _Rows, _with_drafts
-from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton import verify_kernels as kernels
 from rlkernel_triton.launchers import Launcher, launcher_for
-from rlkernel_triton.sampling.plan import SHAPE, Law, Plan, as_int64, flat
+from rlkernel_triton.sampling.plan import SHAPE, Drawn, Law, Plan, as_int64, flat
 
 BLOCK: Final = 1024  # tokens of a tile
 WIDE: Final = 8192  # logits of a draft that one program adds up
@@ -52,8 +51,7 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
         request, place, draft, step = rows.unbind()
         x, spoiled, allowed = given, None, call.allowed
         if edits:
-            of = {name: getattr(call, name) for name in _PER_REQUEST}
-            decoded = decode(M, device, torch.float32, **of, step=call.step, penalties=call.penalties, slot=request)
+            decoded = decode(call, M, device, torch.float32, request)
             decoded = decoded._replace(step=step, padding=None)
             bonus = draft < 0
             source = torch.where(bonus, K, torch.arange(M, device=device) - request)
@@ -63,20 +61,21 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
             spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)
         elif allowed is not None:
             allowed = allowed.contiguous()
-        drawn, laws = law.draw(call, x, given, request, step, allowed, spoiled)
+        drawn = law.draw(call, x, given, request, step, allowed, spoiled)
         accepted = torch.empty(B, dtype=torch.int32, device=device)
         if B:
             if not chains:
                 chains.append(_Chain(launcher, call, x, allowed, M, V))
-            chains[0](call, rows, cu, x, given, allowed, drawn, laws, accepted)
+            chains[0](call, rows, cu, x, given, allowed, drawn, accepted)
+        result = drawn.result
         return VerifyResult(
             accepted=accepted,
-            token=drawn.token,
-            logprob=drawn.logprob,
-            log_kept_mass=drawn.log_kept_mass,
-            kept_count=drawn.kept_count,
-            status=drawn.status,
-            raw_logprob=drawn.raw_logprob,
+            token=result.token,
+            logprob=result.logprob,
+            log_kept_mass=result.log_kept_mass,
+            kept_count=result.kept_count,
+            status=result.status,
+            raw_logprob=result.raw_logprob,
         )
 
     return run
@@ -110,8 +109,8 @@ class _Laws:
     def draw(
         self, call: VerifyCall, x: Tensor, given: Tensor, request: Tensor, step: Tensor, allowed: Tensor | None,
         spoiled: Tensor | None,
-    ) -> tuple[SampleResult, Tensor | None]:  # fmt: skip
-        """The draw, and the laws where drafts are tested against theirs."""
+    ) -> Drawn:  # fmt: skip
+        """The draw, with its laws where drafts are tested against theirs."""
         raw = given if self._raw else None
         if self._plan is None:
             self._prepare(call, x, raw, request, step, allowed, spoiled)
@@ -187,12 +186,11 @@ class _Chain:
         x: Tensor,
         given: Tensor,
         allowed: Tensor | None,
-        drawn: SampleResult,
-        laws: Tensor | None,
+        drawn: Drawn,
         accepted: Tensor,
     ) -> None:
         """Accept, and draw in place of the first draft that fails; results are written into those of `drawn`."""
-        longs, ints, floats = drawn.token, drawn.kept_count, drawn.logprob  # the first of the blocks that they lie in
+        result, laws, longs, ints, floats = drawn
         if self._strict:
             self._stop(self._B, rows, cu, None, longs, ints, floats, accepted)
             return
@@ -208,7 +206,7 @@ class _Chain:
             self._weigh(self._KW, q, parts)
             self._join(self._K, parts, sums)
         seed, _ = _parameter(call.seed)
-        cut, cut_id = drawn.threshold, drawn.threshold_id
+        cut, cut_id = result.threshold, result.threshold_id
         self._test(self._M, rows, x, allowed, q, sums, seed, laws, cut, cut_id, accept)
         self._stop(self._B, rows, cu, accept, longs, ints, floats, accepted)
         self._search(

@@ -17,7 +17,7 @@ from rlkernel_core.spec.advantage_kinds import KINDS
 
 @torch.no_grad()
 def advantage(call: AdvantageCall) -> AdvantageResult:
-    """See `rlkernel_core.spec.advantage.advantage`."""
+    """See `rlkernel_core.spec.advantage.AdvantageCall`."""
     ready = Prepared.of(call)
     if call.kind == "otb":
         estimate = token_baseline(ready)

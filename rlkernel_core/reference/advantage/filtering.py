@@ -12,7 +12,7 @@ from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 
 @torch.no_grad()
 def group_filter(call: GroupFilterCall) -> GroupFilterResult:
-    """See `rlkernel_core.spec.group_filter.group_filter`."""
+    """See `rlkernel_core.spec.group_filter.GroupFilterCall`."""
     rewards = call.rewards
     rewards = rewards.detach()
     rewards = rewards if rewards.dtype == torch.float64 else rewards.float()

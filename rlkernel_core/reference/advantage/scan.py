@@ -12,7 +12,7 @@ from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResu
 
 
 def affine_suffix_scan(call: AffineSuffixScanCall) -> ScanResult:
-    """See `rlkernel_core.spec.affine_suffix_scan.affine_suffix_scan`."""
+    """See `rlkernel_core.spec.affine_suffix_scan.AffineSuffixScanCall`."""
     b, a, init = call.b, call.a, call.init
     sequences = sequences_of(call)
     given = [x for x in (b, a, init) if isinstance(x, Tensor)]

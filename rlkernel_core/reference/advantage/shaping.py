@@ -12,7 +12,7 @@ from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, Shap
 
 @torch.no_grad()
 def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
-    """See `rlkernel_core.spec.shape_rewards.shape_rewards`."""
+    """See `rlkernel_core.spec.shape_rewards.ShapeRewardsCall`."""
     rewards, logprob, ref_logprob = call.rewards, call.logprob, call.ref_logprob
     sequences, tokens = sizes(call)
     given = [x for x in (rewards, logprob, ref_logprob) if x is not None]

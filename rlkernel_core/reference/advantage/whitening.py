@@ -10,7 +10,7 @@ from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 
 @torch.no_grad()
 def whiten(call: WhitenCall) -> WhitenResult:
-    """See `rlkernel_core.spec.whiten.whiten`."""
+    """See `rlkernel_core.spec.whiten.WhitenCall`."""
     x = call.x
     x = x.detach()
     x = x if x.dtype == torch.float64 else x.float()

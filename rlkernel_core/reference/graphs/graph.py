@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from rlkernel_core.reference.graphs.key import Reading
 from rlkernel_core.reference.graphs.recorder import Program, Recording
 from rlkernel_core.reference.graphs.tally import Tally
 from rlkernel_core.reference.graphs.verify import clone_tensors
+from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import LEAF, flatten
 
@@ -41,6 +42,12 @@ class Options:
     max_graphs: int
     collectives: bool
     autograd: bool
+
+    @classmethod
+    def of(cls, call: CaptureCall) -> Options:
+        """Those of a call."""
+        given = {f.name: getattr(call, f.name) for f in fields(cls)}
+        return cls(**{n: ({} if n == "pad" else ()) if x is None else x for n, x in given.items()})
 
 
 @dataclass

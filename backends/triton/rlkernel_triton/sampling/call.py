@@ -40,7 +40,7 @@ def sample(call: SampleCall) -> SampleResult:
     x, spoiled = given, None
     if not call.penalties is call.bias is call.banned is None:
         wide = given.to(torch.float32)
-        requests = decode(N, x.device, torch.float32, **law, penalties=call.penalties, slot=slot)
+        requests = decode(call, N, x.device, torch.float32, slot)
         edited = edit(wide, 0, requests, bias=call.bias, allowed=allowed, banned=call.banned)
         x, allowed = edited.x, None
         spoiled = (edited.nan * 1 + (requests.bad | edited.bad) * 2).to(torch.int32)

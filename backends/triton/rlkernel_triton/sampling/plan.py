@@ -7,7 +7,7 @@ Legend: N rows · V vocabulary · S tiles a row. Imports torch and Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -153,6 +153,16 @@ def each_of(x: Any) -> int:
     return -2 if x is None else -1
 
 
+class Drawn(NamedTuple):
+    """A draw, and the memory that its results are rows of, for kernels that write to several of them."""
+
+    result: SampleResult
+    laws: Tensor | None  # [N, 5]: best logit, T, log of the kept weights; best raw logit, log of its weights
+    longs: Tensor  # [2, N] int64: token, threshold_id
+    ints: Tensor  # [3, N] int32: kept_count, status, scratch
+    floats: Tensor  # [3 to 5, N] fp32: logprob, log_kept_mass, threshold, raw_logprob where asked for, entropy
+
+
 class Plan:
     """What is launched for one kind of call."""
 
@@ -241,12 +251,8 @@ class Plan:
         allowed: Tensor | None,  # [N, words] int32
         spoiled: Tensor | None,  # [N] int32
         invalid_token: int,
-    ) -> tuple[SampleResult, Tensor | None]:
-        """The draw, and [N, 5] of its laws.
-
-        Results lie in blocks: token and threshold_id; kept_count and status; logprob, log_kept_mass, threshold, then
-        raw_logprob. verify writes to those blocks.
-        """
+    ) -> Drawn:
+        """Launch the draw."""
         N, device = self.N, x.device
         longs = torch.empty((2, N), dtype=torch.int64, device=device)
         ints = torch.empty((3, N), dtype=torch.int32, device=device)
@@ -255,7 +261,7 @@ class Plan:
         token, threshold_id = longs.unbind()
         kept, status, _ = ints.unbind()
         of_floats = floats.unbind()
-        out = SampleResult(
+        result = SampleResult(
             token,
             of_floats[0],
             of_floats[1],
@@ -266,8 +272,9 @@ class Plan:
             of_floats[3] if self.raw else None,
             of_floats[4] if self.entropy else None,
         )
+        drawn = Drawn(result, laws, longs, ints, floats)
         if N == 0:
-            return out, laws
+            return drawn
         work = torch.empty((self.works, N * self.words), dtype=torch.float32, device=device)
         *asked, slot = parameters
         asked = (slot, *asked, stream)
@@ -278,7 +285,7 @@ class Plan:
         self.finish((N, 1, 1), *given)
         if self.search:
             self.searched(self.searchers, *given)
-        return out, laws
+        return drawn
 
 
 _PLANS: Final[dict[Any, Plan]] = {}
@@ -296,7 +303,7 @@ def draw(
     with_laws: bool = False,
     shape: Shape = SHAPE,
 ) -> tuple[SampleResult, Tensor | None]:
-    """The draw, and [N, 5] of its laws: best logit, T, log of the kept weights; best raw logit, log of its weights."""
+    """The draw, and its laws as in `Drawn`."""
     parameters = law.arguments()
     if allowed is not None:
         allowed = allowed.contiguous()
@@ -326,4 +333,5 @@ def draw(
         )
         if lasting:
             _PLANS[key] = plan
-    return plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)
+    drawn = plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)
+    return drawn.result, drawn.laws

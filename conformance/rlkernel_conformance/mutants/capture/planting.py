@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 
@@ -56,9 +55,12 @@ def with_stats(captured: Any, **changes: Callable[[Any], Any]) -> Any:
 
 def filled_by(graph: Any, fill: Callable[[Any, Any], object]) -> None:
     """Fill the inputs of a graph another way; `fill` takes the true way and the call."""
-    true = graph.inputs.fill
+    true = graph.inputs.filling
+
+    def truly(reading: Any) -> None:
+        true(reading)(reading.leaves)
 
     def filling(reading: Any) -> Callable[[Any], object]:
-        return lambda leaves: fill(true, replace(reading, leaves=leaves))
+        return lambda leaves: fill(truly, replace(reading, leaves=leaves))
 
-    graph.inputs.fill, graph.inputs.filling = partial(fill, true), filling
+    graph.inputs.filling = filling  # the inputs' `fill` goes through it
