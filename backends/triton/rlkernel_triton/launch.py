@@ -32,11 +32,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """
     if x.is_cuda:
         return torch.cuda.device_of(x)
-    if not INTERPRETED and _driven() != x.device.type:
-        raise RLKernelError(
-            f"Triton cannot launch kernels on {x.device}. Set TRITON_INTERPRET=1 before Triton is imported to run "
-            "them in its interpreter, or move the tensors to a GPU."
-        )
+    require_triton_on(x.device.type)
     return nullcontext()
 
 
@@ -60,10 +56,20 @@ def lasting(make: Callable[[], T], device: torch.device) -> T:
     return made
 
 
-def _driven() -> str | None:
-    """Type of the device that Triton's driver serves, such as "cpu" for a simulated GPU; None without a driver."""
+def require_triton_on(kind: str) -> None:
+    """See to it that Triton runs kernels on devices of a type that is no GPU's: "cpu" under a simulator, say.
+
+    Raises:
+        RLKernelError: Triton's interpreter is off, and no driver of Triton's serves the type.
+    """
+    if INTERPRETED:
+        return
     try:
-        device: torch.device = triton.runtime.driver.active.get_active_torch_device()
+        served = triton.runtime.driver.active.get_active_torch_device().type
     except RuntimeError:  # what Triton raises where it finds no GPU
-        return None
-    return device.type
+        served = None
+    if served != kind:
+        raise RLKernelError(
+            f"Triton cannot launch kernels on {kind}. Set TRITON_INTERPRET=1 before Triton is imported to run them in "
+            "its interpreter, or move the tensors to a GPU."
+        )

@@ -29,9 +29,9 @@ from typing import Final, TypeVar
 import torch
 import triton
 
-from rlkernel_core.errors import RLKernelError
+from rlkernel_triton.launch import INTERPRETED, require_triton_on
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
-from rlkernel_triton.launchers.plain import InterpreterLauncher, PlainLauncher
+from rlkernel_triton.launchers.plain import PlainLauncher
 from rlkernel_triton.launchers.planning import planned_target, planning_for
 from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
 
@@ -39,7 +39,6 @@ __all__ = [
     "Binding",
     "Build",
     "Grid",
-    "InterpreterLauncher",
     "Launch",
     "Launcher",
     "PlainLauncher",
@@ -55,8 +54,6 @@ __all__ = [
     "using",
 ]  # fmt: skip
 T = TypeVar("T")
-# Decided when Triton's decorators run, that is once, when a kernel's module is imported.
-INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 # What stands for Triton where kernels come from a bundle has no hooks of launches, and launches by itself.
 COMPILES: Final[bool] = hasattr(triton.knobs.runtime, "launch_enter_hook")
 _USED: Final[ContextVar[Launcher | None]] = ContextVar("launcher", default=None)
@@ -117,15 +114,5 @@ def _of_gpu(index: int) -> Launcher:
 
 @cache
 def _elsewhere(kind: str) -> Launcher:
-    if INTERPRETED:
-        return InterpreterLauncher()
-    try:
-        served = triton.runtime.driver.active.get_active_torch_device().type
-    except RuntimeError:  # what Triton raises where it finds no GPU
-        served = None
-    if served != kind:
-        raise RLKernelError(
-            f"Triton cannot launch kernels on {kind}. Set TRITON_INTERPRET=1 before Triton is imported to run them in "
-            "its interpreter, or move the tensors to a GPU."
-        )
+    require_triton_on(kind)
     return PlainLauncher()

@@ -5,17 +5,19 @@ Imports no operator.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
 from rlkernel_triton.launchers.specialization import Parameter, parameters
 
 T = TypeVar("T")
 Grid = tuple[int, ...]  # one to three numbers of programs
-_NO_OPTIONS: Final[Mapping[str, Any]] = {}
+_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Launch(Protocol):
@@ -25,7 +27,7 @@ class Launch(Protocol):
         """Run it: the arguments that are not bound, in the kernel's order."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """What host code binds kernels with."""
 
     def bind(
@@ -53,6 +55,11 @@ class Launcher(Protocol):
         Raises:
             TypeError: a name is no parameter, or a constexpr has no value.
         """
+        return self.launch_of(Binding(kernel, num_warps, num_stages, options, fixed, any_alignment))
+
+    @abstractmethod
+    def launch_of(self, binding: Binding) -> Launch:
+        """The launch of a bound kernel."""
 
 
 @dataclass(frozen=True)

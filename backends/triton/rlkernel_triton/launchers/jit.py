@@ -13,9 +13,8 @@ Imports no operator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,11 +22,10 @@ import triton
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.launchers import triton_abi
-from rlkernel_triton.launchers.binding import Binding, Grid
+from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
 from rlkernel_triton.launchers.specialization import Specialization, of, of_number
 
 CHECKED: Final = "RLKERNEL_TRITON_CHECK_LAUNCHES"  # set: every launch is held against what its kernel was compiled for
-_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 _HOOKS: Final = triton.knobs.runtime
 
 
@@ -148,7 +146,7 @@ class _Entry(NamedTuple):
     assumed: tuple[Specialization, ...]  # of every run-time argument
 
 
-class JitLauncher:
+class JitLauncher(Launcher):
     """Binds kernels for one GPU.
 
     Args:
@@ -161,16 +159,6 @@ class JitLauncher:
         self.device = device
         self.checked = bool(os.environ.get(CHECKED)) if checked is None else checked
 
-    def bind(
-        self,
-        kernel: Any,
-        *,
-        num_warps: int = 4,
-        num_stages: int | None = None,
-        options: Mapping[str, Any] = _NO_OPTIONS,
-        any_alignment: Collection[str] = (),
-        **fixed: Any,
-    ) -> JitLaunch:
+    def launch_of(self, binding: Binding) -> JitLaunch:
         """See `Launcher`."""
-        binding = Binding(kernel, num_warps, num_stages, options, fixed, any_alignment)
         return JitLaunch(binding, self.device, checked=self.checked)

@@ -6,15 +6,11 @@ Imports torch, and no operator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from rlkernel_triton.launchers.binding import Binding, Grid
-
-_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
+from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
 
 
 class PlainLaunch:
@@ -32,7 +28,7 @@ class PlainLaunch:
             self.binding.kernel[grid](**self.binding.by_name(args), **self._keywords)
 
 
-class PlainLauncher:
+class PlainLauncher(Launcher):
     """Binds kernels that Triton launches.
 
     Args:
@@ -42,19 +38,6 @@ class PlainLauncher:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
 
-    def bind(
-        self,
-        kernel: Any,
-        *,
-        num_warps: int = 4,
-        num_stages: int | None = None,
-        options: Mapping[str, Any] = _NO_OPTIONS,
-        any_alignment: Collection[str] = (),
-        **fixed: Any,
-    ) -> PlainLaunch:
+    def launch_of(self, binding: Binding) -> PlainLaunch:
         """See `Launcher`."""
-        return PlainLaunch(Binding(kernel, num_warps, num_stages, options, fixed, any_alignment), self.device)
-
-
-class InterpreterLauncher(PlainLauncher):
-    """Kernels run on the CPU by Triton's interpreter (TRITON_INTERPRET=1)."""
+        return PlainLaunch(binding, self.device)

@@ -8,18 +8,16 @@ Imports no operator and not Triton.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from rlkernel_triton.launchers.binding import Binding, Grid
+from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
 from rlkernel_triton.launchers.specialization import of, within_32_bits
 
 Constant = bool | int | float | str | None
-_NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class RecordedLaunch:
     grid: Grid
 
 
-class Recorder:
+class Recorder(Launcher):
     """Binds kernels whose launches it appends to `launches`."""
 
     def __init__(self) -> None:
@@ -78,18 +76,9 @@ class Recorder:
         """What was recorded, each build once, in the order of the first launches."""
         return tuple(dict.fromkeys(launch.build for launch in self.launches))
 
-    def bind(
-        self,
-        kernel: Any,
-        *,
-        num_warps: int = 4,
-        num_stages: int | None = None,
-        options: Mapping[str, Any] = _NO_OPTIONS,
-        any_alignment: Collection[str] = (),
-        **fixed: Any,
-    ) -> _Recording:
+    def launch_of(self, binding: Binding) -> _Recording:
         """See `Launcher`."""
-        return _Recording(Binding(kernel, num_warps, num_stages, options, fixed, any_alignment), self.launches)
+        return _Recording(binding, self.launches)
 
 
 class _Recording:

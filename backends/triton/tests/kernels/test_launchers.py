@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlkernel_triton.launchers import InterpreterLauncher, launcher_for
+from rlkernel_triton.launchers import PlainLauncher, launcher_for
 from rlkernel_triton.launchers.jit import JitLauncher, gpu
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,7 +30,7 @@ def mixed(x, N, seed, BLOCK: tl.constexpr, step, out, bias, HAS_BIAS: tl.constex
 
 def test_the_launcher_of_a_device_runs_kernels(device):
     launcher = launcher_for(torch.device(device))
-    assert (InterpreterLauncher if device == "cpu" else JitLauncher) is type(launcher)
+    assert (PlainLauncher if device == "cpu" else JitLauncher) is type(launcher)
     x, out = torch.arange(100.0, device=device), torch.zeros(100, device=device)
     launch = launcher.bind(scaled, num_warps=1, N=100, BLOCK=64)
     for factor in (0.5, 2.0):
