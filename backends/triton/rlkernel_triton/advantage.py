@@ -19,7 +19,7 @@ from rlkernel_core.reference.advantage.moments import across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
-from rlkernel_triton.group_advantage.launch import MADE, Numbers, Whitening, by_group
+from rlkernel_triton.group_advantage.launch import MADE, by_group
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Rows, Scanned, run
 from rlkernel_triton.suffix_scan import refused_float64
@@ -63,57 +63,8 @@ def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
 
 @torch.no_grad()
 def _by_group(extent: Extent, plan: Plan, call: AdvantageCall) -> AdvantageResult:
-    """A kind over groups, its choices made numbers."""
-    kind = KINDS[call.kind]
-    scale = kind.scale if call.scale == "auto" else call.scale
-    whiten = kind.whiten if call.whiten == "auto" else call.whiten
-    described = not call.mask is call.lengths is call.cu_seqlens is None
-    rows = None
-    if extent.tokens is not None:
-        rows = Rows.of(extent.tokens, extent.sequences, call.mask, call.lengths, call.cu_seqlens)
-    result = by_group(
-        call.rewards,
-        kind=call.kind,
-        group=call.group,
-        scale=scale,
-        numbers=Numbers(
-            ddof=call.ddof,
-            eps=call.eps,
-            eps_mode=call.eps_mode,
-            min_std=call.min_std,
-            center=call.low_std == "center",
-            raw_alone=call.singleton == "raw",
-            raw_invalid=call.invalid == "raw",
-            peer=call.constant == "peer",
-            step_weight=call.step_weight,
-        ),
-        sequences=extent.sequences,
-        token_rewards=extent.token_rewards,
-        rows=rows,
-        lengths=call.lengths,
-        cu_seqlens=call.cu_seqlens,
-        leave_one_out=call.leave_one_out,
-        valid_range=call.valid_range,
-        in_stats=call.in_stats,
-        in_loss=call.in_loss,
-        weights=call.weights,
-        reward_weights=call.reward_weights,
-        step_rewards=call.step_rewards,
-        anchor=call.anchor,
-        process_group=call.process_group,
-        described=described,
-        whitening=None
-        if whiten == "none"
-        else Whitening(
-            apply=whiten == "global",
-            by_token=call.whiten_level != "sequence" and (described or extent.token_rewards),
-            ddof=call.whiten_ddof,
-            eps=call.whiten_eps,
-            eps_mode=call.whiten_eps_mode,
-        ),
-        token_output=extent.token_output,
-        plan=plan,
-    )
+    """A kind over groups."""
+    result = by_group(call, extent, plan)
     if call.singleton == "error":
         _refuse_singletons(call, result.stats)
     return result

@@ -22,7 +22,8 @@ import triton
 from torch import Tensor
 
 from rlkernel_core.reference.advantage.moments import Moments, across_ranks
-from rlkernel_core.spec.advantage import AdvantageResult, AdvantageStats
+from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
+from rlkernel_core.spec.advantage_checks import Extent
 from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS
 from rlkernel_triton.group_advantage.kernels import (
     batch_kernel,
@@ -34,7 +35,7 @@ from rlkernel_triton.group_advantage.kernels import (
     whiten_groups_kernel,
 )
 from rlkernel_triton.launch import INTERPRETED
-from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
+from rlkernel_triton.launchers import Launch, Launcher, Plan
 from rlkernel_triton.moments_kernels import MERGED, merge_kernel
 from rlkernel_triton.recursion import Rows
 
@@ -56,32 +57,6 @@ _UNBOUNDED: Final = 1 << 62
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Options of a call that are numbers for the kernels."""
-
-    ddof: int = 1
-    eps: float = 1e-6
-    eps_mode: str = "std_add"
-    min_std: float = 0.0
-    center: bool = False  # low_std="center"
-    raw_alone: bool = False  # singleton="raw"
-    raw_invalid: bool = False  # invalid="raw"
-    peer: bool = False  # constant="peer"
-    step_weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Whitening:
-    """What is done over the batch afterwards."""
-
-    apply: bool  # off: "defer"
-    by_token: bool
-    ddof: int
-    eps: float
-    eps_mode: str
-
-
-@dataclass(frozen=True)
 class _Lengths:
     """Tokens of each sequence, as kernels read them."""
 
@@ -90,40 +65,31 @@ class _Lengths:
     limit: int = 1
 
 
-def by_group(
-    rewards: Tensor,  # [B], [B, K] of gdpo, or token-level
-    *,
-    kind: str,
-    group: int | Tensor,
-    scale: str,
-    numbers: Numbers,
-    sequences: int,
-    token_rewards: bool = False,
-    rows: Rows | None = None,  # of the token-level tensors; None where none is given
-    lengths: Tensor | None = None,  # [B], where there are no rows
-    cu_seqlens: Tensor | None = None,  # [B + 1], where there are no rows
-    described: bool = False,  # a mask, lengths or cu_seqlens is given
-    leave_one_out: bool = False,
-    valid_range: tuple[float, float] | None = None,
-    in_stats: Tensor | None = None,
-    in_loss: Tensor | None = None,
-    weights: Tensor | None = None,
-    reward_weights: Tensor | None = None,
-    step_rewards: Tensor | None = None,
-    anchor: Tensor | None = None,
-    whitening: Whitening | None = None,
-    process_group: ProcessGroup | None = None,
-    token_output: bool = False,
-    plan: Plan | None = None,
-) -> AdvantageResult:
-    """Advantages of a kind of `MADE`; arguments are checked and none is float64.
+def by_group(call: AdvantageCall, extent: Extent, plan: Plan) -> AdvantageResult:
+    """Advantages of a kind of `MADE`.
+
+    Args:
+        call: checked, none of its tensors float64.
+        extent: its sizes.
+        plan: that of its shape.
 
     Returns:
-        fp32 advantages [B], or token-level where `token_output`, and all statistics that the definition gives.
+        fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives.
     """
-    counted = kind == "opo" or (whitening is not None and whitening.by_token)
-    totals, sizes = _by_sequence(rewards, sequences, rows, lengths, cu_seqlens, counted, token_rewards, described, plan)
-    x = rewards.contiguous() if totals is None else totals
+    kind, group, sequences = call.kind, call.group, extent.sequences
+    in_loss, weights, reward_weights = call.in_loss, call.weights, call.reward_weights
+    scale = KINDS[kind].scale if call.scale == "auto" else call.scale
+    whiten = KINDS[kind].whiten if call.whiten == "auto" else call.whiten
+    whitens = whiten != "none"
+    # Whether something says which tokens each sequence has.
+    described = not call.mask is call.lengths is call.cu_seqlens is None or extent.token_rewards
+    by_token = whitens and described and call.whiten_level != "sequence"
+    rows = None
+    if extent.tokens is not None:
+        rows = Rows.of(extent.tokens, sequences, call.mask, call.lengths, call.cu_seqlens)
+    counted = described and (kind == "opo" or by_token)
+    totals, sizes = _by_sequence(call, extent, rows, counted, plan)
+    x = call.rewards.contiguous() if totals is None else totals
     K = x.shape[1] if x.dim() == 2 else 1
     device, width = x.device, (K,) if kind == "gdpo" else ()
     adv = torch.empty(sequences, dtype=torch.float32, device=device)
@@ -137,55 +103,53 @@ def by_group(
     }  # fmt: skip
     ids = group.contiguous() if isinstance(group, Tensor) else None
     size = 1 if isinstance(group, Tensor) else group
-    B, steps, members = sequences, _or(step_rewards, x), _or(in_stats, x)
+    B, steps, members = sequences, _or(call.step_rewards, x), _or(call.in_stats, x)
     read: dict[str, Any] = {
         "B": B,
-        "low": 0.0 if valid_range is None else float(valid_range[0]),
-        "high": 0.0 if valid_range is None else float(valid_range[1]),
-        "RANGE": valid_range is not None,
-        "IN_STATS": in_stats is not None,
+        "low": 0.0 if call.valid_range is None else float(call.valid_range[0]),
+        "high": 0.0 if call.valid_range is None else float(call.valid_range[1]),
+        "RANGE": call.valid_range is not None,
+        "IN_STATS": call.in_stats is not None,
     }
     of_batch, parts = adv, 1
     if scale == "batch" or kind == "gpg":
-        of_batch = _batch_moments(x, steps, members, read, K, kind, process_group, plan)
+        of_batch = _batch_moments(call, x, steps, members, read, K, plan)
         parts = of_batch.shape[1]
     programs, chosen = _programs(kind, B, ids, size)
     partial = adv
-    if whitening is not None:
+    if whitens:
         partial = torch.empty((max(programs, 1), 4), dtype=torch.float32, device=device)
         if not programs:
             partial.zero_()
-    extremes = leave_one_out or kind == "passk"
+    extremes = call.leave_one_out or kind == "passk"
     entered = _Table(adv, adv, adv)
     if chosen["MODE"] == "table" and B:
-        entered = _entered(
-            x, steps, members, read, kind, ids, size, anchor, sizes, K, plan, extremes=extremes, peer=numbers.peer
-        )
+        entered = _entered(call, x, steps, members, read, ids, size, sizes, K, extremes, plan)
     if programs:
-        launch = planned(
-            plan, f"group {chosen['MODE']}", device, lambda launcher: launcher.bind(
+        launch = plan.get(
+            f"group {chosen['MODE']}", lambda launcher: launcher.bind(
                 group_kernel, **read, **chosen,
-                G=size, K=K, P=parts, limit=sizes.limit, ddof=numbers.ddof, eps=float(numbers.eps),
-                eps_mode=EPS_MODES.index(numbers.eps_mode), min_std=float(numbers.min_std),
-                center=int(numbers.center), raw_alone=int(numbers.raw_alone), raw_invalid=int(numbers.raw_invalid),
-                peer=int(numbers.peer), step_weight=float(numbers.step_weight),
-                KIND=kind, SCALE=scale, OTHERS=leave_one_out, IN_LOSS=in_loss is not None,
-                WEIGHTS=weights is not None, REWARD_WEIGHTS=reward_weights is not None, LENGTHS=sizes.form,
-                FIELDS=_fields(kind, extremes=extremes),
-                MOMENTS="none" if whitening is None else "first" if whitening.apply else "defer",
-                TOKENS_COUNT=whitening is not None and whitening.by_token,
+                G=size, K=K, P=parts, limit=sizes.limit, ddof=call.ddof, eps=float(call.eps),
+                eps_mode=EPS_MODES.index(call.eps_mode), min_std=float(call.min_std),
+                center=int(call.low_std == "center"), raw_alone=int(call.singleton == "raw"),
+                raw_invalid=int(call.invalid == "raw"), peer=int(call.constant == "peer"),
+                step_weight=float(call.step_weight), KIND=kind, SCALE=scale, OTHERS=call.leave_one_out,
+                IN_LOSS=in_loss is not None, WEIGHTS=weights is not None, REWARD_WEIGHTS=reward_weights is not None,
+                LENGTHS=sizes.form, FIELDS=_fields(kind, extremes=extremes),
+                MOMENTS={"none": "none", "global": "first", "defer": "defer"}[whiten],
+                TOKENS_COUNT=by_token,
                 SIZE=_WIDTH,
             ),
         )  # fmt: skip
         launch(
-            (programs, 1, 1), x, steps, _or(ids, x), _or(anchor, x), members, _or(in_loss, x), _or(weights, x),
+            (programs, 1, 1), x, steps, _or(ids, x), _or(call.anchor, x), members, _or(in_loss, x), _or(weights, x),
             _or(reward_weights, x), _or(sizes.tensor, x), of_batch, entered.table, entered.owner, entered.owner2, adv,
             invalid, count, moments[0], moments[1], constant, partial,
         )  # fmt: skip
     stats = {}
-    if whitening is not None:
-        stats = _whitened(adv, invalid, in_loss, weights, partial, whitening, process_group, plan)
-    if token_output and rows is not None:
+    if whitens:
+        stats = _whitened(call, adv, invalid, partial, whiten == "global", plan)
+    if extent.token_output and rows is not None:
         adv = _spread(adv, rows, plan)
     return AdvantageResult(adv, None, AdvantageStats(invalid=invalid, **(groups if K else {}), **stats))
 
@@ -221,11 +185,12 @@ def _fields(kind: str, *, extremes: bool) -> int:
 
 
 def _entered(
-    x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], kind: str, ids: Tensor | None, size: int,
-    anchor: Tensor | None, sizes: _Lengths, K: int, plan: Plan | None, *, extremes: bool, peer: bool,
+    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], ids: Tensor | None,
+    size: int, sizes: _Lengths, K: int, extremes: bool, plan: Plan,
 ) -> _Table:  # fmt: skip
     """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo."""
-    B, fields = read["B"], _fields(kind, extremes=extremes)
+    kind, B = call.kind, read["B"]
+    fields = _fields(kind, extremes=extremes)
     sets = 2 if kind == "gigpo" else K
     slots = triton.next_power_of_2(2 * B)
     passes = 2 if kind == "gigpo" else 1
@@ -246,26 +211,25 @@ def _entered(
 
         def add(launcher: Launcher, fixed: dict[str, Any] = fixed) -> tuple[Launch, Launch]:
             first, squares = (
-                launcher.bind(sum_kernel, peer=int(peer), EXTREMES=extremes, SQUARE=square, **fixed)
+                launcher.bind(sum_kernel, peer=int(call.constant == "peer"), EXTREMES=extremes, SQUARE=square, **fixed)
                 for square in (False, True)
             )
             return first, squares
 
-        planned(plan, f"enter {second}", x.device, enter)(
-            grid, x, steps, _or(ids, x), _or(anchor, x), members, lengths, claimed[second], table[second:],
+        plan.get(f"enter {second}", enter)(
+            grid, x, steps, _or(ids, x), _or(call.anchor, x), members, lengths, claimed[second], table[second:],
             owners[second],
         )  # fmt: skip
-        for launch in planned(plan, f"add {second}", x.device, add):
+        for launch in plan.get(f"add {second}", add):
             launch(grid, x, steps, members, lengths, table[second:], owners[second])
     return _Table(table, owners[0], owners[-1])
 
 
 def _by_sequence(
-    rewards: Tensor, sequences: int, rows: Rows | None, lengths: Tensor | None, cu_seqlens: Tensor | None,
-    counted: bool, token_rewards: bool, described: bool, plan: Plan | None,
-) -> tuple[Tensor | None, _Lengths]:  # fmt: skip
-    """Sums of token-level rewards [B], and tokens of each sequence where they are asked for and known."""
-    known = described or token_rewards
+    call: AdvantageCall, extent: Extent, rows: Rows | None, counted: bool, plan: Plan
+) -> tuple[Tensor | None, _Lengths]:
+    """Sums of token-level rewards [B], and tokens of each sequence where they are asked for."""
+    rewards, token_rewards, sequences = call.rewards, extent.token_rewards, extent.sequences
     counts = None
     totals = None
     if rows is not None and (token_rewards or (counted and rows.mask is not None)):
@@ -273,8 +237,8 @@ def _by_sequence(
         counts = torch.empty(sequences, dtype=torch.int64, device=rewards.device)
         x = rewards.contiguous()
         if sequences:
-            launch = planned(
-                plan, "totals", x.device, lambda launcher: launcher.bind(
+            launch = plan.get(
+                "totals", lambda launcher: launcher.bind(
                     totals_kernel, T=rows.width, sequences=sequences, SUM_UP=token_rewards,
                     MASK=rows.mask is not None, ENDS=rows.ends is not None, PACKED=rows.bounds is not None, SIZE=BLOCK,
                 ),
@@ -282,79 +246,78 @@ def _by_sequence(
             mask, ends, bounds = (_or(t, x) for t in (rows.mask, rows.ends, rows.bounds))
             launch((sequences, 1, 1), x, mask, ends, bounds, totals, counts)
         totals = totals if token_rewards else None
-    if not counted or not known:
+    if not counted:
         return totals, _Lengths()
     if counts is not None:
         return totals, _Lengths("each", counts, (1 << 31) - 1)
-    ends = lengths if rows is None else rows.ends
+    ends = call.lengths if rows is None else rows.ends
     if ends is not None:
         return totals, _Lengths("each", ends.contiguous(), (1 << 31) - 1 if rows is None else rows.width)
-    bounds = cu_seqlens if rows is None else rows.bounds
+    bounds = call.cu_seqlens if rows is None else rows.bounds
     if bounds is None:
         raise RuntimeError("a layout without tokens")
     return totals, _Lengths("bounds", bounds.contiguous(), _UNBOUNDED if rows is None else rows.width)
 
 
 def _batch_moments(
-    x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], K: int, kind: str,
-    process_group: ProcessGroup | None, plan: Plan | None,
-) -> Tensor:  # fmt: skip
+    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], K: int, plan: Plan
+) -> Tensor:
     """Moments [K or 2, P, 4] of the rewards of the batch (gpg: of which are not 0), merged over ranks."""
-    B = read["B"]
+    kind, B = call.kind, read["B"]
     sets, programs = 2 if kind == "gigpo" else K, triton.cdiv(B, BLOCK)
     partial = torch.zeros((sets, max(programs, 1), 4), dtype=torch.float32, device=x.device)
     if B and sets:
-        launch = planned(
-            plan, "batch", x.device, lambda launcher: launcher.bind(
+        launch = plan.get(
+            "batch", lambda launcher: launcher.bind(
                 batch_kernel, **read, K=K, programs=programs, NONZERO=kind == "gpg", STEPS=kind == "gigpo", SIZE=BLOCK
             ),
         )  # fmt: skip
         launch((programs, sets, 1), x, steps, members, partial)
-    if process_group is None:
+    if call.process_group is None:
         return partial
-    each = [_of_all_ranks(part, process_group, plan) for part in partial.unbind()]
+    each = [_of_all_ranks(part, call.process_group, plan) for part in partial.unbind()]
     return torch.stack(each) if sets else partial
 
 
-def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan | None) -> Tensor:  # [P, 4] -> [1, 4]
+def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan) -> Tensor:  # [P, 4] -> [1, 4]
     """The moments of all ranks, the same bits on each."""
     mine, P = torch.empty(4, dtype=torch.float32, device=partial.device), partial.shape[0]
     size = 8 if INTERPRETED else MERGED
-    launch = planned(plan, f"merge {P}", mine.device, lambda launcher: launcher.bind(merge_kernel, P=P, SIZE=size))
+    launch = plan.get(f"merge {P}", lambda launcher: launcher.bind(merge_kernel, P=P, SIZE=size))
     launch((1, 1, 1), partial, mine)
     return torch.stack(across_ranks(Moments(*mine.unbind()), process_group))[None]
 
 
 def _whitened(
-    adv: Tensor, invalid: Tensor, in_loss: Tensor | None, weights: Tensor | None, partial: Tensor,
-    whitening: Whitening, process_group: ProcessGroup | None, plan: Plan | None,
-) -> dict[str, Tensor]:  # fmt: skip
+    call: AdvantageCall, adv: Tensor, invalid: Tensor, partial: Tensor, apply: bool, plan: Plan
+) -> dict[str, Tensor]:
     """Whiten `adv` where it is stored, if asked to; the statistics of the batch."""
-    if process_group is not None:
-        partial = _of_all_ranks(partial, process_group, plan)
+    in_loss, weights = call.in_loss, call.weights
+    if call.process_group is not None:
+        partial = _of_all_ranks(partial, call.process_group, plan)
     scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
     B = adv.shape[0]
-    launch = planned(
-        plan, "whiten", adv.device, lambda launcher: launcher.bind(
-            whiten_groups_kernel, B=B, P=partial.shape[0], ddof=whitening.ddof, eps=float(whitening.eps),
-            eps_mode=EPS_MODES.index(whitening.eps_mode), APPLY=whitening.apply, IN_LOSS=in_loss is not None,
+    launch = plan.get(
+        "whiten", lambda launcher: launcher.bind(
+            whiten_groups_kernel, B=B, P=partial.shape[0], ddof=call.whiten_ddof, eps=float(call.whiten_eps),
+            eps_mode=EPS_MODES.index(call.whiten_eps_mode), APPLY=apply, IN_LOSS=in_loss is not None,
             WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH,
         ),
     )  # fmt: skip
-    grid = (max(triton.cdiv(B, BLOCK), 1) if whitening.apply else 1, 1, 1)
+    grid = (max(triton.cdiv(B, BLOCK), 1) if apply else 1, 1, 1)
     launch(grid, adv, invalid, _or(in_loss, adv), _or(weights, adv), partial, scalars)
     n, mean, var, rstd = scalars.unbind()
     return {"count": n, "mean": mean, "var": var, "rstd": rstd}
 
 
-def _spread(adv: Tensor, rows: Rows, plan: Plan | None) -> Tensor:
+def _spread(adv: Tensor, rows: Rows, plan: Plan) -> Tensor:
     """[B] to the tokens that count."""
     out = torch.empty(rows.shape, dtype=torch.float32, device=adv.device)
     chunks = triton.cdiv(rows.width, BLOCK)
     programs = chunks if rows.bounds is not None else rows.sequences * chunks
     if programs:
-        launch = planned(
-            plan, "spread", adv.device, lambda launcher: launcher.bind(
+        launch = plan.get(
+            "spread", lambda launcher: launcher.bind(
                 spread_kernel, T=rows.width, sequences=rows.sequences, chunks=chunks,
                 steps=rows.sequences.bit_length(), MASK=rows.mask is not None, ENDS=rows.ends is not None,
                 PACKED=rows.bounds is not None, SIZE=BLOCK,
