@@ -1,4 +1,4 @@
-"""The bits of every operator's results on one device, in a file; two such files held against each other.
+"""The bits of every operator's results on one device, in a file, and a comparison of two such files.
 
     python benchmarks/result_bits.py --device cpu --order reference --out before.json
     python benchmarks/result_bits.py --device cuda --order triton --plugin rlkernel_triton:backend --jobs 14 \
@@ -9,7 +9,7 @@
 
 A change of the code that is not about arithmetic must leave every bit as it was. The table of calls (`result_calls.py`)
 is fixed, inputs are drawn on the CPU from seeds and moved, and nothing but the public API is used: the same script runs
-before and after a change of what lies behind it. The file holds, by operator and call, the SHA-256 of every
+before and after a change of the code behind it. The file holds, by operator and call, the SHA-256 of every
 output's and every gradient's dtype, shape and bytes, and the backend that ran; a call that is refused or fails, its
 class of error. Each call is made twice in its process (`--times`): what differs between the two is listed as unstable,
 and is not compared. With `--jobs` parts of the table run in processes of their own, which a broken device ends alone.
@@ -378,7 +378,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--times", type=int, default=2, help="how often each call is made; 1 finds nothing unstable")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once; 1 stays in this one")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds; what comes later is left out")
-    parser.add_argument("--part", help="first:last of the calls, as the processes of --jobs are told")
+    parser.add_argument("--part", help="first:last of the calls, as --jobs gives its processes")
     parser.add_argument("--out", type=Path, default=Path("bits.json"))
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
     return parser.parse_args()

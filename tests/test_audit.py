@@ -1,4 +1,4 @@
-"""Audit: sampled calls are compared with the reference, and what differs beyond tolerance is told."""
+"""Audit: sampled calls are compared with the reference, and each difference beyond tolerance is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of our own kernel backends before they are installed, held against what their manifests claim."""
+"""What is known of our own kernel backends before they are installed equals what their manifests claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of forward and backward: each runs once a step, eager and compiled, and what they save is told in advance."""
+"""Pairs of forward and backward: each runs once a step, eager and compiled, and what they save is known in advance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loss(x: Tensor) -> Tensor:
     return rlk.logprob(x * 2, IDS[: x.shape[0]]).logprob.mean()
 
 
-def slope(run: Any, rows: int = 6) -> Tensor:
+def gradient_of(run: Any, rows: int = 6) -> Tensor:
     x = LOGITS[:rows].clone().requires_grad_()
     return torch.autograd.grad(run(x), x)[0]
 
@@ -70,9 +70,9 @@ def test_a_step_runs_forward_once_and_backward_once(example: Example, lane, monk
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_backend_brings_its_own_pair(lane) -> None:
-    expected = slope(loss)
+    expected = gradient_of(loss)
     with rlk.registered(acme("counting", gradient="CountingPair")), rlk.use("acme"):
-        actual = slope(LANES[lane](loss))
+        actual = gradient_of(LANES[lane](loss))
         assert torch.equal(expected, actual)
         assert COUNTED == {"forward": 1, "backward": 1}
         LANES[lane](loss)(LOGITS)
@@ -83,26 +83,26 @@ def test_a_bound_operator_keeps_its_pair_for_calls_that_want_gradients() -> None
     with rlk.registered(acme("counting", gradient="CountingPair")):
         with rlk.use("acme"):
             bound = rlk.logprob.bind(LOGITS, IDS)
-        slope(lambda x: bound(x, IDS).logprob.sum())
+        gradient_of(lambda x: bound(x, IDS).logprob.sum())
     assert COUNTED == {"forward": 1, "backward": 1}
 
 
 @pytest.mark.filterwarnings("ignore::rlkernel.FallbackWarning")
 def test_a_size_that_another_implementation_takes_has_the_same_gradients() -> None:
     run = LANES["compiled"](loss)
-    expected = {rows: slope(loss, rows) for rows in (4, 6)}
+    expected = {rows: gradient_of(loss, rows) for rows in (4, 6)}
     plugin = acme("counting", gradient="CountingPair", check="few_rows")
     with rlk.registered(plugin), rlk.use("acme", "reference"):
-        assert torch.equal(expected[4], slope(run, 4))
+        assert torch.equal(expected[4], gradient_of(run, 4))
         assert COUNTED == {"forward": 1, "backward": 1}
-        assert torch.equal(expected[6], slope(run, 6))
+        assert torch.equal(expected[6], gradient_of(run, 6))
         assert COUNTED == {"forward": 1, "backward": 1}
 
 
 def test_a_graph_names_what_was_not_saved() -> None:
     with rlk.registered(acme("counting", gradient="ForgetfulPair")), rlk.use("acme"):
         with pytest.raises(RLKernelError, match="saved nothing, its saved_like said call 0"):
-            slope(LANES["compiled"](loss))
+            gradient_of(LANES["compiled"](loss))
 
 
 @pytest.mark.parametrize("gradient", ["counting", "absent"])

@@ -48,7 +48,7 @@ def fallback(decision: Decision) -> None:
     """A fallback is said once per operator, or raised.
 
     Where no kernels for the hardware are installed it is said once per process: one line installs those of all
-    operators. Backends that the order names are told apart.
+    operators. Each backend that the order names has a warning of its own.
     """
     if decision.policy.fallback == "error":
         raise FallbackError(refusal(decision), decision)

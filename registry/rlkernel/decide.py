@@ -2,7 +2,7 @@
 
 Runs once a shape. Decisions are made once a kind of call under the process lock; an implementation's own `fits` is
 asked once a shape, and decides with. Fallbacks warn or raise here, before anything is stored, so that a warning turned
-into an error stays one at the next call. Observers are told last and outside the lock: they may call operators.
+into an error stays one at the next call. Observers are called last and outside the lock: they may call operators.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def plan_for(spec: OpSpec[Any, Any], key: tuple[Any, ...] | None, call: Any) -> 
 
 
 def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
-    """The plan of a choice for calls of this shape, in a profiler range or under audit where the policy says so.
+    """The plan of a choice for calls of this shape, in a profiler range or under audit where the policy asks for it.
 
     Raises:
         ResolutionError: what should prepare it returned no function.
@@ -308,7 +308,7 @@ def pair_of(spec: OpSpec[Any, Any], decision: Decision) -> type[Pair[Any, Any]] 
     found: Any = load_target(target)
     if isinstance(found, Reason):
         return found
-    from rlkernel_core.gradients import Pair  # after the target: without torch the line above says so
+    from rlkernel_core.gradients import Pair  # imports torch, which the target above did already
 
     if isinstance(found, type) and issubclass(found, Pair) and getattr(found, "op", None) == spec.name:
         return found

@@ -1,7 +1,7 @@
 """A call of the suite `host`: one operator's, small enough that the host decides, and its plain torch.
 
 It gives the inputs, the call through the front door, the torch calls that do the same job with a sentence that says
-which they are, and how the two results are held against each other. `plain` is written as one would write it by hand:
+which they are, and how the two results are compared. `plain` is written as one would write it by hand:
 no option that is not used, no check, nothing returned that is not asked for.
 """
 
@@ -28,7 +28,7 @@ class Case:
     sizes: Mapping[str, int]
     make: Callable[[Draw], Inputs]
     call: Callable[[Operator, Inputs], Any]  # the operator, or its `bind`, on the inputs
-    outputs: Callable[[Any], Outputs]  # what of its result is held against plain torch's
+    outputs: Callable[[Any], Outputs]  # the parts of its result that are compared with plain torch's
     plain: Callable[[Inputs], Outputs]
     says: str  # what plain torch does
     goal: float | None = None  # host time over plain torch's

@@ -1,4 +1,4 @@
-"""The module of an operator that is yet to be written: a function of its record, and an error that says so.
+"""The module of an operator that is yet to be written: a function of its record that raises NotWrittenError.
 
 Everything comes from the spec: the record, what the operator returns, features with their words.
 """

@@ -1,7 +1,7 @@
 """What each operator returns, as empty tensors: sizes, dtypes and devices of a call's results, from its record alone.
 
 Each function stands for its operator while torch traces: the sizes may be symbols. Contracts are in
-`rlkernel_core.spec`; every function is held against the results of plain torch (tests/test_compiled_fakes.py).
+`rlkernel_core.spec`; tests/test_compiled_fakes.py compares every function with the results of plain torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Kernels that Triton's JIT compiles at their first run, and that are then launched without it.
 
-At every launch the JIT asks of every argument what may be assumed of it: 29 µs for 14 arguments on one H200 machine.
+At every launch the JIT asks of every argument what may be assumed of it: 27 µs for 14 arguments on one H100 machine.
 A bound launch belongs to a plan, made for one shape: types, sizes, strides and alignments of tensors are the same at
-every run. So only numbers passed at run time are asked, and the compiled kernel's own launcher is called: 6 µs.
+every run. So only numbers passed at run time are asked, and the compiled kernel's own launcher is called: 9 µs
+(benchmarks/results/h100/launchers.json).
 
 As through the JIT: the current stream of the tensors' device, whichever device is current; graph capture; launch hooks
 (profilers such as proton). Unlike there, a kernel whose Python globals change after it was compiled is not refused.
@@ -25,12 +26,12 @@ from rlkernel_triton.launchers import triton_abi
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
 from rlkernel_triton.launchers.specialization import Specialization, of, of_number
 
-CHECKED: Final = "RLKERNEL_TRITON_CHECK_LAUNCHES"  # set: every launch is held against what its kernel was compiled for
+CHECKED: Final = "RLKERNEL_TRITON_CHECK_LAUNCHES"  # set: every launch is compared with what its kernel was compiled for
 _HOOKS: Final = triton.knobs.runtime
 
 
 class LaunchError(RLKernelError, RuntimeError):
-    """A launch breaks what its kernel was compiled for; told only where launches are checked."""
+    """A launch breaks what its kernel was compiled for; raised only where launches are checked."""
 
 
 class Device(NamedTuple):
@@ -151,7 +152,7 @@ class JitLauncher(Launcher):
 
     Args:
         device: the GPU.
-        checked: hold every launch against what its kernel was compiled for; None: if RLKERNEL_TRITON_CHECK_LAUNCHES is
+        checked: compare every launch with what its kernel was compiled for; None: if RLKERNEL_TRITON_CHECK_LAUNCHES is
             set.
     """
 

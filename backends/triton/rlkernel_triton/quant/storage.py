@@ -243,7 +243,7 @@ def _decoded_tile(w: QuantTensor, N: int) -> tuple[int, int]:
 
 
 def _decoding(w: QuantTensor, N: int, K: int, R: int, C: int) -> dict[str, Any]:
-    """What of a weight's format and size its dequantisation is told."""
+    """The parameters of a weight's format and size that its dequantisation takes."""
     return {
         "row_bytes": (K + 1) // 2, **scale_grid(w), "N": N, "K": K, "R": R, "C": C, "TILED": w.layout == W4,
         "SYMMETRIC": w.spec.symmetric, "NESTED": w.spec.double_quant, "INTERPRETED": INTERPRETED,

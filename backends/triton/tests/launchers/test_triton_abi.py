@@ -1,4 +1,4 @@
-"""How a compiled kernel is launched, held against the Triton that is installed."""
+"""How a compiled kernel is launched, compared with what the installed Triton does."""
 
 import inspect
 import re
