@@ -207,7 +207,7 @@ def main(path: Path) -> int:
     section("times", lambda: timed("grpo, one group of 65536", batch("grpo", 65536, 65536)))
     section("times", lambda: timed("grpo, one id of 65536", batch("grpo", 65536, torch.zeros(65536, dtype=torch.long))))
     wrong = [row["kind"] for row in found["right"] if not row["right"]]
-    print(print(f"{len(found['right'])} checked, wrong: {wrong}; failed: {len(found['failed'])}"))
+    print(f"{len(found['right'])} checked, wrong: {wrong}; failed: {len(found['failed'])}")
     return 1 if wrong or found["failed"] else 0
 
 
