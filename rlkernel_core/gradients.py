@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -39,8 +40,12 @@ class Pair(ABC, Generic[C, R]):
 
     @classmethod
     def inputs(cls, call: C) -> Saved:
-        """The tensors that a gradient may be asked for: the arguments that the spec names as differentiable."""
-        return tuple([getattr(call, name) for name in OPERATORS[cls.op].differentiable])
+        """The tensors that a gradient may be asked for: the arguments that the spec names as differentiable.
+
+        None stands for one that is not given, or is a number in this call.
+        """
+        given = [getattr(call, name) for name in OPERATORS[cls.op].differentiable]
+        return tuple([x if isinstance(x, Tensor) else None for x in given])
 
     @abstractmethod
     def forward(self, call: C) -> tuple[R, Saved]:
@@ -130,6 +135,22 @@ def gradient_wanted(op: str, call: Any) -> bool:
     """Whether a gradient is wanted of a call, as it is made."""
     wanted = any(getattr(getattr(call, n), "requires_grad", False) for n in OPERATORS[op].differentiable)
     return torch.is_grad_enabled() and wanted
+
+
+def recording_gradients() -> ExitStack:
+    """The scope in which autograd records, in a backward pass and inside a node of a compiled graph too.
+
+    For a backward pass that differentiates a formula of torch: nodes run where the dispatcher has left autograd behind.
+    """
+    dispatch: Any = torch._C  # noqa: SLF001 as torch's own higher-order operators do
+    excluded = dispatch._dispatch_tls_local_exclude_set()  # noqa: SLF001
+    for key in (dispatch.DispatchKey.AutogradFunctionality, dispatch.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    included = dispatch._dispatch_tls_local_include_set()  # noqa: SLF001
+    stack = ExitStack()
+    stack.enter_context(dispatch._ForceDispatchKeyGuard(included, excluded))  # noqa: SLF001
+    stack.enter_context(torch.enable_grad())
+    return stack
 
 
 def refuse_second_derivative(op: str) -> None:

@@ -15,6 +15,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reference import PAIRS, direct
 from rlkernel_core.spec import OPERATORS
 from tests.needy_calls import calls
+from tests.observed import tensors
 
 COMPILED = sorted(set(OPERATORS) - {"capture", "rollout_buffer"})
 
@@ -39,9 +40,7 @@ def described(value: Any) -> Any:
 
 def placed(x: Tensor | None, call: Any, result: Any) -> Any:
     """Where a saved tensor is found: an argument, a result, or a new one of this size and dtype."""
-    from rlkernel.torchlib.call_codec import outline
-
-    known = [*outline(call)[1], *outline(result)[1]]
+    known = [*tensors(call), *tensors(result)]
     at = next((at for at, t in enumerate(known) if t is x), None)
     return at if x is None or at is not None else (tuple(x.shape), x.dtype, x.device)
 

@@ -152,10 +152,10 @@ def test_the_workspace_chooses_the_way_and_not_the_result():
     wide = case.fused(limit=enough)
     narrow = case.fused(limit=enough - 1)
 
-    def behind(loss):
-        return {node.name() for node, _ in loss.grad_fn.next_functions if node is not None}
+    def saved(loss):  # one pass saves the gradients themselves
+        return len(loss.grad_fn.saved_tensors)
 
-    assert behind(wide.loss) == {"torch::autograd::AccumulateGrad"} != behind(narrow.loss)
+    assert saved(wide.loss) == 3 < saved(narrow.loss)
     same(narrow.loss, wide.loss, rtol=1e-6, atol=1e-7)
     for one, two in zip(case.gradients(narrow.loss), case.gradients(wide.loss), strict=True):
         same(one, two, rtol=1e-4, atol=1e-6)

@@ -41,10 +41,14 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "shape_rewards": ("rlkernel_core.reference.advantage.shaping:shape_rewards", _ANY, frozenset()),
 }
 
-# operator -> its forward and backward; the others record their own gradients, or have none
+# differentiable operator -> its forward and backward
 PAIRS: dict[str, str] = {
+    "affine_suffix_scan": "rlkernel_core.reference.advantage.scan:AffineSuffixScanPair",
+    "linear_logprob": "rlkernel_core.reference.linear_logprob:LinearLogprobPair",
+    "linear_policy_loss": "rlkernel_core.reference.linear_policy_loss:LinearPolicyLossPair",
     "logprob": "rlkernel_core.reference.logprob:LogprobPair",
     "policy_loss": "rlkernel_core.reference.policy_loss:PolicyLossPair",
+    "qmatmul": "rlkernel_core.reference.qmatmul:QmatmulPair",
 }
 
 

@@ -67,7 +67,7 @@ class FusedLoss:
             row = self._law(x, logits, rows)
             counted = None if head.counted is None else head.counted[rows]
             values, _, H, _ = results(row, self.ids[rows], counted)
-            place = rows if head.active is None else head.active[rows]
+            place = head.place(rows)
             logprob[place] = values
             if entropy is not None and H is not None:
                 entropy[place] = H

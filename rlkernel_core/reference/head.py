@@ -44,6 +44,10 @@ class Head(NamedTuple):
         """Blocks of rows."""
         return (slice(r, min(r + ROWS, self.n)) for r in range(0, self.n, ROWS))
 
+    def place(self, rows: slice) -> slice | Tensor:
+        """Where a block's rows stand among all N."""
+        return rows if self.active is None else self.active[rows]
+
     def tiles(self) -> Iterator[slice]:
         """Tiles of the vocabulary."""
         V, w = self.weight.shape[0], tile_width(self.weight.shape[0])
@@ -52,7 +56,7 @@ class Head(NamedTuple):
     def block(self, rows: slice) -> Tensor:
         """[R, D] of hidden, zeros below the last row."""
         x = torch.zeros(ROWS, self.hidden.shape[-1], dtype=self.dtype, device=self.hidden.device)
-        some = take(self.hidden, rows if self.active is None else self.active[rows])
+        some = take(self.hidden, self.place(rows))
         if self.counted is not None:
             some = torch.where(self.counted[rows, None], some, 0.0)
         x[: rows.stop - rows.start] = some

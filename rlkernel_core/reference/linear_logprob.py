@@ -8,14 +8,15 @@ both accumulate in fp32 without a buffer that grows with N or V. It costs five m
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_core.errors import ArgumentError
-from rlkernel_core.gradients import refuse_second_derivative
+from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.reference.head import ROWS, Head, add_product
 from rlkernel_core.reference.kept_ids import KeptIds, positions, readable
@@ -36,9 +37,9 @@ from rlkernel_core.reference.row_statistics import (
     tile_width,
     uncap,
 )
-from rlkernel_core.reference.row_views import free_rows
+from rlkernel_core.reference.row_views import free_rows, shaped
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
-from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_core.spec.logprob import LogprobResult, Support
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -47,47 +48,10 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     `workspace` states the extra memory. Masked rows are skipped where the mask can be read without waiting for a
     device, that is on a CPU; elsewhere they are computed and left out.
     """
-    hidden, weight, ids, mask, support, group = call.hidden, call.weight, call.ids, call.mask, call.support, call.group
-    rows, N, (V, D) = ids.shape, ids.numel(), weight.shape
-    dtype = accumulator(hidden, weight, call.bias)
-    mask = None if mask is None else mask.reshape(-1)
-    nnz = 0 if support is None else support.ids.shape[0]
-    ranks = 1 if group is None else group.size()
-    mode = _mode(call.backward, call.max_workspace_bytes, (N, D, V, dtype.itemsize, nnz, ranks))
-    shard = vocab_parallel.locate(group, V, N, D, hidden.device)
-    kept = None if support is None else KeptIds(support, shard.V)
-    chosen = choose(ids.reshape(-1), mask, shard.V, kept)
-
-    index = mask.nonzero()[:, 0] if mask is not None and readable(mask) else None
-    T = temperatures(call.temperature, rows, dtype, hidden.device)
-    used, counted = chosen.ids, chosen.counted
-    if index is not None:  # from here on only the rows that count
-        used, counted, T = used[index], None, T[index]
-    if support is not None:
-        kept = KeptIds(support, shard.V, positions(index, N), shard.offset)
-    operands = (free_rows(hidden), weight, call.bias)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    out = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        *operands,
-        used,
-        T,
-        counted,
-        index,
-        kept,
-        shard,
-        call.softcap,
-        call.logit_scale,
-        call.entropy,
-        wanted and mode == "save",
-    )
-    values, lse, H, mass = out
-    return LogprobResult(
-        logprob=values.view(rows),
-        lse=lse.view(rows),
-        entropy=None if H is None else H.view(rows),
-        log_kept_mass=None if mass is None else mass.view(rows),
-        invalid=chosen.invalid.view(rows),
-    )
+    if gradient_wanted("linear_logprob", call):
+        return LinearLogprobPair(call)(call)
+    mode(call)
+    return _forward(call, save=False)[0]
 
 
 def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1) -> int:
@@ -112,70 +76,144 @@ def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int
     return itemsize * (operands + logits + saved) + 8 * (16 + 8 * ranks) * (N + ROWS) + 6 * 8 * nnz
 
 
-def _mode(backward: str, limit: int | None, size: tuple[int, int, int, int, int, int]) -> str:
-    """The mode that runs, within the limit."""
+def mode(call: LinearLogprobCall) -> str:
+    """How the backward pass of a call comes by its logits, within the limit of the call: "recompute" or "save".
+
+    Raises:
+        ArgumentError: the limit is below what it needs.
+    """
+    backward, limit = call.backward, call.max_workspace_bytes
     if limit is None:
         return "recompute" if backward == "auto" else backward
-    for mode in ("save", "recompute") if backward == "auto" else (backward,):
-        least = workspace(mode, *size)
+    nnz = 0 if call.support is None else call.support.ids.shape[0]
+    ranks = 1 if call.group is None else call.group.size()
+    itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
+    V, D = call.weight.shape
+    for found in ("save", "recompute") if backward == "auto" else (backward,):
+        least = workspace(found, call.ids.numel(), D, V, itemsize, nnz, ranks)
         if least <= limit:
-            return mode
+            return found
     remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
-    raise ArgumentError("max_workspace_bytes", limit, f"is below what backward={mode!r} needs here, {least}", remedy)
+    raise ArgumentError(
+        "max_workspace_bytes", limit, f"is below what backward={backward!r} needs here, {least}", remedy
+    )
 
 
-class _LinearLogprob(torch.autograd.Function):
+class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     """Log-probability, lse, entropy and kept mass from the operands of the head, with their analytic gradients."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [N, D], or [..., D] of any layout
-        weight: Tensor,  # [V, D]
-        bias: Tensor | None,  # [V]
-        ids: Tensor,  # [n] in the whole vocabulary; -1: no gradient through the chosen id
-        T: Tensor,  # [n]
-        counted: Tensor | None,  # [n]
-        index: Tensor | None,  # [n] rows that are worked on
-        kept: KeptIds | None,
-        shard: vocab_parallel.Shard,
-        softcap: float | None,
-        scale: float,
-        entropy: bool,
-        save: bool,
-    ) -> tuple[Tensor | None, ...]:
-        head = Head(hidden, weight, bias, scale, index, counted, T.dtype)
-        saved = T.new_empty(head.n, weight.shape[0]) if save else None
-        row = _statistics(head, ids, T, kept, shard, softcap, saved, moment=entropy)
-        ctx.save_for_backward(hidden, weight, bias, ids, T, counted, index, saved, *row)
-        ctx.kept, ctx.shard, ctx.softcap, ctx.scale = kept, shard, softcap, scale
-        ctx.set_materialize_grads(False)
-        out = results(row, ids, counted)
-        if index is None:
-            return out
-        every = (None if x is None else x.new_zeros(hidden.shape[:-1].numel()).index_copy_(0, index, x) for x in out)
-        return tuple(every)
+    op = "linear_logprob"
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("linear_logprob")
-        hidden, weight, bias, ids, T, counted, index, saved, *row = ctx.saved_tensors
+    def __init__(self, call: LinearLogprobCall) -> None:
+        """Keep the numbers of calls of this shape."""
+        super().__init__(call)
+        self._T = call.temperature if isinstance(call.temperature, float | int) else None
+        self._softcap, self._scale, self._group, self._rows = call.softcap, call.logit_scale, call.group, call.ids.shape
+        self._save = mode(call) == "save"
+
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
+        """The result, and the law of every row; with "save" its logits."""
+        return _forward(call, save=self._save)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """One sweep of the logits for dX, one for dW and dbias."""
+        hidden, weight, bias, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
+        value, top, log_total, mean, kept_top, kept_log_total = numbers
+        if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
+            raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
+        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
+        up = [None if g is None else g.reshape(-1) for g in grads]
+        index, counted = _worked_on(None if mask is None else mask.reshape(-1))
         if index is not None:
-            upstream = tuple(None if g is None else g[index] for g in upstream)
+            row, up = Law._make(_some(row, index)), _some(up, index)
+            ids, T = ids[index], T[index]
+        offset = 0 if first is None else first
+        kept = None
+        if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
+            support, V = Support(kept_ids, offsets), weight.shape[0]
+            kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
         back = _Back(
-            head=Head(hidden, weight, bias, ctx.scale, index, counted, T.dtype),
-            ids=ids - ctx.shard.offset,
+            head=Head(free_rows(hidden), weight, bias, self._scale, index, counted, T.dtype),
+            ids=ids - offset,
             T=T,
-            kept=ctx.kept,
-            softcap=ctx.softcap,
-            saved=saved,
-            row=Law(*row),
-            upstream=selected(upstream, ids, counted),
+            kept=kept,
+            softcap=self._softcap,
+            saved=logits,
+            row=row,
+            upstream=selected(tuple(up), ids, counted),
         )
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        d_hidden = back.hidden(ctx.shard.group) if of_hidden else None
-        d_weight, d_bias = back.weight_and_bias(of_weight=of_weight, of_bias=of_bias)
-        return d_hidden, d_weight, d_bias, *(None,) * 10
+        of_hidden, of_weight, of_bias = self.wanted
+        d_hidden = back.hidden(self._group).view(hidden.shape) if of_hidden else None
+        return d_hidden, *back.weight_and_bias(of_weight=of_weight, of_bias=of_bias)
+
+    @classmethod
+    def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Operands, and [N]: ids, and numbers for each field of the law that the gradient reads; [N, V] logits."""
+        del wanted
+        N, lse = call.ids.numel(), result.lse
+        ids = call.ids.new_empty(N, dtype=torch.int64)
+        first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
+        logits = lse.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
+        there = (True, True, True, call.entropy, *[call.support is not None] * 2)
+        return *_arguments(call), ids, first, logits, *[lse.new_empty(N) if x else None for x in there]
+
+
+def _arguments(call: LinearLogprobCall) -> Saved:
+    """The tensors of a call that its gradient reads again."""
+    support, T = call.support, call.temperature
+    kept = (None, None) if support is None else (support.ids, support.offsets)
+    return call.hidden, call.weight, call.bias, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def _worked_on(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """[n] rows that are worked on, None for all; and [N], which of all count, None for all that are worked on."""
+    if mask is not None and readable(mask):
+        return mask.nonzero()[:, 0], None
+    return None, mask
+
+
+def _some(every: Iterable[Tensor | None], index: Tensor) -> list[Tensor | None]:
+    return [None if x is None else x[index] for x in every]
+
+
+def _everywhere(some: Iterable[Tensor | None], index: Tensor | None, N: int) -> list[Tensor | None]:
+    """[N] numbers of all rows from those that are worked on, 0 elsewhere."""
+    if index is None:
+        return list(some)
+    return [None if x is None else x.new_zeros(N).index_copy_(0, index, x) for x in some]
+
+
+@torch.no_grad()
+def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Saved]:
+    """The result, and what the gradient reads."""
+    rows, N, (V, D) = call.ids.shape, call.ids.numel(), call.weight.shape
+    dtype = accumulator(call.hidden, call.weight, call.bias)
+    shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
+    mask = None if call.mask is None else call.mask.reshape(-1)
+    chosen = choose(
+        call.ids.reshape(-1), mask, shard.V, None if call.support is None else KeptIds(call.support, shard.V)
+    )
+    index, counted = _worked_on(mask)
+    T, ids, kept = temperatures(call.temperature, rows, dtype, call.hidden.device), chosen.ids, None
+    if index is not None:  # from here on only the rows that count
+        ids, T = ids[index], T[index]
+    if call.support is not None:
+        kept = KeptIds(call.support, shard.V, positions(index, N), shard.offset)
+    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype)
+    saved = T.new_empty(N, V) if save else None
+    row = _statistics(head, ids, T, kept, shard, call.softcap, saved, moment=call.entropy)
+    values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
+    result = LogprobResult(
+        logprob=shaped(values, rows),
+        lse=shaped(lse, rows),
+        entropy=None if H is None else shaped(H, rows),
+        log_kept_mass=None if mass is None else shaped(mass, rows),
+        invalid=chosen.invalid.view(rows),
+    )
+    law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
+    first = shard.offset if isinstance(shard.offset, Tensor) else None
+    return result, (*_arguments(call), chosen.ids, first, saved, *_everywhere(law_rows, index, N))
 
 
 def _statistics(
@@ -198,7 +236,7 @@ def _statistics(
         for tile in head.tiles():
             logits = head.logits(x, tile)[:n]
             if saved is not None:
-                saved[rows, tile] = logits
+                saved[head.place(rows), tile] = logits
             among = None if kept is None else kept.block(rows.start, n, tile.start, logits.shape[1])
             y = cap(logits, softcap)
             parts.append(sweep(y, local[rows] - tile.start, T[rows], width, among, moment=moment))
@@ -222,7 +260,7 @@ class _Back(NamedTuple):
     T: Tensor  # [n]
     kept: KeptIds | None
     softcap: float | None
-    saved: Tensor | None  # [n, V]
+    saved: Tensor | None  # [N, V]
     row: Law  # [n]
     upstream: Upstream  # [n]
 
@@ -268,7 +306,7 @@ class _Back(NamedTuple):
     def _logits(self, x: Tensor, rows: slice, tile: slice) -> Tensor:
         """[R, w] gradient with respect to hidden @ weight.T, zeros below the last row."""
         n = rows.stop - rows.start
-        logits = self.head.logits(x, tile)[:n] if self.saved is None else self.saved[rows, tile]
+        logits = self.head.logits(x, tile)[:n] if self.saved is None else self.saved[self.head.place(rows), tile]
         among = None if self.kept is None else self.kept.block(rows.start, n, tile.start, logits.shape[1])
         row, upstream = self.row.of(rows), self.upstream.of(rows)
         dy = gradient(cap(logits, self.softcap), self.ids[rows] - tile.start, self.T[rows], row, upstream, among)

@@ -32,7 +32,7 @@ from rlkernel_core.reference.row_statistics import (
     tile_width,
     uncap,
 )
-from rlkernel_core.reference.row_views import free_rows, take
+from rlkernel_core.reference.row_views import free_rows, shaped, take
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
@@ -122,21 +122,15 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Law]:
     values, lse, H, mass = results(row, chosen.ids, chosen.counted)
     top_ids, top = _best(flat, chosen, T, call.softcap, top_logprobs)
     result = LogprobResult(
-        logprob=_shaped(values, rows),
-        lse=_shaped(lse, rows),
-        entropy=None if H is None else _shaped(H, rows),
+        logprob=shaped(values, rows),
+        lse=shaped(lse, rows),
+        entropy=None if H is None else shaped(H, rows),
         top_ids=None if top_ids is None else top_ids.view(*rows, top_logprobs),
         top_logprobs=None if top is None else top.view(*rows, top_logprobs),
-        log_kept_mass=None if mass is None else _shaped(mass, rows),
+        log_kept_mass=None if mass is None else shaped(mass, rows),
         invalid=chosen.invalid.view(rows),
     )
     return result, chosen.ids, row
-
-
-def _shaped(x: Tensor, rows: torch.Size) -> Tensor:
-    """[N] numbers as results, which autograd takes for no view, so that they may be changed in place."""
-    shaped: Tensor = torch.ops.aten._unsafe_view(x, rows)  # noqa: SLF001 as torch.reshape's own gradients do
-    return shaped
 
 
 def _blocks(N: int, V: int) -> Iterator[slice]:

@@ -26,7 +26,7 @@ def full_mask(mask: Tensor | None, shape: tuple[int, ...], sequences: Sequences,
 
 def policy_loss(call: PolicyLossCall) -> LossResult:
     """See rlkernel_core.spec.policy_loss.PolicyLossCall."""
-    return PolicyLossPair(call)(call) if gradient_wanted("policy_loss", call) else _forward(call)[0]
+    return PolicyLossPair(call)(call) if gradient_wanted("policy_loss", call) else evaluated(call)[0]
 
 
 class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
@@ -41,7 +41,7 @@ class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
 
     def forward(self, call: PolicyLossCall) -> tuple[LossResult, Saved]:
         """The loss, and what its gradients are multiples of."""
-        result, at = _forward(call)
+        result, at = evaluated(call)
         known = (at.dlogprob, at.dentropy)
         return result, tuple([x if wanted else None for x, wanted in zip(known, self.wanted, strict=True)])
 
@@ -58,7 +58,7 @@ class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
         return tuple([result.loss.new_empty(x.shape) if x is not None and wants else None for x, wants in of])
 
 
-def _forward(call: PolicyLossCall) -> tuple[LossResult, Coefficients]:
+def evaluated(call: PolicyLossCall) -> tuple[LossResult, Coefficients]:
     """The result, and the derivatives at this point."""
     logprob, old_logprob, entropy = call.logprob, call.old_logprob, call.entropy
     config = spec.configure(call)

@@ -17,17 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant import codec, layouts
 from rlkernel_core.quant.activations import QuantActivation, quantize_activation
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
 from rlkernel_core.reference.precision import full_precision
+from rlkernel_core.reference.row_views import shaped
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 
 Range = tuple[int, int]
@@ -45,19 +46,8 @@ _ACTIVATIONS: Final[Mapping[str | None, Callable[..., Tensor]]] = {
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
     """See `rlkernel_core.spec.qmatmul.QmatmulCall`; "any" weight rounding is "none" here."""
-    x, bias, lora, residual = call.x, call.bias, call.lora, call.residual
     check_layout("w", call.w, layouts.KNOWN)
-    tensors, meta = call.w.flatten()
-    rows = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
-    a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, lora.scale)
-    how = _How(meta, scale, call.activation, call.weight_rounding == "dtype")
-    with full_precision(x):
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
-            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, call.ends, *tensors)  # type: ignore[no-untyped-call]
-        else:
-            result = _Product(how, rows, bias, a, b, call.ends, tensors).result(added)
-    return result.view(*x.shape[:-1], result.shape[-1])
+    return QmatmulPair(call)(call) if gradient_wanted("qmatmul", call) else _forward(call)
 
 
 @dataclass(frozen=True)
@@ -68,6 +58,12 @@ class _How:
     lora_scale: float
     activation: str | None
     rounded: bool  # the weight is rounded to the dtype of x
+
+    @classmethod
+    def of(cls, call: QmatmulCall) -> _How:
+        """What one call says."""
+        scale = 0.0 if call.lora is None else call.lora.scale
+        return cls(call.w.flatten()[1], scale, call.activation, call.weight_rounding == "dtype")
 
 
 @dataclass(frozen=True)
@@ -179,7 +175,7 @@ class _Product:
         """Gradients of each h of a block from that of y."""
         if self.how.activation is None:
             return [dy]
-        with torch.enable_grad():
+        with recording_gradients():
             hidden = [self.hidden(rows).detach().requires_grad_() for rows in needed]
             return list(torch.autograd.grad(self.activated(hidden), hidden, dy))
 
@@ -189,48 +185,71 @@ def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-class _QMatmul(torch.autograd.Function):
+@torch.no_grad()
+def _forward(call: QmatmulCall) -> Tensor:  # -> [..., R]
+    """The result."""
+    x, lora, residual = call.x, call.lora, call.residual
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
+    a, b = (None, None) if lora is None else (lora.A, lora.B)
+    with full_precision(x):
+        result = _Product(_How.of(call), rows, call.bias, a, b, call.ends, call.w.flatten()[0]).result(added)
+    return shaped(result, torch.Size((*x.shape[:-1], result.shape[-1])))
+
+
+class QmatmulPair(Pair[QmatmulCall, Tensor]):
     """Gradients of x, bias, LoRA and residual; the weight is saved packed."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        how: _How,
-        x: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        residual: Tensor | None,
-        ends: Tensor | None,
-        *parts: Tensor,
-    ) -> Tensor:
-        product = _Product(how, x, bias, a, b, ends, list(parts))
-        ctx.how = how
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
-        # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
-        needs_x = how.activation is not None or a is not None
-        ctx.save_for_backward(x if needs_x else None, bias, a, b, ends, *parts)
-        return product.result(residual)
+    op = "qmatmul"
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, bias, a, b, ends, *parts = ctx.saved_tensors
+    def __init__(self, call: QmatmulCall) -> None:
+        """Keep what a call says beside tensors, and the dtypes and sizes of its inputs."""
+        check_layout("w", call.w, layouts.KNOWN)
+        super().__init__(call)
+        inputs = self.inputs(call)
+        self._how, self._kinds = _How.of(call), [None if x is None else (x.dtype, x.shape) for x in inputs]
+
+    @classmethod
+    def inputs(cls, call: QmatmulCall) -> Saved:
+        """The input, bias, A and B of LoRA, and residual."""
+        a, b = (None, None) if call.lora is None else (call.lora.A, call.lora.B)
+        return call.x, call.bias, a, b, call.residual
+
+    def forward(self, call: QmatmulCall) -> tuple[Tensor, Saved]:
+        """The result; what is saved belongs to the call."""
+        return _forward(call), self.saved_like(call, call.x, self.wanted)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Blocks of the weight are dequantised again, and multiplied with the gradient."""
+        (dy,) = grads
+        x, bias, a, b, ends, *parts = saved
+        if dy is None:
+            return (None,) * len(self._kinds)
+        dy = dy.reshape(-1, dy.shape[-1])
         if x is None:  # only its sizes matter
-            x = dy.new_zeros(1, 1).expand(dy.shape[0], ctx.how.meta.shape[1])
-        product = _Product(ctx.how, x, bias, a, b, ends, parts)
-        gradients = _Gradients(product, ctx.needs_input_grad[1:6])
+            x = dy.new_zeros(1, 1).expand(dy.shape[0], self._how.meta.shape[1])
+        rows = x.reshape(-1, x.shape[-1])
+        product = _Product(self._how, rows, bias, a, b, ends, parts)  # type: ignore[arg-type]  # all parts are there
+        found = _Gradients(product, self.wanted)
         with full_precision(dy):
             for (start, stop), mine, needed in product.blocks():
                 wide = dy[:, start:stop].to(product.wide.dtype)
-                for rows, dh in zip(needed, product.upstream(wide, needed), strict=True):
-                    gradients.add(rows, dh, mine)
-            sums = gradients.finished()
+                for block, dh in zip(needed, product.upstream(wide, needed), strict=True):
+                    found.add(block, dh, mine)
+            sums = found.finished()
         if product.members is not None:
             dy = torch.where(product.members.any(0), dy, 0)
-        found = (*sums, dy if ctx.needs_input_grad[5] else None)
-        cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (None, *cast, None, *[None] * len(parts))
+        every = (*sums, dy if self.wanted[4] else None)
+        kinds = zip(every, self._kinds, strict=True)
+        return tuple([None if g is None or kind is None else g.to(kind[0]).reshape(kind[1]) for g, kind in kinds])
+
+    @classmethod
+    def saved_like(cls, call: QmatmulCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """Tensors of the call alone: the packed weight, and x where an activation or LoRA needs it."""
+        del result, wanted
+        x, bias, a, b, _ = cls.inputs(call)
+        needs_x = call.activation is not None or a is not None
+        return x if needs_x else None, bias, a, b, call.ends, *call.w.flatten()[0]
 
 
 class _Gradients:

@@ -12,7 +12,6 @@ the same errors, raised when the graph runs, since Dynamo would wrap them while 
     tracing.py     what Dynamo reads, and the decision
     nodes.py       the nodes: forward and backward
     fakes.py       what they return
-    modes.py       autograd inside a node
 
 Imports torch and its compiler: rlkernel.dispatch imports this package under torch.compile alone.
 """

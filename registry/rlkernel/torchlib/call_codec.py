@@ -250,6 +250,11 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def leaf(tensor: Tensor) -> Tensor:
+    """The same values, as a tensor that a gradient is wanted for."""
+    return tensor.detach().requires_grad_()
+
+
 def _group(name: str) -> Any:
     """A process group by name, as graphs of torch hold them."""
     find: Any = torch.distributed.distributed_c10d

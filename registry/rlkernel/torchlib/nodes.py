@@ -17,11 +17,10 @@ from torch import Tensor
 
 import rlkernel
 from rlkernel.plans import Plan
-from rlkernel.torchlib.call_codec import Outline, arguments, autocast, marked, outline, read, same
+from rlkernel.torchlib.call_codec import Outline, arguments, autocast, leaf, marked, outline, read, same
 from rlkernel.torchlib.fakes import FAKES
-from rlkernel.torchlib.modes import leaf, recording_gradients
 from rlkernel_core.errors import ResolutionError, RLKernelError
-from rlkernel_core.gradients import Pair, carried, gradients
+from rlkernel_core.gradients import Pair, carried, gradients, recording_gradients
 from rlkernel_core.spec import OPERATORS
 
 NAMESPACE: Final = "rlkernel"
