@@ -57,7 +57,10 @@ _AFTER: Final = frozenset({
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True, gradient="rlkernel_triton.logprob:LogprobPair"),
     "linear_logprob": Claim(
-        "rlkernel_triton.linear_logprob:prepare", workspace="rlkernel_triton.linear_logprob:workspace", prepared=True
+        "rlkernel_triton.linear_logprob:prepare",
+        workspace="rlkernel_triton.linear_logprob:workspace",
+        prepared=True,
+        gradient="rlkernel_triton.linear_logprob:LinearLogprobPair",
     ),
     "sample": Claim("rlkernel_triton.sampling.call:sample"),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:prepare", prepared=True),
@@ -77,6 +80,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         without=frozenset({"mixed_dtypes", "support"}),
         workspace="rlkernel_triton.linear_policy_loss:workspace_of",
         prepared=True,
+        gradient="rlkernel_triton.linear_policy_loss:LinearPolicyLossPair",
     ),
     "policy_loss": Claim(
         "rlkernel_triton.policy_loss:prepare",

@@ -75,6 +75,14 @@ def sweep_kind(softcap: float | None, support: bool) -> str:
     return "sweep" if softcap is None and not support else "rich"
 
 
+def kept_as(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of kept logits."""
+    if torch.float32 in (hidden.dtype, weight.dtype) or hidden.dtype != weight.dtype:
+        return torch.float32
+    # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
+    return torch.float16
+
+
 class Operands(NamedTuple):
     """The tensors of a call."""
 
@@ -138,6 +146,7 @@ class Head:
         self._options = options_of(hidden)
         one = hidden.dtype if hidden.dtype == weight.dtype else torch.float32
         self.work = torch.float32 if one == torch.float32 else torch.bfloat16  # of gradients of logits: a wide range
+        self._kept_as = kept_as(hidden, weight)
         # What operands become before a product. The interpreter's products of 16-bit operands are wrong.
         self._operand = TYPES[torch.float32 if INTERPRETED else one]
         self._back_operand = TYPES[torch.float32 if INTERPRETED else self.work]
@@ -194,9 +203,7 @@ class Head:
         ).unsafe_split_with_sizes([*self._room, rest])  # fmt: skip
         saved = peaks = None
         if self.plan.save:
-            # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
-            kept_as = torch.float32 if self.work == torch.float32 else torch.float16
-            saved = torch.empty(self.N, self.V, dtype=kept_as, device=self.device)
+            saved = torch.empty(self.N, self.V, dtype=self._kept_as, device=self.device)
             peaks = torch.empty(self.N, self._P, dtype=torch.float32, device=self.device)
         bias, at = of.ids if of.bias is None else of.bias, of.at()
         for first, n in self.blocks:

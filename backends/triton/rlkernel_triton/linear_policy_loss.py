@@ -10,16 +10,15 @@ Legend: N rows · D hidden · V vocabulary · R rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.known_gradient import attach
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
@@ -29,10 +28,11 @@ from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCal
 from rlkernel_triton import law_kernel
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launcher, Plan, launcher_for
-from rlkernel_triton.linear_logprob import linear_logprob
+from rlkernel_triton.linear_logprob import LinearLogprobPair, linear_logprob
 from rlkernel_triton.linear_logprob import workspace as head_memory
 from rlkernel_triton.logprob import Gradient, Join, Kind, Law, Sweep, is_per_row, per_row
 from rlkernel_triton.loss_batch import LossBatch, scaled
+from rlkernel_triton.policy_loss import Host as LossHost
 from rlkernel_triton.policy_loss import policy_loss
 from rlkernel_triton.row_layout import places_of
 
@@ -57,79 +57,148 @@ def prepare(call: LinearPolicyLossCall) -> Callable[[LinearPolicyLossCall], Loss
 
     The operator's contract is `rlkernel_core.spec.linear_policy_loss.LinearPolicyLossCall`.
     """
-    if call.group is not None:  # a block's dX would have to meet those of the other ranks
+    if gradient_wanted("linear_policy_loss", call):
+        return LinearPolicyLossPair(call)
+    if call.group is not None:
         return lambda call: head_then_loss(linear_logprob, LinearLogprobCall.of(call), call)
-    config, shape, device, entropy = spec.configure(call), call.ids.shape, call.hidden.device, call.entropy
-    N, (V, D) = call.ids.numel(), call.weight.shape
-    wanted = torch.is_grad_enabled()
-    needs = tuple(wanted and x is not None and x.requires_grad for x in (call.hidden, call.weight, call.bias))
-    R = rows_of_a_block(N, D, V, call.hidden.element_size(), call.max_workspace_bytes)
-    early, alone = _needs_all(config, call.old_logprob, call.rollout_logprob), 0 < N <= R
-    launcher = launcher_for(device)
-    plan, head = Plan(launcher), _Head(launcher, call, R, keep=any(needs))
-    by_plan = partial(scaled, plan=plan)
-    dz_dtype = torch.float32 if V * D <= SMALL else call.hidden.dtype
+    host = _Host(call, (False, False, False))
+    return lambda call: host.forward(call)[0]
 
-    def batch_of(call: LinearPolicyLossCall, logprob: Tensor) -> LossBatch:
+
+class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
+    """The loss with the gradients of its operands; with a group, with what they are made of.
+
+    There a block's dX would have to meet those of the other ranks: the head and the loss are worked on one by one.
+    """
+
+    op = "linear_policy_loss"
+
+    def __init__(self, call: LinearPolicyLossCall) -> None:
+        """Bind the launches of calls of this shape."""
+        super().__init__(call)
+        self._dtypes = [None if x is None else x.dtype for x in self.inputs(call)]
+        self._host = _Host(call, self.wanted) if call.group is None else None
+        if call.group is not None:
+            self._head = LinearLogprobPair(LinearLogprobCall.of(call, mask=_mask_of(call)))
+            self._loss = LossHost(spec.configure(call), call.ids.shape, call.hidden.device, (True, call.entropy))
+
+    def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:
+        """The loss; and its gradients, or what those of the head need and its gradients by the results of the head."""
+        if self._host is not None:
+            return self._host.forward(call)
+        law, saved = self._head.forward(LinearLogprobCall.of(call, mask=_mask_of(call)))
+        result, known = self._loss.forward(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
+        return LossResult(result.loss, result.stats, law.logprob, law.entropy), (*known, *saved)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Scale what forward made, and take it through the head where that is left to do."""
+        (g,) = grads
+        if self._host is not None:
+            return self._scaled(saved, g, self._dtypes, self._host.plan)
+        dlogprob, dentropy, *rest = saved
+        dtypes = [None if x is None else x.dtype for x in (dlogprob, dentropy)]
+        of_logprob, of_entropy = self._scaled((dlogprob, dentropy), g, dtypes, self._loss.plan)
+        return self._head.backward(tuple(rest), (of_logprob, None, of_entropy, None))
+
+    @staticmethod
+    def _scaled(known: Saved, g: Tensor | None, dtypes: Sequence[torch.dtype | None], plan: Plan) -> Saved:
+        pairs = zip(known, dtypes, strict=True)
+        return tuple(
+            [scaled(x, g, kind, plan) if x is not None and g is not None and kind else None for x, kind in pairs]
+        )
+
+    @classmethod
+    def saved_like(cls, call: LinearPolicyLossCall, result: LossResult, wanted: tuple[bool, ...]) -> Saved:
+        """Gradients, of weight and bias in fp32; with a group, two numbers a token and what linear_logprob saves."""
+        del result
+        if call.group is None:
+            hidden, weight, bias = (x if wants else None for x, wants in zip(cls.inputs(call), wanted, strict=True))
+            return (
+                None if hidden is None else torch.empty_like(hidden, memory_format=torch.contiguous_format),
+                None if weight is None else torch.empty(weight.shape, dtype=torch.float32, device=weight.device),
+                None if bias is None else torch.empty(bias.shape, dtype=torch.float32, device=bias.device),
+            )
+        ids = call.ids
+        law = LogprobResult(
+            ids.new_empty(ids.shape, dtype=torch.float32), ids.new_empty(ids.shape, dtype=torch.float32),
+            invalid=ids.new_empty(ids.shape, dtype=torch.bool),
+        )  # fmt: skip
+        of_entropy = ids.new_empty(ids.shape, dtype=torch.float32) if call.entropy else None
+        head = LinearLogprobPair.saved_like(LinearLogprobCall.of(call, mask=_mask_of(call)), law, wanted)
+        return law.logprob, of_entropy, *head
+
+
+class _Host:
+    """What the host does for calls of one shape, without a group."""
+
+    def __init__(self, call: LinearPolicyLossCall, needs: tuple[bool, ...]) -> None:
+        self._config, self._shape, self._device = spec.configure(call), call.ids.shape, call.hidden.device
+        self._N, (self._V, D) = call.ids.numel(), call.weight.shape
+        self._needs, self._any, self._entropy = needs, any(needs), call.entropy
+        self._R = rows_of_a_block(self._N, D, self._V, call.hidden.element_size(), call.max_workspace_bytes)
+        self._early = _needs_all(self._config, call.old_logprob, call.rollout_logprob)
+        launcher = launcher_for(self._device)
+        self.plan, self._head = Plan(launcher), _Head(launcher, call, self._R, keep=self._any)
+        self._dz_dtype = torch.float32 if self._V * D <= SMALL else call.hidden.dtype
+
+    def _batch(self, call: LinearPolicyLossCall, logprob: Tensor) -> LossBatch:
         return LossBatch.of(
-            config, call.ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
+            self._config, call.ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
             mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
             entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
-            span=BLOCK, plan=plan,
+            span=BLOCK, plan=self.plan,
         )  # fmt: skip
 
-    def run(call: LinearPolicyLossCall) -> LossResult:
-        with torch.no_grad():
-            of = head.of(call)
-            z, law = None, None
-            if alone:  # the only block is multiplied once, and its law is that of all rows
-                z = head.logits(of, slice(0, N), None)
-                law = head.law(of, slice(0, N), z)
-                logprob, H = law.logprob, law.entropy
-            else:
-                logprob = torch.empty(shape, dtype=torch.float32, device=device)
-                H = torch.empty_like(logprob) if entropy else None
-                z = torch.empty(min(R, N), V, dtype=torch.float32, device=device)
-                if early or not any(needs):
-                    for rows in head.blocks:
-                        head.put(head.law(of, rows, head.logits(of, rows, z)), rows, logprob, H)
-            batch = batch_of(call, logprob)
-            partials = batch.partials(device)
-            if not any(needs):
-                batch.run(logprob, H, None, None, partials)
-                value, stats = batch.summary(partials, entropy=entropy)
-                return LossResult(value, stats, logprob, H)
-            # Tokens outside of all sequences are in no program.
-            room = torch.empty_like if call.cu_seqlens is None else torch.zeros_like
-            g, g_entropy = room(logprob), room(logprob) if entropy else None
-            if early or alone:
-                batch.run(logprob, H, g, g_entropy, partials)
-            into = _Gradients.of(of.hidden, call.weight, call.bias, needs)
-            dz = torch.empty_like(z, dtype=dz_dtype)
-            if law is not None:
-                head.backward(of, slice(0, N), z, law, g, g_entropy, dz, into)
-            else:
+    @torch.no_grad()
+    def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:
+        """The result, and the gradients that are wanted."""
+        head, N, entropy, early, device = self._head, self._N, self._entropy, self._early, self._device
+        of = head.of(call)
+        z, law = None, None
+        if 0 < N <= self._R:  # the only block is multiplied once, and its law is that of all rows
+            z = head.logits(of, slice(0, N), None)
+            law = head.law(of, slice(0, N), z)
+            logprob, H = law.logprob, law.entropy
+        else:
+            logprob = torch.empty(self._shape, dtype=torch.float32, device=device)
+            H = torch.empty_like(logprob) if entropy else None
+            z = torch.empty(min(self._R, N), self._V, dtype=torch.float32, device=device)
+            if early or not self._any:
                 for rows in head.blocks:
-                    logits = head.logits(of, rows, z)
-                    some = head.law(of, rows, logits)
-                    head.put(some, rows, logprob, H)
-                    if not early:
-                        batch.run(logprob, H, g, g_entropy, partials, first=rows.start, tokens=rows.stop - rows.start)
-                    head.backward(of, rows, logits, some, g, g_entropy, dz, into)
+                    head.put(head.law(of, rows, head.logits(of, rows, z)), rows, logprob, H)
+        batch = self._batch(call, logprob)
+        partials = batch.partials(device)
+        if not self._any:
+            batch.run(logprob, H, None, None, partials)
             value, stats = batch.summary(partials, entropy=entropy)
+            return LossResult(value, stats, logprob, H), (None, None, None)
+        # Tokens outside of all sequences are in no program.
+        room = torch.empty_like if call.cu_seqlens is None else torch.zeros_like
+        g, g_entropy = room(logprob), room(logprob) if entropy else None
+        if early or law is not None:
+            batch.run(logprob, H, g, g_entropy, partials)
+        into = _Gradients.of(of.hidden, call.weight, call.bias, self._needs)
+        dz = torch.empty_like(z, dtype=self._dz_dtype)
+        if law is not None:
+            head.backward(of, slice(0, N), z, law, g, g_entropy, dz, into)
+        else:
+            for rows in head.blocks:
+                logits = head.logits(of, rows, z)
+                some = head.law(of, rows, logits)
+                head.put(some, rows, logprob, H)
+                if not early:
+                    batch.run(logprob, H, g, g_entropy, partials, first=rows.start, tokens=rows.stop - rows.start)
+                head.backward(of, rows, logits, some, g, g_entropy, dz, into)
+        value, stats = batch.summary(partials, entropy=entropy)
         d_hidden = None if into.hidden is None else into.hidden.view(call.hidden.shape)
-        pairs = (d_hidden, call.hidden), (into.weight, call.weight), (into.bias, call.bias)
-        return LossResult(attach(value, *pairs, by=by_plan), stats, logprob, H)
-
-    return run
+        return LossResult(value, stats, logprob, H), (d_hidden, into.weight, into.bias)
 
 
 def head_then_loss(
     linear_logprob: Callable[[LinearLogprobCall], LogprobResult], head: LinearLogprobCall, call: LinearPolicyLossCall
 ) -> LossResult:
     """The loss of log-probabilities that `linear_logprob` makes of `head`, and its gradient: one after the other."""
-    counted = _counted(call.ids, call.mask, call.cu_seqlens)
-    head.mask = None if counted is None else counted.view(call.ids.shape)
+    head.mask = _mask_of(call)
     law = linear_logprob(head)
     result = policy_loss(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
     entropy = None if law.entropy is None else law.entropy.detach()
@@ -330,6 +399,12 @@ def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Ten
     at = torch.arange(ids.shape[0], device=ids.device)
     inside = (at >= cu_seqlens[0]) & (at < cu_seqlens[-1])
     return inside if counted is None else inside & counted
+
+
+def _mask_of(call: LinearPolicyLossCall) -> Tensor | None:
+    """[N] or [B, T] tokens whose rows count; None: all."""
+    counted = _counted(call.ids, call.mask, call.cu_seqlens)
+    return None if counted is None else counted.view(call.ids.shape)
 
 
 def _needs_all(config: LossConfig, old: Tensor | None, rollout: Tensor | None) -> bool:

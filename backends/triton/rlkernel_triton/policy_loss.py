@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import policy_loss as spec
-from rlkernel_core.spec.policy_loss import LossResult, PolicyLossCall
+from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.loss_batch import LossBatch, scaled
 from rlkernel_triton.suffix_scan import refused_float64
@@ -29,7 +29,7 @@ def prepare(call: PolicyLossCall) -> Callable[[PolicyLossCall], LossResult]:
     """What runs calls of this shape. See `rlkernel_core.spec.policy_loss.PolicyLossCall`."""
     if gradient_wanted("policy_loss", call):
         return PolicyLossPair(call)
-    host = _Host(call, (False, False))
+    host = Host(spec.configure(call), call.logprob.shape, call.logprob.device, (False, False))
     return lambda call: host.forward(call)[0]
 
 
@@ -42,7 +42,7 @@ class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
         """Bind the launches of calls of this shape."""
         super().__init__(call)
         self._dtypes = [None if x is None else x.dtype for x in self.inputs(call)]
-        self._host = _Host(call, self.wanted)
+        self._host = Host(spec.configure(call), call.logprob.shape, call.logprob.device, self.wanted)
 
     def forward(self, call: PolicyLossCall) -> tuple[LossResult, Saved]:
         """The loss, and what its gradients are multiples of."""
@@ -64,14 +64,21 @@ class PolicyLossPair(Pair[PolicyLossCall, LossResult]):
         return tuple([result.loss.new_empty(x.shape) if x is not None and wants else None for x, wants in of])
 
 
-class _Host:
-    """What the host does for calls of one shape."""
+class Host:
+    """What the host does for calls of one shape.
 
-    def __init__(self, call: PolicyLossCall, wanted: tuple[bool, ...]) -> None:
-        self._config, self._shape, self._device = spec.configure(call), call.logprob.shape, call.logprob.device
-        self.plan, self._wanted = Plan(launcher_for(self._device)), wanted
-        packed = call.cu_seqlens is not None and self._config.level == "sequence"
-        self._room = torch.zeros if packed else torch.empty
+    Args:
+        config: what they are configured as.
+        shape: of their log-probabilities.
+        device: of their log-probabilities.
+        wanted: whether the gradients by log-probability and by entropy are.
+    """
+
+    def __init__(
+        self, config: LossConfig, shape: torch.Size, device: torch.device, wanted: tuple[bool, ...]
+    ) -> None:  # fmt: skip
+        self._config, self._shape, self._device = config, shape, device
+        self.plan, self._wanted = Plan(launcher_for(device)), wanted
 
     def forward(self, call: PolicyLossCall) -> tuple[LossResult, tuple[Tensor | None, ...]]:
         """The result, and d loss / d logprob and d loss / d entropy where they are wanted."""
@@ -84,9 +91,11 @@ class _Host:
                 entropy_coef=call.entropy_coef, plan=self.plan,
             )  # fmt: skip
             partials = batch.partials(self._device)
+            # Tokens outside of all sequences are in no program of a ratio per sequence.
+            room = torch.zeros if call.cu_seqlens is not None and self._config.level == "sequence" else torch.empty
             known = tuple(
                 [
-                    self._room(self._shape, dtype=torch.float32, device=self._device) if wants else None
+                    room(self._shape, dtype=torch.float32, device=self._device) if wants else None
                     for wants in self._wanted
                 ]
             )

@@ -75,7 +75,7 @@ def test_a_plan_of_log_probabilities_launches_the_same_at_every_call(recorder, n
 def test_rows_that_lie_apart_are_copied_and_contiguous_ones_of_any_shape_are_not(recorder):
     for given, stride in ((law(4, 16), D), (LinearLogprobCall(meta(N, 2 * D)[:, :D], meta(V, D), ids(N)), 2 * D)):
         linear_logprob.prepare(given)(given)
-        assert linear_logprob._Plan(given).head._fixed["x_stride"] == stride
+        assert linear_logprob._Host(given, keep=False).head._fixed["x_stride"] == stride
     apart = LinearLogprobCall(meta(8, 10, D)[:, 1:9], meta(V, D), ids(8, 8))
     assert linear_logprob.prepare(apart)(apart).logprob.shape == (8, 8)
 
