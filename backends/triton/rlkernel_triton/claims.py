@@ -73,7 +73,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.advantage:prepare", REALS, check="rlkernel_triton.advantage:fits", prepared=True
     ),
     "affine_suffix_scan": Claim(
-        "rlkernel_triton.suffix_scan:prepare", check="rlkernel_triton.suffix_scan:fits", prepared=True
+        "rlkernel_triton.suffix_scan:prepare",
+        check="rlkernel_triton.suffix_scan:fits",
+        prepared=True,
+        gradient="rlkernel_triton.suffix_scan:AffineSuffixScanPair",
     ),
     "linear_policy_loss": Claim(
         "rlkernel_triton.linear_policy_loss:prepare",
@@ -93,7 +96,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     ),
     "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
     "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
-    "qmatmul": Claim("rlkernel_triton.quant.qmatmul:prepare", only=_FORMATS | _AFTER | _ALWAYS, prepared=True),
+    "qmatmul": Claim(
+        "rlkernel_triton.quant.qmatmul:prepare",
+        only=_FORMATS | _AFTER | _ALWAYS,
+        prepared=True,
+        gradient="rlkernel_triton.quant.qmatmul:QmatmulPair",
+    ),
     "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),
 }
 

@@ -176,12 +176,13 @@ class Head:
         )  # fmt: skip
         numbers = (self.planes * min(plan.block, N) * self._P, self.planes * N)
         self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
-        self._gradients: dict[tuple[bool, ...], Launch] = {}
-        self._products: dict[tuple[str, bool], Launch] = {}
+        self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
+        self._products: dict[tuple[str | int, ...], Launch] = {}
 
     def _bind(self, kernel: Any, tile: Tile, **fixed: Any) -> Launch:
         shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP, "INTERPRETED": INTERPRETED}
-        asked = tuple(n for n in ("g", "g_lse", "g_entropy", "g_mass") if "G" in fixed)
+        arriving = ("g", "g_lse", "g_entropy", "g_mass")
+        asked = tuple(n for n in arriving if fixed.get(n.upper()))  # gradients may lie anywhere
         return self._launcher.bind(
             kernel, num_warps=tile.num_warps, num_stages=tile.num_stages, options=self._options, any_alignment=asked,
             **shape, **fixed,
@@ -234,45 +235,75 @@ class Head:
             for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
         )
         slope = _Slope(self, of, invalid, law_rows, upstream, saved, peaks)
-        if d_hidden is not None or self._alone:
+        if self._alone:
+            self._in_one_block(of, slope, d_hidden, d_weight, d_bias, group)
+            return d_hidden, d_weight, d_bias
+        if d_hidden is not None:
             for first, n in self.blocks:
-                acc = None if d_hidden is None else torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
+                acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
                 x = self.rows(of, first, n)
                 for start, width in self._columns:
-                    dz = slope(x, first, n, start, width)
-                    if acc is not None:
-                        self._to_hidden(of, dz, first, n, start, width, acc)
-                    if self._alone:
-                        self._to_weight(of, [(first, n, x, dz)], start, width, d_weight, d_bias)
-                if acc is not None and d_hidden is not None:
-                    self._put(of, acc, first, d_hidden, group)
-        if not self._alone and (d_weight is not None or d_bias is not None):
+                    dz, launch = slope(x, first, n, start, width), self._product("rows", add=True)
+                    weight = of.weight[start:] if start else of.weight
+                    launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
+                self._put(of, acc, first, d_hidden, group)
+        if d_weight is not None or d_bias is not None:
             for start, width in self._columns:
                 each = ((first, n, self.rows(of, first, n)) for first, n in self.blocks)
                 some = ((first, n, x, slope(x, first, n, start, width)) for first, n, x in each)
                 self._to_weight(of, some, start, width, d_weight, d_bias)
         return d_hidden, d_weight, d_bias
 
-    def slope(self, arriving: tuple[bool, ...]) -> Launch:
+    def _in_one_block(
+        self, of: Operands, slope: _Slope, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        """Write the gradients where all rows are in one block: each launch is passed pointers, and a first column."""
+        (_, n), most, count = self.blocks[0], self.plan.columns, of.at()[1]
+        x, dz, kind, device = self.rows(of, 0, n), slope.buffer, torch.float32, self.device
+        # What belongs to a block of columns: split in one call, where a slice each would take a call each.
+        acc, total, weights, d_weights, totals = None, None, (), (), ()
+        if d_hidden is not None:
+            acc, weights = torch.zeros(n, self.D, dtype=kind, device=device), of.weight.split(most)
+        if d_weight is not None:
+            d_weights = d_weight.split(most)
+        if d_bias is not None:
+            total = torch.zeros(self.V, dtype=kind, device=device)
+            totals = total.split(most)
+        to_hidden, rows_grid = None, self._product_grid(n)
+        of_width = 0
+        for i, (start, width) in enumerate(self._columns):
+            if width != of_width:  # the first, and the last
+                of_width, columns_grid = width, self._product_grid(width)
+                to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
+                to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
+                rows_of_dz = dz[: n * width].view(n, width)
+            slope(x, 0, n, start, width)
+            if acc is not None:
+                to_hidden(rows_grid, dz, weights[i], count, acc)
+            if d_weight is not None:
+                to_weight(columns_grid, dz, x, count, d_weights[i])
+            if total is not None:
+                totals[i].add_(rows_of_dz.sum(0, dtype=kind))
+        if acc is not None and d_hidden is not None:
+            self._put(of, acc, 0, d_hidden, group)
+        if total is not None and d_bias is not None:
+            d_bias.copy_(total)
+
+    def slope(self, arriving: tuple[bool, ...], width: int) -> Launch:
         """The launch that writes gradients of products, for the results that gradients arrive at."""
-        found = self._gradients.get(arriving)
+        found = self._gradients.get((arriving, width))
         if found is None:
             flags = dict(zip(("G", "G_LSE", "G_ENTROPY", "G_MASS"), arriving, strict=True))
-            found = self._gradients[arriving] = self._bind(
-                head_kernels.head_gradient, self._slope_tile, **self._fixed, **flags, N=self.N, SAVED=self.plan.save,
-                PEAK=self.tile.BN,
+            found = self._gradients[arriving, width] = self._bind(
+                head_kernels.head_gradient, self._slope_tile, **self._fixed, **flags, N=self.N, width=width,
+                SAVED=self.plan.save, PEAK=self.tile.BN,
             )  # fmt: skip
         return found
 
     def slope_grid(self, n: int, width: int) -> tuple[int, int, int]:
         """Of that launch."""
         return triton.cdiv(n, self._slope_tile.BM) * triton.cdiv(width, self._slope_tile.BN), 1, 1
-
-    def _to_hidden(self, of: Operands, dz: Tensor, first: int, n: int, start: int, width: int, acc: Tensor) -> None:
-        """Add dz @ weight[start : start + width]."""
-        launch = self._product("rows", add=True)
-        weight = of.weight[start:] if start else of.weight
-        launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
 
     def _to_weight(
         self,
@@ -283,29 +314,33 @@ class Head:
         d_weight: Tensor | None,
         d_bias: Tensor | None,
     ) -> None:
-        """Sum dz.T @ hidden, and dz over its rows, over all blocks of rows; round once."""
+        """Sum dz.T @ hidden, and dz over its rows, over several blocks of rows; round once."""
         d_rows = None if d_weight is None else d_weight[start : start + width]
-        acc = d_rows if self._alone or d_rows is None else torch.zeros_like(d_rows, dtype=torch.float32)
+        acc = None if d_rows is None else torch.zeros_like(d_rows, dtype=torch.float32)
         total = None if d_bias is None else torch.zeros(width, dtype=torch.float32, device=self.device)
         for first, n, x, dz in blocks:
             if acc is not None:
-                launch = self._product("sum", add=not self._alone)
+                launch = self._product("sum", add=True)
                 launch(self._product_grid(width), dz, x, of.at()[1], acc, first, width, n, width)
             if total is not None:
                 total += dz[: n * width].view(n, width).sum(0, dtype=torch.float32)
-        if d_rows is not None and acc is not None and not self._alone:
+        if d_rows is not None and acc is not None:
             d_rows.copy_(acc)
         if d_bias is not None and total is not None:
             d_bias[start : start + width] = total
 
-    def _product(self, limit: str, *, add: bool) -> Launch:
-        """The launch that multiplies dz with the head ("rows") or, transposed, with hidden states ("sum")."""
-        found = self._products.get((limit, add))
+    def _product(self, limit: str, *, add: bool, **sizes: int) -> Launch:
+        """The launch that multiplies dz with the head ("rows") or, transposed, with hidden states ("sum").
+
+        Sizes that are not given are passed to it.
+        """
+        key = (limit, add, *sizes.values())
+        found = self._products.get(key)
         if found is None:
             strides = {"a_step": 1, **self._weight_strides} if limit == "rows" else {"a_stride": 1, **self._x_strides}
-            found = self._products[limit, add] = self._bind(
-                head_kernels.product, self._product_tile, **strides, C=self.D, LIMIT=limit if self._masked else "none",
-                ADD=add, OPERAND=self._back_operand,
+            found = self._products[key] = self._bind(
+                head_kernels.product, self._product_tile, **strides, **sizes, C=self.D,
+                LIMIT=limit if self._masked else "none", ADD=add, OPERAND=self._back_operand,
             )  # fmt: skip
         return found
 
@@ -332,18 +367,19 @@ class _Slope:
         saved: Tensor | None, peaks: Tensor | None,
     ) -> None:  # fmt: skip
         self._head, self._several = head, len(head.blocks) > 1
-        self._launch = head.slope(tuple([g is not None for g in upstream]))
+        self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
-        self._buffer = torch.empty(room, dtype=head.work, device=head.device)
+        self.buffer = torch.empty(room, dtype=head.work, device=head.device)
         none = of.ids
         self._given = (
             of.weight, none if of.bias is None else of.bias, of.ids, *of.at(), invalid.view(torch.int8),
             *of.temperatures(), of.bits(), law_rows, *[law_rows if g is None else g.contiguous() for g in upstream],
-            none if saved is None else saved, none if peaks is None else peaks, self._buffer,
+            none if saved is None else saved, none if peaks is None else peaks, self.buffer,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
         """[n, width] of x [n, D], at the beginning of the buffer."""
         cut = (first, n) if self._several else ()
-        self._launch(self._head.slope_grid(n, width), x, *self._given, *cut, start, width)
-        return self._buffer
+        launch = self._head.slope(self._arriving, width)
+        launch(self._head.slope_grid(n, width), x, *self._given, *cut, start)
+        return self.buffer

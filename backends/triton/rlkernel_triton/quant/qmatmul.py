@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
+from rlkernel_core.reference.row_views import shaped
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
-from rlkernel_triton.launchers import Plan, launcher_for
+from rlkernel_triton.launchers import Plan, launcher_for, planned
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import PIECE, After, wide_product
@@ -44,27 +45,91 @@ def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
 
 def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
     """What runs calls of this shape. See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
-    storage.check_layouts("w", call.w)
-    scale = 0.0 if call.lora is None else float(call.lora.scale)
-    how = _How(call.w.flatten()[1], scale, call.activation, call.weight_rounding)
-    plan, leading, K = Plan(launcher_for(call.x.device)), call.x.shape[:-1], call.x.shape[-1]
-    of_lora = () if call.lora is None else (call.lora.A, call.lora.B)
-    leaves = (call.x, call.bias, *of_lora, call.residual)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+    if gradient_wanted("qmatmul", call):
+        return QmatmulPair(call)
+    return _Host(call).forward
 
-    def run(call: QmatmulCall) -> Tensor:
+
+class QmatmulPair(Pair[QmatmulCall, Tensor]):
+    """Gradients of x, bias, LoRA and residual; the weight is saved packed."""
+
+    op = "qmatmul"
+
+    def __init__(self, call: QmatmulCall) -> None:
+        """Keep what is done once for calls of this shape."""
+        super().__init__(call)
+        self._host = _Host(call)
+        self._kinds = [None if x is None else (x.dtype, x.shape) for x in self.inputs(call)]
+
+    @classmethod
+    def inputs(cls, call: QmatmulCall) -> Saved:
+        """The input, bias, A and B of LoRA, and residual."""
+        a, b = (None, None) if call.lora is None else (call.lora.A, call.lora.B)
+        return call.x, call.bias, a, b, call.residual
+
+    def forward(self, call: QmatmulCall) -> tuple[Tensor, Saved]:
+        """The result; what is saved belongs to the call."""
+        return self._host.forward(call), self.saved_like(call, call.x, self.wanted)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """The weight is dequantised again, in pieces, and multiplied with the gradient."""
+        (dy,) = grads
+        if dy is None:
+            return (None,) * len(self._kinds)
+        found = self._host.backward(saved, dy.reshape(-1, dy.shape[-1]), self.wanted)
+        kinds = zip(found, self._kinds, strict=True)
+        return tuple([None if g is None or kind is None else g.to(kind[0]).view(kind[1]) for g, kind in kinds])
+
+    @classmethod
+    def saved_like(cls, call: QmatmulCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """Tensors of the call alone: the packed weight, and x where an activation or LoRA needs it."""
+        del result, wanted
+        x, bias, a, b, _ = cls.inputs(call)
+        return x if call.activation or a is not None else None, bias, a, b, call.ends, *call.w.flatten()[0]
+
+
+class _Host:
+    """What the host does for calls of one shape."""
+
+    def __init__(self, call: QmatmulCall) -> None:
+        storage.check_layouts("w", call.w)
+        scale = 0.0 if call.lora is None else float(call.lora.scale)
+        self._how = _How(call.w.flatten()[1], scale, call.activation, call.weight_rounding)
+        self._leading, self._K, self._dtype = call.x.shape[:-1], call.x.shape[-1], call.x.dtype
+        launcher = launcher_for(call.x.device)
+        # `again` is of what the backward pass launches: among it the product once more, in another dtype.
+        self._plan, self._again = Plan(launcher), Plan(launcher)
+
+    def forward(self, call: QmatmulCall) -> Tensor:  # -> [..., R]
+        """The result."""
         x, w, lora, residual = call.x, call.w, call.lora, call.residual
-        rows = x if x.dim() == 2 else x.reshape(-1, K)
+        rows = x if x.dim() == 2 else x.reshape(-1, self._K)
         added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
         a, b = (None, None) if lora is None else (lora.A, lora.B)
-        leaves = (rows, call.bias, a, b, added)
-        if wanted:
-            y: Tensor = _QMatmul.apply(how, plan, *leaves, call.ends, *w.flatten()[0])  # type: ignore[no-untyped-call]
-        else:
-            y = how.run(*leaves, call.ends, w, plan=plan)
-        return y if x.dim() == 2 else y.view(*leading, y.shape[-1])
+        y = self._how.run(rows, call.bias, a, b, added, call.ends, w, plan=self._plan)
+        return y if x.dim() == 2 else shaped(y, torch.Size((*self._leading, y.shape[-1])))
 
-    return run
+    def backward(self, saved: Saved, dy: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """The gradients of x, bias, A, B and residual that are wanted, as rows and not yet of their dtypes."""
+        how, plan = self._how, self._again
+        x, bias, a, b, ends, *parts = saved
+        x = None if x is None else x.reshape(-1, self._K)
+        w = QuantTensor.unflatten(parts, how.meta)  # type: ignore[arg-type]  # all parts are there
+        dh = dy if how.activation is None else _through(how, x, bias, a, b, ends, w, dy, plan)  # type: ignore[arg-type]
+        dx = _times_weight(dh.to(self._dtype), ends, w, plan) if wanted[0] else None
+        da = db = None
+        if a is not None and any((wanted[0], wanted[2], wanted[3])):
+            low = _wide(dh, b) * how.lora_scale  # type: ignore[arg-type]  # [M, r] = s dh B
+            if dx is not None:
+                dx += _wide(low, a)
+            if wanted[2]:
+                da = _wide(low.t(), x)  # type: ignore[arg-type]  # it is saved beside a LoRA
+            if wanted[3]:
+                db = _wide(dh.t(), _wide(x, a.t())) * how.lora_scale  # type: ignore[arg-type]
+        dbias = _sums(dh, ends) if wanted[1] else None
+        if ends is not None:
+            dy = torch.where(_members(ends, dy.shape[0]).any(0), dy, 0)
+        return dx, dbias, da, db, dy if wanted[4] else None
 
 
 @dataclass(frozen=True)
@@ -94,60 +159,13 @@ class _How:
         return multiplied(x.contiguous(), w, after, self.weight_rounding, ends, dtype, plan)
 
 
-class _QMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        how: _How,
-        plan: Plan,
-        x: Tensor,
-        bias: Tensor | None,
-        a: Tensor | None,
-        b: Tensor | None,
-        residual: Tensor | None,
-        ends: Tensor | None,
-        *parts: Tensor,
-    ) -> Tensor:
-        ctx.how = how
-        ctx.rows, ctx.dtype = x.shape[0], x.dtype
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
-        # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
-        ctx.save_for_backward(x if how.activation or a is not None else None, bias, a, b, ends, *parts)
-        return how.run(x, bias, a, b, residual, ends, QuantTensor.unflatten(parts, how.meta), plan=plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        how: _How = ctx.how
-        x, bias, a, b, ends, *parts = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:7]
-        w = QuantTensor.unflatten(parts, how.meta)
-        dh = dy if how.activation is None else _through(how, x, bias, a, b, ends, w, dy)  # [M, N]
-        dx = _times_weight(dh.to(ctx.dtype), ends, w) if wanted[0] else None
-        da = db = None
-        if a is not None and any((wanted[0], wanted[2], wanted[3])):
-            low = _wide(dh, b) * how.lora_scale  # [M, r] = s dh B
-            if dx is not None:
-                dx += _wide(low, a)
-            if wanted[2]:
-                da = _wide(low.t(), x)
-            if wanted[3]:
-                db = _wide(dh.t(), _wide(x, a.t())) * how.lora_scale
-        dbias = _sums(dh, ends) if wanted[1] else None
-        if ends is not None:
-            dy = torch.where(_members(ends, dy.shape[0]).any(0), dy, 0)
-        found = (dx, dbias, da, db, dy if wanted[4] else None)
-        cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
-        return (None, None, *cast, None, *[None] * len(parts))
-
-
 def _through(
     how: _How, x: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, ends: Tensor | None, w: QuantTensor,
-    dy: Tensor,
+    dy: Tensor, plan: Plan,
 ) -> Tensor:  # -> [M, N] fp32  # fmt: skip
     """The gradient of h from that of y."""
-    h = replace(how, activation=None).run(x, bias, a, b, None, ends, w, torch.float32)
-    with torch.enable_grad():
+    h = replace(how, activation=None).run(x, bias, a, b, None, ends, w, torch.float32, plan)
+    with recording_gradients():
         leaf = h.requires_grad_()
         given = leaf.chunk(2, 1) if how.activation in PAIRS else (leaf,)
         y = _ACTIVATIONS[how.activation](*given)  # type: ignore[index]
@@ -174,7 +192,7 @@ def _sums(dh: Tensor, ends: Tensor | None) -> Tensor:  # [M, N] -> [E N] fp32
     return torch.cat([torch.where(mine, dh, 0).sum(0, dtype=torch.float32) for mine in _members(ends, dh.shape[0])])
 
 
-def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  # [M, N] -> [M, K] fp32
+def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor, plan: Plan) -> Tensor:  # [M, N] -> [M, K] fp32
     """Dh w', the weight rounded to the dtype of dh, in pieces of its rows."""
     N, K = w.shape
     if ends is not None:
@@ -187,6 +205,8 @@ def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  #
     total = None
     for first in range(0, N, rows):
         last = min(first + rows, N)
-        part = wide_product(dh[:, first:last], storage.dequantised(w, dh.dtype, (first, last)).t())
+        dequantise = planned(plan, f"rows {first}", dh.device, partial(storage.dequantiser, w, dh.dtype, (first, last)))
+        left = dh if last - first == N else dh[:, first:last]
+        part = wide_product(left, dequantise(w).t())
         total = part if total is None else total.add_(part)
     return dh.new_zeros(dh.shape[0], K, dtype=torch.float32) if total is None else total

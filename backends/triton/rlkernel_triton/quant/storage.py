@@ -22,7 +22,7 @@ from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.launchers import Launcher, launcher_for
 from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 
 W4: Final = "triton_w4"
@@ -209,22 +209,36 @@ def dequantised(
     return result
 
 
-def dequantiser(w: QuantTensor, dtype: torch.dtype) -> Callable[[QuantTensor], Tensor]:
-    """What dequantises weights like this one, whole; bound once."""
+def dequantiser(
+    w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, launcher: Launcher | None = None
+) -> Callable[[QuantTensor], Tensor]:
+    """What dequantises weights like this one, or a range of their rows that starts at a multiple of 16; bound once.
+
+    Args:
+        w: the weight; none of its values is read.
+        dtype: of the result.
+        rows: first row and one past the last; None for all.
+        launcher: what binds the kernel; None for that of the weight's device.
+    """
+    launcher = launcher_for(w.device) if launcher is None else launcher
     if blocks.reads(w.spec):
-        return lambda w: blocks.dequantised(w, dtype, None, None)
-    w, shape = table_of_nf4(w), w.shape
-    N, K = (1, shape[0] * shape[1]) if w.spec.element == "nf4" and shape[1] % w.spec.group else shape
+        return lambda w: blocks.dequantised(w, dtype, rows)
+    w, device = table_of_nf4(w), w.device
+    first, last = rows or (0, w.shape[0])
+    shape, ragged = (last - first, w.shape[1]), w.spec.element == "nf4" and bool(w.shape[1] % w.spec.group)
+    if ragged and rows is not None and shape != w.shape:  # blocks go on from row to row
+        whole = dequantiser(w, dtype, None, launcher)
+        return lambda w: whole(w)[first:last]
+    N, K = (1, shape[0] * shape[1]) if ragged else (last, shape[1])
     R, C = _decoded_tile(w, N)
-    grid = (triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1)
-    launch = launcher_for(w.device).bind(
-        decode_kernels.dequantise, num_warps=4, options=EXACT, first=0, **_decoding(w, N, K, R, C)
+    grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C), 1, 1)
+    launch = launcher.bind(
+        decode_kernels.dequantise, num_warps=4, options=EXACT, first=first, **_decoding(w, N, K, R, C)
     )
     scale = scale_name(w.spec)
     names = [n if n in w.parts else scale for n in ("zero", "table", "nested_table", "nested_absmax", "nested_offset")]
     names = [scale, *names]
     as_they_are = all(w.parts[n].is_contiguous() for n in names)
-    device = w.device
 
     def run(w: QuantTensor) -> Tensor:
         result = torch.empty(shape, dtype=dtype, device=device)
