@@ -53,6 +53,11 @@ def arch_of(x: Tensor) -> str:
         return _arch(x.get_device())
 
 
+def _cdiv(a: int, b: int) -> int:
+    """`triton.cdiv`, which unwraps its arguments: several us a call."""
+    return -(-a // b)
+
+
 @cache
 def _arch(device: int) -> str:
     target = triton.runtime.driver.active.get_current_target()
@@ -167,7 +172,7 @@ class Head:
             "HAS_CAP": softcap is not None, "SUPPORT": support, "OPERAND": self._operand,
         }  # fmt: skip
         self._sweep = self._bind(head_kernels.head_sweep, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save)
-        self._P, self.planes = triton.cdiv(self.V, self.tile.BN), PLANES[support]
+        self._P, self.planes = _cdiv(self.V, self.tile.BN), PLANES[support]
         width = triton.next_power_of_2(self._P)
         self._some = law_kernel.rows_of_a_program(width)
         self._join = launcher.bind(
@@ -210,11 +215,11 @@ class Head:
         for first, n in self.blocks:
             cut = () if self._alone else (first, n)
             self._sweep(
-                (triton.cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, of.ids, *at,
+                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, of.ids, *at,
                 *of.temperatures(), of.bits(), parts, parts if saved is None else saved[first:],
                 parts if peaks is None else peaks[first:], *cut,
             )  # fmt: skip
-            self._join((triton.cdiv(n, self._some), 1, 1), parts, *at, joined, *cut)
+            self._join((_cdiv(n, self._some), 1, 1), parts, *at, joined, *cut)
         return Swept(joined, saved, peaks, spare)
 
     def gradients(
@@ -270,15 +275,15 @@ class Head:
         if d_bias is not None:
             total = torch.zeros(self.V, dtype=kind, device=device)
             totals = total.split(most)
-        to_hidden, rows_grid = None, self._product_grid(n)
-        of_width = 0
+        rows_grid, of_width = self._product_grid(n), 0
         for i, (start, width) in enumerate(self._columns):
             if width != of_width:  # the first, and the last
                 of_width, columns_grid = width, self._product_grid(width)
+                write_dz, dz_grid = slope.of(n, width)
                 to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
                 to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
                 rows_of_dz = dz[: n * width].view(n, width)
-            slope(x, 0, n, start, width)
+            write_dz(dz_grid, x, *slope.given, start)
             if acc is not None:
                 to_hidden(rows_grid, dz, weights[i], count, acc)
             if d_weight is not None:
@@ -303,7 +308,7 @@ class Head:
 
     def slope_grid(self, n: int, width: int) -> tuple[int, int, int]:
         """Of that launch."""
-        return triton.cdiv(n, self._slope_tile.BM) * triton.cdiv(width, self._slope_tile.BN), 1, 1
+        return _cdiv(n, self._slope_tile.BM) * _cdiv(width, self._slope_tile.BN), 1, 1
 
     def _to_weight(
         self,
@@ -346,7 +351,7 @@ class Head:
 
     def _product_grid(self, M: int) -> tuple[int, int, int]:
         t = self._product_tile
-        return triton.cdiv(M, t.BM) * triton.cdiv(self.D, t.BN), 1, 1
+        return _cdiv(M, t.BM) * _cdiv(self.D, t.BN), 1, 1
 
     def _put(self, of: Operands, acc: Tensor, first: int, d_hidden: Tensor, group: dist.ProcessGroup | None) -> None:
         """Round a block of dX to its place."""
@@ -366,20 +371,23 @@ class _Slope:
         self, head: Head, of: Operands, invalid: Tensor, law_rows: Tensor, upstream: tuple[Tensor | None, ...],
         saved: Tensor | None, peaks: Tensor | None,
     ) -> None:  # fmt: skip
-        self._head, self._several = head, len(head.blocks) > 1
+        self._head = head
         self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
         self.buffer = torch.empty(room, dtype=head.work, device=head.device)
         none = of.ids
-        self._given = (
+        self.given = (
             of.weight, none if of.bias is None else of.bias, of.ids, *of.at(), invalid.view(torch.int8),
             *of.temperatures(), of.bits(), law_rows, *[law_rows if g is None else g.contiguous() for g in upstream],
             none if saved is None else saved, none if peaks is None else peaks, self.buffer,
         )  # fmt: skip
 
+    def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:
+        """The launch for so many rows and columns, and its grid: it is passed x, `given` and the first column."""
+        return self._head.slope(self._arriving, width), self._head.slope_grid(n, width)
+
     def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
-        """[n, width] of x [n, D], at the beginning of the buffer."""
-        cut = (first, n) if self._several else ()
-        launch = self._head.slope(self._arriving, width)
-        launch(self._head.slope_grid(n, width), x, *self._given, *cut, start)
+        """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""
+        launch, grid = self.of(n, width)
+        launch(grid, x, *self.given, first, n, start)
         return self.buffer
