@@ -205,8 +205,8 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     row = _statistics(head, ids, T, kept, shard, call.softcap, saved, moment=call.entropy)
     values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
     result = LogprobResult(
-        logprob=shaped(values, rows),
-        lse=shaped(lse, rows),
+        logprob=shaped(values, rows),  # type: ignore[arg-type]  # these two are always there
+        lse=shaped(lse, rows),  # type: ignore[arg-type]
         entropy=None if H is None else shaped(H, rows),
         log_kept_mass=None if mass is None else shaped(mass, rows),
         invalid=chosen.invalid.view(rows),

@@ -100,6 +100,17 @@ def test_gradients_are_three_launches_for_each_block_of_columns(recorder, monkey
     assert (given.hidden.grad.shape, given.weight.grad.shape) == ((N, D), (V, D))
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_plan_of_gradients_launches_the_same_at_every_call(recorder, name):
+    run = linear_logprob.prepare(law(grad=True, **OPTIONS[name]))
+    for _ in range(2):
+        given = law(grad=True, **OPTIONS[name])
+        run(given).logprob.sum().backward()
+    half = len(recorder.launches) // 2
+    assert half > 3
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
 def test_a_frozen_head_saves_a_product(recorder):
     given = law(backward="recompute")
     given.hidden.requires_grad_()

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, QuantizeCall
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.quant import codec, product
+from rlkernel_triton.quant import codec, product, qmatmul
 
 KERNELS = {
     "int8_channel": ["encode_rows"],
@@ -52,6 +53,23 @@ def test_a_plan_dequantises_in_one_launch(name):
     assert launched(recorder) == ["dequantise"] * 2
     assert recorder.launches[0] == recorder.launches[1]
     assert [(x.shape, x.dtype) for x in out] == [((64, 256), torch.float16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "again"), [({}, ["dequantise"]), ({"activation": "silu"}, ["byte_product", "dequantise"])]
+)
+def test_gradients_of_a_product_are_launched_as_they_were_bound(options, again):
+    recorder, x = Recorder(), weight()[:3].bfloat16().requires_grad_()
+    with using(recorder):
+        w = codec.quantize(QuantizeCall(weight(), "int4_g128"))
+        recorder.launches.clear()
+        run = qmatmul.prepare(QmatmulCall(x, w, **options))
+        for _ in range(2):
+            run(QmatmulCall(x, w, **options)).float().sum().backward()
+    assert launched(recorder) == ["byte_product", *again] * 2
+    half = len(recorder.launches) // 2
+    assert recorder.launches[:half] == recorder.launches[half:]
+    assert x.grad.shape == x.shape
 
 
 def test_a_plan_writes_into_the_weight_that_each_call_names():
