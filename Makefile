@@ -67,7 +67,7 @@ hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside
 
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
 	rm -rf dist
-	for d in . backends/*/; do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
+	for d in . $(dir $(wildcard backends/*/pyproject.toml)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
 	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
 
 clean: ## remove what the other targets made

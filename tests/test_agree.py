@@ -42,7 +42,7 @@ def test_the_invariant_decoder_is_the_same_model() -> None:
 
 
 def test_the_sides_use_the_orders_they_were_given() -> None:
-    target = "rlkernel_core.reference.linear_logprob:linear_logprob"
+    target = "rlkernel_torch.linear_logprob:linear_logprob"
     claims = Impl(op="linear_logprob@1", target=target, requires=Requires(device="*"), supports={"grad", "entropy"})
     with rlk.registered(Backend(name="acme", api=(2, 0), impls=(claims,))):
         found = measure(builtin(), rollout=("reference",), trainer=("acme", "reference"), **SMALL)

@@ -172,7 +172,7 @@ def test_a_reference_that_raises_does_not_disturb_the_call(recorder, monkeypatch
     def broken(call):
         raise MemoryError("no room for the reference")
 
-    monkeypatch.setattr("rlkernel_core.reference.logprob.logprob", broken)
+    monkeypatch.setattr("rlkernel_torch.logprob.logprob", broken)
     (said,) = told("right", calls=2)
     assert "cannot be compared with the reference: MemoryError: no room for the reference" in said
     assert [error for _, _, error in recorder.heard] == ["MemoryError: no room for the reference"] * 2

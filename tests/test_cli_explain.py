@@ -31,7 +31,7 @@ policy   order=['auto'] fallback=warn  (from default)
                   fix: pip install 'rlkernel[cuda]'
   no   triton     load/not-installed: no installed distribution provides 'triton'
                   fix: pip install 'rlkernel[triton]'
-  YES  reference  rlkernel_core.reference.logprob:logprob  [rlkernel {version}]
+  YES  reference  rlkernel_torch.logprob:logprob  [rlkernel {version}]
 fallback plain torch runs on cuda sm90, for which cuda has kernels
 decision {hash}
 """

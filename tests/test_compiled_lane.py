@@ -64,7 +64,7 @@ def test_an_operator_compiles_whole_and_gives_the_bits_of_eager_mode(example) ->
     if example.wanted:
         assert_same_bits(gradients(expected, plain, example.wanted), gradients(actual, inputs, example.wanted))
     (node,) = graphs.operator_nodes()
-    assert node.args[3].startswith("reference rlkernel_core.reference.")
+    assert node.args[3].startswith("reference rlkernel_torch.")
 
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if e.rows], ids=lambda e: e.name)

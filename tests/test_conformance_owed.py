@@ -16,9 +16,9 @@ from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.advantage.estimate import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_torch.advantage.estimate import advantage
 
 FEW = Profile("test", 2, 60)
 

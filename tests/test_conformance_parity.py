@@ -12,9 +12,9 @@ import rlkernel as rlk
 from rlkernel_conformance.parity import drift, markdown, parity
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.logprob import logprob
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import backend as reference
+from rlkernel_torch.logprob import logprob
 
 
 @pytest.fixture(autouse=True)

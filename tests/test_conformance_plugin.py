@@ -16,8 +16,8 @@ OFF = """
 from dataclasses import replace
 
 from rlkernel_core import Backend, Impl, Requires
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.whitening import whiten as right
+from rlkernel_torch import backend as reference
+from rlkernel_torch.advantage.whitening import whiten as right
 
 
 def whiten(call):

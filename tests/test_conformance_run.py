@@ -31,8 +31,8 @@ WORK = [Work(Subject("reference", op, "cuda:0"), tuple(attacks_with_leftovers(op
 CHEERFUL = """
 import os
 from rlkernel_core import Backend, Impl, Requires
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.filtering import group_filter as right
+from rlkernel_torch import backend as reference
+from rlkernel_torch.advantage.filtering import group_filter as right
 
 
 def group_filter(call):

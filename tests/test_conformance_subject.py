@@ -19,9 +19,9 @@ from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.whitening import whiten as right
-from rlkernel_core.reference.qmatmul import qmatmul as product
 from rlkernel_core.spec.whiten import WhitenCall
+from rlkernel_torch.advantage.whitening import whiten as right
+from rlkernel_torch.qmatmul import qmatmul as product
 
 PICKY = Backend(
     name="picky",

@@ -13,8 +13,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.reference import backend
 from rlkernel_core.tree import flatten
+from rlkernel_torch import backend
 from tests.compiled_calls import EXAMPLES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")

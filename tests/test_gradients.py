@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel_core.errors import PluginWarning, RLKernelError
-from rlkernel_core.reference import PAIRS
+from rlkernel_torch import PAIRS
 from tests.compiled_calls import EXAMPLES, IDS, LOGITS, Example, arguments, tensors_of
 from tests.implementations import COUNTED, acme
 

@@ -34,11 +34,13 @@ def metadata(wheel: Path):
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_it_holds_the_four_packages_and_nothing_else(wheel) -> None:
+def test_it_holds_its_packages_and_nothing_else(wheel) -> None:
     roots = {n.partition("/")[0] for n in names(wheel)}
     assert {r for r in roots if not r.endswith(".dist-info")} == {
         "rlkernel",
         "rlkernel_core",
+        "rlkernel_common",
+        "rlkernel_torch",
         "rlkernel_conformance",
         "rlkernel_bench",
     }

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant import FORMATS, QuantSpec, error_bound, quantize_activation
-from rlkernel_core.reference.direct import dequantize, prepack, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import SPEC, UNITS, LoRA, accumulation_bound
+from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
 
 EVERY = [*FORMATS, QuantSpec.named("nf4", double_quant=True), QuantSpec.named("fp8_channel", element="e5m2")]
 WEIGHT_ONLY = [f for f in EVERY if f != "int8_w8a8"]
