@@ -33,7 +33,7 @@ check: $(STAMP) ## ruff and mypy
 	$(RUN) -m mypy
 
 conform: $(STAMP) ## hold the reference against every clause at length, and write the report and README's table
-	$(VENV)/bin/rlkernel conformance run reference --profile standard --report conformance/reports/reference
+	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch
 	$(VENV)/bin/rlkernel conformance table README.md
 
 bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a toy size

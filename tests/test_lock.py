@@ -44,7 +44,7 @@ def test_what_is_not_pinned_is_an_error_that_says_what_is(tmp_path) -> None:
 
 def test_another_version_is_not_what_was_pinned(tmp_path) -> None:
     path = tmp_path / "rlkernel.lock"
-    pins = {"backend": "reference", "target": "rlkernel_torch.logprob:logprob", "provider": "rlkernel 0.0.9"}
+    pins = {"backend": "torch", "target": "rlkernel_torch.logprob:logprob", "provider": "rlkernel 0.0.9"}
     path.write_text(json.dumps({"version": 1, "operators": {"logprob@1": [pins]}}))
     with rlk.use(lock=str(path)), pytest.raises(LockError, match=r"rlkernel 0\.0\.9"):
         rlk.logprob(LOGITS, IDS)
@@ -68,7 +68,7 @@ def test_a_lock_that_is_not_there_is_an_error() -> None:
 def test_a_lock_that_was_written_again_is_read_again(tmp_path) -> None:
     path = tmp_path / "rlkernel.lock"
     for provider in ("rlkernel 1.0.0", "rlkernel 2.0.0"):
-        pins = [{"backend": "reference", "target": "a:b", "provider": provider}]
+        pins = [{"backend": "torch", "target": "a:b", "provider": provider}]
         path.write_text(json.dumps({"version": 1, "operators": {"logprob@1": pins}}))
         os.utime(path, (1, 1))  # as quickly as the clock of the file system ticks
         assert lock.read(str(path)) == {"logprob@1": frozenset({("a:b", provider)})}

@@ -22,7 +22,7 @@ from rlkernel_torch.direct import sample
 from rlkernel_torch.sharded import sampling, statistics
 from rlkernel_torch.truncation import descending
 
-SUBJECT = Subject("reference", "sample")
+SUBJECT = Subject("torch", "sample")
 LAWS = (
     {},
     {"top_k": 50, "top_p": 0.95},

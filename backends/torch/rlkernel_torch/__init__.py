@@ -1,4 +1,4 @@
-"""The meaning of every operator in plain torch: the backend named `reference`.
+"""Every operator in plain torch, on any device, with gradients: the backend named `torch`, or `reference` in an order.
 
 It comes through the same door as every other backend (entry point, manifest, conformance) and takes no shortcut.
 This module holds claims only; importing it loads no torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 
@@ -55,4 +56,4 @@ def _impl(op: str) -> Impl:
     return Impl(op=spec.id, target=target, requires=requires, supports=supports, gradient=PAIRS.get(op))
 
 
-backend = Backend(name="reference", api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))
+backend = Backend(name=PLAIN_TORCH, api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))
