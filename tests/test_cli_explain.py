@@ -27,11 +27,11 @@ backend = Backend(
 GOLDEN = """\
 logprob@1 device=cuda sm90 dtype=bfloat16 grad=True
 policy   order=['auto'] fallback=warn  (from default)
-  no   cuda       environment/missing-package: needs no-such-vendor-library>=0.7, which is not installed
-                  fix: pip install 'rlkernel[cuda]'
-  no   triton     load/not-installed: no installed distribution provides 'triton'
-                  fix: pip install 'rlkernel[triton]'
-  YES  reference  rlkernel_torch.logprob:logprob  [rlkernel {version}]
+  no   cuda    environment/missing-package: needs no-such-vendor-library>=0.7, which is not installed
+               fix: pip install 'rlkernel[cuda]'
+  no   triton  load/not-installed: no installed distribution provides 'triton'
+               fix: pip install 'rlkernel[triton]'
+  YES  torch   rlkernel_torch.logprob:logprob  [rlkernel {version}]
 fallback plain torch runs on cuda sm90, for which cuda has kernels
 decision {hash}
 """
@@ -61,7 +61,7 @@ def test_a_forbidden_fallback_is_a_no(cli, plug, monkeypatch) -> None:
     plug("cuda", CUDA, dist="rlkernel-cuda", version="0.1.0")
     monkeypatch.setenv("RLKERNEL_FALLBACK", "error")
     result = cli("explain", *ON_H100)
-    assert (result.exit_code, 'fallback = "error" forbids reference' in result.stdout) == (1, True)
+    assert (result.exit_code, 'fallback = "error" forbids torch' in result.stdout) == (1, True)
 
 
 def test_json_is_the_decision(cli) -> None:
@@ -142,7 +142,7 @@ def test_listing_imports_no_third_party_that_is_not_asked_for(cli, plug, monkeyp
 
 def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> None:
     rows = {r["name"]: r for r in answer(cli("backends", "--json"))}
-    assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "torch")
+    assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "plain torch")
     assert (rows["triton"]["state"], rows["triton"]["fix"]) == ("not installed", "pip install 'rlkernel[triton]'")
     assert "pip install 'rlkernel[cuda]'" in cli("backends").stdout
 

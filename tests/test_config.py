@@ -208,6 +208,6 @@ def test_a_working_folder_that_is_gone_holds_no_configuration(tmp_path, monkeypa
 
 
 def test_unicode_is_no_trouble(tmp_path) -> None:
-    path = write(tmp_path / "rlkernel.toml", '[rlkernel]\norder = ["réference"]\n')
+    path = write(tmp_path / "rlkernel.toml", '[rlkernel]\norder = ["törch"]\n')
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
         read_file(path, BACKENDS)

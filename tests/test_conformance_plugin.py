@@ -68,7 +68,7 @@ def test_a_refuted_clause_fails_with_its_script_and_one_not_claimed_is_skipped(t
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest(tmp_path) -> None:
-    done = pytest_in(tmp_path, "--backend", "refrence")
+    done = pytest_in(tmp_path, "--backend", "toch")
     assert (done.returncode, "did you mean 'torch'" in done.stderr) == (4, True)
 
 

@@ -141,7 +141,7 @@ def test_reports_are_compared_clause_by_clause(content) -> None:
 
 def test_an_unknown_backend_or_operator_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
-        run("refrence", PROFILES["quick"])
+        run("toch", PROFILES["quick"])
     with pytest.raises(UnknownNameError, match="did you mean 'logprob'"):
         run("torch", PROFILES["quick"], ops=("logprb",))
 

@@ -106,7 +106,7 @@ def test_a_run_folder_that_exists_is_not_written_over(tmp_path) -> None:
 
 def test_an_unknown_backend_is_an_error_before_anything_runs(tmp_path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
-        run(Options(out=tmp_path / "run", order=("refrence",), recipe=SMALL))
+        run(Options(out=tmp_path / "run", order=("toch",), recipe=SMALL))
     assert not (tmp_path / "run").exists()
 
 

@@ -110,7 +110,7 @@ def test_many_threads_that_decide_at_once_agree() -> None:
 
 def test_an_unknown_backend_or_keyword_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
-        rlk.use("refrence")
+        rlk.use("toch")
     with pytest.raises(ConfigError, match="did you mean 'logprob'"):
         rlk.use(logprb="torch")
     with pytest.raises(ArgumentTypeError, match="temprature: logprob has no such argument.*did you mean 'temperature'"):

@@ -150,7 +150,7 @@ class Installed(Mapping[str, Candidate]):
         if name not in self._loaded:
             if name not in self._entries:
                 install = FIRST_PARTY[name].install if name in FIRST_PARTY else ""
-                raise UnknownNameError("backend", name, {*self, *FIRST_PARTY}, install)
+                raise UnknownNameError("backend", name, known_names(self), install)
             self._loaded[name] = _load(self._entries[name])
         return self._loaded[name]
 
