@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_triton import head_workspace, law_kernel

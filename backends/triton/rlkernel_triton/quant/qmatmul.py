@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
-from rlkernel_core.reference.row_views import shaped
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
 from rlkernel_triton.launchers import Plan, launcher_for, planned
 from rlkernel_triton.quant import storage

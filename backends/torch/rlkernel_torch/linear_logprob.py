@@ -1,0 +1,316 @@
+"""linear_logprob@1 in plain torch: tiles of logits are made, swept and forgotten.
+
+The backward pass makes each tile of logits again, or reads it where it was saved, and sweeps twice: over the vocabulary
+for each block of rows, which gives dX, then over the rows for each tile of the vocabulary, which gives dW and dbias. So
+both accumulate in fp32 without a buffer that grows with N or V. It costs five matmuls with "recompute", three with
+"save", fewer with frozen operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel_common import vocab_parallel
+from rlkernel_common.kept_ids import KeptIds, positions, readable
+from rlkernel_common.row_selection import choose, results, selected
+from rlkernel_common.row_statistics import (
+    Law,
+    Part,
+    Sums,
+    Upstream,
+    accumulator,
+    cap,
+    gradient,
+    join,
+    law,
+    side_by_side,
+    sweep,
+    temperatures,
+    tile_width,
+    uncap,
+)
+from rlkernel_common.row_views import free_rows, shaped
+from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_torch.head import ROWS, Head, add_product
+
+
+def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
+    """The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
+
+    `workspace` states the extra memory. Masked rows are skipped where the mask can be read without waiting for a
+    device, that is on a CPU; elsewhere they are computed and left out.
+    """
+    if gradient_wanted("linear_logprob", call):
+        return LinearLogprobPair(call)(call)
+    mode(call)
+    return _forward(call, save=False)[0]
+
+
+def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1) -> int:
+    """Most extra bytes of a call, beyond its results and gradients.
+
+    A block of rows, a tile of the weight and its gradient, some temporaries of a tile of logits, a few numbers per row
+    and rank, six per kept id; and, for "save", the logits of all rows.
+
+    Args:
+        backward: "recompute" or "save".
+        N: rows.
+        D: hidden size.
+        V: size of the vocabulary, or of this rank's shard.
+        itemsize: of the accumulator: 4, or 8 for float64.
+        nnz: kept ids of the support.
+        ranks: of the group.
+    """
+    w = tile_width(V)
+    operands = 3 * (ROWS + w) * D
+    logits = ROWS * (16 * w + 16 * -(-V // w))
+    saved = N * V if backward == "save" else 0
+    return itemsize * (operands + logits + saved) + 8 * (16 + 8 * ranks) * (N + ROWS) + 6 * 8 * nnz
+
+
+def mode(call: LinearLogprobCall) -> str:
+    """How the backward pass of a call comes by its logits, within the limit of the call: "recompute" or "save".
+
+    Raises:
+        ArgumentError: the limit is below what it needs.
+    """
+    backward, limit = call.backward, call.max_workspace_bytes
+    if limit is None:
+        return "recompute" if backward == "auto" else backward
+    nnz = 0 if call.support is None else call.support.ids.shape[0]
+    ranks = 1 if call.group is None else call.group.size()
+    itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
+    V, D = call.weight.shape
+    for found in ("save", "recompute") if backward == "auto" else (backward,):
+        least = workspace(found, call.ids.numel(), D, V, itemsize, nnz, ranks)
+        if least <= limit:
+            return found
+    remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
+    raise ArgumentError(
+        "max_workspace_bytes", limit, f"is below what backward={backward!r} needs here, {least}", remedy
+    )
+
+
+class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
+    """Log-probability, lse, entropy and kept mass from the operands of the head, with their analytic gradients."""
+
+    op = "linear_logprob"
+
+    def __init__(self, call: LinearLogprobCall) -> None:
+        """Keep the numbers of calls of this shape."""
+        super().__init__(call)
+        self._T = call.temperature if isinstance(call.temperature, float | int) else None
+        self._softcap, self._scale, self._group, self._rows = call.softcap, call.logit_scale, call.group, call.ids.shape
+        self._save = mode(call) == "save"
+
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
+        """The result, and the law of every row; with "save" its logits."""
+        return _forward(call, save=self._save)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """One sweep of the logits for dX, one for dW and dbias."""
+        hidden, weight, bias, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
+        value, top, log_total, mean, kept_top, kept_log_total = numbers
+        if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
+            raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
+        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
+        up = [None if g is None else g.reshape(-1) for g in grads]
+        index, counted = _worked_on(None if mask is None else mask.reshape(-1))
+        if index is not None:
+            row, up = Law._make(_some(row, index)), _some(up, index)
+            ids, T = ids[index], T[index]
+        offset = 0 if first is None else first
+        kept = None
+        if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
+            support, V = Support(kept_ids, offsets), weight.shape[0]
+            kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
+        back = _Back(
+            head=Head(free_rows(hidden), weight, bias, self._scale, index, counted, T.dtype),
+            ids=ids - offset,
+            T=T,
+            kept=kept,
+            softcap=self._softcap,
+            saved=logits,
+            row=row,
+            upstream=selected(tuple(up), ids, counted),
+        )
+        of_hidden, of_weight, of_bias = self.wanted
+        d_hidden = back.hidden(self._group).view(hidden.shape) if of_hidden else None
+        return d_hidden, *back.weight_and_bias(of_weight=of_weight, of_bias=of_bias)
+
+    @classmethod
+    def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Operands, and [N]: ids, and numbers for each field of the law that the gradient reads; [N, V] logits."""
+        del wanted
+        N, lse = call.ids.numel(), result.lse
+        ids = call.ids.new_empty(N, dtype=torch.int64)
+        first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
+        logits = lse.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
+        there = (True, True, True, call.entropy, *[call.support is not None] * 2)
+        return *_arguments(call), ids, first, logits, *[lse.new_empty(N) if x else None for x in there]
+
+
+def _arguments(call: LinearLogprobCall) -> Saved:
+    """The tensors of a call that its gradient reads again."""
+    support, T = call.support, call.temperature
+    kept = (None, None) if support is None else (support.ids, support.offsets)
+    return call.hidden, call.weight, call.bias, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def _worked_on(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """[n] rows that are worked on, None for all; and [N], which of all count, None for all that are worked on."""
+    if mask is not None and readable(mask):
+        return mask.nonzero()[:, 0], None
+    return None, mask
+
+
+def _some(every: Iterable[Tensor | None], index: Tensor) -> list[Tensor | None]:
+    return [None if x is None else x[index] for x in every]
+
+
+def _everywhere(some: Iterable[Tensor | None], index: Tensor | None, N: int) -> list[Tensor | None]:
+    """[N] numbers of all rows from those that are worked on, 0 elsewhere."""
+    if index is None:
+        return list(some)
+    return [None if x is None else x.new_zeros(N).index_copy_(0, index, x) for x in some]
+
+
+@torch.no_grad()
+def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Saved]:
+    """The result, and what the gradient reads."""
+    rows, N, (V, D) = call.ids.shape, call.ids.numel(), call.weight.shape
+    dtype = accumulator(call.hidden, call.weight, call.bias)
+    shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
+    mask = None if call.mask is None else call.mask.reshape(-1)
+    chosen = choose(
+        call.ids.reshape(-1), mask, shard.V, None if call.support is None else KeptIds(call.support, shard.V)
+    )
+    index, counted = _worked_on(mask)
+    T, ids, kept = temperatures(call.temperature, rows, dtype, call.hidden.device), chosen.ids, None
+    if index is not None:  # from here on only the rows that count
+        ids, T = ids[index], T[index]
+    if call.support is not None:
+        kept = KeptIds(call.support, shard.V, positions(index, N), shard.offset)
+    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype)
+    saved = T.new_empty(N, V) if save else None
+    row = _statistics(head, ids, T, kept, shard, call.softcap, saved, moment=call.entropy)
+    values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
+    result = LogprobResult(
+        logprob=shaped(values, rows),  # type: ignore[arg-type]  # these two are always there
+        lse=shaped(lse, rows),  # type: ignore[arg-type]
+        entropy=None if H is None else shaped(H, rows),
+        log_kept_mass=None if mass is None else shaped(mass, rows),
+        invalid=chosen.invalid.view(rows),
+    )
+    law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
+    first = shard.offset if isinstance(shard.offset, Tensor) else None
+    return result, (*_arguments(call), chosen.ids, first, saved, *_everywhere(law_rows, index, N))
+
+
+def _statistics(
+    head: Head,
+    ids: Tensor,
+    T: Tensor,
+    kept: KeptIds | None,
+    shard: vocab_parallel.Shard,
+    softcap: float | None,
+    saved: Tensor | None,
+    *,
+    moment: bool,
+) -> Law:
+    """Law of every row, from tiles, blocks of rows and ranks."""
+    local = ids - shard.offset
+    width = tile_width(head.weight.shape[0])
+    blocks = []
+    for rows in head.rows():
+        x, n, parts = head.block(rows), rows.stop - rows.start, []
+        for tile in head.tiles():
+            logits = head.logits(x, tile)[:n]
+            if saved is not None:
+                saved[head.place(rows), tile] = logits
+            among = None if kept is None else kept.block(rows.start, n, tile.start, logits.shape[1])
+            y = cap(logits, softcap)
+            parts.append(sweep(y, local[rows] - tile.start, T[rows], width, among, moment=moment))
+        blocks.append(join(side_by_side(parts), T[rows]))
+    part = side_by_side(blocks) if blocks else _no_rows(T, kept, moment=moment)
+    if shard.group is not None:
+        part = join(vocab_parallel.gather(part, shard.group), T)
+    return law(part, T)
+
+
+def _no_rows(T: Tensor, kept: KeptIds | None, *, moment: bool) -> Part:
+    sums = Sums(T, T, T if moment else None)
+    return Part(T, sums, None if kept is None else sums)
+
+
+class _Back(NamedTuple):
+    """The way back from row gradients to the operands."""
+
+    head: Head
+    ids: Tensor  # [n] counted from the first column of this shard
+    T: Tensor  # [n]
+    kept: KeptIds | None
+    softcap: float | None
+    saved: Tensor | None  # [N, V]
+    row: Law  # [n]
+    upstream: Upstream  # [n]
+
+    def hidden(self, group: dist.ProcessGroup | None) -> Tensor:
+        """[..., D], zeros in the rows that were left out."""
+        head = self.head
+        every = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
+        grad = every.view(-1, every.shape[-1])
+        for rows in head.rows():
+            x = head.block(rows)
+            dx = torch.zeros_like(x)
+            for tile in head.tiles():
+                add_product(dx, self._logits(x, rows, tile), head.tile(tile))
+            if group is not None:
+                vocab_parallel.add(dx, group)
+            done = dx[: rows.stop - rows.start].to(grad.dtype)
+            if head.active is None:
+                grad[rows] = done
+            else:
+                grad.index_copy_(0, head.active[rows], done)
+        return every
+
+    def weight_and_bias(self, *, of_weight: bool, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+        """[V, D] and [V], each only where wanted."""
+        head = self.head
+        d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format) if of_weight else None
+        d_bias = torch.empty_like(head.bias) if of_bias and head.bias is not None else None
+        for tile in head.tiles() if of_weight or of_bias else ():
+            dw = self.T.new_zeros(tile.stop - tile.start, head.hidden.shape[-1])
+            db = self.T.new_zeros(tile.stop - tile.start)
+            for rows in head.rows():
+                x = head.block(rows)
+                dz = self._logits(x, rows, tile)
+                if of_weight:
+                    dw.addmm_(dz.T, x)
+                db += dz.sum(0)
+            if d_weight is not None:
+                d_weight[tile] = dw
+            if d_bias is not None:
+                d_bias[tile] = db
+        return d_weight, d_bias
+
+    def _logits(self, x: Tensor, rows: slice, tile: slice) -> Tensor:
+        """[R, w] gradient with respect to hidden @ weight.T, zeros below the last row."""
+        n = rows.stop - rows.start
+        logits = self.head.logits(x, tile)[:n] if self.saved is None else self.saved[self.head.place(rows), tile]
+        among = None if self.kept is None else self.kept.block(rows.start, n, tile.start, logits.shape[1])
+        row, upstream = self.row.of(rows), self.upstream.of(rows)
+        dy = gradient(cap(logits, self.softcap), self.ids[rows] - tile.start, self.T[rows], row, upstream, among)
+        dz = uncap(dy, logits, self.softcap) * self.head.scale
+        if self.head.counted is not None:
+            dz = torch.where(self.head.counted[rows, None], dz, 0.0)
+        return torch.nn.functional.pad(dz, (0, 0, 0, ROWS - n))
