@@ -70,9 +70,10 @@ SAMPLE: Final = Impl(
 
 QMATMUL: Final = Impl(
     op=OPERATORS["qmatmul"].id,
-    target="rlkernel_cuda.quant.qmatmul:qmatmul",
+    target="rlkernel_cuda.quant.qmatmul:prepare",
     requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("triton>=3.6",)),
     supports=QUANTISED,
+    prepared=True,
     check="rlkernel_cuda.quant.qmatmul:fits",
 )
 

@@ -134,23 +134,46 @@ def boxes(
     return storage, aligned
 
 
-class Description:
-    """What TMA needs to know of matrices of 16 bits that differ in their address alone, to fetch boxes of [rows, cols].
+class Boxes(NamedTuple):
+    """What TMA fetches of tensors that differ in their address alone; see `boxes`."""
 
-    Boxes are swizzled by 128 bytes. The last description is kept: weights stay where they are.
-    """
+    kind: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+    swizzle: int = 0
+
+
+class Description:
+    """The description of a tensor for TMA, made again where its address has changed: weights stay where they are."""
+
+    def __init__(self, of: Boxes) -> None:
+        self._of = of
+        self._last: tuple[int, Any] = (0, None)
+
+    def at(self, address: int) -> Any:
+        """The description of the tensor at this address."""
+        known, found = self._last
+        if address != known:
+            kind, *rest = self._of
+            found = boxes(address, kind, *rest)
+            self._last = (address, found)
+        return found
+
+
+class Matrix:
+    """Matrices of 16 bits that differ in their address alone, in boxes of [rows, cols] swizzled by 128 bytes."""
 
     def __init__(self, rows: int, cols: int) -> None:
-        self._box, self._last = (cols, rows), (0, (None, 0))
+        self._box: tuple[int, int] = (cols, rows)
+        self._known: Description | None = None
 
     def of(self, x: Tensor) -> Any:
         """The description of x, [n, m], whose shape and strides are those of the first one."""
-        address, (known, found) = x.data_ptr(), self._last
-        if address != known:
+        if self._known is None:
             sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * 2,)
-            found = boxes(address, BITS16, sizes, strides, self._box, SWIZZLE_128B)
-            self._last = (address, found)
-        return found
+            self._known = Description(Boxes(BITS16, sizes, strides, self._box, SWIZZLE_128B))
+        return self._known.at(x.data_ptr())
 
 
 class Blocks(NamedTuple):

@@ -29,7 +29,7 @@ from rlkernel_cuda.row_kernels import (
     scatter_kernel,
     upstream_kernel,
 )
-from rlkernel_triton.launchers import Launch, Plan, launcher_for
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
 
 SAVED: Final = (4, 16)  # tiles that a program of the saved logits' kernel takes at a time, and how many times
 PLANES: Final = 7  # [P] each, fp32: what backward reads of the rows; see `Rows`

@@ -1,8 +1,8 @@
 """linear_logprob@1 on Hopper: every logit matmul is one Gluon kernel that ends in the row's statistics or in dz.
 
 The logits stay fp32 accumulators; what is saved or passed on is fp16(y - tile max) and dz. dX and dW are cuBLAS matmuls
-over slices of dz with fp32 accumulation and one rounding. plan.py says how a call is cut and what memory it takes; that,
-and every launch, is decided once a shape.
+over slices of dz with fp32 accumulation and one rounding. plan.py says how a call is cut and what memory it takes; that
+and every launch is decided once a shape.
 A saved logit more than 65504 below its tile's largest counts as forbidden on the way back: its probability is 0 at any
 temperature below 600.
 

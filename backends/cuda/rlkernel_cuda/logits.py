@@ -153,7 +153,7 @@ class _Pair(_Parts):
         options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(tile)}.items())
         shared = tile.stages * (rows + tile.cols) * tile.depth * 2
         index = driver.index_of(kind.device)
-        self._x, self._w = driver.Description(rows, tile.depth), driver.Description(tile.cols // 2, tile.depth)
+        self._x, self._w = driver.Matrix(rows, tile.depth), driver.Matrix(tile.cols // 2, tile.depth)
         self._kernel = driver.function(SOURCES, options, "head", shared, index)
         self._blocks, self._shared, self._index = multiprocessors(kind.device) // 2 * 2, shared, index
         self._bound: dict[int, driver.Launch] = {}  # by the numbers from a row of the result to the next

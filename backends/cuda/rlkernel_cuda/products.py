@@ -120,8 +120,8 @@ def by_pairs(
     options = tuple(f"-D{n}={int(v)}" for n, v in flags.items())
     index = driver.index_of(a.device)
     kernel = driver.function(SOURCES, options, "product", shared, index)
-    of_a = driver.Description(*((tile.depth, tile.depth) if transposed else (rows, tile.depth)))
-    of_b = driver.Description(tile.depth, tile.depth)
+    of_a = driver.Matrix(*((tile.depth, tile.depth) if transposed else (rows, tile.depth)))
+    of_b = driver.Matrix(tile.depth, tile.depth)
     blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // 2 * 2
     pitch = (out if since is None else since).stride(0)
     numbers = [ctypes.c_int(n) for n in (M, b.shape[1], K, pitch, out.stride(0))]

@@ -6,10 +6,9 @@ Legend: N rows · V vocabulary · W stored columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.sample import SPEC, SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_cuda import CLAIMED
-from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Shape, kernel, launch
+from rlkernel_cuda import CLAIMED, driver
+from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Launch, Shape
 
 # (most rows, shape), measured at V = 128256: with a filter, and without one.
 FILTERED: Final = (
@@ -81,7 +80,7 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
     token, threshold_id = ids.unbind()
     logprob, log_kept_mass, threshold, raw = reals.unbind()
     kept_count, status = counts.unbind()
-    if N:
+    if plan.launch is not None:
         place, real, count, row = ids.data_ptr(), reals.data_ptr(), counts.data_ptr(), 4 * N
         at = logits.data_ptr()
         quads = plan.quads and at % (4 * logits.element_size()) == 0
@@ -97,8 +96,7 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
             plan.last_slot, call.stream, int(call.raw_logprob), call.invalid_token,
             place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
         )  # fmt: skip
-        with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device_of(logits):
-            launch(plan.kernel, plan.shape, plan.blocks, params, device.index)
+        plan.launch(params)
     return SampleResult(
         token=token,
         logprob=logprob,
@@ -121,9 +119,7 @@ class Plan:
     stride: int
     quads: bool  # rows begin at multiples of four elements, if the first one does
     last_slot: int
-    shape: Shape
-    blocks: int
-    kernel: Any  # None where there is no row
+    launch: Launch | None  # None where there is no row
 
 
 def shape_of(rows: int, dtype: torch.dtype, *, plain: bool, cut: bool) -> Shape:
@@ -141,9 +137,7 @@ def _planned(call: SampleCall) -> Plan:
     law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
     shape = shape_of(N, logits.dtype, plain=plain, cut=call.top_k is not None)
-    index = logits.device.index
-    with torch.cuda.device_of(logits):
-        of = kernel(shape, logits.dtype, plain, index) if N else None
+    index = driver.index_of(logits.device) if N else 0
     return Plan(
         rows=N,
         vocab=V,
@@ -151,9 +145,7 @@ def _planned(call: SampleCall) -> Plan:
         stride=logits.stride(0),
         quads=N <= 1 or logits.stride(0) % 4 == 0,
         last_slot=min(entries, default=2**31) - 1,
-        shape=shape,
-        blocks=shape.blocks(N, index) if N else 0,
-        kernel=of,
+        launch=Launch(shape, logits.dtype, N, plain=plain, device=index) if N else None,
     )
 
 
