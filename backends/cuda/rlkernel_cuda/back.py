@@ -50,11 +50,11 @@ class Back:
         found = self._empty(swept)
         if found.hidden is not None:
             dx = found.hidden if of.place is None else torch.empty_like(found.hidden)
-            self.product(dz, _of_width(of.w, kind.D), dx, count=of.count)
+            self.product(dz, _of_width(of.w, kind.D), dx, count=of.counted)
             if of.place is not None:
                 self.head.scatter(dx, of, 0, found.hidden)
         if found.weight is not None:
-            self.product(dz, _of_width(of.x, kind.D), found.weight, transposed=True, count=of.count)
+            self.product(dz, _of_width(of.x, kind.D), found.weight, transposed=True, count=of.counted)
         if found.bias is not None:
             torch.sum(dz, 0, dtype=torch.float32, out=found.bias)
         return found
@@ -120,14 +120,14 @@ class _Run(NamedTuple):
             for r in rows:
                 dz = self._dz(r, c)
                 if d_hidden is not None:
-                    since = None if c.start == 0 or dx is None else dx[r]
+                    since = None if c.start == 0 or dx is None else _part(dx, r)
                     rounds = dx is None or (c is ids[-1] and not gathered)
-                    self._add_hidden(dz, r, c, d_hidden[r] if rounds or dx is None else dx[r], since)
+                    self._add_hidden(dz, r, c, _part(d_hidden if rounds or dx is None else dx, r), since)
                 if weight is not None:
                     part = None if dw is None else dw[: dz.shape[1]]
                     rounds = r is rows[-1] or part is None
                     self._add_weight(
-                        dz, r, weight[c] if rounds or part is None else part, None if r.start == 0 else part
+                        dz, r, _part(weight, c) if rounds or part is None else part, None if r.start == 0 else part
                     )
                 if bias is not None:
                     bias[c] += torch.sum(dz, 0, dtype=torch.float32)
@@ -136,20 +136,25 @@ class _Run(NamedTuple):
 
     def _add_hidden(self, dz: Tensor, rows: slice, ids: slice, out: Tensor, since: Tensor | None) -> None:
         of, kind = self.swept.of, self.back.head.kind
-        w = _of_width(of.w, kind.D)[ids]
-        self.back.product(dz, w, out, since=since, count=of.count, first=rows.start)
+        w = _part(_of_width(of.w, kind.D), ids)
+        self.back.product(dz, w, out, since=since, count=of.counted, first=rows.start)
 
     def _add_weight(self, dz: Tensor, rows: slice, out: Tensor, since: Tensor | None) -> None:
         of, kind = self.swept.of, self.back.head.kind
-        x = _of_width(of.x, kind.D)[rows]
-        self.back.product(dz, x, out, since=since, transposed=True, count=of.count, first=rows.start)
+        x = _part(_of_width(of.x, kind.D), rows)
+        self.back.product(dz, x, out, since=since, transposed=True, count=of.counted, first=rows.start)
 
     def _dz(self, rows: slice, ids: slice) -> Tensor:
         n, width = rows.stop - rows.start, ids.stop - ids.start
         pitch = round_up(width, 8)  # rows that TMA can write
-        dz = self.buffer[: n * pitch].view(n, pitch)[:, :width]
+        dz = self.buffer.as_strided((n, width), (pitch, 1))
         self.back.head.made_again(self.swept.of, self.coef, rows, ids, dz)
         return dz
+
+
+def _part(x: Tensor, some: slice) -> Tensor:
+    """Some rows of x, or ids of a bias."""
+    return x if some.start == 0 and some.stop == x.shape[0] else x[some]
 
 
 def _of_width(x: Tensor, D: int) -> Tensor:

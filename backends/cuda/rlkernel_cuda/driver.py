@@ -155,8 +155,8 @@ class Description:
         """The description of the tensor at this address."""
         known, found = self._last
         if address != known:
-            kind, *rest = self._of
-            found = boxes(address, kind, *rest)
+            of = self._of
+            found = boxes(address, of.kind, of.sizes, of.strides, of.box, of.swizzle)
             self._last = (address, found)
         return found
 

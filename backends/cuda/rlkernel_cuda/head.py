@@ -9,14 +9,13 @@ from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from rlkernel_core.reference.vocab_parallel import gathered
 from rlkernel_cuda import logits, variants
 from rlkernel_cuda.logits import LOG2E, Form, Into, Kind, Operands
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS
-from rlkernel_cuda.plan import COLS, ROWS, round_up
+from rlkernel_cuda.plan import COLS, ROWS, count_of, round_up
 from rlkernel_cuda.row_kernels import (
     chosen_kernel,
     clear_kernel,
@@ -130,7 +129,7 @@ def rows_like(like: Tensor, N: int, D: int, *, masked: bool) -> Rows:
 
 def saved_like(like: Tensor, N: int, V: int) -> Saved:
     """Logits that are kept for backward, as empty tensors; sizes may be symbols."""
-    tops = like.new_empty(-(-V // COLS), round_up(N, ROWS), dtype=torch.float32)
+    tops = like.new_empty(count_of(V, COLS), round_up(N, ROWS), dtype=torch.float32)
     return Saved(like.new_empty(N, round_up(V, 8)), tops)
 
 
@@ -138,7 +137,7 @@ def room_to_save(like: Tensor, rows: int, V: int, numbers: int) -> Saved:
     """Room for logits, out of a buffer of `numbers` or more, and for the maxima of their tiles."""
     pitch = round_up(V, 8)
     buffer = like.new_empty(max(numbers, rows * pitch))
-    tops = like.new_empty(-(-V // COLS), round_up(rows, ROWS), dtype=torch.float32)
+    tops = like.new_empty(count_of(V, COLS), round_up(rows, ROWS), dtype=torch.float32)
     return Saved(buffer[: rows * pitch].view(rows, pitch), tops)
 
 
@@ -153,12 +152,12 @@ class Head:
     """
 
     def __init__(self, kind: Kind, launch_rows: int, *, keep: bool, entropy: bool) -> None:
-        self.kind, self.P, self.tiles = kind, round_up(kind.N, ROWS), -(-kind.V // COLS)
+        self.kind, self.P, self.tiles = kind, round_up(kind.N, ROWS), count_of(kind.V, COLS)
         self._plan, self._keep, self._entropy = Plan(launcher_for(kind.device)), keep, entropy
         self._direct = not (keep or kind.masked)  # results are written where they belong at once
         self._most = min(launch_rows, kind.N)
         self._blocks = [slice(r, min(r + launch_rows, kind.N)) for r in range(0, kind.N, launch_rows)]
-        self._by_rows = (triton.cdiv(kind.N, _BLOCK), 1, 1)
+        self._by_rows = (count_of(kind.N, _BLOCK), 1, 1)
         self._x_width = round_up(kind.D, 8)
 
     def forward(self, given: Given, into: Results, saved: Saved | None = None, ranks: Ranks | None = None) -> Swept:
@@ -221,7 +220,7 @@ class Head:
             upstream: gradients of (logprob, lse, entropy), each N numbers in the caller's order.
         """
         of, law, P = swept.of, swept.law, self.P
-        count = of.target if of.count is None else of.count
+        count = of.target if of.counted is None else of.counted
         coef, arrived = torch.empty(7 * P, dtype=torch.float32, device=self.kind.device).unsafe_split_with_sizes(
             [4 * P, 3 * P]
         )
@@ -240,15 +239,15 @@ class Head:
         """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
         n, width = dz.shape
         form = Form(GRAD, variants.GRADIENT, n, width, coef.stride(0))
-        self._logits(form)(of, rows, ids, Into(coef=coef[0, rows.start :], out=dz))
-        if of.count is not None:
+        self._logits(form)(of, rows, ids, Into(coef=coef[0, rows.start :] if rows.start else coef, out=dz))
+        if of.counted is not None:
             clear = self._plan.get(
                 f"clear {n} {width}",
                 lambda launcher: launcher.bind(
                     clear_kernel, N=n, pitch=dz.stride(0), width=width, BM=ROWS, ROWS=64, COLS=256
                 ),
             )
-            clear((triton.cdiv(n, 64), triton.cdiv(width, 256), 1), dz, of.count, rows.start)
+            clear((count_of(n, 64), count_of(width, 256), 1), dz, of.counted, rows.start)
         self._put_chosen(of, coef, rows, ids.start, dz)
 
     def from_saved(self, of: Operands, coef: Tensor, saved: Saved) -> Tensor:
@@ -262,8 +261,8 @@ class Head:
                 CAP=kind.softcap is not None, COUNTED=kind.masked,
             ),
         )  # fmt: skip
-        dz, count = saved.logits, of.target if of.count is None else of.count
-        grid = (kind.N, triton.cdiv(kind.V, COLS * tiles * loop), 1)
+        dz, count = saved.logits, of.target if of.counted is None else of.counted
+        grid = (kind.N, count_of(kind.V, COLS * tiles * loop), 1)
         launch(grid, dz, saved.tops, of.row_scale, coef, count)
         dz = dz if dz.shape[1] == kind.V else dz[:, : kind.V]
         self._put_chosen(of, coef, slice(0, kind.N), 0, dz)
@@ -280,7 +279,7 @@ class Head:
             lambda launcher: launcher.bind(scatter_kernel, D=D, x_stride=x.stride(0), COLS=_COPIED),
         )
         place = of.place[first:] if first else of.place
-        launch((n, triton.cdiv(D, _COPIED), 1), x, place, of.count, first, out)
+        launch((n, count_of(D, _COPIED), 1), x, place, of.counted, first, out)
 
     def _room(self, into: Results, *, save: bool) -> tuple[Tensor, list[Tensor]]:
         """What backward reads, and room for lse, entropy, partial sums and maxima: apart, where it is kept."""
@@ -313,7 +312,7 @@ class Head:
                 gather_kernel, D=D, x_stride=x.stride(0), out_stride=self._x_width, COLS=_COPIED
             ),
         )
-        launch((N, triton.cdiv(self._x_width, _COPIED), 1), x, place, count, out)
+        launch((N, count_of(self._x_width, _COPIED), 1), x, place, count, out)
         return out
 
     def _sweep(
@@ -360,22 +359,26 @@ class Head:
                 join_kernel, N=n, tiles=tiles, stride=stride, ROWS=_JOINED, TILES=_JOINED, PART=part
             ),
         )
-        launch((triton.cdiv(n, _JOINED), 1, 1), tops, sums, law.chosen, target, row_scale, *law[:6])
+        launch((count_of(n, _JOINED), 1, 1), tops, sums, law.chosen, target, row_scale, *law[:6])
 
     def _logits(self, form: Form) -> logits.LogitsLaunch:
-        return self._plan.get(f"logits {form}", lambda launcher: logits.bind(launcher, self.kind, form))
+        return self._plan.get(
+            f"logits {form.mode} {form.n} {form.width} {form.stride}",
+            lambda launcher: logits.bind(launcher, self.kind, form),
+        )
 
     def _put_chosen(self, of: Operands, coef: Tensor, rows: slice, first: int, dz: Tensor) -> None:
         n, width = dz.shape
         launch = self._plan.get(
             f"chosen {n} {width}",
             lambda launcher: launcher.bind(
-                chosen_kernel, N=n, pitch=dz.stride(0), width=width, ROWS=_BLOCK, COUNTED=of.count is not None
+                chosen_kernel, N=n, pitch=dz.stride(0), width=width, ROWS=_BLOCK, COUNTED=of.counted is not None
             ),
         )
         target = of.target[rows] if rows.start else of.target
-        count = of.target if of.count is None else of.count
-        launch((triton.cdiv(n, _BLOCK), 1, 1), dz, target, coef[3, rows.start :], count, rows.start, first)
+        count = of.target if of.counted is None else of.counted
+        own = coef[3, rows.start :] if rows.start else coef[3]
+        launch((count_of(n, _BLOCK), 1, 1), dz, target, own, count, rows.start, first)
 
     def _bind_rows(self, launcher: Launcher) -> Launch:
         kind = self.kind

@@ -33,7 +33,6 @@ from rlkernel_cuda.back import Back, Wanted
 from rlkernel_cuda.head import (
     Given,
     Head,
-    Kind,
     Ranks,
     Results,
     Rows,
@@ -44,6 +43,7 @@ from rlkernel_cuda.head import (
     rows_like,
     saved_like,
 )
+from rlkernel_cuda.logits import Kind
 from rlkernel_triton.logprob import is_per_row, per_row
 
 # A head whose rows TMA cannot read is copied at every call; above this the portable kernels are the better choice.

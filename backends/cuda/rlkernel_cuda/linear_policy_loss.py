@@ -30,7 +30,8 @@ from rlkernel_core.spec.policy_loss import LossResult, PolicyLossCall
 from rlkernel_cuda import linear_logprob as head_alone
 from rlkernel_cuda import plan
 from rlkernel_cuda.back import Wanted
-from rlkernel_cuda.head import Given, Head, Kind, Results, Saved, room_to_save
+from rlkernel_cuda.head import Given, Head, Results, Saved, room_to_save
+from rlkernel_cuda.logits import Kind
 from rlkernel_cuda.products import Products
 from rlkernel_triton import policy_loss
 from rlkernel_triton.launchers import Plan, launcher_for
@@ -284,11 +285,11 @@ class _Blocks:
         x, w = of.x[:, :D], of.w[:, :D]
         if dx is not None:
             part = dx[rows] if of.place is None else torch.empty_like(dx[rows])
-            self._product(dz, w, part, count=of.count)
+            self._product(dz, w, part, count=of.counted)
             if of.place is not None:
                 head.scatter(part, of, 0, dx[rows])
         if dw is not None:
-            self._product(dz, x, dw, since=dw if rows.start else None, transposed=True, count=of.count)
+            self._product(dz, x, dw, since=dw if rows.start else None, transposed=True, count=of.counted)
         if db is not None:
             db += torch.sum(dz, 0, dtype=torch.float32)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,7 +47,7 @@ class Operands(NamedTuple):
     target: Tensor  # [N] int32; -1: none
     row_scale: Tensor  # [N] a logit times this is in base-2 units
     inverse: Tensor  # [N] logit_scale / T
-    count: Tensor | None  # [1] int32: rows that count; None: all
+    counted: Tensor | None  # [1] int32: how many rows count; None: all
     place: Tensor | None  # [N] which row of the caller each one is
 
 
@@ -121,7 +120,7 @@ class _Single(_Parts):
             self._grid, x, self._w.of(self.of_ids(of.w, ids)), x if into.out is None else self._out.of(into.out),
             self.of_rows(of.target, rows), scale if of.bias is None else self.of_ids(of.bias, ids), scale,
             *[scale if given is None else given for given in into[:4]],
-            of.target if of.count is None else of.count, rows.start,
+            of.target if of.counted is None else of.counted, rows.start,
         )  # fmt: skip
 
 
@@ -129,7 +128,8 @@ class Descriptor:
     """What Triton needs to know of tensors that differ in their address alone, to fetch boxes of them by TMA."""
 
     def __init__(self, rows: int, cols: int) -> None:
-        self._box, self._same = [rows, cols], None
+        self._box = [rows, cols]
+        self._same: dict[str, Any] | None = None  # all fields but the tensor
 
     def of(self, x: Tensor) -> TensorDescriptor:
         """The descriptor of x, whose shape and strides are those of the first one."""
@@ -169,7 +169,7 @@ class _Pair(_Parts):
         given = (target if out is None else out, target, bias, scale, *[scale if x is None else x for x in into[:4]])
         launch(
             (self._x.of(self.of_rows(of.x, rows)), self._w.of(self.of_ids(of.w, ids))),
-            (*[x.data_ptr() for x in given], (of.target if of.count is None else of.count).data_ptr(), rows.start),
+            (*[x.data_ptr() for x in given], (of.target if of.counted is None else of.counted).data_ptr(), rows.start),
         )
 
     def _of(self, pitch: int) -> driver.Launch:
@@ -181,8 +181,3 @@ class _Pair(_Parts):
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def tiles_of(V: int, cols: int) -> int:
-    """Tiles of a vocabulary."""
-    return int(triton.cdiv(V, cols))

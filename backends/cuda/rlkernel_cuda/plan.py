@@ -79,6 +79,11 @@ def round_up(x: int, to: int) -> int:
     return -(-x // to) * to
 
 
+def count_of(x: int, each: int) -> int:
+    """Parts of at most `each` that x falls into."""
+    return -(-x // each)
+
+
 def rounded(rows: int, cols: int) -> int:
     """Bytes of a small product before it is rounded."""
     return 4 * rows * cols if rows * cols < SPLIT_BELOW else 0

@@ -10,20 +10,19 @@ import torch
 class StubDriver:
     """libcuda's place. A description for TMA holds its address, sizes and box; a launch is read back as it was passed.
 
-    `launches` has (kernel's name, blocks, words and numbers) of every launch, given the kernel's form in `FORMS`.
+    `launches` has (kernel's name, blocks, words and numbers) of every launch, given the kernel's form in `forms`.
     """
-
-    # kernel -> descriptions, words of 64 bits and C types of the numbers it takes
-    FORMS = {
-        "head": (2, 10, [*[ctypes.c_int] * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int]),
-        "product": (2, 4, [ctypes.c_int] * 5),
-    }
 
     MULTIPROCESSORS = 132
 
     def __init__(self):
         self.answer = 0  # 0: all is well
         self.described, self.loaded, self.launches, self.streams = [], [], [], []
+        # kernel -> descriptions, words of 64 bits and C types of the numbers it takes
+        self.forms = {
+            "head": (2, 10, [*[ctypes.c_int] * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int]),
+            "product": (2, 4, [ctypes.c_int] * 5),
+        }
 
     def function(self, paths, options, name, shared, device):
         self.loaded.append((name, options))
@@ -46,7 +45,7 @@ class StubDriver:
         text._obj.value = b"no such thing"
 
     def _read(self, kernel, blocks, stream, places):
-        maps, words, numbers = self.FORMS.get(kernel.name, (0, 0, []))
+        maps, words, numbers = self.forms.get(kernel.name, (0, 0, []))
         kinds = [*[ctypes.c_uint64] * words, *numbers]
         held = [ctypes.cast(places[maps + i], ctypes.POINTER(kind))[0] for i, kind in enumerate(kinds)]
         self.streams.append(getattr(stream, "value", stream))

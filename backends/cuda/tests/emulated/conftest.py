@@ -22,7 +22,7 @@ def bind_logits(launcher, kind, form):
 
     def launch(of, rows, ids, into):
         assert (form.n, form.width) == (rows.stop - rows.start, ids.stop - ids.start)
-        assert (kind.biased, kind.masked) == (of.bias is not None, of.count is not None)
+        assert (kind.biased, kind.masked) == (of.bias is not None, of.counted is not None)
         logits_kernel(kind, form, of, rows, ids, into)
 
     return launch
@@ -34,9 +34,9 @@ def logits_kernel(kind, form, of, rows, ids, into):
     x, w = of.x[rows].float(), of.w[ids].float()
     width = min(x.shape[1], w.shape[1])
     worked = x.shape[0]
-    if of.count is not None:
+    if of.counted is not None:
         block = tile.consumers * tile.rows
-        worked = min(worked, -(-max(int(of.count[0]) - rows.start, 0) // block) * block)
+        worked = min(worked, -(-max(int(of.counted[0]) - rows.start, 0) // block) * block)
     y = x[:worked, :width] @ w[:, :width].T
     s2 = of.row_scale[rows][:worked, None]
     if of.bias is not None:
