@@ -10,8 +10,12 @@ import torch
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.qmatmul import QmatmulCall
+from rlkernel_core.spec.sample import SampleCall
 from rlkernel_cuda import driver, linear_logprob, linear_policy_loss, products
-from rlkernel_cuda.quant import early
+from rlkernel_cuda.quant import early, qmatmul
+from rlkernel_cuda.sampling import call as sampling
+from rlkernel_cuda.sampling.launch import PARAMS
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Recorder, using
 from rlkernel_triton.launchers.specialization import of
@@ -181,6 +185,64 @@ def test_what_forward_saves_is_known_in_advance(stub, kind, options, monkeypatch
         else:
             assert (have.shape, have.dtype, have.stride()) == (said.shape, said.dtype, said.stride())
             assert not any(said is x for x in of_call)
+
+
+@pytest.fixture
+def drawn(stub, monkeypatch):
+    """Fields of law.cuh's Params, read back from each launch of the sampler."""
+    monkeypatch.setattr(driver, "loaded", lambda code, name, shared: SimpleNamespace(name=name))
+    monkeypatch.setattr("rlkernel_cuda.sampling.launch.loaded", lambda *_: SimpleNamespace(name="sample"))
+    stub.structures["sample"] = PARAMS.size
+    return lambda: [PARAMS.unpack(held) for _, _, held in stub.launches]
+
+
+def law_of(fields, at):
+    """(address, number, stride, whether 64 bits) of a parameter of the law."""
+    return fields[6 + 4 * at : 10 + 4 * at]
+
+
+def test_a_draw_reads_seeds_and_steps_of_the_call_and_all_else_of_the_plan(drawn) -> None:
+    logits, seed = torch.zeros(3, 40, dtype=torch.bfloat16), torch.arange(3)
+    other = seed + 5
+    run = sampling.prepare(SampleCall(logits, seed=seed, step=0, temperature=0.5, top_k=7))
+    first, second = (
+        run(SampleCall(logits, seed=x, step=step, temperature=0.5, top_k=7)) for x, step in ((seed, 1), (other, 2**40))
+    )
+    found = drawn()
+    assert [law_of(f, 5) for f in found] == [(0, 1, -1, 1), (0, 2**40, -1, 1)]
+    assert [law_of(f, 4) for f in found] == [(x.data_ptr(), 0, 1, 1) for x in (seed, other)]
+    assert [law_of(f, 1) for f in found] == [(0, 7, -1, 1)] * 2
+    assert [law_of(f, 0) for f in found] == [(0, 0x3F000000, -1, 0)] * 2  # the bits of 0.5
+    assert [f[-8:-6] for f in found] == [(r.token.data_ptr(), r.threshold_id.data_ptr()) for r in (first, second)]
+
+
+def test_parameters_that_the_kernel_cannot_read_are_converted_at_each_call(drawn) -> None:
+    logits, temperature = torch.zeros(3, 40), torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    call = SampleCall(logits, seed=0, step=0, temperature=temperature)
+    sampling.prepare(call)(call)
+    [fields] = drawn()
+    address, number, stride, wide = law_of(fields, 0)
+    assert (address not in {0, temperature.data_ptr()}, number, stride, wide) == (True, 0, 1, 0)
+
+
+@pytest.mark.parametrize(("M", "kernel"), [(1, "narrow"), (256, "wide")])
+def test_a_product_with_a_quantized_weight_is_cut_once(stub, monkeypatch, M, kernel) -> None:
+    from rlkernel_core.quant import QuantSpec
+
+    parts = {"codes": torch.zeros(4096 * 512, dtype=torch.int32), "scale": torch.zeros(4096, 32, dtype=torch.bfloat16)}
+    weight = SimpleNamespace(shape=(4096, 4096), spec=QuantSpec.named("int4_g128"), layout="triton_w4", parts=parts)
+    asked, cut = [], qmatmul.choice.cut
+    monkeypatch.setattr(qmatmul.choice, "cut", lambda *given: asked.append(given) or cut(*given))
+    calls = [QmatmulCall(torch.zeros(M, 4096, dtype=torch.bfloat16), weight) for _ in range(2)]
+    run = qmatmul.prepare(calls[0])
+    results = [run(call) for call in calls]
+    assert len(asked) == len(stub.loaded) == 1
+    assert [y.shape for y in results] == [(M, 4096)] * 2
+    assert [name for name, _, _ in stub.launches] == [kernel] * 2
+    for (_, _, held), y in zip(stub.launches, results, strict=True):
+        assert held[-3:] == [M, 4096, 4096]
+        assert y.data_ptr() in held[:5]
+        assert parts["scale"].data_ptr() in held[:5]
 
 
 @pytest.mark.parametrize("launch", [driver.Launch, early.Early])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -74,21 +74,19 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
     """One token per row."""
     logits = call.logits
     N, device = plan.rows, logits.device
-    ids = torch.empty((2, N), dtype=torch.int64, device=device)
-    reals = torch.empty((4, N), dtype=torch.float32, device=device)
-    counts = torch.empty((2, N), dtype=torch.int32, device=device)
-    token, threshold_id = ids.unbind()
-    logprob, log_kept_mass, threshold, raw = reals.unbind()
-    kept_count, status = counts.unbind()
+    ids = torch.empty(2 * N, dtype=torch.int64, device=device)
+    reals = torch.empty(4 * N, dtype=torch.float32, device=device)
+    counts = torch.empty(2 * N, dtype=torch.int32, device=device)
+    token, threshold_id = ids.unsafe_split_with_sizes([N, N])
+    logprob, log_kept_mass, threshold, raw = reals.unsafe_split_with_sizes([N, N, N, N])
+    kept_count, status = counts.unsafe_split_with_sizes([N, N])
     if plan.launch is not None:
         place, real, count, row = ids.data_ptr(), reals.data_ptr(), counts.data_ptr(), 4 * N
         at = logits.data_ptr()
         quads = plan.quads and at % (4 * logits.element_size()) == 0
         slots = None if call.slot is None else _whole(call.slot)
-        held = (
-            _given(call.temperature, 1.0, real=True), _given(call.top_k, 0), _given(call.top_p, 1.0, real=True),
-            _given(call.min_p, 0.0, real=True), _given(call.seed, 0), _given(call.step, 0),
-        )  # fmt: skip
+        law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
+        held = [read(x) for read, x in zip(plan.readers, law, strict=True)]
         params = PARAMS.pack(
             at, plan.stride, N, plan.vocab, plan.tiles, quads + 2 * (quads and plan.vocab % 4 == 0),
             *(value for _, values in held for value in values),
@@ -119,6 +117,7 @@ class Plan:
     stride: int
     quads: bool  # rows begin at multiples of four elements, if the first one does
     last_slot: int
+    readers: tuple[Reader, ...]  # of temperature, top_k, top_p, min_p, seed, step
     launch: Launch | None  # None where there is no row
 
 
@@ -145,6 +144,7 @@ def _planned(call: SampleCall) -> Plan:
         stride=logits.stride(0),
         quads=N <= 1 or logits.stride(0) % 4 == 0,
         last_slot=min(entries, default=2**31) - 1,
+        readers=tuple([_reader(x, *off) for x, off in zip(law, _OFF, strict=True)]),
         launch=Launch(shape, logits.dtype, N, plain=plain, device=index) if N else None,
     )
 
@@ -158,8 +158,28 @@ def _whole(x: Tensor) -> Tensor:
 _INTEGERS: Final = frozenset((torch.int64, torch.int32))
 
 
-def _given(value: float | Tensor | None, off: float, *, real: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
-    """What must outlive the launch, and a parameter as the kernel takes it; `off` is the number that means None."""
+Held = tuple[Tensor | None, tuple[int, ...]]  # what must outlive the launch, and a parameter as the kernel takes it
+Reader = Callable[[Any], Held]
+# Of temperature, top_k, top_p, min_p, seed, step: the number that means None, and whether it may change from call to
+# call as a number.
+_OFF: Final = ((1.0, False), (0, False), (1.0, False), (0.0, False), (0, True), (0, True))
+
+
+def _reader(value: float | Tensor | None, off: float, varying: bool) -> Reader:
+    """What reads a parameter of calls of one shape."""
+    real = isinstance(off, float)
+    if isinstance(value, Tensor):
+        stride, wide = int(value.numel() != 1), int(value.dtype == torch.int64)
+        if value.is_contiguous() and (value.dtype == torch.float32 if real else value.dtype in _INTEGERS):
+            return lambda x: (x, (x.data_ptr(), 0, stride, wide))
+    elif not varying:
+        known = _given(value, off, real=real)
+        return lambda _: known
+    return lambda x: _given(x, off, real=real)
+
+
+def _given(value: float | Tensor | None, off: float, *, real: bool = False) -> Held:
+    """A parameter, whatever it is; `off` is the number that means None."""
     if isinstance(value, Tensor):
         value = value.to(torch.float32).contiguous() if real else _whole(value)
         return value, (value.data_ptr(), 0, int(value.numel() != 1), int(value.dtype == torch.int64))
