@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_core.reference.vocab_parallel import gathered
+from rlkernel_common.vocab_parallel import gathered
 from rlkernel_cuda import logits, variants
 from rlkernel_cuda.logits import LOG2E, Form, Into, Kind, Operands
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rlkernel_common.row_selection import choose
+from rlkernel_common.vocab_parallel import add, locate
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.gradients import Pair, gradient_wanted
 from rlkernel_core.gradients import Saved as Tensors
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.row_selection import choose
-from rlkernel_core.reference.vocab_parallel import add, locate
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
