@@ -105,10 +105,16 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
     @classmethod
     def saved_like(cls, call: LinearPolicyLossCall, result: LossResult, wanted: tuple[bool, ...]) -> Tensors:
         """Gradients of hidden, weight and bias; or what linear_logprob saves, and the gradients of its results."""
-        way = _way(call, Wanted(*wanted))
-        if way.block:
+        if call.max_workspace_bytes is None:  # sizes may be symbols, which are compared and no more
+            some, V = call.ids.numel() > 0, call.weight.shape[0]
+            save = some and _kept(call.ids.numel(), V)
+            blocks = some and not save and _by_token(call) and _block(V, KEPT) > 0
+        else:
+            way = _way(call, Wanted(*wanted))
+            save, blocks = way.cut is not None and way.cut.save, way.block > 0
+        if blocks:
             return _Blocks.saved_like(call, wanted)
-        like = head_alone.like(call, masked=_masked(call), save=way.cut is not None and way.cut.save)
+        like = head_alone.like(call, masked=_masked(call), save=save)
         slope = result.loss.new_empty(call.ids.shape, dtype=torch.float32)
         return (*like, slope, torch.empty_like(slope) if call.entropy else None)
 
@@ -142,15 +148,25 @@ def _way(call: LinearPolicyLossCall, wanted: Wanted) -> _Way:
     if not any(wanted):
         return _Way(plan.choose(size, mode="auto", backward=False, limit=rest))
     save = next(plan.plans(size, mode="save", backward=True))
-    if save.bytes <= rest if rest is not None else 2 * N * V <= KEPT:
+    if save.bytes <= rest if rest is not None else _kept(N, V):
         return _Way(plan.choose(size, mode="save", backward=True, limit=rest))
     if _by_token(call):
-        each = 2 * size.pitch + 12 * size.tiles
         spare = KEPT if rest is None else rest - _fused(size, 0)
-        rows = min(plan.round_up(N, BLOCK), spare // each // BLOCK * BLOCK)
+        rows = min(plan.round_up(N, BLOCK), _block(V, spare))
         if rows > 0 and (rest is None or _fused(size, rows) <= rest):
             return _Way(None, rows)
     return _Way(plan.choose(size, mode="recompute", backward=True, limit=rest))
+
+
+def _kept(N: int, V: int) -> bool:
+    """Whether all logits are kept, where there is no limit."""
+    return 2 * N * V <= KEPT
+
+
+def _block(V: int, spare: int) -> int:
+    """Most rows of a block whose logits and partial sums take no more than so many bytes."""
+    each = 2 * plan.round_up(V, 8) + 12 * plan.count_of(V, plan.COLS)
+    return spare // each // BLOCK * BLOCK
 
 
 def _by_token(call: LinearPolicyLossCall) -> bool:

@@ -135,23 +135,27 @@ def test_the_gradient_s_kernel_is_passed_its_operands_and_the_numbers_of_the_sha
     assert [sizes for _, sizes in stub.described] == [(D, N), (D, V)]
 
 
-@pytest.mark.parametrize("kept", [linear_policy_loss.KEPT, 0], ids=["at once", "block by block"])
-def test_a_policy_loss_is_planned_once_whichever_way_it_goes(stub, monkeypatch, kept) -> None:
-    monkeypatch.setattr(linear_policy_loss, "KEPT", kept or 2 * V * 1100)
+def in_blocks_of_32_rows(monkeypatch):
     monkeypatch.setattr(linear_policy_loss, "BLOCK", 32)
-    call, ways = learning(loss(mask=MASK, entropy=True)), []
-    if not kept:
-        monkeypatch.setattr(linear_policy_loss, "_way", lambda *_: ways.append(1) or linear_policy_loss._Way(None, 32))
+    monkeypatch.setattr(linear_policy_loss, "KEPT", 33 * (2 * V + 12 * 2))  # 33 rows and their partial sums
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["at once", "block by block"])
+def test_a_policy_loss_is_planned_once_whichever_way_it_goes(stub, monkeypatch, blocks) -> None:
+    if blocks:
+        in_blocks_of_32_rows(monkeypatch)
+    call, ways, way = learning(loss(mask=MASK, entropy=True)), [], linear_policy_loss._way
+    monkeypatch.setattr(linear_policy_loss, "_way", lambda *given: ways.append(given) or way(*given))
     with recorded() as names:
         run = linear_policy_loss.prepare(call)
         for _ in range(2):
             torch.autograd.grad(run(call).loss, (call.hidden, call.weight))
     half = len(names) // 2
     assert names[:half] == names[half:]
-    assert names.count("logits_kernel") == (2 if kept else 4)
+    assert names.count("logits_kernel") == (4 if blocks else 2)
     assert names.count("scale_kernel") == 4
-    assert len(stub.launches) == (4 if kept else 8)
-    assert len(ways) == (0 if kept else 1)
+    assert len(stub.launches) == (8 if blocks else 4)
+    assert len(ways) == 1
 
 
 def test_without_gradients_a_policy_loss_makes_no_node(stub) -> None:
@@ -173,7 +177,7 @@ def test_what_forward_saves_is_known_in_advance(stub, kind, options, monkeypatch
     call = learning(head(backward=kind, **options) if of_head else loss(**options))
     module = linear_logprob if of_head else linear_policy_loss
     if kind == "loss in blocks":
-        monkeypatch.setattr(module, "_way", lambda *_: module._Way(None, 1024))
+        in_blocks_of_32_rows(monkeypatch)
     with recorded():
         pair = module.prepare(call)
         result, saved = pair.forward(call)
