@@ -1,53 +1,13 @@
-"""A scalar whose gradients were made together with it, attached to the autograd graph.
-
-Backward only scales them, in the precision of the scalar, and rounds once.
-"""
+"""Scaling a gradient that was made together with the value, in the precision of the value, with one rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 BLOCK: Final = 1 << 18  # numbers that are scaled at a time, where that takes more bits than they have
-
-
-def attach(
-    value: Tensor,
-    *gradients: tuple[Tensor | None, Tensor | None],
-    by: Callable[[Tensor, Tensor, torch.dtype], Tensor] | None = None,
-) -> Tensor:
-    """`value` with the given gradients: pairs of (d value / d tensor, tensor), either of them None where there is none.
-
-    Differentiable once. `by` does what `scaled` does, where a backend has a faster way to the same numbers.
-    """
-    known, of = zip(*gradients, strict=True)
-    attached: Tensor = _Attach.apply(value, by or scaled, *known, *of)  # type: ignore[no-untyped-call]
-    return attached
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, by: Any, *tensors: Tensor | None) -> Tensor:
-        ctx.by = by
-        pairs = len(tensors) // 2
-        ctx.save_for_backward(*tensors[:pairs])
-        ctx.dtypes = tuple(None if x is None else x.dtype for x in tensors[pairs:])
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        known = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2 + len(known) :]
-        found = (
-            ctx.by(gradient, upstream, dtype) if want and gradient is not None else None
-            for gradient, dtype, want in zip(known, ctx.dtypes, wanted, strict=True)
-        )
-        return (None, None, *(None for _ in known), *found)
 
 
 def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
