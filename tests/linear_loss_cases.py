@@ -2,7 +2,7 @@
 
 import torch
 
-from rlkernel_core.reference.direct import linear_policy_loss
+from rlkernel_torch.direct import linear_policy_loss
 
 B, T, D, V = 5, 17, 6, 1031  # 85 rows: more than one block; two tiles of the vocabulary
 HEAD = {"temperature": 0.7, "softcap": 9.0, "logit_scale": 1.3}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.direct import advantage
+from rlkernel_core.definitions import advantage as oracle
+from rlkernel_torch.direct import advantage
 
 
 def draw(B, groups, seed, dtype=torch.float64):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.direct import advantage
+from rlkernel_core.definitions import advantage as oracle
+from rlkernel_torch.direct import advantage
 from tests.advantage_batches import batch, close, gae_rows
 
 

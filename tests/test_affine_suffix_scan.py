@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import affine_suffix_scan
+from rlkernel_torch.direct import affine_suffix_scan
 
 
 def loop(a, b, mask, init, *, exclusive):

@@ -20,15 +20,18 @@ from rlkernel_core.spec import OPERATORS
 
 ROOT = Path(__file__).parents[1]
 CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel", ROOT / "backends"
-OURS = {"rlkernel", "rlkernel_core", "rlkernel_conformance", "rlkernel_bench"}
+COMMON, TORCH = BACKENDS / "common" / "rlkernel_common", BACKENDS / "torch" / "rlkernel_torch"
+OURS = {"rlkernel", "rlkernel_core", "rlkernel_common", "rlkernel_torch", "rlkernel_conformance", "rlkernel_bench"}
 CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
-LIBRARY = [path for package in (CORE, REGISTRY, CONFORMANCE, BENCH) for path in sorted(package.rglob("*.py"))]
+PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, BENCH)
+LIBRARY = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
 # torch traces, the demo, the drift, the proof, and the measuring.
 TORCH_HOMES = (
     CORE / "gradients.py",
-    CORE / "reference",
-    CORE / "sharded",
+    CORE / "definitions",
+    COMMON,
+    TORCH,
     CORE / "quant",
     REGISTRY / "torchlib",
     REGISTRY / "demo",
@@ -82,9 +85,10 @@ def test_the_core_imports_no_sibling() -> None:
 
 def test_the_registry_imports_no_backend_and_no_proof() -> None:
     def found(path: Path) -> set[str]:
-        modules = imports(path)
-        others = {m for m in roots(modules) if m.startswith("rlkernel_") and m != "rlkernel_core"}
-        return others | {m for m in modules if m.startswith("rlkernel_core.reference")}
+        allowed = {"rlkernel_core"}
+        if path.name == "distributed.py":  # operators over ranks are plain torch, and stand where plain torch does
+            allowed |= {"rlkernel_torch"}
+        return {m for m in roots(imports(path)) if m.startswith("rlkernel_")} - allowed
 
     assert offending(sources(REGISTRY), found) == {}
 
@@ -93,10 +97,12 @@ def test_the_proof_imports_no_benchmark() -> None:
     assert offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_bench"}) == {}
 
 
-def test_a_backend_imports_the_core_alone() -> None:
+def test_a_backend_imports_what_lies_below_it() -> None:
     def found(path: Path) -> set[str]:
         own = path.relative_to(BACKENDS).parts[0]
-        allowed = {"rlkernel_core", "rlkernel_triton", f"rlkernel_{own}"}
+        allowed = {"rlkernel_core", "rlkernel_common", f"rlkernel_{own}"}
+        if own not in {"common", "torch"}:
+            allowed |= {"rlkernel_torch", "rlkernel_triton"}
         if "tests" in path.parts:
             allowed |= {"rlkernel", "rlkernel_conformance"}
         return {m for m in roots(imports(path)) if m.startswith("rlkernel")} - allowed
@@ -178,7 +184,7 @@ def test_importing_loads_nothing_heavy(package) -> None:
 
 def test_neither_the_manifest_of_the_reference_nor_a_spec_loads_torch() -> None:
     code = (
-        "import sys, rlkernel_core.reference; from rlkernel_core.spec import OPERATORS; "
+        "import sys, rlkernel_torch; from rlkernel_core.spec import OPERATORS; "
         "list(OPERATORS.values()); print('torch' in sys.modules)"
     )
     assert fresh(code) == "False"

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_core.reference.direct import capture
-from rlkernel_core.reference.graphs.verify import same_bits
+from rlkernel_common.graphs.verify import same_bits
 from rlkernel_core.spec.graphed import Bucket, bucket_sizes
+from rlkernel_torch.direct import capture
 
 ROWS = Bucket({"x": 0}, (1, 2, 4, 8))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import lm_head_sample, sample
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch.direct import lm_head_sample, sample
 
 V, D, N = 2500, 16, 9  # three tiles, the last one ragged
 

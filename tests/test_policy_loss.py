@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import policy_loss
+from rlkernel_torch.direct import policy_loss
 from tests.policy_batches import batch, run, same, tensor
 
 

@@ -8,8 +8,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant import QuantSpec, quantize_activation
-from rlkernel_core.reference.direct import dequantize, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import SPEC, UNITS, LoRA, accumulation_bound
+from rlkernel_torch.direct import dequantize, qmatmul, quantize
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -114,7 +114,7 @@ def test_bad_arguments_are_named() -> None:
 
 def test_the_front_door_runs_it() -> None:
     x, w = normal(3, 64, seed=1), rlk.quantize(normal(20, 64), QuantSpec.named("nf4", double_quant=True))
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         assert torch.equal(qmatmul(x, w), rlk.qmatmul(x, rlk.prepack(w)))
         assert torch.equal(dequantize(w), rlk.dequantize(w))
     with pytest.raises(ArgumentError, match="activation"):

@@ -7,7 +7,7 @@ import torch
 
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, nearest
-from rlkernel_core.reference.direct import dequantize, prepack, quantize
+from rlkernel_torch.direct import dequantize, prepack, quantize
 
 SPECS = [
     *FORMATS,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles.sampling import sample_row
 from rlkernel_conformance.sampling_batches import DTYPES, Batch, random_batch
-from rlkernel_core.reference.direct import sample
+from rlkernel_core.definitions.sampling import sample_row
+from rlkernel_torch.direct import sample
 
 INF = math.inf
 
@@ -88,7 +88,7 @@ def test_raw_and_processed_agree_bitwise_where_nothing_is_processed() -> None:
 
 
 def test_the_kept_set_feeds_logprob() -> None:
-    from rlkernel_core.reference.direct import logprob
+    from rlkernel_torch.direct import logprob
 
     x = torch.randn(9, 50, generator=torch.Generator().manual_seed(3)) * 2
     drawn = sample(x, temperature=0.7, top_p=0.8, top_k=20, seed=torch.arange(9), step=4, kept_capacity=50)

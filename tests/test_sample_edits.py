@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec.sampling import LogitBias, TokenLists
+from rlkernel_torch.direct import sample
 from tests.test_sample import one
 
 INF = math.inf

@@ -11,9 +11,9 @@ import torch
 
 from rlkernel_conformance.sampling_batches import Batch, random_batch
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
+from rlkernel_torch.direct import sample
 
 OPTIONS = {"raw_logprob": True, "entropy": True, "kept_capacity": 7, "top_n": 3, "rank": True}
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rlkernel_core.reference.direct import sample
+from rlkernel_torch.direct import sample
 
 
 def chi_square_limit(freedom: int, alpha: float = 1e-7) -> float:

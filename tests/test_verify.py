@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import verify
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import Penalties
+from rlkernel_torch.direct import verify
 
 V = 12
 

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkernel_common.row_statistics import join, law, side_by_side, sweep, temperatures, tile_width
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import linear_logprob
-from rlkernel_core.reference.row_statistics import join, law, side_by_side, sweep, temperatures, tile_width
+from rlkernel_torch.direct import linear_logprob
 from tests.logprob_inputs import rows
 
 
@@ -20,7 +20,7 @@ def test_ranks_that_hold_other_tokens_are_refused():
         except ArgumentError as error:
             return error.argument
 
-    assert on_ranks(Subject("reference", "linear_logprob"), 3, refused) == ["hidden"] * 3
+    assert on_ranks(Subject("torch", "linear_logprob"), 3, refused) == ["hidden"] * 3
 
 
 @given(
