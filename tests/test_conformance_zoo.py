@@ -56,11 +56,13 @@ def test_the_reference_keeps_every_clause(op) -> None:
     assert failed(subject, [a for a in clauses_of(subject)[0] if a.clause.id not in OWED], OFTEN) == {}
 
 
-@pytest.mark.parametrize("mutant", ZOO, ids=lambda m: f"{m.op}-{m.name}")
-def test_a_mutant_dies_on_the_clause_it_was_planted_for_and_on_no_other_than_it_names(mutant) -> None:
+@pytest.mark.parametrize(("place", "mutant"), enumerate(ZOO), ids=[f"{m.op}-{m.name}" for m in ZOO])
+def test_a_mutant_dies_on_the_clause_it_was_planted_for_and_on_no_other_than_it_names(place, mutant) -> None:
+    """It meets a third of the others here, its neighbours the rest; `rlkernel conformance mutants` has it meet all."""
     with rlk.registered(mutant.manifest):
         subject = Subject(mutant.manifest.name, mutant.op)
-        assert set(failed(subject, against(mutant, subject), QUICK)) == {mutant.planted}
+        planted, *others = against(mutant, subject)
+        assert set(failed(subject, [planted, *others[place % 3 :: 3]], QUICK)) == {mutant.planted}
 
 
 def test_a_case_does_not_depend_on_what_is_loaded(monkeypatch) -> None:
