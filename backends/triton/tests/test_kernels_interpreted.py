@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((Path(__file__).parent / "kernels").glob("test_*.py"))
-SHARES = 4
+SHARES = 5
 
 
 @pytest.mark.parametrize("share", range(SHARES))
