@@ -52,9 +52,5 @@ def gae_rows(b, gamma, lam, *, boot=None, done=None, carry=False):
     )
 
 
-def poisoned(x, mask):
-    return torch.where(mask, x, torch.nan)
-
-
 def close(actual, expected, atol=1e-10):
     np.testing.assert_allclose(actual.double().numpy(), expected, rtol=0, atol=atol)

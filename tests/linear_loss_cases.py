@@ -2,8 +2,7 @@
 
 import torch
 
-from rlkernel_torch.direct import linear_policy_loss, policy_loss
-from tests.policy_batches import same
+from rlkernel_torch.direct import linear_policy_loss
 
 B, T, D, V = 5, 17, 6, 1031  # 85 rows: more than one block; two tiles of the vocabulary
 HEAD = {"temperature": 0.7, "softcap": 9.0, "logit_scale": 1.3}
@@ -55,11 +54,6 @@ class Case:
         operands = [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
         return torch.autograd.grad(loss * scale, operands)
 
-    def plain(self, head=None, entropy=False, **options):
-        lp, H = self.torch_logprob(**(HEAD if head is None else head))
-        args, kwargs = self.arguments(**options)
-        return policy_loss(lp, *args, entropy=H if entropy else None, **kwargs)
-
     def fused(self, head=None, limit=None, entropy=False, **options):
         args, kwargs = self.arguments(**options)
         return linear_policy_loss(
@@ -73,17 +67,3 @@ class Case:
             **(HEAD if head is None else head),
             **kwargs,
         )
-
-
-def agree(case, rtol=1e-10, **options):
-    limit = options.pop("limit", None)
-    got, want = case.fused(limit=limit, **options), case.plain(**options)
-    same(got.loss, want.loss, rtol=rtol)
-    for name, value in vars(want.stats).items():
-        if value is None:
-            assert getattr(got.stats, name) is None, name
-        else:
-            same(getattr(got.stats, name), value, rtol=rtol, atol=1e-12)
-    for one, two in zip(case.gradients(got.loss, 1.7), case.gradients(want.loss, 1.7), strict=True):
-        same(one, two, rtol=1e-9, atol=1e-12)
-    return got

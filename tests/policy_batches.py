@@ -1,17 +1,13 @@
-"""Batches for the policy-loss tests, and the call that both the operator and the oracle understand."""
+"""Batches for the tests of policy_loss."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from rlkernel_core.definitions import policy_loss as oracle
-from rlkernel_core.spec.policy_loss import KINDS
 from rlkernel_torch.direct import policy_loss
 
 REQUIRED = {"dppo_tv": {"clip": (0.06, 0.05)}, "dppo_kl": {"clip": (0.01, 0.012)}, "dro": {"dro_beta": 0.7}}
-KIND_LEVELS = [(kind, level) for kind, what in KINDS.items() for level in what.levels]
 
 
 @dataclass
@@ -62,34 +58,6 @@ def run(b, *, dtype=torch.float64, ref=False, entropy=False, roll=False, old=Tru
     )
     result.loss.backward()
     return result, lp.grad, h.grad
-
-
-def expected(b, *, kind, level=None, ref=False, entropy=False, roll=False, old=True, **options):
-    """The same options as the oracle's arguments: (args, kwargs)."""
-    what = KINDS[kind]
-    given = {**what.options, **options}
-    kwargs = {
-        "surrogate": what.surrogate,
-        "level": level or what.levels[0],
-        "own": what.own_gradient,
-        "limit": given.pop("log_ratio_limit", math.inf),
-        "aggregate": given.pop("aggregate", what.aggregate),
-        "ref": b.ref if ref else None,
-        "entropy": b.entropy if entropy else None,
-        "roll": b.roll if roll else None,
-        **{k: v for k, v in given.items() if v is not None},
-    }
-    return (b.lp, b.old if old else None, b.adv, b.mask), kwargs
-
-
-def oracle_loss(b, **options):
-    args, kwargs = expected(b, **options)
-    return oracle.loss(*args, **kwargs)
-
-
-def oracle_gradient(b, **options):
-    args, kwargs = expected(b, **options)
-    return oracle.gradient(*args, **kwargs)
 
 
 def same(a, b, rtol=1e-12, atol=1e-14):

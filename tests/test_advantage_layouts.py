@@ -1,4 +1,4 @@
-"""Advantages in every layout, under poison and at the edges; whitening."""
+"""Packed layouts, strides and whitening of advantages: what the clauses do not say."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_torch.direct import advantage
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)
-STEPS = {
-    "gae": ("values",),
-    "returns": (),
-    "vtrace": ("values", "ratio"),
-    "retrace": ("values", "ratio", "q_values"),
-    "reinforce_pp": (),
-}
 
 
 def ragged(lengths, seed=0, width=None, dtype=torch.float32):
@@ -38,23 +31,6 @@ def ragged(lengths, seed=0, width=None, dtype=torch.float32):
     turns = torch.randint(0, 3, (B, T), generator=g).sort(-1).values
     padded["turns"], packed["turns"] = torch.where(keep, turns, 2**60), turns[keep]
     return padded, packed, keep, lengths, cu
-
-
-@SETTINGS
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 1000), st.sampled_from(list(STEPS)))
-def test_layouts_agree_bitwise(lengths, seed, kind):
-    padded, packed, keep, lens, cu = ragged(lengths, seed, width=41)
-    kw = {"gamma": 0.97} | ({} if kind in {"returns", "reinforce_pp"} else {"lam": 0.9})
-    kw |= {"whiten": "none"} if kind == "reinforce_pp" else {"bootstrap": torch.ones(len(lens))}
-    tokens = {n: padded[n] for n in STEPS[kind]}
-    a = advantage(padded["rewards"], kind=kind, mask=keep, **tokens, **kw)
-    b = advantage(padded["rewards"], kind=kind, lengths=lens, **tokens, **kw)
-    c = advantage(
-        packed["rewards"], kind=kind, cu_seqlens=cu, reward_level="token", **{n: packed[n] for n in STEPS[kind]}, **kw
-    )
-    assert torch.equal(a.advantages, b.advantages)
-    assert torch.equal(a.advantages[keep], c.advantages)
-    assert torch.equal(a.returns[keep], c.returns)
 
 
 @SETTINGS
@@ -76,26 +52,6 @@ def test_packed_sequences_may_start_late_and_end_early():
     r[[0, 1, 8, 9]] = torch.nan
     x = advantage(r, kind="returns", cu_seqlens=torch.tensor([2, 5, 5, 8]))
     assert x.advantages.tolist() == [0, 0, 9, 7, 4, 18, 13, 7, 0, 0]
-
-
-def test_a_sequence_does_not_depend_on_the_batch_or_its_padding():
-    padded, _, keep, lens, _ = ragged([7, 30, 19, 1], 3, width=33)
-    whole = advantage(padded["rewards"], kind="gae", values=padded["values"], mask=keep, lam=0.9).advantages
-    for i, n in enumerate(lens):
-        alone = advantage(padded["rewards"][i : i + 1, :n], kind="gae", values=padded["values"][i : i + 1, :n], lam=0.9)
-        assert torch.equal(whole[i, :n], alone.advantages[0])
-
-
-def test_what_masked_positions_hold_changes_nothing():
-    padded, _, keep, _, _ = ragged([5, 9, 2], 4)
-    for kind, names in STEPS.items():
-        for poison in (torch.nan, torch.inf, -torch.inf, 1e38):
-            tokens = {n: torch.where(keep, padded[n], poison) for n in ("rewards", *names)}
-            clean = {n: torch.where(keep, padded[n], 0.0) for n in ("rewards", *names)}
-            a = advantage(kind=kind, mask=keep, **tokens)
-            assert torch.equal(advantage(kind=kind, mask=keep, **clean).advantages, a.advantages)
-            assert not a.stats.invalid.any()
-            assert (a.advantages[~keep] == 0).all()
 
 
 def test_a_sequence_with_nan_is_invalid_and_alone_in_it():
@@ -146,25 +102,6 @@ def test_nothing_to_do():
     assert torch.equal(torch.zeros(2), advantage(poison[:, 0], kind="grpo", group=2).advantages)
 
 
-def test_results_are_constants_and_inputs_stay_as_they_are():
-    r, v = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
-    before = r.detach().clone(), v.detach().clone()
-    a = advantage(r, kind="gae", values=v, lam=0.9, whiten="global")
-    b = advantage(r[:, 0], kind="grpo", group=2)
-    tensors = [a.advantages, a.returns, b.advantages, *(x for x in vars(b.stats).values() if x is not None)]
-    assert not any(t.requires_grad for t in tensors)
-    assert torch.equal(before[0], r.detach())
-    assert torch.equal(before[1], v.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16])
-def test_any_real_dtype_of_rewards(dtype):
-    x = torch.tensor([0, 1, 1, 0, 1, 1]).to(dtype)
-    a = advantage(x, kind="grpo", group=3).advantages
-    assert a.dtype == torch.float32
-    assert torch.equal(advantage(x.float(), kind="grpo", group=3).advantages, a)
-
-
 def test_token_output_of_a_kind_over_groups():
     x, keep = torch.tensor([0.0, 1.0, 3.0, 3.0]), torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
     a = advantage(x, kind="dr_grpo", group=2, mask=keep, output="token").advantages
@@ -188,15 +125,6 @@ def test_whitening_is_masked_two_pass_and_may_be_deferred(mode):
     torch.testing.assert_close(white.advantages, applied, rtol=1e-6, atol=1e-6)
     assert white.stats.count == 60
     assert torch.equal(plain.returns, white.returns)
-
-
-def test_a_constant_batch_whitens_to_exactly_zero():
-    # slime: constant advantage 30.1 -> a variance of -3.7e-4 -> NaN; 0.1 -> 1 / std = 10500.
-    for value in (30.1, 0.1, 12.3, -7e5):
-        r = torch.zeros(3, 7)
-        r[:, -1] = value
-        a = advantage(r, kind="reinforce_pp", mask=torch.ones(3, 7, dtype=torch.bool))
-        assert torch.equal(torch.zeros(3, 7), a.advantages)
 
 
 def test_in_stats_of_the_whitening():

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import cache
 from inspect import Parameter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +23,8 @@ CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel
 COMMON, TORCH = BACKENDS / "common" / "rlkernel_common", BACKENDS / "torch" / "rlkernel_torch"
 OURS = {"rlkernel", "rlkernel_core", "rlkernel_common", "rlkernel_torch", "rlkernel_conformance", "rlkernel_bench"}
 CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
-LIBRARY = sorted(
-    path for package in (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, BENCH) for path in package.rglob("*.py")
-)
+PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, BENCH)
+LIBRARY = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
 # torch traces, the demo, the drift, the proof, and the measuring.
 TORCH_HOMES = (
@@ -40,9 +42,17 @@ TORCH_HOMES = (
 )
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def sources(package: Path) -> list[Path]:
+    return sorted(package.rglob("*.py"))
+
+
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Modules a file imports; `if TYPE_CHECKING` blocks do not count."""
-    tree = ast.parse(path.read_text())
     found: set[str] = set()
 
     def visit(node: ast.AST, *, deep: bool) -> None:
@@ -56,7 +66,7 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
             elif deep or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 visit(child, deep=deep)
 
-    visit(tree, deep=not top_level_only)
+    visit(tree(path), deep=not top_level_only)
     return found
 
 
@@ -64,91 +74,92 @@ def roots(modules: set[str]) -> set[str]:
     return {m.partition(".")[0] for m in modules}
 
 
-@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_core_imports_no_sibling(path) -> None:
-    assert roots(imports(path)) & (OURS - {"rlkernel_core"}) == set()
+def offending(paths: Iterable[Path], found: Callable[[Path], Any]) -> dict[str, Any]:
+    """What is found in files where nothing should be."""
+    return {str(path.relative_to(ROOT)): what for path in paths if (what := found(path))}
 
 
-@pytest.mark.parametrize("path", sorted(REGISTRY.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_registry_imports_no_backend_and_no_proof(path) -> None:
-    allowed = {"rlkernel_core"}
-    if path.name == "distributed.py":  # operators over ranks are plain torch, and stand where plain torch does
-        allowed |= {"rlkernel_torch"}
-    assert {m for m in roots(imports(path)) if m.startswith("rlkernel_")} <= allowed
+def test_the_core_imports_no_sibling() -> None:
+    assert offending(sources(CORE), lambda path: roots(imports(path)) & (OURS - {"rlkernel_core"})) == {}
 
 
-@pytest.mark.parametrize("path", sorted(CONFORMANCE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_proof_imports_no_benchmark(path) -> None:
-    assert "rlkernel_bench" not in roots(imports(path))
+def test_the_registry_imports_no_backend_and_no_proof() -> None:
+    def found(path: Path) -> set[str]:
+        allowed = {"rlkernel_core"}
+        if path.name == "distributed.py":  # operators over ranks are plain torch, and stand where plain torch does
+            allowed |= {"rlkernel_torch"}
+        return {m for m in roots(imports(path)) if m.startswith("rlkernel_")} - allowed
+
+    assert offending(sources(REGISTRY), found) == {}
 
 
-@pytest.mark.parametrize("path", sorted(BACKENDS.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_backend_imports_what_lies_below_it(path) -> None:
-    own = path.relative_to(BACKENDS).parts[0]
-    allowed = {"rlkernel_core", "rlkernel_common", f"rlkernel_{own}"}
-    if own not in {"common", "torch"}:
-        allowed |= {"rlkernel_torch", "rlkernel_triton"}
-    if "tests" in path.parts:
-        allowed |= {"rlkernel", "rlkernel_conformance"}
-    assert {m for m in roots(imports(path)) if m.startswith("rlkernel")} <= allowed
+def test_the_proof_imports_no_benchmark() -> None:
+    assert offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_bench"}) == {}
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_torch_is_imported_where_it_is_meant_to_be(path) -> None:
-    if not any(home in (path, *path.parents) for home in TORCH_HOMES):
-        assert roots(imports(path, top_level_only=True)) & {"torch", "numpy", "triton", "matplotlib"} == set()
+def test_a_backend_imports_what_lies_below_it() -> None:
+    def found(path: Path) -> set[str]:
+        own = path.relative_to(BACKENDS).parts[0]
+        allowed = {"rlkernel_core", "rlkernel_common", f"rlkernel_{own}"}
+        if own not in {"common", "torch"}:
+            allowed |= {"rlkernel_torch", "rlkernel_triton"}
+        if "tests" in path.parts:
+            allowed |= {"rlkernel", "rlkernel_conformance"}
+        return {m for m in roots(imports(path)) if m.startswith("rlkernel")} - allowed
+
+    assert offending(sources(BACKENDS), found) == {}
 
 
-@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_pydantic_is_used_in_the_manifest_alone(path) -> None:
-    assert "pydantic" not in roots(imports(path)) or path.name == "manifest.py"
+def test_torch_is_imported_where_it_is_meant_to_be() -> None:
+    light = [path for path in LIBRARY if not any(home in (path, *path.parents) for home in TORCH_HOMES)]
+    heavy = {"torch", "numpy", "triton", "matplotlib"}
+    assert offending(light, lambda path: roots(imports(path, top_level_only=True)) & heavy) == {}
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_foreign_exceptions_are_caught_in_discovery_alone(path) -> None:
-    broad = {"Exception", "BaseException"}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler) and path != REGISTRY / "discover.py":
-            caught = (
-                {"BaseException"}
-                if node.type is None
-                else {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
-            )
-            assert caught & broad == set(), f"line {node.lineno}"
+def test_pydantic_is_used_in_the_manifest_alone() -> None:
+    others = [path for path in sources(CORE) if path.name != "manifest.py"]
+    assert offending(others, lambda path: roots(imports(path)) & {"pydantic"}) == {}
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_library_code_has_no_assert(path) -> None:
-    assert [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)] == []
+def test_foreign_exceptions_are_caught_in_discovery_alone() -> None:
+    def broad(node: ast.ExceptHandler) -> bool:
+        caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"BaseException"}
+        return bool(caught & {"Exception", "BaseException"})
+
+    def found(path: Path) -> list[int]:
+        return [n.lineno for n in ast.walk(tree(path)) if isinstance(n, ast.ExceptHandler) and broad(n)]
+
+    assert offending(set(LIBRARY) - {REGISTRY / "discover.py"}, found) == {}
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_is_one_idea_of_bounded_length(path) -> None:
-    assert path.read_text().count("\n") <= 400
+def test_library_code_has_no_assert() -> None:
+    assert offending(LIBRARY, lambda path: [n.lineno for n in ast.walk(tree(path)) if isinstance(n, ast.Assert)]) == {}
 
 
-@pytest.mark.parametrize("path", sorted(REGISTRY.glob("*.py")), ids=lambda p: p.name)
-def test_devices_and_dtypes_are_named_in_manifests_specs_and_probes_alone(path) -> None:
+def test_a_module_is_one_idea_of_bounded_length() -> None:
+    assert offending(LIBRARY, lambda path: max(0, path.read_text().count("\n") - 400)) == {}
+
+
+def test_devices_and_dtypes_are_named_in_manifests_specs_and_probes_alone() -> None:
     words = {"cuda", "hip", "bfloat16", "float16", "float32", "float64"}
-    if path.name in {
-        "probe.py",
-        "discover.py",
-        "doctor.py",
-    }:  # discover.py names backends, which share words with devices
-        return
-    tree = ast.parse(path.read_text())
-    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    assert strings & words == set()
+    exempt = {"probe.py", "discover.py", "doctor.py"}  # discover.py names backends, which share words with devices
+    others = [path for path in REGISTRY.glob("*.py") if path.name not in exempt]
+
+    def found(path: Path) -> set[str]:
+        strings = (n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        return words & set(strings)
+
+    assert offending(others, found) == {}
 
 
-@pytest.mark.parametrize("path", sorted((CORE / "spec").glob("*.py")), ids=lambda p: p.name)
-def test_operator_signatures_carry_semantics_only(path) -> None:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Call"):
-            arguments = {
-                n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-            }
-            assert arguments & {"backend", "impl", "device_kernel", "kwargs"} == set()
+def test_operator_signatures_carry_semantics_only() -> None:
+    def found(path: Path) -> set[str]:
+        calls = [n for n in tree(path).body if isinstance(n, ast.ClassDef) and n.name.endswith("Call")]
+        targets = (n.target for call in calls for n in call.body if isinstance(n, ast.AnnAssign))
+        arguments = {target.id for target in targets if isinstance(target, ast.Name)}
+        return arguments & {"backend", "impl", "device_kernel", "kwargs"}
+
+    assert offending((CORE / "spec").glob("*.py"), found) == {}
 
 
 @pytest.mark.parametrize("op", sorted(OPERATORS))
@@ -171,13 +182,10 @@ def test_importing_loads_nothing_heavy(package) -> None:
     assert fresh(f"import sys, {package}; print({HEAVY} & set(sys.modules))") == "set()"
 
 
-def test_importing_the_reference_manifest_loads_no_torch() -> None:
-    assert fresh("import sys, rlkernel_torch; print('torch' in sys.modules)") == "False"
-
-
-def test_every_operator_has_a_spec_that_loads_no_torch() -> None:
+def test_neither_the_manifest_of_the_reference_nor_a_spec_loads_torch() -> None:
     code = (
-        "import sys; from rlkernel_core.spec import OPERATORS; list(OPERATORS.values()); print('torch' in sys.modules)"
+        "import sys, rlkernel_torch; from rlkernel_core.spec import OPERATORS; "
+        "list(OPERATORS.values()); print('torch' in sys.modules)"
     )
     assert fresh(code) == "False"
 

@@ -15,11 +15,11 @@ from tests.observed import observed
 # Arguments that change no result of a call in one process, and what shows them.
 HINTS = {
     ("linear_logprob", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
-    ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: test_vocab_parallel.py",
-    ("linear_policy_loss", "group"): "collectives: test_a_group_talks; shards: test_linear_policy_loss_group.py",
-    ("advantage", "process_group"): "collectives: test_a_group_talks; ranks: test_advantage_ranks.py",
-    ("whiten", "process_group"): "collectives: test_a_group_talks; ranks: test_advantage_ranks.py",
-    ("shape_rewards", "process_group"): "collectives: test_a_group_talks; ranks: test_advantage_ranks.py",
+    ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: LL-20 to LL-22",
+    ("linear_policy_loss", "group"): "collectives: test_a_group_talks; shards: LPL-12",
+    ("advantage", "process_group"): "collectives: test_a_group_talks; ranks: AD-18",
+    ("whiten", "process_group"): "collectives: test_a_group_talks; ranks: WH-07",
+    ("shape_rewards", "process_group"): "collectives: test_a_group_talks; ranks: SR-13",
     ("quantize", "out"): "where the result is: test_a_weight_is_quantised_in_place",
     ("capture", "group"): "its lock: test_a_capture_group_is_entered",
 }

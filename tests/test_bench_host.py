@@ -64,6 +64,17 @@ def test_plain_torch_does_the_same_job(case) -> None:
     assert all(j.over <= 1 or j.coarse <= 1 for j in judged.values())
 
 
+@pytest.mark.parametrize("task", ["forward", "forward+backward", "replay"])
+def test_the_reference_is_right_in_every_way_of_a_row(task) -> None:
+    for work in rows("toy", task):
+        problem = host.problem(work, "cpu")
+        given = problem.make(0)
+        want = problem.expected(given)
+        said = {c.name: c.run(given) for c in host.candidates(problem, "cpu", ("reference",), None)}
+        judged = {name: problem.judge(given, want, found) for name, found in said.items()}
+        assert {name for name, j in judged.items() for x in j.values() if min(x.over, x.coarse) > 1} == set(), work
+
+
 def test_a_result_that_is_off_is_not_right() -> None:
     problem = host.problem(rows("toy", "forward")[0], "cpu")
     given = problem.make(0)

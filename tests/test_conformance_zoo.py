@@ -24,13 +24,14 @@ from rlkernel_core.spec.form import owed, prefix_of
 
 OWED = {c.id for spec in OPERATORS.values() for c in owed(prefix_of(spec))}
 QUICK = Profile("test", 12, 60)
+OFTEN = Profile("test", 24, 60)  # of plain torch, whose semantics are tested here and nowhere else
 ZOO = [m for op in mutants.MODULES for m in mutants.mutants_of(op) if m.planted not in OWED]
 ATTACKED = [op for op in clauses.MODULES if clauses.attacks_on(op)]
 
 
-def failed(subject: Subject, attacks: list[Attack]) -> dict[str, str]:
+def failed(subject: Subject, attacks: list[Attack], effort: Profile) -> dict[str, str]:
     with subject.chosen():
-        outcomes = [carry_out(subject, a, QUICK, shrink=False) for a in attacks]
+        outcomes = [carry_out(subject, a, effort, shrink=False) for a in attacks]
     return {o.clause: o.message for o in outcomes if o.failed}
 
 
@@ -52,14 +53,16 @@ def fresh():
 @pytest.mark.parametrize("op", ATTACKED)
 def test_the_reference_keeps_every_clause(op) -> None:
     subject = Subject("torch", op)
-    assert failed(subject, [a for a in clauses_of(subject)[0] if a.clause.id not in OWED]) == {}
+    assert failed(subject, [a for a in clauses_of(subject)[0] if a.clause.id not in OWED], OFTEN) == {}
 
 
-@pytest.mark.parametrize("mutant", ZOO, ids=lambda m: f"{m.op}-{m.name}")
-def test_a_mutant_dies_on_the_clause_it_was_planted_for_and_on_no_other_than_it_names(mutant) -> None:
+@pytest.mark.parametrize(("place", "mutant"), enumerate(ZOO), ids=[f"{m.op}-{m.name}" for m in ZOO])
+def test_a_mutant_dies_on_the_clause_it_was_planted_for_and_on_no_other_than_it_names(place, mutant) -> None:
+    """It meets a third of the others here, its neighbours the rest; `rlkernel conformance mutants` has it meet all."""
     with rlk.registered(mutant.manifest):
         subject = Subject(mutant.manifest.name, mutant.op)
-        assert set(failed(subject, against(mutant, subject))) == {mutant.planted}
+        planted, *others = against(mutant, subject)
+        assert set(failed(subject, [planted, *others[place % 3 :: 3]], QUICK)) == {mutant.planted}
 
 
 def test_a_case_does_not_depend_on_what_is_loaded(monkeypatch) -> None:

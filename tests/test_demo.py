@@ -112,8 +112,8 @@ def test_an_unknown_backend_is_an_error_before_anything_runs(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_it_learns(tmp_path) -> None:
-    command = [sys.executable, "-m", "rlkernel", "demo", "--json", "--steps", "14", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "rlkernel", "demo", "--json", "--steps", "9", "--out", str(tmp_path / "run")]
     summary = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert summary["reward_rise"] >= 0.25
+    assert summary["reward_rise"] >= 0.2
     assert summary["drift_mean"] < 0.1
     assert summary["parameters"] < 2_000_000

@@ -202,14 +202,14 @@ CASES = [
         "jetson/clocks",
         "note",
         machine(hardware=replace(JETSON, power=MOVING)),
-        "power mode 15W, 6.1 W (VDD_IN), 48 °C at most, GPU at 306 MHz of 306 to 1020: it moves",
+        "GPU at 306 MHz of 306 to 1020",
         "sudo jetson_clocks",
     ),
     (
         "jetson/memory",
         "warning",
         machine(hardware=replace(JETSON, memory=FULL_MEMORY)),
-        "2.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 819.2 MiB to take",
+        "819.2 MiB",
         "multi-user.target",
     ),
     ("jetson/zram", "note", machine(hardware=replace(JETSON, memory=FULL_MEMORY)), "4.00 GiB of swap", "nvzramconfig"),
@@ -355,16 +355,12 @@ def test_a_machine_in_order_has_neither_problem_nor_warning(found) -> None:
 
 def test_a_board_in_order_is_told_with_all_that_is_known_of_it() -> None:
     board = replace(JETSON, memory=ROOM, power=replace(MOVING, gpu=Clock(1020.0, 1020.0, 1020.0)))
-    told = [f.text for f in findings(machine(hardware=board, torch=ORIN_WHEEL)) if f.severity == "ok"]
-    assert "NVIDIA Jetson Orin Nano, sm87, memory shared with the CPU" in told
-    assert (
-        "Jetson Orin Nano 8 GB (developer kit), 8 multiprocessors, 102.4 GB/s, Jetson Linux 36.4.3, JetPack 6.2, "
-        "CUDA 12.6, its Python is 3.10" in told
-    )
-    assert "torch 2.9.0 has code for sm_87: sm87 runs" in told
-    assert "power mode 15W, 6.1 W (VDD_IN), 48 °C at most, GPU at 1020 MHz of 1020 to 1020" in told
-    room = "6.00 GiB of 8.00 GiB available, 1.20 GiB reserved for the system, 4.80 GiB to take, 512.0 MiB a piece"
-    assert f"memory: {room}" in told
+    told = " ".join(f.text for f in findings(machine(hardware=board, torch=ORIN_WHEEL)) if f.severity == "ok")
+    known = (
+        "Jetson Orin Nano", "sm87", "8 multiprocessors", "102.4 GB/s", "36.4.3", "JetPack 6.2", "CUDA 12.6", "sm_87",
+        "15W", "6.1 W", "48 °C", "1020 MHz", "6.00 GiB", "4.80 GiB",
+    )  # fmt: skip
+    assert [fact for fact in known if fact not in told] == []
 
 
 def test_every_finding_of_the_source_is_among_the_cases() -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.spec.logprob import Support
@@ -135,16 +134,6 @@ def test_rows_beyond_two_to_the_31_elements():
     far = store.as_strided((2, 50), (2**31, 1))
     far.copy_(logits)
     assert torch.equal(logprob(far, ids).logprob, logprob(logits, ids).logprob)
-
-
-def test_nothing_waits_for_values_and_nothing_depends_on_them():
-    with FakeTensorMode():
-        logits, ids = torch.empty(4, 3000, requires_grad=True), torch.empty(4, dtype=torch.int64)
-        mask, T = torch.empty(4, dtype=torch.bool), torch.empty(4)
-        support = Support(torch.empty(9, dtype=torch.int64), torch.empty(5, dtype=torch.int64))
-        got = logprob(logits, ids, mask=mask, temperature=T, entropy=True, top_logprobs=3, support=support)
-        (got.logprob + got.entropy + got.log_kept_mass).sum().backward()
-        assert (got.logprob.shape, got.top_ids.shape, logits.grad.shape) == ((4,), (4, 3), (4, 3000))
 
 
 def test_arguments_and_global_state_stay_as_they_are():

@@ -8,30 +8,7 @@ from torch.nn import functional
 
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 from rlkernel_torch.direct import qmatmul, quantize
-from tests.test_qmatmul import bound, exact, normal
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_lora_adds_its_product(dtype) -> None:
-    x, w = normal(5, 96, seed=1, dtype=dtype), quantize(normal(140, 96), "int4_g32")
-    lora = LoRA(normal(8, 96, seed=2, dtype=dtype), normal(140, 8, seed=3, dtype=dtype), 0.25)
-    added = 0.25 * (x.double() @ lora.A.double().t()) @ lora.B.double().t()
-    expected = exact(x, w) + added
-    lora_reach = 0.25 * (x.double().abs() @ lora.A.double().abs().t()) @ lora.B.double().abs().t()
-    error = (qmatmul(x, w, lora=lora).double() - expected).abs()
-    assert bool((error <= bound(expected, x, w, weight_rounding="none", lora_reach=lora_reach)).all())
-    assert torch.equal(qmatmul(x, w), qmatmul(x, w, lora=LoRA(lora.A, torch.zeros_like(lora.B))))
-
-
-def test_lora_written_in_place_is_seen_by_the_next_call() -> None:
-    x, w = normal(5, 96, seed=1), quantize(normal(40, 96), "nf4")
-    lora = LoRA(normal(4, 96, seed=2), torch.zeros(40, 4))
-    before = qmatmul(x, w, lora=lora)
-    lora.B.copy_(normal(40, 4, seed=3))
-    after = qmatmul(x, w, lora=lora)
-    assert torch.allclose(after - before, (x @ lora.A.t()) @ lora.B.t(), atol=1e-4)
-    lora.A.mul_(2)
-    assert torch.allclose(qmatmul(x, w, lora=lora) - before, 2 * (after - before), atol=1e-4)
+from tests.test_qmatmul import exact, normal
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])

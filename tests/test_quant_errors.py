@@ -1,4 +1,4 @@
-"""The table of docs/quantization.md is the committed data, and the data is what the script measures."""
+"""The committed data of docs/quantization.md is what the script measures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ DATA = json.loads((ROOT / "docs" / "quantization.json").read_text())
 @pytest.fixture(scope="module")
 def script():
     return runpy.run_path(str(ROOT / "benchmarks" / "quant_errors.py"))
-
-
-def test_the_page_shows_the_data(script) -> None:
-    assert script["table"](DATA["rows"]) in (ROOT / "docs" / "quantization.md").read_text()
 
 
 def test_the_data_is_of_these_formats_and_sizes(script) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.rollouts import STATUS, Field, GroupRules, RolloutBuffer, Slots
+from rlkernel_core.spec.rollouts import Field, GroupRules, RolloutBuffer, Slots
 from tests.rollouts import balanced, buffer, fill, tokens
 
 
@@ -29,20 +27,6 @@ def test_groups_say_why_they_wait():
     assert [g.age for g in buf.groups()] == [4, 4, 4, 0]
 
 
-def test_without_completeness_finished_members_go_first():
-    buf = buffer()
-    done = fill(buf, [0], [2])
-    late = buf.reserve(3, [0])
-    assert buf.pop(groups=1) is None
-    with buf.pop(groups=1, rules=GroupRules(complete=False)) as batch:
-        assert batch["token"].tolist() == [0, 1]
-    buf.append(late, tokens(7))
-    buf.finish(late)
-    with buf.pop(groups=1) as batch:
-        assert batch["token"].tolist() == [7]
-    assert done.ids.tolist() != late.ids.tolist()
-
-
 def test_prune_drops_what_will_never_be_ready_and_counts_it():
     buf = buffer(group_size=2)
     fill(buf, [0, 0], [3, 1], reward=[1.0, 1.0])
@@ -57,23 +41,6 @@ def test_prune_drops_what_will_never_be_ready_and_counts_it():
     assert stats.dropped == {"constant rewards": 4, "too few valid": 2, "too old": 0, "stale": 2}
     assert stats.dropped_seqs == {"constant rewards": 2, "too few valid": 2, "too old": 2}
     balanced(stats)
-
-
-def test_invalid_members_are_kept_with_weight_zero():
-    buf = buffer(group_size=4)
-    reward, status = [1.0, math.nan, 0.0, 2.0], ["stop", "stop", "abort", "length"]
-    fill(buf, [6] * 4, [1, 2, 1, 1], reward=reward, status=status)
-    batch = buf.pop(groups=1, weighting="group", rows_multiple_of=3)
-    assert batch.valid.tolist() == [True, False, False, True, False, False]
-    assert batch.weight.tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 0.0]
-    assert batch.cu_seqlens.tolist() == [0, 1, 3, 4, 5, 5, 5]
-    assert batch.group.tolist() == [0, 0, 0, 0, -1, -1]
-    assert batch.status[-1].item() == STATUS["filler"]
-    batch.release()
-    fill(buf, [7] * 4, [1] * 4)
-    unscored = buf.pop(groups=1)
-    assert unscored.valid.all()
-    assert unscored.reward.isnan().all()
 
 
 def test_several_rewards_for_each_sequence():

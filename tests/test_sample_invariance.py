@@ -1,4 +1,4 @@
-"""A request draws the same wherever it stands: batch, row, slot, stride, dtype; and what sample refuses."""
+"""sample: threads, numbers and tensors of them, large seeds, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlkernel_conformance.sampling_batches import Batch, pack, random_batch
+from rlkernel_conformance.sampling_batches import Batch, random_batch
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
@@ -56,25 +55,6 @@ def test_rows_are_bitwise_the_same_in_any_batch(batch, whole, n, threads) -> Non
         torch.set_num_threads(before)
 
 
-def test_the_same_call_twice_gives_the_same_bits(batch, whole) -> None:
-    assert_same(fields(sample(batch.logits, **batch.arguments(), **OPTIONS)), whole)
-
-
-def test_strided_rows_give_the_bits_of_contiguous_ones(batch, whole) -> None:
-    wide = torch.full((46, 1100), math.nan)
-    wide[::2, 50:1053] = batch.logits
-    transposed = batch.logits.T.contiguous().T
-    for view in (wide[::2, 50:1053], transposed):
-        assert not view.is_contiguous()
-        assert_same(fields(sample(view, **batch.arguments(), **OPTIONS)), whole)
-
-
-def test_dtypes_of_equal_values_give_equal_results() -> None:
-    batch = random_batch(5, 100, 8, torch.bfloat16, kinds=("normal", "ties", "posinf", "nan"))
-    narrow = sample(batch.logits, **batch.arguments(), **OPTIONS)
-    assert_same(fields(sample(batch.logits.float(), **batch.arguments(), **OPTIONS)), fields(narrow))
-
-
 def test_numbers_mean_the_same_as_tensors_of_them() -> None:
     x = torch.randn(6, 90, generator=torch.Generator().manual_seed(0)) * 3
     numbers = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.03, "step": 5}
@@ -93,66 +73,6 @@ def test_seeds_and_steps_are_unsigned_64_bit_numbers() -> None:
         for name, other in (("seed", "step"), ("step", "seed")):
             drawn = {int(sample(x, **{name: v, other: 3}).token) for v in (big, bits, unsigned)}
             assert len(drawn) == 1
-
-
-def test_slots_gather_parameters_and_padding_rows_stand_for_nothing(batch) -> None:
-    arguments = batch.arguments()
-    slot = torch.tensor([4, 0, 22, -1, 4])
-    logits = batch.logits[[4, 0, 22, 3, 4]].clone()
-    logits[3] = math.nan
-    rowwise = {"allowed": arguments["allowed"][[4, 0, 22, 3, 4]]}
-    arguments.pop("bias")  # per row, like `allowed`; a ragged one is not gathered in a line
-    result = fields(sample(logits, **arguments | rowwise, slot=slot.int(), **OPTIONS))
-    part = Batch(batch.logits[[4, 0, 22]], [batch.rows[i] for i in (4, 0, 22)])
-    expected = part.arguments()
-    expected.pop("bias")
-    expected = fields(sample(part.logits, **expected, **OPTIONS))
-    assert_same({n: v[:3] for n, v in result.items()}, expected)
-    assert_same({n: v[4:] for n, v in result.items()}, {n: v[:1] for n, v in expected.items()})
-    padding = {n: v[3].tolist() for n, v in result.items()}
-    assert padding.pop("kept_ids") == [-1] * 7
-    assert padding.pop("top_ids") == [-1] * 3
-    assert padding.pop("top_logprobs") == [-math.inf] * 3
-    assert padding.pop("rank") == padding.pop("threshold_id") == -1
-    assert set(padding.values()) == {0}
-
-
-def test_a_slot_out_of_range_is_flagged() -> None:
-    x = torch.zeros(2, 4)
-    result = sample(x, temperature=torch.ones(3), seed=torch.arange(3), step=0, slot=torch.tensor([2, 3]))
-    assert result.status.tolist() == [0, 8]
-
-
-def test_inputs_are_read_only(batch) -> None:
-    arguments = batch.arguments()
-    parts = [batch.logits, *(v for v in arguments.values() if isinstance(v, torch.Tensor))]
-    parts += [*vars(arguments["penalties"]).values(), *vars(arguments["bias"]).values()]
-    before = [p.clone() for p in parts]
-    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
-    sample(batch.logits, **arguments, **OPTIONS)
-    for a, b in zip(parts, before, strict=True):
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_default_dtype() == dtype
-
-
-def test_shapes_do_not_depend_on_data(batch) -> None:
-    """Fake tensors have no data, so whatever looks at a value fails on them."""
-    arguments = batch.arguments()
-    real = fields(sample(batch.logits, **arguments, **OPTIONS))
-    with FakeTensorMode() as mode:
-
-        def fake(x):
-            if isinstance(x, torch.Tensor):
-                return mode.from_tensor(x)
-            return type(x)(**{n: fake(v) for n, v in vars(x).items()}) if dataclasses.is_dataclass(x) else x
-
-        result = sample(fake(batch.logits), **{n: fake(v) for n, v in arguments.items()}, **OPTIONS)
-        support = result.support()
-    assert {n: (v.shape, v.dtype) for n, v in fields(result).items()} == {
-        n: (v.shape, v.dtype) for n, v in real.items()
-    }
-    assert support.ids.shape == (23 * 7,)
 
 
 X = torch.zeros(2, 40)
@@ -248,16 +168,3 @@ def test_needs_name_every_feature_but_the_invariants() -> None:
     )
     assert needed == spec.feature_names - {"deterministic", "batch_invariant", "capturable"}
     assert spec.needs(spec.call(**needs)) == frozenset()
-
-
-def test_every_feature_has_a_clause() -> None:
-    spec = OPERATORS["sample"]
-    assert spec.feature_names == {c.feature for c in spec.clauses} - {None}
-    assert len({c.id for c in spec.clauses}) == len(spec.clauses)
-
-
-def test_the_largest_masks_are_read_as_bits() -> None:
-    full = pack(np.ones((2, 40), bool))
-    assert full.dtype == torch.int32
-    plain = fields(sample(X, seed=torch.arange(2), step=0))
-    assert_same(fields(sample(X, seed=torch.arange(2), step=0, allowed=full)), plain)

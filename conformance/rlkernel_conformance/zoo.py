@@ -42,7 +42,7 @@ def against(bug: Mutant, subject: Subject) -> list[Attack]:
     common = {c.id for c in owed(prefix_of(subject.spec))}
     alike = common if bug.planted in common else due.keys() - common
     others = (a for c, a in due.items() if c in alike - bug.kills)
-    return [due[bug.planted], *(replace(a, scale=ELSEWHERE * a.scale) for a in others)]
+    return [due[bug.planted], *(replace(a, scale=ELSEWHERE * a.scale, examples=()) for a in others)]
 
 
 def zoo(op: str, profile: Profile, *, watch: Callable[[Death], None] = lambda _: None) -> list[Death]:

@@ -88,7 +88,7 @@ def k_quant(x, spec):
         d, wide = half(signed_most(step, many) / F(-128))
         return {"d": d, "scale": torch.from_numpy(multiples(step, wide, many).clip(-128, 127).astype(np.int8))}
     b = blocks(x, sub)
-    low, high = -np.minimum(b.min(-1), F(0)), np.maximum(b.max(-1), F(0))
+    low, high = np.abs(np.minimum(b.min(-1), F(0))), np.maximum(b.max(-1), F(0))  # no unit of -0
     step = (high + low) / F({"int4": 15, "int5": 31}[spec.element])
     found = {}
     for unit, name, exact in (("d", "scale", step), ("dmin", "min", low)):

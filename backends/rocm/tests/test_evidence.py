@@ -1,8 +1,7 @@
-"""docs/rocm.md says what the reports and the recorded signatures say."""
+"""Which report speaks for which kernels, and what may be said of AMD hardware."""
 
 import ast
 import sys
-from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -54,15 +53,6 @@ def rows(markdown):
     lines = [line.replace(evidence.EARLIER, "") for line in markdown.splitlines() if line.startswith("| `")]
     cells = [[c.strip() for c in line.split("|")] for line in lines]
     return {row[1]: row[2:-1] for row in cells}
-
-
-def test_the_page_says_what_the_reports_say() -> None:
-    page = (evidence.ROOT / "docs" / "rocm.md").read_text()
-    said = rows(page.partition(evidence.BEGIN)[2].partition(evidence.END)[0])
-    found = rows(evidence.table())
-    cells = itemgetter(2, 3, 4, 5, 7)  # simulated, AITER, AMD hardware; the others say of rlkernel-triton what it says
-    assert {op: cells(row) for op, row in said.items()} == {op: cells(found[op]) for op in said}
-    assert said
 
 
 def test_nothing_is_said_to_have_run_on_amd_hardware_without_a_report_from_it() -> None:

@@ -1,7 +1,8 @@
-"""Every file of kernel tests, in a process of its own under Triton's interpreter.
+"""The files of kernel tests in a few processes under Triton's interpreter.
 
 Triton decides when it is imported whether it interprets, so the tests of `kernels/` run with `TRITON_INTERPRET=1` in a
-child. On a machine with a GPU run them directly: `pytest backends/triton/tests/kernels`.
+child. A child takes seconds to begin: each has several files. On a machine with a GPU run them directly:
+`pytest backends/triton/tests/kernels`.
 """
 
 import os
@@ -13,11 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((Path(__file__).parent / "kernels").glob("test_*.py"))
+SHARES = 5
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_kernels_pass_in_the_interpreter(path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+@pytest.mark.parametrize("share", range(SHARES))
+def test_the_kernels_pass_in_the_interpreter(share) -> None:
+    files = [str(path) for path in FILES[share::SHARES]]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

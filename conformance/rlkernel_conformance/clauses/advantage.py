@@ -43,7 +43,8 @@ ASKING = (
     Batch("grpo", seed=6, option="by token"),
     Batch("returns", seed=6, ends=False, option="masked steps"),
     Batch("gae", seed=6, option="carry"),
-    Batch("grpo", B=7, seed=6, option="alone"),
+    *(Batch(kind, B=7, seed=6, option="alone") for kind in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl")),
+    *(Batch(kind, seed=6, option="unclipped") for kind in ("vtrace", "retrace")),
     Batch("grpo", B=7, seed=6, option="out of range"),
 )
 
@@ -90,8 +91,11 @@ def _layouts(subject: Subject, case: Batch) -> tuple[dict[str, dict[str, Any]], 
 @attack("AD-02", exact, scale=0.4, examples=(Batch("gae", seed=1), Batch("grpo", seed=1)))
 @where_claimed
 def layouts_agree(subject: Subject, case: Batch) -> None:
-    """Ragged sequences by mask, by lengths and packed; some of them empty."""
+    """Ragged sequences by mask, by lengths and packed; some of them empty. Rewards by token are summed per sequence."""
     calls, keep = _layouts(subject, case)
+    if case.kind in BY_SEQUENCE and case.kind != "gdpo" and "mask" in calls:
+        by_token = calls["mask"]["rewards"]
+        calls["summed"] = {**calls["mask"], "rewards": torch.where(keep, by_token, 0).sum(1)}
     found = {}
     for layout, given in calls.items():
         a = subject(**given).advantages

@@ -41,6 +41,7 @@ OPTIONS: Final[Mapping[str, frozenset[str]]] = {
     "carry": frozenset({"peer"}),
     "alone": frozenset({"peer", "group_ids"}),
     "out of range": frozenset({"peer", "sequence_masks"}),
+    "unclipped": frozenset(),
 }
 
 
@@ -92,6 +93,7 @@ class Batch:
             "length_adaptive": {"length_adaptive": 0.4, "lam": 1.0},
             "masked steps": {"masked_time": "step"},
             "carry": {"masked_out": "carry"},
+            "unclipped": {name: None for name in ("ratio_clip", "trace_clip") if self.takes(name)},
         }.get(option, {})
 
     def noise(self, shape: tuple[int, ...], salt: int, subject: Subject) -> Tensor:
@@ -205,6 +207,7 @@ def _by_token(n: dict[str, Any]) -> Answer:
         a, g = oracle.otb(r, m, lp, s2, ids, n["eps"])
         return Answer(a, np.where(m, g, 0.0), np.maximum(1.0, np.abs(g).max(initial=0.0)) * np.sqrt(max(T, 1)))
     lam, gamma = n.get("lam", 1.0), n.get("gamma", 1.0)
+    of_ratio, of_trace = (np.inf if n.get(k) is None else n[k] for k in ("ratio_clip", "trace_clip"))
     rows = []
     for i in range(B):
         end = n["bootstrap"][i] if "bootstrap" in n else 0.0
@@ -215,9 +218,9 @@ def _by_token(n: dict[str, Any]) -> Answer:
             carry = n.get("masked_out") == "carry"
             rows.append(oracle.gae_row(r[i], *one, m[i], gamma, own, end, done, carry))
         elif kind == "vtrace":
-            rows.append(oracle.vtrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, *CLIPS, end, done))
+            rows.append(oracle.vtrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, of_ratio, of_trace, end, done))
         elif kind == "retrace":
-            rows.append(oracle.retrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, CLIPS[1], end, done))
+            rows.append(oracle.retrace_row(r[i], *one, m[i], n["ratio"][i], gamma, lam, of_trace, end, done))
         else:
             g = oracle.returns_row(r[i], m[i], gamma, end, done, n.get("masked_time", "skip"))
             rows.append((np.where(m[i], g - (n["baseline"][i] if "baseline" in n else 0.0), 0.0), g))

@@ -29,7 +29,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import advantage as oracle
 
 # Values whose naive mean is another number, or whose one-pass variance is negative (verl, NeMo-RL#1518, slime).
-CONSTANTS = (12.3, 0.9, 0.7, 0.3, 30.1, 0.1, 1e5 + 0.1, 1e-20)
+CONSTANTS = (12.3, 0.9, 0.7, 0.3, 30.1, 0.1, 1e5 + 0.1, -1e-20)
 CENTRED = ("grpo", "dr_grpo", "rloo")
 
 
@@ -93,13 +93,16 @@ def what_is_invalid_harms_no_other(subject: Subject, case: Batch) -> None:
         out = subject(**bad)
         flags = out.stats.invalid.tolist()
         require(flags == [True] + [False] * (case.B - 1), f"{poison} in the first sequence is flagged as {flags}")
+        if isinstance(given.get("group"), int) and out.stats.group_count is not None:
+            counted = int(out.stats.group_count.reshape(case.B, -1)[0, 0])
+            require(counted == given["group"] - 1, f"{counted} members are counted beside one that is invalid")
         require(bool((out.advantages[0] == 0).all()), f"a reward of {poison} gets {out.advantages[0].tolist()}")
         require(bool(out.advantages.isfinite().all()), f"a reward of {poison} reaches {out.advantages.tolist()}")
         if want is not None:
             alike(subject, out.advantages[1:], want, case.dtype)
 
 
-@attack("AD-14", lambda s: exact(s, ("dr_grpo", "grpo")), scale=0.5)
+@attack("AD-14", lambda s: exact(s, ("dr_grpo", "grpo", "rloo")), scale=0.5, examples=(Batch("rloo", B=7),))
 @where_claimed
 def two_masks_are_two(subject: Subject, case: Batch) -> None:
     """Counted and not trained, trained and not counted."""
@@ -116,7 +119,9 @@ def two_masks_are_two(subject: Subject, case: Batch) -> None:
             continue
         mean, var = oracle.mean_var(mine, case.ddof)
         var = var if np.ptp(mine) else 0.0
-        if case.kind == "dr_grpo":
+        if case.kind == "rloo" and member[i]:
+            want[i] = x[i] - (mine.sum() - x[i]) / (len(mine) - 1)
+        elif case.kind in {"dr_grpo", "rloo"}:  # who is not counted is compared with all who are
             want[i] = x[i] - mean
         elif var > 0:
             want[i] = (x[i] - mean) * oracle.factor(var, case.eps, case.eps_mode)

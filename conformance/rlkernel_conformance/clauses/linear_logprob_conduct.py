@@ -126,10 +126,21 @@ def shards_equal_the_whole(subject: Subject, case: Head) -> None:
 
 @attack("LL-21", lambda s: heads(s, plainly=True), scale=0.3)
 def a_group_of_one_gives_the_bits_of_none(subject: Subject, case: Head) -> None:
-    """Results with a group of one rank."""
+    """Results and gradients with a group of one rank."""
     given = case.given(subject)
     [found] = on_ranks(subject, 1, lambda _, group: subject(**given, group=group))
     same_results(found, subject(**given), "in a group of one")
+    if "grad" not in subject.claims:
+        return
+
+    def back(group: Any = None) -> dict[str, Any]:
+        call, leaves = with_leaves(given)
+        out = subject(**call, group=group)
+        return gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
+
+    [grads] = on_ranks(subject, 1, lambda _, group: back(group))
+    for name, x in back().items():
+        same_bits(f"d{name}", grads[name], x, "in a group of one")
 
 
 @attack("LL-22", lambda s: heads(s, plainly=True, N=4), scale=0.3)

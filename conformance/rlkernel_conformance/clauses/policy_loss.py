@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -87,13 +86,15 @@ def on_policy_the_gradient_is_minus_omega_times_the_advantage(subject: Subject, 
 
 @attack("PL-04", lambda s: batches(s).map(lambda c: replace(c, B=2, T=3, correction="", rejection="")), scale=0.2)
 def every_kind_has_its_own_value_and_gradient(subject: Subject, case: Batch) -> None:
-    """One batch under all claimed kinds and levels, once near the old policy and once far from it."""
+    """One batch under all claimed kinds and levels, near the old policy or far from it; a small limit of log-ratios."""
     for kind, level in kind_levels(subject):
         one = replace(case, kind=kind, level=level, spread=(0.2, 1.5)[case.seed % 2])
-        found = call(subject, one, grad="grad" in subject.claims)
-        check_loss(subject, one, found)
-        if found.dlogprob is not None:
-            check_gradient(subject, one, found)
+        limited = "log_ratio_limit" in KINDS[kind].options
+        for change in ({}, {"log_ratio_limit": 0.25}) if limited else ({},):
+            found = call(subject, one, grad="grad" in subject.claims, **change)
+            check_loss(subject, one, found, **change)
+            if found.dlogprob is not None:
+                check_gradient(subject, one, found, **change)
 
 
 @attack("PL-05", lambda s: clipped(s, spread=1.2), scale=0.5)
@@ -281,11 +282,19 @@ def statistics_are_their_formulas(subject: Subject, case: Batch) -> None:
 
 @attack("PL-26", lambda s: clipped(s, on_policy=False, per_token=False), scale=0.1)
 def huge_log_ratios_stay_finite(subject: Subject, case: Batch) -> None:
-    """Log-ratios of +-1e4 under every kind."""
+    """Log-ratios of +-1e4 under every kind, with the limit of the kind and with none."""
     dtypes = [d for d in subject.dtypes if d != "float16"]  # which holds no such log-ratio
-    for gap, (kind, level) in product((1e4, -1e4), kind_levels(subject) if dtypes else ()):
+    grad = "grad" in subject.claims
+    for kind, level in kind_levels(subject) if dtypes else ():
         one = replace(case, kind=kind, level=level, dtype=dtypes[0], B=2, T=2)
-        found = call(subject, one, grad="grad" in subject.claims, old=one.arrays()["lp"] - gap)
-        require(bool(found.result.loss.isfinite()), f"{kind} at {gap:+g} has loss {found.result.loss.item()!r}")
-        if found.dlogprob is not None:
-            require(bool(np.isfinite(found.dlogprob).all()), f"{kind} at {gap:+g} has a gradient that is not finite")
+        x, limited = one.arrays(), "log_ratio_limit" in KINDS[kind].options
+        for gap in (1e4, -1e4):
+            ways: list[dict[str, Any]] = [{}]
+            if limited and (gap < 0 or KINDS[kind].surrogate == "clip"):  # what bounds a gain bounds no loss
+                ways += [{"log_ratio_limit": np.inf, "adv": adv} for adv in (np.abs(x["adv"]), 0 * x["adv"])]
+            for way in ways:
+                found = call(subject, one, grad=grad, old=x["lp"] - gap, **way)
+                require(bool(found.result.loss.isfinite()), f"{kind} at {gap:+g} has loss {found.result.loss.item()!r}")
+                if found.dlogprob is not None:
+                    finite = bool(np.isfinite(found.dlogprob).all())
+                    require(finite, f"{kind} at {gap:+g} has a gradient that is not finite")

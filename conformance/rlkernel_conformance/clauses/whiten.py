@@ -204,6 +204,21 @@ def ranks_agree_with_one(subject: Subject, case: Values) -> None:
         for out in found:
             results(subject, replace(out, y=torch.cat([o.y for o in found])), whole, case.dtype)
 
+    if case.carry or not case.shift_mean:
+        return  # no result is 0
+
+    def one_without(rank: int, group: Any) -> Any:
+        return subject(**{**given, "mask": given["mask"] & (rank == 0)}, process_group=group)
+
+    first, other = on_ranks(subject, 2, one_without)
+    results(subject, first, whole, case.dtype)
+    require(not bool(other.y.any()), "a rank whose values are all masked has results")
+
+    def constant(_rank: int, group: Any) -> Any:
+        return subject(**{**given, "x": torch.full_like(given["x"], 30.1)}, process_group=group)
+
+    require(not any(bool(out.y.any()) for out in on_ranks(subject, 2, constant)), "a constant over ranks is not 0")
+
 
 @attack("WH-08", plain_cases)
 def counts_are_repetitions(subject: Subject, case: Values) -> None:

@@ -17,7 +17,7 @@ _LOG: deque[float] = deque(maxlen=10)
 _CALLS: list[None] = []
 
 
-@mutant("PL-09", origin="a parameter that is accepted and has no effect")
+@mutant("PL-09", "PL-04", origin="a parameter that is accepted and has no effect")
 def limit_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
     return reference(*args, **{**rest, "log_ratio_limit": None})
 

@@ -6,11 +6,17 @@ Imports torch, and no operator.
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import Any, Final
 
 import torch
 
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
+
+# Triton's interpreter patches `triton.language` and counts programs for the whole process, and so does a simulator:
+# threads (ranks of a test, or autograd's) launch one after another.
+_ONE_AT_A_TIME: Final = RLock()
 
 
 class PlainLaunch:
@@ -21,10 +27,9 @@ class PlainLaunch:
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         """See `Launch`."""
-        if self._device is None:
-            self.binding.kernel[grid](**self.binding.by_name(args), **self._keywords)
-            return
-        with torch.cuda.device(self._device):
+        on_cpu = self._device is None
+        scope: AbstractContextManager[Any] = _ONE_AT_A_TIME if on_cpu else torch.cuda.device(self._device)
+        with scope:
             self.binding.kernel[grid](**self.binding.by_name(args), **self._keywords)
 
 

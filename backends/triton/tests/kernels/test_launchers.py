@@ -1,5 +1,7 @@
 """Bound launches run kernels as `kernel[grid](…)` does: in the interpreter, and on a GPU where there is one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -36,6 +38,20 @@ def test_the_launcher_of_a_device_runs_kernels(device):
     for factor in (0.5, 2.0):
         launch((2,), x, out, factor)
         assert torch.equal(x * factor, out)
+
+
+def test_threads_may_launch_at_the_same_time(device):
+    def on_thread(rank: int) -> bool:
+        x, out = torch.arange(64.0 * (rank + 1), device=device), torch.zeros(64 * (rank + 1), device=device)
+        launch = launcher_for(x.device).bind(scaled, num_warps=1, N=x.numel(), BLOCK=16)
+        for _ in range(40):
+            launch((x.numel() // 16,), x, out.zero_(), 2.0)
+            if not torch.equal(2 * x, out):
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(on_thread, range(4))) == [True] * 4
 
 
 def test_passed_and_bound_arguments_may_alternate(device):
