@@ -1,7 +1,7 @@
 """Hold the simulated backends to the clauses of their operators, operator by operator.
 
-    python benchmarks/simulated_reports.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
-    python benchmarks/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on a machine with many cores
+    python backends/rocm/tools/simulated_reports.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
+    python backends/rocm/tools/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on a machine with many cores
 
 A simulator takes minutes where a GPU takes milliseconds, and compilers some more: the profile "toy" draws as many cases
 a clause as "quick", fewer where a case is a batch of draws or a weight, and waits longer for an answer. An operator's
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 ROCM: Final = ROOT / "backends" / "rocm"
 PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROCM, ROCM / "tools"]
 if __name__ == "__main__":
