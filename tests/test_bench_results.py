@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rlkernel_bench.compare import compare
-from rlkernel_bench.plots import draw
+from rlkernel_bench.plots import curves, draw
 from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
@@ -158,6 +158,17 @@ def test_the_pictures_are_drawn(tmp_path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+def test_workloads_that_differ_in_one_size_are_lines_and_no_bars(tmp_path) -> None:
+    kept = content(candidate(), peer(), works=5)
+    for n, result in enumerate(kept["results"]):
+        result["sizes"] = {"M": 2**n, "K": 8} if n < 4 else {"M": 1, "K": 16}
+        result["options"] = {"format": "nf4"}
+    [(name, panel)] = curves(kept["results"]).items()
+    assert (name, [r["work"] for r in panel]) == ("K 8, bfloat16, forward", ["w0", "w1", "w2", "w3"])
+    assert draw([kept], tmp_path) == ["roofline.png", "curves-logprob.png", "bars-logprob.png"]
+    assert (tmp_path / "curves-logprob.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) -> None:
     folder = tmp_path / "out"
     arguments = ("--suite", "policy_loss", "--backend", "reference", "--peers", "none", "--seconds", "0.001")
@@ -169,7 +180,7 @@ def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) ->
 
 
 def gpu_all():
-    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "benchmarks" / "gpu_all.py")
+    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "tools" / "gpu_all.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -203,7 +214,7 @@ def test_suites_that_share_backends_share_a_process() -> None:
 
 
 def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:
-    command = [sys.executable, "benchmarks/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
+    command = [sys.executable, "tools/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
     command += ["--only", "bench", "--suites", "policy_loss", "--backends", "reference", "--peers", "none"]
     done = subprocess.run([*command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ DATA = json.loads((ROOT / "docs" / "quantization.json").read_text())
 
 @pytest.fixture(scope="module")
 def script():
-    return runpy.run_path(str(ROOT / "benchmarks" / "quant_errors.py"))
+    return runpy.run_path(str(ROOT / "docs" / "quantization.py"))
 
 
 def test_the_page_shows_the_data(script) -> None:

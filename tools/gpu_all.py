@@ -1,8 +1,8 @@
 """Everything that a GPU has to say, in one call of at most ten minutes on a machine without a network.
 
-    python benchmarks/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
-    python benchmarks/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
-    python benchmarks/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
+    python tools/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
+    python tools/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
+    python tools/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
 
 Nothing needs to be installed but the dependencies. Distributions of the clone (rlkernel and every folder of `backends/`
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the

@@ -43,7 +43,9 @@ def command(
     work: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Only workloads with this in their name.")
     ] = None,
-    size: Annotated[str, typer.Option(help="toy (a CPU runs it in a moment) or full.")] = "toy",
+    size: Annotated[
+        str, typer.Option(help="toy (a CPU runs it in a moment), full, or sweep: many sizes of a call.")
+    ] = "toy",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Backends with commas. All installed ones, unless given.")] = None,
     manifest: Annotated[

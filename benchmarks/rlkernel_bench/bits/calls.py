@@ -1,4 +1,4 @@
-"""The calls whose bits are compared: for every operator of the public API, one or more for each option, and larger ones.
+"""The calls whose bits are compared: for every public operator, one or more for each option, and larger ones.
 
 Copied from nowhere at run time: a change of the project's own tables of calls must not change what is compared. Inputs
 are drawn on the CPU from seeds, so that they are equal on every device; `Size` says how large the calls of the features

@@ -45,7 +45,7 @@ def read(file: Path) -> dict[str, Any]:
     """A file that `rlkernel bench bits` wrote."""
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        content["operators"], content["about"]["device_name"]  # noqa: B018 both have to be there
+        content["about"]["device_name"], content["operators"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} holds no bits; rlkernel bench bits --out {file} writes them: {error!r}") from error
     return content
@@ -78,5 +78,3 @@ def _between(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
                 if one != other and f"{part} {path}" not in unstable:
                     verb = "differs" if one and other else "is gone" if one else "is new"
                     yield f"{part}: {path} {verb}"
-
-

@@ -170,10 +170,7 @@ def seen(op: str, make: Callable[[], Given], device: str) -> dict[str, Any]:
             continue
         record |= first
         unstable = [
-            f"{part} {path}"
-            for part in first
-            for path, found in first[part].items()
-            if again[part].get(path) != found
+            f"{part} {path}" for part in first for path, found in first[part].items() if again[part].get(path) != found
         ]
         if unstable:
             record["unstable"] = record.get("unstable", []) + unstable

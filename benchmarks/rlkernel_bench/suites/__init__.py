@@ -1,4 +1,4 @@
-"""The tables of workloads, one module a suite: `WORKS` by size, and `problem(work, device)`."""
+"""The tables of workloads, one module a suite: `WORKS` by size, where it has one, and `problem(work, device)`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUITES: Final[Mapping[str, str]] = {
     "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
-SIZES: Final = ("toy", "full")
+SIZES: Final = ("toy", "full", "sweep")  # sweep: many sizes, formats or kinds of one call
 
 
 def module(suite: str) -> ModuleType:
@@ -52,7 +52,7 @@ def works(suites: Iterable[str], size: str, ops: Iterable[str] = ()) -> list[Wor
     if size not in SIZES:
         raise UnknownNameError("size", size, SIZES)
     wanted = set(ops)
-    found = [work for suite in suites for work in module(suite).WORKS[size]]
+    found = [work for suite in suites for work in module(suite).WORKS.get(size, ())]
     return [w for w in found if not wanted or wanted & set(w.op.split(","))]
 
 
