@@ -27,6 +27,7 @@ SUITES: Final[Mapping[str, str]] = {
     "rollout": "a decode chain under one graph, tokens a second",
     "dispatch": "what a call costs beyond its kernel, and importing",
     "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
+    "ranks": "operators that several GPUs of a host take part in",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
 SIZES: Final = ("toy", "full", "sweep")  # sweep: many sizes, formats or kinds of one call
