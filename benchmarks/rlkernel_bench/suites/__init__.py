@@ -28,6 +28,7 @@ SUITES: Final[Mapping[str, str]] = {
     "dispatch": "what a call costs beyond its kernel, and importing",
     "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
     "ranks": "operators that several GPUs of a host take part in",
+    "trainers": "a step of TRL and of verl, by their own code and with rlkernel inside",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
 SIZES: Final = ("toy", "full", "sweep")  # sweep: many sizes, formats or kinds of one call
