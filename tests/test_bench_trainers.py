@@ -1,4 +1,4 @@
-"""The suite `trainers`: a step of a trainer that is here is right beside its own; one that is not says what is missing."""
+"""The suite `trainers`: a step with rlkernel inside is right; a trainer that is not here says what is missing."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", 
 # The most wanted first: what comes last may find no time.
 SUITES = (
     "linear_logprob", "linear_policy_loss", "logprob", "advantage", "sample", "policy_loss", "capture", "qmatmul",
-    "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host",
+    "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host", "experts", "rollout", "trainers", "ranks",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
