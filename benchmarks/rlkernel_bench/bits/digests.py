@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
-from rlkernel_bench.bits.calls import Given, draw, ids, logprobs
+from rlkernel.discover import guarded
+from rlkernel_bench.bits.inputs import Given, draw, ids, logprobs
 
 DIFFERENTIABLE: Final = {
     "logprob": ("logits",),
@@ -162,12 +163,12 @@ def seen(op: str, make: Callable[[], Given], device: str) -> dict[str, Any]:
     """All there is to say of one call: made twice, with and without gradients."""
     record: dict[str, Any] = {}
     for way in ways(op):
-        try:
-            first, again = (way(_on(make(), op, device)) for _ in range(2))
-        except Exception as error:  # noqa: BLE001 a call that fails is a record
+        both, error = guarded(lambda way=way: [way(_on(make(), op, device)) for _ in range(2)])
+        if both is None:
             part = "error" if not record else "error with gradients"
             record |= {part: type(error).__name__, f"{part} says": str(error)[:300]}
             continue
+        first, again = both
         record |= first
         unstable = [
             f"{part} {path}" for part in first for path, found in first[part].items() if again[part].get(path) != found

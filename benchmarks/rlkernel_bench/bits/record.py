@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 import rlkernel as rlk
-from rlkernel_bench.bits.calls import SMALL, TABLES, WHOLE
+from rlkernel_bench.bits.calls import TABLES
 from rlkernel_bench.bits.digests import seen
+from rlkernel_bench.bits.inputs import SMALL, WHOLE
 from rlkernel_conformance.manifests import load
 from rlkernel_core.errors import UnknownNameError
 

@@ -1,7 +1,7 @@
 """Hold the simulated backends to the clauses of their operators, operator by operator.
 
-    python backends/rocm/tools/simulated_reports.py gfx942 whiten logprob
-    python backends/rocm/tools/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on many cores
+    python tools/simulated_reports.py gfx942 whiten logprob
+    python tools/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on many cores
 
 The first adds to conformance/reports/rocm-simulated-gfx942.
 
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 ROCM: Final = ROOT / "backends" / "rocm"
 PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROCM, ROCM / "tools"]
 if __name__ == "__main__":
