@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from rlkernel_bench.candidates import Candidate
+from rlkernel_bench.candidates import Candidate, named
 from rlkernel_bench.work import Inputs, Judgment, Outputs, Problem, Work
 
 LIMIT_S: Final = 180  # of a world
@@ -86,7 +86,7 @@ def candidates(problem: Problem, device: str, use: Sequence[str], against: Seque
     there = torch.cuda.device_count() if device.startswith("cuda") else work.sizes["W"]
     refused = {"status": "refused", "message": f"needs {work.sizes['W']} GPUs, there are {there}"}
     lacking = refused if there < work.sizes["W"] else {}
-    name, found = ",".join(use) or "auto", []
+    name, found = ",".join(named(use)) if use else "auto", []
 
     def run(way: str, _given: Inputs) -> Outputs:
         return said_of(work, world(_size_of(work), work.sizes["W"], device.partition(":")[0], tuple(use)))[way]

@@ -24,7 +24,7 @@ import torch
 
 from rlkernel import policy
 from rlkernel.discover import PackageVersions
-from rlkernel_bench.candidates import Candidate, claims, scope_of
+from rlkernel_bench.candidates import Candidate, claims, named, scope_of
 from rlkernel_bench.gates import COARSE_ABSOLUTE, COARSE_RELATIVE, elementwise, frobenius
 from rlkernel_bench.work import Inputs, Judgment, Outputs, Problem, Work
 
@@ -104,7 +104,7 @@ def candidates(problem: Problem, device: str, use: Sequence[str], against: Seque
             if kind == "ruler" or against is None or way in against:
                 found.append(Candidate(way, kind, version or "", call, ran="H200, torch 2.11"))
     installed = policy.installed()
-    for name in use or tuple(installed):
+    for name in named(use):
         reason, provider = installed[name].reason, installed[name].provider
         if reason is not None:
             found.append(Candidate(name, "backend", provider, None, "absent", str(reason)))
