@@ -195,27 +195,27 @@ def test_backends_for_other_hardware_take_no_time_of_a_gpu(monkeypatch) -> None:
 
 def test_the_backends_of_a_clone_are_found_as_our_own_without_an_installation(tmp_path) -> None:
     folders = gpu_all().distributions(tmp_path)
-    assert {"reference", "triton", "cuda"} <= set(folders)
+    assert {"torch", "triton", "cuda"} <= set(folders)
     found = {
         e.name: (d.name, e.value) for d in distributions(path=[str(tmp_path)]) for e in d.entry_points
         if e.group == "rlkernel.backends"
     }  # fmt: skip
     assert found["triton"] == ("rlkernel-triton", "rlkernel_triton:backend")
-    assert found["reference"] == ("rlkernel", "rlkernel_torch:backend")
+    assert found["torch"] == ("rlkernel", "rlkernel_torch:backend")
 
 
 def test_suites_that_share_backends_share_a_process() -> None:
-    found = gpu_all().groups(["logprob", "sample", "linear_logprob", "capture"], ["triton", "reference"])
+    found = gpu_all().groups(["logprob", "sample", "linear_logprob", "capture"], ["triton", "torch"])
     assert found == [
-        (["triton", "reference"], ["logprob", "sample"]),
+        (["triton", "torch"], ["logprob", "sample"]),
         (["triton"], ["linear_logprob"]),
-        (["triton", "reference"], ["capture"]),
+        (["triton", "torch"], ["capture"]),
     ]
 
 
 def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:
     command = [sys.executable, "tools/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
-    command += ["--only", "bench", "--suites", "policy_loss", "--backends", "reference", "--peers", "none"]
+    command += ["--only", "bench", "--suites", "policy_loss", "--backends", "torch", "--peers", "none"]
     done = subprocess.run([*command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [r["suite"] for r in read(tmp_path / "bench")["results"]] == ["policy_loss", "policy_loss"]

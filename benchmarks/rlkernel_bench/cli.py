@@ -117,7 +117,7 @@ def _bits(
 ) -> bool:
     from rlkernel_bench.bits.record import Asked, record
 
-    order = tuple(_names(backend) or ("reference",))
+    order = tuple(_names(backend) or ("torch",))
     within = {"seconds": seconds} if seconds else {}
     asked = Asked(device, order, tuple(manifests or ()), tuple(ops or ()), size == "toy", jobs, **within)
     counts = record(asked, out)

@@ -1,6 +1,6 @@
 """The bits of every operator's results on one device, in a file, and a comparison of two such files.
 
-    rlkernel bench bits --device cpu --backend reference --out before.json
+    rlkernel bench bits --device cpu --backend torch --out before.json
     rlkernel bench bits --device cuda --backend triton --jobs 14 --out after.json
     rlkernel bench bits before.json after.json
 

@@ -34,7 +34,7 @@ class Asked:
     """Which calls are made, where and by whom."""
 
     device: str = "cpu"
-    order: tuple[str, ...] = ("reference",)  # backends, best first; no other may run
+    order: tuple[str, ...] = ("torch",)  # backends, best first; no other may run
     manifests: tuple[str, ...] = ()  # module:attribute of backends to register
     operators: tuple[str, ...] = ()  # all where empty
     small: bool = False  # tiny sizes and few formats, for interpreters
