@@ -112,9 +112,9 @@ def test_weights_are_arranged_for_a_kernel_by_whoever_can(monkeypatch) -> None:
     def decided():
         return {op: policy.current().policy.of(op).order for op in ("qmatmul", "prepack")}
 
-    want = {"qmatmul": ("reference",), "prepack": ("auto",)}
+    want = {"qmatmul": ("torch",), "prepack": ("auto",)}
     assert prepared("reference", problem, lambda inputs: inputs)({"x": 1}) == want
-    assert prepared("reference", problem, lambda _: decided())({"x": 1}) == dict.fromkeys(want, ("reference",))
+    assert prepared("reference", problem, lambda _: decided())({"x": 1}) == dict.fromkeys(want, ("torch",))
 
 
 def test_memory_is_what_a_call_takes_beyond_its_results() -> None:
