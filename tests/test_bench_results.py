@@ -158,14 +158,15 @@ def test_the_pictures_are_drawn(tmp_path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
-def test_workloads_that_differ_in_one_size_are_lines_and_no_bars(tmp_path) -> None:
+def test_workloads_of_a_sweep_that_differ_in_one_size_are_lines_and_no_bars(tmp_path) -> None:
     kept = content(candidate(), peer(), works=5)
     for n, result in enumerate(kept["results"]):
         result["sizes"] = {"M": 2**n, "K": 8} if n < 4 else {"M": 1, "K": 16}
         result["options"] = {"format": "nf4"}
     [(name, panel)] = curves(kept["results"]).items()
     assert (name, [r["work"] for r in panel]) == ("K 8, bfloat16, forward", ["w0", "w1", "w2", "w3"])
-    assert draw([kept], tmp_path) == ["roofline.png", "curves-logprob.png", "bars-logprob.png"]
+    assert draw([kept], tmp_path) == ["roofline.png", "bars-logprob.png"]
+    assert draw([kept | {"size": "sweep"}], tmp_path) == ["roofline.png", "curves-logprob.png", "bars-logprob.png"]
     assert (tmp_path / "curves-logprob.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -20,14 +20,14 @@ def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
 
     mpl.use("Agg")
     results = [r for content in contents for r in content["results"] if r["candidates"]]
+    swept = [r for content in contents if content["size"] == "sweep" for r in content["results"] if r["candidates"]]
     suites = dict.fromkeys(r["suite"] for r in results)
     names = ["roofline.png"]
     _roofline(contents[-1]["ceilings"], results, folder / names[0])
     for suite in suites:
-        here = [r for r in results if r["suite"] == suite]
-        panels = curves(here)
-        drawn = {r["work"] for panel in panels.values() for r in panel}
-        rest = [r for r in here if r["work"] not in drawn]
+        panels = curves([r for r in swept if r["suite"] == suite])
+        drawn = {id(r) for panel in panels.values() for r in panel}
+        rest = [r for r in results if r["suite"] == suite and id(r) not in drawn]
         if panels:
             names.append(f"curves-{suite}.png")
             _curves(suite, panels, folder / names[-1])

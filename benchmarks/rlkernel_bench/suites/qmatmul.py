@@ -51,7 +51,11 @@ _FORMATS = ("nf4", "mxfp4", "nvfp4", "int8_channel", "fp8_channel", "mxfp8")
 _ACTS = {"fp8_channel": "token_fp8", "fp8_block128": "block128_fp8"}
 
 WORKS: Mapping[str, tuple[Work, ...]] = {
-    "toy": (work_of(2, 64, 96, "int4_g64"), work_of(2, 64, 96, "nf4")),
+    "toy": (
+        work_of(2, 64, 96, "int4_g64"),
+        work_of(2, 64, 96, "nf4"),
+        *(work_of(2, 128, 256, form, act=act) for form, act in _ACTS.items()),
+    ),
     "full": (
         *(work_of(M, 4096, 28672, why="Llama-3 8B, gate and up") for M in (1, 16, 64, 128, 256)),
         *(work_of(M, 4096, 6144, why="Llama-3 8B, qkv") for M in (1, 16, 64)),
