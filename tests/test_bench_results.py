@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rlkernel_bench.compare import compare
-from rlkernel_bench.plots import draw
+from rlkernel_bench.plots import curves, draw
 from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
@@ -158,6 +158,18 @@ def test_the_pictures_are_drawn(tmp_path) -> None:
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+def test_workloads_of_a_sweep_that_differ_in_one_size_are_lines_and_no_bars(tmp_path) -> None:
+    kept = content(candidate(), peer(), works=5)
+    for n, result in enumerate(kept["results"]):
+        result["sizes"] = {"M": 2**n, "K": 8} if n < 4 else {"M": 1, "K": 16}
+        result["options"] = {"format": "nf4"}
+    [(name, panel)] = curves(kept["results"]).items()
+    assert (name, [r["work"] for r in panel]) == ("K 8, bfloat16, forward", ["w0", "w1", "w2", "w3"])
+    assert draw([kept], tmp_path) == ["roofline.png", "bars-logprob.png"]
+    assert draw([kept | {"size": "sweep"}], tmp_path) == ["roofline.png", "curves-logprob.png", "bars-logprob.png"]
+    assert (tmp_path / "curves-logprob.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) -> None:
     folder = tmp_path / "out"
     arguments = ("--suite", "policy_loss", "--backend", "reference", "--peers", "none", "--seconds", "0.001")
@@ -169,7 +181,7 @@ def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) ->
 
 
 def gpu_all():
-    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "benchmarks" / "gpu_all.py")
+    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "tools" / "gpu_all.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -184,27 +196,27 @@ def test_backends_for_other_hardware_take_no_time_of_a_gpu(monkeypatch) -> None:
 
 def test_the_backends_of_a_clone_are_found_as_our_own_without_an_installation(tmp_path) -> None:
     folders = gpu_all().distributions(tmp_path)
-    assert {"reference", "triton", "cuda"} <= set(folders)
+    assert {"torch", "triton", "cuda"} <= set(folders)
     found = {
         e.name: (d.name, e.value) for d in distributions(path=[str(tmp_path)]) for e in d.entry_points
         if e.group == "rlkernel.backends"
     }  # fmt: skip
     assert found["triton"] == ("rlkernel-triton", "rlkernel_triton:backend")
-    assert found["reference"] == ("rlkernel", "rlkernel_torch:backend")
+    assert found["torch"] == ("rlkernel", "rlkernel_torch:backend")
 
 
 def test_suites_that_share_backends_share_a_process() -> None:
-    found = gpu_all().groups(["logprob", "sample", "linear_logprob", "capture"], ["triton", "reference"])
+    found = gpu_all().groups(["logprob", "sample", "linear_logprob", "capture"], ["triton", "torch"])
     assert found == [
-        (["triton", "reference"], ["logprob", "sample"]),
+        (["triton", "torch"], ["logprob", "sample"]),
         (["triton"], ["linear_logprob"]),
-        (["triton", "reference"], ["capture"]),
+        (["triton", "torch"], ["capture"]),
     ]
 
 
 def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:
-    command = [sys.executable, "benchmarks/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
-    command += ["--only", "bench", "--suites", "policy_loss", "--backends", "reference", "--peers", "none"]
+    command = [sys.executable, "tools/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
+    command += ["--only", "bench", "--suites", "policy_loss", "--backends", "torch", "--peers", "none"]
     done = subprocess.run([*command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [r["suite"] for r in read(tmp_path / "bench")["results"]] == ["policy_loss", "policy_loss"]

@@ -42,7 +42,8 @@ SLOW = (
     "rlkernel conformance mutants",
     "rlkernel bench run --size full",
     "rlkernel conformance table",
-    "python benchmarks",
+    "python tools",
+    "python docs",
     "python examples",
     "python -m pytest --pyargs",  # test_conformance_plugin runs it
 )

@@ -14,7 +14,7 @@ DATA = json.loads((ROOT / "docs" / "quantization.json").read_text())
 
 @pytest.fixture(scope="module")
 def script():
-    return runpy.run_path(str(ROOT / "benchmarks" / "quant_errors.py"))
+    return runpy.run_path(str(ROOT / "docs" / "quantization.py"))
 
 
 def test_the_data_is_of_these_formats_and_sizes(script) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/result_bits.py: equal code gives equal files, what differs is listed, what fails is a record."""
+"""rlkernel bench bits: equal code gives equal files, what differs is listed, what fails is a record."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "benchmarks" / "result_bits.py"
-
 
 def tool(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), *map(str, words)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "rlkernel", "bench", "bits", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
     """Two operators with and without gradients, and one that returns packed weights."""
     out = tmp_path_factory.mktemp("bits") / "bits.json"
-    done = tool("--small", "--operators", "logprob,whiten,quantize", "--out", out)
+    done = tool("--op", "logprob", "--op", "whiten", "--op", "quantize", "--out", out)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -45,8 +44,8 @@ def test_a_refused_call_is_a_record_with_its_class(file) -> None:
 
 def test_parts_in_processes_give_what_one_process_gives(file, tmp_path) -> None:
     out = tmp_path / "parts.json"
-    assert tool("--small", "--operators", "logprob,whiten,quantize", "--jobs", 2, "--out", out).returncode == 0
-    done = tool("--compare", file, out)
+    assert tool("--op", "logprob", "--op", "whiten", "--op", "quantize", "--jobs", 2, "--out", out).returncode == 0
+    done = tool(file, out)
     assert (done.returncode, done.stdout.splitlines()[-1].split(";")[0]) == (0, "39 and 39 calls, 0 differences")
 
 
@@ -55,13 +54,13 @@ def test_what_differs_is_listed_by_name(file, tmp_path) -> None:
     calls = content["operators"]
     calls["logprob"]["plain"]["gradients"]["logits0"] = "0" * 64
     calls["logprob"]["mask"] = {"error": "ResolutionError", "error says": "nobody"}
-    calls["whiten"]["plain"]["backend"] = "torch"  # another name of the same
+    calls["whiten"]["plain"]["backend"] = "reference"  # another name of the same
     calls["whiten"]["mask"] |= {"unstable": ["forward y"]}
     calls["whiten"]["mask"]["forward"]["y"] = "0" * 64
     del calls["quantize"]["nf4"]
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    done = tool("--compare", file, other)
+    done = tool(file, other)
     assert done.returncode == 1
     assert done.stdout.splitlines()[:-1] == [
         "logprob, mask: error None -> ResolutionError (nobody)",

@@ -1,9 +1,11 @@
-"""`rlkernel bench`: measure, compare two measurements, turn one into a report."""
+"""`rlkernel bench`: measure, compare two measurements, turn one into a report; compare the bits of results."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -19,16 +21,19 @@ EXAMPLES: Final = (
     ("rlkernel bench run --size full --device cuda --out runs/h200", "everything, on a GPU"),
     ("rlkernel bench compare runs/old runs/new --threshold 3%", "what got slower, larger or wrong"),
     ("rlkernel bench report runs/h200", "report.md, results.csv and pictures beside the results"),
+    ("rlkernel bench bits --op whiten --out before.json", "digests of every result, to compare after a change"),
+    ("rlkernel bench bits before.json after.json", "which results have other bits"),
 )
 EXITS: Final = {
-    0: "measured; nothing regressed",
-    1: "a backend is wrong or raised, a number is below its floor, or something regressed",
+    0: "measured; nothing regressed; the same bits",
+    1: "a backend is wrong or raised, a number is below its floor, something regressed, or bits differ",
 }
-_ACTIONS: Final = {"run": 0, "compare": 2, "report": 1, "list": 0}  # action -> how many words follow
+# action -> how many words may follow
+_ACTIONS: Final = {"run": (0,), "compare": (2,), "report": (1,), "list": (0,), "bits": (0, 2)}
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="run, compare OLD NEW, report FOLDER, or list.")],
+    action: Annotated[str, typer.Argument(help="run, compare OLD NEW, report FOLDER, list, bits, or bits OLD NEW.")],
     words: Annotated[list[str] | None, typer.Argument(help="Results: files or folders.")] = None,
     *,
     suite: Annotated[
@@ -38,14 +43,21 @@ def command(
     work: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Only workloads with this in their name.")
     ] = None,
-    size: Annotated[str, typer.Option(help="toy (a CPU runs it in a moment) or full.")] = "toy",
+    size: Annotated[
+        str, typer.Option(help="toy (a CPU runs it in a moment), full, or sweep: many sizes of a call.")
+    ] = "toy",
     device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Backends with commas. All installed ones, unless given.")] = None,
+    manifest: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:ATTRIBUTE", help="A backend that is not installed; may be given several times."),
+    ] = None,
     peers: Annotated[str | None, typer.Option(help="Peers with commas, or none. All, unless given.")] = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="How long to measure a candidate, about; by size unless given.")
+        float | None, typer.Option(min=0.001, help="How long to measure a candidate, about; of bits, all calls.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results.json.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of bits.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder for results.json; the file, of bits.")] = None,
     threshold: Annotated[str, typer.Option(help="Difference that counts as one, such as 5%.")] = "5%",
     json: Json = False,
 ) -> None:
@@ -53,25 +65,83 @@ def command(
 
     Every result is held against its definition first: what is wrong gets
     no number. Ceilings of the machine are measured in the same run, and
-    what is faster than they allow is reported as an error.
+    what is faster than they allow is reported as an error. `bits` writes
+    digests of the results of a fixed table of calls, made by the backends
+    named with --backend and no other, or says how two such files differ.
     """
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
     given = words or []
-    if len(given) != _ACTIONS[action]:
-        raise ConfigError(f"{action} takes {_ACTIONS[action]} more word(s), got {given}; see rlkernel bench --help")
+    if len(given) not in _ACTIONS[action]:
+        counts = " or ".join(map(str, _ACTIONS[action]))
+        raise ConfigError(f"{action} takes {counts} more word(s), got {given}; see rlkernel bench --help")
     _need("torch", "numpy", "hypothesis")
     if action == "list":
         _list(json=json)
         return
     if action == "run":
-        fine = _run(suite, op, work, size, device, backend, peers, seconds, out, json=json)
+        with ExitStack() as scope:
+            _register(manifest or (), scope)
+            fine = _run(suite, op, work, size, device, backend, peers, seconds, out, json=json)
+    elif action == "bits" and given:
+        fine = _compare_bits(*map(Path, given), json=json)
+    elif action == "bits":
+        fine = _bits(op, size, device, backend, manifest, seconds, jobs, out or Path("bits.json"), json=json)
     elif action == "compare":
         fine = _compare(*given, _share(threshold), json=json)
     else:
         fine = _report(Path(given[0]), json=json)
     if not fine:
         raise typer.Exit(1)
+
+
+def _register(manifests: Iterable[str], scope: ExitStack) -> None:
+    from rlkernel.policy import registered
+    from rlkernel_conformance.manifests import load
+
+    for manifest in manifests:
+        scope.enter_context(registered(load(manifest)))
+
+
+def _bits(
+    ops: list[str] | None,
+    size: str,
+    device: str,
+    backend: str | None,
+    manifests: list[str] | None,
+    seconds: float | None,
+    jobs: int,
+    out: Path,
+    *,
+    json: bool,
+) -> bool:
+    from rlkernel_bench.bits.record import Asked, record
+
+    order = tuple(_names(backend) or ("torch",))
+    within = {"seconds": seconds} if seconds else {}
+    asked = Asked(device, order, tuple(manifests or ()), tuple(ops or ()), size == "toy", jobs, **within)
+    counts = record(asked, out)
+    if json:
+        print_json({**counts, "file": str(out)})
+    else:
+        said = "{made} of {asked} calls, {error} refused or failed, {unstable} with unstable outputs".format_map(counts)
+        typer.echo(f"{said}: {out}")
+    return True
+
+
+def _compare_bits(old: Path, new: Path, *, json: bool) -> bool:
+    from rlkernel_bench.bits.compare import compare
+
+    found = compare(old, new)
+    if json:
+        print_json(vars(found))
+        return not found.lines
+    if found.devices[0] != found.devices[1]:
+        typer.echo(f"devices differ: {', '.join(found.devices)}")
+    typer.echo("".join(f"{line}\n" for line in found.lines), nl=False)
+    counts = f"{found.calls[0]} and {found.calls[1]} calls, {len(found.lines)} differences"
+    typer.echo(f"{counts}; {found.unstable} calls with unstable outputs, left out")
+    return not found.lines
 
 
 def _need(*modules: str) -> None:

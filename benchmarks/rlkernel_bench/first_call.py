@@ -38,7 +38,7 @@ def main(number: str, backend: str, device: str, *words: str) -> None:
         start = time.perf_counter_ns()
         case.call(getattr(rlk, case.op), given)
         wait()
-        print((time.perf_counter_ns() - start) / 1e6)
+        sys.stdout.write(f"{(time.perf_counter_ns() - start) / 1e6}\n")
 
 
 def warmed(case: Case, backend: str, device: str) -> None:

@@ -229,8 +229,10 @@ def off_the_device(work: Work, watch: Stopwatch, runs: list[Run], inputs: Inputs
     """
     if work.clock == "process":
         for run in runs:
-            processes = range(int(work.options.get("processes", _PROCESSES)))
-            run.found["process"] = Spread.of([1e3 * run(inputs)["milliseconds"] for _ in processes]).as_dict()
+            said = [run(inputs) for _ in range(int(work.options.get("processes", _PROCESSES)))]
+            run.found["process"] = Spread.of([1e3 * each["milliseconds"] for each in said]).as_dict()
+            if "peak_bytes" in said[0]:
+                run.found["memory"] = {"peak_bytes": said[0]["peak_bytes"]}
         return
     calls = {r.candidate.name: partial(r, inputs) for r in runs}
     batch = int(work.options.get("batch", 20))

@@ -1,13 +1,15 @@
-"""Results as pictures: a roofline of every workload, and bars by suite. Needs matplotlib."""
+"""Results as pictures: a roofline of every workload, bars by suite, curves of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlkernel_bench.results import best
 
+_CURVE = 4  # points of a line at least
 _MARKS = "osD^vP*X<>"
 _COLOURS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
 
@@ -18,13 +20,40 @@ def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
 
     mpl.use("Agg")
     results = [r for content in contents for r in content["results"] if r["candidates"]]
+    swept = [r for content in contents if content["size"] == "sweep" for r in content["results"] if r["candidates"]]
     suites = dict.fromkeys(r["suite"] for r in results)
     names = ["roofline.png"]
     _roofline(contents[-1]["ceilings"], results, folder / names[0])
     for suite in suites:
-        names.append(f"bars-{suite}.png")
-        _bars(suite, [r for r in results if r["suite"] == suite], folder / names[-1])
+        panels = curves([r for r in swept if r["suite"] == suite])
+        drawn = {id(r) for panel in panels.values() for r in panel}
+        rest = [r for r in results if r["suite"] == suite and id(r) not in drawn]
+        if panels:
+            names.append(f"curves-{suite}.png")
+            _curves(suite, panels, folder / names[-1])
+        if rest:
+            names.append(f"bars-{suite}.png")
+            _bars(suite, rest, folder / names[-1])
     return names
+
+
+def curves(results: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Workloads that differ in their first size, and in their format, and in nothing else: what is the same -> those.
+
+    Only where a format has four sizes or more.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for r in results:
+        sizes = list(r["sizes"].items())
+        same = [f"{k} {n}" for k, n in sizes[1:]] + [r["dtype"], r["task"]]
+        same += [f"{k}={x}" for k, x in r["options"].items() if k not in {"format", "batch", "chain", "of"}]
+        if sizes:
+            found.setdefault(", ".join(same), []).append(r)
+
+    def most(panel: list[Mapping[str, Any]]) -> int:
+        return max(Counter(r["options"].get("format") for r in panel).values())
+
+    return {name: panel for name, panel in found.items() if most(panel) >= _CURVE}
 
 
 def _points(results: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -55,6 +84,35 @@ def _roofline(ceilings: Mapping[str, Any], results: list[Mapping[str, Any]], fil
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=7, loc="lower right")
     figure.savefig(file, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _curves(suite: str, panels: Mapping[str, list[Mapping[str, Any]]], file: Path) -> None:
+    """Microseconds by the first size, a panel for what else differs, a line for each candidate and format."""
+    import matplotlib.pyplot as plt
+
+    figure, every = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4.8), squeeze=False)
+    for axes, (name, panel) in zip(every[0], panels.items(), strict=True):
+        lines: dict[tuple[str, str], dict[int, float]] = {}
+        for r in panel:
+            size, form = next(iter(r["sizes"].values())), r["options"].get("format", "")
+            for c in r["candidates"]:
+                known = best(c)
+                if known is not None:
+                    # A ruler's weight has no format: its lines lie on one another.
+                    key = c["name"], "" if c["kind"] == "ruler" else form
+                    lines.setdefault(key, {})[size] = known[1]["median"]
+        for (who, form), at in lines.items():
+            ruler = who == panel[0]["ruler"]
+            style = {"color": "0.5", "lw": 2.5} if ruler else {"marker": "o", "ms": 3, "lw": 1.2}
+            axes.plot(sorted(at), [at[n] for n in sorted(at)], label=f"{who} {form}".strip(), **style)
+        size_name = next(iter(panel[0]["sizes"]))
+        axes.set(xscale="log", yscale="log", xlabel=size_name, ylabel="microseconds", title=name)
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend(fontsize=7)
+    figure.suptitle(suite)
+    figure.savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 
 

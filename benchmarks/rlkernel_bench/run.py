@@ -18,7 +18,11 @@ from rlkernel_bench.results import seal
 from rlkernel_bench.work import Problem, Work
 from rlkernel_core.errors import RLKernelError, UnknownNameError
 
-EFFORTS: Final = {"toy": Effort(0.02, memory=False), "full": Effort(0.5)}
+EFFORTS: Final = {
+    "toy": Effort(0.02, memory=False),
+    "full": Effort(0.5),
+    "sweep": Effort(0.1, memory=False, rested=False),
+}
 Watch = Callable[[dict[str, Any]], None]
 
 
@@ -39,7 +43,7 @@ def run(
 
     Args:
         names: suites.
-        size: "toy" or "full".
+        size: "toy", "full" or "sweep".
         device: torch device.
         ops: only workloads of these operators; all where empty.
         only: only workloads whose name holds one of these texts.

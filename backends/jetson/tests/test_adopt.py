@@ -1,6 +1,6 @@
 """Host memory taken over: what is asked of the driver, what is refused and why, and when it is given back.
 
-The driver is written down; that a GPU reads such memory is tried by benchmarks/gpu_jetson_memory.py.
+The driver is written down; that a GPU reads such memory is tried by test_gpu_memory.py.
 """
 
 import ctypes

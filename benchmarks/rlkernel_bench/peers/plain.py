@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlkernel_bench.peers import Peer
+from rlkernel_bench.suites.host_advantage import BY_GROUP
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 LONGEST_LOOP = 16384  # steps of a Python loop over time; beyond, a call takes seconds
@@ -65,9 +66,11 @@ def linear_policy_loss(work: Work) -> Call:
 
 
 def advantage(work: Work) -> Call:
-    """GAE as trainers write it, a loop over time; GRPO by reshaping."""
-    if work.options["kind"] == "grpo":
-        return _grpo_advantage
+    """GAE as trainers write it, a loop over time; statistics of groups by reshaping."""
+    kind = str(work.options["kind"])
+    if kind in BY_GROUP:
+        plain = _grpo_by_ids if work.options["ids"] else BY_GROUP[kind][0]
+        return lambda given: {"advantages": plain(given).flatten()}
     if work.sizes["T"] > LONGEST_LOOP:
         raise NotImplementedError(f"a Python loop over {work.sizes['T']} steps takes seconds a call")
     gamma, lam = float(work.options["gamma"]), float(work.options["lam"])
@@ -86,10 +89,14 @@ def advantage(work: Work) -> Call:
     return run
 
 
-def _grpo_advantage(given: Inputs) -> Outputs:
-    grouped = given["rewards"].view(-1, given["group"])
-    scaled = (grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-6)
-    return {"advantages": scaled.view(-1)}
+def _grpo_by_ids(given: Inputs) -> Any:
+    """Sums of as many groups as there are at most, added up by id."""
+    x, ids = given["rewards"], given["group"]
+    zeros = x.new_zeros(len(x) // 8)
+    counts = zeros.index_add(0, ids, torch.ones_like(x))
+    centred = x - (zeros.index_add(0, ids, x) / counts)[ids]
+    std = (zeros.index_add(0, ids, centred.square()) / (counts - 1)).sqrt()
+    return centred / (std[ids] + 1e-6)
 
 
 def ratio_kl(_work: Work) -> Call:

@@ -186,7 +186,7 @@ PRODUCTS = {
     "humming": Product(_GROUPS[:2], _pack_humming, _layer, own=True),
     "marlin": Product(_GROUPS[:1], _pack_marlin, _multiply_marlin),
     "gemlite": Product(_GROUPS, _pack_gemlite, _layer),
-    "flashinfer own": Product(("fp8_block128",), _pack_blocks, _multiply_flashinfer),
+    "flashinfer fp8": Product(("fp8_block128",), _pack_blocks, _multiply_flashinfer),
     "tritonllm": Product(("mxfp4",), _pack_tritonllm, _multiply_tritonllm),
 }
 
@@ -211,6 +211,14 @@ PEERS = (
         "int4pack", "torch", ("torch",), {"qmatmul": PRODUCTS["int4pack"].call}, "torch._weight_int4pack_mm", ran=_H200
     ),
     Peer("scaled_mm", "torch", ("torch",), {"qmatmul": PRODUCTS["scaled_mm"].call}, "torch._scaled_mm", ran=_H200),
+    Peer(
+        "flashinfer fp8",
+        "flashinfer-python",
+        ("flashinfer",),
+        {"qmatmul": PRODUCTS["flashinfer fp8"].call},
+        "flashinfer-python 0.7.2.post1, gemm",
+        ran=_H200,
+    ),
     Peer(
         "bitsandbytes",
         "bitsandbytes",

@@ -1,4 +1,4 @@
-"""The tables of workloads, one module a suite: `WORKS` by size, and `problem(work, device)`."""
+"""The tables of workloads, one module a suite: `WORKS` by size, where it has one, and `problem(work, device)`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ SUITES: Final[Mapping[str, str]] = {
     "rollout": "a decode chain under one graph, tokens a second",
     "dispatch": "what a call costs beyond its kernel, and importing",
     "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
+    "ranks": "operators that several GPUs of a host take part in",
+    "trainers": "a step of TRL and of verl, by their own code and with rlkernel inside",
     "seeds": "the workloads of the systems rlkernel builds on",
 }
-SIZES: Final = ("toy", "full")
+SIZES: Final = ("toy", "full", "sweep")  # sweep: many sizes, formats or kinds of one call
 
 
 def module(suite: str) -> ModuleType:
@@ -52,7 +54,7 @@ def works(suites: Iterable[str], size: str, ops: Iterable[str] = ()) -> list[Wor
     if size not in SIZES:
         raise UnknownNameError("size", size, SIZES)
     wanted = set(ops)
-    found = [work for suite in suites for work in module(suite).WORKS[size]]
+    found = [work for suite in suites for work in module(suite).WORKS.get(size, ())]
     return [w for w in found if not wanted or wanted & set(w.op.split(","))]
 
 

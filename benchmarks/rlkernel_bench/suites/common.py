@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import rlkernel
 from rlkernel_bench.work import Call, Inputs, Outputs
+from rlkernel_core.errors import ResolutionError
+from rlkernel_core.quant import QuantTensor
+
+# Bits that a weight takes with its scales, by format.
+BITS: Final[Mapping[str, float]] = {
+    "int4_g128": 4 + 16 / 128, "int4_g64": 4 + 16 / 64, "int4_g32_asym": 4.75, "nf4": 4 + 32 / 64, "fp4": 4.5,
+    "q4l": 4.5, "hqq4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5, "gguf_q4_0": 4.5, "gguf_q8_0": 8.5, "mxfp8": 8.25,
+    "int8_channel": 8.0, "fp8_channel": 8.0, "fp8_block128": 8.0,
+}  # fmt: skip
 
 
 class Draw:
@@ -91,3 +100,16 @@ class Definition:
 def double(x: Any) -> Any:
     """Floating tensors in float64, everything else as it is."""
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def prepacked(given: Inputs) -> Inputs:
+    """The weight `w` as the chosen backend reads it fastest."""
+    return {**given, "w": packed(given["w"])}
+
+
+def packed(w: Any) -> Any:
+    """A weight as the chosen backend reads it fastest; itself where it packs nothing."""
+    try:
+        return rlkernel.prepack(w) if isinstance(w, QuantTensor) else w
+    except ResolutionError:  # the canonical layout is what it takes
+        return w

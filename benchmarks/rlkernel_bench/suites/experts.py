@@ -8,18 +8,15 @@ from functools import partial
 import torch
 
 import rlkernel as rlk
-from rlkernel_bench.suites.common import Draw
-from rlkernel_bench.work import Inputs, Judgment, Outputs, Problem, Work
-from rlkernel_core.errors import ResolutionError
-from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
-
-_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "int4_g64": 4.25}
+from rlkernel_bench.suites.common import BITS, Draw, prepacked
+from rlkernel_bench.suites.qmatmul import expected, judge, product
+from rlkernel_bench.work import Inputs, Problem, Work
 
 
 def _work(tokens: int, E: int, N: int, K: int, form: str = "mxfp4", top: int = 4, why: str = "") -> Work:
     sizes = {"tokens": tokens, "E": E, "N": N, "K": K}
     rows = f"{top}*tokens"
-    moved = f"{min(E, top * tokens)}*N*K*{_BITS[form]}/8 + 2*{rows}*(N + K)"
+    moved = f"{min(E, top * tokens)}*N*K*{BITS[form]}/8 + 2*{rows}*(N + K)"
     calls = f"2*{rows}*N*K"
     options = {"format": form, "top": top, "chain": "experts"}
     return Work("experts", "qmatmul", sizes, "bfloat16", "forward", options, moved, calls, why=why)
@@ -28,6 +25,11 @@ def _work(tokens: int, E: int, N: int, K: int, form: str = "mxfp4", top: int = 4
 WORKS: Mapping[str, tuple[Work, ...]] = {
     "toy": (_work(3, 4, 32, 64, top=2),),
     "full": tuple(_work(n, 32, 5760, 2880, why="gpt-oss 20B, gate and up") for n in (4, 64, 1024)),
+    "sweep": tuple(
+        _work(n, 32, 5760, 2880, form, why="gpt-oss 20B, gate and up")
+        for form in ("mxfp4", "nvfp4", "int4_g64")
+        for n in (1, 4, 16, 64, 256, 1024)
+    ),
 }
 
 
@@ -53,37 +55,4 @@ def make(work: Work, device: str, seed: int) -> Inputs:
 
 def problem(work: Work, device: str) -> Problem:
     """See `rlkernel_bench.suites`."""
-    unit = UNITS[work.dtype]
-
-    def call(given: Inputs) -> Outputs:
-        return {"y": rlk.qmatmul(given["x"], given["w"], ends=given["ends"])}
-
-    def prepare(given: Inputs) -> Inputs:
-        """The weight as the chosen backend reads it fastest; outside the time."""
-        try:
-            return {**given, "w": rlk.prepack(given["w"])}
-        except ResolutionError:
-            return given
-
-    def expected(given: Inputs) -> dict[str, torch.Tensor]:
-        from rlkernel_core.quant import dequantize
-
-        values = dequantize(given["w"], dtype=torch.float32).view(given["weight"].shape)
-        found: dict[str, list[torch.Tensor]] = {"y": [], "reach": [], "full": []}
-        start = 0
-        for e, stop in enumerate(given["ends"].tolist()):
-            x, w = given["x"][start:stop].double(), values[e].double()
-            found["y"].append(x @ w.t())
-            found["reach"].append(x.abs() @ w.abs().t())
-            found["full"].append(x @ given["weight"][e].double().t())
-            start = stop
-        return {name: torch.cat(rows) for name, rows in found.items()}
-
-    def judge(_given: Inputs, want: dict[str, torch.Tensor], found: Outputs) -> dict[str, Judgment]:
-        name = next(iter(found))  # a peer multiplies the weight before it was quantised
-        error = (found[name].double() - want["y" if name == "y" else "full"]).abs()
-        allowed = accumulation_bound(want["y"], want["reach"], unit=unit, inner=work.sizes["K"])
-        over = float((error / allowed).nan_to_num(nan=float("inf")).max())
-        return {name: Judgment(float(error.max()), over, over)}
-
-    return Problem(work, partial(make, work, device), {"": call}, expected, judge, prepare=prepare)
+    return Problem(work, partial(make, work, device), {"": product}, expected, partial(judge, work), prepare=prepacked)

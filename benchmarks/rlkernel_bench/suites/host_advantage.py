@@ -9,7 +9,7 @@ Legend: B sequences of T tokens, G group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -69,20 +69,19 @@ def _otb(given: Inputs) -> Outputs:
     return {"advantages": togo - groups.repeat_interleave(4, 0)}
 
 
-def _groups(draw: Draw) -> Inputs:
-    rewards = draw.uniform(64)
-    lengths = 1 + draw.ids(100, 64)
+def groups(draw: Draw, B: int = 64) -> Inputs:
+    """Rewards of groups of 8 side by side, and what some kinds read with them."""
     # Two anchors in each group, so that its steps make groups of four.
-    anchor = torch.arange(64, device=draw.device) % 2
+    anchor = torch.arange(B, device=draw.device) % 2
     return {
-        "rewards": rewards,
-        "many": draw.uniform(64, 2),
-        "lengths": lengths,
-        "step_rewards": draw.uniform(64),
+        "rewards": draw.uniform(B),
+        "many": draw.uniform(B, 2),
+        "lengths": 1 + draw.ids(100, B),
+        "step_rewards": draw.uniform(B),
         "anchor": anchor,
-        "by_step": (torch.arange(64, device=draw.device) // 8) * 2 + anchor,
-        "zeros": torch.zeros(16, device=draw.device),
-        "ones": torch.ones(64, device=draw.device),
+        "by_step": (torch.arange(B, device=draw.device) // 8) * 2 + anchor,
+        "zeros": torch.zeros(B // 4, device=draw.device),
+        "ones": torch.ones(B, device=draw.device),
     }
 
 
@@ -115,7 +114,8 @@ def _passk(given: Inputs) -> Tensor:
 
 
 def _gpg(given: Inputs) -> Tensor:
-    return _centred(given)[1] * (64 / given["rewards"].count_nonzero())
+    x = given["rewards"]
+    return _centred(given)[1] * (len(x) / x.count_nonzero())
 
 
 def _gdpo(given: Inputs) -> Tensor:
@@ -130,7 +130,7 @@ def _gigpo(given: Inputs) -> Tensor:
     return _centred(given)[1].flatten() + steps - mean[at]
 
 
-_GROUPED: Final[Mapping[str, tuple[Callable[[Inputs], Tensor], str]]] = {  # kind -> plain torch, and in words
+BY_GROUP: Final[Mapping[str, tuple[Callable[[Inputs], Tensor], str]]] = {  # kind -> plain torch, and in words
     "grpo": (_grpo, "view, mean, std, subtract, divide"),
     "dr_grpo": (lambda g: _centred(g)[1], "view, mean, subtract"),
     "rloo": (lambda g: _centred(g)[1] * (8 / 7), "view, mean, subtract, multiply"),
@@ -145,14 +145,18 @@ _GROUPED: Final[Mapping[str, tuple[Callable[[Inputs], Tensor], str]]] = {  # kin
 _MORE: Final[Mapping[str, tuple[str, ...]]] = {"opo": ("lengths",), "gigpo": ("step_rewards", "anchor")}
 
 
-def _by_group(kind: str, plain: Callable[[Inputs], Tensor], says: str) -> Case:
-    rewards = "many" if kind == "gdpo" else "rewards"
-    named = _MORE.get(kind, ())
+def by_group(op: Callable[..., Any], given: Inputs, kind: str, group: Any = 8) -> Any:
+    """The call of a kind on the inputs of `groups`."""
+    rewards = given["many" if kind == "gdpo" else "rewards"]
+    return op(rewards, kind=kind, group=group, **{name: given[name] for name in _MORE.get(kind, ())})
+
+
+def _grouped(kind: str, plain: Callable[[Inputs], Tensor], says: str) -> Case:
     return Case(
         "advantage",
         {"B": 64, "G": 8},
-        _groups,
-        lambda op, g: op(g[rewards], kind=kind, group=8, **{k: g[k] for k in named}),
+        groups,
+        lambda op, g: by_group(op, g, kind),
         lambda r: {"advantages": r.advantages},
         lambda g: {"advantages": plain(g).flatten()},
         says,
@@ -186,7 +190,7 @@ def _by_step(
 
 
 ADVANTAGES: Final[tuple[Case, ...]] = (
-    *(_by_group(kind, *plain) for kind, plain in _GROUPED.items()),
+    *(_grouped(kind, *plain) for kind, plain in BY_GROUP.items()),
     _by_step(
         "gae",
         _gae,

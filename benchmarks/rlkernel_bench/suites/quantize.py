@@ -8,18 +8,17 @@ from functools import partial
 import torch
 
 import rlkernel as rlk
-from rlkernel_bench.suites.common import Draw
+from rlkernel_bench.suites.common import BITS, Draw
 from rlkernel_bench.work import Goal, Inputs, Judgment, Outputs, Problem, Work
 
 # A weight within 2^-20 of a border between two codes may get either: about that share of them.
 _BORDER = 1e-4
-_BITS = {"int4_g128": 4 + 16 / 128, "int4_g64": 4 + 16 / 64, "nf4": 4 + 32 / 64, "fp8_channel": 8.0}
 
 
 def _work(N: int, K: int, form: str, why: str = "") -> Work:
     # 3.2 TB/s of the 4.3 that a copy reaches
     goals = (Goal(3.2 / 4.3, "of copy", "H200"),) if form.startswith("int4") else ()
-    floor = f"2*N*K + N*K*{_BITS[form]}/8"
+    floor = f"2*N*K + N*K*{BITS[form]}/8"
     sizes = {"N": N, "K": K}
     return Work("quantize", "quantize", sizes, "bfloat16", "forward", {"format": form}, floor, goals=goals, why=why)
 
@@ -30,6 +29,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
         *(_work(28672, 4096, form, "Llama-3 8B, gate and up") for form in ("int4_g128", "nf4", "fp8_channel")),
         _work(4096, 14336, "int4_g128", "Llama-3 8B, down"),
     ),
+    "sweep": tuple(_work(28672, 4096, form, "every format of Llama-3 8B's gate and up") for form in BITS),
 }
 
 

@@ -30,9 +30,9 @@ from torch.nn.functional import rms_norm, silu
 
 import rlkernel as rlk
 from rlkernel import policy
-from rlkernel_bench.suites.common import Draw, some
+from rlkernel_bench.suites import common
+from rlkernel_bench.suites.common import BITS, Draw, some
 from rlkernel_bench.work import Inputs, Judgment, Outputs, Problem, Work
-from rlkernel_core.errors import ResolutionError
 from rlkernel_core.quant import QuantTensor, dequantize
 
 Sampler = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # logits [B, V], seed, step [B] -> token first
@@ -46,7 +46,6 @@ _UNIT: Final = {"bfloat16": 2.0**-8, "float32": 2.0**-20}  # of a rounding; prod
 _SMALL: Final = (28, 1024, 2048, 1024, 3072, 151936)  # Qwen3-0.6B
 _LARGE: Final = (36, 4096, 4096, 1024, 12288, 151936)  # Qwen3-8B
 _PRODUCTS: Final = "L*(D*(Q + 2*K) + Q*D + 3*D*F)"  # weights in the layers
-_BITS: Final = {"bfloat16": 16, "float32": 32, "int4_g128": 4 + 16 / 128, "int4_g64": 4 + 16 / 64}
 
 
 def _work(B: int, T: int, shape: tuple[int, ...], form: str, why: str, dtype: str = "bfloat16") -> Work:
@@ -59,7 +58,7 @@ def _work(B: int, T: int, shape: tuple[int, ...], form: str, why: str, dtype: st
         dtype,
         "decode",
         {"chain": "rollout", "weights": form},
-        f"T*({_PRODUCTS}*{_BITS[form]}/8 + {item}*V*D)",
+        f"T*({_PRODUCTS}*{BITS.get(form, 8 * item)}/8 + {item}*V*D)",
         f"2*B*T*({_PRODUCTS} + V*D)",
         why=why,
         tokens="B*T",
@@ -160,14 +159,7 @@ def generate(step: Step, given: Inputs, steps: int) -> Outputs:
 
 def packed(given: Inputs) -> Inputs:
     """Weights as the chosen backend reads them fastest."""
-
-    def pack(w: Any) -> Any:
-        try:
-            return rlk.prepack(w) if isinstance(w, QuantTensor) else w
-        except ResolutionError:  # it packs nothing: the canonical layout is what it takes
-            return w
-
-    return {**given, "layers": [{name: pack(w) for name, w in layer.items()} for layer in given["layers"]]}
+    return {**given, "layers": [{name: common.packed(w) for name, w in layer.items()} for layer in given["layers"]]}
 
 
 def graphed(step: Step, given: Inputs) -> Step:

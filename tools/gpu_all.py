@@ -1,8 +1,8 @@
 """Everything that a GPU has to say, in one call of at most ten minutes on a machine without a network.
 
-    python benchmarks/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
-    python benchmarks/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
-    python benchmarks/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
+    python tools/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
+    python tools/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
+    python tools/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
 
 Nothing needs to be installed but the dependencies. Distributions of the clone (rlkernel and every folder of `backends/`
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = (".", "registry", "conformance", "benchmarks")
+PATHS = (".", "registry", "conformance", "benchmarks", "backends/common", "backends/torch")
 NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", "hypothesis", "pytest")
 # The most wanted first: what comes last may find no time.
 SUITES = (
     "linear_logprob", "linear_policy_loss", "logprob", "advantage", "sample", "policy_loss", "capture", "qmatmul",
-    "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host",
+    "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host", "experts", "rollout", "trainers", "ranks",
 )  # fmt: skip
-LARGE = {"linear_logprob", "linear_policy_loss"}  # where the reference would take most of the time
+LARGE = {"linear_logprob", "linear_policy_loss"}  # where plain torch would take most of the time
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
@@ -80,7 +80,7 @@ class Session:
     work: Path
     until: float
     environ: dict[str, str]  # all backends of the clone are installed
-    bare: dict[str, str]  # none is but the reference: tests register what they test
+    bare: dict[str, str]  # none is but plain torch: tests register what they test
     log: Any
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -121,8 +121,8 @@ class Session:
 
 
 def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
-    """The GPU tests of the reference and of every backend, as jobs; each returns its counts and failures."""
-    targets = {"reference": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
+    """The GPU tests of plain torch and of every backend, as jobs; each returns its counts and failures."""
+    targets = {"torch": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
     # Compilation takes the time: one process a file. What runs kernels in an interpreter needs no GPU.
     files = [(name, file) for name, folder in folders.items() for file in sorted(folder.glob("tests/**/test_*.py"))]
     targets |= {
@@ -230,8 +230,8 @@ def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> N
 
 
 def groups(suites: list[str], backends: list[str]) -> list[tuple[list[str], list[str]]]:
-    """Neighbouring suites with the backends that they share: large ones do without the reference."""
-    fast = [b for b in backends if b != "reference"] or backends
+    """Neighbouring suites with the backends that they share: large ones do without plain torch."""
+    fast = [b for b in backends if b != "torch"] or backends
     found: list[tuple[list[str], list[str]]] = []
     for suite in suites:
         use = fast if suite in LARGE else backends
@@ -271,14 +271,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary, (asked.out / "log.txt").open("w", encoding="utf-8") as log:
         work = Path(temporary)
         folders = distributions(work / "dist")
-        del folders["reference"]
+        del folders["torch"]
         folders.pop("template", None)  # an example of a third party's
         distributions(work / "bare", backends=False)
         paths = [*(ROOT / p for p in PATHS), *folders.values()]
         sys.path[:0] = [str(p) for p in (work / "dist", *paths)]
         environ, bare = (environment(work / which, *paths) for which in ("dist", "bare"))
         session = Session(asked.out, work, time.monotonic() + asked.budget, environ, bare, log)
-        names = asked.backends.split(",") if asked.backends else [*made_for(folders, asked.device), "reference"]
+        names = asked.backends.split(",") if asked.backends else [*made_for(folders, asked.device), "torch"]
         parts = asked.only.split(",")
         limit = asked.budget * (asked.checking if "bench" in parts else 0.97)
         until = time.monotonic() + limit
@@ -286,7 +286,7 @@ def main() -> int:
         checks = tests(session, {n: f for n, f in folders.items() if n in names}, limit) if "tests" in parts else []
         attacks = []
         if "conformance" in parts:
-            attacks = conformance(session, [n for n in names if n != "reference"], asked, until)
+            attacks = conformance(session, [n for n in names if n != "torch"], asked, until)
         found = in_parallel([*attacks, *checks], session, until)
         if checks:
             kept = [report for report in found if report and "name" in report]

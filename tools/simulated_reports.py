@@ -1,7 +1,9 @@
 """Hold the simulated backends to the clauses of their operators, operator by operator.
 
-    python benchmarks/simulated_reports.py gfx942 whiten logprob   # adds to conformance/reports/rocm-simulated-gfx942
-    python benchmarks/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on a machine with many cores
+    python tools/simulated_reports.py gfx942 whiten logprob
+    python tools/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on many cores
+
+The first adds to conformance/reports/rocm-simulated-gfx942.
 
 A simulator takes minutes where a GPU takes milliseconds, and compilers some more: the profile "toy" draws as many cases
 a clause as "quick", fewer where a case is a batch of draws or a weight, and waits longer for an answer. An operator's

@@ -1,6 +1,6 @@
 """What each format loses on weights of a normal law and of a heavy tail: the table of docs/quantization.md.
 
-    python benchmarks/quant_errors.py            writes docs/quantization.json and prints the table
+    python docs/quantization.py            writes docs/quantization.json and prints the table
 
 Weights are 512 x 2048, seed 0: independent normal numbers; Student's t with 4 degrees of freedom; and normal numbers
 with one column in 64 twenty times as large, as outlier channels make them. The error is rms(w' - w) / rms(w), in per
@@ -22,7 +22,7 @@ from torch import Tensor
 from rlkernel_core.quant import FORMATS, QuantSpec, dequantize, quantize
 
 N, K, M = 512, 2048, 64
-WHERE: Final = Path(__file__).parents[1] / "docs" / "quantization.json"
+WHERE: Final = Path(__file__).with_suffix(".json")
 VARIANTS: Final = (
     *(QuantSpec.named(f) for f in FORMATS if not f.endswith("w8a8")),
     QuantSpec.named("int4_g128", act_order=True),
