@@ -107,22 +107,22 @@ class Promise(NamedTuple):
 
 @cache
 def promises() -> dict[str, tuple[Promise, ...]]:
-    """By kernel: what all launches of the table of workloads keep.
+    """By kernel: what all launches of the table of workloads keep, those apart in which other numbers are 1.
 
     Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins.
     """
     from rlkernel_triton.recorded import recorded
     from rlkernel_triton.workloads import WORKLOADS
 
-    found: dict[str, Promise] = {}
+    found: dict[str, dict[frozenset[str], Promise]] = {}
     for build in [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]:
         constants = _constexprs(_kernel(build))
         ones = frozenset(n for n, v in build.constants if n not in constants and v == 1)
         pointers = frozenset(n for n, kind in build.types if n in build.divisible and kind.startswith("*"))
-        numbers = frozenset(build.divisible) - pointers
-        other = found.get(build.kernel, Promise(pointers, numbers, ones))
-        found[build.kernel] = Promise(other.pointers | pointers, other.numbers & numbers, other.ones & ones)
-    return {kernel: (promise,) for kernel, promise in found.items()}
+        numbers, own = frozenset(build.divisible) - pointers, found.setdefault(build.kernel, {})
+        other = own.get(ones, Promise(pointers, numbers, ones))
+        own[ones] = Promise(other.pointers | pointers, other.numbers & numbers, ones)
+    return {kernel: tuple(own.values()) for kernel, own in found.items()}
 
 
 def _constexprs(kernel: Any) -> frozenset[str]:
