@@ -4,6 +4,7 @@ import ast
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import evidence

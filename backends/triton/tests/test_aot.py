@@ -27,8 +27,9 @@ from rlkernel_triton.aot.launching import FromBundle, served_by
 from rlkernel_triton.aot.planning import plan_for
 from rlkernel_triton.aot.standin import triton as stand_in
 from rlkernel_triton.aot.targets import TARGETS, resident
+from rlkernel_triton.recorded import recorded
 
-W4A16 = "int4_g128, M <= "  # what rollouts with 4-bit weights launch
+W4A16 = [f"int4_g128, {M} tokens" for M in (4, 20, 50)]  # what rollouts with 4-bit weights launch
 TABLE = tables.read()
 
 
@@ -39,15 +40,8 @@ def some(target, kernel, count=1):
 
 
 def shipped(build):
-    """A build of the compile gate's as one of a bundle."""
-    return Build(
-        f"{build.kernel.__module__}:{build.kernel.__name__}",
-        tuple(build.types.items()),
-        tuple(build.constants.items()),
-        build.divisible,
-        build.num_warps,
-        build.num_stages,
-    )
+    """A recorded build as one of a bundle."""
+    return Build(build.kernel, build.types, build.constants, build.divisible, build.num_warps, build.num_stages)
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +124,7 @@ def test_ptx_is_of_the_version_that_the_oldest_driver_reads_and_uses_nothing_of_
 
 
 def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_nothing() -> None:
-    from rlkernel_triton.quant.builds import builds
-
-    few = [shipped(b) for b in builds("sm87") if b.kernel.__name__ == "word_product" and b.label.startswith(W4A16)]
+    few = [shipped(r.build) for r in recorded("qmatmul", "sm_87") if r.label in W4A16]
     made = list(compiled(few, "sm_87"))
     assert len(made) >= 2
     for code, files in made:
