@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.launch import FUSED, on_device_of
-from rlkernel_triton.launchers import Plan
+from rlkernel_triton.launchers import Plan, piece_of
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
@@ -203,7 +203,7 @@ def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Ten
 def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Any:
     """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
     N, K = w.shape[0] // experts, w.shape[1]
-    most = max(1, _DENSE_EXPERTS // (N * K * kind.itemsize))
+    most = max(1, piece_of(_DENSE_EXPERTS) // (N * K * kind.itemsize))
     aligned = 16 // _common(N, 16)  # tiles are read from multiples of 16 rows
     most = max(aligned, most // aligned * aligned)
     for first in range(0, experts, most):

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
-from rlkernel_triton.launchers import Plan, launcher_for
+from rlkernel_triton.launchers import Plan, as_forward, current, launcher_for, piece_of
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import PIECE, After, wide_product
@@ -108,7 +108,7 @@ class _QMatmul(torch.autograd.Function):
         ends: Tensor | None,
         *parts: Tensor,
     ) -> Tensor:
-        ctx.how = how
+        ctx.how, ctx.scope = how, current()
         ctx.rows, ctx.dtype = x.shape[0], x.dtype
         ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
         # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
@@ -117,6 +117,7 @@ class _QMatmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_forward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         how: _How = ctx.how
         x, bias, a, b, ends, *parts = ctx.saved_tensors
@@ -183,7 +184,7 @@ def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor) -> Tensor:  #
             turned = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
             dense_product(dh.contiguous(), turned, After(), ends, dx, first=first, experts=some, N=K)
         return dx
-    rows = max(64, 2 * PIECE // (K * dh.element_size()) // 64 * 64)
+    rows = max(64, 2 * piece_of(PIECE, 2) // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):
         last = min(first + rows, N)
