@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
+from rlkernel_triton.language import triton
 
 T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rlkernel_triton.arithmetic import cap, scaled_less
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import piece_of, plain_launcher_for
 from rlkernel_triton.logprob_kernels import LN2, row_offset, scale_of

@@ -33,6 +33,7 @@ def on(arch: str, op: str) -> Callable[[Any], Any]:
     """
     if op not in CLAIMS:
         raise UnknownNameError("simulated operator", op, CLAIMS)
-    from rlkernel_triton.launchers.within import prepared_with
+    from rlkernel_triton.launchers import Scope
+    from rlkernel_triton.launchers.within import prepared
 
-    return prepared_with(launcher(arch), op)
+    return prepared(op, Scope(launcher(arch), launcher(arch).target))

@@ -25,8 +25,8 @@ from functools import cache
 from typing import Final, TypeVar
 
 import torch
-import triton
 
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED, require_triton_on
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
 from rlkernel_triton.launchers.plain import PlainLauncher

@@ -31,6 +31,7 @@ class Scope(NamedTuple):
     launcher: Launcher | None = None
     target: Target | None = None
     piece: int | None = None  # most bytes that work in pieces takes at a time
+    op: str = ""  # the operator whose kernels are bound, where somebody asks
 
 
 _SCOPE: Final[ContextVar[Scope]] = ContextVar("scope", default=Scope())  # noqa: B039 a tuple of nothing

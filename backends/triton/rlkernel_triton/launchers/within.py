@@ -1,4 +1,4 @@
-"""Operators of this package with a launcher of one's own: prepared with it, and run with it."""
+"""Operators of this package with a launcher of one's own: prepared in a scope, and run in it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from importlib import import_module
 from typing import Any
 
 from rlkernel_triton.claims import CLAIMS
-from rlkernel_triton.launchers.binding import Launcher
-from rlkernel_triton.launchers.planning import current, using, within
+from rlkernel_triton.launchers.planning import Scope, within
 
 
-def prepared_with(launcher: Launcher, op: str) -> Callable[[Any], Callable[[Any], Any]]:
-    """A function that prepares calls of one shape with a launcher: in the scope that this is called in, but for that.
+def prepared(op: str, scope: Scope) -> Callable[[Any], Callable[[Any], Any]]:
+    """A function that prepares calls of one shape in a scope, whatever the scope that it is called in.
 
     Args:
-        launcher: what launches.
         op: a key of `rlkernel_triton.claims.CLAIMS`.
+        scope: what launches, and what it plans for.
     """
-    claim, own = CLAIMS[op], named(CLAIMS[op].target)
-    with using(launcher):
-        scope = current()
+    claim, own, scope = CLAIMS[op], named(CLAIMS[op].target), scope._replace(op=op)
 
     @wraps(own)
     def prepare(call: Any) -> Callable[[Any], Any]:

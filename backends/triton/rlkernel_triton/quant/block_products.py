@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import FUSED, on_device_of
 from rlkernel_triton.launchers import Plan, piece_of
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
 from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, planned, planned_target
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
+from rlkernel_triton.language import triton
 from rlkernel_triton.launchers import Launch, current, launcher_for, planned_target
 from rlkernel_triton.launchers.specialization import parameters as parameters_of
 from rlkernel_triton.sampling.finish import finish

@@ -1,0 +1,52 @@
+"""A launcher that tells every build of a bundle that launches would need, and launches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.aot.launching import Wanted, described
+from rlkernel_triton.aot.rehearsal import rehearse
+from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
+from rlkernel_triton.launchers.within import prepared
+
+
+class Noting(Launcher):
+    """Binds kernels whose builds it tells, each once an operator; tensors may be of any device that has memory.
+
+    Args:
+        target: a key of `TARGETS`, which is planned for.
+        tell: takes the operator that launches and the build.
+    """
+
+    overlaps = False  # as in bundles
+
+    def __init__(self, target: str, tell: Callable[[str, Build], object] = lambda *_: None) -> None:
+        self.target, self._tell = TARGETS[target], tell
+        self.seen: set[tuple[str, Build]] = set()
+
+    @property
+    def scope(self) -> Scope:
+        """In which host code is recorded."""
+        return Scope(self, self.target)
+
+    def planned(self, op: str) -> Callable[[Any], Any]:
+        """A function that records what a call of an operator launches, and its gradients; its result holds nothing."""
+        prepare = prepared(op, self.scope)
+
+        return lambda call: rehearse(prepare, call)
+
+    def launch_of(self, binding: Binding) -> Launch:
+        """See `Launcher`."""
+        wanted = Wanted(binding)
+
+        def note(_: Grid, *args: Any) -> None:
+            binding.by_name(args)
+            build = wanted.build(wanted.arguments(tuple(map(described, args))))
+            if (wanted.op, build) not in self.seen:
+                self.seen.add((wanted.op, build))
+                self._tell(wanted.op, build)
+
+        return note
