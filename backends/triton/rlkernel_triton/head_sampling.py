@@ -30,8 +30,9 @@ from rlkernel_triton.head_calls import TYPES, tile_of
 from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.launchers import Launch, Launcher, launcher_for
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
+from rlkernel_triton.launchers.specialization import aligned
 from rlkernel_triton.sampling.call import sample
 from rlkernel_triton.sampling.plan import as_int64, each_of, flat, on_nvidia
 
@@ -181,11 +182,12 @@ class _Head:
         tile = self._capped if has_cap else self.tile
         grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
         if of.described is not None and not has_cap:
-            with on_device_of(of.hidden):
-                described_logits[grid](
-                    *of.described, of.bias, out, self.N, self.D, first, width, self._scale,
-                    HAS_BIAS=of.bias is not None, **tile._asdict(), **FUSED,
-                )  # fmt: skip
+            # Through Triton, which makes the copy engine's descriptors of what is passed.
+            launch = plain_launcher_for(self.device).bind(
+                described_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
+                scale=self._scale, HAS_BIAS=of.bias is not None, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
+            )  # fmt: skip
+            launch(grid, *of.described, of.bias, out, first, width)
             return out
         weight, bias = of.weight, of.bias
         if first:
@@ -220,10 +222,12 @@ class _Head:
 
 def describable(x: Tensor) -> bool:
     """Whether Hopper's copy engine may read x, [N, D] of 16 bits with rows at multiples of 16 bytes."""
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.stride(0) >= x.shape[1]
-    if not (x.is_cuda and aligned and x.element_size() == 2 and torch.version.hip is None):
+    rows = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]
+    if not (rows and aligned(x) and x.element_size() == 2):
         return False
-    return torch.cuda.get_device_capability(x.device) == (9, 0)
+    if (target := planned_target()) is not None:
+        return target.nvidia and target.arch == 90
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 class _Draw:
@@ -393,7 +397,10 @@ def _at_a_time(device: torch.device, tile: Tile, N: int) -> int:
 
     One in the interpreter.
     """
-    if device.type != "cuda":
+    if (target := planned_target()) is not None:
+        multiprocessors = target.planned
+    elif device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
         return 1
-    a_processor = 1 if tile.num_warps > 4 else 2
-    return torch.cuda.get_device_properties(device).multi_processor_count * a_processor * max(FEW // N, 1)
+    return multiprocessors * (1 if tile.num_warps > 4 else 2) * max(FEW // N, 1)

@@ -19,9 +19,6 @@ from rlkernel_triton.language import triton
 T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
-# Given at every launch: a multiply and an add in one rounding. Triton 3.9 warns where nobody says so, and 3.10 will
-# take the other default, which would change bits.
-FUSED: Final = {"enable_fp_fusion": True}
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:

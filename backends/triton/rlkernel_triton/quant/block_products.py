@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import FUSED, on_device_of
-from rlkernel_triton.launchers import Plan, piece_of
+from rlkernel_triton.launchers import Plan, piece_of, plain_launcher_for
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
@@ -64,7 +63,7 @@ def multiplied(
     y = make(x.shape[0], N // 2 if after.pair else N, dtype=dtype or x.dtype, device=x.device)
     if x.shape[0] == 0:
         return y
-    with on_device_of(x):
+    with torch.cuda.device_of(x):
         if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
             h = multiplied(x, w, After(), rounding, None, torch.float32)
             h.addmm_(product.inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
@@ -141,40 +140,18 @@ def launch(
     scale = w.parts["scale"].contiguous()
     if spec.element != "int4":
         scale = scale.view(torch.int32)
-    expert_kernels.tile_product[(tiles * parts,)](
-        x=x,
-        x_row=x.stride(0),
-        codes=w.parts["codes"].contiguous(),
-        scale=scale,
-        zero=w.parts.get("zero", scale),
-        global_scale=w.parts.get("global_scale", scale),
-        ends=x if ends is None else ends.contiguous(),
-        y=y,
-        partial=partial,
-        tickets=counters,
-        **after.arguments(x),
-        M=M,
-        N=rows // experts,
-        K=K,
-        rows=rows,
-        E=experts,
-        m_tiles=m_tiles,
-        FORMAT=expert_kernels.INT4.value if spec.element == "int4" else blocks.KINDS[spec.format].value,
-        BM=cut.BM,
-        BN=cut.BN,
-        BK=step,
-        PARTS=parts,
-        STAGES=cut.stages,
-        GROUP=spec.group,
-        SYMMETRIC=spec.symmetric,
-        FACTORED=factored,
-        EB=0 if ends is None else triton.next_power_of_2(experts),
-        PERMUTED=on.sync,
+    run = plain_launcher_for(x.device).bind(
+        expert_kernels.tile_product, num_warps=cut.warps, num_stages=cut.stages, **after.arguments(x),
+        x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
+        FORMAT=expert_kernels.INT4.value if spec.element == "int4" else blocks.KINDS[spec.format].value, BM=cut.BM,
+        BN=cut.BN, BK=step, PARTS=parts, STAGES=cut.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
+        FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
         ASM=on.ptx and exact and not factored,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
-        **FUSED,
-    )
+    )  # fmt: skip
+    run(
+        (tiles * parts, 1, 1), x, w.parts["codes"].contiguous(), scale, w.parts.get("zero", scale),
+        w.parts.get("global_scale", scale), x if ends is None else ends.contiguous(), y, partial, counters,
+    )  # fmt: skip
 
 
 def by_blocks(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tensor | None, y: Tensor) -> None:
@@ -183,7 +160,7 @@ def by_blocks(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Tens
     form = blocks.form(w.spec)
     experts = 1 if ends is None else ends.shape[0]
     _canonical(
-        x, blocks.arguments(w), after, ends, y, N=w.shape[0] // experts, K=w.shape[1], first=0, experts=experts,
+        x, blocks.arguments(w), after, ends, y, N=w.shape[0] // experts, K=w.shape[1], first_expert=0, E=experts,
         FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
         WIDE=x.dtype == torch.float32 or rounding == "none",
     )  # fmt: skip
@@ -219,42 +196,23 @@ def dense_product(
     x: Tensor, dense: Tensor, after: After, ends: Tensor, y: Tensor, *, first: int, experts: int, N: int
 ) -> None:
     """Rows of x times the dense rows of their experts, those of experts from `first` on."""
-    given = dict.fromkeys(("codes", "high", "scale", "d", "least", "dmin", "factor"), dense)
     _canonical(
-        x, given, after, ends, y, N=N, K=dense.shape[1], first=first, experts=experts,
+        x, (dense,) * 7, after, ends, y, N=N, K=dense.shape[1], first_expert=first, E=experts,
         FORMAT=block_kernels.DENSE.value, MANTISSA=0, FLOAT_BIAS=0, WIDE=torch.float32 in (x.dtype, dense.dtype),
     )  # fmt: skip
 
 
 def _canonical(
-    x: Tensor, parts: dict[str, Tensor], after: After, ends: Tensor | None, y: Tensor, *, N: int, K: int, first: int,
-    experts: int, WIDE: bool, **form: int,
-) -> None:  # fmt: skip
+    x: Tensor, parts: tuple[Tensor, ...], after: After, ends: Tensor | None, y: Tensor, *, WIDE: bool, **fixed: int
+) -> None:
     M = x.shape[0]
     rows = M if ends is None else triton.cdiv(M, ends.shape[0])
     BM = next((b for b in (16, 32, 64) if b >= rows), 64)
     m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, ends.shape[0])
-    block_kernels.block_product[(m_tiles * triton.cdiv(y.shape[1], 64),)](
-        x=x,
-        x_row=x.stride(0),
-        **parts,
-        ends=x if ends is None else ends.contiguous(),
-        first_expert=first,
-        y=y,
-        **after.arguments(x),
-        M=M,
-        N=N,
-        K=K,
-        E=experts,
-        m_tiles=m_tiles,
-        **form,
-        BM=BM,
-        BN=64,
-        BK=32 if WIDE else 64,
-        STAGES=2,
+    run = plain_launcher_for(x.device).bind(
+        block_kernels.block_product, num_stages=2, **after.arguments(x), **fixed, x_row=x.stride(0), M=M,
+        m_tiles=m_tiles, BM=BM, BN=64, BK=32 if WIDE else 64, STAGES=2, WIDE=WIDE,
         EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
-        WIDE=WIDE,
-        num_warps=4,
-        num_stages=2,
-        **FUSED,
-    )
+    )  # fmt: skip
+    grid = (m_tiles * triton.cdiv(y.shape[1], 64), 1, 1)
+    run(grid, x, *parts, x if ends is None else ends.contiguous(), y)

@@ -18,7 +18,8 @@ from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Launch, Launcher, Plan, plain_launcher_for, planned
 from rlkernel_triton.quant import (
     block_encode_kernels,
     block_kernels,
@@ -41,7 +42,7 @@ KINDS: Final = {
 }
 SUPER: Final = 256  # columns of a super-block of the k-quants
 _RULES: Final = {"floor": 0, "rceil": 1, "even": 2}
-_PARTS: Final = ("high", "scale", "d", "min", "dmin", "global_scale")  # beside codes
+_PARTS: Final = ("codes", "high", "scale", "d", "min", "dmin", "global_scale")  # in the order of kernels
 
 
 def reads(spec: QuantSpec) -> bool:
@@ -60,11 +61,10 @@ def form(spec: QuantSpec) -> dict[str, int]:
     return {"FORMAT": KINDS[spec.format].value, "MANTISSA": mantissa, "BIAS": bias}
 
 
-def arguments(w: QuantTensor) -> dict[str, Tensor]:
-    """The parts of a canonical weight as keyword arguments; what a format lacks is any tensor."""
+def arguments(w: QuantTensor) -> tuple[Tensor, ...]:
+    """The parts of a canonical weight in the kernels' order; what a format lacks is any tensor."""
     raw = {name: _raw(part.contiguous()) for name, part in w.parts.items()}
-    found = {name: raw.get(name, raw["codes"]) for name in ("codes", *_PARTS)}
-    return {"least": found.pop("min"), "factor": found.pop("global_scale"), **found}
+    return tuple(raw.get(name, raw["codes"]) for name in _PARTS)
 
 
 def _raw(part: Tensor) -> Tensor:
@@ -83,74 +83,88 @@ def near(weight: Tensor, R: int, C: int) -> Tensor:
     return weight if (R - 1) * row + (C - 1) * column < 2**31 else weight.contiguous()
 
 
-def encode(w: QuantTensor, weight: Tensor) -> None:
-    """Quantise into the storage of `w`."""
+def encode(w: QuantTensor, weight: Tensor, plan: Plan | None = None) -> None:
+    """Quantise into the storage of `w`. With a plan all weights of it, and all that is given, are of one shape."""
     spec, (N, K) = w.spec, w.shape
     R, C = TILE if spec.format == "nvfp4" else tile_of(N, K, spec.group)
     weight = near(weight, R, C)
     parts = {name: _raw(part) for name, part in w.parts.items()}
     aligned = all(part.data_ptr() % 16 == 0 for part in parts.values())  # words are written
     given: dict[str, Any] = {
-        "w": weight, "row_stride": weight.stride(0), "column_stride": weight.stride(1), "N": N, "K": K, "R": R, "C": C,
-        "WHOLE": N % R == 0 and K % C == 0 and aligned, "INTERPRETED": INTERPRETED, "num_warps": 4, **_EXACT,
+        "row_stride": weight.stride(0), "column_stride": weight.stride(1), "N": N, "K": K, "R": R, "C": C,
+        "WHOLE": N % R == 0 and K % C == 0 and aligned, "INTERPRETED": INTERPRETED, "num_warps": 4, "options": _EXACT,
     }  # fmt: skip
-    grid = (triton.cdiv(N, R) * triton.cdiv(K, C),)
-    if spec.group == SUPER:
+    grid, of_rows = (triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1), (triton.cdiv(N, R), 1, 1)
+
+    def supers(launcher: Launcher) -> Launch:
         bits = {"int4": 4, "int5": 5, "int6": 6}[spec.element]
-        super_encode_kernels.encode_supers[grid](
-            **given, codes=parts["codes"], high=parts.get("high", parts["codes"]), scale=parts["scale"],
-            least=parts.get("min", parts["codes"]), d=parts["d"], dmin=parts.get("dmin", parts["d"]), BITS=bits,
-            SUB=SUB[spec.element], SIGNED=spec.symmetric,
+        return launcher.bind(
+            super_encode_kernels.encode_supers, **given, BITS=bits, SUB=SUB[spec.element], SIGNED=spec.symmetric
+        )
+
+    def scaled(launcher: Launcher) -> tuple[Launch, Launch]:
+        first = launcher.bind(block_encode_kernels.largest_finite, **given, GROUP=spec.group)
+        return first, launcher.bind(block_encode_kernels.encode_scaled, **given, **stored)
+
+    def powers(launcher: Launcher) -> Launch:
+        element, four = form_of(spec.element), spec.element == "e2m1"
+        return launcher.bind(
+            block_encode_kernels.encode_powers, **given, **stored, FOUR=four, RULE=_RULES[spec.scale_rule],
+            MANTISSA=element.mantissa, BIAS=1 if four else form(spec)["BIAS"], TOP=element.largest_exponent,
+            FRACTION=int((element.largest_fraction - 1) * (1 << 23)), LARGEST=element.max,
+        )  # fmt: skip
+
+    stored: dict[str, Any] = {"GROUP": spec.group, "TILED": w.layout == F4, "AWAY": spec.rounding == "away"}
+    codes, scale, device = parts["codes"], w.parts["scale"], weight.device
+    if spec.group == SUPER:
+        high, least, d = (parts.get(name, codes) for name in ("high", "min", "d"))
+        planned(plan, "supers", device, supers)(
+            grid, weight, codes, high, parts["scale"], least, d, parts.get("dmin", d)
         )  # fmt: skip
         return
-    given["GROUP"] = spec.group
-    stored: dict[str, Any] = {
-        "codes": parts["codes"], "scale": w.parts["scale"].view(torch.uint8), "TILED": w.layout == F4,
-        "AWAY": spec.rounding == "away",
-    }  # fmt: skip
+    scale = scale.view(torch.uint8)  # that of tiles is in words
     if spec.format == "nvfp4":
-        most = torch.zeros(1, dtype=torch.int32, device=weight.device)
-        block_encode_kernels.largest_finite[(triton.cdiv(N, R),)](**given, most=most)
-        block_encode_kernels.encode_scaled[grid](
-            **given, **stored, global_scale=w.parts["global_scale"], most=most
-        )  # fmt: skip
-        return
-    element, four = form_of(spec.element), spec.element == "e2m1"
-    block_encode_kernels.encode_powers[grid](
-        **given,
-        **stored,
-        FOUR=four,
-        RULE=_RULES[spec.scale_rule],
-        MANTISSA=element.mantissa,
-        BIAS=1 if four else form(spec)["BIAS"],
-        TOP=element.largest_exponent,
-        FRACTION=int((element.largest_fraction - 1) * (1 << 23)),
-        LARGEST=element.max,
-    )
+        most = torch.zeros(1, dtype=torch.int32, device=device)
+        first, last = planned(plan, "scaled", device, scaled)
+        first(of_rows, weight, most)
+        last(grid, weight, codes, scale, w.parts["global_scale"], most)
+    else:
+        planned(plan, "powers", device, powers)(grid, weight, codes, scale)
 
 
 def dequantised(
-    w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
+    w: QuantTensor,
+    dtype: torch.dtype,
+    rows: tuple[int, int] | None = None,
+    out: Tensor | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:  # -> [rows, K]
-    """The weight, or a range of its rows, which starts at a multiple of 16 where it is in tiles."""
+    """The weight, or a range of its rows, which starts at a multiple of 16 where it is in tiles.
+
+    With a plan all of its calls are of one shape and one range.
+    """
     first, last = rows or (0, w.shape[0])
-    result = torch.empty(last - first, w.shape[1], dtype=dtype, device=w.device) if out is None else out
+    N, K = last - first, w.shape[1]
+    result = torch.empty(N, K, dtype=dtype, device=w.device) if out is None else out
+    given: dict[str, Any] = {"first": first, "N": last, "K": K, "INTERPRETED": INTERPRETED, "options": _EXACT}
     if w.layout == F4:
-        C = next(size for size in (256, 128, 64) if w.shape[1] % size == 0)
+        C = next(size for size in (256, 128, 64) if K % size == 0)
         scale = w.parts["scale"].contiguous().view(torch.int32)
-        with on_device_of(result):
-            float4_tiles.dequantise_tiles[(triton.cdiv(last - first, 16) * (w.shape[1] // C),)](
-                codes=w.parts["codes"].contiguous(), scale=scale, factor=w.parts.get("global_scale", scale), out=result,
-                first=first, N=last, K=w.shape[1], FORMAT=KINDS[w.spec.format].value, C=C, INTERPRETED=INTERPRETED,
-                num_warps=4, **_EXACT,
-            )  # fmt: skip
+        launch = planned(
+            plan, "tiles dequantised", result.device, lambda launcher: launcher.bind(
+                float4_tiles.dequantise_tiles, **given, FORMAT=KINDS[w.spec.format].value, C=C
+            ),
+        )  # fmt: skip
+        grid = (triton.cdiv(N, 16) * (K // C), 1, 1)
+        launch(grid, w.parts["codes"].contiguous(), scale, w.parts.get("global_scale", scale), result)
         return result
     R, C = 8, 256
-    with on_device_of(result):
-        block_kernels.dequantise_blocks[(triton.cdiv(last - first, R) * triton.cdiv(w.shape[1], C),)](
-            **arguments(w), out=result, first=first, N=last, K=w.shape[1], **form(w.spec), R=R, C=C,
-            INTERPRETED=INTERPRETED, num_warps=4, **_EXACT,
-        )  # fmt: skip
+    launch = planned(
+        plan, "blocks dequantised", result.device, lambda launcher: launcher.bind(
+            block_kernels.dequantise_blocks, **given, **form(w.spec), R=R, C=C
+        ),
+    )  # fmt: skip
+    launch((triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1), *arguments(w), result)
     return result
 
 
@@ -174,11 +188,11 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
 def move_codes(w: QuantTensor, codes: Tensor, *, to_tiles: bool) -> None:
     """Write the codes of a weight as words of tiles, or as bytes; N and K are multiples of 64."""
     rows, columns = w.shape
-    with on_device_of(codes):
-        decode_kernels.move[(rows // 64 * (columns // 64),)](  # it writes whole tiles
-            w.parts["codes"].contiguous(), codes, columns // 2, rows, columns, to_tiles, False, 64, 64, FLOATS=True,
-            num_warps=4, **_EXACT,
-        )  # fmt: skip
+    move = plain_launcher_for(codes.device).bind(
+        decode_kernels.move, options=_EXACT, row_bytes=columns // 2, N=rows, K=columns, TO_TILES=to_tiles,
+        HIGH_FIRST=False, R=64, C=64, FLOATS=True,
+    )  # fmt: skip
+    move((rows // 64 * (columns // 64), 1, 1), w.parts["codes"].contiguous(), codes)  # it writes whole tiles
 
 
 def _scales_in_tiles(w: QuantTensor) -> Tensor:  # -> int16 [N / 16, K / 64, 8, B]

@@ -25,7 +25,7 @@ from rlkernel_core.spec.quantize import (
     QuantizeCall,
 )
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, lasting, on_device_of
+from rlkernel_triton.launch import INTERPRETED, lasting
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element
@@ -145,8 +145,7 @@ def _encode(w: QuantTensor, weight: Tensor, plan: Plan | None = None) -> None:
     if spec.double_quant:  # scales in fp32 first
         scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
     if blocks.reads(spec):
-        with on_device_of(weight):
-            blocks.encode(w, weight)
+        blocks.encode(w, weight, plan)
     elif by_group:
         _by_group(w, weight, scale, plan)
     else:

@@ -20,8 +20,17 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
-from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, planned, planned_target
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import (
+    Grid,
+    Launch,
+    Launcher,
+    Plan,
+    piece_of,
+    plain_launcher_for,
+    planned,
+    planned_target,
+)
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
@@ -120,8 +129,7 @@ def product(
     if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
         h = product(x, w, After(), rounding, torch.float32)
         h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
-        with on_device_of(x):
-            finish(x, h, replace(after, lora=None), y)
+        finish(x, h, replace(after, lora=None), y)
         return y
     (cut,) = planned(plan, "cut", x.device, lambda _: (_cut(x, w, after, rounding),))
     if cut is not None:
@@ -130,13 +138,11 @@ def product(
     w = storage.table_of_nf4(w)
     half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
     if half and rounding != "none" and (table or choice.class_of(M, machine(x.device).kind) is None):
-        with on_device_of(x):
-            by_pieces(x, w, after, y)
+        by_pieces(x, w, after, y)
     elif w.layout == CANONICAL:
         by_bytes(x, w, after, rounding, y, plan)
     else:
-        with on_device_of(x):
-            by_bytes(x, storage.packed(w, CANONICAL), after, rounding, y, plan)
+        by_bytes(x, storage.packed(w, CANONICAL), after, rounding, y, plan)
     return y
 
 
@@ -268,10 +274,8 @@ def wide_product(x: Tensor, piece: Tensor) -> Tensor:
 def finish(x: Tensor, h: Tensor, after: After, y: Tensor) -> None:
     """What follows a product that lies in memory."""
     M, N = h.shape
-    given = after.arguments(x)
-    product_kernels.follow[(triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64),)](
-        h, y, **given, M=M, N=N, BM=32, BN=64, num_warps=4, **FUSED
-    )
+    launch = plain_launcher_for(x.device).bind(product_kernels.follow, **after.arguments(x), M=M, N=N, BM=32, BN=64)
+    launch((triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64), 1, 1), h, y)
 
 
 # What byte_product is passed at run time, in its order.
@@ -286,8 +290,7 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor, 
     spec, M, (N, K) = w.spec, x.shape[0], w.shape
     scale, coded, form = x, x, 0
     if spec.act != "none":
-        with on_device_of(x):
-            q = quantize_activation(x, spec)
+        q = quantize_activation(x, spec)
         integers = spec.act == "token_int8"
         scale, form = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
         # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.

@@ -21,8 +21,8 @@ from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, on_device_of
-from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import Plan, launcher_for, plain_launcher_for
 from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 
 W4: Final = "triton_w4"
@@ -146,12 +146,12 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
         if name in parts:
             parts[name] = _turned(parts[name], w, layout)
     parts["codes"] = torch.empty(_size(w, layout), dtype=_dtype(layout), device=w.device)
-    with on_device_of(parts["codes"]):
-        rows, columns = w.shape
-        decode_kernels.move[(rows // 64 * (columns // 128),)](
-            codes(w), parts["codes"], columns // 2, rows, columns, layout == W4, w.spec.element == "nf4", 64,
-            128, num_warps=4, **EXACT,
-        )  # fmt: skip
+    rows, columns = w.shape
+    move = plain_launcher_for(w.device).bind(
+        decode_kernels.move, options=EXACT, row_bytes=columns // 2, N=rows, K=columns, TO_TILES=layout == W4,
+        HIGH_FIRST=w.spec.element == "nf4", R=64, C=128, FLOATS=False,
+    )  # fmt: skip
+    move((rows // 64 * (columns // 128), 1, 1), codes(w), parts["codes"])
     return QuantTensor(w.spec, w.shape, w.dtype, parts, layout)
 
 
@@ -195,24 +195,18 @@ def dequantised(
             return result.copy_(dequantised(w, dtype)[first:last])
         N, K = 1, w.shape[0] * K
     R, C = _decoded_tile(w, N)
-    grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C),)
-    with on_device_of(result):
-        decode_kernels.dequantise[grid](
-            codes=codes(w),
-            **scales(w),
-            out=result,
-            first=first,
-            **_decoding(w, N, K, R, C),
-            num_warps=4,
-            **EXACT,
-        )
+    launch = plain_launcher_for(w.device).bind(
+        decode_kernels.dequantise, options=EXACT, first=first, **_decoding(w, N, K, R, C)
+    )
+    launch((triton.cdiv(N - first, R) * triton.cdiv(K, C), 1, 1), codes(w), *scales(w).values(), result)
     return result
 
 
 def dequantiser(w: QuantTensor, dtype: torch.dtype) -> Callable[[QuantTensor], Tensor]:
     """What dequantises weights like this one, whole; bound once."""
     if blocks.reads(w.spec):
-        return lambda w: blocks.dequantised(w, dtype, None, None)
+        plan = Plan(launcher_for(w.device))
+        return lambda w: blocks.dequantised(w, dtype, plan=plan)
     w, shape = table_of_nf4(w), w.shape
     N, K = (1, shape[0] * shape[1]) if w.spec.element == "nf4" and shape[1] % w.spec.group else shape
     R, C = _decoded_tile(w, N)
