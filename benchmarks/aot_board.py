@@ -24,7 +24,7 @@ from rlkernel_triton.aot.backend import claims, folder
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 backend = claims("orin-small", "aot_board", arch=("sm89+",))
-_found = Growing("orin_small", lambda: [folder()], force=("sm_87", "ptx"))
+_found = Growing(lambda: [folder()], force=("sm_87", "ptx"))
 _entered, _lock = local(), Lock()
 
 
@@ -73,8 +73,14 @@ def __getattr__(name: str) -> Callable[..., Any]:
     found = _found(name)
 
     @wraps(found)
-    def small(*args: Any, **options: Any) -> Any:
+    def small(call: Any) -> Callable[[Any], Any]:
         confined()
-        return found(*args, **options)
+        run = found(call)
+
+        def within(call: Any) -> Any:
+            confined()
+            return run(call)
+
+        return within
 
     return found if name == "self_test" or name.endswith("_fits") else small

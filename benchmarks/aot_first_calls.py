@@ -105,7 +105,8 @@ def from_bundles(name: str) -> Callable[..., Any]:
         refused = getattr(module, f"{op}_fits")(call) if hasattr(module, "_found") else None
         if refused is not None:
             raise RuntimeError(f"{op}: {refused}")
-        return getattr(module, op)(call)
+        prepared = getattr(module, op)(call)
+        return prepared(call) if hasattr(module, "_found") else prepared  # a recording's is the result
 
     return run
 

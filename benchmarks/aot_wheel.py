@@ -2,8 +2,8 @@
 
     python benchmarks/aot_wheel.py sm_87 48 150 sm_87.zip
 
-Arguments: the target, processes, seconds, the file, and a table where it is not the shipped one. What is not compiled
-when the time is over is left out and counted. Prints a line of JSON. Needs Triton and no GPU.
+Arguments: the target, processes, seconds, the file, and a recording in place of what the workloads launch. What is not
+compiled when the time is over is left out and counted. Prints a line of JSON. Needs Triton and no GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel_triton.aot import tables
+from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.bundle import Bundle, written
-from rlkernel_triton.aot.command import part
+from rlkernel_triton.aot.command import launched, part
 from rlkernel_triton.aot.compiling import closed, compiler, limits, require
 from rlkernel_triton.aot.targets import resident
 
@@ -35,11 +36,16 @@ def timed(work: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, made
 
 
-def compiled(target: str, jobs: int, seconds: float, path: Path, table: Path) -> dict[str, Any]:
+def compiled(target: str, jobs: int, seconds: float, path: Path, table: str) -> dict[str, Any]:
     """Write the bundle; how much of it there was time for, and what it took by kernel."""
     begun = time.monotonic()
     require(target)
-    work = [(target, alike, None, True) for alike in closed(tables.chosen(tables.read(table), target, set()))]
+    if table:
+        builds = tables.chosen(tables.read(Path(table)), target)
+    else:
+        with get_context("spawn").Pool(jobs) as pool:
+            builds = [b for of_op in pool.map(launched, [(target, op) for op in OPERATORS]) for b in of_op]
+    work = [(target, alike, None, True) for alike in closed(dict.fromkeys(builds))]
     random.Random(0).shuffle(work)  # what is left out is of every kind
     codes, failed, took = [], [], Counter[str]()
     with get_context("spawn").Pool(jobs) as pool:
@@ -90,10 +96,10 @@ def inspected(target: str, path: Path) -> dict[str, Any]:
     }
 
 
-def main(target: str, jobs: str, seconds: str, file: str, table: str = str(tables.TABLE)) -> None:
+def main(target: str, jobs: str, seconds: str, file: str, table: str = "") -> None:
     """Build and look."""
     path = Path(file)
-    took = compiled(target, int(jobs), float(seconds), path, Path(table))
+    took = compiled(target, int(jobs), float(seconds), path, table)
     print(json.dumps({**took, **inspected(target, path)}))
 
 

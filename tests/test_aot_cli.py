@@ -6,19 +6,18 @@ import json
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from rlkernel_triton.aot import tables
+from tests.aot_calls import builds
 
 
 @pytest.fixture
 def recording(tmp_path):
     """One configuration of a small kernel, as a run wrote it down."""
-    build = min(
-        (b for b in tables.chosen(tables.read(), "sm_87", ("advantage",)) if b.kernel.endswith(":merge_kernel")),
-        key=lambda b: b.text,
-    )
+    made = builds("sm_87", "advantage", rewards=torch.zeros(8, 16), kind="reinforce_pp")
+    build = next(b for b in made if b.kernel.endswith(":merge_kernel"))
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"op": "advantage", "target": "sm_87", **build.document()}) + "\n")
     return file

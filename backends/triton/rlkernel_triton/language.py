@@ -1,4 +1,4 @@
-"""`triton` and `triton.language`, as modules of kernels and of host code take them:
+"""`triton` and `triton.language`, as modules of kernels and of host code take them.
 
     from rlkernel_triton.language import tl, triton
 

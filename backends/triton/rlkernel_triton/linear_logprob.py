@@ -21,7 +21,7 @@ from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_triton import head_workspace, law_kernel
 from rlkernel_triton.head_calls import Head, Operands, Order, Swept, sweep_kind, tile_of
 from rlkernel_triton.kept_bits import Kept, kept_bits
-from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.launchers import as_forward, current, launcher_for
 from rlkernel_triton.logprob import Join, Kind, Law, is_per_row, per_row
 
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
@@ -114,6 +114,7 @@ class _LinearLogprob(torch.autograd.Function):
         mask: Tensor | None,  # N
         plan: _Plan,
     ) -> tuple[Tensor | None, ...]:
+        ctx.scope = current()
         of = _operands(hidden, weight, bias, local, T, index, count, bits, bad)
         swept, row = plan.forward(of, ids, mask)
         ctx.save_for_backward(
@@ -125,6 +126,7 @@ class _LinearLogprob(torch.autograd.Function):
         return row[:5]
 
     @staticmethod
+    @as_forward
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("linear_logprob")
         *given, invalid, law_rows, saved, peaks = ctx.saved_tensors

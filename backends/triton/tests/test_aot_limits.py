@@ -1,6 +1,6 @@
 """What docs/aot.md says that bundles always serve is in the shipped table: calls drawn within the limits, planned."""
 
-import sys
+from functools import cache
 
 import pytest
 import torch
@@ -10,33 +10,30 @@ from hypothesis import strategies as st
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_triton.aot import tables
-from rlkernel_triton.aot.hosts import Host, implementation
-from rlkernel_triton.aot.planning import plan_for
-from rlkernel_triton.aot.recording import Recorder
-from rlkernel_triton.aot.rehearsal import rehearse
-from rlkernel_triton.aot.standin import triton
+from rlkernel_triton.aot.noting import Noting, launched
 from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, LAW
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-TABLE = set(tables.chosen(tables.read(), "sm_87"))
 FLAG = st.booleans()
 
 
-@pytest.fixture(scope="module")
+@cache
+def table(op):
+    """What bundles for an Orin have of an operator."""
+    return frozenset(launched("sm_87", op))
+
+
+@pytest.fixture
 def planned():
-    """Plan a call as on an Orin; the builds that the table lacks for it."""
-    recorder = Recorder("sm_87")
-    host = Host("limits", triton(recorder))
-    plan_for(host, "sm_87")
+    """Plan a call as on an Orin; the builds that bundles lack for it."""
+    noting = Noting("sm_87")
 
     def missing(op, **args):
-        recorder.seen.clear()
-        out = rehearse(implementation(host, op), OPERATORS[op].call(**args))
-        return {build for _, build in recorder.seen} - TABLE, out
+        noting.seen.clear()
+        out = noting.planned(op)(OPERATORS[op].call(**args))
+        return {build for of, build in noting.seen if build not in table(of)}, out
 
-    yield missing
-    sys.meta_path.remove(host)
+    return missing
 
 
 def laid(shape, dtype, draw):

@@ -9,8 +9,12 @@ from rlkernel_triton.aot.builds import Build
 from rlkernel_triton.aot.launching import Wanted, described
 from rlkernel_triton.aot.rehearsal import rehearse
 from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.aot.workloads import calls
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
+from rlkernel_triton.launchers.planning import within
 from rlkernel_triton.launchers.within import prepared
+from rlkernel_triton.recorded import made
+from rlkernel_triton.workloads import WORKLOADS
 
 
 class Noting(Launcher):
@@ -50,3 +54,17 @@ class Noting(Launcher):
                 self._tell(wanted.op, build)
 
         return note
+
+
+def launched(target: str, op: str) -> list[Build]:
+    """What an operator launches for a target in the calls of `rlkernel_triton.aot.workloads`, and in every other way.
+
+    The other ways are those of the table of workloads, `rlkernel_triton.workloads`, which the compile gate compiles.
+    """
+    noting = Noting(target)
+    for _ in calls(noting.planned, (op,)):
+        pass
+    with within(noting.scope._replace(op=op)):
+        for workload in WORKLOADS.get(op, {}).values():
+            made(op, workload)
+    return sorted((build for asking, build in noting.seen if asking == op), key=lambda b: b.text)
