@@ -8,7 +8,7 @@ from rlkernel_triton.aot.bundle import written
 from rlkernel_triton.aot.compiling import closed, compiled, compiler
 from rlkernel_triton.aot.noting import Noting
 from rlkernel_triton.launchers import Scope
-from rlkernel_triton.launchers.within import prepared
+from rlkernel_triton.prepared import prepared
 
 
 def builds(target, op, **arguments):

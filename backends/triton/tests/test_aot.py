@@ -280,7 +280,7 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "from rlkernel_triton.aot.bundle import Bundle\n"
         "from rlkernel_triton.aot.launching import FromBundle, Lookup\n"
         "from rlkernel_triton.launchers import Scope\n"
-        "from rlkernel_triton.launchers.within import prepared\n"
+        "from rlkernel_triton.prepared import prepared\n"
         "import torch\n"
         "from rlkernel_core.spec.logprob import LogprobCall\n"
         f"launcher = FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())\n"

@@ -34,6 +34,6 @@ def on(arch: str, op: str) -> Callable[[Any], Any]:
     if op not in CLAIMS:
         raise UnknownNameError("simulated operator", op, CLAIMS)
     from rlkernel_triton.launchers import Scope
-    from rlkernel_triton.launchers.within import prepared
+    from rlkernel_triton.prepared import prepared
 
     return prepared(op, Scope(launcher(arch), launcher(arch).target))

@@ -137,13 +137,13 @@ class FromBundles:
             raise AttributeError(name)
         if op != name:
             return self._fits(op)
-        from rlkernel_triton.launchers.within import prepared
+        from rlkernel_triton.prepared import prepared
 
         return prepared(op, self.scope)
 
     def _fits(self, op: str) -> Callable[[Any], Reason | None]:
         from rlkernel_triton.launchers import within
-        from rlkernel_triton.launchers.within import named
+        from rlkernel_triton.prepared import named
 
         check = CLAIMS[op].check
         own = named(check) if check else None

@@ -12,7 +12,7 @@ from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.aot.workloads import calls
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
 from rlkernel_triton.launchers.planning import within
-from rlkernel_triton.launchers.within import prepared
+from rlkernel_triton.prepared import prepared
 from rlkernel_triton.recorded import made
 from rlkernel_triton.workloads import WORKLOADS
 

@@ -119,7 +119,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 def _check(op: str) -> Callable[[Any], Any]:
     from rlkernel_triton.launchers import within
-    from rlkernel_triton.launchers.within import named as claimed
+    from rlkernel_triton.prepared import named as claimed
 
     own = claimed(str(CLAIMS[op].check))
 

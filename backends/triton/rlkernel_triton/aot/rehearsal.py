@@ -53,7 +53,7 @@ class Rehearsals:
         return self._known[key]
 
     def _planned(self, op: str, call: Any) -> Reason | None:
-        from rlkernel_triton.launchers.within import prepared
+        from rlkernel_triton.prepared import prepared
 
         if hasattr(call, "out"):  # which planning must not touch
             call = call.of(call, out=None)

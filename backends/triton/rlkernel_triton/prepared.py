@@ -1,4 +1,4 @@
-"""Operators of this package with a launcher of one's own: prepared in a scope, and run in it."""
+"""Operators of this package prepared in a scope and run in it: with a launcher of one's own, say."""
 
 from __future__ import annotations
 
