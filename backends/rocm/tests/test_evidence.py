@@ -5,6 +5,7 @@ import sys
 from operator import itemgetter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tools"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import evidence

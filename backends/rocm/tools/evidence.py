@@ -19,8 +19,9 @@ from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+    sys.path[:0] = [str(ROOT / path) for path in (".", "backends/triton", "backends/triton/tools", "backends/rocm")]
 
+import compile_gate
 from kernel_sources import sources
 
 from rlkernel_core.spec import OPERATORS
@@ -34,15 +35,6 @@ TRITON: Final = ROOT / "backends" / "triton"
 BEGIN: Final = "<!-- evidence: written by `python backends/rocm/tools/evidence.py docs/rocm.md` -->"
 EARLIER: Final = ", of earlier kernels"  # beside what a report found of sources that have changed since
 END: Final = "<!-- end of evidence -->"
-# operator -> the tables of the kernels that it launches most
-BUILDS: Final = {
-    **{op: (op,) for op in ("logprob", "policy_loss", "advantage", "affine_suffix_scan", "whiten", "sample")},
-    "linear_logprob": ("head_builds", "logprob"),
-    "linear_policy_loss": ("head_builds", "logprob", "policy_loss"),
-    "lm_head_sample": ("head_draw_builds", "sample"),
-    "verify": ("verify_builds", "sample"),
-    **dict.fromkeys(("quantize", "dequantize", "prepack", "qmatmul"), ("quant-builds",)),
-}
 # operators whose interpreted tests stand in a file of another name
 TESTS: Final = {
     "affine_suffix_scan": "suffix_scan",
@@ -56,12 +48,10 @@ def _interpreted(op: str) -> str:
 
 
 def _compiled(op: str) -> str:
-    archs: set[str] | None = None
-    for name in BUILDS.get(op, ()):
-        rows = json.loads((TRITON / "builds" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-        here = {r["arch"] for r in rows if r["arch"].startswith("gfx")}
-        archs = here if archs is None else archs & here
-    return f"{len(archs)} targets" if archs else "-"
+    """For how many targets every build of an operator was compiled."""
+    archs = [arch for arch, chip in compile_gate.TARGETS.items() if chip.kind == "hip"]
+    whole = [arch for arch in archs if all(row.needs for row in compile_gate.rows([op], [arch]))]
+    return f"{len(whole)} target{'s' * (len(whole) > 1)}" if whole else "-"
 
 
 def _judged(report: str, op_id: str) -> str:

@@ -1,16 +1,16 @@
-"""Record the instructions of every shipped build as the installed Triton compiles them for CDNA.
+"""Record the instructions of every build that the compile gate has compiled, as the installed Triton compiles it.
 
-    python backends/rocm/tools/instructions.py
+    python backends/rocm/tools/instructions.py                  # for every target
+    python backends/rocm/tools/instructions.py gfx942 gfx90a
 
 Adds to backends/rocm/tests/simulator/instructions.txt one line for each opcode with each set of modifiers; a test binds
 all of them in the simulator, so that no shipped kernel meets an instruction that is not known. Writes beside it
-backends/rocm/tests/matrix_instructions.json: what every build multiplies matrices with, on CDNA and on RDNA. Takes
-minutes.
+backends/rocm/tests/matrix_instructions.json: what every build, by its key in the gate's tables, multiplies matrices
+with, on CDNA and on RDNA. Takes minutes where Triton's cache has not kept what the gate compiled.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -23,18 +23,14 @@ FILE: Final = ROOT / "backends/rocm/tests/simulator/instructions.txt"
 COMPILED: Final = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MATRIX: Final = ROOT / "backends/rocm/tests/matrix_instructions.json"
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+    sys.path[:0] = [str(ROOT / path) for path in (".", "backends/triton", "backends/triton/tools", "backends/rocm")]
 
+import compile_gate
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rlkernel_rocm.architectures import ARCHITECTURES
 from rlkernel_rocm.simulator.assembly import Instruction, instruction, read
-from rlkernel_triton.builds import MODULES, Build
 from rlkernel_triton.launchers.offline import compile_recorded
-from rlkernel_triton.recorded import recorded
-from rlkernel_triton.workloads import WORKLOADS
 
 
 def form(ins: Instruction) -> tuple[object, ...]:
@@ -44,28 +40,11 @@ def form(ins: Instruction) -> tuple[object, ...]:
 
 
 def assemblies(arch: str) -> Iterator[tuple[str, str, str]]:
-    """Every shipped build: how it is listed, its assembly, and the name of its kernel there."""
-    for build in (b for module in MODULES for b in importlib.import_module(module).builds(arch)):
-        yield f"{build.kernel.__name__}: {build.label}", *compiled(build, arch)
-    for op in WORKLOADS:
-        for kernel, label, build in recorded(op, arch):
-            made = compile_recorded(build, arch).compiled
-            yield f"{kernel}: {label}", made.asm["amdgcn"], made.metadata.name
-
-
-def compiled(build: Build, arch: str) -> tuple[str, str]:
-    """The assembly of one build, and the name of its kernel there."""
-    names = build.kernel.arg_names
-    source = ASTSource(
-        build.kernel,
-        {n: "constexpr" if n in build.constants else build.types[n] for n in names},
-        constexprs=dict(build.constants),
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
-    )
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
-    options |= build.options
-    made = triton.compile(source, target=GPUTarget("hip", arch, ARCHITECTURES[arch].wave), options=options)
-    return made.asm["amdgcn"], made.metadata.name
+    """Every build that the gate has compiled: its key, its assembly, and the name of its kernel there."""
+    found = {compile_gate.key(r.recorded.build): r.recorded.build for r in compile_gate.rows(archs=[arch]) if r.needs}
+    for key, build in found.items():
+        made = compile_recorded(build, arch).compiled
+        yield key, made.asm["amdgcn"], made.metadata.name
 
 
 def matrix(assembly: str) -> list[str]:
@@ -73,12 +52,12 @@ def matrix(assembly: str) -> list[str]:
     return sorted(set(re.findall(r"\bv_s?(?:mfma|mfmac|wmma|wmmac)_\w+", assembly)))
 
 
-def main() -> None:
-    """Compile everything, add what is new."""
+def main(asked: list[str]) -> None:
+    """Compile everything for some targets, all where none is named, and add what is new."""
     lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
     seen = {form(instruction(line)) for line in lines}
-    multiply: dict[str, dict[str, list[str]]] = {}
-    for arch in COMPILED:
+    multiply: dict[str, dict[str, list[str]]] = json.loads(MATRIX.read_text(encoding="utf-8"))
+    for arch in asked or COMPILED:
         found = multiply[arch] = {}
         for listed, assembly, name in assemblies(arch):
             found[listed] = matrix(assembly)
@@ -88,8 +67,14 @@ def main() -> None:
                     lines.append(ins.text)
         print(arch, triton.__version__, len(lines), len(found), file=sys.stderr)
     FILE.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
-    MATRIX.write_text(json.dumps(multiply, indent=1) + "\n", encoding="utf-8")
+    tables = (
+        f' "{arch}": {{\n'
+        + ",\n".join(f'  "{key}": {json.dumps(names)}' for key, names in sorted(multiply[arch].items()))
+        + "\n }"
+        for arch in COMPILED
+    )
+    MATRIX.write_text("{\n" + ",\n".join(tables) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -18,7 +18,7 @@ class Recorded(NamedTuple):
     """A build that an operator launches."""
 
     kernel: str  # the kernel's own name: "sweep"
-    label: str  # the first workload that launches it, and which of its launches of this kernel, from the second on
+    label: str  # the first workload that launches it, and which of that workload's builds, from the second on
     build: Build
 
 
@@ -36,14 +36,10 @@ def recorded(op: str, target: str) -> tuple[Recorded, ...]:
     seen: set[Build] = set()
     found: list[Recorded] = []
     for label, workload in WORKLOADS[op].items():
-        own: dict[str, int] = {}
-        for build in launched(op, workload, target):
-            kernel = build.kernel.partition(":")[2]
-            if build in seen:
-                continue
-            seen.add(build)
-            own[kernel] = own.get(kernel, 0) + 1
-            found.append(Recorded(kernel, label if own[kernel] == 1 else f"{label} ({own[kernel]})", build))
+        fresh = [build for build in launched(op, workload, target) if build not in seen]
+        seen.update(fresh)
+        for i, build in enumerate(fresh, 1):
+            found.append(Recorded(build.kernel.partition(":")[2], label if i == 1 else f"{label} ({i})", build))
     return tuple(found)
 
 

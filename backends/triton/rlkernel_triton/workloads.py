@@ -4,7 +4,8 @@ What the compile gate compiles (`tools/compile_gate.py`) and what a bundle's ker
 the launches of these calls, recorded by `recorded`. Tensors have shapes and types and no memory. Sizes are those of a
 run of post-training, but a count of rows is no multiple of 16: what is recorded as such is taken to be kept by calls.
 
-Legend: B sequences or rows · T tokens · N packed tokens · V vocabulary · K rewards of a sequence.
+Legend: B sequences or rows · T tokens · N packed tokens, or rows of a weight · V vocabulary · D hidden · K rewards of a
+sequence, or columns of a weight · M tokens of a product.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import Correction
+from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_core.spec.sampling import LogitBias
+from rlkernel_triton.launchers import Recorder, using
+from rlkernel_triton.quant import storage
 
 
 @dataclass(frozen=True)
@@ -203,11 +211,177 @@ _SAMPLE: Final = {
     ),
 }  # fmt: skip
 
+_D: Final = 4096
+
+
+def _head(B: int, V: int = _V, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    """Hidden states and an output head that are both trained."""
+    given = {"hidden": _real(B, _D, dtype=dtype, grad=True), "weight": _real(V, _D, dtype=dtype, grad=True)}
+    return {**given, "ids": _whole(B), "entropy": True, **more}
+
+
+def _heads(name: str, dtype: torch.dtype) -> dict[str, Workload]:
+    B, once = 260, {"backward": "recompute"}
+    every = {n: x for n, x in _rows(B, _V, dtype).items() if n != "logits"}
+    return {
+        f"{name}, entropy": Workload(_head(B, dtype=dtype, **once), ("logprob", "entropy")),
+        f"{name}, saving": Workload(_head(B, dtype=dtype, backward="save"), ("logprob", "entropy")),
+        f"{name}, everything": Workload(
+            _head(B, dtype=dtype, **once, **every, bias=_real(_V, dtype=dtype, grad=True)), _EVERY
+        ),
+    }
+
+
+_LINEAR: Final = {
+    **_heads("bf16", BF16),
+    **_heads("fp32", FP32),
+    "bf16, blocks of rows": Workload(_head(20000, 32000, backward="recompute"), ("logprob",)),
+}
+
+
+def _head_loss(kind: str, **more: Any) -> Workload:
+    B = 260
+    given = {"old_logprob": _real(B), "advantages": _real(B), "mask": _flags(B), "kind": kind}
+    return Workload({**_head(B), "cu_seqlens": _whole(9), **given, **more}, ("loss",))
+
+
+_LINEAR_LOSS: Final = {"grpo, packed": _head_loss("grpo"), "gspo, packed, blocks": _head_loss("gspo", entropy=False)}
+
+
+def _drawn(B: int, dtype: torch.dtype = BF16, **more: Any) -> Workload:
+    law = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B)}
+    given = {"hidden": _real(B, _D, dtype=dtype), "weight": _real(_DRAWN, _D, dtype=dtype)}
+    return Workload({**given, **law, **more})
+
+
+def _allowed(B: int) -> Tensor:
+    return _real(B, _WORDS, dtype=torch.int32)
+
+
+_FEW, _MANY_ROWS = 4, 250
+_HEAD_SAMPLE: Final = {
+    "bf16, few rows": _drawn(_FEW),
+    "bf16, some rows": _drawn(50),
+    "bf16, many rows": _drawn(_MANY_ROWS),
+    "fp32, many rows": _drawn(_MANY_ROWS, FP32),
+    **{
+        f"{name}, everything": _drawn(
+            _MANY_ROWS, dtype, bias=_real(_DRAWN, dtype=dtype), softcap=30.0, allowed=_allowed(_MANY_ROWS),
+            slot=_whole(_MANY_ROWS), raw_logprob=True,
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "bf16, edited": _drawn(
+        _FEW, raw_logprob=True, slot=_whole(_FEW), logit_bias=LogitBias(_whole(20), _real(20), _whole(_FEW + 1))
+    ),
+    "bf16, top-p, cap": _drawn(_MANY_ROWS, top_p=_real(_MANY_ROWS), softcap=30.0),
+}  # fmt: skip
+
+
+def _verified(**more: Any) -> Workload:
+    B, M = 8, 40  # requests, and rows of their drafts and of what follows them
+    law = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B), "top_p": _real(B)}
+    given = {
+        "target_logits": _real(M, _DRAWN, dtype=BF16), "draft_ids": _whole(M - B), "cu_draft": _whole(B + 1), **law,
+    }  # fmt: skip
+    return Workload({**given, **more})
+
+
+_VERIFY: Final = {
+    "bf16, greedy drafts": _verified(),
+    "bf16, draft logits": _verified(draft_logits=_real(32, _DRAWN, dtype=BF16)),
+    "bf16, draft probabilities, allowed, raw": _verified(
+        draft_probs=_real(32, _DRAWN), allowed=_allowed(40), raw_logprob=True
+    ),
+}
+
+_TALL: Final = 28672  # rows of a weight that fill a large GPU with tiles of 128
+
+
+def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, **options: Any) -> QuantTensor:  # noqa: A002
+    """A quantised weight, canonical or as products read it fastest."""
+    spec, shape = QuantSpec.named(format, **options), (N, K)
+    rooms = codec_of(spec).storage(spec, shape)
+    w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})
+    with using(Recorder()):
+        return storage.packed(w, storage.preferred(w)) if tiles else w
+
+
+_BLOCKS: Final = ("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
+_CODED: Final = ("int4_g128_asym", "hqq4", "gguf_q8_0", "fp4", "int8_channel", "fp8_tensor", "fp8_block128", *_BLOCKS)
+_TILED: Final = ("int4_g128", "gguf_q4_0", "nf4", "mxfp4", "nvfp4")
+_QUANTIZE: Final = {
+    **{name: Workload({"weight": _real(4096, 4096, dtype=BF16), "format": name}) for name in _CODED},
+    **{
+        f"{name}, tiles": Workload(
+            {"weight": _real(4096, 4096, dtype=BF16), "format": name, "out": _weight(name, tiles=True)}
+        )
+        for name in _TILED
+    },
+}
+_DEQUANTIZE: Final = {
+    **{name: Workload({"w": _weight(name)}) for name in ("int4_g128", "fp8_channel", *_BLOCKS)},
+    **{f"{name}, tiles": Workload({"w": _weight(name, tiles=True)}) for name in ("int4_g128", "mxfp4", "nvfp4")},
+    "nf4, double_quant, tiles": Workload({"w": _weight("nf4", tiles=True, double_quant=True)}),
+}
+_PREPACK: Final = {name: Workload({"w": _weight(name)}) for name in ("int4_g128", "nf4", "mxfp4")}
+
+
+def _product(M: int, w: QuantTensor, *, experts: int = 0, **more: Any) -> Workload:
+    given = {"x": _real(M, w.shape[1], dtype=BF16), "w": w, **more}
+    return Workload(given | ({"ends": _real(experts, dtype=torch.int32)} if experts else {}))
+
+
+def _after(M: int, N: int, K: int = 4096) -> dict[str, Any]:
+    """Everything that follows a product: its last two see half of its rows."""
+    lora = LoRA(_real(16, K, dtype=BF16), _real(N, 16, dtype=BF16), 2.0)
+    more = {"bias": _real(N, dtype=BF16), "residual": _real(M, N // 2, dtype=BF16), "activation": "swiglu"}
+    return {"lora": lora, **more}
+
+
+_INT4, _TALL_INT4 = (_weight("int4_g128", N, tiles=True) for N in (4096, _TALL))
+_MXFP4, _TALL_MXFP4 = (_weight("mxfp4", N, tiles=True) for N in (4096, _TALL))
+_E: Final = 32
+_EXPERTS, _INT4_EXPERTS = (_weight(name, 512 * _E, tiles=True) for name in ("mxfp4", "int4_g128"))
+_QMATMUL: Final = {
+    **{f"int4_g128, {M} tokens": _product(M, _INT4) for M in (4, 20, 50, 100, 200)},
+    **{f"int4_g128, {M} tokens, tall": _product(M, _TALL_INT4) for M in (4, 20, 50, 100, 200, 400, 900)},
+    "int4_g128_asym, 4 tokens": _product(4, _weight("int4_g128_asym", tiles=True)),
+    "int4_g128, 4 tokens, swiglu, LoRA, bias, residual": _product(4, _INT4, **_after(4, 4096)),
+    "nf4, 4 tokens": _product(4, _weight("nf4", tiles=True)),
+    "nf4, double_quant, 4 tokens": _product(4, _weight("nf4", tiles=True, double_quant=True)),
+    "int4_g128, any shape": _product(4, _weight("int4_g128", 4000, 4112)),
+    "int8_w8a8, 40 tokens": _product(40, _weight("int8_w8a8")),
+    "fp8_channel, 4 tokens": _product(4, _weight("fp8_channel")),
+    "int4_g128, 2000 tokens, swiglu, LoRA, bias, residual": _product(2000, _INT4, **_after(2000, 4096)),
+    **{f"mxfp4, {M} tokens": _product(M, _MXFP4) for M in (4, 20, 50, 200)},
+    **{f"mxfp4, {M} tokens, tall": _product(M, _TALL_MXFP4) for M in (4, 20, 50, 200)},
+    "nvfp4, 4 tokens": _product(4, _weight("nvfp4", tiles=True)),
+    **{f"{name}, 4 tokens, canonical": _product(4, _weight(name)) for name in _BLOCKS},
+    **{
+        f"mxfp4, 32 experts, {M} tokens of each": _product(M * _E + 2, _EXPERTS, experts=_E)
+        for M in (3, 11, 51, 101)
+    },
+    "mxfp4, 32 experts, 20 tokens of each, swiglu, bias": _product(
+        20 * _E + 2, _EXPERTS, experts=_E, activation="swiglu", bias=_real(512 * _E, dtype=BF16)
+    ),
+    "int4_g128, 32 experts, 11 tokens of each": _product(11 * _E + 2, _INT4_EXPERTS, experts=_E),
+    "fp8_channel, 32 experts, 40 tokens of each": _product(40 * _E + 2, _weight("fp8_channel", 512 * _E), experts=_E),
+}  # fmt: skip
+
 WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
+    "linear_logprob": _LINEAR,
     "sample": _SAMPLE,
+    "lm_head_sample": _HEAD_SAMPLE,
+    "verify": _VERIFY,
     "affine_suffix_scan": _SCAN,
     "advantage": _ADVANTAGE,
     "whiten": _WHITEN,
     "policy_loss": _LOSS,
+    "linear_policy_loss": _LINEAR_LOSS,
+    "quantize": _QUANTIZE,
+    "dequantize": _DEQUANTIZE,
+    "prepack": _PREPACK,
+    "qmatmul": _QMATMUL,
 }

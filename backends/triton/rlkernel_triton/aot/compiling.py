@@ -25,7 +25,6 @@ from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.sources import digest
 from rlkernel_triton.aot.targets import TARGETS
-from rlkernel_triton.builds import MODULES
 from rlkernel_triton.launchers import Build as Recorded
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -108,12 +107,10 @@ class Promise(NamedTuple):
 
 @cache
 def promises() -> dict[str, tuple[Promise, ...]]:
-    """By kernel. Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins."""
-    return {**_of_workloads(), **_of_modules()}
+    """By kernel: what all launches of the table of workloads keep.
 
-
-def _of_workloads() -> dict[str, tuple[Promise, ...]]:
-    """Of a kernel that operators bind: what all launches of the table of workloads keep."""
+    Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins.
+    """
     from rlkernel_triton.recorded import recorded
     from rlkernel_triton.workloads import WORKLOADS
 
@@ -126,20 +123,6 @@ def _of_workloads() -> dict[str, tuple[Promise, ...]]:
         other = found.get(build.kernel, Promise(pointers, numbers, ones))
         found[build.kernel] = Promise(other.pointers | pointers, other.numbers & numbers, other.ones & ones)
     return {kernel: (promise,) for kernel, promise in found.items()}
-
-
-def _of_modules() -> dict[str, tuple[Promise, ...]]:
-    found: dict[str, dict[tuple[frozenset[str], frozenset[str]], frozenset[str]]] = {}
-    for name in MODULES:
-        for target in _PLANNED:
-            for b in import_module(name).builds(target.replace("_", "")):
-                constants = _constexprs(b.kernel)
-                ones = frozenset(n for n, v in b.constants.items() if n not in constants and v == 1)
-                pointers = frozenset(n for n in b.divisible if b.types[n].startswith("*"))
-                own = found.setdefault(f"{b.kernel.fn.__module__}:{b.kernel.fn.__name__}", {})
-                kind = (frozenset(b.divisible) - pointers, ones)
-                own[kind] = own.get(kind, frozenset()) | pointers
-    return {kernel: tuple(Promise(pointers, *kind) for kind, pointers in own.items()) for kernel, own in found.items()}
 
 
 def _constexprs(kernel: Any) -> frozenset[str]:

@@ -90,7 +90,7 @@ class Wanted:
         return {n: self._bound[n] if at is None else passed[at] for n, at in self.places.items()}
 
     def build(self, arguments: Mapping[str, Argument]) -> Build:
-        """The build that serves these arguments, and every other size and alignment: recorded launches promise those."""
+        """The build that serves these arguments and every other size and alignment: recorded launches promise those."""
         there = {n: a.type for n, a in arguments.items() if a.type != "none"}
         absent = {n: None for n in arguments if n not in there}
         return Build(

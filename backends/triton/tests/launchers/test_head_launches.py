@@ -10,7 +10,7 @@ from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.verify import VerifyCall
 from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, linear_policy_loss, verify
-from rlkernel_triton.launchers import Recorder, using
+from rlkernel_triton.launchers import Recorder, planning_for, using
 
 N, D, V = 64, 256, 1024
 
@@ -136,6 +136,34 @@ def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
     assert names(recorder) == ["head_logits", "draw_slab", "draw_row"]
     assert dict(recorder.launches[1].build.constants)["RAW"] is True
     assert (out.token.shape, out.raw_logprob.shape, out.status.dtype) == ((8,), (8,), torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "kernel"),
+    [
+        ("sm_90", 64, "described_logits"),
+        ("sm_90", 4, "head_logits"),  # few rows wait for the head alone
+        ("sm_80", 64, "head_logits"),
+        ("gfx942", 64, "head_logits"),
+    ],
+)
+def test_the_copy_engine_brings_many_rows_on_hopper_alone(target, rows, kernel):
+    recorder, given = Recorder(), draws(rows)
+    with planning_for(target), using(recorder):
+        head_sampling.prepare(given)(given)
+    assert names(recorder)[0] == kernel
+    kind = "tensordesc<bf16[64, 64]>" if kernel == "described_logits" else "*bf16"
+    assert dict(recorder.launches[0].build.types)["x"] == kind
+
+
+def test_slabs_are_as_wide_as_the_planned_gpu_multiplies_at_a_time():
+    widths = {}
+    for target in ("sm_87", "sm_90"):
+        given = draws(100)
+        with planning_for(target), using(Recorder()):
+            head = head_sampling._Head(head_sampling.launcher_for(given.hidden.device), given, 1 << 20)
+            widths[target] = head.cuts(100)[0][1]
+    assert widths == {"sm_87": 2048, "sm_90": 32768}
 
 
 def test_slabs_are_drawn_from_one_after_the_other(recorder):

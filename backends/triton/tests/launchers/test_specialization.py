@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import BaseBackend
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlkernel_triton.launchers.specialization import POINTER_TYPES, Specialization, aligned, of, parameters
 
@@ -46,6 +47,14 @@ def test_numbers_are_specialized_as_triton_does(value, specialize, align):
 def test_tensors_are_specialized_as_triton_does(dtype, offset, specialize, align):
     x = torch.empty(64, dtype=dtype)[offset:]
     assert triton_says(x, specialize, align) == of(x, specialize=specialize, align=align)
+
+
+@has_native
+@pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, [128, 64]), (torch.float16, [64, 64])])
+def test_descriptors_are_specialized_as_triton_does(dtype, block):
+    descriptor = TensorDescriptor.from_tensor(torch.empty(256, 256, dtype=dtype), block)
+    kind, hint = native(BaseBackend, descriptor, False, True, True)
+    assert (kind, hint) == (of(descriptor).type, None)
 
 
 def test_what_is_no_argument_is_refused():
