@@ -119,9 +119,7 @@ def test_a_kernel_is_read_once_however_often_it_is_bound() -> None:
 def test_a_kernel_that_takes_more_lds_than_there_is_is_refused() -> None:
     x = torch.zeros(256, 512, dtype=torch.float16)
     launch = SimulatorLauncher("gfx942").bind(toy.product, num_warps=4, M=256, K=512)
-    with pytest.raises(
-        UnsupportedKernelError, match=r"product takes \d+ bytes of LDS; a .* has 65536"
-    ):
+    with pytest.raises(UnsupportedKernelError, match=r"product takes \d+ bytes of LDS; a .* has 65536"):
         launch((1,), x, x, torch.zeros(256, 256))
 
 

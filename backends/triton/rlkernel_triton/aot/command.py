@@ -82,7 +82,9 @@ def build(
         calls = [(target, op) for target in wanted for op in sorted(asked or OPERATORS)]
         for (target, _), builds in zip(calls, _mapped(launched, calls, processes), strict=True):
             wanted[target] += builds
-    work = [(target, alike, ptx, keep_going) for target, some in wanted.items() for alike in closed(dict.fromkeys(some))]
+    work = [
+        (target, alike, ptx, keep_going) for target, some in wanted.items() for alike in closed(dict.fromkeys(some))
+    ]
     made = _mapped(part, work, processes, _CHUNK)
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
