@@ -1,4 +1,4 @@
-"""What docs/aot.md says that bundles always serve is in the shipped table: calls drawn within the limits, planned."""
+"""What docs/aot.md says that bundles always serve is what they are built of: calls drawn within the limits, planned."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ def table(op):
     return frozenset(launched("sm_87", op))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned():
     """Plan a call as on an Orin; the builds that bundles lack for it."""
     noting = Noting("sm_87")

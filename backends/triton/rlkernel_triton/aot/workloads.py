@@ -1,4 +1,4 @@
-"""Calls of a run of post-training, whose launches go into the table of configurations beside those of conformance.
+"""Calls of a run of post-training, whose launches bundles hold.
 
 What host code decides by sizes is gone through: the power of two above the number of parts of a vocabulary, how many
 rows or tokens a program takes, into how many parts K is split. Alignments are no matter of a recording. What a bundle
