@@ -19,7 +19,8 @@ from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / path) for path in (".", "backends/triton", "backends/triton/tools", "backends/rocm")]
+    of = ("common", "torch", "triton", "triton/tools", "rocm")
+    sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / path) for path in of)]
 
 import compile_gate
 from kernel_sources import sources

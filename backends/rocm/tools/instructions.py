@@ -23,7 +23,8 @@ FILE: Final = ROOT / "backends/rocm/tests/simulator/instructions.txt"
 COMPILED: Final = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MATRIX: Final = ROOT / "backends/rocm/tests/matrix_instructions.json"
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / path) for path in (".", "backends/triton", "backends/triton/tools", "backends/rocm")]
+    of = ("common", "torch", "triton", "triton/tools", "rocm")
+    sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / path) for path in of)]
 
 import compile_gate
 import triton

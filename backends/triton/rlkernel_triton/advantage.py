@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from rlkernel_common.moments import across_ranks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.estimate import advantage as in_torch
-from rlkernel_core.reference.advantage.moments import across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_torch.advantage.estimate import advantage as in_torch
 from rlkernel_triton.group_advantage.launch import MADE, by_group
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Rows, Scanned, run

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.requests import decode, edit
+from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.loss_batch import prepare
-from rlkernel_core.reference.sequences import Packed, layout
+from rlkernel_common.loss_batch import prepare
+from rlkernel_common.sequences import Packed, layout
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
 from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED

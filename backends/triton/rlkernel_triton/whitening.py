@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.moments import Moments, across_ranks
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED

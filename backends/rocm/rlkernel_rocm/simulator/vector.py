@@ -130,6 +130,7 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
     "v_max3_i32": _signed(lambda a, b, c: np.maximum(np.maximum(a, b), c)),
     "v_min3_i32": _signed(lambda a, b, c: np.minimum(np.minimum(a, b), c)),
+    "v_med3_u32": lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),
     "v_med3_i32": _signed(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
     "v_pack_b32_f16": lambda a, b: (a & _H) | (b << U32(16)),
 }

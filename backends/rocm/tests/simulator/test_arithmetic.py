@@ -89,6 +89,7 @@ def test_exec_is_saved_narrowed_and_restored() -> None:
         ("v_ffbh_i32_e32 v4, v3", np.array([32 - int(x).bit_length() if x else 0xFFFFFFFF for x in LANES])),
         ("v_sub_u32_e64 v4, v1, 5 clamp", np.maximum(LANES.astype(int) - 5, 0)),
         ("v_xad_u32 v4, v1, 3, 1", (LANES ^ 3) + 1),
+        ("v_med3_u32 v4, v1, 10, 20", LANES.clip(10, 20)),
         ("v_mbcnt_lo_u32_b32 v4, -1, 0", np.minimum(LANES, 32)),
         ("v_mbcnt_hi_u32_b32 v4, -1, 0", np.maximum(LANES.astype(int) - 32, 0)),
         ("v_bitop3_b32 v4, v1, v2, 5 bitop3:0x96", LANES ^ (LANES << 26) ^ 5),

@@ -107,28 +107,22 @@ class Promise(NamedTuple):
 
 @cache
 def promises() -> dict[str, tuple[Promise, ...]]:
-    """By kernel: what launches of the table of workloads keep, for each least set of numbers that are 1 in them.
+    """By kernel: what all launches of the table of workloads keep, those apart in which other numbers are 1.
 
     Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins.
     """
     from rlkernel_triton.recorded import recorded
     from rlkernel_triton.workloads import WORKLOADS
 
-    found: dict[str, list[Promise]] = {}
-    for build in dict.fromkeys(r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)):
+    found: dict[str, dict[frozenset[str], Promise]] = {}
+    for build in [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]:
         constants = _constexprs(_kernel(build))
         ones = frozenset(n for n, v in build.constants if n not in constants and v == 1)
         pointers = frozenset(n for n, kind in build.types if n in build.divisible and kind.startswith("*"))
-        found.setdefault(build.kernel, []).append(Promise(pointers, frozenset(build.divisible) - pointers, ones))
-    return {kernel: tuple(_least(kept)) for kernel, kept in found.items()}
-
-
-def _least(kept: list[Promise]) -> Iterator[Promise]:
-    every = {p.ones for p in kept}
-    for ones in sorted((o for o in every if not any(other < o for other in every)), key=sorted):
-        own = [p for p in kept if ones <= p.ones]
-        pointers = frozenset[str]().union(*(p.pointers for p in own))
-        yield Promise(pointers, own[0].numbers.intersection(*(p.numbers for p in own)), ones)
+        numbers, own = frozenset(build.divisible) - pointers, found.setdefault(build.kernel, {})
+        other = own.get(ones, Promise(pointers, numbers, ones))
+        own[ones] = Promise(other.pointers | pointers, other.numbers & numbers, ones)
+    return {kernel: tuple(own.values()) for kernel, own in found.items()}
 
 
 def _constexprs(kernel: Any) -> frozenset[str]:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
+from rlkernel_torch.direct import sample as definition
 from rlkernel_triton.sampling.noise import early, uniform
 from rlkernel_triton.sampling.plan import Shape, draw
 
