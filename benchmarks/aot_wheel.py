@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel_triton.aot import tables
-from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.bundle import Bundle, written
-from rlkernel_triton.aot.command import launched, part
+from rlkernel_triton.aot.command import part
 from rlkernel_triton.aot.compiling import closed, compiler, limits, require
+from rlkernel_triton.aot.noting import launched
 from rlkernel_triton.aot.targets import resident
 
 WRITING = 0.1  # of the time, for packing and reading
@@ -43,9 +43,8 @@ def compiled(target: str, jobs: int, seconds: float, path: Path, table: str) -> 
     if table:
         builds = tables.chosen(tables.read(Path(table)), target)
     else:
-        with get_context("spawn").Pool(jobs) as pool:
-            builds = [b for of_op in pool.map(launched, [(target, op) for op in OPERATORS]) for b in of_op]
-    work = [(target, alike, None, True) for alike in closed(dict.fromkeys(builds))]
+        builds = launched(target)
+    work = [(target, alike, None, True) for alike in closed(builds)]
     random.Random(0).shuffle(work)  # what is left out is of every kind
     codes, failed, took = [], [], Counter[str]()
     with get_context("spawn").Pool(jobs) as pool:

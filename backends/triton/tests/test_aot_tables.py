@@ -73,12 +73,12 @@ def test_what_is_no_recording_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("target", ["sm_87", "sm_110"])
 def test_boards_are_planned_for_with_three_stages_at_most(target) -> None:
-    assert {b.num_stages for b in launched(target, "logprob")} <= {1, 2, 3}
+    assert {b.num_stages for b in launched(target, ["logprob"])} <= {1, 2, 3}
     assert TARGETS[target].planned in range(4, 21)  # multiprocessors
 
 
 def test_a_bundle_has_what_the_table_of_workloads_launches() -> None:
-    mine = launched("sm_87", "sample")
+    mine = launched("sm_87", ["sample"])
     gate = [r.build for r in recorded("sample", "sm_87")]
     lacking = [
         r

@@ -79,12 +79,9 @@ def build(
         require(target)
     processes = jobs or len(os.sched_getaffinity(0))
     if not configurations:
-        calls = [(target, op) for target in wanted for op in sorted(asked or OPERATORS)]
-        for (target, _), builds in zip(calls, _mapped(launched, calls, processes), strict=True):
-            wanted[target] += builds
-    work = [
-        (target, alike, ptx, keep_going) for target, some in wanted.items() for alike in closed(dict.fromkeys(some))
-    ]
+        recorded = _mapped(launched, [(target, sorted(asked or OPERATORS)) for target in wanted], processes)
+        wanted = dict(zip(wanted, recorded, strict=True))
+    work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
     made = _mapped(part, work, processes, _CHUNK)
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
@@ -134,11 +131,11 @@ def _mapped(function: Callable[[W], R], work: list[W], jobs: int, chunk: int = 1
         return list(pool.map(function, work, chunksize=chunk))
 
 
-def launched(call: tuple[str, str]) -> list[Build]:
-    """What a target and an operator launch in a run of post-training: the calls of `rlkernel_triton.aot.workloads`."""
+def launched(of: tuple[str, list[str]]) -> list[Build]:
+    """What operators launch on a target, as `rlkernel_triton.aot.noting.launched` says."""
     from rlkernel_triton.aot.noting import launched as noted
 
-    return noted(*call)
+    return noted(*of)
 
 
 def part(work: _Work) -> _Made:

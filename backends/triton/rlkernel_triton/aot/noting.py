@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
+from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
 from rlkernel_triton.aot.launching import Wanted, described
 from rlkernel_triton.aot.rehearsal import rehearse
@@ -56,15 +59,18 @@ class Noting(Launcher):
         return note
 
 
-def launched(target: str, op: str) -> list[Build]:
-    """What an operator launches for a target in the calls of `rlkernel_triton.aot.workloads`, and in every other way.
+def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Build]:
+    """What operators launch for a target in the calls of `rlkernel_triton.aot.workloads`, and in every other way.
 
-    The other ways are those of the table of workloads, `rlkernel_triton.workloads`, which the compile gate compiles.
+    The other ways are those of the table of workloads, `rlkernel_triton.workloads`, which the compile gate compiles. No
+    tensor has memory; all operators take some ten seconds.
     """
     noting = Noting(target)
-    for _ in calls(noting.planned, (op,)):
-        pass
-    with within(noting.scope._replace(op=op)):
-        for workload in WORKLOADS.get(op, {}).values():
-            made(op, workload)
-    return sorted((build for asking, build in noting.seen if asking == op), key=lambda b: b.text)
+    with torch.device("meta"):
+        for _ in calls(noting.planned, ops):
+            pass
+    for op in ops:
+        with within(noting.scope._replace(op=op)):
+            for workload in WORKLOADS.get(op, {}).values():
+                made(op, workload)
+    return sorted({build for op, build in noting.seen if op in ops}, key=lambda b: b.text)
