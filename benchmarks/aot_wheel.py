@@ -40,10 +40,7 @@ def compiled(target: str, jobs: int, seconds: float, path: Path, table: str) -> 
     """Write the bundle; how much of it there was time for, and what it took by kernel."""
     begun = time.monotonic()
     require(target)
-    if table:
-        builds = tables.chosen(tables.read(Path(table)), target)
-    else:
-        builds = launched(target)
+    builds = tables.chosen(tables.read(Path(table)), target) if table else launched(target)
     work = [(target, alike, None, True) for alike in closed(builds)]
     random.Random(0).shuffle(work)  # what is left out is of every kind
     codes, failed, took = [], [], Counter[str]()
