@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import compile_gate as gate
 
 from rlkernel_triton.claims import CLAIMS
+from rlkernel_triton.launchers import Build
 from rlkernel_triton.recorded import Recorded, recorded
 from rlkernel_triton.workloads import WORKLOADS
 
@@ -118,9 +120,15 @@ def test_a_table_is_not_stale_for_what_computes_the_same(tmp_path, old, new) -> 
     assert meaning(tmp_path, "before") == meaning(tmp_path, "after", KERNEL.replace(old, new))
 
 
-def test_a_renamed_kernel_makes_no_table_stale(tmp_path) -> None:
-    renamed = KERNEL.replace("def kernel", "def written")
-    assert meaning(tmp_path, "before") == meaning(tmp_path, "after", renamed, "written")
+def test_a_renamed_kernel_in_a_renamed_module_makes_no_table_stale(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = []
+    for module, name in (("first_kernels", "kernel"), ("second_kernels", "written")):
+        (tmp_path / f"{module}.py").write_text(KERNEL.replace("def kernel", f"def {name}"))
+        build = Build(f"{module}:{name}", (("x", "*fp32"), ("out", "*fp32")), (), ("x", "out"), (), 4, None, ())
+        keys += [gate.key(build), gate.key(replace(build, divisible=()))]
+    assert keys[:2] == keys[2:]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(("old", "new"), [("x * 2", "x * 3"), ("constexpr(4)", "constexpr(8)"), ("out + at", "out")])
