@@ -73,3 +73,11 @@ def test_without_the_package_that_makes_and_reads_them_the_lines_that_install_it
     found = cli("aot", "list", "x.zip")
     assert found.exit_code == 2
     assert "pip install 'rlkernel[triton]' (on Jetson: pip install --no-deps rlkernel-triton)" in found.stderr
+
+
+def test_without_a_recording_a_bundle_is_built_of_what_workloads_launch(cli, tmp_path) -> None:
+    words = ("aot", "build", "--target", "sm_87", "--op", "prepack", "--out", str(tmp_path / "x.zip"))
+    made = cli(*words, "--jobs", "1", "--json")
+    assert made.exit_code == 0, made.output
+    kernels = {row["kernel"]: row["builds"] for row in json.loads(made.stdout)["kernels"]}
+    assert kernels["rlkernel_triton.quant.decode_kernels:move"] >= 2  # with promises and without
