@@ -43,6 +43,8 @@ LIMITS = {
 }
 VARIANT = "shipped"
 SHIPPED: list[Any] = []  # what the package itself would run
+IN_USE: list[Any] = []  # the variant in use
+DIRECT: dict[Any, Any] = {}
 START = time.monotonic()
 TOTAL = 170
 
@@ -59,10 +61,18 @@ def packages() -> None:
             sys.modules[name] = bare
 
 
+def direct() -> Any:
+    """The implementations, with plans of their own for each variant."""
+    from rlkernel_bench.direct import Implementations
+
+    return DIRECT.setdefault(tuple(IN_USE), Implementations("rlkernel_cuda:backend"))
+
+
 def use(variant: str, **change: Any) -> None:
     """Which kernels run from here on: "single", "pair", "pair0" frees tiles at once; "+" for dX and dW too."""
     from rlkernel_cuda import variants
 
+    IN_USE[:] = [(variant, *sorted(change.items()))]
     SHIPPED.extend((variants.FORWARD, variants.GRADIENT, variants.PRODUCT)[len(SHIPPED) :])
     base = (
         variants.SINGLE if variant.startswith("single") else dataclasses.replace(variants.PAIR, lag="0" not in variant)
@@ -190,13 +200,12 @@ def bound(name: str, want: dict[str, Any], D: int) -> float:
 def call(x: Any, w: Any, ids: Any, g: Any, h: Any, wanted: tuple[bool, ...], **options: Any) -> tuple[Any, ...]:
     """The operator and its backward pass."""
     import torch
-    from rlkernel_bench.direct import of_cuda
 
     bias = options.pop("bias", None)
     leaves = [
         None if t is None else t.detach().requires_grad_(want) for t, want in zip((x, w, bias), wanted, strict=True)
     ]
-    out = of_cuda.linear_logprob(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True, **options)
+    out = direct().linear_logprob(leaves[0], leaves[1], ids, bias=leaves[2], entropy=True, **options)
     asked = [t for t in leaves if t is not None and t.requires_grad]
     grads = torch.autograd.grad((out.logprob, out.entropy), asked, (g, h)) if asked else ()
     return out, dict(zip([i for i, t in enumerate(leaves) if t is not None and t.requires_grad], grads, strict=True))
@@ -493,7 +502,8 @@ def policy() -> dict[str, Any]:
             "entropy_coef": 0.01,
             "mask": torch.rand(N, device="cuda") > 0.5 if masked else None,
         }
-        out, (dx, dw) = loss_of(x, w, ids, rest, module.linear_policy_loss)
+        DIRECT.clear()  # plans of another limit
+        out, (dx, dw) = loss_of(x, w, ids, rest, direct().linear_policy_loss)
         exact = {**rest, "old_logprob": rest["old_logprob"].double(), "advantages": rest["advantages"].double()}
         want, (ex, ew) = loss_of(x.double(), w.double(), ids, exact, definition_of_loss)
         gap = float((out.loss - want.loss).abs())
@@ -505,7 +515,6 @@ def policy() -> dict[str, Any]:
 def graph() -> bool:
     """Forward and backward recorded, replayed on another batch."""
     import torch
-    from rlkernel_bench.direct import of_cuda
 
     x, w, ids = data(512, 512, 9000)
     mask = torch.rand(512, device="cuda") > 0.3
@@ -513,7 +522,7 @@ def graph() -> bool:
     w.requires_grad_()
 
     def step() -> tuple[Any, ...]:
-        out = of_cuda.linear_logprob(x, w, ids, mask=mask, entropy=True)
+        out = direct().linear_logprob(x, w, ids, mask=mask, entropy=True)
         return out.logprob, *torch.autograd.grad(out.logprob.sum() + out.entropy.sum(), (x, w))
 
     side = torch.cuda.Stream()
@@ -604,10 +613,8 @@ def loss_by(variant: str, given: tuple[Any, ...]) -> Any:
     """The policy loss with one of the kernels."""
 
     def run() -> None:
-        from rlkernel_bench.direct import of_cuda
-
         use(variant)
-        loss_of(*given, of_cuda.linear_policy_loss)
+        loss_of(*given, direct().linear_policy_loss)
 
     return run
 

@@ -604,6 +604,7 @@ def clocks() -> dict[str, Any]:
             shape = launch.Shape(*s)
             options = (*launch.flags(shape, torch.float32, plain=False), "-DCLOCKS=1")
             kernel = driver.loaded(launch.built(options), "sample", shape.shared)
+            grid = driver.Blocks(shape.blocks(B, 0), shape.threads, shape.shared)
             results, marks = torch.empty(8, 2 * B, device="cuda"), torch.empty(B, 10, dtype=torch.int64, device="cuda")
             at = [r.data_ptr() for r in results]
             params = launch.PARAMS.pack(
@@ -612,9 +613,7 @@ def clocks() -> dict[str, Any]:
             )  # fmt: skip
             found = []
             for _ in range(6):
-                driver.launched(
-                    kernel, shape.blocks(B, 0), shape.threads, shape.shared, None, (ctypes.c_char_p * 1)(params)
-                )
+                driver.Kernel(kernel, grid, 0).go((ctypes.c_char_p * 1)(params))
                 torch.cuda.synchronize()
                 found.append(marks.diff(dim=1).float().median(0).values.tolist())
             steps = [int(statistics.median(f[i] for f in found[2:])) for i in range(9)]

@@ -19,6 +19,7 @@ WITHOUT: Final = {
     "linear_logprob": frozenset({"batch_invariant", "mixed_dtypes", "support"}),
     "linear_policy_loss": frozenset({"mixed_dtypes", "support"}),
 }
+PAIRS: Final = {"linear_logprob": "LinearLogprobPair", "linear_policy_loss": "LinearPolicyLossPair"}
 # What the one launch of `sample` does: no edits, no ranks, one order of filters.
 CLAIMED: Final = frozenset(
     {
@@ -46,12 +47,14 @@ def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
     return Impl(
         op=spec.id,
-        target=f"rlkernel_cuda.{op}:{op}",
+        target=f"rlkernel_cuda.{op}:prepare",
         requires=HOPPER,
         supports=spec.feature_names - WITHOUT[op],
         limits=COORDINATES,
         workspace=f"rlkernel_cuda.{op}:workspace",
         check=f"rlkernel_cuda.{op}:fits",
+        prepared=True,
+        gradient=f"rlkernel_cuda.{op}:{PAIRS[op]}",
     )
 
 
@@ -67,9 +70,10 @@ SAMPLE: Final = Impl(
 
 QMATMUL: Final = Impl(
     op=OPERATORS["qmatmul"].id,
-    target="rlkernel_cuda.quant.qmatmul:qmatmul",
+    target="rlkernel_cuda.quant.qmatmul:prepare",
     requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("triton>=3.6",)),
     supports=QUANTISED,
+    prepared=True,
     check="rlkernel_cuda.quant.qmatmul:fits",
 )
 

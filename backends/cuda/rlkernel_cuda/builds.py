@@ -91,6 +91,20 @@ def builds() -> Iterator[Build]:
         "cap": "fp32",
         **dict.fromkeys(("saved", "dz", "x", "out"), "*bf16"),
     }  # fmt: skip
+    entered = {
+        **floats, **dict.fromkeys(("ids", "before", "place", "position"), "*i64"),
+        **dict.fromkeys(("mask",), "*u8"), "invalid": "*i8", "target": "*i32", "count": "*i32",
+        **dict.fromkeys(("number", "factor", "scale"), "fp32"),
+        **dict.fromkeys(("T", "out_logprob", "out_lse", "out_entropy", "out"), "*fp32"),
+    }  # fmt: skip
+    for counted, flag in product((False, True), (False, True)):
+        some = {"COUNTED": counted, "ROWS": 256}
+        yield Build(rows.rows_kernel, f"rows each={flag} counted={counted}", entered, {"EACH": flag, **some})
+        yield Build(
+            rows.results_kernel, f"results entropy={flag} counted={counted}", entered, {"ENTROPY": flag, **some}
+        )
+        there = dict.fromkeys(("G", "G_LSE", "G_ENTROPY"), flag)
+        yield Build(rows.upstream_kernel, f"upstream all={flag} counted={counted}", entered, {**there, **some})
     for part in (False, True):
         yield Build(rows.join_kernel, "join a part" if part else "join", types, {"ROWS": 32, "TILES": 32, "PART": part})
     yield Build(rows.gather_kernel, "gather", types, {"COLS": 1024})

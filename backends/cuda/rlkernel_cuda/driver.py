@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTE
 BITS16, BITS32 = 9, 2  # CUtensorMapDataType: bfloat16, uint32
 SWIZZLE_128B: Final = 3  # CUtensorMapSwizzle
 _PROMOTE_256B: Final = 3  # CUtensorMapL2promotion
+_WORD: Final = ctypes.c_uint64  # little-endian: an integer of 32 bits lies where a word begins
+_WORD_BYTES: Final = 8
 
 
 class Map(ctypes.Structure):
@@ -93,9 +95,10 @@ def shape(tile: Tile) -> dict[str, int]:
 
 @cache
 def function(paths: tuple[Path, ...], options: tuple[str, ...], name: str, shared: int, device: int) -> ctypes.c_void_p:
-    """A kernel of some source files, loaded on a device; `device` must be the current one."""
-    torch.cuda.current_stream(device)  # the context exists
-    return loaded(compiled("\n".join(path.read_text() for path in paths), options), name, shared)
+    """A kernel of some source files, loaded on the GPU of this index; one for all calls that need it."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # the context exists
+        return loaded(compiled("\n".join(path.read_text() for path in paths), options), name, shared)
 
 
 def loaded(code: bytes, name: str, shared: int) -> ctypes.c_void_p:
@@ -131,36 +134,135 @@ def boxes(
     return storage, aligned
 
 
-def described(x: Tensor, rows: int, cols: int) -> Any:
-    """What TMA needs to know of x, [n, m] of 16 bits, to fetch boxes of [rows, cols] swizzled by 128 bytes."""
-    sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * 2,)
-    return boxes(x.data_ptr(), BITS16, sizes, strides, (cols, rows), SWIZZLE_128B)
+class Boxes(NamedTuple):
+    """What TMA fetches of tensors that differ in their address alone; see `boxes`."""
+
+    kind: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+    swizzle: int = 0
 
 
-def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
-    """Launch on the current stream. Arguments: tensors, descriptions, ctypes numbers."""
-    array, _held = placed(arguments)
-    launched(kernel, blocks, threads, shared, None, array)
+class Description:
+    """The description of a tensor for TMA, made again where its address has changed: weights stay where they are."""
+
+    def __init__(self, of: Boxes) -> None:
+        self._of = of
+        self._last: tuple[int, Any] = (0, None)
+
+    def at(self, address: int) -> Any:
+        """The description of the tensor at this address."""
+        known, found = self._last
+        if address != known:
+            of = self._of
+            found = boxes(address, of.kind, of.sizes, of.strides, of.box, of.swizzle)
+            self._last = (address, found)
+        return found
 
 
-def placed(arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The array of the arguments' places that a launch takes, and what has to stay until it has."""
-    held, places = [], []
-    for value in arguments:
-        if isinstance(value, tuple):
-            places.append(value[1])
-            continue
-        number = ctypes.c_void_p(value.data_ptr()) if isinstance(value, Tensor) else value
-        held.append(number)
-        places.append(ctypes.addressof(number))
-    return (ctypes.c_void_p * len(places))(*places), held
+class Matrix:
+    """Matrices of 16 bits that differ in their address alone, in boxes of [rows, cols] swizzled by 128 bytes."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        self._box: tuple[int, int] = (cols, rows)
+        self._known: Description | None = None
+
+    def of(self, x: Tensor) -> Any:
+        """The description of x, [n, m], whose shape and strides are those of the first one."""
+        if self._known is None:
+            sizes, strides = (x.shape[1], x.shape[0]), (x.stride(0) * 2,)
+            self._known = Description(Boxes(BITS16, sizes, strides, self._box, SWIZZLE_128B))
+        return self._known.at(x.data_ptr())
 
 
-def launched(
-    kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, device: int | None, places: Any
-) -> None:  # fmt: skip
-    """Launch on the current stream of a device (None: of the current one), given an array of the arguments' places."""
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    result = library().cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, places, None)
-    if result:
-        check(result, "launching a kernel of rlkernel-cuda")
+class Blocks(NamedTuple):
+    """The grid of a launch."""
+
+    blocks: int
+    threads: int  # of a block
+    shared: int  # bytes of a block
+
+
+class Kernel:
+    """A loaded kernel with its grid.
+
+    Args:
+        kernel: from `function` or `loaded`.
+        grid: of every launch.
+        device: index of the GPU that it is loaded on.
+    """
+
+    def __init__(self, kernel: ctypes.c_void_p, grid: Blocks, device: int) -> None:
+        self.kernel, self.grid, self.device, self.library = kernel, grid, device, library()
+
+    def go(self, places: Any) -> None:
+        """Launch on the current stream of the GPU, given a ctypes array of the arguments' places.
+
+        Raises:
+            RLKernelError: the driver refuses.
+        """
+        if current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self.go(places)
+            return
+        result = self.launched(places, ctypes.c_void_p(current_stream(self.device)))
+        if result:
+            check(result, "launching a kernel of rlkernel-cuda")
+
+    def launched(self, places: Any, stream: ctypes.c_void_p) -> int:
+        """What the driver answers."""
+        blocks, threads, shared = self.grid
+        result: int = self.library.cuLaunchKernel(
+            self.kernel, blocks, 1, 1, threads, 1, 1, shared, stream, places, None
+        )
+        return result
+
+
+class Launch(Kernel):
+    """A kernel with all that is the same at every call: it takes descriptions for TMA, then words, then numbers.
+
+    Args:
+        kernel: as `Kernel`.
+        grid: as `Kernel`.
+        device: as `Kernel`.
+        numbers: ctypes numbers, the kernel's last arguments.
+    """
+
+    def __init__(self, kernel: ctypes.c_void_p, grid: Blocks, device: int, numbers: Sequence[Any]) -> None:
+        super().__init__(kernel, grid, device)
+        self._numbers = tuple(numbers)  # their places are passed
+        self._places = tuple([ctypes.addressof(x) for x in self._numbers])
+
+    def __call__(self, maps: Sequence[Any], words: Sequence[int]) -> None:
+        """Launch on the current stream of the GPU.
+
+        Args:
+            maps: descriptions.
+            words: addresses, and integers in [0, 2**31).
+        """
+        held = (_WORD * len(words))(*words)
+        first = ctypes.addressof(held)
+        places = (
+            *[place for _, place in maps],
+            *range(first, first + _WORD_BYTES * len(words), _WORD_BYTES),
+            *self._places,
+        )
+        self.go((ctypes.c_void_p * len(places))(*places))
+
+
+def index_of(device: torch.device) -> int:
+    """Which GPU a device is."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def current_device() -> int:
+    """The index of the current GPU."""
+    index: int = torch._C._cuda_getDevice()  # noqa: SLF001 what Triton's own driver calls
+    return index
+
+
+def current_stream(device: int) -> int:
+    """The handle of the current stream of a GPU."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 what Triton's own driver calls
+    return stream

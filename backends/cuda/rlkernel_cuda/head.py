@@ -1,75 +1,65 @@
-"""An output head on the device: operands as the kernels read them, and the launches.
+"""An output head on the device: operands as the kernels read them, and the launches, bound once a shape.
 
-Legend: N rows · V vocabulary · D hidden.
+Legend: N rows · V vocabulary · D hidden · P = N up to a multiple of 128.
 """
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rlkernel_common.vocab_parallel import gathered
-from rlkernel_cuda import driver, variants
-from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
-from rlkernel_cuda.plan import COLS, ROWS, round_up
+from rlkernel_cuda import logits, variants
+from rlkernel_cuda.logits import LOG2E, Form, Into, Kind, Operands
+from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS
+from rlkernel_cuda.plan import COLS, ROWS, count_of, round_up
 from rlkernel_cuda.row_kernels import (
     chosen_kernel,
     clear_kernel,
     coefficient_kernel,
     gather_kernel,
     join_kernel,
+    results_kernel,
+    rows_kernel,
     saved_kernel,
     scatter_kernel,
+    upstream_kernel,
 )
-from rlkernel_cuda.variants import Tile
-from rlkernel_triton.launch import FUSED, on_device_of
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
 
-SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("pair.cuh", "head.cu"))
 SAVED: Final = (4, 16)  # tiles that a program of the saved logits' kernel takes at a time, and how many times
-LOG2E: Final = 1.4426950408889634
+PLANES: Final = 7  # [P] each, fp32: what backward reads of the rows; see `Rows`
+_BLOCK: Final = 256  # rows of a program that goes through rows one by one
+_JOINED: Final = 32  # rows, and tiles, of a program that joins tiles
+_COPIED: Final = 1024  # columns of a program that copies rows
+_ALIGNED: Final = 4  # numbers of 4 bytes in 16
 
 
-@dataclass(frozen=True)
-class Head:
-    """Operands and rows of one call, in the order in which they are worked on: rows that count first."""
+class Given(NamedTuple):
+    """The tensors of a call, flat."""
 
-    TENSORS: ClassVar[int] = 9  # fields that autograd keeps
-
-    x: Tensor  # [N, D] bf16, 16-byte rows
-    w: Tensor  # [V, D] bf16, 16-byte rows
-    bias: Tensor | None  # [V] fp32
-    target: Tensor  # [N] int32; -1: none
-    row_scale: Tensor  # [N] a logit times this is in base-2 units
-    inverse: Tensor  # [N] logit_scale / T
-    count: Tensor | None  # [] int32: rows that count; None: all
-    place: Tensor | None  # [N] which row of the caller each one is
-    position: Tensor | None  # [N] where each row of the caller stands
-    D: int  # columns of the caller's operands; those of x and w may be filled up with zeros
-    softcap: float | None
-    logit_scale: float
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that autograd should keep."""
-        return tuple(getattr(self, f.name) for f in fields(self)[: self.TENSORS])
-
-    @classmethod
-    def of(cls, tensors: tuple[Any, ...], D: int, softcap: float | None, logit_scale: float) -> Head:
-        """From what `tensors` gave."""
-        return cls(*tensors, D=D, softcap=softcap, logit_scale=logit_scale)
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    ids: Tensor  # [N] contiguous, counted from the first id of this shard; others are out of range
+    T: Tensor | None  # [N] fp32 contiguous; None: one number for all
+    mask: Tensor | None  # [N] bool contiguous
 
 
-@dataclass(frozen=True)
-class Law:
-    """What each row says, [N], in the head's order."""
+class Results(NamedTuple):
+    """Where results go: tensors of N numbers, contiguous."""
+
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    invalid: Tensor  # bool
+
+
+class Law(NamedTuple):
+    """What each row says, [N] or longer, in the head's order."""
 
     logprob: Tensor
     lse: Tensor
@@ -79,9 +69,37 @@ class Law:
     missed: Tensor  # 1 - p of the chosen id
     chosen: Tensor  # the chosen id's logit
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
-        return tuple(getattr(self, f.name) for f in fields(self))
+
+class Rows(NamedTuple):
+    """What backward reads of the rows: new tensors, of sizes that the shape of the call tells."""
+
+    planes: Tensor  # [PLANES P] fp32: logprob, lse2, mean2, missed, chosen, row_scale, inverse
+    marks: Tensor  # [P + 4] int32: the chosen ids, and then how many rows count
+    order: Tensor | None  # [2 N] int64: place, position; None: all rows count
+    x: Tensor | None  # [N, D up to a multiple of 8] rows that count first; None: they are the caller's
+
+
+class Saved(NamedTuple):
+    """Logits that are kept for backward."""
+
+    logits: Tensor  # [rows, pitch] of 16 bits: fp16(y - tile max)
+    tops: Tensor  # [tiles, P] fp32, the tile maxima
+
+
+class Ranks(NamedTuple):
+    """The other shards of a vocabulary."""
+
+    group: dist.ProcessGroup
+    ids: Tensor  # [N] in the whole vocabulary; -1: none
+
+
+class Swept(NamedTuple):
+    """What forward has made of a call."""
+
+    of: Operands
+    rows: Rows
+    law: Law
+    target: Tensor  # [N] int32 ids, in the head's order: in the whole vocabulary where it is split; -1: none
 
 
 def aligned(x: Tensor) -> bool:
@@ -98,276 +116,298 @@ def readable(x: Tensor) -> Tensor:
     return out
 
 
-def order(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that count first: their number, the row at each place, and the place of each row; nothing waits."""
-    before = mask.cumsum(0)
-    count = before[-1]
-    index = torch.arange(mask.shape[0], device=mask.device)
-    position = torch.where(mask, before - 1, count + index - before)
-    return count.to(torch.int32), torch.empty_like(position).scatter_(0, position, index), position
-
-
-def gather_rows(x: Tensor, place: Tensor, count: Tensor) -> Tensor:
-    """[N, D] in the order of `place`, zeros from `count` on."""
-    rows, D = x.shape
-    out = x.new_empty(rows, round_up(D, 8))
-    grid = (rows, triton.cdiv(out.shape[1], 1024))
-    x = x if x.stride(1) == 1 else x.contiguous()
-    with on_device_of(x):
-        gather_kernel[grid](x, place, count, out, D, x.stride(0), out.stride(0), COLS=1024, **FUSED)
-    return out
-
-
-def head_of(
-    hidden: Tensor,  # [N, D]
-    weight: Tensor,  # [V, D]
-    bias: Tensor | None,  # [V]
-    ids: Tensor,  # [N]; -1: none
-    T: Tensor,  # [N]
-    mask: Tensor | None,  # [N]
-    softcap: float | None,
-    logit_scale: float,
-) -> Head:
-    """The operands of a call as the kernels read them; rows that count are gathered."""
-    target, place, position, count = ids.to(torch.int32), None, None, None
-    if mask is not None:
-        count, place, position = order(mask)
-        x = gather_rows(hidden, place, count)
-        target, T = target[place], torch.where(mask, T, 1.0)[place]
-    else:
-        x = readable(hidden)
-    return Head(
-        x=x,
-        w=readable(weight),
-        bias=None if bias is None else bias.to(torch.float32, copy=True).contiguous(),
-        target=target,
-        row_scale=(LOG2E if softcap is not None else LOG2E * logit_scale) / T,
-        inverse=logit_scale / T,
-        count=count,
-        place=place,
-        position=position,
-        D=hidden.shape[1],
-        softcap=softcap,
-        logit_scale=logit_scale,
+def rows_like(like: Tensor, N: int, D: int, *, masked: bool) -> Rows:
+    """What `Head.forward` saves of the rows, as empty tensors; N may be a symbol."""
+    P = round_up(N, ROWS)
+    return Rows(
+        like.new_empty(PLANES * P, dtype=torch.float32),
+        like.new_empty(P + 4, dtype=torch.int32),
+        like.new_empty(2 * N, dtype=torch.int64) if masked else None,
+        like.new_empty(N, round_up(D, 8)) if masked else None,
     )
 
 
-def room_to_save(head: Head, rows: int, numbers: int) -> tuple[Tensor, Tensor]:
-    """[rows, pitch] for fp16(y - tile max), out of a buffer of `numbers` or more, and [tiles, rows] for the maxima."""
-    V = head.w.shape[0]
+def saved_like(like: Tensor, N: int, V: int) -> Saved:
+    """Logits that are kept for backward, as empty tensors; sizes may be symbols."""
+    tops = like.new_empty(count_of(V, COLS), round_up(N, ROWS), dtype=torch.float32)
+    return Saved(like.new_empty(N, round_up(V, 8)), tops)
+
+
+def room_to_save(like: Tensor, rows: int, V: int, numbers: int) -> Saved:
+    """Room for logits, out of a buffer of `numbers` or more, and for the maxima of their tiles."""
     pitch = round_up(V, 8)
-    buffer = head.x.new_empty(max(numbers, rows * pitch))
-    tops = head.row_scale.new_empty(triton.cdiv(V, COLS), round_up(rows, ROWS))
-    return buffer[: rows * pitch].view(rows, pitch), tops
+    buffer = like.new_empty(max(numbers, rows * pitch))
+    tops = like.new_empty(count_of(V, COLS), round_up(rows, ROWS), dtype=torch.float32)
+    return Saved(buffer[: rows * pitch].view(rows, pitch), tops)
 
 
-def scatter_rows(x: Tensor, head: Head, first: int, out: Tensor) -> None:
-    """Rows of x, [n, D], that stand at `first` and after, to where they belong in out, [N, D]; 0 where masked."""
-    if head.place is None:
-        out[first : first + x.shape[0]] = x
-        return
-    grid = (x.shape[0], triton.cdiv(x.shape[1], 1024))
-    with on_device_of(x):
-        scatter_kernel[grid](
-            x, head.place[first:], head.count, first, out, x.shape[1], x.stride(0), COLS=1024, **FUSED
-        )  # fmt: skip
-
-
-def _described(x: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [rows, cols], gl.NVMMASharedLayout(128, 16, 2))
-
-
-def _launch(
-    head: Head, mode: int, rows: slice, ids: slice, tile: Tile, out: Tensor | None, vectors: dict[str, Any], stride: int
-) -> None:
-    x, w = head.x[rows], head.w[ids]
-    anything = head.row_scale  # an argument that this mode does not read still needs a pointer
-    c = 1.0 if head.softcap is None else float(head.softcap)
-    given = {
-        "target": head.target[rows],
-        "bias": anything if head.bias is None else head.bias[ids],
-        "row_scale": head.row_scale[rows],
-        **dict.fromkeys(("tops", "sums", "chosen", "coef"), anything),
-        **vectors,
-        "count": head.target if head.count is None else head.count,
-        "first_row": rows.start,
-        "N": x.shape[0],
-        "V": w.shape[0],
-        "stride": stride,
-        "cap": c,
-        "cap_in": 2.0 * LOG2E * head.logit_scale / c,
-        "k_tiles": triton.cdiv(x.shape[1], tile.depth),
-    }
-    flags = {
-        "MODE": mode,
-        "BIAS": head.bias is not None,
-        "CAP": head.softcap is not None,
-        "COUNTED": head.count is not None,
-    }
-    blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
-    if tile.cluster == 1:
-        _launch_single(x, w, out, tile, blocks, given, flags)
-    else:
-        _launch_pair(x, w, out, tile, blocks, given, flags)
-
-
-def _launch_single(
-    x: Tensor, w: Tensor, out: Tensor | None, tile: Tile, blocks: int, given: dict[str, Any], flags: dict[str, Any]
-) -> None:
-    """The kernel of logits_kernel.py."""
-    logits_kernel[(blocks,)](
-        _described(x, tile.rows, tile.depth),
-        _described(w, tile.cols, tile.depth),
-        _described(x, tile.rows, tile.depth) if out is None else _described(out, tile.rows, tile.cols // 2),
-        **given,
-        NC=tile.consumers,
-        BM=tile.rows,
-        BN=tile.cols,
-        BK=tile.depth,
-        STAGES=tile.stages,
-        GROUP_M=tile.group,
-        **flags,
-        num_warps=4,
-        **FUSED,
-    )
-
-
-def _launch_pair(
-    x: Tensor, w: Tensor, out: Tensor | None, tile: Tile, blocks: int, given: dict[str, Any], flags: dict[str, Any]
-) -> None:
-    """The kernel of head.cu; its arguments stand in the order of `given`."""
-    rows = tile.consumers * tile.rows
-    shared = tile.stages * (rows + tile.cols) * tile.depth * 2
-    options = tuple(f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(tile)}.items())
-    kernel = driver.function(SOURCES, options, "head", shared, x.device.index)
-    pitch = {"pitch": 0 if out is None else out.stride(0)}
-    numbers = {**given, **pitch}
-    order = (
-        "target", "bias", "row_scale", "tops", "sums", "chosen", "coef", "count", "first_row", "N", "V", "stride",
-        "pitch", "cap", "cap_in", "k_tiles",
-    )  # fmt: skip
-    arguments = [driver.described(x, rows, tile.depth), driver.described(w, tile.cols // 2, tile.depth)]
-    arguments += [given["target"] if out is None else out]
-    for name in order:
-        value = numbers[name]
-        kind = ctypes.c_float if isinstance(value, float) else ctypes.c_int
-        arguments.append(value if isinstance(value, Tensor) else kind(value))
-    driver.launch(kernel, blocks // 2 * 2, 384, shared, arguments)
-
-
-class Ranks(NamedTuple):
-    """The other shards of a vocabulary."""
-
-    group: dist.ProcessGroup
-    target: Tensor  # [N] ids in the whole vocabulary, in the head's order; -1: none
-
-
-def statistics(
-    head: Head,
-    launch_rows: int,
-    saved: Tensor | None = None,
-    tops: Tensor | None = None,
-    ranks: Ranks | None = None,
-) -> Law:
-    """The law of every row; logits are saved as fp16(y - tile max) where there is room for them.
+class Head:
+    """The launches of calls of one shape.
 
     Args:
-        head: the operands.
-        launch_rows: rows of one launch, which bounds the memory of the partial sums.
-        saved: [N, pitch] of 16 bits each, or None.
-        tops: [tiles, N] fp32 tile maxima beside `saved`.
-        ranks: those that hold the rest of the vocabulary. Each is then what a tile is within a rank: one all-gather of
-            four numbers a row, joined in rank order by the kernel that joins tiles.
+        kind: what they are bound for.
+        launch_rows: rows of one launch on the way forward, which bounds the memory of the partial sums.
+        keep: gradients are wanted, so results are apart from what backward reads.
+        entropy: whether results have the entropy.
     """
-    N, V = head.x.shape[0], head.w.shape[0]
-    tiles = triton.cdiv(V, COLS)
-    law = Law(*torch.empty(7, round_up(N, ROWS), dtype=torch.float32, device=head.x.device)[:, :N])
-    most = min(launch_rows, N)
-    sums = torch.empty(2 * tiles * most, dtype=torch.float32, device=head.x.device)
-    own_tops = torch.empty(tiles * most, dtype=torch.float32, device=head.x.device) if tops is None else None
-    with on_device_of(head.x):
-        for first in range(0, N, launch_rows):
-            rows = slice(first, min(first + launch_rows, N))
+
+    def __init__(self, kind: Kind, launch_rows: int, *, keep: bool, entropy: bool) -> None:
+        self.kind, self.P, self.tiles = kind, round_up(kind.N, ROWS), count_of(kind.V, COLS)
+        self._plan, self._keep, self._entropy = Plan(launcher_for(kind.device)), keep, entropy
+        self._direct = not (keep or kind.masked)  # results are written where they belong at once
+        self._most = min(launch_rows, kind.N)
+        self._blocks = [slice(r, min(r + launch_rows, kind.N)) for r in range(0, kind.N, launch_rows)]
+        self._by_rows = (count_of(kind.N, _BLOCK), 1, 1)
+        self._x_width = round_up(kind.D, 8)
+
+    def forward(self, given: Given, into: Results, saved: Saved | None = None, ranks: Ranks | None = None) -> Swept:
+        """Write the results of every row; logits are saved where there is room for them.
+
+        With ranks, each is what a tile is within a rank: one all-gather of four numbers a row, joined in rank order by
+        the kernel that joins tiles.
+        """
+        kind, P, N = self.kind, self.P, self.kind.N
+        planes, scratch = self._room(into, save=saved is not None)
+        own_logprob, lse2, mean2, missed, chosen, row_scale, inverse = planes.unsafe_split_with_sizes([P] * PLANES)
+        own_lse, own_entropy, sums, tops = scratch
+        marks = torch.empty(P + 4, dtype=torch.int32, device=kind.device)
+        target, count = marks.unsafe_split_with_sizes([P, 4])
+        order, place, position, mask, before = None, given.ids, given.ids, given.ids, given.ids
+        if given.mask is not None:
+            order = torch.empty(2 * N, dtype=torch.int64, device=kind.device)
+            place, position = order.unsafe_split_with_sizes([N, N])
+            before, mask = given.mask.cumsum(0), given.mask.view(torch.uint8)
+        self._plan.get("rows", self._bind_rows)(
+            self._by_rows, given.ids, row_scale if given.T is None else given.T, mask, before, target, row_scale,
+            inverse, into.invalid.view(torch.int8), place, position, count,
+        )  # fmt: skip
+        rows = Rows(planes, marks, order, None if order is None else self._gathered(given.hidden, place, count))
+        x, w, bias = self._readable(given.hidden, given.weight, given.bias, rows.x)
+        counted = (None, None) if order is None else (count, place)
+        of = Operands(x, w, bias, target, row_scale, inverse, *counted)
+        if self._direct:
+            own_logprob, own_lse = into.logprob, into.lse
+            own_entropy = own_entropy if into.entropy is None else into.entropy
+        law = Law(own_logprob, own_lse, own_entropy, lse2, mean2, missed, chosen)
+        self._sweep(of, law, saved, sums, tops, part=ranks is not None)
+        whole = target if ranks is None else self._met(of, law, ranks)
+        if not self._direct:
+            entropy = into.lse if into.entropy is None else into.entropy
+            self._plan.get("results", self._bind_results)(
+                self._by_rows, law.logprob, law.lse, law.entropy, mask, position, into.logprob, into.lse, entropy
+            )
+        return Swept(of, rows, law, whole)
+
+    def again(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> tuple[Operands, Law]:
+        """Operands and law from [N, D], [V, D] and [V] of a call and what forward has made of its rows.
+
+        Of the law lse and entropy are not among it; logprob stands for them.
+        """
+        planes = rows.planes.unsafe_split_with_sizes([self.P] * PLANES)
+        target, count = rows.marks.unsafe_split_with_sizes([self.P, 4])
+        counted = (None, None)
+        if rows.order is not None:
+            counted = (count, rows.order.unsafe_split_with_sizes([self.kind.N] * 2)[0])  # type: ignore[assignment]
+        x, w, bias = self._readable(hidden, weight, bias, rows.x)
+        law = Law(planes[0], planes[0], planes[0], *planes[1:5])
+        return Operands(x, w, bias, target, planes[5], planes[6], *counted), law
+
+    def coefficients(self, swept: Swept, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """[4, P] what makes the gradient of a row's logits.
+
+        Args:
+            swept: from forward; of its law lse and entropy are not read.
+            upstream: gradients of (logprob, lse, entropy), each N numbers in the caller's order.
+        """
+        of, law, P = swept.of, swept.law, self.P
+        count = of.target if of.counted is None else of.counted
+        coef, arrived = torch.empty(7 * P, dtype=torch.float32, device=self.kind.device).unsafe_split_with_sizes(
+            [4 * P, 3 * P]
+        )
+        there = tuple([g is not None for g in upstream])
+        self._plan.get(f"upstream {there}", lambda launcher: self._bind_upstream(launcher, there))(
+            self._by_rows, *[arrived if g is None else g.contiguous() for g in upstream], swept.target,
+            swept.target if of.place is None else of.place, count, arrived,
+        )  # fmt: skip
+        self._plan.get("coefficients", self._bind_coefficients)(
+            self._by_rows, *arrived.unsafe_split_with_sizes([P, P, P]), law.chosen, of.row_scale, of.inverse,
+            law.logprob, law.lse2, law.mean2, law.missed, coef, count,
+        )  # fmt: skip
+        return coef.view(4, P)
+
+    def made_again(self, of: Operands, coef: Tensor, rows: slice, ids: slice, dz: Tensor) -> None:
+        """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
+        n, width = dz.shape
+        form = Form(GRAD, variants.GRADIENT, n, width, coef.stride(0))
+        self._logits(form)(of, rows, ids, Into(coef=coef[0, rows.start :] if rows.start else coef, out=dz))
+        if of.counted is not None:
+            clear = self._plan.get(
+                f"clear {n} {width}",
+                lambda launcher: launcher.bind(
+                    clear_kernel, N=n, pitch=dz.stride(0), width=width, BM=ROWS, ROWS=64, COLS=256
+                ),
+            )
+            clear((count_of(n, 64), count_of(width, 256), 1), dz, of.counted, rows.start)
+        self._put_chosen(of, coef, rows, ids.start, dz)
+
+    def from_saved(self, of: Operands, coef: Tensor, saved: Saved) -> Tensor:
+        """The gradient of the saved logits, in place: [N, V]."""
+        kind, (tiles, loop) = self.kind, SAVED
+        launch = self._plan.get(
+            "saved",
+            lambda launcher: launcher.bind(
+                saved_kernel, V=kind.V, pitch=saved.logits.stride(0), top_stride=saved.tops.stride(0),
+                stride=coef.stride(0), cap=float(kind.softcap or 1.0), BN=COLS, TILES=tiles, LOOP=loop,
+                CAP=kind.softcap is not None, COUNTED=kind.masked,
+            ),
+        )  # fmt: skip
+        dz, count = saved.logits, of.target if of.counted is None else of.counted
+        grid = (kind.N, count_of(kind.V, COLS * tiles * loop), 1)
+        launch(grid, dz, saved.tops, of.row_scale, coef, count)
+        dz = dz if dz.shape[1] == kind.V else dz[:, : kind.V]
+        self._put_chosen(of, coef, slice(0, kind.N), 0, dz)
+        return dz
+
+    def scatter(self, x: Tensor, of: Operands, first: int, out: Tensor) -> None:
+        """Rows of x, [n, D], that stand at `first` and after, to where they belong in out, [N, D]; 0 where masked."""
+        if of.place is None:
+            out[first : first + x.shape[0]] = x
+            return
+        n, D = x.shape
+        launch = self._plan.get(
+            f"scatter {x.dtype} {out.dtype}",
+            lambda launcher: launcher.bind(scatter_kernel, D=D, x_stride=x.stride(0), COLS=_COPIED),
+        )
+        place = of.place[first:] if first else of.place
+        launch((n, count_of(D, _COPIED), 1), x, place, of.counted, first, out)
+
+    def _room(self, into: Results, *, save: bool) -> tuple[Tensor, list[Tensor]]:
+        """What backward reads, and room for lse, entropy, partial sums and maxima: apart, where it is kept."""
+        P, most = self.P, self._most
+        entropy = 0 if self._direct and into.entropy is not None else P
+        sizes = [PLANES * P, 0 if self._direct else P, entropy, 2 * self.tiles * most, 0 if save else self.tiles * most]
+        sizes = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        if not self._keep:
+            planes, *scratch = self._empty(sum(sizes)).unsafe_split_with_sizes(sizes)
+            return planes, scratch
+        return self._empty(sizes[0]), list(self._empty(sum(sizes[1:])).unsafe_split_with_sizes(sizes[1:]))
+
+    def _empty(self, numbers: int) -> Tensor:
+        return torch.empty(numbers, dtype=torch.float32, device=self.kind.device)
+
+    def _readable(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, gathered_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x = readable(hidden) if gathered_rows is None else gathered_rows
+        return x, readable(weight), None if bias is None else bias.to(torch.float32).contiguous()
+
+    def _gathered(self, x: Tensor, place: Tensor, count: Tensor) -> Tensor:
+        """[N, D] in the order of `place`, zeros from `count` on."""
+        N, D = x.shape
+        out = x.new_empty(N, self._x_width)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        launch = self._plan.get(
+            "gather",
+            lambda launcher: launcher.bind(
+                gather_kernel, D=D, x_stride=x.stride(0), out_stride=self._x_width, COLS=_COPIED
+            ),
+        )
+        launch((N, count_of(self._x_width, _COPIED), 1), x, place, count, out)
+        return out
+
+    def _sweep(
+        self, of: Operands, law: Law, saved: Saved | None, sums: Tensor, tops: Tensor, *, part: bool
+    ) -> None:  # fmt: skip
+        """Logits to partial sums, block by block, and these to the law, or to what a part of the vocabulary says."""
+        kind, mode = self.kind, STATS if saved is None else SAVE
+        for rows in self._blocks:
             n = rows.stop - rows.start
-            top, stride = (own_tops, n) if tops is None else (tops[0, first:], tops.stride(0))
-            vectors = {"tops": top, "sums": sums, "chosen": law.chosen[rows]}
-            out = None if saved is None else saved[rows, :V].view(torch.float16)
-            _launch(head, STATS if saved is None else SAVE, rows, slice(0, V), variants.FORWARD, out, vectors, stride)
-            _join(head, law, rows, head.target, top, sums, tiles, stride, part=ranks is not None)
-        if ranks is not None:
-            chosen = torch.where(head.target >= 0, law.chosen, -torch.inf)
-            every = gathered(torch.stack((law.logprob, law.lse, law.entropy, chosen)), ranks.group)  # [ranks, 4, N]
-            law.chosen.copy_(every[:, 3].amax(0))
-            top, sums = every[:, 0].contiguous(), every[:, 1:3].contiguous()
-            _join(head, law, slice(0, N), ranks.target, top, sums, len(every), N, part=False)
-    return law
+            stride = n if saved is None else saved.tops.stride(0)
+            top = tops if saved is None else saved.tops[0, rows.start :]
+            some = law if n == kind.N else Law(*[x.view(-1)[rows] for x in law])
+            out = None
+            if saved is not None:
+                out = saved.logits[rows, : kind.V].view(torch.float16)
+            launch = self._logits(Form(mode, variants.FORWARD, n, kind.V, stride))
+            launch(of, rows, _all(kind.V), Into(top, sums, some.chosen, None, out))
+            self._join(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
 
+    def _met(self, of: Operands, law: Law, ranks: Ranks) -> Tensor:
+        """Join what all ranks say; returns the ids in the whole vocabulary, in the head's order."""
+        N = self.kind.N
+        ids = ranks.ids if of.place is None else ranks.ids[of.place]
+        whole = ids.to(torch.int32)
+        chosen = torch.where(of.target[:N] >= 0, law.chosen[:N], -torch.inf)
+        own = [x.view(-1)[:N] for x in law[:3]]
+        every = gathered(torch.stack((*own, chosen)), ranks.group)  # [ranks, 4, N]
+        law.chosen[:N].copy_(every[:, 3].amax(0))
+        top, sums = every[:, 0].contiguous(), every[:, 1:3].contiguous()
+        self._join(of, law, slice(0, N), whole, top, sums, (len(every), N), part=False)
+        return whole
 
-def _join(
-    head: Head,
-    law: Law,
-    rows: slice,
-    target: Tensor,
-    tops: Tensor,
-    sums: Tensor,
-    tiles: int,
-    stride: int,
-    *,
-    part: bool,
-) -> None:
-    n = rows.stop - rows.start
-    results = [x[rows] for x in law.tensors()[:6]]
-    join_kernel[(triton.cdiv(n, 32),)](
-        tops, sums, law.chosen[rows], target[rows], head.row_scale[rows], *results, n, tiles, stride,
-        ROWS=32, TILES=32, PART=part, num_warps=4, **FUSED,
-    )  # fmt: skip
+    def _join(
+        self, of: Operands, law: Law, rows: slice, target: Tensor, tops: Tensor, sums: Tensor,
+        parts: tuple[int, int], *, part: bool,
+    ) -> None:  # fmt: skip
+        n, (tiles, stride) = rows.stop - rows.start, parts
+        row_scale = of.row_scale
+        if n != self.kind.N:
+            target, row_scale = target[rows], row_scale[rows]
+        launch = self._plan.get(
+            f"join {n} {tiles} {stride} {part}",
+            lambda launcher: launcher.bind(
+                join_kernel, N=n, tiles=tiles, stride=stride, ROWS=_JOINED, TILES=_JOINED, PART=part
+            ),
+        )
+        launch((count_of(n, _JOINED), 1, 1), tops, sums, law.chosen, target, row_scale, *law[:6])
 
+    def _logits(self, form: Form) -> logits.LogitsLaunch:
+        return self._plan.get(
+            f"logits {form.mode} {form.n} {form.width} {form.stride}",
+            lambda launcher: logits.bind(launcher, self.kind, form),
+        )
 
-def coefficients(head: Head, law: Law, upstream: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """[4, N] what makes the gradient of a row's logits, from the gradients of (logprob, lse, entropy), each [N]."""
-    N = head.x.shape[0]
-    coef = torch.empty(4, round_up(N, ROWS), dtype=torch.float32, device=head.x.device)[:, :N]
-    with on_device_of(head.x):
-        coefficient_kernel[(triton.cdiv(N, 256),)](
-            *upstream, law.chosen, head.row_scale, head.inverse, law.logprob, law.lse2, law.mean2,
-            law.missed, coef, head.target if head.count is None else head.count, N, coef.stride(0),
-            float(head.softcap or 1.0), CAP=head.softcap is not None, COUNTED=head.count is not None, ROWS=256, **FUSED,
+    def _put_chosen(self, of: Operands, coef: Tensor, rows: slice, first: int, dz: Tensor) -> None:
+        n, width = dz.shape
+        launch = self._plan.get(
+            f"chosen {n} {width}",
+            lambda launcher: launcher.bind(
+                chosen_kernel, N=n, pitch=dz.stride(0), width=width, ROWS=_BLOCK, COUNTED=of.counted is not None
+            ),
+        )
+        target = of.target[rows] if rows.start else of.target
+        count = of.target if of.counted is None else of.counted
+        own = coef[3, rows.start :] if rows.start else coef[3]
+        launch((count_of(n, _BLOCK), 1, 1), dz, target, own, count, rows.start, first)
+
+    def _bind_rows(self, launcher: Launcher) -> Launch:
+        kind = self.kind
+        return launcher.bind(
+            rows_kernel, V=kind.V, number=1.0 if kind.T is None else float(kind.T), scale=float(kind.logit_scale),
+            factor=LOG2E if kind.softcap is not None else LOG2E * kind.logit_scale, N=kind.N, EACH=kind.T is None,
+            COUNTED=kind.masked, ROWS=_BLOCK,
         )  # fmt: skip
-    return coef
 
-
-def made_again(head: Head, coef: Tensor, rows: slice, ids: slice, dz: Tensor) -> None:
-    """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
-    n, width = dz.shape
-    with on_device_of(head.x):
-        _launch(head, GRAD, rows, ids, variants.GRADIENT, dz, {"coef": coef[0, rows.start :]}, coef.stride(0))
-        if head.count is not None:
-            grid = (triton.cdiv(n, 64), triton.cdiv(width, 256))
-            clear_kernel[grid](
-                dz, head.count, rows.start, n, dz.stride(0), width, BM=ROWS, ROWS=64, COLS=256, **FUSED
-            )  # fmt: skip
-        _put_chosen(head, coef, rows, ids.start, dz)
-
-
-def from_saved(head: Head, coef: Tensor, saved: Tensor, tops: Tensor) -> Tensor:
-    """The gradient of the saved logits, in place: [N, V]."""
-    N, V = head.x.shape[0], head.w.shape[0]
-    tiles, loop = SAVED
-    grid = (N, triton.cdiv(V, COLS * tiles * loop))
-    count = head.target if head.count is None else head.count
-    with on_device_of(head.x):
-        saved_kernel[grid](
-            saved, tops, head.row_scale, coef, count, V, saved.stride(0), tops.stride(0), coef.stride(0),
-            float(head.softcap or 1.0), BN=COLS, TILES=tiles, LOOP=loop, CAP=head.softcap is not None,
-            COUNTED=head.count is not None, num_warps=4, **FUSED,
+    def _bind_results(self, launcher: Launcher) -> Launch:
+        kind = self.kind
+        return launcher.bind(
+            results_kernel, N=kind.N, ENTROPY=self._entropy, COUNTED=kind.masked, ROWS=_BLOCK
         )  # fmt: skip
-        _put_chosen(head, coef, slice(0, N), 0, saved[:, :V])
-    return saved[:, :V]
+
+    def _bind_upstream(self, launcher: Launcher, there: tuple[bool, ...]) -> Launch:
+        kind = self.kind
+        return launcher.bind(
+            upstream_kernel, any_alignment=("g_logprob", "g_lse", "g_entropy"), N=kind.N, stride=self.P, G=there[0],
+            G_LSE=there[1], G_ENTROPY=there[2], COUNTED=kind.masked, ROWS=_BLOCK,
+        )  # fmt: skip
+
+    def _bind_coefficients(self, launcher: Launcher) -> Launch:
+        kind = self.kind
+        return launcher.bind(
+            coefficient_kernel, N=kind.N, stride=self.P, cap=float(kind.softcap or 1.0), CAP=kind.softcap is not None,
+            COUNTED=kind.masked, ROWS=_BLOCK,
+        )  # fmt: skip
 
 
-def _put_chosen(head: Head, coef: Tensor, rows: slice, first: int, dz: Tensor) -> None:
-    n, width = dz.shape
-    chosen_kernel[(triton.cdiv(n, 256),)](
-        dz, head.target[rows], coef[3, rows.start :], head.target if head.count is None else head.count, rows.start, n,
-        dz.stride(0), first, width, ROWS=256, COUNTED=head.count is not None, **FUSED,
-    )  # fmt: skip
+def _all(size: int) -> slice:
+    return slice(0, size)

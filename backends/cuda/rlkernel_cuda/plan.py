@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 
 ROWS: Final = 128  # of a block of the logits kernel
@@ -78,6 +77,11 @@ class Plan:
 def round_up(x: int, to: int) -> int:
     """The next multiple."""
     return -(-x // to) * to
+
+
+def count_of(x: int, each: int) -> int:
+    """Parts of at most `each` that x falls into."""
+    return -(-x // each)
 
 
 def rounded(rows: int, cols: int) -> int:
@@ -156,7 +160,6 @@ def plans(size: Size, *, mode: str, backward: bool) -> Iterator[Plan]:
                     )
 
 
-@lru_cache(maxsize=4096)
 def choose(size: Size, *, mode: str, backward: bool, limit: int | None) -> Plan | None:
     """The best plan within the limit, or None where none fits.
 
@@ -188,7 +191,6 @@ def _roomy(plan: Plan, numbers: int) -> Plan:
     return replace(plan, buffer=whole, working=plan.working + 2 * (whole - numbers))
 
 
-@lru_cache(maxsize=4096)
 def least(size: Size, *, mode: str, backward: bool) -> Plan:
     """The plan that takes the least memory."""
     modes = ("recompute",) if mode == "auto" else (mode,)

@@ -7,8 +7,9 @@ beyond a count on the device, and whose sums do not depend on how the depth is c
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,34 +25,62 @@ DEEP: Final = 1 << 16
 SOURCES: Final = tuple(Path(__file__).with_name(name) for name in ("pair.cuh", "product.cu"))
 
 
-def product(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    *,
-    since: Tensor | None = None,
-    transposed: bool = False,
-    count: Tensor | None = None,
-    first: int = 0,
-) -> None:
-    """Store a b + since in out, or a' b + since.
+ByPairs = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int], None]
 
-    Args:
-        a: [M, K], or [K, M] where transposed, bf16.
-        b: [K, N] bf16.
-        out: [M, N]: fp32 keeps the accumulators, bf16 rounds them.
-        since: [M, N] fp32, overwritten where out is not fp32; may be `out`.
-        transposed: whether a lies with its depth first.
-        count: int32 on the device: rows of M (of K where transposed) that count, less `first`; the others are zeros in
-            a, or their results are never read.
-        first: place of the first of them.
-    """
+
+class Products:
+    """Products of calls of one shape: each kind is decided and its launch bound the first time it is made."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, ByPairs | None] = {}  # None: cuBLAS
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        *,
+        since: Tensor | None = None,
+        transposed: bool = False,
+        count: Tensor | None = None,
+        first: int = 0,
+    ) -> None:
+        """Store a b + since in out, or a' b + since.
+
+        Args:
+            a: [M, K], or [K, M] where transposed, bf16.
+            b: [K, N] bf16.
+            out: [M, N]: fp32 keeps the accumulators, bf16 rounds them.
+            since: [M, N] fp32, overwritten where out is not fp32; may be `out`.
+            transposed: whether a lies with its depth first.
+            count: int32 on the device: rows of M (of K where transposed) that count, less `first`; the others are zeros
+                in a, or their results are never read.
+            first: place of the first of them.
+        """
+        key = (a.shape, b.shape, out.dtype, since is None, transposed, count is None)
+        try:
+            by_pairs = self._known[key]
+        except KeyError:
+            by_pairs = self._known[key] = _decided(a, b, out, since, count, transposed=transposed)
+        if by_pairs is None:
+            _by_cublas(a.t() if transposed else a, b, out, since)
+        else:
+            by_pairs(a, b, out, since, count, first)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
+    """One product, for code that makes no plan; `options` as in `Products`."""
+    Products()(a, b, out, **options)
+
+
+def _decided(
+    a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, *, transposed: bool
+) -> ByPairs | None:
     # Sums that go on from an earlier one wait for it at every tile: there cuBLAS is ahead, unless rows can be skipped.
     alone = since is None and (out.numel() >= LARGE or b.shape[0] >= DEEP)
     if variants.PRODUCT is not None and (alone or count is not None) and _fits(a, b, out):
-        _by_pairs(variants.PRODUCT, a, b, out, since, count, first, transposed=transposed)
-    else:
-        _by_cublas(a.t() if transposed else a, b, out, since)
+        return by_pairs(variants.PRODUCT, a, b, out, since, count, transposed=transposed)
+    return None
 
 
 def _fits(*operands: Tensor) -> bool:
@@ -74,10 +103,10 @@ def _by_cublas(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None) -> None:
         torch.mm(a, b, out=out)
 
 
-def _by_pairs(
-    tile: Tile, a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, first: int, *,
-    transposed: bool,
-) -> None:  # fmt: skip
+def by_pairs(
+    tile: Tile, a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, *, transposed: bool
+) -> ByPairs:
+    """The launch of product.cu for operands such as these."""
     (K, M) = a.shape if transposed else (a.shape[1], a.shape[0])
     rows = tile.consumers * tile.rows
     shared = tile.stages * (rows + tile.cols) * tile.depth * 2
@@ -89,14 +118,18 @@ def _by_pairs(
         **driver.shape(tile),
     }
     options = tuple(f"-D{n}={int(v)}" for n, v in flags.items())
-    kernel = driver.function(SOURCES, options, "product", shared, a.device.index)
-    box = (tile.depth, tile.depth) if transposed else (rows, tile.depth)
-    since = out if since is None else since
-    number = ctypes.c_int
-    arguments = [
-        driver.described(a, *box), driver.described(b, tile.depth, tile.depth), since, out,
-        out if count is None else count, number(first), number(M), number(b.shape[1]), number(K),
-        number(since.stride(0)), number(out.stride(0)),
-    ]  # fmt: skip
-    blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-    driver.launch(kernel, blocks // 2 * 2, 384, shared, arguments)
+    index = driver.index_of(a.device)
+    kernel = driver.function(SOURCES, options, "product", shared, index)
+    of_a = driver.Matrix(*((tile.depth, tile.depth) if transposed else (rows, tile.depth)))
+    of_b = driver.Matrix(tile.depth, tile.depth)
+    blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // 2 * 2
+    pitch = (out if since is None else since).stride(0)
+    numbers = [ctypes.c_int(n) for n in (M, b.shape[1], K, pitch, out.stride(0))]
+    launch = driver.Launch(kernel, driver.Blocks(blocks, 384, shared), index, numbers)
+
+    def run(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, first: int) -> None:
+        from_ = out if since is None else since
+        counted = out if count is None else count
+        launch((of_a.of(a), of_b.of(b)), (from_.data_ptr(), out.data_ptr(), counted.data_ptr(), first))
+
+    return run

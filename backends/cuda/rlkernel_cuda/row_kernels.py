@@ -243,3 +243,128 @@ def scatter_kernel(x, place, count, first_row, out, D, x_stride, COLS: tl.conste
     width = tl.where(first_row + row < tl.load(count), D, 0)
     value = tl.load(x + row * x_stride + cols, mask=cols < width, other=0.0)
     tl.store(out + tl.load(place + row) * D + cols, value.to(out.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit(do_not_specialize=["N", "V"])
+def rows_kernel(
+    ids,  # [N] the chosen ids, of any integer type
+    T,  # [N] fp32 where EACH
+    mask,  # [N] bytes where COUNTED: rows that count
+    before,  # [N] where COUNTED: rows that count up to and with each one
+    target,  # [N] int32: the chosen id, or -1; this and what follows stand in the order of `place`
+    row_scale,  # [N] factor / T
+    inverse,  # [N] scale / T
+    invalid,  # [N] bytes in the caller's order: the row counts, and its id is out of range
+    place,  # [N] where COUNTED: which row of the caller each one is, rows that count first
+    position,  # [N] where COUNTED: where each row of the caller stands
+    count,  # [1] int32 where COUNTED: rows that count
+    V,
+    number,  # the temperature of all rows where not EACH
+    factor,
+    scale,
+    N,
+    EACH: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Ids, temperatures and the order of the rows as the other kernels read them. Grid: rows over ROWS.
+
+    A temperature that has no meaning becomes NaN; that of a row that does not count becomes 1.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    chosen = tl.load(ids + rows, mask=live, other=-1).to(tl.int64)
+    outside = (chosen < 0) | (chosen >= V)
+    at = rows.to(tl.int64)
+    if EACH:
+        t = tl.load(T + rows, mask=live, other=1.0)
+        t = tl.where((t > 0) & (t < float("inf")), t, float("nan"))
+    else:
+        t = tl.zeros([ROWS], tl.float32) + number
+    if COUNTED:
+        counts = tl.load(mask + rows, mask=live, other=0) != 0
+        outside = outside & counts
+        chosen = tl.where(counts, chosen, -1)
+        t = tl.where(counts, t, 1.0)
+        total = tl.load(before + (N - 1))
+        ahead = tl.load(before + rows, mask=live, other=0)
+        at = tl.where(counts, ahead - 1, total + at - ahead)
+        tl.store(position + rows, at, mask=live)
+        tl.store(place + at, rows.to(tl.int64), mask=live)
+        if tl.program_id(0) == 0:
+            tl.store(count, total.to(tl.int32))
+    tl.store(invalid + rows, outside.to(tl.int8), mask=live)
+    tl.store(target + at, tl.where(outside, -1, chosen).to(tl.int32), mask=live)
+    reciprocal = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), t)  # torch divides a number by a tensor in these two steps
+    tl.store(row_scale + at, reciprocal * factor, mask=live)
+    tl.store(inverse + at, reciprocal * scale, mask=live)
+
+
+@triton.jit(do_not_specialize=["N"])
+def results_kernel(
+    logprob,  # [N] of the law, in its order, and so are the next two
+    lse,
+    entropy,
+    mask,  # [N] bytes where COUNTED
+    position,  # [N] where COUNTED
+    out_logprob,  # [N] in the caller's order, and so are the next two
+    out_lse,
+    out_entropy,
+    N,
+    ENTROPY: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Results in the caller's order, 0 in rows that do not count. Grid: rows over ROWS."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    at = rows.to(tl.int64)
+    counts = live
+    if COUNTED:
+        counts = live & (tl.load(mask + rows, mask=live, other=0) != 0)
+        at = tl.load(position + rows, mask=live, other=0)
+    tl.store(out_logprob + rows, tl.load(logprob + at, mask=counts, other=0.0), mask=live)
+    tl.store(out_lse + rows, tl.load(lse + at, mask=counts, other=0.0), mask=live)
+    if ENTROPY:
+        tl.store(out_entropy + rows, tl.load(entropy + at, mask=counts, other=0.0), mask=live)
+
+
+@triton.jit(do_not_specialize=["N", "stride"])
+def upstream_kernel(
+    g_logprob,  # [N] fp32 in the caller's order where G, and so are the next two
+    g_lse,
+    g_entropy,
+    target,  # [N] the chosen id; -1: none, and no gradient of its log-probability
+    place,  # [N] where COUNTED
+    count,
+    out,  # [3, stride] the three in the law's order
+    N,
+    stride,
+    G: tl.constexpr,
+    G_LSE: tl.constexpr,
+    G_ENTROPY: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Gradients that arrive, in the law's order: 0 where none arrives or a row does not count. Grid: rows over ROWS."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < N
+    at = rows.to(tl.int64)
+    counts = live
+    if COUNTED:
+        counts = live & (rows < tl.load(count))
+        at = tl.load(place + rows, mask=live, other=0)
+    none = tl.zeros([ROWS], tl.float32)
+    g = none
+    if G:
+        has = tl.load(target + rows, mask=live, other=-1) >= 0
+        g = tl.load(g_logprob + at, mask=counts & has, other=0.0)
+    q = none
+    if G_LSE:
+        q = tl.load(g_lse + at, mask=counts, other=0.0)
+    h = none
+    if G_ENTROPY:
+        h = tl.load(g_entropy + at, mask=counts, other=0.0)
+    tl.store(out + rows, g, mask=live)
+    tl.store(out + stride + rows, q, mask=live)
+    tl.store(out + 2 * stride + rows, h, mask=live)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkernel_core.gradients import Pair
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
@@ -39,6 +40,17 @@ def test_targets_and_checks_take_the_record_of_their_operator(impl) -> None:
         module, _, name = target.partition(":")
         parameters = signature(getattr(import_module(module), name)).parameters.values()
         assert [p.annotation for p in parameters] == [record]
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)
+def test_every_operator_is_prepared_and_one_with_gradients_brings_its_pair(impl) -> None:
+    op = impl.op.partition("@")[0]
+    assert impl.prepared
+    assert (impl.gradient is not None) == ("grad" in impl.supports)
+    if impl.gradient is not None:
+        module, _, name = impl.gradient.partition(":")
+        pair = getattr(import_module(module), name)
+        assert (issubclass(pair, Pair), pair.op) == (True, op)
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda i: i.target)

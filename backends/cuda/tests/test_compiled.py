@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel_cuda import driver, head, products, variants
+from rlkernel_cuda import driver, logits, products, variants
 
 GATE = Path(__file__).parents[1] / "tools" / "compile_gate.py"
 SPILLED = 256  # bytes a thread: once a tile, beside 64 steps of wgmma
@@ -34,6 +34,9 @@ LABELS = (
     "GRAD",
     "GRAD bias counted",
     "join",
+    "rows each=True counted=True",
+    "results entropy=True counted=True",
+    "upstream all=True counted=True",
     "saved {'CAP': False, 'COUNTED': False}",
     "tokens by blocks",
 )
@@ -50,7 +53,7 @@ def test_gluon_and_triton_kernels_compile(gate, label, tmp_path, monkeypatch) ->
 
 
 CUDA = [
-    *((head.SOURCES, {"MODE": m, "BIAS": m > 0, "CAP": m > 0, "COUNTED": m > 0}) for m in (0, 1, 2)),
+    *((logits.SOURCES, {"MODE": m, "BIAS": m > 0, "CAP": m > 0, "COUNTED": m > 0}) for m in (0, 1, 2)),
     *((products.SOURCES, {"TRANSPOSED": t, "ADD": 1, "ROUND": t, "COUNTED": t}) for t in (0, 1)),
 ]
 

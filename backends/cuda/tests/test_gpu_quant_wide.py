@@ -6,6 +6,7 @@ The suite draws a handful of tokens, for which another kernel is ahead; here thi
 import pytest
 import torch
 
+import rlkernel as rlk
 from rlkernel import policy
 from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.profiles import Profile
@@ -35,6 +36,7 @@ def test_clauses_hold_however_many_tokens_there_are(cut, monkeypatch) -> None:
         return CUTS[cut]
 
     monkeypatch.setattr(choice, "cut", always)
+    rlk.refresh()  # what was planned with other cuts
     with (subject := Subject("cuda", "qmatmul", "cuda")).chosen():
         outcomes = [carry_out(subject, attack, EFFORT) for attack in clauses_of(subject)[0]]
     assert {o.clause: (o.status, o.message) for o in outcomes if o.status != "held"} == {}

@@ -1,19 +1,16 @@
 """How products with quantised weights are cut, what is refused, and that the kernels compile for sm_90a."""
 
-import ctypes
 import re
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rlkernel_core import quant as reference
-from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda import driver
-from rlkernel_cuda.quant import choice, early, launch
+from rlkernel_cuda.quant import choice, launch
 from rlkernel_cuda.quant.qmatmul import fits
 
 SHAPES = [(28672, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096), (19456, 2560), (5120, 17408)]
@@ -75,26 +72,25 @@ def test_small_weights_with_few_tokens_are_left_to_the_portable_kernel() -> None
     assert [choice.cut(M, Weight("int4_g128", (6144, 4096))) for M in (17, 64)] == [None, None]
 
 
-def tiled(x, element, sizes, strides):
+def tiled(x, element, of):
     """What a description of TMA says of the memory of x, its slowest dimension first."""
-    steps = [1, *(bytes_ // element for bytes_ in strides)]
-    return x.as_strided(sizes[::-1], steps[::-1])
+    steps = [1, *(bytes_ // element for bytes_ in of.strides)]
+    return x.as_strided(of.sizes[::-1], steps[::-1])
 
 
 @pytest.mark.parametrize("M", [33, 65, 300])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_stage_is_one_box_of_x_and_one_of_codes(shape, M, monkeypatch) -> None:
-    monkeypatch.setattr(driver, "boxes", lambda *given: given)
+def test_a_stage_is_one_box_of_x_and_one_of_codes(shape, M) -> None:
     (N, K), w = shape, Weight("int4_g128", shape)
     cut = choice.many4(N, K, M, w.spec, 132) or launch.Wide(64, 2, 5, split=False)
     x = torch.arange(5 * 256, dtype=torch.int16).view(5, 256)
-    _, _, sizes, strides, box, swizzle = launch._tokens(x, cut)
-    assert torch.equal(tiled(x, 2, sizes, strides), x.view(5, 4, 64).transpose(0, 1))
-    assert (box, swizzle) == ((64, cut.tokens, cut.steps), driver.SWIZZLE_128B)
+    of = launch.tokens_of(5, 256, cut)
+    assert torch.equal(tiled(x, 2, of), x.view(5, 4, 64).transpose(0, 1))
+    assert (of.box, of.swizzle) == ((64, cut.tokens, cut.steps), driver.SWIZZLE_128B)
     codes = torch.arange(3 * 4 * 128, dtype=torch.int32).view(3, 4, 128)
-    _, _, sizes, strides, box = launch._words(0, 48, 256, 4 * cut.teams, cut.steps)
-    assert torch.equal(tiled(codes, 4, sizes, strides), codes.view(3, 512))
-    assert (box, max(box) <= 256) == ((128 * cut.steps, 4 * cut.teams), True)
+    of = launch.words_of(48, 256, 4 * cut.teams, cut.steps)
+    assert torch.equal(tiled(codes, 4, of), codes.view(3, 512))
+    assert (of.box, max(of.box) <= 256, of.swizzle) == ((128 * cut.steps, 4 * cut.teams), True, 0)
 
 
 def refused(w, M=3, dtype=torch.bfloat16, **rest):
@@ -144,34 +140,3 @@ def test_kernels_compile_without_spills(kind, cut, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
     assert int(spilled) <= 64
-
-
-@pytest.mark.parametrize("launcher", [driver, early])
-def test_a_launch_hands_over_tensors_descriptions_and_numbers_and_tells_what_the_driver_says(
-    monkeypatch, launcher
-) -> None:
-    x, number, description, seen = torch.zeros(3), ctypes.c_int(7), ctypes.c_int(11), []
-
-    def launched(array, result):
-        read = ctypes.cast(array[0], ctypes.POINTER(ctypes.c_void_p))[0]
-        seen.append((read, *(ctypes.cast(array[i], ctypes.POINTER(ctypes.c_int))[0] for i in (1, 2))))
-        return result
-
-    def said(_, text):
-        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"no such thing"
-
-    for result in (0, 500):
-        library = SimpleNamespace(
-            cuLaunchKernel=lambda *given, result=result: launched(given[9], result),
-            cuLaunchKernelEx=lambda *given, result=result: launched(given[2], result),
-            cuGetErrorString=said,
-        )
-        monkeypatch.setattr(driver, "library", lambda library=library: library)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=5))
-        arguments = [x, number, (description, ctypes.addressof(description))]
-        if result:
-            with pytest.raises(RLKernelError, match="CUDA error 500, no such thing"):
-                launcher.launch(ctypes.c_void_p(1), 2, 32, 0, arguments)
-        else:
-            launcher.launch(ctypes.c_void_p(1), 2, 32, 0, arguments)
-    assert seen == [(x.data_ptr(), 7, 11)] * 2

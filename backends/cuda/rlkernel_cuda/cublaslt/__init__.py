@@ -19,9 +19,10 @@ backend = Backend(
     impls=(
         Impl(
             op=OPERATORS["qmatmul"].id,
-            target="rlkernel_cuda.cublaslt.qmatmul:qmatmul",
+            target="rlkernel_cuda.cublaslt.qmatmul:prepare",
             requires=Requires(device="cuda", dtypes=("bfloat16",), arch=("sm90",), packages=("torch>=2.10",)),
             supports=FEATURES,
+            prepared=True,
             check="rlkernel_cuda.cublaslt.qmatmul:fits",
         ),
     ),

@@ -11,6 +11,7 @@ Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
+from rlkernel_triton.launch import on_device_of
 from rlkernel_triton.quant import storage
 
 BLOCKS: Final = "block128_fp8"
@@ -44,20 +46,33 @@ def fits(call: QmatmulCall) -> Reason | None:
     return Reason("shape", "unsupported", said, fix) if said else None
 
 
-def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats."""
+def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
+    """What multiplies for calls of this shape.
+
+    See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats.
+    """
     x, w = call.x, call.w
     storage.check_layouts("w", w)
-    N, K = w.shape
-    rows = x.detach().reshape(-1, K).contiguous()
-    if not rows.shape[0]:
-        return x.new_empty(*x.shape[:-1], N)
-    codes, scale, weight_scale = _coded(rows, w)
-    with torch.cuda.device_of(x):
-        y = torch._scaled_mm(  # noqa: SLF001 torch has no public name for it
-            codes, w.parts["codes"].t(), scale_a=scale, scale_b=weight_scale, out_dtype=x.dtype
-        )
-    return y[: rows.shape[0]].view(*x.shape[:-1], N)
+    (N, K), device, dtype = w.shape, x.device, x.dtype
+    M, out = x.numel() // K, (*x.shape[:-1], N)
+    if not M:
+        return lambda _: torch.empty(out, dtype=dtype, device=device)
+
+    def run(call: QmatmulCall) -> Tensor:
+        w = call.w
+        codes, scale, weight_scale = _coded(call.x.detach().reshape(M, K).contiguous(), w)
+        with on_device_of(call.x):
+            y = torch._scaled_mm(  # noqa: SLF001 torch has no public name for it
+                codes, w.parts["codes"].t(), scale_a=scale, scale_b=weight_scale, out_dtype=dtype
+            )
+        return y[:M].view(out)
+
+    return run
+
+
+def qmatmul(call: QmatmulCall) -> Tensor:
+    """Prepare one call and run it."""
+    return prepare(call)(call)
 
 
 def _coded(rows: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor, Tensor]:

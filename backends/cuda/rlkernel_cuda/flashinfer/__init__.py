@@ -20,9 +20,10 @@ backend = Backend(
     impls=(
         Impl(
             op=OPERATORS["qmatmul"].id,
-            target="rlkernel_cuda.flashinfer.qmatmul:qmatmul",
+            target="rlkernel_cuda.flashinfer.qmatmul:prepare",
             requires=Requires(device="cuda", dtypes=("bfloat16",), arch=("sm90",), packages=(NEEDED,)),
             supports=frozenset({"deterministic", "capturable", "format:fp8_block128", "act:block128_fp8"}),
+            prepared=True,
             check="rlkernel_cuda.flashinfer.qmatmul:fits",
         ),
     ),

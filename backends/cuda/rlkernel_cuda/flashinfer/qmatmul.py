@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -94,35 +95,49 @@ def fits(call: QmatmulCall) -> Reason | None:
     return Reason("shape", "unsupported", said, fix) if said else None
 
 
-def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., N]
-    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but the format.
+def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
+    """What multiplies for calls of this shape.
+
+    See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but the format.
+
+    Raises:
+        RLKernelError: FlashInfer is not as `fits` wants it.
+    """
+    x, w = call.x, call.w
+    storage.check_layouts("w", w)
+    (N, K), device, dtype = w.shape, x.device, x.dtype
+    M, out, found = x.numel() // K, (*x.shape[:-1], N), runner(x.device)
+    if found.made is None:
+        raise RLKernelError(f"{found.said}: {found.fix}.")
+    kind = (device, M, N, K)
+
+    def run(call: QmatmulCall) -> Tensor:
+        x, w = call.x, call.w
+        y = torch.empty(out, dtype=dtype, device=device)
+        if kind not in _built and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "FlashInfer compiles a product at its first call with a shape: call it once before a capture"
+            )
+        if M:
+            from rlkernel_cuda.token_kernels import coded
+
+            codes, scale = coded(x.detach().reshape(M, K).contiguous(), _MULTIPLE)
+            with torch.cuda.device_of(x):
+                found.made.run_gemm(codes[:M], w.parts["codes"], y.view(M, N), scale, w.parts["scale"])
+            _built.add(kind)
+        return y
+
+    return run
+
+
+def qmatmul(call: QmatmulCall) -> Tensor:
+    """Prepare one call and run it.
 
     Raises:
         CaptureError: a graph is being captured and this product has not been compiled yet.
         RLKernelError: FlashInfer is not as `fits` wants it.
     """
-    x, w = call.x, call.w
-    storage.check_layouts("w", w)
-    found = runner(x.device)
-    if found.made is None:
-        raise RLKernelError(f"{found.said}: {found.fix}.")
-    N, K = w.shape
-    rows = x.detach().reshape(-1, K).contiguous()
-    M = rows.shape[0]
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    kind = (x.device, M, N, K)
-    if kind not in _built and x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            "FlashInfer compiles a product at its first call with a shape: call it once before a capture"
-        )
-    if M:
-        from rlkernel_cuda.token_kernels import coded
-
-        codes, scale = coded(rows, _MULTIPLE)
-        with torch.cuda.device_of(x):
-            found.made.run_gemm(codes[:M], w.parts["codes"], y, scale, w.parts["scale"])
-        _built.add(kind)
-    return y.view(*x.shape[:-1], N)
+    return prepare(call)(call)
 
 
 def self_test(device: str) -> None:

@@ -10,7 +10,6 @@ Legend: M tokens · N rows · K columns of the weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import ceil
 from typing import Final
 
@@ -75,7 +74,6 @@ def _ring(one: Narrow, K: int) -> Narrow | None:
     return one._replace(stages=stages) if stages >= LEAST_STAGES else None
 
 
-@lru_cache
 def few4(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow | None:
     """The cut for few tokens and 4 bits; None where K is no multiple of 256."""
     if (N, K, tokens) in MEASURED:
@@ -89,7 +87,6 @@ def few4(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow | None:
     return None
 
 
-@lru_cache
 def few8(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow8 | None:
     """The cut for few tokens and 8 bits."""
     for _, cluster, parts, sets in sorted(_shares(N, K, multiprocessors, 8)):
@@ -113,7 +110,6 @@ def _wide(tokens: int, steps: int, teams: int, spec: QuantSpec, *, split: bool) 
     return one._replace(stages=min(8, (driver.SHARED - DECLARED - launch.staging(one)) // stage))
 
 
-@lru_cache
 def many4(N: int, K: int, M: int, spec: QuantSpec, multiprocessors: int) -> Wide | None:
     """The cut for more than FEW tokens and 4 bits; None where no tile divides it, or another kernel is ahead."""
     if (FROM if N * K >= LARGE else 64) >= M or N % 128 or K % 128:

@@ -6,10 +6,7 @@ Such a kernel waits (`griddepcontrol.wait`) before it reads or writes what other
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, Final
-
-import torch
 
 from rlkernel_cuda import driver
 
@@ -38,11 +35,12 @@ class _Config(ctypes.Structure):
 _EARLY: Final = _Attribute(_PROGRAMMATIC, 0, (1,))
 
 
-def launch(kernel: ctypes.c_void_p, blocks: int, threads: int, shared: int, arguments: Sequence[Any]) -> None:
-    """As `driver.launch`, early."""
-    array, _held = driver.placed(arguments)
-    stream = torch.cuda.current_stream().cuda_stream
-    config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_EARLY), 1)
-    result = driver.library().cuLaunchKernelEx(ctypes.byref(config), kernel, array, None)
-    if result:
-        driver.check(result, "launching a kernel of rlkernel-cuda")
+class Early(driver.Launch):
+    """As `driver.Launch`, early."""
+
+    def launched(self, places: Any, stream: ctypes.c_void_p) -> int:
+        """What the driver answers."""
+        blocks, threads, shared = self.grid
+        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_EARLY), 1)
+        result: int = self.library.cuLaunchKernelEx(ctypes.byref(config), self.kernel, places, None)
+        return result

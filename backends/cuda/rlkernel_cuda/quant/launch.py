@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,53 +121,77 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[tuple[Path, ...
     return files, tuple(f"-D{n}={int(v)}" for n, v in flags.items()), name
 
 
-def _tokens(x: Tensor, cut: Cut) -> Any:
+def tokens_of(M: int, K: int, cut: Cut) -> driver.Boxes:
     """Rows of x as [K / 64, M, 64], in boxes of a stage."""
-    M, K = x.shape
     box = (64, cut.tokens, cut.steps if isinstance(cut, Wide) else 4 * cut.parts)
-    return driver.boxes(x.data_ptr(), driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
+    return driver.Boxes(driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
 
 
-def _words(address: int, N: int, K: int, tiles: int, steps: int) -> Any:
+def words_of(N: int, K: int, tiles: int, steps: int) -> driver.Boxes:
     """Codes in tiles of 16 x 64 as [N / 16, K / 64, 128] words, in boxes of `tiles` by `steps` of them."""
-    return driver.boxes(address, driver.BITS32, (2 * K, N // 16), (8 * K,), (128 * steps, tiles))
+    return driver.Boxes(driver.BITS32, (2 * K, N // 16), (8 * K,), (128 * steps, tiles))
+
+
+class Product:
+    """The launch of products of M tokens with weights of one kind; `wide` rounds them to the dtype of x, others do not.
+
+    Args:
+        M: tokens; at most `cut.tokens`, unless `cut` is a `Wide`.
+        dtype: of x.
+        w: the first weight: int4 with scales of the dtype of x, or 8 bits with scales in fp32.
+        cut: from `choice`.
+        device: of them all.
+    """
+
+    def __init__(self, M: int, dtype: torch.dtype, w: QuantTensor, cut: Cut, device: torch.device) -> None:
+        (N, K), spec, index = w.shape, w.spec, driver.index_of(device)
+        self._device, self._tokens = device, driver.Description(tokens_of(M, K, cut))
+        self._words: driver.Description | None = None
+        self._partial = self._tiles = 0
+        self._zeros = not isinstance(cut, Narrow8)
+        numbers: list[int] = []
+        if isinstance(cut, Wide):
+            rows = 64 * cut.teams
+            tiles = N // rows * -(-M // cut.tokens)
+            blocks = torch.cuda.get_device_properties(device).multi_processor_count
+            blocks = min(blocks, tiles * (K // 128) if cut.split else tiles)
+            if cut.split:
+                self._partial, self._tiles = 2 * blocks * rows * cut.tokens, tiles
+            self._words = driver.Description(words_of(N, K, rows // 16, cut.steps))
+            numbers.append(spec.group.bit_length() - 1 if spec.group else 31)
+        elif isinstance(cut, Narrow):
+            blocks = -(-(N // 16) // (cut.sets * cut.joined)) * cut.cluster
+        else:
+            blocks = -(-(N // 16) // cut.sets)
+            numbers.append(-(-K // spec.group) if spec.group else 1)
+        kernel = driver.function(*build(cut, w, dtype), shared(cut), index)
+        grid = driver.Blocks(blocks, cut.threads, shared(cut))
+        self._launch = early.Early(kernel, grid, index, [ctypes.c_int(n) for n in (*numbers, M, N, K)])
+
+    def __call__(self, x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
+        """Store x w' + bias in y.
+
+        Args:
+            x: [M, K] contiguous, at a multiple of 16 bytes.
+            w: of the kind of the first one.
+            bias: [N] contiguous, of the dtype of x.
+            y: [M, N] contiguous.
+        """
+        parts, added = w.parts, 0 if bias is None else bias.data_ptr()
+        codes, scale = parts["codes"].data_ptr(), parts["scale"]
+        zero = (parts.get("zero", scale).data_ptr(),) if self._zeros else ()
+        maps, out = [self._tokens.at(x.data_ptr())], y.data_ptr()
+        if self._words is None:
+            self._launch(maps, (codes, scale.data_ptr(), *zero, added, out))
+            return
+        maps.append(self._words.at(codes))
+        partial = counters = x
+        if self._partial:
+            partial = torch.empty(self._partial, dtype=torch.float32, device=self._device)
+            counters = tickets(self._tiles, self._device)
+        self._launch(maps, (scale.data_ptr(), *zero, added, out, partial.data_ptr(), counters.data_ptr()))
 
 
 def product(x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor, cut: Cut) -> None:
-    """Store x w' + bias for contiguous x [M, K] in y [M, N]; `wide` rounds w' to the dtype of x, the others do not.
-
-    Args:
-        x: at multiples of 16 bytes; at most `cut.tokens` rows, unless `cut` is a `Wide`.
-        w: int4 with scales of the dtype of x, or 8 bits with scales in fp32.
-        bias: [N] of the dtype of x.
-        y: result.
-        cut: from `choice`.
-    """
-    (N, K), M, spec = w.shape, x.shape[0], w.spec
-    bytes_ = shared(cut)
-    kernel = driver.function(*build(cut, w, x.dtype), bytes_, x.device.index)
-    added = ctypes.c_void_p(0 if bias is None else bias.data_ptr())
-    codes, scale = w.parts["codes"], w.parts["scale"]
-    zero = w.parts.get("zero", scale)
-    given: list[Any]
-    if isinstance(cut, Wide):
-        rows = 64 * cut.teams
-        tiles = N // rows * -(-M // cut.tokens)
-        blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
-        blocks = min(blocks, tiles * (K // 128) if cut.split else tiles)
-        partial, counters = x, x
-        if cut.split:
-            size = 2 * blocks * rows * cut.tokens
-            partial = torch.empty(size, dtype=torch.float32, device=x.device)
-            counters = tickets(tiles, x.device)
-        shift = spec.group.bit_length() - 1 if spec.group else 31
-        given = [_tokens(x, cut), _words(codes.data_ptr(), N, K, rows // 16, cut.steps), scale]
-        given += [zero, added, y, partial, counters, ctypes.c_int(shift)]
-    elif isinstance(cut, Narrow):
-        blocks = -(-(N // 16) // (cut.sets * cut.joined)) * cut.cluster
-        given = [_tokens(x, cut), codes, scale, zero, added, y]
-    else:
-        blocks = -(-(N // 16) // cut.sets)
-        groups = ctypes.c_int(-(-K // spec.group) if spec.group else 1)
-        given = [_tokens(x, cut), codes, scale, added, y, groups]
-    early.launch(kernel, blocks, cut.threads, bytes_, [*given, *map(ctypes.c_int, (M, N, K))])
+    """One product, for code that makes no plan; see `Product`."""
+    Product(x.shape[0], x.dtype, w, cut, x.device)(x, w, bias, y)

@@ -8,7 +8,7 @@ Legend: M tokens · K inputs · N outputs.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,22 +40,38 @@ def fits(call: QmatmulCall) -> Reason | None:
     return None
 
 
-def qmatmul(call: QmatmulCall) -> Tensor:
-    """See `rlkernel_core.spec.qmatmul.QmatmulCall`."""
+def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
+    """What multiplies for calls of this shape. See `rlkernel_core.spec.qmatmul.QmatmulCall`.
+
+    Raises:
+        RLKernelError: no kernel here takes the call.
+    """
     x, w = call.x, call.w
     storage.check_layouts("w", w)
-    N, K = w.shape
-    rows = x.detach().reshape(-1, K).contiguous()
-    if rows.data_ptr() % 16:
-        rows = rows.clone()
-    M = rows.shape[0]
-    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    if M:
-        cut = choice.cut(M, w, torch.cuda.get_device_properties(x.device).multi_processor_count)
-        if cut is None:
-            raise RLKernelError(f"The cuda backend multiplies {M} tokens by no weight {w.spec} of {w.shape}.")
-        added = None if call.bias is None else call.bias.detach().contiguous()
-        here = torch.cuda.current_device() == x.device.index
-        with nullcontext() if here else torch.cuda.device_of(x):
-            launch.product(rows, w, added, y, cut)
-    return y.view(*x.shape[:-1], N)
+    (N, K), device, dtype = w.shape, x.device, x.dtype
+    M, out = x.numel() // K, (*x.shape[:-1], N)
+    if not M:
+        return lambda _: torch.empty(out, dtype=dtype, device=device)
+    cut = choice.cut(M, w, torch.cuda.get_device_properties(device).multi_processor_count)
+    if cut is None:
+        raise RLKernelError(f"The cuda backend multiplies {M} tokens by no weight {w.spec} of {w.shape}.")
+    product = launch.Product(M, dtype, w, cut, device)
+    as_it_is = x.is_contiguous() and x.data_ptr() % 16 == 0
+    bias_as_it_is = call.bias is None or call.bias.is_contiguous()
+
+    def run(call: QmatmulCall) -> Tensor:
+        rows, bias = call.x, call.bias
+        if not as_it_is:
+            rows = rows.detach().clone(memory_format=torch.contiguous_format)
+        if not bias_as_it_is:
+            bias = bias.detach().contiguous()  # type: ignore[union-attr]  # it is there
+        y = torch.empty(out, dtype=dtype, device=device)
+        product(rows, call.w, bias, y)
+        return y
+
+    return run
+
+
+def qmatmul(call: QmatmulCall) -> Tensor:
+    """Prepare one call and run it."""
+    return prepare(call)(call)

@@ -6,7 +6,6 @@ Legend: N rows · V vocabulary · W stored columns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -18,8 +17,8 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.sample import SPEC, SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_cuda import CLAIMED
-from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Shape, kernel, launch
+from rlkernel_cuda import CLAIMED, driver
+from rlkernel_cuda.sampling.launch import NUMBER, PARAMS, TILE, TILES, WORD, Launch, Shape
 
 # (most rows, shape), measured at V = 128256: with a filter, and without one.
 FILTERED: Final = (
@@ -75,21 +74,19 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
     """One token per row."""
     logits = call.logits
     N, device = plan.rows, logits.device
-    ids = torch.empty((2, N), dtype=torch.int64, device=device)
-    reals = torch.empty((4, N), dtype=torch.float32, device=device)
-    counts = torch.empty((2, N), dtype=torch.int32, device=device)
-    token, threshold_id = ids.unbind()
-    logprob, log_kept_mass, threshold, raw = reals.unbind()
-    kept_count, status = counts.unbind()
-    if N:
+    ids = torch.empty(2 * N, dtype=torch.int64, device=device)
+    reals = torch.empty(4 * N, dtype=torch.float32, device=device)
+    counts = torch.empty(2 * N, dtype=torch.int32, device=device)
+    token, threshold_id = ids.unsafe_split_with_sizes([N, N])
+    logprob, log_kept_mass, threshold, raw = reals.unsafe_split_with_sizes([N, N, N, N])
+    kept_count, status = counts.unsafe_split_with_sizes([N, N])
+    if plan.launch is not None:
         place, real, count, row = ids.data_ptr(), reals.data_ptr(), counts.data_ptr(), 4 * N
         at = logits.data_ptr()
         quads = plan.quads and at % (4 * logits.element_size()) == 0
         slots = None if call.slot is None else _whole(call.slot)
-        held = (
-            _given(call.temperature, 1.0, real=True), _given(call.top_k, 0), _given(call.top_p, 1.0, real=True),
-            _given(call.min_p, 0.0, real=True), _given(call.seed, 0), _given(call.step, 0),
-        )  # fmt: skip
+        law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
+        held = [read(x) for read, x in zip(plan.readers, law, strict=True)]
         params = PARAMS.pack(
             at, plan.stride, N, plan.vocab, plan.tiles, quads + 2 * (quads and plan.vocab % 4 == 0),
             *(value for _, values in held for value in values),
@@ -97,8 +94,7 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
             plan.last_slot, call.stream, int(call.raw_logprob), call.invalid_token,
             place, place + 2 * row, real, real + row, real + 2 * row, real + 3 * row, count, count + row,
         )  # fmt: skip
-        with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device_of(logits):
-            launch(plan.kernel, plan.shape, plan.blocks, params, device.index)
+        plan.launch(params)
     return SampleResult(
         token=token,
         logprob=logprob,
@@ -121,9 +117,8 @@ class Plan:
     stride: int
     quads: bool  # rows begin at multiples of four elements, if the first one does
     last_slot: int
-    shape: Shape
-    blocks: int
-    kernel: Any  # None where there is no row
+    readers: tuple[Reader, ...]  # of temperature, top_k, top_p, min_p, seed, step
+    launch: Launch | None  # None where there is no row
 
 
 def shape_of(rows: int, dtype: torch.dtype, *, plain: bool, cut: bool) -> Shape:
@@ -141,9 +136,7 @@ def _planned(call: SampleCall) -> Plan:
     law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
     entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
     shape = shape_of(N, logits.dtype, plain=plain, cut=call.top_k is not None)
-    index = logits.device.index
-    with torch.cuda.device_of(logits):
-        of = kernel(shape, logits.dtype, plain, index) if N else None
+    index = driver.index_of(logits.device) if N else 0
     return Plan(
         rows=N,
         vocab=V,
@@ -151,9 +144,8 @@ def _planned(call: SampleCall) -> Plan:
         stride=logits.stride(0),
         quads=N <= 1 or logits.stride(0) % 4 == 0,
         last_slot=min(entries, default=2**31) - 1,
-        shape=shape,
-        blocks=shape.blocks(N, index) if N else 0,
-        kernel=of,
+        readers=tuple([_reader(x, *off) for x, off in zip(law, _OFF, strict=True)]),
+        launch=Launch(shape, logits.dtype, N, plain=plain, device=index) if N else None,
     )
 
 
@@ -166,8 +158,28 @@ def _whole(x: Tensor) -> Tensor:
 _INTEGERS: Final = frozenset((torch.int64, torch.int32))
 
 
-def _given(value: float | Tensor | None, off: float, *, real: bool = False) -> tuple[Tensor | None, tuple[int, ...]]:
-    """What must outlive the launch, and a parameter as the kernel takes it; `off` is the number that means None."""
+Held = tuple[Tensor | None, tuple[int, ...]]  # what must outlive the launch, and a parameter as the kernel takes it
+Reader = Callable[[Any], Held]
+# Of temperature, top_k, top_p, min_p, seed, step: the number that means None, and whether it may change from call to
+# call as a number.
+_OFF: Final = ((1.0, False), (0, False), (1.0, False), (0.0, False), (0, True), (0, True))
+
+
+def _reader(value: float | Tensor | None, off: float, varying: bool) -> Reader:
+    """What reads a parameter of calls of one shape."""
+    real = isinstance(off, float)
+    if isinstance(value, Tensor):
+        stride, wide = int(value.numel() != 1), int(value.dtype == torch.int64)
+        if value.is_contiguous() and (value.dtype == torch.float32 if real else value.dtype in _INTEGERS):
+            return lambda x: (x, (x.data_ptr(), 0, stride, wide))
+    elif not varying:
+        known = _given(value, off, real=real)
+        return lambda _: known
+    return lambda x: _given(x, off, real=real)
+
+
+def _given(value: float | Tensor | None, off: float, *, real: bool = False) -> Held:
+    """A parameter, whatever it is; `off` is the number that means None."""
     if isinstance(value, Tensor):
         value = value.to(torch.float32).contiguous() if real else _whole(value)
         return value, (value.data_ptr(), 0, int(value.numel() != 1), int(value.dtype == torch.int64))

@@ -103,12 +103,28 @@ def built(options: tuple[str, ...]) -> bytes:
 
 
 @cache
-def kernel(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes.c_void_p:
-    """A build, loaded on a device, which must be the current one."""
-    torch.cuda.current_stream(device)  # the context exists
-    return driver.loaded(built(flags(shape, dtype, plain=plain)), "sample", shape.shared)
+def loaded(shape: Shape, dtype: torch.dtype, plain: bool, device: int) -> ctypes.c_void_p:
+    """A build, loaded on the GPU of this index; one for all calls that need it."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # the context exists
+        return driver.loaded(built(flags(shape, dtype, plain=plain)), "sample", shape.shared)
 
 
-def launch(of: ctypes.c_void_p, shape: Shape, blocks: int, params: bytes, device: int) -> None:
-    """All rows, on the current stream of a device, which must be the current one."""
-    driver.launched(of, blocks, shape.threads, shape.shared, device, (ctypes.c_char_p * 1)(params))
+class Launch(driver.Kernel):
+    """A build with the grid for some rows.
+
+    Args:
+        shape: of the build.
+        dtype: of the logits.
+        rows: how many there are.
+        plain: no row has a filter.
+        device: index of the GPU.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, rows: int, *, plain: bool, device: int) -> None:
+        grid = driver.Blocks(shape.blocks(rows, device), shape.threads, shape.shared)
+        super().__init__(loaded(shape, dtype, plain, device), grid, device)
+
+    def __call__(self, params: bytes) -> None:
+        """All rows, given `Params` of law.cuh, on the current stream of the GPU."""
+        self.go((ctypes.c_char_p * 1)(params))

@@ -87,7 +87,7 @@ def of(value: Any, *, specialize: bool = True, align: bool = True) -> Specializa
     """What Triton assumes of one run-time argument.
 
     Args:
-        value: a tensor, a number, None, or a descriptor of a tensor for the copy engine.
+        value: a tensor, a number, a descriptor of a tensor for TMA, or None.
         specialize: False for a parameter declared `do_not_specialize`: only its type matters.
         align: False for one declared `do_not_specialize_on_alignment`.
 
@@ -96,8 +96,8 @@ def of(value: Any, *, specialize: bool = True, align: bool = True) -> Specializa
     """
     if isinstance(value, torch.Tensor):
         return Specialization(POINTER_TYPES[value.dtype], specialize and align and aligned(value))
-    if (block := getattr(value, "block_shape", None)) is not None:
-        return Specialization(f"tensordesc<{POINTER_TYPES[value.base.dtype][1:]}{list(block)}>")
+    if hasattr(value, "block_shape"):
+        return Specialization(f"tensordesc<{POINTER_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>")
     return of_number(value, specialize=specialize, align=align)
 
 
