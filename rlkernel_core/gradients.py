@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -105,14 +106,15 @@ class _Node(torch.autograd.Function):
         made.append(result)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        ctx.pair = pair
+        ctx.pair, ctx.variables = pair, copy_context()
         return carried(pair.op, result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         pair = ctx.pair
         refuse_second_derivative(pair.op)
-        return None, None, None, *gradients(pair, ctx.saved_tensors, grads)
+        # As forward ran, in whatever thread: with its context variables. A context is entered once at a time.
+        return None, None, None, *ctx.variables.copy().run(gradients, pair, ctx.saved_tensors, grads)
 
 
 def carried(op: str, result: Any) -> Saved:

@@ -6,19 +6,18 @@ import json
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from rlkernel_triton.aot import tables
+from tests.aot_calls import builds
 
 
 @pytest.fixture
 def recording(tmp_path):
     """One configuration of a small kernel, as a run wrote it down."""
-    build = min(
-        (b for b in tables.chosen(tables.read(), "sm_87", ("advantage",)) if b.kernel.endswith(":merge_kernel")),
-        key=lambda b: b.text,
-    )
+    made = builds("sm_87", "advantage", rewards=torch.zeros(8, 16), kind="reinforce_pp")
+    build = next(b for b in made if b.kernel.endswith(":merge_kernel"))
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"op": "advantage", "target": "sm_87", **build.document()}) + "\n")
     return file
@@ -74,3 +73,11 @@ def test_without_the_package_that_makes_and_reads_them_the_lines_that_install_it
     found = cli("aot", "list", "x.zip")
     assert found.exit_code == 2
     assert "pip install 'rlkernel[triton]' (on Jetson: pip install --no-deps rlkernel-triton)" in found.stderr
+
+
+def test_without_a_recording_a_bundle_is_built_of_what_workloads_launch(cli, tmp_path) -> None:
+    words = ("aot", "build", "--target", "sm_87", "--op", "prepack", "--out", str(tmp_path / "x.zip"))
+    made = cli(*words, "--jobs", "1", "--json")
+    assert made.exit_code == 0, made.output
+    kernels = {row["kernel"]: row["builds"] for row in json.loads(made.stdout)["kernels"]}
+    assert kernels["rlkernel_triton.quant.decode_kernels:move"] >= 2  # with promises and without

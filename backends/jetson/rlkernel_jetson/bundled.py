@@ -10,11 +10,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_jetson.pieces import cut
+from rlkernel_core.host.memory import memory
 from rlkernel_triton.aot.backend import FromBundles, folder
 
 SHIPPED: Final = Path(__file__).with_name("bundles")
-_found: Final = FromBundles("jetson", lambda: [SHIPPED, folder()], prepare=cut)
+
+
+def piece(root: Path = Path("/")) -> int | None:
+    """Bytes that work in pieces may take at a time on this board; None where the system does not tell.
+
+    `linear_logprob` makes gradients of logits block by block, `logprob` keys of its most likely ids, and products with
+    many tokens dequantise a weight a piece at a time. Elsewhere the sizes of these are fixed; here they follow from
+    `Memory.piece`, which `rlkernel memory` and `rlkernel doctor` show. A process keeps what it began with. The order of
+    a sum does not depend on it, but in the gradient of a product's input, whose partial sums are added in fp32 a piece
+    at a time.
+
+    Args:
+        root: where the file system starts.
+    """
+    room = memory(root)
+    return None if room is None else room.piece
+
+
+_found: Final = FromBundles(lambda: [SHIPPED, folder()], piece=piece)
 
 
 def self_test(device: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rlkernel_triton.aot.backend import FromBundles, claims, folder
 
 backend = claims("orin-ptx", "rlkernel_jetson.elsewhere", arch=("sm89+",))
-_found: Final = FromBundles("orin_ptx", lambda: [folder()], force=("sm_87", "ptx"))
+_found: Final = FromBundles(lambda: [folder()], force=("sm_87", "ptx"))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -9,19 +9,13 @@ import toy_kernels as toy
 import rlkernel as rlk
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_rocm.simulated.driver import activate, simulated
-from rlkernel_rocm.simulator import OutOfBoundsError, SimulationError
+from rlkernel_rocm.simulated.launcher import SimulatorLauncher, machine
+from rlkernel_rocm.simulator import OutOfBoundsError, UnsupportedKernelError
 from rlkernel_torch import direct
+from rlkernel_triton.launchers import using
 
 ARCHS = ("gfx942", "gfx950")
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def driver_restored():
-    """Triton's driver is set for the whole process; other tests want none."""
-    with simulated("gfx942"):
-        yield
 
 
 @pytest.fixture(params=ARCHS)
@@ -86,35 +80,49 @@ def test_the_order_of_waves_changes_no_bit(order) -> None:
     from rlkernel_triton.logprob import logprob
 
     x, ids = drawn(3, 900, scale=3), torch.tensor([1, 500, 899])
-    activate("gfx942")
-    want = logprob(LogprobCall(x, ids, entropy=True))
-    activate("gfx942", order)
-    got = logprob(LogprobCall(x, ids, entropy=True))
+    with using(SimulatorLauncher("gfx942")):
+        want = logprob(LogprobCall(x, ids, entropy=True))
+    with using(SimulatorLauncher("gfx942", order)):
+        got = logprob(LogprobCall(x, ids, entropy=True))
     assert torch.equal(got.logprob, want.logprob)
     assert torch.equal(got.entropy, want.entropy)
+
+
+def softmax(arch="gfx942", V=700, **fixed):
+    """A launch of the toy kernel; rows of it have V columns."""
+    return SimulatorLauncher(arch).bind(toy.softmax, V=V, BLOCK=1024, **fixed)
 
 
 def test_a_kernel_that_reads_beyond_a_tensor_is_stopped() -> None:
     rows = torch.zeros(3, 700)
     with pytest.raises(OutOfBoundsError, match="nearest argument, 2800 bytes long"):
-        toy.softmax[(2,)](rows[1], torch.zeros(2, 700), 700, BLOCK=1024, enable_fp_fusion=True)
+        softmax()((2,), rows[1], torch.zeros(2, 700))
 
 
-def test_what_was_compiled_for_one_gpu_is_not_launched_on_another() -> None:
+def test_two_gpus_are_simulated_side_by_side() -> None:
+    x, there = drawn(2, 700), [torch.empty(2, 700) for _ in ARCHS]
+    for arch, out in zip(ARCHS, there, strict=True):
+        softmax(arch)((2,), x, out)
+        torch.testing.assert_close(out, x.softmax(1))
+
+
+def test_a_kernel_is_read_once_however_often_it_is_bound() -> None:
     x = torch.zeros(2, 700)
-    kept = toy.softmax[(2,)](x, x.clone(), 700, BLOCK=1024, enable_fp_fusion=True)
-    with simulated("gfx950"), pytest.raises(SimulationError, match="compiled for gfx942, and gfx950 is simulated"):
-        kept[(2, 1, 1)](x, x.clone(), 700, 1024)
+    machine.cache_clear()
+    for _ in range(2):
+        launch = softmax()
+        launch((2,), x, x.clone())
+        launch((2,), x, x.clone())
+    assert machine.cache_info().misses == 1
 
 
-def test_a_kernel_is_read_once_however_often_it_is_launched() -> None:
-    x = torch.zeros(2, 700)
-    kept = toy.softmax[(2,)](x, x.clone(), 700, BLOCK=1024, enable_fp_fusion=True)
-    machine = kept.run.machine
-    kept[(2, 1, 1)](x, x.clone(), 700, 1024)
-    assert kept.run.machine is machine
+def test_a_kernel_that_takes_more_lds_than_there_is_is_refused() -> None:
+    x = torch.zeros(256, 512, dtype=torch.float16)
+    launch = SimulatorLauncher("gfx942").bind(toy.product, num_warps=4, M=256, K=512)
+    with pytest.raises(UnsupportedKernelError, match=r"product takes \d+ bytes of LDS; a .* has 65536"):
+        launch((1,), x, x, torch.zeros(256, 256))
 
 
 def test_an_architecture_that_is_not_simulated_is_an_error() -> None:
     with pytest.raises(UnknownNameError, match="gfx1100"):
-        activate("gfx1100")
+        SimulatorLauncher("gfx1100")

@@ -15,7 +15,6 @@ from torch import Tensor
 import rlkernel as rlk
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_rocm.simulated.driver import simulated
 from rlkernel_torch import direct
 from rlkernel_triton.claims import CLAIMS
 
@@ -144,13 +143,6 @@ def tensors(result, name=""):
         named = {f.name: getattr(result, f.name) for f in fields(result)}
         return {k: v for n, x in named.items() for k, v in tensors(x, f"{name}.{n}").items()}
     return {}
-
-
-@pytest.fixture(autouse=True)
-def driver_restored():
-    """Triton's driver is set for the whole process; other tests want none."""
-    with simulated("gfx942"):
-        yield
 
 
 def test_every_operator_with_kernels_has_a_case() -> None:

@@ -9,8 +9,7 @@ Legend: L rows of a block · W width, a power of two.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 
 @triton.jit

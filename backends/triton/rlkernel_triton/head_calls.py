@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rlkernel_common.row_views import free_rows, take
@@ -22,6 +20,7 @@ from rlkernel_triton import head_kernels, law_kernel
 from rlkernel_triton.head_tiles import Tile, compiler_options, tile_for
 from rlkernel_triton.head_workspace import Plan
 from rlkernel_triton.kept_bits import Kept
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.launch import INTERPRETED, on_device_of
 from rlkernel_triton.launchers import Launch, Launcher
 from rlkernel_triton.launchers.planning import planned_target

@@ -14,10 +14,8 @@ Legend: N rows · V vocabulary · S groups of V · P blocks of a row. Imports Tr
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import cap
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.noise import early, exponential, exponential_of, uniform, words_of
 from rlkernel_triton.sampling.results import request
 from rlkernel_triton.sampling.rows import LARGEST, MOST, floor_of, in_pairs, parameter, times

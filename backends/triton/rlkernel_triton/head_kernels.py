@@ -13,10 +13,8 @@ Legend: n rows of this call · D hidden · V vocabulary · P tiles of V.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import cap, scaled_less, stored_as
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.logprob_kernels import LOG2E, slope
 
 

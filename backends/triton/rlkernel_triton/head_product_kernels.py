@@ -7,11 +7,9 @@ Legend: n rows of this call · D hidden · V vocabulary · width columns of the 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import cap
 from rlkernel_triton.head_kernels import place_of, tile_logits
+from rlkernel_triton.language import tl, triton
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.requests import decode, edit
@@ -30,6 +29,7 @@ from rlkernel_triton import head_draw_kernels as kernels
 from rlkernel_triton.head_calls import TYPES, tile_of
 from rlkernel_triton.head_product_kernels import described_logits, head_logits
 from rlkernel_triton.head_tiles import Tile
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
 from rlkernel_triton.launchers.specialization import aligned

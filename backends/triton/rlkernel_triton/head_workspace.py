@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError
+from rlkernel_triton.launchers.planning import current
 
 # Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
 # rows in one block, so that its logits are made again once and not twice.
@@ -54,13 +55,16 @@ def workspace(plan: Plan, size: Size) -> int:
 def plan(backward: str, limit: int | None, size: Size) -> Plan:
     """The mode and blocks that run: the largest that the limit allows.
 
+    Without a limit those that a piece of work may take where a scope says so, or the least.
+
     Raises:
         ArgumentError: the limit is below the least; the message names it.
     """
     most = 64 * -(-size.V // (16 * 64))  # a sixteenth of a row of logits, or memory would grow by rows of them
     blocks = [(block, min(columns, most)) for block, columns in BLOCKS]
     if limit is None:
-        return Plan(*blocks[0], save=backward == "save")
+        piece, every = current().piece, [Plan(*cut, save=backward == "save") for cut in blocks]
+        return every[0] if piece is None else next((p for p in every if workspace(p, size) <= piece), every[-1])
     for mode in ("save", "recompute") if backward == "auto" else (backward,):
         for block, columns in blocks:
             found = Plan(block, columns, save=mode == "save")

@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rlkernel_core.spec.logprob import Support
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.launchers import plain_launcher_for
 
 ENTRIES: Final = 256  # kept ids that one program places at a time

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import log1p, scaled_less, softplus, tree_sum
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.logprob_kernels import LN2, LOG2E
 
 CELLS: Final = 512  # parts that a program holds: as many rows, of as many parts, as that allows

@@ -13,7 +13,6 @@ from math import prod
 from typing import Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.row_selection import check_values
@@ -21,6 +20,7 @@ from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton import law_kernel, logprob_kernels
 from rlkernel_triton.kept_bits import Kept, kept_bits, kept_like
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for
 from rlkernel_triton.row_layout import Places, Rows, places_of, rows_of

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import cap, scaled_less, stored_as, tanh, tree_sum
+from rlkernel_triton.language import tl, triton
 
 PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
 TILE: Final = 1024  # columns read at a time; 0.50 ms at 8192 x 128256 on an H200, where 2048 on 4 warps takes 0.52

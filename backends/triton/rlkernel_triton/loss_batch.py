@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.loss_batch import prepare
 from rlkernel_common.sequences import Packed, layout
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.loss_kernels import K, count_kernel, loss_kernel, scale_kernel, tokens_kernel, total_kernel

@@ -7,10 +7,8 @@ lanes are added once, at its end. Sums of programs are kept apart and added in a
 Legend: N tokens · B sequences · T padded length · P programs · K statistics.
 """
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import stored_as
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.loss_terms import EXPONENT_LIMIT, LOG_FLOOR, above, estimate, surrogate, within
 
 # Partial results of a program, by row of the table [K, P]; `total_kernel` says what becomes of each.

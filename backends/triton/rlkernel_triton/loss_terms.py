@@ -5,8 +5,7 @@ and where it was held at a bound; `estimate` a KL estimator and its slope. polic
 and backward, call these and nothing else. Formulas: rlkernel_core/spec/policy_loss.py and the sources in its KINDS.
 """
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 LOG_FLOOR = tl.constexpr(-18.420680743952367)  # VESPO keeps its sequence weight within [1e-8, e^20]
 EXPONENT_LIMIT = tl.constexpr(20.0)

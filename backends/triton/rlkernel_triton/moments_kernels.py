@@ -6,9 +6,7 @@ large offset costs no precision, and a result does not depend on which program c
 Legend: B sequences · C chunks · P partial moments, four numbers each: n, shift, moved mean, m2.
 """
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.scan_kernels import _sequence
 
 BLOCK = 4096

@@ -47,14 +47,19 @@ def launched(op: str, workload: Workload, target: str) -> tuple[Build, ...]:
     """The builds that one call launches, and that its gradients do."""
     recorder = Recorder()
     with planning_for(target), using(recorder):
-        call = OPERATORS[op].call(**workload.arguments)
-        OPERATORS[op].check(call)
-        result = _implementation(op)(call)
-        if workload.upstream:
-            roots = [getattr(result, name) for name in workload.upstream]
-            inputs = [x for x in workload.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
-            torch.autograd.grad(roots, inputs, [torch.ones_like(x) for x in roots])
+        made(op, workload)
     return recorder.builds
+
+
+def made(op: str, workload: Workload) -> None:
+    """Make a call of the table of workloads, and its gradients, with what launches in this scope."""
+    call = OPERATORS[op].call(**workload.arguments)
+    OPERATORS[op].check(call)
+    result = _implementation(op)(call)
+    if workload.upstream:
+        roots = [getattr(result, name) for name in workload.upstream]
+        inputs = [x for x in workload.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.grad(roots, inputs, [torch.ones_like(x) for x in roots])
 
 
 def _implementation(op: str) -> Any:

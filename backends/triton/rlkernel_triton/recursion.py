@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import torch
-import triton
 from torch import Tensor
 
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned, planned_target
 from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kernel, gaps_kernel, scan_kernel

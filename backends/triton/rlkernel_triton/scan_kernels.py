@@ -14,8 +14,7 @@ the batch, not on its layout, and not on the schedule:
 Legend: B sequences · T time (N tokens where packed) · J rows of a tile · C chunks of a sequence.
 """
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 COLUMNS = 8  # tokens that one thread composes
 CHAIN = 32  # compositions that `chain_kernel` fetches at a time

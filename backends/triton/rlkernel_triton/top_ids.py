@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rlkernel_triton.arithmetic import cap, scaled_less
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.launch import INTERPRETED
-from rlkernel_triton.launchers import plain_launcher_for
+from rlkernel_triton.launchers import piece_of, plain_launcher_for
 from rlkernel_triton.logprob_kernels import LN2, row_offset, scale_of
 from rlkernel_triton.row_layout import Rows
 
@@ -69,7 +68,7 @@ def values(
 def best_ids(rows: Rows, V: int, N: int, n: int) -> Tensor:
     """[N, n] int64."""
     out = torch.empty(N, n, dtype=torch.int64, device=rows.data.device)
-    step = max(1, BLOCK_BYTES // (8 * V))
+    step = max(1, piece_of(BLOCK_BYTES) // (8 * V))
     inner, outer_stride, inner_stride, stride = rows.places
     launch = plain_launcher_for(out.device).bind(
         order_keys, num_warps=WARPS, V=V, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.drafts import DraftRows, with_drafts
 from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton import verify_kernels as kernels
+from rlkernel_triton.language import triton
 from rlkernel_triton.launchers import Launcher, launcher_for
 from rlkernel_triton.sampling.plan import SHAPE, Drawn, Law, Plan, as_int64, flat
 

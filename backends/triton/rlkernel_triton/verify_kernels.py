@@ -9,9 +9,7 @@ Legend: B requests · K drafts · M = K + B rows · V vocabulary · S tiles of V
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.rows import parameter
 
 # Columns of the laws: `sampling.results.settle` writes them.

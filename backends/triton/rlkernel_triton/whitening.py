@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.moments_kernels import BLOCK, MERGED, merge_kernel, moments_kernel, whiten_kernel

@@ -6,99 +6,49 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_triton.aot import compiling, tables
+from rlkernel_core.spec.qmatmul import QmatmulCall
+from rlkernel_core.spec.quantize import PrepackCall, QuantizeCall
+from rlkernel_triton.aot import compiling
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument, Build, Code
 from rlkernel_triton.aot.bundle import BundleError, written
 from rlkernel_triton.aot.command import listed
 from rlkernel_triton.aot.compiling import closed, compiled, compiler, limits
 from rlkernel_triton.aot.driver import Driver, DriverError
-from rlkernel_triton.aot.hosts import Host, implementation
 from rlkernel_triton.aot.launching import FromBundle, served_by
-from rlkernel_triton.aot.planning import plan_for
-from rlkernel_triton.aot.standin import triton as stand_in
+from rlkernel_triton.aot.noting import Noting
 from rlkernel_triton.aot.targets import TARGETS, resident
-from rlkernel_triton.recorded import recorded
-
-W4A16 = [f"int4_g128, {M} tokens" for M in (4, 20, 50)]  # what rollouts with 4-bit weights launch
-TABLE = tables.read()
-
-
-def some(target, kernel, count=1):
-    """The first configurations of a kernel on a target, in the order of their text."""
-    found = [b for b in tables.chosen(TABLE, target) if b.kernel.endswith(f":{kernel}")]
-    return sorted(found, key=lambda b: b.text)[:count]
+from rlkernel_triton.launchers import Scope, current, using
+from rlkernel_triton.loss_kernels import scale_kernel
+from rlkernel_triton.quant.product import machine
+from tests.aot_calls import Recording, builds, bundle_of, of_rows, run
 
 
-def shipped(build):
-    """A recorded build as one of a bundle."""
-    return Build(build.kernel, build.types, build.constants, build.divisible, build.num_warps, build.num_stages)
+def sweep(target):
+    """The build of a target that reads rows of bf16 logits."""
+    return [b for b in of_rows(target) if b.kernel.endswith(":sweep")]
 
 
 @pytest.fixture(scope="module")
 def orin(tmp_path_factory):
     """A bundle for sm_87: log-probabilities of bf16 without options, forward."""
-    wanted = [
-        b
-        for name in ("sweep", "law")
-        for b in tables.chosen(TABLE, "sm_87", ("logprob",))
-        if b.kernel.endswith(f":{name}")
-        and dict(b.types).get("logits", "*bf16") == "*bf16"
-        and not any(dict(b.constants).get(n) for n in ("HAS_MASK", "HAS_T", "HAS_CAP", "SUPPORT", "MOMENT"))
-    ]
-    path = tmp_path_factory.mktemp("bundle") / "orin.zip"
-    return written(path, [code for alike in closed(wanted) for code in compiled(alike, "sm_87")], compiler())
+    return bundle_of(tmp_path_factory.mktemp("bundle") / "orin.zip", of_rows())
 
 
-class Recording:
-    """A driver whose device is whatever is asked for, whose memory is the CPU's, and which keeps what it is told."""
-
-    tensors = "cpu"
-
-    def __init__(self, capability=(8, 7)):
-        self.major_minor, self.loaded, self.launched = capability, [], []
-
-    def capability(self, device):
-        return self.major_minor
-
-    def enter(self, device):
-        pass
-
-    def load(self, code, entry, shared):
-        self.loaded.append((code, entry, shared))
-        return entry
-
-    def launch(self, kernel, grid, threads, shared, stream, kinds, values):
-        self.launched.append((kernel, grid, threads, dict(zip(kinds, values, strict=False)), len(values)))
-
-
-@pytest.fixture
-def over():
-    """Make a host over a bundle and a driver; it is forgotten afterwards."""
-    made = []
-
-    def make(bundle, driver, *others, **options):
-        launcher = FromBundle(bundle, driver, **options)
-        launcher.others = tuple(FromBundle(other, driver) for other in others)
-        host = Host(f"test{len(made)}", stand_in(launcher))
-        made.append(host)
-        plan_for(host, launcher.target())
-        return host
-
-    yield make
-    for host in made:
-        sys.meta_path.remove(host)
-        for name in [n for n in sys.modules if n == host.package or n.startswith(f"{host.package}.")]:
-            del sys.modules[name]
+def over(bundle, driver, *others):
+    """What runs log-probabilities from a bundle and others."""
+    launcher = FromBundle(bundle, driver)
+    launcher.others = tuple(FromBundle(other, driver) for other in others)
+    return run(launcher)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -107,7 +57,7 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
         compiling.require(target)
     except ArgumentError as error:
         pytest.skip(str(error))
-    made = list(compiled(some(target, "sweep"), target))
+    made = list(compiled(sweep(target), target))
     assert limits(made) == []
     ((code, files),) = made
     assert code.spilled == 0
@@ -117,16 +67,23 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_87"])
 def test_ptx_is_of_the_version_that_the_oldest_driver_reads_and_uses_nothing_of_later_chips(target) -> None:
-    ((_, files),) = compiled(some(target, "sweep"), target)
+    ((_, files),) = compiled(sweep(target), target)
     text = files["ptx"].decode()
     assert f".version 8.5\n.target {target}" in text
     assert not [word for word in ("wgmma", "cp.async.bulk", "tcgen05", "mbarrier") if word in text]
 
 
-def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_nothing() -> None:
-    few = [shipped(r.build) for r in recorded("qmatmul", "sm_87") if r.label in W4A16]
-    made = list(compiled(few, "sm_87"))
-    assert len(made) >= 2
+@pytest.mark.parametrize("tokens", [8, 33])
+def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_nothing(tokens) -> None:
+    noting = Noting("sm_87")
+    half = {"dtype": torch.bfloat16}
+    w = noting.planned("quantize")(QuantizeCall(torch.zeros(2048, 2048, **half), "int4_g128"))
+    w = noting.planned("prepack")(PrepackCall(w))
+    noting.planned("qmatmul")(QmatmulCall(torch.zeros(tokens, 2048, **half), w))
+    (words,) = [b for _, b in noting.seen if b.kernel.endswith(":word_product")]
+    promised = [b for alike in closed([words]) for b in alike if b.divisible]
+    made = list(compiled(promised, "sm_87"))
+    assert made
     for code, files in made:
         assert code.spilled == 0
         assert resident("sm_87", code.registers, code.shared, code.build.num_warps) >= 2
@@ -158,11 +115,10 @@ def test_code_that_is_the_same_is_there_once_and_packed_with_its_like(orin, tmp_
     assert orin.path.stat().st_size < 0.7 * sum(len(zlib.compress(x, 9)) for _, own in files for x in own.values())
 
 
-def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, over) -> None:
+def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin) -> None:
     driver = Recording()
-    host = over(orin, driver)
     logits = torch.randn(3, 32000).bfloat16()
-    implementation(host, "logprob")(LogprobCall(logits, torch.arange(3)))
+    over(orin, driver)(LogprobCall(logits, torch.arange(3)))
     assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
         ("sweep", (3, 1, 1), 64),
         ("law", (1, 1, 1), 128),
@@ -174,17 +130,17 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin, o
     assert [code[:4] for code, _, _ in driver.loaded] == [b"\x7fELF"] * 2
 
 
-def test_a_second_call_loads_nothing(orin, over) -> None:
+def test_a_second_call_loads_nothing(orin) -> None:
     driver = Recording()
-    run = implementation(over(orin, driver), "logprob")
+    run = over(orin, driver)
     for _ in range(3):
         run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     assert (len(driver.loaded), len(driver.launched)) == (2, 6)
 
 
-def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin, over) -> None:
+def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin) -> None:
     driver = Recording()
-    run = implementation(over(orin, driver), "logprob")
+    run = over(orin, driver)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     run(LogprobCall(torch.randn(2, 32001).bfloat16()[:, 1:], torch.arange(2)))
     aligned, unaligned = driver.loaded[0], driver.loaded[2]
@@ -192,16 +148,16 @@ def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin, over) ->
     assert aligned[0] != unaligned[0]
 
 
-def test_another_chip_gets_the_ptx(orin, over) -> None:
+def test_another_chip_gets_the_ptx(orin) -> None:
     driver = Recording((9, 0))
-    implementation(over(orin, driver), "logprob")(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
+    over(orin, driver)(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     assert driver.loaded[0][0].startswith(b"//")
     assert b".target sm_87" in driver.loaded[0][0]
 
 
-def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin, over) -> None:
-    host = over(orin, Recording((9, 0)))
-    planned = host.module("rlkernel_triton.quant.product").machine(torch.device("cpu"))
+def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin) -> None:
+    with using(FromBundle(orin, Recording((9, 0)))):
+        planned = machine(torch.device("cpu"))
     assert (planned.kind, planned.multiprocessors) == ("jetson", 8)
 
 
@@ -226,22 +182,17 @@ def test_a_bundle_without_code_for_the_chip_says_what_it_has_and_how_to_build_mo
         FromBundle(orin, Recording((7, 5)))
 
 
-def test_a_missing_configuration_is_named_with_the_ways_out(orin, over) -> None:
-    run = implementation(over(orin, Recording()), "logprob")
+def test_a_missing_configuration_is_named_with_the_ways_out(orin) -> None:
+    run = over(orin, Recording())
     with pytest.raises(BundleError, match=r"none for HAS_MASK=False, HAS_T=False, HAS_CAP=True.*AOT_MISSING=FILE"):
         run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
 
 
-def test_what_one_bundle_lacks_another_may_have(orin, over, tmp_path) -> None:
-    capped = [
-        b
-        for b in tables.chosen(TABLE, "sm_87", ("logprob",))
-        if b.kernel.endswith(":sweep") and dict(b.types)["logits"] == "*bf16"
-        if {n for n in ("HAS_MASK", "HAS_T", "HAS_CAP", "MOMENT") if dict(b.constants).get(n)} == {"HAS_CAP"}
-    ]
+def test_what_one_bundle_lacks_another_may_have(orin, tmp_path) -> None:
+    capped = [b for b in of_rows(softcap=30.0) if b.kernel.endswith(":sweep")]
     mine = written(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
     driver = Recording()
-    run = implementation(over(orin, driver, mine), "logprob")
+    run = over(orin, driver, mine)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
     assert [entry for _, entry, _ in driver.loaded] == ["sweep", "law"]
 
@@ -249,19 +200,20 @@ def test_what_one_bundle_lacks_another_may_have(orin, over, tmp_path) -> None:
 def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kernels_for_it(
     tmp_path, monkeypatch
 ) -> None:
-    scan = some("sm_87", "scan_kernel")
+    returns = builds("sm_87", "advantage", rewards=torch.zeros(2, 8), kind="returns")
+    scan = [b for b in returns if b.kernel.endswith(":scan_kernel")]
     written(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
     driver = Recording()
     monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    FromBundles("scans", lambda: [tmp_path]).self_test("cpu")
+    FromBundles(lambda: [tmp_path]).self_test("cpu")
     assert [entry for _, entry, _ in driver.loaded] == ["scan_kernel"]
 
 
-def test_code_of_another_source_is_refused(orin, over, tmp_path) -> None:
+def test_code_of_another_source_is_refused(orin, tmp_path) -> None:
     old = [(replace(c, source="0" * 16), {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
     stale = written(tmp_path / "stale.zip", old, compiler())
-    run = implementation(over(stale, Recording()), "logprob")
+    run = over(stale, Recording())
     with pytest.raises(
         BundleError, match=r"built from another rlkernel_triton\.logprob_kernels:sweep .*build it again"
     ):
@@ -326,21 +278,22 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "from pathlib import Path\n"
         "from test_aot_driver import Nothing\n"
         "from rlkernel_triton.aot.bundle import Bundle\n"
-        "from rlkernel_triton.aot.hosts import Host, implementation\n"
-        "from rlkernel_triton.aot.launching import FromBundle\n"
-        "from rlkernel_triton.aot.standin import triton\n"
+        "from rlkernel_triton.aot.launching import FromBundle, Lookup\n"
+        "from rlkernel_triton.launchers import Scope\n"
+        "from rlkernel_triton.prepared import prepared\n"
         "import torch\n"
         "from rlkernel_core.spec.logprob import LogprobCall\n"
         f"launcher = FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())\n"
-        "host = Host('bare', triton(launcher))\n"
+        "scope = Scope(launcher, launcher.target)\n"
         "for op in aot.OPERATORS:\n"
-        "    implementation(host, op)\n"
+        "    prepare = prepared(op, scope)\n"
         "call = LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
-        "out = implementation(host, 'logprob')(call)\n"
+        "out = prepared('logprob', scope)(call)(call)\n"
         "print(out.logprob.shape)\n"
         "from rlkernel_triton.aot.rehearsal import Rehearsals\n"
         "logits = torch.randn(2, 32000).bfloat16().requires_grad_()\n"
-        "said = Rehearsals('planned', launcher).missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
+        "rehearsals = Rehearsals(scope._replace(launcher=Lookup(launcher)))\n"
+        "said = rehearsals.missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
         "print(said.slug, 'sympy' in sys.modules)\n"  # it takes a second, and comes with gradients given to autograd
     ).replace("from test_aot_driver import Nothing\n", NOTHING)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -358,10 +311,17 @@ class Nothing:
 """
 
 
-def test_kernels_compiled_on_the_spot_are_untouched_by_a_host(orin, over) -> None:
-    from rlkernel_triton.logprob_kernels import sweep
+def test_gradients_run_on_code_of_the_bundle_that_forward_ran_on(tmp_path) -> None:
+    whole = bundle_of(tmp_path / "whole.zip", of_rows(grad=True, entropy=True))
+    driver, x = Recording(), torch.randn(2, 32000).bfloat16().requires_grad_()
+    out = over(whole, driver)(LogprobCall(x, torch.arange(2), entropy=True))
+    assert current() == Scope()
+    with ThreadPoolExecutor(1) as pool:  # as autograd's threads, where nothing is said of a launcher
+        pool.submit((out.logprob + out.entropy).sum().backward).result()
+    assert [entry for entry, *_ in driver.launched] == ["sweep", "law", "gradient"]
 
-    copy = over(orin, Recording()).module("rlkernel_triton.logprob_kernels")
-    assert isinstance(sweep, triton.runtime.jit.KernelInterface)
-    assert copy.sweep is not sweep
-    assert copy.sweep.id == "rlkernel_triton.logprob_kernels:sweep"
+
+def test_a_launch_that_names_too_few_arguments_is_refused(orin) -> None:
+    launch = FromBundle(orin, Recording()).bind(scale_kernel, N=1, INTERPRETED=False, BLOCK=16)
+    with pytest.raises(TypeError, match=r"takes 3 arguments at run time \(upstream, gradient, out\), got 1"):
+        launch((1,), torch.zeros(1))

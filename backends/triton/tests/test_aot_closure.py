@@ -9,84 +9,34 @@ import torch
 from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import FromBundles
 from rlkernel_triton.aot.builds import Argument
-from rlkernel_triton.aot.bundle import Bundle, written
+from rlkernel_triton.aot.bundle import Bundle
 from rlkernel_triton.aot.command import build
-from rlkernel_triton.aot.compiling import closed, compiled, compiler
-from rlkernel_triton.aot.hosts import Host
+from rlkernel_triton.aot.compiling import closed, compiled
 from rlkernel_triton.aot.rehearsal import signature
-
-FLAGS = ("HAS_MASK", "HAS_T", "HAS_CAP", "SUPPORT", "MOMENT", "G_LSE", "G_ENTROPY")
-
-
-class Nothing:
-    """A driver for an Orin that loads and launches nothing."""
-
-    tensors = "cpu"
-
-    def capability(self, device):
-        return (8, 7)
-
-    def enter(self, device):
-        pass
-
-    def load(self, code, entry, shared):
-        return entry
-
-    def launch(self, *call):
-        pass
-
-
-def plain(kernel):
-    """What is recorded of a kernel for bf16 logits without options."""
-    return [
-        b
-        for b in tables.chosen(tables.read(), "sm_87", ("logprob",))
-        if b.kernel.endswith(f":{kernel}")
-        and dict(b.types).get("logits", "*bf16") == "*bf16"
-        and not any(dict(b.constants).get(n) for n in FLAGS)
-    ]
+from tests.aot_calls import Recording, builds, bundle_of, drawn, of_rows
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """A bundle of log-probabilities of bf16 rows, forward, with what kernels promise and without."""
     folder = tmp_path_factory.mktemp("closed")
-    found = [code for name in ("sweep", "law") for alike in closed(plain(name)) for code in compiled(alike, "sm_87")]
-    written(folder / "rows.zip", found, compiler())
+    bundle_of(folder / "rows.zip", of_rows())
     return folder
 
 
 @pytest.fixture
 def served(rows, monkeypatch):
-    monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", Nothing)
-    monkeypatch.setattr(Host, "__init__", _forgotten(Host.__init__, monkeypatch))
-    return FromBundles("closure", lambda: [rows])
-
-
-def _forgotten(made, monkeypatch):
-    """Hosts are importers of their own; those of a test go with it."""
-    import sys
-
-    def init(self, name, triton):
-        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-        for known in [n for n in sys.modules if n.startswith(f"rlkernel_triton.aot.{name}")]:
-            monkeypatch.delitem(sys.modules, known)
-        made(self, name, triton)
-
-    return init
-
-
-def asked(logits, **options):
-    return LogprobCall(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), **options)
+    monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", Recording)
+    return FromBundles(lambda: [rows])
 
 
 def test_rows_of_any_size_and_alignment_run(served) -> None:
-    assert served("logprob_fits")(asked(torch.randn(2, 32000).bfloat16())) is None
-    assert served("logprob_fits")(asked(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
-    assert served("logprob")(asked(torch.randn(3, 1, 1001).bfloat16())).logprob.shape == (3, 1)
+    assert served("logprob_fits")(drawn(torch.randn(2, 32000).bfloat16())) is None
+    assert served("logprob_fits")(drawn(torch.randn(2, 32001).bfloat16()[:, 1:])) is None
+    call = drawn(torch.randn(3, 1, 1001).bfloat16())
+    assert served("logprob")(call)(call).logprob.shape == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +45,14 @@ def test_rows_of_any_size_and_alignment_run(served) -> None:
 )
 def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, lacks) -> None:
     logits = torch.randn(2, 32000).bfloat16().requires_grad_(not options)
-    reason = served("logprob_fits")(asked(logits, **options))
+    reason = served("logprob_fits")(drawn(logits, **options))
     assert (reason.slug, lacks in reason.text) == ("shape/unsupported", True)
     assert "AOT_MISSING=FILE" in reason.fix
 
 
 def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
-    monkeypatch.setattr(served.rehearsals.host.module("rlkernel_triton.logprob_kernels").sweep, "source", "of now")
-    said = served("logprob_fits")(asked(torch.zeros(4, 1000, dtype=torch.bfloat16)))
+    monkeypatch.setattr("rlkernel_triton.aot.launching.source", lambda _: "of now")
+    said = served("logprob_fits")(drawn(torch.zeros(4, 1000, dtype=torch.bfloat16)))
     assert (said.slug, "was built from another rlkernel_triton.logprob_kernels:sweep" in said.text) == (
         "shape/unsupported", True,
     )  # fmt: skip
@@ -129,7 +79,7 @@ def test_calls_over_several_ranks_are_not_planned_as_planning_would_speak_to_the
 def test_what_is_missing_is_written_down_and_can_be_built(served, tmp_path, monkeypatch) -> None:
     file = tmp_path / "missing.jsonl"
     monkeypatch.setenv("AOT_MISSING", str(file))
-    served("logprob_fits")(asked(torch.randn(2, 32000).bfloat16(), softcap=30.0))
+    served("logprob_fits")(drawn(torch.randn(2, 32000).bfloat16(), softcap=30.0))
     (line,) = map(json.loads, file.read_text().splitlines())
     assert (line["op"], line["target"], line["constants"]["HAS_CAP"]) == ("logprob", "sm_87", True)
     made = build(["sm_87"], ["logprob"], out=str(tmp_path / "more.zip"), configurations=str(file), jobs=1)
@@ -145,8 +95,13 @@ def test_threads_that_read_at_once_get_what_they_asked_for(rows) -> None:
     assert together == alone * 20
 
 
+def sweep():
+    """The build that reads rows of bf16 logits."""
+    return [b for b in of_rows() if b.kernel.endswith(":sweep")]
+
+
 def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
-    ((code, _),) = compiled(plain("sweep")[:1], "sm_87")
+    ((code, _),) = compiled(sweep(), "sm_87")
     assert "mask" in code.unread
     arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.build.types}
     assert code.serves({**arguments, "mask": Argument("*bf16")})
@@ -154,8 +109,9 @@ def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
 
 
 def test_what_kernels_declare_is_promised_and_nothing_else() -> None:
-    every = [b for b in tables.chosen(tables.read(), "sm_87") if b.kernel.endswith("head_kernels:product")]
-    product = [b for b in every if dict(b.constants)["ADD"] and dict(b.types)["a"] == "*bf16"][:1]
+    hidden, weight = (torch.zeros(n, 64).bfloat16().requires_grad_() for n in (17000, 1000))  # more than one block
+    every = builds("sm_87", "linear_logprob", hidden=hidden, weight=weight, ids=torch.zeros(17000, dtype=torch.int64))
+    product = [b for b in every if b.kernel.endswith("head_kernels:product")][:1]
     made = [b for alike in closed(product) for b in alike]
     ones = {tuple(n for n, v in b.constants if v == 1 and n.endswith(("stride", "step"))) for b in made}
     assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ()}
@@ -164,7 +120,7 @@ def test_what_kernels_declare_is_promised_and_nothing_else() -> None:
 
 
 def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) -> None:
-    one = plain("sweep")[0]
+    (one,) = sweep()
     table = tmp_path / "twice.jsonl"
     lines = []
     for kind in ("*i64", "*i1"):

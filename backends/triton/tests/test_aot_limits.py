@@ -1,6 +1,4 @@
-"""What docs/aot.md says that bundles always serve is in the shipped table: calls drawn within the limits, planned."""
-
-import sys
+"""What docs/aot.md says that bundles always serve is what they are built of: calls drawn within the limits, planned."""
 
 import pytest
 import torch
@@ -10,33 +8,24 @@ from hypothesis import strategies as st
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_triton.aot import tables
-from rlkernel_triton.aot.hosts import Host, implementation
-from rlkernel_triton.aot.planning import plan_for
-from rlkernel_triton.aot.recording import Recorder
-from rlkernel_triton.aot.rehearsal import rehearse
-from rlkernel_triton.aot.standin import triton
+from rlkernel_triton.aot.noting import Noting, launched
 from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, LAW
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
-TABLE = set(tables.chosen(tables.read(), "sm_87"))
 FLAG = st.booleans()
 
 
 @pytest.fixture(scope="module")
 def planned():
-    """Plan a call as on an Orin; the builds that the table lacks for it."""
-    recorder = Recorder("sm_87")
-    host = Host("limits", triton(recorder))
-    plan_for(host, "sm_87")
+    """Plan a call as on an Orin; the builds that bundles lack for it."""
+    noting, there = Noting("sm_87"), frozenset(launched("sm_87"))
 
     def missing(op, **args):
-        recorder.seen.clear()
-        out = rehearse(implementation(host, op), OPERATORS[op].call(**args))
-        return {build for _, build in recorder.seen} - TABLE, out
+        noting.seen.clear()
+        out = noting.planned(op)(OPERATORS[op].call(**args))
+        return {build for _, build in noting.seen} - there, out
 
-    yield missing
-    sys.meta_path.remove(host)
+    return missing
 
 
 def laid(shape, dtype, draw):

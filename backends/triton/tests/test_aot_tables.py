@@ -5,25 +5,21 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.aot import recording, tables
-from rlkernel_triton.aot.backend import OPERATORS
+from rlkernel_triton.aot.noting import launched
 from rlkernel_triton.aot.targets import TARGETS
-
-TABLE = tables.read()
-
-
-def test_tables_are_read_as_they_were_written(tmp_path) -> None:
-    tables.write(TABLE, tmp_path / "table.json")
-    assert tables.read(tmp_path / "table.json") == TABLE
-    assert (tmp_path / "table.json").read_text() == tables.TABLE.read_text()
+from rlkernel_triton.recorded import recorded
+from tests.aot_calls import of_rows
 
 
 def test_a_recording_is_a_table(tmp_path) -> None:
-    one = next(iter(TABLE))
+    one = of_rows()[0]
     line = json.dumps({"op": "logprob", "target": "sm_87", **one.document()})
     (tmp_path / "run.jsonl").write_text(f"{line}\n{line.replace('sm_87', 'sm_90')}\n")
     assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
@@ -38,12 +34,13 @@ def test_lines_of_several_processes_do_not_mix(tmp_path, monkeypatch) -> None:
             return super().write(data)
 
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1, **_: Raw(path, mode.replace("b", "")))
-    build = max(TABLE, key=lambda b: len(b.text))
-    recording._write(tmp_path / "run.jsonl", OPERATORS, "sm_87", build)
+    (build, *_) = of_rows()
+    long = replace(build, constants=tuple((f"NAME_{i}", i) for i in range(1000)))
+    recording.noted("logprob", long, "sm_87", tmp_path / "run.jsonl")
     monkeypatch.undo()
     assert written == [(tmp_path / "run.jsonl").stat().st_size]
     assert written[0] > io.DEFAULT_BUFFER_SIZE
-    assert tables.read(tmp_path / "run.jsonl") == {build: dict.fromkeys(OPERATORS, frozenset({"sm_87"}))}
+    assert tables.read(tmp_path / "run.jsonl") == {long: {"logprob": frozenset({"sm_87"})}}
 
 
 def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
@@ -68,29 +65,38 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     assert found == {(True, False, False), (True, False, True), (False, True, False), (True, True, True)}
 
 
+def test_what_is_no_recording_is_refused(tmp_path) -> None:
+    (tmp_path / "run.jsonl").write_text('{"op": "logprob"}')
+    with pytest.raises(RLKernelError, match=r"run.jsonl is no recording of configurations .*record it again"):
+        tables.read(tmp_path / "run.jsonl")
+
+
 @pytest.mark.parametrize("target", ["sm_87", "sm_110"])
 def test_boards_are_planned_for_with_three_stages_at_most(target) -> None:
-    assert {b.num_stages for b in tables.chosen(TABLE, target)} <= {1, 2, 3}
+    assert {b.num_stages for b in launched(target, ["logprob"])} <= {1, 2, 3}
     assert TARGETS[target].planned in range(4, 21)  # multiprocessors
 
 
-def test_the_shipped_table_has_what_clauses_launch(tmp_path) -> None:
+def test_a_bundle_has_what_the_table_of_workloads_launches() -> None:
+    mine = launched("sm_87", ["sample"])
+    gate = [r.build for r in recorded("sample", "sm_87")]
+    lacking = [
+        r
+        for r in gate
+        if not any(
+            b.kernel == r.kernel and b.num_warps == r.num_warps and set(b.constants) <= set(r.constants) for b in mine
+        )
+    ]
+    assert gate
+    assert lacking == []
+
+
+def test_conformance_is_recorded_by_the_backend_that_answers_with_the_reference(tmp_path) -> None:
     file = tmp_path / "launches.jsonl"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
-    command = [
-        sys.executable,
-        "-m",
-        "rlkernel",
-        "conformance",
-        "run",
-        "recorded",
-        "--op",
-        "logprob",
-        "--profile",
-        "quick",
-    ]
-    command += ["--manifest", "rlkernel_triton.aot.recording:backend", "--json"]
+    command = ["-m", "rlkernel", "conformance", "run", "recorded", "--op", "logprob", "--profile", "quick", "--json"]
+    command = [sys.executable, *command, "--manifest", "rlkernel_triton.aot.recording:backend"]
     subprocess.run(command, capture_output=True, check=True, env=environ)
-    launched = set(tables.read(file))
-    assert len(launched) > 30
-    assert launched <= set(tables.chosen(TABLE, "sm_87", ("logprob",)))
+    found = tables.read(file)
+    assert len(found) > 30
+    assert {op for uses in found.values() for op in uses} == {"logprob"}

@@ -20,7 +20,7 @@ from rlkernel_triton.aot.backend import FromBundles, claims, folder
 class Growing(FromBundles):
     """Implementations over bundles and over what is compiled beside them."""
 
-    def missing(self, call: Any) -> Any:
+    def missing(self, wanted: Any, arguments: Any) -> Any:
         """A launcher over a bundle of the one build that is missing."""
         from rlkernel_triton.aot.bundle import written
         from rlkernel_triton.aot.compiling import closed, compiled, compiler
@@ -28,10 +28,11 @@ class Growing(FromBundles):
         from rlkernel_triton.aot.recording import MISSING, noted
 
         launcher = self.launcher
-        build = noted(call, launcher.chosen, Path(os.environ[MISSING]))
+        build = wanted.build(arguments)
+        noted(wanted.op, build, launcher.chosen, Path(os.environ[MISSING]))
         path = Path(os.environ[MISSING]).with_suffix("") / f"{uuid4().hex}.zip"
-        wanted = [b for alike in closed([build]) for b in alike if b.serves(call.arguments)]
-        best = max(wanted, key=lambda b: b.promises)
+        serving = [b for alike in closed([build]) for b in alike if b.serves(arguments)]
+        best = max(serving, key=lambda b: b.promises)
         made = written(path, list(compiled([best], launcher.chosen)), compiler())
         found = FromBundle(made, launcher.driver, force=self._force)
         launcher.others = (*launcher.others, found)
@@ -40,7 +41,7 @@ class Growing(FromBundles):
 
 _PTX = os.environ.get("AOT_CODE") == "ptx"
 backend = claims("orin-ptx" if _PTX else "aot", "aot_growing", arch=("sm80+",))
-_found = Growing("growing", lambda: [folder()], ("sm_87", "ptx") if _PTX else None)
+_found = Growing(lambda: [folder()], ("sm_87", "ptx") if _PTX else None)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

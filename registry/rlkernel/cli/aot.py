@@ -48,7 +48,7 @@ def command(
         int | None, typer.Option(metavar="VERSION", help="build: ISA version of the PTX for older drivers, 80 for 8.0.")
     ] = None,
     configurations: Annotated[
-        str | None, typer.Option(metavar="FILE", help="build: a recording or table in place of the shipped one.")
+        str | None, typer.Option(metavar="FILE", help="build: a recording in place of what workloads launch.")
     ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="build: leave out what does not compile, and say so.")

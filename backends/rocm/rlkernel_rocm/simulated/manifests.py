@@ -18,7 +18,7 @@ def manifest(arch: str) -> Backend:
         impl.model_copy(
             update={
                 "target": f"rlkernel_rocm.simulated.{arch}:{impl.op.partition('@')[0]}",
-                "prepared": False,  # the chip is activated at every call
+                "prepared": True,
                 "gradient": None,
                 "requires": impl.requires.model_copy(update={"packages": _NEEDED}),
             }

@@ -1,52 +1,39 @@
-"""Implementations that first see to it that Triton's kernels run on a simulated GPU."""
+"""The Triton implementations of operators, prepared and run with the launcher of a simulated GPU."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import wraps
-from importlib import import_module
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_triton.claims import CLAIMS
 
-# What modules of kernels keep for a device: compiled code and what they know of it. One CPU stands for several GPUs.
-_KEPT: Final = (
-    ("rlkernel_triton.head_calls", "_arch", "cache_clear"),
-    ("rlkernel_triton.quant.product", "_machine_of", "cache_clear"),
-    ("rlkernel_triton.sampling.plan", "_PLANS", "clear"),
-)
-_kept_for: Final[list[str]] = []  # the architecture that it was kept for
+if TYPE_CHECKING:
+    from rlkernel_rocm.simulated.launcher import SimulatorLauncher
+
+
+@cache
+def launcher(arch: str) -> SimulatorLauncher:
+    """The launcher of an architecture, one a process.
+
+    Raises:
+        UnknownNameError: the architecture is not simulated.
+    """
+    from rlkernel_rocm.simulated.launcher import SimulatorLauncher
+
+    return SimulatorLauncher(arch)
 
 
 def on(arch: str, op: str) -> Callable[[Any], Any]:
-    """The Triton implementation of an operator, its kernels simulated; gradients run where the last call ran.
+    """What a manifest names: prepares the first call of a shape, and runs calls of that shape, on simulated kernels.
 
     Raises:
         UnknownNameError: Triton implements no such operator.
     """
     if op not in CLAIMS:
         raise UnknownNameError("simulated operator", op, CLAIMS)
-    from rlkernel_rocm.simulated.driver import activate
+    from rlkernel_triton.launchers import Scope
+    from rlkernel_triton.prepared import prepared
 
-    claim = CLAIMS[op]
-    module, _, name = claim.target.partition(":")
-    run: Callable[..., Any] = getattr(import_module(module), name)
-
-    @wraps(run)
-    def simulated(call: Any) -> Any:
-        activate(arch)
-        if _kept_for != [arch]:
-            forget()
-            _kept_for[:] = [arch]
-        return run(call)(call) if claim.prepared else run(call)
-
-    return simulated
-
-
-def forget() -> None:
-    """Let no module launch what it compiled for another GPU."""
-    for module, name, clear in _KEPT:
-        if module in sys.modules:
-            getattr(getattr(sys.modules[module], name), clear)()
+    return prepared(op, Scope(launcher(arch), launcher(arch).target))

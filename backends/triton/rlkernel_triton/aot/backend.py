@@ -12,12 +12,18 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core.manifest import Backend
 from rlkernel_core.reasons import Reason
 from rlkernel_triton.claims import CLAIMS
 from rlkernel_triton.claims import manifest as portable
+
+if TYPE_CHECKING:
+    from rlkernel_triton.aot.builds import Argument
+    from rlkernel_triton.aot.launching import FromBundle, Wanted
+    from rlkernel_triton.aot.rehearsal import Rehearsals
+    from rlkernel_triton.launchers import Scope
 
 # What a rollout and an update on one GPU need; every other operator stays with Triton.
 OPERATORS: Final = (
@@ -34,11 +40,11 @@ def folder() -> Path:
 
 
 def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
-    """A manifest over bundles: `module:logprob` is an implementation, `module:logprob_fits` its check."""
+    """A manifest over bundles: `module:logprob` prepares calls of a shape, `module:logprob_fits` is its check."""
     whole = portable(name, device="cuda", arch=arch)
     impls = [
         impl.model_copy(
-            update={"target": f"{module}:{op}", "prepared": False, "gradient": None, "check": f"{module}:{op}_fits"}
+            update={"target": f"{module}:{op}", "prepared": True, "gradient": None, "check": f"{module}:{op}_fits"}
         )
         for impl in whole.impls
         if (op := impl.op.partition("@")[0]) in OPERATORS
@@ -49,24 +55,24 @@ def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
 class FromBundles:
     """Implementations over the bundle that has the best code for this machine's GPU, and over others with the same.
 
+    They are those of `rlkernel_triton.claims`, prepared and run with a launcher that has machine code.
+
     Args:
-        host: name under which the host modules are imported.
         folders: where bundles are looked for, in order.
         force: (target, kind of file) to run in place of what serves the GPU best.
-        prepare: what is done to host modules before anything runs.
+        piece: tells how many bytes work in pieces may take at a time, None: as elsewhere; asked once.
     """
 
     def __init__(
         self,
-        host: str,
         folders: Callable[[], list[Path]],
         force: tuple[str, str] | None = None,
-        prepare: Callable[[Any], object] = lambda _: None,
+        piece: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._name, self._folders, self._force, self._prepare = host, folders, force, prepare
+        self._folders, self._force, self._piece = folders, force, piece
 
     @cached_property
-    def launcher(self) -> Any:
+    def launcher(self) -> FromBundle:
         """What launches.
 
         Raises:
@@ -95,34 +101,31 @@ class FromBundles:
             f"rlkernel aot build --target sm_{major}{minor}"
         )
 
-    def missing(self, call: Any) -> Any:
+    def missing(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> FromBundle | None:
         """A launcher for a launch that no bundle has a build for: none. It is written down if that is asked for."""
         from rlkernel_triton.aot.recording import MISSING, noted
 
         if os.environ.get(MISSING):
-            noted(call, self.launcher.target(), Path(os.environ[MISSING]))
+            noted(wanted.op, wanted.build(arguments), self.launcher.chosen, Path(os.environ[MISSING]))
+        return None
 
     @cached_property
-    def rehearsals(self) -> Any:
+    def scope(self) -> Scope:
+        """In which everything runs."""
+        from rlkernel_triton.launchers import Scope
+
+        return Scope(self.launcher, self.launcher.target, self._piece())
+
+    @cached_property
+    def rehearsals(self) -> Rehearsals:
         """What the bundles say to a call before it is run."""
+        from rlkernel_triton.aot.launching import Lookup
         from rlkernel_triton.aot.rehearsal import Rehearsals
 
-        return Rehearsals(f"{self._name}_planned", self.launcher, self._prepare)
-
-    @cached_property
-    def host(self) -> Any:
-        """The host modules over that launcher."""
-        from rlkernel_triton.aot.hosts import Host
-        from rlkernel_triton.aot.planning import plan_for
-        from rlkernel_triton.aot.standin import triton
-
-        made = Host(self._name, triton(self.launcher))
-        plan_for(made, self.launcher.target())
-        self._prepare(made)
-        return made
+        return Rehearsals(self.scope._replace(launcher=Lookup(self.launcher)))
 
     def __call__(self, name: str) -> Callable[..., Any]:
-        """`logprob`, `logprob_fits`, `self_test`: what a manifest names in a module.
+        """What a manifest names in a module: `logprob`, which prepares calls of a shape, `logprob_fits`, `self_test`.
 
         Raises:
             AttributeError: bundles have no such operator.
@@ -134,18 +137,21 @@ class FromBundles:
             raise AttributeError(name)
         if op != name:
             return self._fits(op)
-        from rlkernel_triton.aot.hosts import implementation
+        from rlkernel_triton.prepared import prepared
 
-        return implementation(self.host, op)
+        return prepared(op, self.scope)
 
     def _fits(self, op: str) -> Callable[[Any], Reason | None]:
-        from rlkernel_triton.aot.hosts import implementation
+        from rlkernel_triton.launchers import within
+        from rlkernel_triton.prepared import named
 
-        own = implementation(self.host, op, check=True) if CLAIMS[op].check else None
+        check = CLAIMS[op].check
+        own = named(check) if check else None
 
         def fits(call: Any) -> Reason | None:
             """What the kernels' own check says to a call, and then the bundles."""
-            said: Reason | None = own(call) if own else None
+            with within(self.scope):
+                said: Reason | None = own(call) if own else None
             return said or self.rehearsals.missing(op, call)
 
         return fits
@@ -165,12 +171,13 @@ class FromBundles:
 
         g = torch.Generator().manual_seed(0)
         logits, ids = torch.randn(4, 1000, generator=g) * 3, torch.randint(0, 1000, (4,), generator=g)
-        with torch.cuda.device(device):
-            try:
-                got = self("logprob")(LogprobCall(logits.to(device, torch.bfloat16), ids.to(device))).logprob.cpu()
-            except NoBuildError:  # a bundle of other operators
+        call = LogprobCall(logits.to(device, torch.bfloat16), ids.to(device))
+        try:
+            got = self("logprob")(call)(call).logprob.cpu()
+        except NoBuildError:  # a bundle of other operators
+            with torch.cuda.device(device):
                 self.launcher.load_one()
-                return
+            return
         want = definition(LogprobCall(logits.bfloat16().double(), ids)).logprob
         error = (got.double() - want).abs().max().item()
         if not error < 1e-4:
@@ -178,7 +185,7 @@ class FromBundles:
 
 
 backend = claims("aot", "rlkernel_triton.aot.backend", arch=("sm80+",))
-_found: Final = FromBundles("user", lambda: [folder()])
+_found: Final = FromBundles(lambda: [folder()])
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot import tables
@@ -16,6 +16,8 @@ from rlkernel_triton.aot.builds import Build, Code
 from rlkernel_triton.aot.bundle import Bundle, written
 from rlkernel_triton.aot.targets import TARGETS
 
+W = TypeVar("W")
+R = TypeVar("R")
 OLDEST_PTX: Final = 80  # of the driver of CUDA 12.0, which reads nothing newer
 _CHUNK: Final = 4  # pieces of work that a process takes at a time
 
@@ -38,13 +40,13 @@ def build(
         out: the file; by default one named after the targets where the backend `aot` looks.
         jobs: processes; 0 for one a core.
         ptx: ISA version of the PTX for drivers older than the targets' own is for, 80 for 8.0; None for the targets'.
-        configurations: a table or a recording in place of the shipped table.
+        configurations: a recording in place of what the table of workloads launches.
         keep_going: leave out what does not compile, and list it under "failed".
 
     Raises:
         UnknownNameError: no such target or operator.
         ArgumentError: this Triton has no such target; a target keeps no such PTX; no file can be written or read there.
-        RLKernelError: Triton is not installed, nothing is to be compiled, or something does not compile.
+        RLKernelError: Triton is not installed, a recording has nothing to compile, or something does not compile.
     """
     if jobs < 0:
         raise ArgumentError("--jobs", jobs, "is no number of processes", "Leave it out for one a core.")
@@ -61,13 +63,13 @@ def build(
         raise ArgumentError(
             "--configurations", configurations, "is no file", "AOT_MISSING=FILE writes one (docs/aot.md)."
         )
-    table = tables.read(Path(configurations) if configurations else tables.TABLE)
     asked = {*ops, *(other for op in ops for other in WITH.get(op, ()))}
+    table = tables.read(Path(configurations)) if configurations else {}
     wanted = {target: tables.chosen(table, target, asked) for target in sorted(set(targets))}
-    if empty := [target for target, builds in wanted.items() if not builds]:
+    if configurations and (empty := [target for target, builds in wanted.items() if not builds]):
         raise RLKernelError(
-            f"{configurations or 'the table of configurations'} has none for {', '.join(ops or OPERATORS)} on "
-            f"{', '.join(empty)}: leave that target out, or record some (AOT_RECORDING=FILE:{empty[0]}, docs/aot.md)"
+            f"{configurations} has none for {', '.join(ops or OPERATORS)} on {', '.join(empty)}: leave that target "
+            f"out, or record some (AOT_RECORDING=FILE:{empty[0]}, docs/aot.md)"
         )
     try:
         from rlkernel_triton.aot.compiling import closed, compiler, require
@@ -75,8 +77,12 @@ def build(
         raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
     for target in targets:
         require(target)
+    processes = jobs or len(os.sched_getaffinity(0))
+    if not configurations:
+        recorded = _mapped(launched, [(target, sorted(asked or OPERATORS)) for target in wanted], processes)
+        wanted = dict(zip(wanted, recorded, strict=True))
     work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
-    made = _compiled(work, jobs or len(os.sched_getaffinity(0)))
+    made = _mapped(part, work, processes, _CHUNK)
     failed = [text for _, texts in made for text in texts]
     bundle = written(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
@@ -117,12 +123,19 @@ _Work = tuple[str, list[Build], int | None, bool]  # of builds that one code may
 _Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was compiled, what was not and why
 
 
-def _compiled(work: list[_Work], jobs: int) -> list[_Made]:
+def _mapped(function: Callable[[W], R], work: list[W], jobs: int, chunk: int = 1) -> list[R]:
     if jobs == 1 or len(work) == 1:
-        return [part(alike) for alike in work]
+        return [function(piece) for piece in work]
     # Fresh processes: compilers hold threads and locks that a fork would break.
     with ProcessPoolExecutor(min(jobs, len(work)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(part, work, chunksize=_CHUNK))
+        return list(pool.map(function, work, chunksize=chunk))
+
+
+def launched(of: tuple[str, list[str]]) -> list[Build]:
+    """What operators launch on a target, as `rlkernel_triton.aot.noting.launched` says."""
+    from rlkernel_triton.aot.noting import launched as noted
+
+    return noted(*of)
 
 
 def part(work: _Work) -> _Made:

@@ -29,8 +29,8 @@ from rlkernel_triton.launchers import Build as Recorded
 
 _NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OWN_FEATURES: Final = 90  # from here on Triton compiles for sm_90a, sm_110a and so on
+_AGAIN: Final = "record the run again: AOT_RECORDING=FILE:TARGET (docs/aot.md)"
 _PLANNED: Final = ("sm_87", "sm_90")  # whose launches say what is promised
-_AGAIN: Final = "python backends/triton/tools/record_configurations.py"
 
 
 def compiler() -> dict[str, str]:
@@ -133,7 +133,7 @@ def _kernel(build: Build | Recorded) -> Any:
     module, _, name = build.kernel.partition(":")
     found = getattr(import_module(module), name, None)
     if found is None:
-        raise RLKernelError(f"{build.kernel} is no kernel any more; record its configurations again: {_AGAIN}")
+        raise RLKernelError(f"{build.kernel} is no kernel any more; {_AGAIN}")
     return found
 
 
@@ -165,7 +165,7 @@ def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, by
         differing = sorted({*kinds, *constants} ^ set(names))
         raise RLKernelError(
             f"a configuration of {build.kernel} and the kernel differ in {', '.join(differing)}: it has changed "
-            f"since it was recorded; record it again: {_AGAIN}"
+            f"since then; {_AGAIN}"
         )
     source = ASTSource(
         kernel,

@@ -7,15 +7,32 @@ driver compiles when it is loaded. Imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from threading import Lock
 from typing import Any, Final
 
 import torch
 
-from rlkernel_triton.aot.builds import Code, fixed
+from rlkernel_core.errors import RLKernelError
+from rlkernel_triton.aot.builds import Argument, Build, Code, Constant, fixed, key
 from rlkernel_triton.aot.bundle import Bundle, BundleError, NoBuildError
 from rlkernel_triton.aot.driver import DriverError
-from rlkernel_triton.aot.standin import Call
+from rlkernel_triton.aot.sources import digest
+from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, current
+from rlkernel_triton.launchers.recorder import plain
+from rlkernel_triton.launchers.specialization import of_number
+
+STAGES: Final = 3  # where a launch names none, as Triton on NVIDIA's GPUs
+# Triton's names of torch's dtypes, as they stand in bundles.
+POINTERS: Final = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
+}  # fmt: skip
+_FUSION: Final = "enable_fp_fusion"
+
 
 # Tegra chips: their cubins do not run on others, nor those of others on them (CUDA C++ Programming Guide, on binary
 # compatibility).
@@ -40,7 +57,76 @@ def served_by(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str,
     return next(((t, "ptx") for _, t in reversed(below) if "ptx" in available[t]), None)
 
 
-class FromBundle:
+class Wanted:
+    """A bound kernel as bundles know kernels: what a build has to equal.
+
+    Args:
+        binding: the bound kernel.
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding, self.kernel, self.op = binding, binding.name, current().op
+        options = {_FUSION: True, **binding.options}
+        self.num_warps, self.num_stages = binding.num_warps, binding.num_stages or STAGES
+        self.fusion: bool = options.pop(_FUSION)
+        self.options: dict[str, int] = options
+        names = [p.name for p in binding.parameters if p.constexpr]
+        self.constants: dict[str, Constant] = {n: plain(binding.fixed[n]) for n in names}
+        self.key = key(
+            self.kernel, self.constants, self.num_warps, self.num_stages, fusion=self.fusion, options=self.options
+        )
+        # What is passed to machine code, in the kernel's order: a value that is bound, or its place at run time.
+        places = {p.name: i for i, p in enumerate(binding.passed)}
+        self.places = {p.name: places.get(p.name) for p in binding.parameters if not p.constexpr}
+        self._bound = {n: described(binding.fixed[n]) for n, at in self.places.items() if at is None}
+
+    @cached_property
+    def source(self) -> str:
+        """Hash of what it would be compiled from."""
+        return source(self.binding.kernel.fn)
+
+    def arguments(self, passed: tuple[Argument, ...]) -> dict[str, Argument]:
+        """All that machine code is passed, given what is passed at run time."""
+        return {n: self._bound[n] if at is None else passed[at] for n, at in self.places.items()}
+
+    def build(self, arguments: Mapping[str, Argument]) -> Build:
+        """The build that serves these arguments and every other size and alignment: recorded launches promise those."""
+        there = {n: a.type for n, a in arguments.items() if a.type != "none"}
+        absent = {n: None for n in arguments if n not in there}
+        return Build(
+            self.kernel, tuple(there.items()), tuple({**self.constants, **absent}.items()), (), self.num_warps,
+            self.num_stages, enable_fp_fusion=self.fusion, options=tuple(self.options.items()),
+        )  # fmt: skip
+
+
+source = cache(digest)
+
+
+def described(value: Any) -> Argument:
+    """What a compiler would know of a run-time argument."""
+    if isinstance(value, torch.Tensor):
+        kind = POINTERS.get(value.dtype)
+        if kind is None:
+            raise RLKernelError(f"no kernel takes a tensor of {value.dtype}; known: {', '.join(map(str, POINTERS))}")
+        return _pointer(kind, value.data_ptr() % 16 == 0)
+    return _number(value.__class__, value)
+
+
+@cache
+def _pointer(kind: str, divisible: bool) -> Argument:
+    return Argument(kind, divisible=divisible)
+
+
+def _number(kind: type, value: Any) -> Argument:
+    if value is None:
+        return Argument("none")
+    if kind is bool:
+        return Argument("i1")
+    found = of_number(value, specialize=value != 1)
+    return Argument(found.type, divisible=found.divisible, one=kind is int and value == 1)
+
+
+class FromBundle(Launcher):
     """A launcher over one bundle, and others where there are, and one kind of GPU.
 
     Args:
@@ -51,6 +137,8 @@ class FromBundle:
     Raises:
         BundleError: nothing in the bundle runs on the device.
     """
+
+    overlaps = False  # its driver launches one kernel after another
 
     def __init__(self, bundle: Bundle, driver: Any, device: int = 0, force: tuple[str, str] | None = None) -> None:
         self.bundle, self.driver = bundle, driver
@@ -65,90 +153,66 @@ class FromBundle:
                 f"where Triton is installed: rlkernel aot build --target {own} --out {bundle.path.name}"
             )
         self.chosen, self.kind = found
+        self.target = TARGETS[self.chosen]
         self.rank = (self.kind == "ptx", self.chosen != own)  # the least is the best
         self._codes: dict[tuple[Any, ...], list[Code]] = {}
         self._of_kernel: dict[str, int] = {}  # kernels whose builds are among them, and how many
         self.others: tuple[FromBundle, ...] = ()  # asked in turn for what this one lacks; of the same target and kind
         # Asked for a build that none has: the launcher of one, or None.
-        self.elsewhere: Callable[[Call], FromBundle | None] = lambda _: None
+        self.elsewhere: Callable[[Wanted, Mapping[str, Argument]], FromBundle | None] = lambda *_: None
         self._found: dict[tuple[Any, ...], tuple[FromBundle, Code]] = {}
         self._loaded: dict[tuple[int, str, str], Any] = {}
         self._lock = Lock()
-        self._on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
+        self.on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
 
-    def target(self) -> str:
-        """The target whose code runs."""
-        return self.chosen
+    def launch_of(self, binding: Binding) -> BundleLaunch:
+        """See `Launcher`."""
+        return BundleLaunch(Wanted(binding), self)
 
-    def device_type(self) -> str | None:
-        """Tensors of another device than a GPU, where the driver takes them."""
-        return "cpu" if self._on_cpu else None
-
-    def launch(self, call: Call) -> None:
-        """Find the build, load it if need be, and launch it on torch's current stream."""
-        holder, code = self.served(call)
-        device = 0 if self._on_cpu else torch.cuda.current_device()
-        stream = 0 if self._on_cpu else torch.cuda.current_stream(device).cuda_stream
-        self.driver.enter(device)
-        kernel = holder._kernel(code, device)  # noqa: SLF001 the same class
-        passed = dict(code.build.types)
-        kinds, values = [], []
-        for name, value in zip(call.arguments, call.values, strict=True):
-            if name in passed:
-                kinds.append(passed[name])
-                read = 0 if name in code.unread else value
-                values.append(read.data_ptr() if isinstance(read, torch.Tensor) else read)
-        scratch = code.arguments - len(values)
-        if all(call.grid):
-            threads = 32 * code.build.num_warps
-            self.driver.launch(
-                kernel, call.grid, threads, code.shared, stream, kinds + ["*"] * scratch, values + [0] * scratch
-            )
-
-    def served(self, call: Call) -> tuple[FromBundle, Code]:
-        """The first bundle that has a build for a call, and the build.
+    def served(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> tuple[FromBundle, Code]:
+        """The first bundle that has a build for a launch, and the build.
 
         Raises:
             BundleError: none has; the reason is the first one's.
         """
-        signature = (call.key, tuple(call.arguments.values()))
+        signature = (wanted.key, tuple(arguments.values()))
         found = self._found.get(signature)
         if found is None:
             with self._lock:  # ranks may be threads
-                found = self._found[signature] = self._looked_up(call)
+                found = self._found[signature] = self._looked_up(wanted, arguments)
         return found
 
-    def _looked_up(self, call: Call) -> tuple[FromBundle, Code]:
+    def _looked_up(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> tuple[FromBundle, Code]:
         refused = []
         for holder in (self, *self.others):
             try:
-                return holder, holder._find(call)  # noqa: SLF001 the same class
+                return holder, holder._find(wanted, arguments)  # noqa: SLF001 the same class
             except BundleError as error:
                 refused.append(error)
-        more = self.elsewhere(call)
+        more = self.elsewhere(wanted, arguments)
         if more is None:
             raise refused[0]
-        return more, more._find(call)  # noqa: SLF001 the same class
+        return more, more._find(wanted, arguments)  # noqa: SLF001 the same class
 
-    def _find(self, call: Call) -> Code:
-        kernel = call.kernel
-        if kernel.id not in self._of_kernel:
-            codes = self.bundle.of(self.chosen, kernel.id)
+    def _find(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> Code:
+        kernel = wanted.kernel
+        if kernel not in self._of_kernel:
+            codes = self.bundle.of(self.chosen, kernel)
             for code in codes:
-                if code.source != kernel.source:
+                if code.source != wanted.source:
                     raise BundleError(
-                        f"{self.bundle.path} was built from another {kernel.id} (source {code.source}, here "
-                        f"{kernel.source}); build it again from this version, or install the one it was built from: "
+                        f"{self.bundle.path} was built from another {kernel} (source {code.source}, here "
+                        f"{wanted.source}); build it again from this version, or install the one it was built from: "
                         f"rlkernel aot build --target {self.chosen} --out {self.bundle.path.name}"
                     )
-                self._codes.setdefault(fixed(code.build, sorted(kernel.constexprs)), []).append(code)
-            self._of_kernel[kernel.id] = len(codes)
+                self._codes.setdefault(fixed(code.build, sorted(wanted.constants)), []).append(code)
+            self._of_kernel[kernel] = len(codes)
             for alike in self._codes.values():
                 alike.sort(key=lambda c: -c.build.promises)
-        for code in self._codes.get(call.key, ()):
-            if code.serves(call.arguments):
+        for code in self._codes.get(wanted.key, ()):
+            if code.serves(arguments):
                 return code
-        raise NoBuildError(_missing(call, self))
+        raise NoBuildError(_missing(wanted, arguments, self))
 
     def load_one(self) -> None:
         """Load some kernel, so that the driver says whether it takes this code.
@@ -156,11 +220,16 @@ class FromBundle:
         Raises:
             DriverError: it does not; the message names the bundle and the target of this GPU.
         """
-        device = 0 if self._on_cpu else torch.cuda.current_device()
+        device = 0 if self.on_cpu else torch.cuda.current_device()
         self.driver.enter(device)
-        self._kernel(self.bundle.of(self.chosen, min(self.bundle.targets[self.chosen]["kernels"]))[0], device)
+        self.loaded(self.bundle.of(self.chosen, min(self.bundle.targets[self.chosen]["kernels"]))[0], device)
 
-    def _kernel(self, code: Code, device: int) -> Any:
+    def loaded(self, code: Code, device: int) -> Any:
+        """A build as the driver launches it on a device.
+
+        Raises:
+            DriverError: the driver does not take its code.
+        """
         file = code.files[self.kind]
         place = (device, file, code.entry)
         if place not in self._loaded:
@@ -175,17 +244,93 @@ class FromBundle:
         return self._loaded[place]
 
 
-def _missing(call: Call, launcher: FromBundle) -> str:
+@dataclass
+class BundleLaunch:
+    """A bound kernel, with the code that serves it for each kind of run-time arguments."""
+
+    wanted: Wanted
+    launcher: FromBundle
+    _entries: dict[tuple[Argument, ...], _Entry] = field(default_factory=dict)
+
+    def __call__(self, grid: Grid, *args: Any) -> None:
+        """Find the build, load it if need be, and launch it on torch's current stream of the tensors' device.
+
+        Raises:
+            BundleError: no bundle has it.
+            DriverError: the driver refuses it.
+        """
+        entry, launcher = self.entry(args), self.launcher
+        if not all(grid):
+            return
+        if launcher.on_cpu:
+            entry(grid, args, 0, 0)
+            return
+        index = next(x.device.index for x in args if isinstance(x, torch.Tensor))
+        with torch.cuda.device(index):
+            entry(grid, args, index, torch.cuda.current_stream(index).cuda_stream)
+
+    def entry(self, args: tuple[Any, ...]) -> _Entry:
+        """The code for run-time arguments.
+
+        Raises:
+            TypeError: there are more or fewer than the kernel has.
+            BundleError: no bundle has it.
+        """
+        kinds = tuple(map(described, args))
+        found = self._entries.get(kinds)
+        if found is None:
+            self.wanted.binding.by_name(args)
+            holder, code = self.launcher.served(self.wanted, self.wanted.arguments(kinds))
+            found = self._entries[kinds] = _Entry(self.wanted, holder, code)
+        return found
+
+
+class _Entry:
+    """A build, and how its arguments are found."""
+
+    def __init__(self, wanted: Wanted, holder: FromBundle, code: Code) -> None:
+        self._holder, self._code = holder, code
+        passed, bound = dict(code.build.types), wanted.binding.fixed
+        names = [n for n in wanted.places if n in passed]
+        scratch = code.arguments - len(names)
+        self._kinds = [passed[n] for n in names] + ["*"] * scratch
+        self._rest = [0] * scratch
+        # A place among the run-time arguments, or a value: bound, or 0 for what the code never reads.
+        self._sources = [(None, 0) if n in code.unread else (wanted.places[n], bound.get(n)) for n in names]
+
+    def __call__(self, grid: Grid, args: tuple[Any, ...], device: int, stream: int) -> None:
+        """Launch it."""
+        holder, code = self._holder, self._code
+        holder.driver.enter(device)
+        kernel = holder.loaded(code, device)
+        values = [value if at is None else args[at] for at, value in self._sources]
+        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
+        threads = 32 * code.build.num_warps
+        holder.driver.launch(kernel, grid, threads, code.shared, stream, self._kinds, values + self._rest)
+
+
+class Lookup(Launcher):
+    """A launcher that finds the build of every launch in bundles, and launches nothing."""
+
+    def __init__(self, launcher: FromBundle) -> None:
+        self._launcher, self.target, self.overlaps = launcher, launcher.target, launcher.overlaps
+
+    def launch_of(self, binding: Binding) -> Launch:
+        """See `Launcher`; the launch raises BundleError where there is no build."""
+        bound = self._launcher.launch_of(binding)
+        return lambda _, *args: bound.entry(args) and None
+
+
+def _missing(wanted: Wanted, arguments: Mapping[str, Argument], launcher: FromBundle) -> str:
     """Which configuration a bundle lacks, and how to get it in."""
-    kernel = call.kernel.id
-    described = ", ".join(f"{n}={v}" for n, v in call.constants.items())
+    described = ", ".join(f"{n}={v}" for n, v in wanted.constants.items())
     types = ", ".join(
-        f"{n}:{a.type}{'/16' if a.divisible else ''}{'=1' if a.one else ''}" for n, a in call.arguments.items()
+        f"{n}:{a.type}{'/16' if a.divisible else ''}{'=1' if a.one else ''}" for n, a in arguments.items()
     )
-    several = launcher._of_kernel.get(kernel, 0)  # noqa: SLF001 the same module
+    several = launcher._of_kernel.get(wanted.kernel, 0)  # noqa: SLF001 the same module
     return (
-        f"{launcher.bundle.path} holds {several} builds of {kernel} for {launcher.chosen}, and none for {described}; "
-        f"{types}; {call.num_warps} warps, {call.num_stages} stages. Run it with AOT_MISSING=FILE, which writes that "
-        "down, and build with --configurations FILE where Triton is installed; or let another backend run it: "
-        'order = ["triton"]'
+        f"{launcher.bundle.path} holds {several} builds of {wanted.kernel} for {launcher.chosen}, and none for "
+        f"{described}; {types}; {wanted.num_warps} warps, {wanted.num_stages} stages. Run it with AOT_MISSING=FILE, "
+        "which writes that down, and build with --configurations FILE where Triton is installed; or let another "
+        'backend run it: order = ["triton"]'
     )

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.manifest import Backend
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_triton.aot import tables
 from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
-from rlkernel_triton.aot.rehearsal import named, rehearse
-from rlkernel_triton.claims import manifest
+from rlkernel_triton.aot.rehearsal import named
+from rlkernel_triton.claims import CLAIMS, manifest
+
+if TYPE_CHECKING:
+    from rlkernel_triton.aot.noting import Noting
 
 VARIABLE: Final = "AOT_RECORDING"
 MISSING: Final = "AOT_MISSING"  # a file, into which backends over bundles write what they lack
@@ -53,79 +55,21 @@ backend = _manifest("cpu")
 on_gpu = _manifest("cuda")  # the same for tensors of a GPU, on which the conformance suite draws other cases
 
 
-class Recorder:
-    """A launcher that launches nothing."""
-
-    def __init__(self, target: str, file: Path | None = None) -> None:
-        self._target, self._file = target, file
-        self.seen: set[tuple[str, Build]] = set()
-        self.op = ""  # whose launches these are
-
-    def target(self) -> str:
-        """The target that is planned for."""
-        return self._target
-
-    def device_type(self) -> str:
-        """Tensors are the CPU's."""
-        return "cpu"
-
-    def launch(self, call: Any) -> None:
-        """Describe a launch."""
-        build = build_of(call)
-        if (self.op, build) not in self.seen:
-            self.seen.add((self.op, build))
-            if self._file is not None:
-                _write(self._file, [self.op], self._target, build)
-
-
-def build_of(call: Any) -> Build:
-    """The build that serves a call, and every other size and alignment: what is assumed of those, kernels declare."""
-    there = {n: a.type for n, a in call.arguments.items() if a.type != "none"}
-    constants = tuple((n, call.constants.get(n)) for n in call.kernel.arg_names if n not in there)
-    return Build(
-        call.kernel.id,
-        tuple(there.items()),
-        constants,
-        (),
-        call.num_warps,
-        call.num_stages,
-        enable_fp_fusion=call.fusion,
-        options=tuple(call.options.items()),
-    )
-
-
-def noted(call: Any, target: str, file: Path) -> Build:
-    """Write down a launch that no bundle has a build for, for every operator that may have asked; the build."""
-    build = build_of(call)
-    _write(file, sorted(_users().get(build.kernel, OPERATORS)), target, build)
-    return build
-
-
-def _write(file: Path, ops: Iterable[str], target: str, build: Build) -> None:
-    lines = [json.dumps({"op": op, "target": target, **build.document()}) + "\n" for op in ops]
+def noted(op: str, build: Build, target: str, file: Path) -> None:
+    """Append the build of a launch to a file, for the operator that launches it."""
+    line = json.dumps({"op": op, "target": target, **build.document()}) + "\n"
     with file.open("ab", buffering=0) as out:  # in one piece: other processes write there too
-        out.write("".join(lines).encode())
+        out.write(line.encode())
 
 
 @cache
-def _users() -> dict[str, set[str]]:
-    """Kernel -> operators that launch it, as the shipped table knows."""
-    found: dict[str, set[str]] = {}
-    for build, uses in tables.read().items():
-        found.setdefault(build.kernel, set()).update(uses)
-    return found
-
-
-@cache
-def recorder() -> tuple[Any, Recorder]:
-    """The host of this process and its recorder, as the environment names them.
+def recorder() -> Noting:
+    """The launcher of this process, as the environment names it.
 
     Raises:
         RLKernelError: the variable is not set, or is not FILE:TARGET.
     """
-    from rlkernel_triton.aot.hosts import Host
-    from rlkernel_triton.aot.planning import plan_for
-    from rlkernel_triton.aot.standin import triton
+    from rlkernel_triton.aot.noting import Noting
     from rlkernel_triton.aot.targets import TARGETS
 
     file, _, target = os.environ.get(VARIABLE, "").rpartition(":")
@@ -134,35 +78,22 @@ def recorder() -> tuple[Any, Recorder]:
             f"{VARIABLE} says where to record and for which target: FILE:TARGET, such as launches.jsonl:sm_87; it "
             f"is {os.environ.get(VARIABLE)!r}, and targets are {', '.join(TARGETS)}"
         )
-    made = Recorder(target, Path(file).resolve())
-    host = Host("recorded", triton(made))
-    plan_for(host, target)
-    return host, made
+    path = Path(file).resolve()
+    return Noting(target, lambda op, build: noted(op, build, target, path))
 
 
 def planned(op: str) -> Callable[[Any], Any]:
     """What an operator would launch for a call and its gradients is recorded; what it returns holds nothing."""
-    from rlkernel_triton.aot.hosts import implementation
-
-    host, of_process = recorder()
-    run = implementation(host, op)
-
-    def noting(call: Any) -> Any:
-        of_process.op = op
-        return rehearse(run, call)
-
-    return noting
+    return recorder().planned(op)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """`logprob`, `logprob_fits` and so on: operators that record, and their checks."""
-    from rlkernel_triton.aot.hosts import implementation
-
     op = name.removesuffix("_fits")
     if op not in OPERATORS:
         raise AttributeError(name)
     if op != name:
-        return implementation(recorder()[0], op, check=True)
+        return _check(op)
     from rlkernel_torch import backend as reference
 
     target = next(i.target for i in reference.impls if i.op.partition("@")[0] == op)
@@ -171,14 +102,12 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     @wraps(meant)
     def recorded(call: Any) -> Any:
-        host, of_process = recorder()
-        of_process.op = op
-        hollow = rehearse(implementation(host, op), call)
+        hollow = planned(op)(call)
         given = {n: _canonical(v) for n, v in call.as_dict().items()}
         if op == "prepack":
             given["layout"] = CANONICAL
         out = meant(type(call)(**given))
-        out = _follow(op, [x for _, x in named(given)], hollow, out)
+        out = _follow([x for _, x in named(given)], hollow, out)
         if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
             _CANONICAL[hollow] = out
             return hollow
@@ -186,6 +115,19 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     globals()[name] = recorded
     return recorded
+
+
+def _check(op: str) -> Callable[[Any], Any]:
+    from rlkernel_triton.launchers import within
+    from rlkernel_triton.prepared import named as claimed
+
+    own = claimed(str(CLAIMS[op].check))
+
+    def fits(call: Any) -> Any:
+        with within(recorder().scope):
+            return own(call)
+
+    return fits
 
 
 # Weights in a layout of the kernels, which no kernel has written, and the weights that they would be.
@@ -201,7 +143,7 @@ def _canonical(x: Any) -> Any:
     return tuple(map(_canonical, x)) if type(x) is tuple else x
 
 
-def _follow(op: str, given: list[Any], hollow: Any, out: Any) -> Any:
+def _follow(given: list[Any], hollow: Any, out: Any) -> Any:
     """The result, tapped: when gradients arrive at it, what the same gradients launch is recorded."""
     import torch
 
@@ -223,7 +165,6 @@ def _follow(op: str, given: list[Any], hollow: Any, out: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:  # noqa: ARG004  as autograd calls it
-            recorder()[1].op = op
             arrived = [(planned[n], g) for (n, _), g in zip(there, upstream, strict=True) if g is not None]
             with torch.enable_grad():
                 roots, grads = zip(*arrived, strict=True)

@@ -1,6 +1,6 @@
 """Calls planned before they are run, so that what a bundle lacks is a Reason at selection and no error half-way.
 
-Host code runs once more over a launcher that looks builds up and launches nothing: forward, and backward for the first
+Host code is run with a launcher that looks builds up and launches nothing: forward, and backward for the first
 result and with the entropy, which is what losses use. A call like one that was planned is not planned again.
 Imports torch inside functions only.
 """
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_triton.aot.bundle import BundleError, NoBuildError
-from rlkernel_triton.aot.hosts import Host, implementation
-from rlkernel_triton.aot.planning import plan_for
+
+if TYPE_CHECKING:
+    from rlkernel_triton.launchers import Scope
 
 MANY: Final = 4096  # calls that are remembered
 _RANKS: Final = ("group", "process_group")
@@ -26,53 +27,16 @@ WIDE: Final = 1 << 31  # from here on a number takes 64 bits
 _NUMBERS: Final = frozenset({"seed", "step", "stream"})  # which differ from call to call and are numbers to kernels
 
 
-class Planned:
-    """A launcher that finds the build of every launch, and launches nothing."""
-
-    def __init__(self, launcher: Any) -> None:
-        self._launcher = launcher
-
-    def target(self) -> str:
-        """The target whose code would run."""
-        found: str = self._launcher.target()
-        return found
-
-    def device_type(self) -> str | None:
-        """As of the launcher."""
-        found: str | None = self._launcher.device_type()
-        return found
-
-    def launch(self, call: Any) -> None:
-        """Find the build.
-
-        Raises:
-            BundleError: there is none.
-        """
-        self._launcher.served(call)
-
-
 class Rehearsals:
     """What a bundle would say to calls.
 
     Args:
-        name: under which host modules are imported once more.
-        launcher: what launches from the bundle.
-        prepare: what is done to host modules before anything runs.
+        scope: of `rlkernel_triton.aot.launching.Lookup` over the bundle, and of what calls are planned for.
     """
 
-    def __init__(self, name: str, launcher: Any, prepare: Callable[[Host], object] = lambda _: None) -> None:
-        self._name, self._launcher, self._prepare = name, launcher, prepare
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
         self._known: dict[Any, Reason | None] = {}
-
-    @cached_property
-    def host(self) -> Host:
-        """Host modules that launch nothing."""
-        from rlkernel_triton.aot.standin import triton
-
-        made = Host(self._name, triton(Planned(self._launcher)))
-        plan_for(made, self._launcher.target())
-        self._prepare(made)
-        return made
 
     def missing(self, op: str, call: Any) -> Reason | None:
         """Why a call cannot run from the bundle; None: it can, or running it will say what is wrong."""
@@ -89,10 +53,12 @@ class Rehearsals:
         return self._known[key]
 
     def _planned(self, op: str, call: Any) -> Reason | None:
+        from rlkernel_triton.prepared import prepared
+
         if hasattr(call, "out"):  # which planning must not touch
             call = call.of(call, out=None)
         try:
-            rehearse(implementation(self.host, op), call)
+            rehearse(prepared(op, self._scope), call)
         except NoBuildError as error:
             text, _, fix = str(error).partition(". Run")
             return Reason("shape", "unsupported", text, f"Run{fix}")
@@ -104,11 +70,11 @@ class Rehearsals:
         return None
 
 
-def rehearse(run: Callable[[Any], Any], call: Any) -> Any:
+def rehearse(prepare: Callable[[Any], Callable[[Any], Any]], call: Any) -> Any:
     """Run host code on a record, forward and for the gradients that losses ask for; its result."""
     import torch
 
-    out = run(call)
+    out = prepare(call)(call)
     inputs = [x for _, x in named(call) if x.requires_grad]
     roots = [(n, x) for n, x in named(out) if x.requires_grad]
     if inputs and roots and torch.is_grad_enabled():

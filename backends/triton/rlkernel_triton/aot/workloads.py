@@ -1,4 +1,4 @@
-"""Calls of a run of post-training, whose launches go into the table of configurations beside those of conformance.
+"""Calls of a run of post-training, whose launches bundles hold.
 
 What host code decides by sizes is gone through: the power of two above the number of parts of a vocabulary, how many
 rows or tokens a program takes, into how many parts K is split. Alignments are no matter of a recording. What a bundle
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from typing import Any, Final
+
+from rlkernel_triton.aot.backend import WITH
 
 VOCABULARIES: Final = (32000, 50304, 128256, 151936, 262144)  # Llama 2, GPT-2 padded, Llama 3, Qwen 2 and 3, Gemma 3
 KINDS: Final = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
@@ -47,7 +49,10 @@ COMPARED: Final = ("grpo", "dr_grpo", "rloo")  # kinds over groups that are serv
 
 
 def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> Iterator[str]:
-    """Make every call of some operators; `run` gives the implementation of one. Yields a line about each."""
+    """Make every call of some operators; `run` gives the implementation of one. Yields a line about each.
+
+    Weights are quantised, prepacked, dequantised and multiplied in one go, whichever of these is asked for.
+    """
     from rlkernel_core.spec import OPERATORS
 
     def by_arguments(op: str) -> Callable[..., Any]:
@@ -57,8 +62,9 @@ def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> I
         "logprob": _logprob, "sample": _sample, "linear_logprob": _linear, "advantage": _advantage,
         "policy_loss": _loss, "qmatmul": _weights,
     }  # fmt: skip
+    asked = {*ops, *(op for op, others in WITH.items() if set(others) & set(ops))}
     for op, part in parts.items():
-        if op in ops:
+        if op in asked:
             yield from part(by_arguments)
 
 

@@ -17,9 +17,7 @@ Legend: B sequences · G group size · K rewards of a sequence · P partial mome
 N packed tokens · M slots of the hash table, a power of two.
 """
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.moments_kernels import _merge
 from rlkernel_triton.scan_kernels import _sequence
 

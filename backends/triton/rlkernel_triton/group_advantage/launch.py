@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_common.moments import Moments, across_ranks
@@ -34,6 +33,7 @@ from rlkernel_triton.group_advantage.kernels import (
     totals_kernel,
     whiten_groups_kernel,
 )
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan
 from rlkernel_triton.moments_kernels import MERGED, merge_kernel

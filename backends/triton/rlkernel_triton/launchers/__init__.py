@@ -11,7 +11,7 @@ first run. Numbers that may change from call to call are passed at run time, and
     jit              compiled by Triton's JIT, launched without it
     triton_abi       how a compiled kernel is launched, for each version of Triton
     plain            launched by Triton: its interpreter, its JIT
-    planning         for which GPU host code plans where none is asked
+    planning         what launches and for which GPU, where neither the device nor a caller says
     recorder         written down, not launched
     offline          what was written down, compiled for any architecture
 
@@ -20,19 +20,27 @@ No module here imports an operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache
 from typing import Final, TypeVar
 
 import torch
-import triton
 
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED, require_triton_on
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
 from rlkernel_triton.launchers.plain import PlainLauncher
-from rlkernel_triton.launchers.planning import planned_target, planning_for
+from rlkernel_triton.launchers.planning import (
+    Scope,
+    as_forward,
+    current,
+    in_pieces_of,
+    piece_of,
+    planned_target,
+    planning_for,
+    using,
+    within,
+)
 from rlkernel_triton.launchers.recorder import Build, RecordedLaunch, Recorder
 
 __all__ = [
@@ -45,33 +53,22 @@ __all__ = [
     "Plan",
     "RecordedLaunch",
     "Recorder",
+    "Scope",
+    "as_forward",
+    "current",
+    "in_pieces_of",
     "launcher_for",
+    "piece_of",
     "plain_launcher_for",
     "planned",
     "planned_target",
     "planning_for",
-    "scoped",
     "using",
+    "within",
 ]  # fmt: skip
 T = TypeVar("T")
-# What stands for Triton where kernels come from a bundle has no hooks of launches, and launches by itself.
+# Where Triton is not installed nothing is compiled: what launches says so itself.
 COMPILES: Final[bool] = hasattr(triton.knobs.runtime, "launch_enter_hook")
-_USED: Final[ContextVar[Launcher | None]] = ContextVar("launcher", default=None)
-
-
-@contextmanager
-def using(launcher: Launcher) -> Iterator[None]:
-    """Within this scope host code binds its kernels with one launcher, whatever the device: a `Recorder`, say."""
-    token = _USED.set(launcher)
-    try:
-        yield
-    finally:
-        _USED.reset(token)
-
-
-def scoped() -> bool:
-    """Whether a scope says what launches or what is planned for: what is bound in it must not outlive it."""
-    return _USED.get() is not None or planned_target() is not None
 
 
 def launcher_for(device: torch.device) -> Launcher:
@@ -80,7 +77,7 @@ def launcher_for(device: torch.device) -> Launcher:
     Raises:
         RLKernelError: the device is no GPU, Triton's interpreter is off, and no driver of Triton's serves the device.
     """
-    used = _USED.get()
+    used = current().launcher
     if used is not None:
         return used
     if device.type == "cuda" and COMPILES and not INTERPRETED:
@@ -94,7 +91,7 @@ def plain_launcher_for(device: torch.device) -> Launcher:
     Raises:
         RLKernelError: as `launcher_for`.
     """
-    used = _USED.get()
+    used = current().launcher
     if used is not None:
         return used
     return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)

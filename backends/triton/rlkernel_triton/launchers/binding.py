@@ -13,6 +13,8 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
+from rlkernel_triton.aot.targets import Target
+from rlkernel_triton.launchers.planning import current, within
 from rlkernel_triton.launchers.specialization import Parameter, parameters
 
 T = TypeVar("T")
@@ -29,6 +31,9 @@ class Launch(Protocol):
 
 class Launcher(ABC):
     """What host code binds kernels with."""
+
+    target: Target | None = None  # the GPU that launches are planned for; None: that of the tensors
+    overlaps: bool = True  # whether a launch may begin before the one ahead of it has ended, where the GPU can
 
     def bind(
         self,
@@ -126,15 +131,19 @@ class Binding:
 
 
 class Plan:
-    """The launches of calls of one shape, by the place where host code makes them; the first call binds them."""
+    """The launches of calls of one shape, by the place where host code makes them; the first call binds them.
+
+    They are bound in the scope in which the plan was made, wherever that call runs.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
+        self.launcher, self._scope = launcher, current()
         self._bound: dict[str, Any] = {}
 
     def get(self, place: str, bind: Callable[[Launcher], T]) -> T:
         """What `bind` made of the launcher at the first call at this place."""
         found: T | None = self._bound.get(place)
         if found is None:
-            found = self._bound[place] = bind(self.launcher)
+            with within(self._scope):
+                found = self._bound[place] = bind(self.launcher)
         return found

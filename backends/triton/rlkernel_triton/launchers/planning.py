@@ -1,23 +1,62 @@
-"""For which GPU host code plans where none is asked: that of a scope, with tensors of any device.
+"""What launches, for which GPU, and with how much memory at a time, where host code asks neither a device nor a caller.
 
     with planning_for("sm_90"), using(Recorder()):
         ...  # what is recorded is what an H100 would launch
 
-Host code that decides by warps, multiprocessors or architecture asks `planned_target` before it asks the device.
+A scope holds all three. Host code that decides by warps, multiprocessors or architecture asks `planned_target` before
+it asks the device; a plan keeps the scope that it was made in, and so does a node of autograd until its backward pass,
+whatever thread that runs in.
+
 Imports no operator, no torch and no Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_triton.aot.targets import TARGETS, Target
 
-_PLANNED: Final[ContextVar[Target | None]] = ContextVar("planned target", default=None)
+if TYPE_CHECKING:
+    from rlkernel_triton.launchers.binding import Launcher
+
+
+class Scope(NamedTuple):
+    """What holds for host code that runs within it; None: what the device says."""
+
+    launcher: Launcher | None = None
+    target: Target | None = None
+    piece: int | None = None  # most bytes that work in pieces takes at a time
+    op: str = ""  # the operator whose kernels are bound, where somebody asks
+
+
+_SCOPE: Final[ContextVar[Scope]] = ContextVar("scope", default=Scope())  # noqa: B039 a tuple of nothing
+current: Final = _SCOPE.get
+
+
+@contextmanager
+def within(scope: Scope) -> Iterator[None]:
+    """Run in a scope that `current` has told."""
+    token = _SCOPE.set(scope)
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)
+
+
+def as_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass in the scope of its forward pass, which that kept as `ctx.scope`."""
+
+    @wraps(backward)
+    def run(ctx: Any, *upstream: Any) -> Any:
+        with within(ctx.scope):
+            return backward(ctx, *upstream)
+
+    return run
 
 
 @contextmanager
@@ -29,13 +68,34 @@ def planning_for(name: str) -> Iterator[None]:
     """
     if name not in TARGETS:
         raise UnknownNameError("target", name, TARGETS)
-    token = _PLANNED.set(TARGETS[name])
-    try:
+    with within(current()._replace(target=TARGETS[name])):
         yield
-    finally:
-        _PLANNED.reset(token)
+
+
+@contextmanager
+def using(launcher: Launcher) -> Iterator[None]:
+    """Within this scope host code binds its kernels with one launcher, whatever the device: a `Recorder`, say.
+
+    It plans for the launcher's target, if that has one.
+    """
+    scope = current()
+    with within(scope._replace(launcher=launcher, target=launcher.target or scope.target)):
+        yield
+
+
+@contextmanager
+def in_pieces_of(piece: int | None) -> Iterator[None]:
+    """Within this scope work that is done in pieces takes so many bytes at a time at most; None: what it would take."""
+    with within(current()._replace(piece=piece)):
+        yield
 
 
 def planned_target() -> Target | None:
     """The target of the innermost scope; None: what the device is."""
-    return _PLANNED.get()
+    return current().target
+
+
+def piece_of(most: int, parts: int = 1) -> int:
+    """Bytes that a piece of work takes, of which there may be several at once: the scope's, or most if that is less."""
+    piece = current().piece
+    return most if piece is None else min(most, piece // parts)

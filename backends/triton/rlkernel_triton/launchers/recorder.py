@@ -101,7 +101,7 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     for p in binding.parameters:
         value = values[p.name]
         if p.constexpr:
-            constants.append((p.name, _plain(value)))
+            constants.append((p.name, plain(value)))
             continue
         found = of(value, specialize=p.specialize, align=p.align)
         if found.type == "constexpr":
@@ -119,9 +119,15 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     )  # fmt: skip
 
 
-def _plain(value: Any) -> Constant:
-    """A constexpr as it is written down: `tl.float16` by its name."""
+def plain(value: Any) -> Constant:
+    """A constexpr as it is written down: `tl.float16` by its name.
+
+    Raises:
+        TypeError: it is nothing that can be written down.
+    """
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+    if isinstance(value, str):  # a name that stands for one of the language's, too
+        return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value).__name__ == "dtype" and type(value).__module__.startswith("triton."):

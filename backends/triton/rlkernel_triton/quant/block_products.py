@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_triton.launchers import Plan, plain_launcher_for
+from rlkernel_triton.language import triton
+from rlkernel_triton.launchers import Plan, piece_of, plain_launcher_for
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
@@ -180,7 +180,7 @@ def by_experts(x: Tensor, w: QuantTensor, after: After, rounding: str, ends: Ten
 def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Any:
     """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
     N, K = w.shape[0] // experts, w.shape[1]
-    most = max(1, _DENSE_EXPERTS // (N * K * kind.itemsize))
+    most = max(1, piece_of(_DENSE_EXPERTS) // (N * K * kind.itemsize))
     aligned = 16 // _common(N, 16)  # tiles are read from multiples of 16 rows
     most = max(aligned, most // aligned * aligned)
     for first in range(0, experts, most):

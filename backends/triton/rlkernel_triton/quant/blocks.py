@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
@@ -18,6 +17,7 @@ from rlkernel_core.quant.kquants import SUB
 from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, plain_launcher_for, planned
 from rlkernel_triton.quant import (

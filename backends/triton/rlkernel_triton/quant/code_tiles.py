@@ -17,8 +17,7 @@ Legend: N rows · K columns of the weight · R x C a tile of it, both powers of 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 
 @triton.jit

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
@@ -25,6 +24,7 @@ from rlkernel_core.spec.quantize import (
     PrepackCall,
     QuantizeCall,
 )
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED, lasting
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage

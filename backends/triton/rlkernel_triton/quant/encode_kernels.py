@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_code, narrowed, store_bytes
 from rlkernel_triton.quant.encode_tiles import (
     EVEN,

@@ -15,13 +15,22 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
-from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, plain_launcher_for, planned, planned_target
+from rlkernel_triton.launchers import (
+    Grid,
+    Launch,
+    Launcher,
+    Plan,
+    piece_of,
+    plain_launcher_for,
+    planned,
+    planned_target,
+)
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
@@ -188,9 +197,6 @@ def machine(device: torch.device) -> Machine:
 def _machine_of(device: torch.device) -> Machine:
     if INTERPRETED:
         return Machine("sm90", 132, ptx=False, sync=False)
-    if device.type != "cuda":  # a simulated GPU
-        simulated = triton.runtime.driver.active.utils.get_device_properties(0)
-        return Machine("other", simulated["multiprocessor_count"], ptx=False, sync=False)
     found = torch.cuda.get_device_properties(device)
     nvidia = torch.version.hip is None
     kind = choice.kind_of(f"sm{found.major}{found.minor}") if nvidia else "other"
@@ -239,7 +245,7 @@ PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a pro
 def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
     """Pieces of the dequantised weight, multiplied by torch; sums are kept in fp32 where something follows."""
     N, K = w.shape
-    rows = max(64, PIECE // (K * x.element_size()) // 64 * 64)
+    rows = max(64, piece_of(PIECE, 2) // (K * x.element_size()) // 64 * 64)
     buffer = torch.empty(min(rows, N), K, dtype=x.dtype, device=x.device)
     plain = after.nothing and y.dtype == x.dtype
     h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)

@@ -8,10 +8,8 @@ Legend: M tokens · N rows · K columns of the weight · BN x BM tile of the tra
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import tanh
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 
 

@@ -22,7 +22,7 @@ from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
-from rlkernel_triton.launchers import Plan, launcher_for, planned
+from rlkernel_triton.launchers import Plan, launcher_for, piece_of, planned
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import PIECE, After, wide_product
@@ -201,7 +201,7 @@ def _times_weight(dh: Tensor, ends: Tensor | None, w: QuantTensor, plan: Plan) -
             turned = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
             dense_product(dh.contiguous(), turned, After(), ends, dx, first=first, experts=some, N=K)
         return dx
-    rows = max(64, 2 * PIECE // (K * dh.element_size()) // 64 * 64)
+    rows = max(64, 2 * piece_of(PIECE, 2) // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):
         last = min(first + rows, N)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError, LayoutError
 from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
+from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launcher, Plan, launcher_for, plain_launcher_for
 from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels

@@ -8,9 +8,7 @@ Legend: N rows · K columns · R x C tile of a program · B sub-blocks of a tile
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.encode_tiles import (
     extremes,

@@ -5,9 +5,7 @@ Legend: M tokens · N rows · K columns of the weight · BN x BM tile of the tra
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.decode_kernels import nested_scales
 from rlkernel_triton.quant.product_kernels import added_up, finished

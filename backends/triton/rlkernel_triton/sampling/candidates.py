@@ -11,9 +11,7 @@ Legend: K groups at most · C candidates at most · GP groups, padded. Imports T
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.noise import gumbel
 from rlkernel_triton.sampling.rows import (
     LARGEST,

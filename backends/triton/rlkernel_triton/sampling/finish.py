@@ -8,9 +8,7 @@ Imports Triton.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.candidates import UNITS, gather, kept_of
 from rlkernel_triton.sampling.noise import SLACK, gumbel
 from rlkernel_triton.sampling.results import PENDING, groups_of, request, settle, summed

@@ -9,8 +9,7 @@ token that seems to win has a time, and need look only at tokens whose bound is 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 TWO_32: tl.constexpr = tl.constexpr(2.0**-32)
 # Above every rounding of `early`, of a weight and of y in a race: 23 nats below the best, y is off by 6e-6 at most.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
-from rlkernel_triton.launchers import Launch, launcher_for, planned_target, scoped
+from rlkernel_triton.language import triton
+from rlkernel_triton.launchers import Launch, current, launcher_for, planned_target
 from rlkernel_triton.launchers.specialization import parameters as parameters_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
@@ -113,7 +113,7 @@ def padded(V: int, shape: Shape) -> dict[str, int]:
 
 
 def lanes(device: torch.device) -> int:
-    """Of a warp; over a bundle, of its target's."""
+    """Of a warp; of that of the target, where one is planned for."""
     target = planned_target()
     if target is not None:
         return target.warp
@@ -121,11 +121,11 @@ def lanes(device: torch.device) -> int:
 
 
 def on_nvidia(x: Tensor) -> bool:
-    """Whether kernels on x are compiled here, and for a GPU of NVIDIA's. Those of a bundle were compiled elsewhere."""
+    """Whether kernels on x are compiled for a GPU of NVIDIA's."""
     target = planned_target()
     if target is not None:
         return target.nvidia
-    return x.is_cuda and torch.version.hip is None and hasattr(triton, "compile")
+    return x.is_cuda and torch.version.hip is None
 
 
 def overlaps(x: Tensor) -> bool:
@@ -134,6 +134,8 @@ def overlaps(x: Tensor) -> bool:
     Programmatic dependent launch of NVIDIA's, from compute capability 9.0 on.
     """
     target = planned_target()
+    if not launcher_for(x.device).overlaps:
+        return False
     if target is not None:
         return target.nvidia and int(target.arch) >= 90
     return on_nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
@@ -308,6 +310,7 @@ def draw(
     if allowed is not None:
         allowed = allowed.contiguous()
     key = (
+        current(),
         x.device,
         kind_of(x),
         kind_of(raw),
@@ -323,15 +326,13 @@ def draw(
         with_laws,
         shape,
     )
-    lasting = not scoped()
-    plan = _PLANS.get(key) if lasting else None
+    plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MANY:
             _PLANS.clear()
         plan = Plan(
             x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=entropy, laws=with_laws, shape=shape
         )
-        if lasting:
-            _PLANS[key] = plan
+        _PLANS[key] = plan
     drawn = plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)
     return drawn.result, drawn.laws

@@ -5,9 +5,7 @@ Legend: N rows · S tiles a row of G groups each · GP: groups padded to a power
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.rows import (
     LARGEST,
     LN2,

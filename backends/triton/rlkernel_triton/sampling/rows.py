@@ -7,8 +7,7 @@ Imports Triton.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from rlkernel_triton.language import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)

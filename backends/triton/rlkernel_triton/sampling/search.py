@@ -11,9 +11,7 @@ A value is an `ordered` int32, held as int64. Legend: V vocabulary · top the be
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.rows import floor_of, logits_at, ordered, unordered, weight
 
 NO_LOGIT: tl.constexpr = tl.constexpr(-2139095041)  # -inf as `ordered`

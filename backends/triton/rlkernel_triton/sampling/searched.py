@@ -6,9 +6,7 @@ Legend: N rows · V vocabulary. Imports Triton.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.noise import SLACK, early, exponential, uniform, words_of
 from rlkernel_triton.sampling.results import PENDING, groups_of, request, settle, summed
 from rlkernel_triton.sampling.rows import ordered, parameter, times, unordered, waited

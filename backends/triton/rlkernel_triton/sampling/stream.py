@@ -12,10 +12,8 @@ Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / G
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rlkernel_triton.arithmetic import scaled_less
+from rlkernel_triton.language import tl, triton
 from rlkernel_triton.sampling.noise import earliest
 from rlkernel_triton.sampling.rows import (
     INTERPRETED,

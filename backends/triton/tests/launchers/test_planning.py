@@ -5,10 +5,20 @@ import torch
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec.sample import SampleCall
-from rlkernel_triton.launchers import Recorder, planned_target, planning_for, scoped, using
+from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.launchers import (
+    Plan,
+    Recorder,
+    Scope,
+    current,
+    in_pieces_of,
+    piece_of,
+    planned_target,
+    planning_for,
+    using,
+)
 from rlkernel_triton.quant.product import machine
 from rlkernel_triton.recursion import warps
-from rlkernel_triton.sampling import plan
 from rlkernel_triton.sampling.call import sample
 
 META = torch.device("meta")
@@ -51,18 +61,43 @@ def test_a_draw_is_launched_as_on_the_target(target, overlapping, registers):
     assert dict(finish.constants)["EDGE"] == overlapping
 
 
-def test_a_draw_that_was_recorded_is_planned_anew():
-    plan._PLANS.clear()
+def test_a_draw_is_planned_for_the_scope_that_it_is_in():
     assert drawn("sm_90") != drawn("sm_80")
-    assert len(plan._PLANS) == 0
+    assert drawn("sm_90") == drawn("sm_90")
+
+
+def test_a_plan_binds_in_the_scope_that_it_was_made_in():
+    with planning_for("gfx942"):
+        plan = Plan(Recorder())
+    assert plan.get("warps", lambda _: (warps(META),)) == (2,)
+
+
+def test_a_launcher_has_the_last_word_on_its_target():
+    class Fixed(Recorder):
+        target = TARGETS["sm_87"]
+
+    with planning_for("sm_90"):
+        with using(Fixed()):
+            assert planned_target().arch == 87
+        with using(Recorder()):
+            assert planned_target().arch == 90
+
+
+def test_pieces_of_work_are_no_larger_than_the_scope_says():
+    assert piece_of(100, 2) == 100
+    with in_pieces_of(128):
+        assert (piece_of(100, 2), piece_of(60, 2)) == (64, 60)
+        with in_pieces_of(None):
+            assert piece_of(100) == 100
 
 
 def test_scopes_end():
-    with planning_for("sm_90"):
+    outside = current()
+    with planning_for("sm_90"), using(Recorder()) as _:
         with planning_for("sm_80"):
             assert planned_target().arch == 80
-        assert (planned_target().arch, scoped()) == (90, True)
-    assert (planned_target(), scoped()) == (None, False)
+        assert planned_target().arch == 90
+    assert current() == outside == Scope()
 
 
 def test_an_unknown_target_is_refused():

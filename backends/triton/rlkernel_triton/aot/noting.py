@@ -1,0 +1,76 @@
+"""A launcher that tells every build of a bundle that launches would need, and launches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from rlkernel_triton.aot.backend import OPERATORS
+from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.aot.launching import Wanted, described
+from rlkernel_triton.aot.rehearsal import rehearse
+from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.aot.workloads import calls
+from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
+from rlkernel_triton.launchers.planning import within
+from rlkernel_triton.prepared import prepared
+from rlkernel_triton.recorded import made
+from rlkernel_triton.workloads import WORKLOADS
+
+
+class Noting(Launcher):
+    """Binds kernels whose builds it tells, each once an operator; tensors may be of any device that has memory.
+
+    Args:
+        target: a key of `TARGETS`, which is planned for.
+        tell: takes the operator that launches and the build.
+    """
+
+    overlaps = False  # as in bundles
+
+    def __init__(self, target: str, tell: Callable[[str, Build], object] = lambda *_: None) -> None:
+        self.target, self._tell = TARGETS[target], tell
+        self.seen: set[tuple[str, Build]] = set()
+
+    @property
+    def scope(self) -> Scope:
+        """In which host code is recorded."""
+        return Scope(self, self.target)
+
+    def planned(self, op: str) -> Callable[[Any], Any]:
+        """A function that records what a call of an operator launches, and its gradients; its result holds nothing."""
+        prepare = prepared(op, self.scope)
+
+        return lambda call: rehearse(prepare, call)
+
+    def launch_of(self, binding: Binding) -> Launch:
+        """See `Launcher`."""
+        wanted = Wanted(binding)
+
+        def note(_: Grid, *args: Any) -> None:
+            binding.by_name(args)
+            build = wanted.build(wanted.arguments(tuple(map(described, args))))
+            if (wanted.op, build) not in self.seen:
+                self.seen.add((wanted.op, build))
+                self._tell(wanted.op, build)
+
+        return note
+
+
+def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Build]:
+    """What operators launch for a target in the calls of `rlkernel_triton.aot.workloads`, and in every other way.
+
+    The other ways are those of the table of workloads, `rlkernel_triton.workloads`, which the compile gate compiles. No
+    tensor has memory; all operators take some ten seconds.
+    """
+    noting = Noting(target)
+    with torch.device("meta"):
+        for _ in calls(noting.planned, ops):
+            pass
+    for op in ops:
+        with within(noting.scope._replace(op=op)):
+            for workload in WORKLOADS.get(op, {}).values():
+                made(op, workload)
+    return sorted({build for op, build in noting.seen if op in ops}, key=lambda b: b.text)
