@@ -22,9 +22,9 @@ from torch.nn import functional
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
 from rlkernel_triton.launchers import Plan, launcher_for
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import blocks, storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
-from rlkernel_triton.quant.product import PIECE, After, wide_product
+from rlkernel_triton.quant.product import NOTHING, PIECE, After, bound_words, wide_product
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Final = {
@@ -52,8 +52,12 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
     leaves = (call.x, call.bias, *of_lora, call.residual)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
 
+    words = None if wanted or call.ends is not None else _in_one_launch(call, how, plan)
+
     def run(call: QmatmulCall) -> Tensor:
         x, w, lora, residual = call.x, call.w, call.lora, call.residual
+        if words is not None:
+            return words(x, w, NOTHING, x.dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, K)
         added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
         a, b = (None, None) if lora is None else (lora.A, lora.B)
@@ -65,6 +69,16 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
         return y if x.dim() == 2 else y.view(*leading, y.shape[-1])
 
     return run
+
+
+def _in_one_launch(
+    call: QmatmulCall, how: _How, plan: Plan
+) -> Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None:
+    """What multiplies and does nothing more, where x can be read as it is; None for other calls."""
+    plain = call.activation is call.lora is call.bias is call.residual is None
+    if not plain or call.x.dim() != 2 or not call.x.is_contiguous() or blocks.reads(call.w.spec):
+        return None
+    return bound_words(plan.launcher, call.x, call.w, NOTHING, how.weight_rounding)
 
 
 @dataclass(frozen=True)
