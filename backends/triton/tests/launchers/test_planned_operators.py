@@ -45,9 +45,9 @@ CALLS = {
 KERNELS = {
     "gae": ["scan_kernel"],
     "masked gae, carried": ["scan_kernel"] * 3,
-    "reinforce_pp": ["scan_kernel", "moments_kernel", "merge_kernel", "whiten_kernel"],
+    "reinforce_pp": ["scan_kernel", "moments_kernel", "summary_kernel", "whiten_kernel"],
     "outcome rewards": ["ends_kernel", "scan_kernel"],
-    "whiten": ["moments_kernel", "merge_kernel", "whiten_kernel"],
+    "whiten": ["moments_kernel", "summary_kernel", "whiten_kernel"],
     "suffix scan": ["scan_kernel"],
     "long suffix scan": ["scan_kernel", "chain_kernel", "scan_kernel"],
     "grpo": ["count_kernel", "tokens_kernel", "loss_kernel", "total_kernel"],
