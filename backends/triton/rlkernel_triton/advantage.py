@@ -18,7 +18,7 @@ from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
-from rlkernel_triton.group_advantage.launch import MADE, by_group
+from rlkernel_triton.group_advantage.launch import MADE, Groups
 from rlkernel_triton.launch import untracked
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.recursion import Recursion, Rows, Scanned, run
@@ -45,7 +45,8 @@ def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
     """What runs calls of this shape. See `rlkernel_core.spec.advantage.AdvantageCall`."""
     extent = extent_of(call)
     if call.kind in MADE:
-        return untracked(partial(_by_group, extent, Plan(launcher_for(call.rewards.device))), call)
+        groups = Groups(call, extent, Plan(launcher_for(call.rewards.device)))
+        return untracked(partial(_refusing, groups) if call.singleton == "error" else groups.run, call)
     tokens, rule = extent.tokens, _RULES.get(call.kind)
     if rule is None or call.turns is not None:
         return in_torch
@@ -54,11 +55,10 @@ def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
     return untracked(_Steps(rule, call, extent).run, call)
 
 
-def _by_group(extent: Extent, plan: Plan, call: AdvantageCall) -> AdvantageResult:
-    """A kind over groups."""
-    result = by_group(call, extent, plan)
-    if call.singleton == "error":
-        _refuse_singletons(call, result.stats)
+def _refusing(groups: Groups, call: AdvantageCall) -> AdvantageResult:
+    """A kind over groups, each of which must have two members."""
+    result = groups.run(call)
+    _refuse_singletons(call, result.stats)
     return result
 
 

@@ -15,7 +15,6 @@ from rlkernel_triton.claims import CLAIMS
 _KEPT: Final = (
     ("rlkernel_triton.head_calls", "_arch", "cache_clear"),
     ("rlkernel_triton.quant.product", "_machine_of", "cache_clear"),
-    ("rlkernel_triton.sampling.plan", "_PLANS", "clear"),
 )
 _kept_for: Final[list[str]] = []  # the architecture that it was kept for
 

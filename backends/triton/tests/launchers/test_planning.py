@@ -8,7 +8,6 @@ from rlkernel_core.spec.sample import SampleCall
 from rlkernel_triton.launchers import Recorder, planned_target, planning_for, scoped, using
 from rlkernel_triton.quant.product import machine
 from rlkernel_triton.recursion import warps
-from rlkernel_triton.sampling import plan
 from rlkernel_triton.sampling.call import sample
 
 META = torch.device("meta")
@@ -52,9 +51,7 @@ def test_a_draw_is_launched_as_on_the_target(target, overlapping, registers):
 
 
 def test_a_draw_that_was_recorded_is_planned_anew():
-    plan._PLANS.clear()
     assert drawn("sm_90") != drawn("sm_80")
-    assert len(plan._PLANS) == 0
 
 
 def test_scopes_end():
