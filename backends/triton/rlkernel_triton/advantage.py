@@ -1,7 +1,8 @@
-"""advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening two more.
+"""advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening three more.
 
-Kinds over groups are one launch where groups have a size (group_advantage/). Turns and the token baseline are the
-definition's own torch operations, scans in log2 T passes. Nothing synchronises or depends on data for a shape.
+Kinds over groups are one launch where groups have a size, the token baseline two (group_advantage/). Turns, and token
+baselines of large batches by ids, are the definition's own torch operations, scans in log2 T passes. Nothing
+synchronises or depends on data for a shape.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_triton.group_advantage.columns import Columns, serves
 from rlkernel_triton.group_advantage.launch import MADE, Groups
 from rlkernel_triton.launch import untracked
 from rlkernel_triton.launchers import Plan, launcher_for
@@ -47,7 +49,7 @@ def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
     if call.kind in MADE:
         groups = Groups(call, extent, Plan(launcher_for(call.rewards.device)))
         return untracked(partial(_refusing, groups) if call.singleton == "error" else groups.run, call)
-    tokens, rule = extent.tokens, _RULES.get(call.kind)
+    tokens, rule = extent.tokens, "otb" if serves(call, extent) else _RULES.get(call.kind)
     if rule is None or call.turns is not None:
         return in_torch
     if tokens is None or (call.kind == "remax" and not extent.token_rewards):
@@ -94,6 +96,7 @@ class _Steps:
         bare = call.mask is call.lengths is call.cu_seqlens is None
         self._bare = Rows(self._tokens, extent.sequences) if bare else None
         self._recursion: Recursion | None = None
+        self._columns = Columns(extent, self._plan) if rule == "otb" else None
         whiten = KINDS[call.kind].whiten if call.whiten == "auto" else call.whiten
         self._whitens, self._defers = whiten != "none", whiten == "defer"
         self._finishes = whiten == "global" or not call.in_loss is call.weights is None
@@ -104,6 +107,9 @@ class _Steps:
         rows = self._bare or Rows.of(self._tokens, self._extent.sequences, call.mask, call.lengths, call.cu_seqlens)
         if self._locates:
             rows = rows.located(self._plan)
+        if self._columns is not None:
+            out, targets, invalid, members = self._columns(call, rows)
+            return self._finished(call, rows, out, targets, invalid, members)
         made = self._scanned(call, rows)
         if made.invalid is None:
             raise RuntimeError("a recursion without flags")
@@ -140,8 +146,9 @@ class _Steps:
         return _carried(made, rows, values, self._plan) if call.masked_out == "carry" else made
 
     def _finished(
-        self, call: AdvantageCall, rows: Rows, out: Tensor, targets: Tensor | None, invalid: Tensor
-    ) -> AdvantageResult:
+        self, call: AdvantageCall, rows: Rows, out: Tensor, targets: Tensor | None, invalid: Tensor,
+        group_count: Tensor | None = None,
+    ) -> AdvantageResult:  # fmt: skip
         """Whitening, weights and masks over sequences."""
         in_loss, in_stats, weights = call.in_loss, call.in_stats, call.weights
         # Without masks over sequences those count that are not invalid.
@@ -160,7 +167,7 @@ class _Steps:
             used = None if self._defers else summary
             carry = call.masked_out == "carry"
             self._whitening.apply(out, out, rows, used, chosen, which, weights=weight, carry=carry)
-        return AdvantageResult(out, targets, AdvantageStats(invalid=invalid, **stats))
+        return AdvantageResult(out, targets, AdvantageStats(invalid, group_count, **stats))
 
 
 def _carried(made: Scanned, rows: Rows, values: Tensor | None, plan: Plan) -> Scanned:
