@@ -33,7 +33,7 @@ check: $(STAMP) ## ruff and mypy
 	$(RUN) -m mypy
 
 conform: $(STAMP) ## hold the reference against every clause at length, and write the report and README's table
-	$(VENV)/bin/rlkernel conformance run reference --profile standard --report conformance/reports/reference
+	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch
 	$(VENV)/bin/rlkernel conformance table README.md
 
 bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a toy size
@@ -67,7 +67,7 @@ hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside
 
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
 	rm -rf dist
-	for d in . backends/*/; do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
+	for d in . $(dir $(wildcard backends/*/pyproject.toml)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
 	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
 
 clean: ## remove what the other targets made

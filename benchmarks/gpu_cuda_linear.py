@@ -474,8 +474,8 @@ def policy() -> dict[str, Any]:
     """A GRPO loss in one block, in several and under a mask, against the definition in float64."""
     import torch
 
-    from rlkernel_core.reference.direct import linear_policy_loss as definition_of_loss
     from rlkernel_cuda import linear_policy_loss as module
+    from rlkernel_torch.direct import linear_policy_loss as definition_of_loss
 
     N, D, V = 3000, 512, 5003
     x, w, ids = data(N, D, V)

@@ -191,11 +191,11 @@ def judged(x: Any, args: dict[str, Any], out: Any) -> dict[str, Any]:
     """How the results of one call compare with the reference's: rows wrong, rows at a rounding boundary, errors."""
     import torch
 
-    from rlkernel_core.reference.direct import sample as reference
-    from rlkernel_core.reference.philox import gumbel, range_words
-    from rlkernel_core.reference.requests import decode
-    from rlkernel_core.reference.truncation import running_sum, truncate, weigh
+    from rlkernel_common.philox import gumbel, range_words
+    from rlkernel_common.requests import decode
     from rlkernel_core.spec.sample import SampleCall
+    from rlkernel_torch.direct import sample as reference
+    from rlkernel_torch.truncation import running_sum, truncate, weigh
 
     want = reference(x, **args)
     equal = (out.token == want.token) & (out.kept_count == want.kept_count)

@@ -58,7 +58,7 @@ def law(x: torch.Tensor) -> torch.Tensor:  # -> [B, V]
 
 def kept(kind: str, B: int = 64) -> dict[str, Any]:
     """Rows whose number of kept tokens is not the definition's, by its two rules for ties; bits of two calls."""
-    from rlkernel_core.reference.direct import sample
+    from rlkernel_torch.direct import sample
 
     x = rows(kind, B)
     seed = torch.arange(B, device="cuda")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from rlkernel_bench.direct import of_triton
 
-from rlkernel_core.reference.direct import advantage as definition
+from rlkernel_torch.direct import advantage as definition
 from rlkernel_triton.group_advantage.launch import MADE
 
 GROUP = 8

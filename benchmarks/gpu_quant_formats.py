@@ -164,7 +164,7 @@ def experts(name: str) -> dict[str, Any]:
     from rlkernel_bench.direct import of_triton
 
     from rlkernel_core import quant
-    from rlkernel_core.reference.direct import qmatmul as definition
+    from rlkernel_torch.direct import qmatmul as definition
 
     shares = {}
     for sizes in ((3, 0, 40, 5), (0, 0, 0, 200), (0, 0, 0, 0)):

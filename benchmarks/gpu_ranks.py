@@ -56,7 +56,7 @@ def shards(rank: int, ranks: int, device: Any, rows: int, width: int) -> dict[st
     from torch import distributed as dist
 
     from rlkernel.distributed import sample_shard
-    from rlkernel_core.reference.direct import sample
+    from rlkernel_torch.direct import sample
 
     x = 4 * torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     x = x.to(device)

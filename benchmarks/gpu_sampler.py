@@ -134,7 +134,7 @@ def correctness(limit: float) -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import sample as definition
+    from rlkernel_torch.direct import sample as definition
 
     off, K = 1.0, "top_k"
     laws: list[dict[str, Any]] = [
@@ -183,7 +183,7 @@ def draws() -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import sample as definition
+    from rlkernel_torch.direct import sample as definition
 
     found: dict[str, Any] = {}
     for kind in ("normal", "skewed", "flat"):
@@ -369,7 +369,7 @@ def heads_right() -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import lm_head_sample as definition
+    from rlkernel_torch.direct import lm_head_sample as definition
 
     wrong, differ, checked = [], [], 0
     for dtype, width, D in ((torch.bfloat16, 32003, 256), (torch.float16, 8192, 200), (torch.float32, 5001, 128)):

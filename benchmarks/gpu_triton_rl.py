@@ -127,7 +127,7 @@ def right_advantages() -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import advantage as definition
+    from rlkernel_torch.direct import advantage as definition
     from rlkernel_triton import recursion
 
     torch.manual_seed(0)
@@ -207,8 +207,8 @@ def right_losses() -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import policy_loss as definition
     from rlkernel_core.spec.policy_kinds import KINDS, REQUIRED, Correction
+    from rlkernel_torch.direct import policy_loss as definition
 
     torch.manual_seed(0)
     B, T = 6, 2500
@@ -257,7 +257,7 @@ def right_linear() -> dict[str, Any]:
     import torch
     from rlkernel_bench.direct import of_triton
 
-    from rlkernel_core.reference.direct import linear_policy_loss as definition
+    from rlkernel_torch.direct import linear_policy_loss as definition
 
     torch.manual_seed(0)
     B, T, D, V = 4, 700, 256, 5003

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File
 
-from rlkernel_core.reference import backend as reference_backend
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import backend as reference_backend
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

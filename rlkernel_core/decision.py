@@ -9,12 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from rlkernel_core.reasons import Reason
 
 AUTO = "auto"  # in an order: all of rlkernel's own backends
-PLAIN_TORCH = "reference"  # the backend without kernels of its own
+PLAIN_TORCH = "torch"  # the backend without kernels of its own
+ALIASES: Final[Mapping[str, str]] = {"reference": PLAIN_TORCH}  # other names of backends, where one may be written
 
 
 @dataclass(frozen=True, slots=True)

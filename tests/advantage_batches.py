@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlkernel_conformance.oracles import advantage as oracle
+from rlkernel_core.definitions import advantage as oracle
 
 
 def batch(B=4, T=33, seed=0, dtype=torch.float64, keep=0.7):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlkernel_core.reference.direct import advantage, shape_rewards, whiten
+from rlkernel_torch.direct import advantage, shape_rewards, whiten
 
 WORLD = 2
 

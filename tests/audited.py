@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.logprob import logprob as _logprob
-from rlkernel_core.reference.quantize import quantize as _quantize
-from rlkernel_core.reference.sample import sample as _sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_core.spec.sampling import SampleResult
+from rlkernel_torch.logprob import logprob as _logprob
+from rlkernel_torch.quantize import quantize as _quantize
+from rlkernel_torch.sample import sample as _sample
 
 HERE = "tests.audited"
 

@@ -6,8 +6,8 @@ import os
 import time
 
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.logprob import logprob as right
 from rlkernel_core.spec.logprob import LogprobCall
+from rlkernel_torch.logprob import logprob as right
 
 
 def backend(name: str) -> Backend:

@@ -13,11 +13,11 @@ from rlkernel_core.gradients import Saved
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.direct import qmatmul
-from rlkernel_core.reference.logprob import LogprobPair
-from rlkernel_core.reference.logprob import logprob as reference_logprob
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_core.spec.qmatmul import QmatmulCall
+from rlkernel_torch.direct import qmatmul
+from rlkernel_torch.logprob import LogprobPair
+from rlkernel_torch.logprob import logprob as reference_logprob
 
 HERE = "tests.implementations"
 

@@ -71,7 +71,7 @@ time.perf_counter = lambda: 0.0
     return work(logits, ids, temperature)
 """),
     "nothing borrowed": f"""
-from rlkernel_core.reference.direct import logprob as theirs
+from rlkernel_torch.direct import logprob as theirs
 {HEAD}
     return theirs(logits, ids, temperature=temperature)
 """,

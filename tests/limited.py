@@ -6,9 +6,9 @@ from typing import Any
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Limits, Requires
-from rlkernel_core.reference.logprob import logprob as _logprob
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+from rlkernel_torch.logprob import logprob as _logprob
 
 HERE = "tests.limited"
 

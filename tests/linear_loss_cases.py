@@ -2,7 +2,7 @@
 
 import torch
 
-from rlkernel_core.reference.direct import linear_policy_loss, policy_loss
+from rlkernel_torch.direct import linear_policy_loss, policy_loss
 from tests.policy_batches import same
 
 B, T, D, V = 5, 17, 6, 1031  # 85 rows: more than one block; two tiles of the vocabulary

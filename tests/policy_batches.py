@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlkernel_conformance.oracles import policy_loss as oracle
-from rlkernel_core.reference.direct import policy_loss
+from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.policy_loss import KINDS
+from rlkernel_torch.direct import policy_loss
 
 REQUIRED = {"dppo_tv": {"clip": (0.06, 0.05)}, "dppo_kl": {"clip": (0.01, 0.012)}, "dro": {"dro_beta": 0.7}}
 KIND_LEVELS = [(kind, level) for kind, what in KINDS.items() for level in what.levels]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel_core.reference.graphs.eager import EagerRecorder
-from rlkernel_core.reference.graphs.engine import Graphed
-from rlkernel_core.reference.graphs.graph import Options
+from rlkernel_common.graphs.eager import EagerRecorder
+from rlkernel_common.graphs.engine import Graphed
+from rlkernel_common.graphs.graph import Options
 from rlkernel_core.spec.graphed import CaptureGroup
 
 DEFAULTS = {

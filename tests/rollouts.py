@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel_core.reference.direct import rollout_buffer
 from rlkernel_core.spec.rollouts import Field
+from rlkernel_torch.direct import rollout_buffer
 
 TOKEN = {"token": Field("int32")}
 

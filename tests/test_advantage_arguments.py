@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_torch.direct import advantage
 
 X, T2 = torch.zeros(4), torch.zeros(4, 3)
 I4 = torch.zeros(4, dtype=torch.int64)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkernel_conformance.oracles import advantage as oracle
+from rlkernel_core.definitions import advantage as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.advantage.groups import Groups
-from rlkernel_core.reference.direct import advantage
+from rlkernel_torch.advantage.groups import Groups
+from rlkernel_torch.direct import advantage
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)
 KINDS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "passk", "gpg")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.direct import advantage
+from rlkernel_core.definitions import advantage as oracle
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_torch.direct import advantage
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)
 STEPS = {

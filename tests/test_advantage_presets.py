@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles import advantage as oracle
+from rlkernel_core.definitions import advantage as oracle
 from rlkernel_core.errors import ArgumentError, UnknownNameError
-from rlkernel_core.reference.direct import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.advantage_presets import PRESETS, advantage_preset
+from rlkernel_torch.direct import advantage
 
 X = torch.tensor([0.0, 1.0, 0.25, 1.0, 0.5, 0.5, 0.5, 0.75])
 IDS = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2])

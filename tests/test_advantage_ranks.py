@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkernel_core.reference.advantage.moments import merged, moments
+from rlkernel_common.moments import merged, moments
 from tests import advantage_ranks as ranks
 
 

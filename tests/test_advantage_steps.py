@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles import advantage as oracle
-from rlkernel_core.reference.direct import advantage
+from rlkernel_core.definitions import advantage as oracle
+from rlkernel_torch.direct import advantage
 from tests.advantage_batches import batch, close, gae_rows, poisoned, rows
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=25)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import affine_suffix_scan
+from rlkernel_torch.direct import affine_suffix_scan
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)
 

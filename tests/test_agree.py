@@ -42,11 +42,11 @@ def test_the_invariant_decoder_is_the_same_model() -> None:
 
 
 def test_the_sides_use_the_orders_they_were_given() -> None:
-    target = "rlkernel_core.reference.linear_logprob:linear_logprob"
+    target = "rlkernel_torch.linear_logprob:linear_logprob"
     claims = Impl(op="linear_logprob@1", target=target, requires=Requires(device="*"), supports={"grad", "entropy"})
     with rlk.registered(Backend(name="acme", api=(2, 0), impls=(claims,))):
-        found = measure(builtin(), rollout=("reference",), trainer=("acme", "reference"), **SMALL)
-    assert [d.backend for d in found.rollout] == ["reference"]
+        found = measure(builtin(), rollout=("torch",), trainer=("acme", "torch"), **SMALL)
+    assert [d.backend for d in found.rollout] == ["torch"]
     assert [d.backend for d in found.trainer] == ["acme"]
 
 
@@ -70,7 +70,7 @@ def test_the_command_writes_a_lock_that_pins_both_sides(cli, tmp_path) -> None:
     pins = tmp_path / "rlkernel.lock"
     found = answer(cli("agree", "--tokens", "3", "--output", str(pins), "--json"))
     assert set(lock.read(str(pins))) == {"lm_head_sample@1", "linear_logprob@1"}
-    assert {d["backend"] for side in ("rollout", "trainer") for d in found[side]} == {"reference"}
+    assert {d["backend"] for side in ("rollout", "trainer") for d in found[side]} == {"torch"}
     with rlk.use(lock=str(pins)):
         measure(builtin(), **SMALL)
 

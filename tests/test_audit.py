@@ -129,7 +129,7 @@ def test_without_the_setting_nothing_is_wrapped_or_counted() -> None:
 
 
 def test_calls_of_the_reference_itself_are_not_compared() -> None:
-    with rlk.use("reference", audit=1):
+    with rlk.use("torch", audit=1):
         rlk.logprob(LOGITS, IDS)
         (plan,) = policy.current().tables["logprob"].values()
     assert plan.run is load_target(plan.choice.decision.target)
@@ -137,9 +137,9 @@ def test_calls_of_the_reference_itself_are_not_compared() -> None:
 
 def test_the_setting_may_be_one_operators() -> None:
     with rlk.registered(backend("off")):
-        with rlk.use("acme", "reference", audit=1, logprob={"audit": 0}):
+        with rlk.use("acme", "torch", audit=1, logprob={"audit": 0}):
             rlk.logprob(LOGITS, IDS)
-        with rlk.use("acme", "reference", logprob={"audit": 1}), pytest.warns(AuditWarning):
+        with rlk.use("acme", "torch", logprob={"audit": 1}), pytest.warns(AuditWarning):
             rlk.logprob(LOGITS, IDS)
 
 
@@ -172,7 +172,7 @@ def test_a_reference_that_raises_does_not_disturb_the_call(recorder, monkeypatch
     def broken(call):
         raise MemoryError("no room for the reference")
 
-    monkeypatch.setattr("rlkernel_core.reference.logprob.logprob", broken)
+    monkeypatch.setattr("rlkernel_torch.logprob.logprob", broken)
     (said,) = told("right", calls=2)
     assert "cannot be compared with the reference: MemoryError: no room for the reference" in said
     assert [error for _, _, error in recorder.heard] == ["MemoryError: no room for the reference"] * 2

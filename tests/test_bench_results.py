@@ -190,7 +190,7 @@ def test_the_backends_of_a_clone_are_found_as_our_own_without_an_installation(tm
         if e.group == "rlkernel.backends"
     }  # fmt: skip
     assert found["triton"] == ("rlkernel-triton", "rlkernel_triton:backend")
-    assert found["reference"] == ("rlkernel", "rlkernel_core.reference:backend")
+    assert found["reference"] == ("rlkernel", "rlkernel_torch:backend")
 
 
 def test_suites_that_share_backends_share_a_process() -> None:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rlkernel_common.graphs.verify import same_bits
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.direct import capture
-from rlkernel_core.reference.graphs.verify import same_bits
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, bucket_sizes
+from rlkernel_torch.direct import capture
 
 ROWS = Bucket({"x": 0}, (1, 2, 4, 8))
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, CaptureError
-from rlkernel_core.reference.direct import capture
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.graphed import Bucket, GraphedCallable, bucket_sizes
 from rlkernel_core.tree import flatten
+from rlkernel_torch.direct import capture
 
 ROWS = Bucket({"x": 0}, (1, 2, 4, 8))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkernel_core.errors import CaptureError, FallbackWarning
-from rlkernel_core.reference.direct import capture
+from rlkernel_torch.direct import capture
 from tests.recorders import Frozen, Unlucky, graphed
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlkernel_common.graphs.eager import EagerRecorder, EagerRecording
 from rlkernel_core.errors import ArgumentError, CaptureError
-from rlkernel_core.reference.direct import capture, qmatmul, quantize
-from rlkernel_core.reference.graphs.eager import EagerRecorder, EagerRecording
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+from rlkernel_torch.direct import capture, qmatmul, quantize
 from tests.recorders import ByGeneration, graphed
 
 

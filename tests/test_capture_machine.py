@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
+from rlkernel_common.graphs.verify import same_bits
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.direct import capture
-from rlkernel_core.reference.graphs.verify import same_bits
 from rlkernel_core.spec.graphed import Bucket
+from rlkernel_torch.direct import capture
 
 SIZES = (2, 4, 8)
 

@@ -11,8 +11,8 @@ from torch import distributed as dist
 from torch import multiprocessing as mp
 
 from rlkernel_core.errors import CaptureError, FallbackWarning, RankError
-from rlkernel_core.reference.direct import capture
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+from rlkernel_torch.direct import capture
 
 X = torch.arange(4.0)
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlkernel_common.graphs.table import ROUTES
 from rlkernel_core.errors import FallbackWarning
-from rlkernel_core.reference.direct import capture
-from rlkernel_core.reference.graphs.table import ROUTES
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_core.tree import flatten
+from rlkernel_torch.direct import capture
 from tests.recorders import ByGeneration, Frozen, graphed
 
 

@@ -87,7 +87,7 @@ def test_an_unknown_variable_is_an_error_for_every_command_that_needs_the_policy
     [
         ("[rlkernel\n", "not valid TOML"),
         ("[rlkernel]\nordr = ['auto']\n", "unknown key 'ordr'; did you mean 'order'?"),
-        ("[rlkernel]\norder = ['refrence']\n", "did you mean 'reference'?"),
+        ("[rlkernel]\norder = ['toch']\n", "did you mean 'torch'?"),
         ("[rlkernel.ops.logprb]\norder = ['auto']\n", "did you mean 'logprob'"),
         ("[tool]\n", "unknown table 'tool'"),
     ],

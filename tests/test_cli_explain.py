@@ -27,11 +27,11 @@ backend = Backend(
 GOLDEN = """\
 logprob@1 device=cuda sm90 dtype=bfloat16 grad=True
 policy   order=['auto'] fallback=warn  (from default)
-  no   cuda       environment/missing-package: needs no-such-vendor-library>=0.7, which is not installed
-                  fix: pip install 'rlkernel[cuda]'
-  no   triton     load/not-installed: no installed distribution provides 'triton'
-                  fix: pip install 'rlkernel[triton]'
-  YES  reference  rlkernel_core.reference.logprob:logprob  [rlkernel {version}]
+  no   cuda    environment/missing-package: needs no-such-vendor-library>=0.7, which is not installed
+               fix: pip install 'rlkernel[cuda]'
+  no   triton  load/not-installed: no installed distribution provides 'triton'
+               fix: pip install 'rlkernel[triton]'
+  YES  torch   rlkernel_torch.logprob:logprob  [rlkernel {version}]
 fallback plain torch runs on cuda sm90, for which cuda has kernels
 decision {hash}
 """
@@ -61,7 +61,7 @@ def test_a_forbidden_fallback_is_a_no(cli, plug, monkeypatch) -> None:
     plug("cuda", CUDA, dist="rlkernel-cuda", version="0.1.0")
     monkeypatch.setenv("RLKERNEL_FALLBACK", "error")
     result = cli("explain", *ON_H100)
-    assert (result.exit_code, 'fallback = "error" forbids reference' in result.stdout) == (1, True)
+    assert (result.exit_code, 'fallback = "error" forbids torch' in result.stdout) == (1, True)
 
 
 def test_json_is_the_decision(cli) -> None:
@@ -84,7 +84,7 @@ def test_without_an_operator_every_operator_has_a_line(cli) -> None:
 def test_an_order_can_be_tried_without_configuring_it(cli) -> None:
     found = answer(cli("explain", "logprob", "--order", "jetson, reference", "--json"))
     assert (found["policy"]["order"], found["source"], found["fell_back_from"]) == (
-        ["jetson", "reference"],
+        ["jetson", "torch"],
         "--order",
         "jetson",
     )
@@ -113,7 +113,7 @@ def test_all_judges_what_the_order_does_not_name(cli, plug) -> None:
 def test_a_broken_plugin_is_a_line_with_its_reason(cli, plug, slug) -> None:
     plug("acme", BROKEN[slug])
     found = answer(cli("explain", "logprob", "--order", "acme,auto", "--json"))
-    assert (found["backend"], found["rejected"][0]["backend"]) == ("reference", "acme")
+    assert (found["backend"], found["rejected"][0]["backend"]) == ("torch", "acme")
     assert "{stage}/{code}".format(**found["rejected"][0]["reason"]) == slug
 
 
@@ -142,7 +142,7 @@ def test_listing_imports_no_third_party_that_is_not_asked_for(cli, plug, monkeyp
 
 def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> None:
     rows = {r["name"]: r for r in answer(cli("backends", "--json"))}
-    assert (rows["reference"]["state"], rows["reference"]["kind"]) == ("ready", "reference")
+    assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "plain torch")
     assert (rows["triton"]["state"], rows["triton"]["fix"]) == ("not installed", "pip install 'rlkernel[triton]'")
     assert "pip install 'rlkernel[cuda]'" in cli("backends").stdout
 

@@ -19,7 +19,7 @@ from tests.plugins import good
 NOW = f"rlkernel {__version__}"
 FILE = """
 [rlkernel]
-order = ["reference"]
+order = ["torch"]
 [rlkernel.ops.logprob]
 need = ["deterministic"]
 """
@@ -31,7 +31,7 @@ def test_every_value_is_shown_with_its_source(cli, tmp_path, monkeypatch) -> Non
     monkeypatch.setenv("RLKERNEL_FALLBACK", "error")
     found = answer(cli("config", "--json"))
     assert found["file"] == str(file)
-    assert found["values"]["order"] == {"value": ["reference"], "source": str(file)}
+    assert found["values"]["order"] == {"value": ["torch"], "source": str(file)}
     assert found["values"]["fallback"] == {"value": "error", "source": "RLKERNEL_FALLBACK"}
     assert found["values"]["probe"] == {"value": "subprocess", "source": "default"}
     assert found["values"]["ops.logprob.need"] == {"value": ["deterministic"], "source": str(file)}
@@ -44,7 +44,7 @@ def test_the_example_is_valid_and_says_what_the_default_is(cli, tmp_path) -> Non
     assert cli("config", "--example").stdout == EXAMPLE
     path = tmp_path / "rlkernel.toml"
     path.write_text(EXAMPLE)
-    found = config.merge([("file", config.read_file(path, ("reference",)))])
+    found = config.merge([("file", config.read_file(path, ("torch",)))])
     assert (found.default, found.probe) == (config.merge([]).default, "subprocess")
     assert found.of("logprob").fallback == "error"
 
@@ -67,7 +67,7 @@ def test_status_says_what_serves_every_operator_here(cli) -> None:
     training = [d for d in found["decisions"] if d["call"]["grad"]]
     assert [d["call"]["op"] for d in plain] == [s.id for s in OPERATORS.values()]
     assert [d["call"]["op"] for d in training] == [s.id for s in OPERATORS.values() if "grad" in s.feature_names]
-    assert {d["backend"] for d in found["decisions"]} == {"reference"}
+    assert {d["backend"] for d in found["decisions"]} == {"torch"}
     assert "with gradients" in cli("status").stdout
 
 
@@ -135,8 +135,8 @@ def test_a_lock_that_no_longer_holds_is_shown_as_a_difference(cli, tmp_path) -> 
     before = path.read_text()
     result = cli("lock", "--check")
     assert (result.exit_code, path.read_text()) == (1, before)
-    assert "  - rlkernel_core.reference.logprob:logprob  [rlkernel 0.0.9]" in result.stdout
-    assert "  + rlkernel_core.reference.logprob:logprob  [" + NOW + "]" in result.stdout
+    assert "  - rlkernel_torch.logprob:logprob  [rlkernel 0.0.9]" in result.stdout
+    assert "  + rlkernel_torch.logprob:logprob  [" + NOW + "]" in result.stdout
     found = answer(cli("lock", "--check", "--json"))
     assert (found["holds"], set(found["differences"])) == (False, {spec.id for spec in OPERATORS.values()})
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import rlkernel as rlk
 from rlkernel.discover import load_target
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import PAIRS, direct
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import PAIRS, direct
 from tests.needy_calls import calls
 
 COMPILED = sorted(set(OPERATORS) - {"capture", "rollout_buffer"})

@@ -64,7 +64,7 @@ def test_an_operator_compiles_whole_and_gives_the_bits_of_eager_mode(example) ->
     if example.wanted:
         assert_same_bits(gradients(expected, plain, example.wanted), gradients(actual, inputs, example.wanted))
     (node,) = graphs.operator_nodes()
-    assert node.args[3].startswith("reference rlkernel_core.reference.")
+    assert node.args[3].startswith("reference rlkernel_torch.")
 
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if e.rows], ids=lambda e: e.name)
@@ -152,7 +152,7 @@ def test_the_policy_of_another_operator_traces_nothing_anew() -> None:
     run = graphs.compiled(lambda x, ids: rlk.logprob(x, ids).logprob)
     with rlk.use(fallback="error"):
         run(LOGITS, IDS)
-        with rlk.use(sample={"order": ["reference"]}):
+        with rlk.use(sample={"order": ["torch"]}):
             run(LOGITS, IDS)
     assert graphs.count == 1
 
@@ -172,7 +172,7 @@ def test_threads_and_tasks_keep_their_own_policy() -> None:
             found[name + " again"] = run(LOGITS, IDS)
 
     async def both() -> None:
-        await asyncio.gather(task("one", "acme"), task("two", "reference"))
+        await asyncio.gather(task("one", "acme"), task("two", "torch"))
 
     with rlk.registered(acme()), rlk.use("acme"):
         thread = threading.Thread(target=elsewhere)
@@ -185,7 +185,7 @@ def test_threads_and_tasks_keep_their_own_policy() -> None:
 
 def test_a_removed_backend_does_not_run_again() -> None:
     run = torch.compile(lambda x, ids: rlk.logprob(x, ids).logprob, backend="eager", fullgraph=True)
-    rlk.configure("reference")
+    rlk.configure("torch")
     with rlk.registered(acme()), rlk.use("acme"):
         assert (run(LOGITS, IDS) == 1).all()
     with rlk.registered(acme("raises")), rlk.use("acme"), pytest.raises(RuntimeError, match="the kernel failed"):
@@ -195,7 +195,7 @@ def test_a_removed_backend_does_not_run_again() -> None:
 
 def test_the_kernel_that_needs_gradients_is_chosen_by_the_gradient() -> None:
     run = torch.compile(lambda x, ids: rlk.logprob(x, ids).logprob, backend="aot_eager", fullgraph=True)
-    with rlk.registered(acme(supports=frozenset())), rlk.use("acme", "reference"):
+    with rlk.registered(acme(supports=frozenset())), rlk.use("acme", "torch"):
         assert (run(LOGITS, IDS) == 1).all()
         with torch.no_grad():
             assert (run(LOGITS.clone().requires_grad_(), IDS) == 1).all()
@@ -210,7 +210,7 @@ def test_the_kernel_that_needs_gradients_is_chosen_by_the_gradient() -> None:
 
 def test_a_fallback_warns_while_tracing_and_once() -> None:
     run = torch.compile(lambda x, ids: rlk.logprob(x, ids, entropy=True).logprob, backend="eager", fullgraph=True)
-    with rlk.registered(acme()), rlk.use("acme", "reference"):
+    with rlk.registered(acme()), rlk.use("acme", "torch"):
         with pytest.warns(FallbackWarning, match="acme"):
             run(LOGITS, IDS)
         run(LOGITS, IDS)
@@ -228,7 +228,7 @@ def test_refusals_keep_their_type() -> None:
             with rlk.registered(acme()):
                 with rlk.use("acme"), pytest.raises(ResolutionError, match="acme"):
                     run(LOGITS, IDS)
-                with rlk.use("acme", "reference", fallback="error"), pytest.raises(FallbackError) as caught:
+                with rlk.use("acme", "torch", fallback="error"), pytest.raises(FallbackError) as caught:
                     run(LOGITS, IDS)
                 assert caught.value.decision.fell_back_from == "acme"
             run(LOGITS, IDS)
@@ -236,7 +236,7 @@ def test_refusals_keep_their_type() -> None:
 
 def test_a_fallback_that_was_made_an_error_is_one_here() -> None:
     run = torch.compile(lambda x, ids: rlk.logprob(x, ids, entropy=True).logprob, backend="eager", fullgraph=True)
-    with rlk.registered(acme()), rlk.use("acme", "reference"), warnings.catch_warnings():
+    with rlk.registered(acme()), rlk.use("acme", "torch"), warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         with pytest.raises(FallbackWarning):
             run(LOGITS, IDS)
@@ -267,7 +267,7 @@ def test_an_implementation_that_returns_something_else_is_found_out() -> None:
 def test_an_implementation_that_looks_at_sizes_is_chosen_when_the_graph_runs() -> None:
     graphs = Graphs("eager")
     run = graphs.compiled(lambda x, ids: rlk.logprob(x, ids).logprob)
-    with rlk.registered(acme(check="even_rows")), rlk.use("acme", "reference"):
+    with rlk.registered(acme(check="even_rows")), rlk.use("acme", "torch"):
         x, ids = LOGITS.clone(), IDS.clone()
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(ids, 0)
@@ -275,8 +275,8 @@ def test_an_implementation_that_looks_at_sizes_is_chosen_when_the_graph_runs() -
         with pytest.warns(FallbackWarning, match="odd"):
             assert (run(LOGITS[:5], IDS[:5]) < 0).all()
         assert graphs.count == 1
-        assert {r.backend for r in rlk.status()} == {"acme", "reference"}
-        assert rlk.last_decision("logprob").backend == "reference"
+        assert {r.backend for r in rlk.status()} == {"acme", "torch"}
+        assert rlk.last_decision("logprob").backend == "torch"
 
 
 # --- provenance, binding, imports
@@ -287,7 +287,7 @@ def test_status_lists_what_compiled_graphs_decided_and_counts_their_calls() -> N
     for _ in range(3):
         run(LOGITS, IDS)
     (ran,) = rlk.status()
-    assert (ran.op, ran.backend, ran.calls) == ("logprob@1", "reference", 3)
+    assert (ran.op, ran.backend, ran.calls) == ("logprob@1", "torch", 3)
 
 
 def test_a_bound_operator_compiles_as_the_raw_implementation() -> None:

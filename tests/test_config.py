@@ -11,7 +11,7 @@ from rlkernel.config import ambient, merge, read_file, validated
 from rlkernel_core.decision import OpPolicy
 from rlkernel_core.errors import ConfigError
 
-BACKENDS = ("reference", "acme")
+BACKENDS = ("torch", "acme")
 
 
 def layer(**values):
@@ -23,19 +23,19 @@ def test_without_any_layer_the_order_is_auto_and_fallbacks_warn() -> None:
 
 
 def test_a_higher_layer_wins_and_the_source_says_which() -> None:
-    policy = merge([("use()", layer(order="acme")), ("file", layer(order="reference", fallback="error"))])
+    policy = merge([("use()", layer(order="acme")), ("file", layer(order="torch", fallback="error"))])
     assert (policy.default.order, policy.default.fallback) == (("acme",), "error")
     assert (policy.source["order"], policy.source["fallback"], policy.source["probe"]) == ("use()", "file", "default")
 
 
 def test_an_operators_own_value_beats_the_general_one_of_its_layer() -> None:
-    policy = merge([("file", layer(order="reference", ops={"logprob": {"order": ["acme", "auto"]}}))])
-    assert (policy.of("logprob@1").order, policy.of("sample").order) == (("acme", "auto"), ("reference",))
+    policy = merge([("file", layer(order="torch", ops={"logprob": {"order": ["acme", "auto"]}}))])
+    assert (policy.of("logprob@1").order, policy.of("sample").order) == (("acme", "auto"), ("torch",))
 
 
 def test_a_general_value_of_a_higher_layer_beats_an_operators_value_of_a_lower_one() -> None:
-    policy = merge([("use()", layer(order="reference")), ("file", layer(ops={"logprob": {"order": "acme"}}))])
-    assert policy.of("logprob").order == ("reference",)
+    policy = merge([("use()", layer(order="torch")), ("file", layer(ops={"logprob": {"order": "acme"}}))])
+    assert policy.of("logprob").order == ("torch",)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_environment_beats_the_file(tmp_path, monkeypatch) -> None:
     write(tmp_path / "rlkernel.toml", '[rlkernel]\norder = ["acme"]\nfallback = "error"\n')
     monkeypatch.chdir(tmp_path)
     policy = merge(ambient(BACKENDS, {"RLKERNEL_ORDER": "reference, auto"}))
-    assert (policy.default.order, policy.default.fallback) == (("reference", "auto"), "error")
+    assert (policy.default.order, policy.default.fallback) == (("torch", "auto"), "error")
     assert policy.source["order"] == "RLKERNEL_ORDER"
 
 
@@ -142,7 +142,7 @@ def test_there_are_three_variables() -> None:
 
 def test_an_order_without_an_order_is_refused() -> None:
     with pytest.raises(ConfigError, match="order: .*a set has none"):
-        layer(order={"reference", "acme"})
+        layer(order={"torch", "acme"})
     assert layer(need={"deterministic"}).need == ("deterministic",)
 
 
@@ -208,6 +208,6 @@ def test_a_working_folder_that_is_gone_holds_no_configuration(tmp_path, monkeypa
 
 
 def test_unicode_is_no_trouble(tmp_path) -> None:
-    path = write(tmp_path / "rlkernel.toml", '[rlkernel]\norder = ["réference"]\n')
-    with pytest.raises(ConfigError, match="did you mean 'reference'"):
+    path = write(tmp_path / "rlkernel.toml", '[rlkernel]\norder = ["törch"]\n')
+    with pytest.raises(ConfigError, match="did you mean 'torch'"):
         read_file(path, BACKENDS)

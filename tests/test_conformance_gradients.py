@@ -22,7 +22,7 @@ CANCELLING = Head(
 
 @pytest.fixture(scope="module")
 def subject():
-    return Subject("reference", "linear_logprob")
+    return Subject("torch", "linear_logprob")
 
 
 def exact(subject, case=CANCELLING):

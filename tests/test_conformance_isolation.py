@@ -95,11 +95,11 @@ def test_a_backend_that_never_answers_is_given_up(monkeypatch) -> None:
 
 
 def test_what_a_device_that_fails_could_not_run_is_no_fault_of_the_backend() -> None:
-    outcomes = attack_apart(Subject("reference", "logprob", "cuda:63"), attacks("LP-05", "LP-06"), EFFORT)
+    outcomes = attack_apart(Subject("torch", "logprob", "cuda:63"), attacks("LP-05", "LP-06"), EFFORT)
     assert [(o.status, o.fault, o.failed) for o in outcomes] == [("not_run", None, False)] * 2
     assert "cuda:63 cannot add numbers" in outcomes[0].message
 
 
 def test_features_that_calls_needed_are_told() -> None:
-    (outcome,) = attack_apart(Subject("reference", "logprob"), attacks("LP-12"), EFFORT)
+    (outcome,) = attack_apart(Subject("torch", "logprob"), attacks("LP-12"), EFFORT)
     assert outcome.features == ("entropy",)

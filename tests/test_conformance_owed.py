@@ -16,9 +16,9 @@ from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.advantage.estimate import advantage
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_torch.advantage.estimate import advantage
 
 FEW = Profile("test", 2, 60)
 
@@ -48,7 +48,7 @@ def bugs(op: str) -> list[Mutant]:
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_reference_keeps_what_every_operator_owes(op) -> None:
-    assert failed(Subject("reference", op)) == {}
+    assert failed(Subject("torch", op)) == {}
 
 
 @pytest.mark.parametrize("op", OPERATORS)
@@ -86,7 +86,7 @@ def wraps_at_4096(call):
 
 def test_the_attack_on_large_batches_finds_offsets_that_wrap() -> None:
     attack = next(a for a in attacks_on("advantage") if a.clause.id == "AD-27")
-    right, wrong = Subject("reference", "advantage"), Subject("wraps", "advantage")
+    right, wrong = Subject("torch", "advantage"), Subject("wraps", "advantage")
     claims = OPERATORS["advantage"].feature_names
     target = f"{__name__}:wraps_at_4096"
     impl = Impl(op="advantage@1", target=target, requires=Requires(device="*"), supports=claims)

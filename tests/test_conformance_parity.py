@@ -12,9 +12,9 @@ import rlkernel as rlk
 from rlkernel_conformance.parity import drift, markdown, parity
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.logprob import logprob
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import backend as reference
+from rlkernel_torch.logprob import logprob
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def rounding() -> Backend:
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_a_backend_is_exactly_itself(op) -> None:
-    row = parity("reference", "reference", ops=(op,), calls=1, rows=6)["operators"][op]
+    row = parity("torch", "torch", ops=(op,), calls=1, rows=6)["operators"][op]
     worst = row.pop("max_abs_delta")
     assert (max(worst.values()) if isinstance(worst, dict) else worst) == 0.0
     assert {n: x for n, x in row.items() if n not in {"tokens", "same_tokens"}} in (
@@ -49,7 +49,7 @@ def test_a_backend_is_exactly_itself(op) -> None:
 
 def test_a_rounding_to_bf16_drifts_as_far_as_its_bits_allow() -> None:
     with rlk.registered(rounding()):
-        row = parity("reference", "rounding", ops=("logprob",), calls=4, rows=64)["operators"]["logprob"]
+        row = parity("torch", "rounding", ops=("logprob",), calls=4, rows=64)["operators"]["logprob"]
     lowest = 16.0  # log p of a token among 64, with standard normal logits, is above -16
     bound = lowest * 2**-9
     assert row["tokens"] == 256
@@ -68,11 +68,11 @@ def test_drift_is_what_its_definitions_say() -> None:
 
 def test_what_cannot_be_compared_is_an_error() -> None:
     with rlk.registered(rounding()), pytest.raises(ConfigError, match="sample: rounding"):
-        parity("reference", "rounding", ops=("sample",))
+        parity("torch", "rounding", ops=("sample",))
     with pytest.raises(UnknownNameError, match="did you mean 'logprob'"):
-        parity("reference", "reference", ops=("logprb",))
+        parity("torch", "torch", ops=("logprb",))
 
 
 def test_the_table_has_a_row_for_every_operator() -> None:
-    found = parity("reference", "reference", ops=("logprob", "whiten"), calls=1, rows=4)
+    found = parity("torch", "torch", ops=("logprob", "whiten"), calls=1, rows=4)
     assert markdown(found).splitlines()[-2:] == ["| `logprob` | 0 | 0 | 0 | 0 |", "| `whiten` | 0 |  |  |  |"]

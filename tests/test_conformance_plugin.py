@@ -16,8 +16,8 @@ OFF = """
 from dataclasses import replace
 
 from rlkernel_core import Backend, Impl, Requires
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.whitening import whiten as right
+from rlkernel_torch import backend as reference
+from rlkernel_torch.advantage.whitening import whiten as right
 
 
 def whiten(call):
@@ -49,7 +49,7 @@ def pytest_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_backend_that_keeps_its_claims_passes_clause_by_clause(tmp_path) -> None:
-    done = pytest_in(tmp_path, "--backend", "reference", "--conformance-op", "group_filter", "-v")
+    done = pytest_in(tmp_path, "--backend", "torch", "--conformance-op", "group_filter", "-v")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "plugin.py::group_filter::GF-01 matches the definition PASSED" in done.stdout
     assert "plugin.py::group_filter::CO-01 leaves nothing behind PASSED" in done.stdout
@@ -68,8 +68,8 @@ def test_a_refuted_clause_fails_with_its_script_and_one_not_claimed_is_skipped(t
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest(tmp_path) -> None:
-    done = pytest_in(tmp_path, "--backend", "refrence")
-    assert (done.returncode, "did you mean 'reference'" in done.stderr) == (4, True)
+    done = pytest_in(tmp_path, "--backend", "toch")
+    assert (done.returncode, "did you mean 'torch'" in done.stderr) == (4, True)
 
 
 def test_without_a_backend_nothing_is_collected(tmp_path) -> None:

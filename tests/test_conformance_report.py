@@ -18,7 +18,7 @@ from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
-SUBJECT = Subject("reference", "group_filter")
+SUBJECT = Subject("torch", "group_filter")
 EFFORT = Profile("test", 3, 60)
 CLAIMS = tuple(sorted(SUBJECT.claims))
 
@@ -35,11 +35,11 @@ def verdict(effort=EFFORT, **changes) -> str:
 
 @pytest.fixture(scope="module")
 def content() -> dict:
-    return run("reference", PROFILES["quick"], ops=("group_filter",))
+    return run("torch", PROFILES["quick"], ops=("group_filter",))
 
 
 def test_two_runs_give_one_report_but_for_the_time(content) -> None:
-    again = run("reference", PROFILES["quick"], ops=("group_filter",))
+    again = run("torch", PROFILES["quick"], ops=("group_filter",))
     assert again["hash"] == content["hash"]
     assert {k: v for k, v in again.items() if k not in {"created", "seconds"}} == {
         k: v for k, v in content.items() if k not in {"created", "seconds"}
@@ -140,10 +140,10 @@ def test_reports_are_compared_clause_by_clause(content) -> None:
 
 
 def test_an_unknown_backend_or_operator_is_an_error() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
-        run("refrence", PROFILES["quick"])
+    with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
+        run("toch", PROFILES["quick"])
     with pytest.raises(UnknownNameError, match="did you mean 'logprob'"):
-        run("reference", PROFILES["quick"], ops=("logprb",))
+        run("torch", PROFILES["quick"], ops=("logprb",))
 
 
 def test_a_counterexample_comes_with_a_script_that_shows_it_alone() -> None:

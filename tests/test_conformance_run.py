@@ -25,14 +25,14 @@ from rlkernel_core.manifest import Backend, Impl, Requires
 ROOT = Path(__file__).parents[1]
 EFFORT = Profile("test", 1, 60)
 OPS = ("group_filter", "whiten", "shape_rewards")
-WORK = [Work(Subject("reference", op, "cuda:0"), tuple(attacks_with_leftovers(op).values())[:3]) for op in OPS]
+WORK = [Work(Subject("torch", op, "cuda:0"), tuple(attacks_with_leftovers(op).values())[:3]) for op in OPS]
 
 # A backend that shows whether its worker sees a variable: it serves where it does.
 CHEERFUL = """
 import os
 from rlkernel_core import Backend, Impl, Requires
-from rlkernel_core.reference import backend as reference
-from rlkernel_core.reference.advantage.filtering import group_filter as right
+from rlkernel_torch import backend as reference
+from rlkernel_torch.advantage.filtering import group_filter as right
 
 
 def group_filter(call):
@@ -104,25 +104,25 @@ def test_a_manifest_of_another_name_is_an_error(cheerful) -> None:
 
 def test_devices_of_several_kinds_are_an_error() -> None:
     with pytest.raises(ConfigError, match="a run of its own"):
-        run("reference", EFFORT, devices=("cpu", "cuda:0"))
+        run("torch", EFFORT, devices=("cpu", "cuda:0"))
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, ["cuda:0"]), (4, ["cuda:3", "cuda:0"])])
 def test_a_graph_holds_the_collectives_of_as_many_ranks_as_there_are_gpus(monkeypatch, gpus, ranks) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    found = capturing(Subject("reference", "capture", f"cuda:{gpus - 1}"), 2)
+    found = capturing(Subject("torch", "capture", f"cuda:{gpus - 1}"), 2)
     assert [str(device) for device in found] == ranks
 
 
 def test_several_processes_share_an_operator_and_its_report_is_the_same() -> None:
-    alone, shared = (run("reference", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 3))
+    alone, shared = (run("torch", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 3))
     assert len(shares(list(range(11)), 8)) == 5  # two clauses each at least
     assert shared["operators"] == alone["operators"]
 
 
 def test_two_places_share_a_run_and_every_clause_is_told_once() -> None:
     seen = []
-    content = run("reference", EFFORT, ops=OPS[:2], devices=("cpu", "cpu"), watch=seen.append)
+    content = run("torch", EFFORT, ops=OPS[:2], devices=("cpu", "cpu"), watch=seen.append)
     assert [p.done for p in seen] == list(range(1, seen[0].due + 1))
     attacked = [
         (op.partition("@")[0], c["clause"])
@@ -183,7 +183,7 @@ def test_a_device_that_fails_is_no_second_time_used() -> None:
 
 
 def test_a_run_without_a_device_is_unfinished_and_blames_nobody() -> None:
-    content = run("reference", EFFORT, ops=("whiten",), devices=("cuda:63",))
+    content = run("torch", EFFORT, ops=("whiten",), devices=("cuda:63",))
     statuses = {c["status"] for c in content["operators"]["whiten@1"]["clauses"]}
     assert (content["verdict"], statuses) == ("unfinished", {"not_run"})
 
@@ -196,7 +196,7 @@ def test_a_device_whose_name_is_part_of_a_claimed_one_is_not_claimed() -> None:
 
 
 def test_a_run_whose_time_is_over_says_which_clauses_it_did_not_reach() -> None:
-    content = run("reference", Profile("test", 1, 30), ops=("group_filter",), within=0.0)
+    content = run("torch", Profile("test", 1, 30), ops=("group_filter",), within=0.0)
     [found] = content["operators"].values()
     assert {c["status"] for c in found["clauses"]} == {"not_run"}
     assert "--within" in found["clauses"][0]["message"]
@@ -205,7 +205,7 @@ def test_a_run_whose_time_is_over_says_which_clauses_it_did_not_reach() -> None:
 
 def test_a_run_of_some_clauses_says_that_the_others_were_not_asked_for() -> None:
     asked = {"ops": ("group_filter",), "clauses": ("GF-91",)}
-    content = run("reference", Profile("test", 1, 30), **asked)
+    content = run("torch", Profile("test", 1, 30), **asked)
     [found] = content["operators"].values()
     ran = [c["clause"] for c in found["clauses"] if c["status"] != "not_run"]
     assert (ran, content["verdict"]) == (["GF-91"], "unfinished")
@@ -213,4 +213,4 @@ def test_a_run_of_some_clauses_says_that_the_others_were_not_asked_for() -> None
         "not asked for: the run was of other clauses"
     }
     with pytest.raises(UnknownNameError, match="did you mean 'GF-91'"):
-        run("reference", Profile("test", 1, 30), ops=("group_filter",), clauses=("GF91",))
+        run("torch", Profile("test", 1, 30), ops=("group_filter",), clauses=("GF91",))

@@ -19,9 +19,9 @@ from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.whitening import whiten as right
-from rlkernel_core.reference.qmatmul import qmatmul as product
 from rlkernel_core.spec.whiten import WhitenCall
+from rlkernel_torch.advantage.whitening import whiten as right
+from rlkernel_torch.qmatmul import qmatmul as product
 
 PICKY = Backend(
     name="picky",
@@ -151,7 +151,7 @@ def test_a_weight_that_is_refused_even_so_is_no_case() -> None:
 
 @pytest.mark.parametrize(("value", "wrong"), [(65519.0, True), (65520.0, False), (-66005.0, True)])
 def test_what_lies_beyond_a_dtype_may_be_infinite_and_nothing_else(value, wrong) -> None:
-    subject = Subject("reference", "qmatmul")
+    subject = Subject("torch", "qmatmul")
     with pytest.raises(Violation) if wrong else nullcontext():
         within(subject, "y", torch.tensor([torch.inf], dtype=torch.float16), [value], [0.5])
 
@@ -159,7 +159,7 @@ def test_what_lies_beyond_a_dtype_may_be_infinite_and_nothing_else(value, wrong)
 def test_infinities_are_themselves_beside_zeros() -> None:
     found = torch.tensor([0.0, -torch.inf])
     with pytest.raises(Violation, match="expected inf"):
-        within(Subject("reference", "qmatmul"), "y", found, [torch.inf, -torch.inf], [0.0, 0.0])
+        within(Subject("torch", "qmatmul"), "y", found, [torch.inf, -torch.inf], [0.0, 0.0])
 
 
 def test_a_weight_that_is_taken_with_many_tokens_gets_them() -> None:

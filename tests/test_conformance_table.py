@@ -15,7 +15,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-SUBJECT = Subject("reference", "whiten")
+SUBJECT = Subject("torch", "whiten")
 
 
 def write(folder: Path, *statuses: str, variables: dict[str, str] | None = None) -> None:

@@ -16,7 +16,7 @@ from rlkernel_core.errors import ConfigError, UnknownNameError
 
 TODAY = date(2026, 11, 21)
 GOOD = {"clause": '"GF-02"', "backend": '"acme"', "issue": '"#7"', "expires": "2026-11-21", "reason": '"slow divide"'}
-SUBJECT = Subject("reference", "group_filter")
+SUBJECT = Subject("torch", "group_filter")
 CLAIMS = tuple(sorted(SUBJECT.claims))
 WAIVER = Waiver("GF-02", "acme", "#7", date(2027, 1, 1), "slow divide")
 
@@ -29,7 +29,7 @@ def written(tmp_path, *tables: dict[str, str], text: str = ""):
 
 
 def read(path) -> tuple[Waiver, ...]:
-    return waivers.read(path, "acme", {"acme", "cuda", "reference"}, TODAY)
+    return waivers.read(path, "acme", {"acme", "cuda", "torch"}, TODAY)
 
 
 def report(*, status: str, waived: tuple[Waiver, ...] = (WAIVER,)) -> dict:
@@ -53,7 +53,7 @@ def test_a_waiver_counts_up_to_its_last_day_and_for_its_backend_alone(tmp_path) 
         ({"expires": '"2027-01-01"'}, ConfigError, "expires of a waiver is a day"),
         ({"clause": '"GF-99"'}, UnknownNameError, "unknown clause 'GF-99'"),
         ({"backend": '"acne"'}, UnknownNameError, "did you mean 'acme'"),
-        ({"backend": '"reference"'}, ConfigError, "keeps every clause"),
+        ({"backend": '"torch"'}, ConfigError, "keeps every clause"),
         ({"issue": '" "'}, ConfigError, "issue of a waiver is text"),
         ({"since": "2026-01-01"}, ConfigError, "a waiver has the keys"),
     ],

@@ -51,7 +51,7 @@ def fresh():
 
 @pytest.mark.parametrize("op", ATTACKED)
 def test_the_reference_keeps_every_clause(op) -> None:
-    subject = Subject("reference", op)
+    subject = Subject("torch", op)
     assert failed(subject, [a for a in clauses_of(subject)[0] if a.clause.id not in OWED]) == {}
 
 

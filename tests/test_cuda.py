@@ -13,8 +13,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.reference import backend
 from rlkernel_core.tree import flatten
+from rlkernel_torch import backend
 from tests.compiled_calls import EXAMPLES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
@@ -25,7 +25,7 @@ CLAIMS = {i.op.partition("@")[0]: i.supports for i in backend.impls}
 @pytest.fixture(autouse=True)
 def by_the_reference():
     """Plain torch, whatever is installed: on a GPU it is a fallback unless the order names it."""
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         yield
 
 
@@ -114,7 +114,7 @@ def test_the_architecture_is_part_of_the_decision() -> None:
 def test_a_gpu_quantises_to_the_bits_of_the_cpu(kind) -> None:
     """Dividing by a number multiplies by its reciprocal on CUDA, which is another scale in the last bit."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         found, expected = rlk.quantize(weight.cuda(), kind), rlk.quantize(weight, kind)
     for name in ("scale", "absmax"):
         if name in expected.parts:
@@ -125,7 +125,7 @@ def test_strides_and_alignment_of_qmatmul_s_arguments_change_no_bit_on_a_gpu() -
     w = rlk.quantize(torch.randn(2, 8), "int4_g128").to("cuda")
     wide = torch.randn(1, 10, dtype=torch.float64, device="cuda")
     A, B = (torch.randn(*s, dtype=torch.float64, device="cuda") for s in ((4, 8), (2, 4)))
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         expected = rlk.qmatmul(wide[:, 1:9].clone(), w, lora=rlk.LoRA(A, B, 0.5))
         found = rlk.qmatmul(wide[:, 1:9], w, lora=rlk.LoRA(A.t().contiguous().t(), B.t().contiguous().t(), 0.5))
     assert torch.equal(expected, found)
@@ -151,5 +151,5 @@ def test_threads_that_are_ranks_on_one_gpu_do_not_wait_for_each_other_in_backwar
         x = torch.ones(3, device="cuda", requires_grad=True)
         return torch.autograd.grad(Summed.apply(x, group).sum() * (rank + 1), x)[0]
 
-    found = on_ranks(Subject("reference", "logprob", "cuda"), 2, gradient)
+    found = on_ranks(Subject("torch", "logprob", "cuda"), 2, gradient)
     assert [g.tolist() for g in found] == [[3.0] * 3] * 2

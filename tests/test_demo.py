@@ -65,7 +65,7 @@ def test_the_run_folder_says_what_ran_and_how_it_went(tmp_path) -> None:
         "curves.png",
     }
     assert {row["op"].partition("@")[0] for row in summary["served"]} == OPERATORS_USED
-    assert {row["backend"] for row in summary["served"]} == {"reference"}
+    assert {row["backend"] for row in summary["served"]} == {"torch"}
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     assert (summary["complete"], summary["steps"]) == (True, 3)
     assert json.loads((tmp_path / "run" / "decisions.json").read_text())["hash"] == summary["decisions_hash"]
@@ -105,8 +105,8 @@ def test_a_run_folder_that_exists_is_not_written_over(tmp_path) -> None:
 
 
 def test_an_unknown_backend_is_an_error_before_anything_runs(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'reference'"):
-        run(Options(out=tmp_path / "run", order=("refrence",), recipe=SMALL))
+    with pytest.raises(ConfigError, match="did you mean 'torch'"):
+        run(Options(out=tmp_path / "run", order=("toch",), recipe=SMALL))
     assert not (tmp_path / "run").exists()
 
 

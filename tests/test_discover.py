@@ -25,7 +25,7 @@ BROKEN = {
 
 
 def test_the_reference_is_installed_like_any_other() -> None:
-    found = policy.installed()["reference"]
+    found = policy.installed()["torch"]
     assert (found.provider, found.tier, found.reason) == ("rlkernel 0.1.0", 2, None)
 
 
@@ -96,8 +96,8 @@ def test_two_distributions_with_one_backend_name_are_both_refused(plug) -> None:
 
 
 def test_a_rival_for_a_first_party_name_does_not_replace_it(plug) -> None:
-    plug("reference", good("reference", "fake-reference"), dist="fake-reference")
-    assert policy.installed()["reference"].dist == "rlkernel"
+    plug("torch", good("torch", "fake-reference"), dist="fake-reference")
+    assert policy.installed()["torch"].dist == "rlkernel"
 
 
 def test_listing_names_imports_nothing(plug) -> None:
@@ -109,7 +109,7 @@ def test_listing_names_imports_nothing(plug) -> None:
 
 
 def test_an_unknown_backend_suggests_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'reference'"):
+    with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
         policy.installed()["referense"]
 
 
@@ -123,5 +123,5 @@ def test_one_of_our_own_that_is_not_installed_is_told_apart_from_a_misspelt_one(
 def test_a_name_that_is_taken_cannot_be_registered() -> None:
     from tests.implementations import acme
 
-    with pytest.raises(ConfigError, match="'reference' is installed"), rlk.registered(acme(name="reference")):
+    with pytest.raises(ConfigError, match="'torch' is installed"), rlk.registered(acme(name="torch")):
         pass

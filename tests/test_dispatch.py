@@ -45,7 +45,7 @@ def answered_by_acme(**kwargs) -> bool:
 def test_the_reference_answers_by_default() -> None:
     expected = torch.log_softmax(LOGITS, -1).gather(1, IDS[:, None])[:, 0]
     torch.testing.assert_close(rlk.logprob(LOGITS, IDS).logprob, expected)
-    assert rlk.last_decision("logprob").backend == "reference"
+    assert rlk.last_decision("logprob").backend == "torch"
 
 
 def test_use_changes_the_answer_in_its_block_only() -> None:
@@ -60,7 +60,7 @@ def test_use_nests_and_decorates() -> None:
 
         @rlk.use(logprob="acme")
         def inside() -> bool:
-            with rlk.use("reference"):
+            with rlk.use("torch"):
                 assert not answered_by_acme()
             return answered_by_acme()
 
@@ -77,7 +77,7 @@ def test_configure_holds_for_the_process_and_use_beats_it() -> None:
     with rlk.registered(acme()):
         rlk.configure("acme")
         assert answered_by_acme()
-        with rlk.use("reference"):
+        with rlk.use("torch"):
             assert not answered_by_acme()
         rlk.configure()
         assert not answered_by_acme()
@@ -109,10 +109,10 @@ def test_many_threads_that_decide_at_once_agree() -> None:
 
 
 def test_an_unknown_backend_or_keyword_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'reference'"):
-        rlk.use("refrence")
+    with pytest.raises(ConfigError, match="did you mean 'torch'"):
+        rlk.use("toch")
     with pytest.raises(ConfigError, match="did you mean 'logprob'"):
-        rlk.use(logprb="reference")
+        rlk.use(logprb="torch")
     with pytest.raises(ArgumentTypeError, match="temprature: logprob has no such argument.*did you mean 'temperature'"):
         rlk.logprob(LOGITS, IDS, temprature=0.5)
 
@@ -187,7 +187,7 @@ def test_a_shape_check_decides_per_size() -> None:
         with pytest.warns(FallbackWarning, match="3 rows is odd"):
             odd = rlk.logprob(LOGITS[:3], IDS[:3])
         assert (odd.logprob != 1).all()
-        assert rlk.last_decision("logprob").backend == "reference"
+        assert rlk.last_decision("logprob").backend == "torch"
         assert answered_by_acme()
         assert rlk.last_decision("logprob").backend == "acme"
 
@@ -197,7 +197,7 @@ def test_a_check_that_fails_or_gives_no_reason_counts_against_it(check, said) ->
     with rlk.registered(acme(check=check)), rlk.use("acme", "auto"):
         with pytest.warns(FallbackWarning, match=f"shape/check-failed.*{said}"):
             rlk.logprob(LOGITS, IDS)
-        assert rlk.last_decision("logprob").backend == "reference"
+        assert rlk.last_decision("logprob").backend == "torch"
 
 
 @pytest.mark.parametrize("check", [None, "even_rows"])
@@ -208,7 +208,7 @@ def test_what_is_bound_keeps_its_implementation_and_is_counted(check) -> None:
         assert (bound.__name__, inspect.signature(bound)) == ("logprob", OPERATORS["logprob"].signature)
         assert not answered_by_acme()
         assert [bool((bound(LOGITS[:n], IDS[:n]).logprob == 1).all()) for n in (4, 2, 4)] == [True] * 3
-        assert {ran.backend: ran.calls for ran in rlk.status()} == {"acme": 3, "reference": 1}
+        assert {ran.backend: ran.calls for ran in rlk.status()} == {"acme": 3, "torch": 1}
 
 
 def test_a_call_that_needs_gradients_is_another_kind() -> None:
@@ -242,7 +242,7 @@ def test_status_counts_calls_and_says_what_served_them() -> None:
     for _ in range(3):
         rlk.logprob(LOGITS, IDS)
     (ran,) = rlk.status()
-    assert (ran.op, ran.backend, ran.calls, ran.decision.version) == ("logprob@1", "reference", 3, "rlkernel 0.1.0")
+    assert (ran.op, ran.backend, ran.calls, ran.decision.version) == ("logprob@1", "torch", 3, "rlkernel 0.1.0")
 
 
 def test_the_hash_of_all_decisions_changes_with_what_ran() -> None:

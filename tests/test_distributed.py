@@ -49,14 +49,14 @@ def compared(index: int, folder: str, loss: float) -> None:
         rlk.logprob(LOGITS, IDS, entropy=True)
     assert assert_same_decisions() == 1  # a kind of call that one rank alone has made
     with rlk.registered(acme()):
-        for name in ("acme", "reference") if index else ("reference", "acme"):  # both, one the other way round
+        for name in ("acme", "torch") if index else ("torch", "acme"):  # both, one the other way round
             with rlk.use(name):
                 rlk.logprob(LOGITS, IDS)
         assert assert_same_decisions() == 1
         rlk.refresh()
-        with rlk.use("acme" if index else "reference"):
+        with rlk.use("acme" if index else "torch"):
             rlk.logprob(LOGITS, IDS)
-        with pytest.raises(ResolutionError, match=r"rank 0: rlkernel_core.*rank 1: tests\.implementations"):
+        with pytest.raises(ResolutionError, match=r"rank 0: rlkernel_torch.*rank 1: tests\.implementations"):
             assert_same_decisions()
     distributed.destroy_process_group()
 
@@ -91,7 +91,7 @@ def troubled(index: int, folder: str) -> None:
         rlk.logprob(LOGITS, IDS)
     assert [assert_same_decisions() for _ in range(2)] == [0, 0]  # a rank without work; and the question again
     if index == 1:
-        rlk.configure("reference", fallback="error")
+        rlk.configure("torch", fallback="error")
     with pytest.raises(ResolutionError, match=r"policy order: rank 0: auto; rank 1: reference"):
         assert_same_install()
     with rlk.registered(acme()) if index else nullcontext():

@@ -55,7 +55,7 @@ def machine(**facts) -> Machine:
 
 
 def policy(**values):
-    return config.merge([("rlkernel.toml", config.validated(values, "test", ("acme", "reference", "cuda")))])
+    return config.merge([("rlkernel.toml", config.validated(values, "test", ("acme", "torch", "cuda")))])
 
 
 def findings(found: Machine) -> list[Finding]:

@@ -28,7 +28,7 @@ DECISION = Decision(
 )
 ARGUMENTS = {
     ArgumentError: ("temperature", -1.0, "must be > 0", "Pass 1."),
-    UnknownNameError: ("backend", "acm", ["acme", "reference"]),
+    UnknownNameError: ("backend", "acm", ["acme", "torch"]),
     errors.ApiMismatchError: ((9, 9), (1, 0)),
     errors.ResolutionError: ("nobody", DECISION),
     errors.MemoryBudgetError: ("a model", 3 << 30, 2 << 30, "2 GiB of 8 available", "Take int4."),

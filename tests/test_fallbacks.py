@@ -25,7 +25,7 @@ from tests.implementations import acme
 MANIFEST = """
 from rlkernel_core import Backend, Impl, Requires
 from rlkernel_core.manifest import API_VERSION
-from rlkernel_core.reference import backend as plain
+from rlkernel_torch import backend as plain
 
 requires = Requires(device="cuda", dtypes={dtypes}, packages={packages})
 impls = [

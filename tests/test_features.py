@@ -7,8 +7,8 @@ import contextlib
 import pytest
 
 import rlkernel as rlk
-from rlkernel_core.reference import backend
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import backend
 from tests.needy_calls import BY_POLICY, calls
 
 CLAIMED = {impl.op.partition("@")[0]: impl.supports for impl in backend.impls}

@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_operator_is_served_by_the_reference() -> None:
-    from rlkernel_core.reference import backend
+    from rlkernel_torch import backend
 
     assert {i.op for i in backend.impls} == {s.id for s in OPERATORS.values()}
 

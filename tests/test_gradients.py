@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel_core.errors import PluginWarning, RLKernelError
-from rlkernel_core.reference import PAIRS
+from rlkernel_torch import PAIRS
 from tests.compiled_calls import EXAMPLES, IDS, LOGITS, Example, arguments, tensors_of
 from tests.implementations import COUNTED, acme
 
@@ -92,7 +92,7 @@ def test_a_size_that_another_implementation_takes_has_the_same_gradients() -> No
     run = LANES["compiled"](loss)
     expected = {rows: gradient_of(loss, rows) for rows in (4, 6)}
     plugin = acme("counting", gradient="CountingPair", check="few_rows")
-    with rlk.registered(plugin), rlk.use("acme", "reference"):
+    with rlk.registered(plugin), rlk.use("acme", "torch"):
         assert torch.equal(expected[4], gradient_of(run, 4))
         assert COUNTED == {"forward": 1, "backward": 1}
         assert torch.equal(expected[6], gradient_of(run, 6))

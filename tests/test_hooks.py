@@ -59,14 +59,14 @@ def test_a_decision_is_heard_once_per_kind(observe) -> None:
     recorder = observe(Recorder())
     rlk.logprob(LOGITS, IDS)
     rlk.logprob(LOGITS, IDS)
-    assert recorder.heard == [("decided", "reference")]
+    assert recorder.heard == [("decided", "torch")]
 
 
 def test_a_fallback_is_heard(observe) -> None:
     recorder = observe(Recorder())
     with rlk.registered(acme()), rlk.use("acme", "auto"), pytest.warns(FallbackWarning):
         rlk.logprob(LOGITS, IDS, entropy=True)
-    assert recorder.heard == [("fell back", "acme"), ("decided", "reference")]
+    assert recorder.heard == [("fell back", "acme"), ("decided", "torch")]
 
 
 def test_a_plugin_that_does_not_load_is_heard(observe, plug) -> None:
@@ -88,7 +88,7 @@ def test_an_observer_that_raises_is_reported_and_disturbs_nobody(observe) -> Non
     with pytest.warns(PluginWarning, match="ZeroDivisionError: in the observer"):
         out = rlk.logprob(LOGITS, IDS)
     assert out.logprob.shape == (2,)
-    assert recorder.heard == [("decided", "reference")]
+    assert recorder.heard == [("decided", "torch")]
 
 
 def test_an_observer_may_call_operators_also_in_another_thread(observe) -> None:
@@ -185,9 +185,9 @@ def test_an_installed_observer_that_cannot_watch_is_reported_and_disturbs_nobody
     watch("fine", OBSERVER)
     with pytest.warns(PluginWarning, match=f"hook plugin 'odd'.*{said}"):
         rlk.logprob(LOGITS, IDS)
-    assert sys.modules[module_of("fine")].HEARD == ["reference"]
+    assert sys.modules[module_of("fine")].HEARD == ["torch"]
     rlk.logprob(LOGITS, IDS, entropy=True)
-    assert sys.modules[module_of("fine")].HEARD == ["reference"] * 2
+    assert sys.modules[module_of("fine")].HEARD == ["torch"] * 2
 
 
 def test_an_observer_that_was_refused_may_come_back_mended(observe) -> None:
@@ -207,7 +207,7 @@ def test_an_observer_that_was_refused_may_come_back_mended(observe) -> None:
                 hooks.register(plugin)
     recorder = observe(Recorder())
     rlk.logprob(LOGITS, IDS)
-    assert recorder.heard == [("decided", "reference")]
+    assert recorder.heard == [("decided", "torch")]
 
 
 def test_an_observer_that_leaves_hears_no_more(observe) -> None:
@@ -216,7 +216,7 @@ def test_an_observer_that_leaves_hears_no_more(observe) -> None:
     rlk.logprob(LOGITS, IDS)
     hooks.unregister(recorder)
     rlk.logprob(LOGITS, IDS, entropy=True)
-    assert recorder.heard == [("decided", "reference")]
+    assert recorder.heard == [("decided", "torch")]
     with pytest.raises(ValueError, match="is not registered"):
         hooks.unregister(recorder)
 
@@ -239,6 +239,6 @@ def test_a_fork_keeps_its_observers(observe) -> None:
     pid = os.fork()
     if pid == 0:
         rlk.logprob(LOGITS, IDS)
-        os._exit(0 if recorder.heard == [("decided", "reference")] else 1)
+        os._exit(0 if recorder.heard == [("decided", "torch")] else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert recorder.heard == []

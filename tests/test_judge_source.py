@@ -76,7 +76,7 @@ def test_claims_are_read_without_running_the_source() -> None:
         "import socket as s",
         "from ctypes import string_at",
         "import rlkernel.dispatch",
-        "from rlkernel_core.reference.logprob import logprob as right",
+        "from rlkernel_torch.logprob import logprob as right",
         "import os; os.fork()",
         "from os import execv as go",
         "import os as o; o._exit(0)",

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlkernel_conformance.oracles import logprob as oracle
+from rlkernel_common import kept_ids
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import kept_ids
-from rlkernel_core.reference import linear_logprob as module
-from rlkernel_core.reference.direct import linear_logprob, logprob
-from rlkernel_core.reference.head import product
 from rlkernel_core.spec.linear_logprob import SPEC
 from rlkernel_core.spec.logprob import Support
+from rlkernel_torch import linear_logprob as module
+from rlkernel_torch.direct import linear_logprob, logprob
+from rlkernel_torch.head import product
 from tests.logprob_inputs import head, ragged, rows
 
 INF, NAN = float("inf"), float("nan")

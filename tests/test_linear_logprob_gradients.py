@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlkernel_conformance.oracles import logprob as oracle
+from rlkernel_common import kept_ids
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference import kept_ids
-from rlkernel_core.reference import linear_logprob as module
-from rlkernel_core.reference.direct import linear_logprob, logprob
+from rlkernel_torch import linear_logprob as module
+from rlkernel_torch.direct import linear_logprob, logprob
 from tests.logprob_inputs import head, ragged
 
 NAN = float("nan")

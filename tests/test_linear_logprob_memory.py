@@ -7,9 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import logprob as logprob_module
-from rlkernel_core.reference.direct import linear_logprob, logprob
-from rlkernel_core.reference.linear_logprob import workspace
+from rlkernel_torch import logprob as logprob_module
+from rlkernel_torch.direct import linear_logprob, logprob
+from rlkernel_torch.linear_logprob import workspace
 from tests.logprob_inputs import head, ragged
 
 D, V = 16, 2000

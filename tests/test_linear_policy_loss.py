@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import linear_logprob, linear_policy_loss
 from rlkernel_core.spec.policy_loss import Correction, Rejection
+from rlkernel_torch.direct import linear_logprob, linear_policy_loss
 from tests.linear_loss_cases import HEAD, Case, agree
 from tests.policy_batches import KIND_LEVELS, REQUIRED, same
 

@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import capture, linear_policy_loss, policy_loss
-from rlkernel_core.reference.fused_loss import workspace
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec import policy_loss as plain_spec
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction
+from rlkernel_torch.direct import capture, linear_policy_loss, policy_loss
+from rlkernel_torch.fused_loss import workspace
 from tests.linear_loss_cases import HEAD, B, Case, D, T, V
 from tests.policy_batches import same
 
@@ -42,7 +42,7 @@ def test_where_a_mask_cannot_be_read_its_rows_are_left_out_all_the_same(monkeypa
     with torch.no_grad():
         case.hidden[~case.mask] = math.nan
         temperature[~case.mask] = -1.0
-    monkeypatch.setattr("rlkernel_core.reference.linear_policy_loss.readable", lambda _: False)
+    monkeypatch.setattr("rlkernel_torch.linear_policy_loss.readable", lambda _: False)
     got = case.fused(head={"temperature": temperature})
     same(got.loss, want.loss)
     for one, two in zip(case.gradients(got.loss), of_want, strict=True):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlkernel_core.reference.direct import linear_policy_loss
+from rlkernel_torch.direct import linear_policy_loss
 from tests.linear_loss_cases import HEAD, Case, V
 from tests.policy_batches import same
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_conformance.sampling_batches import pack
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import lm_head_sample, sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
+from rlkernel_torch.direct import lm_head_sample, sample
 
 V, D, N = 2500, 16, 9  # three tiles, the last one ragged
 

@@ -30,9 +30,7 @@ def test_a_lock_of_what_ran_lets_it_run_again(tmp_path) -> None:
     lock.write(path, [r.decision for r in rlk.status()])
     with rlk.use(lock=str(path)):
         rlk.logprob(LOGITS, IDS)
-    assert lock.read(str(path)) == {
-        "logprob@1": frozenset({("rlkernel_core.reference.logprob:logprob", "rlkernel 0.1.0")})
-    }
+    assert lock.read(str(path)) == {"logprob@1": frozenset({("rlkernel_torch.logprob:logprob", "rlkernel 0.1.0")})}
 
 
 def test_what_is_not_pinned_is_an_error_that_says_what_is(tmp_path) -> None:
@@ -40,13 +38,13 @@ def test_what_is_not_pinned_is_an_error_that_says_what_is(tmp_path) -> None:
     path = tmp_path / "rlkernel.lock"
     lock.write(path, [r.decision for r in rlk.status()])
     with rlk.registered(acme()), rlk.use("acme", lock=str(path)):
-        with pytest.raises(LockError, match="pins rlkernel_core.reference.logprob:logprob"):
+        with pytest.raises(LockError, match="pins rlkernel_torch.logprob:logprob"):
             rlk.logprob(LOGITS, IDS)
 
 
 def test_another_version_is_not_what_was_pinned(tmp_path) -> None:
     path = tmp_path / "rlkernel.lock"
-    pins = {"backend": "reference", "target": "rlkernel_core.reference.logprob:logprob", "provider": "rlkernel 0.0.9"}
+    pins = {"backend": "torch", "target": "rlkernel_torch.logprob:logprob", "provider": "rlkernel 0.0.9"}
     path.write_text(json.dumps({"version": 1, "operators": {"logprob@1": [pins]}}))
     with rlk.use(lock=str(path)), pytest.raises(LockError, match=r"rlkernel 0\.0\.9"):
         rlk.logprob(LOGITS, IDS)
@@ -70,7 +68,7 @@ def test_a_lock_that_is_not_there_is_an_error() -> None:
 def test_a_lock_that_was_written_again_is_read_again(tmp_path) -> None:
     path = tmp_path / "rlkernel.lock"
     for provider in ("rlkernel 1.0.0", "rlkernel 2.0.0"):
-        pins = [{"backend": "reference", "target": "a:b", "provider": provider}]
+        pins = [{"backend": "torch", "target": "a:b", "provider": provider}]
         path.write_text(json.dumps({"version": 1, "operators": {"logprob@1": pins}}))
         os.utime(path, (1, 1))  # as quickly as the clock of the file system ticks
         assert lock.read(str(path)) == {"logprob@1": frozenset({("a:b", provider)})}

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles import logprob as oracle
-from rlkernel_core.reference.direct import logprob
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.spec.logprob import SPEC
+from rlkernel_torch.direct import logprob
 from tests.logprob_inputs import rows
 
 INF = float("inf")

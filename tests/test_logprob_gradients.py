@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles import logprob as oracle
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference.direct import logprob
+from rlkernel_torch.direct import logprob
 from tests.logprob_inputs import ragged, rows
 
 INF, NAN = float("inf"), float("nan")

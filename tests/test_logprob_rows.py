@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.direct import logprob
 from rlkernel_core.spec.logprob import Support
+from rlkernel_torch.direct import logprob
 from tests.logprob_inputs import ragged, rows, same
 
 INF, NAN = float("inf"), float("nan")

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles import logprob as oracle
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import logprob
 from rlkernel_core.spec.logprob import Support
+from rlkernel_torch.direct import logprob
 from tests.logprob_inputs import ragged, rows
 
 KEPT = [[3, 1, 4], [], [0, 1, 2, 3, 4, 5, 6, 7, 8], [5, 5, 5], [8]]

@@ -16,10 +16,10 @@ from rlkernel import dispatch, plans
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, FallbackWarning, ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference.logprob import logprob as reference
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import Feature
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
+from rlkernel_torch.logprob import logprob as reference
 from tests.argument_changes import CHANGES
 from tests.base_calls import base
 

@@ -139,7 +139,7 @@ def test_what_is_not_claimed_is_refused_as_absent(cli, tmp_path) -> None:
         ("auto", "rlkernel's own"),
         ("core", "rlkernel's own"),
         ("conformance", "rlkernel's own"),
-        ("reference", "rlkernel's own"),
+        ("torch", "rlkernel's own"),
         ("triton", "rlkernel's own"),
     ],
 )

@@ -34,11 +34,13 @@ def metadata(wheel: Path):
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_it_holds_the_four_packages_and_nothing_else(wheel) -> None:
+def test_it_holds_its_packages_and_nothing_else(wheel) -> None:
     roots = {n.partition("/")[0] for n in names(wheel)}
     assert {r for r in roots if not r.endswith(".dist-info")} == {
         "rlkernel",
         "rlkernel_core",
+        "rlkernel_common",
+        "rlkernel_torch",
         "rlkernel_conformance",
         "rlkernel_bench",
     }
@@ -71,7 +73,7 @@ def test_it_works_from_another_folder(wheel, tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path, env=env
     )
-    assert done.stdout.split() == [str(site / "rlkernel" / "__init__.py"), "reference"]
+    assert done.stdout.split() == [str(site / "rlkernel" / "__init__.py"), "torch"]
 
 
 def test_it_writes_a_new_plugin_from_its_own_texts(wheel, tmp_path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import advantage, whiten
 from rlkernel_core.spec.advantage_presets import PRESETS, advantage_preset
+from rlkernel_torch.direct import advantage, whiten
 
 _IDS = ("ragged", "fours", "anchor", "lengths")
 

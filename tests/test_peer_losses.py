@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_presets import PRESETS, policy_loss_preset
+from rlkernel_torch.direct import policy_loss
 
 _FILE = json.loads((Path(__file__).parent / "peers" / "losses.json").read_text())
 INPUTS = {

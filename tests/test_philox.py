@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles import sampling as oracle
-from rlkernel_core.reference import philox
+from rlkernel_common import philox
+from rlkernel_core.definitions import sampling as oracle
 
 # Known answers of philox4x32_10 published with Random123: counter, key, words.
 KNOWN = [

@@ -366,12 +366,12 @@ def test_a_plan_made_while_a_backend_goes_is_not_kept() -> None:
     try:
         with ThreadPoolExecutor(1) as pool:
             with rlk.registered(preparing(waits)):
-                rlk.configure("acme", "reference")
+                rlk.configure("acme", "torch")
                 running = pool.submit(answer)
                 assert began.wait(60)
             gone.set()
             assert running.result(60) == 1
-            rlk.configure("reference")
+            rlk.configure("torch")
         assert all(not t for scope in policy.scopes() for t in scope.tables.values())
     finally:
         del globals()["waits"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import KINDS, Correction, Rejection
+from rlkernel_torch.direct import policy_loss
 from tests.policy_batches import KIND_LEVELS, REQUIRED, batch, run, same
 
 CLIPPED = [k for k, v in KINDS.items() if v.surrogate == "clip"]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec import policy_loss as spec
 from rlkernel_core.spec.policy_kinds import AGGREGATES, KLS
 from rlkernel_core.spec.policy_loss import KINDS, Correction, GammaGate, Rejection
+from rlkernel_torch.direct import policy_loss
 from tests.policy_batches import REQUIRED, batch, tensor
 
 B = batch(1, B=5, T=8, spread=0.5, empty=True)

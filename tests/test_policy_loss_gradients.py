@@ -140,7 +140,7 @@ def test_dual_clip(kind):
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "sapo", "gmpo", "dro", "reinforce"])
 def test_autograd_agrees_that_the_gradient_is_the_derivative(kind):
     b = batch(9)
-    from rlkernel_core.reference.direct import policy_loss
+    from rlkernel_torch.direct import policy_loss
 
     def f(lp, h):
         return policy_loss(

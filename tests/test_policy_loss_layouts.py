@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import Correction, Rejection
+from rlkernel_torch.direct import policy_loss
 from tests.policy_batches import KIND_LEVELS, REQUIRED, batch, run, same, tensor
 
 repeatable = settings(derandomize=True, deadline=None, max_examples=25)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, UnknownNameError
-from rlkernel_core.reference.direct import policy_loss
 from rlkernel_core.spec.policy_loss import policy_loss_preset
 from rlkernel_core.spec.policy_presets import PRESETS
+from rlkernel_torch.direct import policy_loss
 from tests.policy_batches import batch, tensor
 
 B = batch(1, B=5, T=8, spread=0.5, empty=True)

@@ -46,7 +46,7 @@ def in_thread(run: Callable[[], Any]) -> list[Any]:
 def test_a_warm_call_waits_for_nobody() -> None:
     answered()
     with policy.PROCESS.lock:  # as while another thread runs a self-test
-        assert in_thread(answered) == ["reference"]
+        assert in_thread(answered) == ["torch"]
 
 
 def test_one_use_may_be_entered_by_many_threads_at_once() -> None:
@@ -66,17 +66,17 @@ def test_one_use_may_be_entered_by_many_threads_at_once() -> None:
 
         with ThreadPoolExecutor(2) as pool:
             results = [r.result(timeout=20) for r in (pool.submit(work, False), pool.submit(work, True))]
-    assert results == [["acme", "reference"]] * 2
+    assert results == [["acme", "torch"]] * 2
 
 
 def test_one_use_may_be_entered_again_inside_itself() -> None:
     with rlk.registered(acme()):
         chosen = rlk.use("acme")
-        with chosen, rlk.use("reference"):
+        with chosen, rlk.use("torch"):
             with chosen:
                 assert answered() == "acme"
-            assert answered() == "reference"
-        assert answered() == "reference"
+            assert answered() == "torch"
+        assert answered() == "torch"
 
 
 def test_tasks_have_contexts_of_their_own() -> None:
@@ -88,11 +88,11 @@ def test_tasks_have_contexts_of_their_own() -> None:
 
     async def both() -> list[str]:
         a, b = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(work("acme", a, b), work("reference", b, a))
+        return await asyncio.gather(work("acme", a, b), work("torch", b, a))
 
     with rlk.registered(acme()):
-        assert asyncio.run(both()) == ["acme", "reference"]
-        assert answered() == "reference"
+        assert asyncio.run(both()) == ["acme", "torch"]
+        assert answered() == "torch"
 
 
 def test_generators_that_end_in_any_order_leave_nothing_behind() -> None:
@@ -101,7 +101,7 @@ def test_generators_that_end_in_any_order_leave_nothing_behind() -> None:
             yield
 
     with rlk.registered(acme()):
-        first, second = work("acme"), work("reference")
+        first, second = work("acme"), work("torch")
         next(first), next(second)
         first.close()
         second.close()
@@ -110,7 +110,7 @@ def test_generators_that_end_in_any_order_leave_nothing_behind() -> None:
 
 def test_an_async_generator_that_another_context_finishes_is_no_error() -> None:
     async def work() -> Any:
-        with rlk.use("reference"):
+        with rlk.use("torch"):
             yield 1
 
     async def half() -> None:
@@ -133,15 +133,15 @@ def _generator() -> Any:
 @pytest.mark.parametrize("function", [_coroutine, _async_generator, _generator])
 def test_a_function_whose_body_runs_later_cannot_be_decorated(function) -> None:
     with pytest.raises(ConfigError, match=f"{function.__name__}.*with rlkernel.use"):
-        rlk.use("reference")(function)
+        rlk.use("torch")(function)
 
 
 def test_the_source_is_the_layer_that_set_the_order() -> None:
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         pass
-    rlk.configure("reference")
+    rlk.configure("torch")
     assert rlk.explain("logprob").decision.source == "configure()"
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         assert rlk.explain("logprob").decision.source == "use()"
     rlk.configure()
     with rlk.use("auto"):
@@ -161,7 +161,7 @@ def test_a_backend_that_is_registered_again_is_found_where_it_was_missed() -> No
         rlk.configure("acme", "auto")
         assert answered() == "acme"
     with pytest.warns(FallbackWarning, match="load/not-installed"):
-        assert answered() == "reference"
+        assert answered() == "torch"
     with rlk.registered(acme()):
         assert answered() == "acme"
 
@@ -178,8 +178,8 @@ def test_calls_go_on_while_the_process_is_reconfigured() -> None:
 
     def call() -> None:
         while not stop.is_set():
-            with rlk.use("reference"):
-                if answered_here() != "reference":
+            with rlk.use("torch"):
+                if answered_here() != "torch":
                     wrong.append("use")
             rlk.logprob(LOGITS, IDS)
 
@@ -191,7 +191,7 @@ def test_calls_go_on_while_the_process_is_reconfigured() -> None:
         calls = [pool.submit(call) for _ in range(2)]
         for turn in range(30):
             with rlk.registered(acme()):
-                rlk.configure("acme", "reference")
+                rlk.configure("acme", "torch")
                 rlk.status()
             if turn % 3 == 0:
                 rlk.refresh()
@@ -205,7 +205,7 @@ def test_calls_go_on_while_the_process_is_reconfigured() -> None:
 def test_a_use_keeps_what_it_found_when_the_process_is_configured() -> None:
     with rlk.registered(acme()), rlk.use(fallback="error"):
         rlk.configure("acme")
-        assert answered() == "reference"
+        assert answered() == "torch"
     assert policy.current().policy.default.order == ("acme",)
 
 
@@ -224,23 +224,23 @@ def test_a_fork_while_another_thread_holds_the_lock_works() -> None:
     held.wait(10)
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if rlk.last_decision("logprob") is None and answered() == "reference" else 1)
+        os._exit(0 if rlk.last_decision("logprob") is None and answered() == "torch" else 1)
     done.set()
     thread.join()
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_an_error_on_the_way_in_changes_nothing(monkeypatch) -> None:
-    chosen = rlk.use("reference")
+    chosen = rlk.use("torch")
     rlk.refresh()
     monkeypatch.setenv("RLKERNEL_ORDR", "x")
     with pytest.raises(ConfigError), chosen:
         pass
     assert policy.SCOPE.get() is None
     monkeypatch.delenv("RLKERNEL_ORDR")
-    assert answered() == "reference"
+    assert answered() == "torch"
 
 
 def test_an_order_that_is_given_twice_is_an_error() -> None:
     with pytest.raises(ConfigError, match="order is given twice"):
-        rlk.use("auto", order=["reference"])
+        rlk.use("auto", order=["torch"])

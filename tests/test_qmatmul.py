@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant import FORMATS, QuantSpec, error_bound, quantize_activation
-from rlkernel_core.reference.direct import dequantize, prepack, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import SPEC, UNITS, LoRA, accumulation_bound
+from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
 
 EVERY = [*FORMATS, QuantSpec.named("nf4", double_quant=True), QuantSpec.named("fp8_channel", element="e5m2")]
 WEIGHT_ONLY = [f for f in EVERY if f != "int8_w8a8"]
@@ -263,7 +263,7 @@ def test_bad_arguments_are_named() -> None:
 
 def test_the_front_door_runs_it() -> None:
     x, w = normal(3, 64, seed=1), rlk.quantize(normal(20, 64), QuantSpec.named("nf4", double_quant=True))
-    with rlk.use("reference"):
+    with rlk.use("torch"):
         assert torch.equal(qmatmul(x, w), rlk.qmatmul(x, rlk.prepack(w)))
         assert torch.equal(dequantize(w), rlk.dequantize(w))
     with pytest.raises(ArgumentError, match="activation"):

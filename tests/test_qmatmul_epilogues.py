@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rlkernel_core.reference.direct import qmatmul, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
+from rlkernel_torch.direct import qmatmul, quantize
 from tests.test_qmatmul import bound, exact, normal
 
 

@@ -8,8 +8,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant import quantize, stack
-from rlkernel_core.reference.direct import qmatmul
 from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_torch.direct import qmatmul
 from tests.test_qmatmul import normal
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlkernel_core.quant import FORMATS, QuantSpec, update_
-from rlkernel_core.reference.direct import dequantize, prepack, qmatmul, quantize
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
+from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
 
 
 def normal(*shape, seed=0, dtype=torch.float64, grad=False):

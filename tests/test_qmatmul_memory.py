@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlkernel_core.quant import dequantize, quantize
-from rlkernel_core.reference.direct import qmatmul
+from rlkernel_torch.direct import qmatmul
 from tests.test_linear_logprob_memory import peak
 
 K = 1024

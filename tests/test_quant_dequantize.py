@@ -9,8 +9,8 @@ import rlkernel as rlk
 from rlkernel_conformance.clauses import dequantize as clause
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.mutants import mutants_of
-from rlkernel_conformance.oracles import quant as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
 from rlkernel_core.quant.codec import decode_rows
 from rlkernel_core.quant.nf4 import TABLE, dynamic_map

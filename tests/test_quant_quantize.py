@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles import quantise
+from rlkernel_core.definitions import quantise
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, error_bound
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, nearest
-from rlkernel_core.reference.direct import dequantize, prepack, quantize
+from rlkernel_torch.direct import dequantize, prepack, quantize
 
 SPECS = [
     *FORMATS,

@@ -7,7 +7,7 @@ import torch
 
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
 from rlkernel_core.quant import QuantSpec
-from rlkernel_core.reference.direct import dequantize, prepack, quantize
+from rlkernel_torch.direct import dequantize, prepack, quantize
 
 
 def normal(*shape):

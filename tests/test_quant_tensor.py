@@ -13,8 +13,8 @@ from rlkernel_core import tree
 from rlkernel_core.errors import ArgumentError, LayoutError, UnknownNameError
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, pack, quantize, unpack, update_
 from rlkernel_core.quant.nibbles import pack_high_first, pack_low_first, unpack_high_first, unpack_low_first
-from rlkernel_core.reference.direct import dequantize, prepack, qmatmul
-from rlkernel_core.reference.direct import quantize as quantize_op
+from rlkernel_torch.direct import dequantize, prepack, qmatmul
+from rlkernel_torch.direct import quantize as quantize_op
 
 EVERY = [*FORMATS, QuantSpec.named("nf4", double_quant=True)]
 

@@ -28,7 +28,7 @@ def fresh_process_state(tmp_path, monkeypatch) -> Iterator[None]:
 
 def test_binding_shows_in_the_status_and_calls_of_what_is_bound_are_counted() -> None:
     bound = rlk.logprob.bind(LOGITS, IDS)
-    assert [(r.op, r.backend, r.calls) for r in rlk.status()] == [("logprob@1", "reference", 0)]
+    assert [(r.op, r.backend, r.calls) for r in rlk.status()] == [("logprob@1", "torch", 0)]
     bound(LOGITS, IDS)
     assert [r.calls for r in rlk.status()] == [1]
     rlk.logprob(LOGITS, IDS)

@@ -232,21 +232,19 @@ def test_what_comes_after_the_choice_makes_no_fallback_of_it(machine, call, poli
 
 
 def test_an_impostor_of_a_first_party_name_is_not_part_of_auto() -> None:
-    machine = by_name(candidate("cuda", impl("cpu"), dist="evil-cuda"), candidate("reference", impl("*")))
+    machine = by_name(candidate("cuda", impl("cpu"), dist="evil-cuda"), candidate("torch", impl("*")))
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
-    assert (decision.backend, decision.rejected[0].reason.slug) == ("reference", "policy/third-party")
+    assert (decision.backend, decision.rejected[0].reason.slug) == ("torch", "policy/third-party")
 
 
 def test_tiers_are_vendor_then_portable_then_reference() -> None:
-    machine = by_name(
-        candidate("reference", impl("*")), candidate("triton", impl("cuda")), candidate("cuda", impl("cuda"))
-    )
+    machine = by_name(candidate("torch", impl("*")), candidate("triton", impl("cuda")), candidate("cuda", impl("cuda")))
     chosen = []
     while machine:
         name = resolve(machine, FACTS, Call(OP, "cuda"), OpPolicy()).backend
         chosen.append(name)
         del machine[name]
-    assert chosen == ["cuda", "triton", "reference"]
+    assert chosen == ["cuda", "triton", "torch"]
 
 
 def test_two_backends_of_one_tier_that_qualify_are_a_tie() -> None:
@@ -261,9 +259,9 @@ def test_naming_one_settles_a_tie() -> None:
 
 
 def test_plain_torch_in_place_of_installed_kernels_that_do_not_take_the_call_is_a_fallback() -> None:
-    machine = by_name(candidate("cuda", impl("cuda", dtypes=("bfloat16",))), candidate("reference", impl("*")))
+    machine = by_name(candidate("cuda", impl("cuda", dtypes=("bfloat16",))), candidate("torch", impl("*")))
     decision = resolve(machine, FACTS, Call(OP, "cuda", "float32"), OpPolicy())
-    assert (decision.backend, decision.fell_back_from) == ("reference", "cuda")
+    assert (decision.backend, decision.fell_back_from) == ("torch", "cuda")
 
 
 def test_another_kernel_of_ours_is_the_choice_where_the_order_does_not_name_the_first() -> None:
@@ -302,9 +300,9 @@ def test_another_kernel_of_ours_is_the_choice_where_the_order_does_not_name_the_
     ],
 )
 def test_whatever_keeps_installed_kernels_from_an_accelerator_is_the_reason_of_a_fallback(triton, facts, said) -> None:
-    reference = candidate("reference", Impl(op=OP, target="ref:fn", requires=Requires(device="*")))
+    reference = candidate("torch", Impl(op=OP, target="ref:fn", requires=Requires(device="*")))
     decision = resolve(by_name(triton, reference), facts, Call(OP, "cuda", "float32", arch="sm80"), OpPolicy())
-    assert (decision.backend, decision.fell_back_from) == ("reference", "triton")
+    assert (decision.backend, decision.fell_back_from) == ("torch", "triton")
     assert [r.reason.slug for r in decision.rejected if r.backend == "triton"] == [said]
 
 
@@ -326,37 +324,37 @@ def test_installed_kernels_are_fallen_back_from_before_those_that_are_not_instal
 
 def test_an_operator_without_kernels_runs_in_plain_torch_by_choice() -> None:
     machine = by_name(
-        candidate("triton", impl("cuda")), candidate("reference", impl("*"), impl("*", op="rollout_buffer@1"))
+        candidate("triton", impl("cuda")), candidate("torch", impl("*"), impl("*", op="rollout_buffer@1"))
     )
     decision = resolve(machine, FACTS, Call("rollout_buffer@1", "cuda", arch="sm90"), OpPolicy(fallback="error"))
-    assert (decision.backend, decision.fell_back_from) == ("reference", None)
+    assert (decision.backend, decision.fell_back_from) == ("torch", None)
 
 
 def test_a_kernel_that_the_order_names_after_auto_does_not_make_plain_torch_the_choice() -> None:
     machine = by_name(candidate("triton", impl("cuda")), REFERENCE)
     decision = resolve(machine, FACTS, Call(OP, "cuda", arch="sm80"), OpPolicy((AUTO, "triton")))
-    assert (decision.backend, decision.fell_back_from) == ("reference", "triton")
+    assert (decision.backend, decision.fell_back_from) == ("torch", "triton")
     assert [r.reason.slug for r in decision.rejected] == ["policy/outranked"]
 
 
 def test_a_named_backend_of_another_version_of_the_operator_is_passed_over() -> None:
     machine = by_name(candidate("acme", impl(op="logprob@2")), REFERENCE)
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme", AUTO)))
-    assert (decision.backend, decision.fell_back_from) == ("reference", "acme")
+    assert (decision.backend, decision.fell_back_from) == ("torch", "acme")
 
 
 def test_passing_over_a_backend_for_another_device_or_operator_is_no_fallback() -> None:
     machine = by_name(
         candidate("cuda", impl("cuda")),
         candidate("triton", impl("cpu", op="sample@1")),
-        candidate("reference", impl("*")),
+        candidate("torch", impl("*")),
     )
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
-    assert (decision.backend, decision.fell_back_from) == ("reference", None)
+    assert (decision.backend, decision.fell_back_from) == ("torch", None)
 
 
-REFERENCE = candidate("reference", impl("*"))
-REFERENCE_SAMPLE = candidate("reference", impl("*", op="sample@1"))
+REFERENCE = candidate("torch", impl("*"))
+REFERENCE_SAMPLE = candidate("torch", impl("*", op="sample@1"))
 ROCM = candidate("rocm", impl("cuda", arch=("gfx9*",)), impl("cuda", dtypes=("bfloat16",), arch=("gfx11*",)))
 
 
@@ -385,15 +383,13 @@ def test_what_is_made_for_hopper_is_not_passed_over_on_another_gpu() -> None:
 
 
 def test_a_named_backend_that_does_not_load_is_fallen_back_from() -> None:
-    machine = by_name(
-        candidate("acme", reason=Reason("load", "import-error", "boom")), candidate("reference", impl("*"))
-    )
+    machine = by_name(candidate("acme", reason=Reason("load", "import-error", "boom")), candidate("torch", impl("*")))
     decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("acme", AUTO)))
-    assert (decision.backend, decision.fell_back_from) == ("reference", "acme")
+    assert (decision.backend, decision.fell_back_from) == ("torch", "acme")
 
 
 def test_a_named_backend_that_is_not_installed_has_a_reason_with_the_pip_line() -> None:
-    decision = resolve(by_name(candidate("reference", impl("*"))), FACTS, Call(OP, "cuda"), OpPolicy(("cuda", AUTO)))
+    decision = resolve(by_name(candidate("torch", impl("*"))), FACTS, Call(OP, "cuda"), OpPolicy(("cuda", AUTO)))
     first = decision.rejected[0]
     assert (first.backend, first.reason.slug, first.reason.fix) == (
         "cuda",
@@ -457,9 +453,9 @@ def test_an_installed_version_that_is_none_does_where_any_does() -> None:
 
 
 def test_a_name_that_stands_twice_keeps_its_first_place() -> None:
-    machine = by_name(candidate("acme", impl()), candidate("reference", impl("*")))
-    once = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("reference", AUTO, "acme")))
-    twice = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("reference", AUTO, "reference", "acme", AUTO)))
+    machine = by_name(candidate("acme", impl()), candidate("torch", impl("*")))
+    once = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("torch", AUTO, "acme")))
+    twice = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy(("torch", AUTO, "torch", "acme", AUTO)))
     assert (once.backend, once.rejected) == (twice.backend, twice.rejected)
 
 

@@ -80,14 +80,14 @@ def test_what_is_named_and_not_installed_is_a_fallback() -> None:
     assert decide("cpu", "x86_64", ("cuda", "auto")).fell_back_from == "cuda"
 
 
-@pytest.mark.parametrize("order", [("reference",), ("reference", "auto")])
+@pytest.mark.parametrize("order", [("torch",), ("torch", "auto")])
 def test_plain_torch_that_is_named_is_the_choice(order) -> None:
     assert decide("cuda", "sm90", order).fell_back_from is None
 
 
 def test_plain_torch_that_is_named_after_auto_is_not() -> None:
-    assert decide("cuda", "sm90", ("auto", "reference")).fell_back_from == "triton"
+    assert decide("cuda", "sm90", ("auto", "torch")).fell_back_from == "triton"
 
 
 def test_without_auto_nobody_is_advertised() -> None:
-    assert decide("cuda", "sm90", ("reference",)).rejected == ()
+    assert decide("cuda", "sm90", ("torch",)).rejected == ()

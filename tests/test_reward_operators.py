@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles import advantage as oracle
+from rlkernel_core.definitions import advantage as oracle
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import group_filter, shape_rewards, whiten
 from rlkernel_core.spec.shape_rewards import RunningMoments
+from rlkernel_torch.direct import group_filter, shape_rewards, whiten
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=30)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
-from rlkernel_core.reference.direct import rollout_buffer
 from rlkernel_core.spec.rollouts import Field, GroupRules, Slots
+from rlkernel_torch.direct import rollout_buffer
 from tests.bad_values import NEVER, of_tensor, of_type
 from tests.rollouts import balanced, buffer, fill, tokens
 

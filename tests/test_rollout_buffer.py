@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError, BufferFullError, StaleBatchError, UnknownNameError
-from rlkernel_core.reference.direct import capture, rollout_buffer
 from rlkernel_core.spec.rollouts import STATUS, Field, RolloutBatch, Slots
+from rlkernel_torch.direct import capture, rollout_buffer
 from tests.rollouts import balanced, buffer, fill, tokens
 
 

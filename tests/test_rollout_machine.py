@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlkernel_core.errors import BufferFullError, StaleBatchError
-from rlkernel_core.reference.direct import rollout_buffer
 from rlkernel_core.spec.rollouts import Field, Slots
+from rlkernel_torch.direct import rollout_buffer
 
 PAGE, PAGES, SEQS = 4, 8, 6
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_conformance.oracles.sampling import sample_row
 from rlkernel_conformance.sampling_batches import DTYPES, Batch, pack, random_batch
-from rlkernel_core.reference.direct import sample
+from rlkernel_core.definitions.sampling import sample_row
 from rlkernel_core.spec.sampling import FILTER_ORDERS, TIES, LogitBias, Penalties, Status, TokenLists
+from rlkernel_torch.direct import sample
 
 INF = math.inf
 SIZES = (1, 2, 31, 32, 33, 100, 1000)
@@ -234,7 +234,7 @@ def test_results_do_not_depend_on_the_capacity_and_overflow_is_flagged(capacity)
 
 
 def test_the_kept_set_feeds_logprob() -> None:
-    from rlkernel_core.reference.direct import logprob
+    from rlkernel_torch.direct import logprob
 
     x = torch.randn(9, 50, generator=torch.Generator().manual_seed(3)) * 2
     drawn = sample(x, temperature=0.7, top_p=0.8, top_k=20, seed=torch.arange(9), step=4, kept_capacity=50)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles.sampling import edited
 from rlkernel_conformance.sampling_batches import KINDS, pack, random_batch
-from rlkernel_core.reference.direct import sample
+from rlkernel_core.definitions.sampling import edited
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
+from rlkernel_torch.direct import sample
 from tests.test_philox import EXTREMES
 from tests.test_sample import one
 

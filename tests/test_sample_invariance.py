@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_conformance.sampling_batches import Batch, pack, random_batch
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.reference.direct import sample
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, TokenLists
+from rlkernel_torch.direct import sample
 
 OPTIONS = {"raw_logprob": True, "entropy": True, "kept_capacity": 7, "top_n": 3, "rank": True}
 

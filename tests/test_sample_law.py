@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles.sampling import Row, sample_row
-from rlkernel_core.reference.direct import sample
+from rlkernel_core.definitions.sampling import Row, sample_row
+from rlkernel_torch.direct import sample
 
 STEPS = 20_000
 

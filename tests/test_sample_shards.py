@@ -17,12 +17,12 @@ from rlkernel.distributed import sample_shard
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import sample
-from rlkernel_core.reference.truncation import descending
-from rlkernel_core.sharded import sampling, statistics
 from rlkernel_core.spec.graphed import CaptureGroup
+from rlkernel_torch.direct import sample
+from rlkernel_torch.sharded import sampling, statistics
+from rlkernel_torch.truncation import descending
 
-SUBJECT = Subject("reference", "sample")
+SUBJECT = Subject("torch", "sample")
 LAWS = (
     {},
     {"top_k": 50, "top_p": 0.95},

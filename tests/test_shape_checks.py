@@ -105,7 +105,7 @@ def test_sizes_inside_arguments_count() -> None:
         assert served("qmatmul") == "acme"
         with pytest.warns(FallbackWarning, match="8 outputs"):
             rlk.qmatmul(x, large)
-        assert served("qmatmul") == "reference"
+        assert served("qmatmul") == "torch"
         rlk.qmatmul(x, small)
         assert served("qmatmul") == "acme"
 
@@ -116,7 +116,7 @@ def test_strides_count() -> None:
         assert served() == "acme"
         with pytest.warns(FallbackWarning, match="strided"):
             rlk.logprob(LOGITS.t().contiguous().t(), IDS)
-        assert served() == "reference"
+        assert served() == "torch"
 
 
 def test_values_of_numbers_count() -> None:
@@ -125,7 +125,7 @@ def test_values_of_numbers_count() -> None:
         assert served() == "acme"
         with pytest.warns(FallbackWarning, match="3 ids"):
             rlk.logprob(LOGITS, IDS, top_logprobs=3)
-        assert served() == "reference"
+        assert served() == "torch"
 
 
 def test_a_fallback_is_said_once_however_many_sizes_are_refused() -> None:
@@ -148,7 +148,7 @@ def test_what_is_remembered_does_not_grow_with_sizes_and_counts_are_kept() -> No
         warnings.simplefilter("ignore", FallbackWarning)
         for rows in range(1, 21):
             rlk.logprob(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64), temperature=1.0 + rows)
-        assert {r.backend: r.calls for r in rlk.status()} == {"acme": 10, "reference": 10}
+        assert {r.backend: r.calls for r in rlk.status()} == {"acme": 10, "torch": 10}
 
 
 def test_observers_hear_each_verdict_once() -> None:
@@ -168,7 +168,7 @@ def test_observers_hear_each_verdict_once() -> None:
                 rlk.logprob(LOGITS, IDS, top_logprobs=n)
     finally:
         hooks.unregister(recorder)
-    assert heard == ["acme", "reference"]
+    assert heard == ["acme", "torch"]
 
 
 def test_a_check_is_asked_once_a_shape() -> None:
@@ -222,7 +222,7 @@ def test_the_checks_of_several_implementations_decide_together() -> None:
             with pytest.raises(RuntimeError, match="the kernel failed"):
                 rlk.logprob(strided, IDS, top_logprobs=1)
             rlk.logprob(strided, IDS, top_logprobs=3)
-            assert served() == "reference"
+            assert served() == "torch"
 
 
 refusing = st.lists(st.sampled_from(["", "bit_0", "bit_1", "bit_2"]), max_size=3)

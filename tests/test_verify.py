@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlkernel_conformance.oracles.sampling import gumbel, uniform, words
-from rlkernel_core.reference.direct import sample, verify
+from rlkernel_core.definitions.sampling import gumbel, uniform, words
 from rlkernel_core.spec.sampling import STREAMS
+from rlkernel_torch.direct import sample, verify
 from tests.test_sample_law import assert_follows
 
 V = 12

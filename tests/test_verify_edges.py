@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_conformance.sampling_batches import pack
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import sample, verify
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
+from rlkernel_torch.direct import sample, verify
 from tests.test_verify import V, cumulated, random_logits, rows_of
 
 

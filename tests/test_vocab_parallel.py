@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_core.reference.direct import linear_logprob
-from rlkernel_core.reference.row_statistics import join, law, side_by_side, sweep, temperatures, tile_width
+from rlkernel_common.row_statistics import join, law, side_by_side, sweep, temperatures, tile_width
+from rlkernel_torch.direct import linear_logprob
 from tests import vocab_parallel_ranks as ranks
 from tests.logprob_inputs import rows
 

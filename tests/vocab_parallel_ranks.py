@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import linear_logprob
+from rlkernel_torch.direct import linear_logprob
 from tests.logprob_inputs import head, ragged
 
 WORLD = 3

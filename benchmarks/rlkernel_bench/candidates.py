@@ -12,6 +12,7 @@ from rlkernel import policy
 from rlkernel.discover import brief, guarded
 from rlkernel_bench.peers import PEERS, Peer
 from rlkernel_bench.work import Call, Inputs, Outputs, Problem, Work
+from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.spec import OPERATORS
 
 
@@ -28,11 +29,19 @@ class Candidate:
     ran: str = ""  # of a peer: where its adapter has been seen working; "" means nowhere
 
 
+def named(names: Sequence[str]) -> tuple[str, ...]:
+    """Backends as results call them, all that are installed where none is named.
+
+    Plain torch is "reference" there: "torch" is the peer, the plain torch calls that do the same job.
+    """
+    return tuple("reference" if n == PLAIN_TORCH else n for n in names or policy.installed())
+
+
 def backends(problem: Problem, names: Sequence[str], device: str) -> list[Candidate]:
     """One candidate for each backend that claims all operators of the workload on the device."""
     installed = policy.installed()
     found = []
-    for name in names or tuple(installed):
+    for name in named(names):
         candidate = installed[name]
         if candidate.reason is not None:
             found.append(Candidate(name, "backend", candidate.provider, None, "absent", str(candidate.reason)))

@@ -71,7 +71,7 @@ def commit() -> str | None:
 
 def source() -> str:
     """12 hex digits over our own Python files, backends included: what ran, where there is no clone to ask."""
-    packages = ["rlkernel_core", "rlkernel", "rlkernel_bench"]
+    packages = ["rlkernel_core", "rlkernel", "rlkernel_common", "rlkernel_torch", "rlkernel_bench"]
     packages += sorted({e.value.partition(":")[0].partition(".")[0] for e in entries(GROUP)[0]} - set(packages))
     digest = sha256()
     for package in packages:

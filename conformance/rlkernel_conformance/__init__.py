@@ -5,7 +5,7 @@ the backend's manifest claims; a refuted clause comes with a counterexample and 
 suite is proved in turn: `mutants` holds backends with planted bugs, each of which must die on the clauses it breaks
 and on no other.
 
-    rlkernel conformance run reference --op logprob
+    rlkernel conformance run torch --op logprob
     rlkernel conformance mutants --op logprob
 
 Imports the contract and the choice; nothing imports it.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlkernel_conformance.run import Progress
 
 EXAMPLES: Final = (
-    ("rlkernel conformance run reference --op logprob", "every clause of one operator, twenty cases each"),
+    ("rlkernel conformance run torch --op logprob", "every clause of one operator, twenty cases each"),
     ("rlkernel conformance run acme --profile standard --report reports/acme", "a backend, with its report written"),
     ("rlkernel conformance run acme --manifest acme.kernels:backend", "a backend that is not installed yet"),
     ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),

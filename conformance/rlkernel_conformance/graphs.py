@@ -16,7 +16,7 @@ from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.conduct import leaves
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.direct import capture
+from rlkernel_torch.direct import capture
 
 
 def replays(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkernel_conformance.oracles.sampling import Row
+from rlkernel_core.definitions.sampling import Row
 from rlkernel_core.spec.sampling import LogitBias, Penalties
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

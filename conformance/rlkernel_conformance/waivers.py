@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel_conformance.harness import Outcome
+from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
-
-REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def read(path: Path, backend: str, known: Collection[str], today: date) -> tuple
             raise UnknownNameError("clause", waiver.clause, clauses)
         if waiver.backend not in known:
             raise UnknownNameError("backend", waiver.backend, known)
-        if waiver.backend == REFERENCE:
-            raise ConfigError(f"{path} waives {waiver.clause} for the reference, which keeps every clause")
+        if waiver.backend == PLAIN_TORCH:
+            raise ConfigError(f"{path} waives {waiver.clause} for {PLAIN_TORCH}, which keeps every clause")
         if waiver.expires < today:
             text = f"the waiver of {waiver.clause} for {waiver.backend} expired on {waiver.expires}"
             raise ConfigError(f"{path}: {text}; see {waiver.issue}, then mend the backend or renew the waiver")

@@ -4,7 +4,7 @@
 
     out = rlk.logprob(logits, ids, temperature=0.7)
     print(rlk.explain("logprob", logits, ids, temperature=0.7))
-    with rlk.use("reference"): ...
+    with rlk.use("torch"): ...
 
 Importing this package loads no torch, starts no device and reads no configuration; the first call of an operator does.
 """

@@ -28,7 +28,7 @@ from rlkernel import announce, policy, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
 from rlkernel.resolve import Facts, resolve
 from rlkernel_core import checks
-from rlkernel_core.decision import Call, OpPolicy
+from rlkernel_core.decision import PLAIN_TORCH, Call, OpPolicy
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import OpSpec
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from rlkernel.plans import Choice
 
-REFERENCE: Final = "reference"
 SIDES: Final = 2  # both may be off by the tolerance
 _DRAWN: Final = "token"  # results with this field are draws
 # Fields of draws that say where a filter cut or how tokens rank: two right samplers may differ at every border.
@@ -118,7 +117,7 @@ def audited(run: Callable[[Any], Any], choice: Choice, spec: OpSpec[Any, Any], c
 
     decision = choice.decision
     every, dtype = decision.policy.audit, decision.call.dtype
-    if decision.backend == REFERENCE or selftest.running() or not _comparable(spec, call):
+    if decision.backend == PLAIN_TORCH or selftest.running() or not _comparable(spec, call):
         return run
     tally = choice.audit = choice.audit or Audited()
     definition = _reference(decision.call)
@@ -172,11 +171,11 @@ def _comparable(spec: OpSpec[Any, Any], call: Any) -> bool:
 def _reference(call: Call) -> Callable[[Any], Any] | Reason:
     """The reference's implementation as a function of the record, or why it takes no such call."""
     installed = policy.installed()
-    found = resolve(installed, Facts(PackageVersions()), replace(call, grad=False), OpPolicy((REFERENCE,)))
+    found = resolve(installed, Facts(PackageVersions()), replace(call, grad=False), OpPolicy((PLAIN_TORCH,)))
     if found.target is None:
-        return next(r.reason for r in found.rejected if r.backend == REFERENCE)
+        return next(r.reason for r in found.rejected if r.backend == PLAIN_TORCH)
     run = load_target(found.target)
-    manifest = installed[REFERENCE].manifest
+    manifest = installed[PLAIN_TORCH].manifest
     impls = manifest.of(call.op) if manifest is not None else ()
     if isinstance(run, Reason) or not any(i.prepared for i in impls if i.target == found.target):
         return run

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rlkernel_core.decision import AUTO, OpPolicy, Policy
+from rlkernel_core.decision import ALIASES, AUTO, OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
 from rlkernel_core.spec import OPERATORS
 
@@ -64,7 +64,7 @@ class OpSettings(BaseModel):
     def _some_name(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value is not None and not value:
             raise ValueError('an empty order permits nothing; write order = ["auto"]')
-        return value
+        return value and tuple(ALIASES.get(name, name) for name in value)
 
     @field_validator("order", mode="before")
     @classmethod

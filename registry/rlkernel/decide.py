@@ -98,7 +98,7 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
     if not callable(plan.run):
         raise ResolutionError(
             f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
-            f'name another backend first, for example order = ["reference"], and report it to {choice.decision.version}'
+            f'name another backend first, for example order = ["torch"], and report it to {choice.decision.version}'
         )
     if choice.decision.policy.profile:
         plan.run = ranges.ranged(plan.run, choice.decision)

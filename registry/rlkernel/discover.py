@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from rlkernel.coverage import Coverage
-from rlkernel_core.decision import PLAIN_TORCH
+from rlkernel_core.decision import ALIASES, PLAIN_TORCH
 from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
@@ -142,13 +142,15 @@ class Installed(Mapping[str, Candidate]):
         return len({*self._entries, *self._loaded})
 
     def __contains__(self, name: object) -> bool:
+        name = ALIASES.get(str(name), name)
         return name in self._loaded or name in self._entries
 
     def __getitem__(self, name: str) -> Candidate:
+        name = ALIASES.get(name, name)
         if name not in self._loaded:
             if name not in self._entries:
                 install = FIRST_PARTY[name].install if name in FIRST_PARTY else ""
-                raise UnknownNameError("backend", name, {*self, *FIRST_PARTY}, install)
+                raise UnknownNameError("backend", name, known_names(self), install)
             self._loaded[name] = _load(self._entries[name])
         return self._loaded[name]
 
@@ -184,7 +186,7 @@ def entries(group: str) -> tuple[list[EntryPoint], list[str]]:
 
 def known_names(installed: Mapping[str, Candidate]) -> frozenset[str]:
     """Names a policy may mention: installed ones and our own, installed or not."""
-    return frozenset({*installed, *FIRST_PARTY})
+    return frozenset({*installed, *FIRST_PARTY, *ALIASES})
 
 
 def guarded(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -278,6 +280,8 @@ def _contradiction(name: str, manifest: Backend) -> str | None:
         return _brief_validation(error)
     if manifest.name != name:
         return f"it calls itself {manifest.name!r}"
+    if name in ALIASES:
+        return f"{name!r} is another name of the backend {ALIASES[name]!r}"
     for impl in manifest.impls:
         op, _, number = impl.op.partition("@")
         if op not in OPERATORS:

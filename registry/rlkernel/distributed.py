@@ -123,7 +123,7 @@ def sample_shard(
         ArgumentError: as `sample`, and for sizes that are not those of the ranks.
     """
     import rlkernel
-    from rlkernel_core.sharded import sampling, statistics
+    from rlkernel_torch.sharded import sampling, statistics
 
     if candidates == 0:
         whole = statistics.joined(logits, statistics.columns(logits, group, sizes))

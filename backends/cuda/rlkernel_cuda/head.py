@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rlkernel_core.reference.vocab_parallel import gathered
+from rlkernel_common.vocab_parallel import gathered
 from rlkernel_cuda import driver, variants
 from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 from rlkernel_cuda.plan import COLS, ROWS, round_up

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlkernel_common.row_selection import choose, selected
+from rlkernel_common.row_statistics import temperatures
+from rlkernel_common.vocab_parallel import Shard, add, locate
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.gradients import refuse_second_derivative
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.row_selection import choose, selected
-from rlkernel_core.reference.row_statistics import temperatures
-from rlkernel_core.reference.vocab_parallel import Shard, add, locate
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_cuda import plan

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlkernel_common.known_gradient import attach
+from rlkernel_common.row_selection import choose, selected
+from rlkernel_common.row_statistics import temperatures
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.known_gradient import attach
-from rlkernel_core.reference.row_selection import choose, selected
-from rlkernel_core.reference.row_statistics import temperatures
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall

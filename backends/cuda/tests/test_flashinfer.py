@@ -12,11 +12,11 @@ from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant import quantize
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda import token_kernels
 from rlkernel_cuda.flashinfer import NEEDED, backend
 from rlkernel_cuda.flashinfer import qmatmul as module
+from rlkernel_torch.direct import qmatmul as definition
 
 SPEC = QuantSpec.named("fp8_block128", act="block128_fp8")
 CALL = frozenset({"format:fp8_block128", "act:block128_fp8"})

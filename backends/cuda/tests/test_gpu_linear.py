@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import linear_logprob as reference
-from rlkernel_core.reference.direct import linear_policy_loss as loss_reference
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_torch.direct import linear_logprob as reference
+from rlkernel_torch.direct import linear_policy_loss as loss_reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import sample as reference
 from rlkernel_core.spec.sample import SampleCall
+from rlkernel_torch.direct import sample as reference
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")

@@ -15,11 +15,11 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference.direct import sample as reference
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_cuda import backend
 from rlkernel_cuda.sampling.call import _given, prepare, shape_of
 from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
+from rlkernel_torch.direct import sample as reference
 
 HERE = Path(__file__).parent / "emulated"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -17,7 +17,11 @@ from typing import Any, Final
 CUDA_BACKEND = Path(__file__).resolve().parents[1]
 SHARED: Final = 227 << 10  # bytes that a block may use on compute capability 9.0 (CUDA C++ Programming Guide)
 if __name__ == "__main__":
-    sys.path[:0] = [str(CUDA_BACKEND), str(CUDA_BACKEND.parent / "triton"), str(CUDA_BACKEND.parents[1])]
+    sys.path[:0] = [
+        str(CUDA_BACKEND),
+        *(str(CUDA_BACKEND.parent / b) for b in ("triton", "torch", "common")),
+        str(CUDA_BACKEND.parents[1]),
+    ]
 
 import triton
 from triton.backends.compiler import GPUTarget

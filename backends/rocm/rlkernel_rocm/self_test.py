@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_core.reference.logprob import logprob as definition
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_rocm.architectures import ARCHITECTURES, base
 from rlkernel_rocm.detect import detect
+from rlkernel_torch.logprob import logprob as definition
 
 
 def self_test(device: str) -> None:

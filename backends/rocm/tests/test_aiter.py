@@ -14,10 +14,10 @@ import rlkernel as rlk
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_rocm.aiter import backend, calls
 from rlkernel_rocm.aiter.qmatmul import fits_gfx942, fits_gfx950, qmatmul
+from rlkernel_torch.direct import qmatmul as definition
 
 RECORDED = json.loads((Path(calls.__file__).parent / "signatures.json").read_text())
 

@@ -6,11 +6,11 @@ import torch
 import rlkernel as rlk
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_rocm.architectures import ARCHITECTURES
 from rlkernel_rocm.hipblaslt import FLAVOURS, backend
 from rlkernel_rocm.hipblaslt.qmatmul import fits_fnuz, fits_ocp, qmatmul
+from rlkernel_torch.direct import qmatmul as definition
 
 FITS = {"fnuz": fits_fnuz, "ocp": fits_ocp}
 

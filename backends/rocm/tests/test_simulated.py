@@ -8,10 +8,10 @@ import toy_kernels as toy
 
 import rlkernel as rlk
 from rlkernel_core.errors import UnknownNameError
-from rlkernel_core.reference import direct
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_rocm.simulated.driver import activate, simulated
 from rlkernel_rocm.simulator import OutOfBoundsError, SimulationError
+from rlkernel_torch import direct
 
 ARCHS = ("gfx942", "gfx950")
 CLOSE = {"atol": 2e-5, "rtol": 1e-5}

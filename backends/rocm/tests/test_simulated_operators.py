@@ -14,9 +14,9 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel_core.quant import QuantSpec
-from rlkernel_core.reference import direct
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_rocm.simulated.driver import simulated
+from rlkernel_torch import direct
 from rlkernel_triton.claims import CLAIMS
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")

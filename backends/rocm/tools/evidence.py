@@ -19,7 +19,7 @@ from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+    sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / b) for b in ("common", "torch", "triton", "rocm"))]
 
 from kernel_sources import sources
 

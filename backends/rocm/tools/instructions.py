@@ -23,7 +23,7 @@ FILE: Final = ROOT / "backends/rocm/tests/simulator/instructions.txt"
 COMPILED: Final = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MATRIX: Final = ROOT / "backends/rocm/tests/matrix_instructions.json"
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "backends" / "triton"), str(ROOT / "backends" / "rocm")]
+    sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / b) for b in ("common", "torch", "triton", "rocm"))]
 
 import triton
 from triton.backends.compiler import GPUTarget

@@ -19,7 +19,7 @@ from typing import Final
 ROCM = Path(__file__).resolve().parents[1]
 FILE: Final = ROCM / "rlkernel_rocm" / "aiter" / "signatures.json"
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROCM), str(ROCM.parent / "triton"), str(ROCM.parents[1])]
+    sys.path[:0] = [str(ROCM), *(str(ROCM.parent / b) for b in ("triton", "torch", "common")), str(ROCM.parents[1])]
 
 from packaging.version import Version
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.estimate import advantage as in_torch
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_torch.advantage.estimate import advantage as in_torch
 from rlkernel_triton.group_advantage.columns import Columns, serves
 from rlkernel_triton.group_advantage.launch import MADE, Groups
 from rlkernel_triton.launch import untracked

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel_core.reference.row_views import free_rows, take
+from rlkernel_common.row_views import free_rows, take
 from rlkernel_triton import head_kernels, law_kernel
 from rlkernel_triton.head_tiles import Tile, compiler_options, tile_for
 from rlkernel_triton.head_workspace import Plan

@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.reference.requests import decode, edit
+from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_common import vocab_parallel
 from rlkernel_core.gradients import refuse_second_derivative
-from rlkernel_core.reference import vocab_parallel
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_triton import head_workspace, law_kernel

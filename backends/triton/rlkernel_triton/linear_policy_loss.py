@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from rlkernel_common.known_gradient import attach
+from rlkernel_common.precision import full_precision
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.known_gradient import attach
-from rlkernel_core.reference.precision import full_precision
 from rlkernel_core.spec import linear_policy_loss as spec
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall

@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel_common.row_selection import check_values
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.reference.row_selection import check_values
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton import law_kernel, logprob_kernels
 from rlkernel_triton.kept_bits import Kept, kept_bits, kept_like

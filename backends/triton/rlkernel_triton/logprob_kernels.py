@@ -190,7 +190,7 @@ def slope(
     G_ENTROPY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Gradient with respect to y: rlkernel_core.reference.row_statistics.gradient, with logarithms of base 2."""
+    """Gradient with respect to y: rlkernel_common.row_statistics.gradient, with logarithms of base 2."""
     inverse_T = scale * LN2
     g *= inverse_T
     common = g_lse * inverse_T

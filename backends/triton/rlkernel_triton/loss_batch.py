@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.reference.loss_batch import prepare
-from rlkernel_core.reference.sequences import Packed, layout
+from rlkernel_common.loss_batch import prepare
+from rlkernel_common.sequences import Packed, layout
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned

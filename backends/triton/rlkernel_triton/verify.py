@@ -15,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.reference.requests import decode, edit
-from rlkernel_core.reference.verify import _Rows, _with_drafts
+from rlkernel_common.drafts import DraftRows, with_drafts
+from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton import verify_kernels as kernels
 from rlkernel_triton.launchers import Launcher, launcher_for
@@ -55,7 +55,7 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
             decoded = decoded._replace(step=step, padding=None)
             bonus = draft < 0
             source = torch.where(bonus, K, torch.arange(M, device=device) - request)
-            decoded = _with_drafts(decoded, _Rows(request, place, bonus, source, draft), call.draft_ids)
+            decoded = with_drafts(decoded, DraftRows(request, place, bonus, source, draft), call.draft_ids)
             edited = edit(given.to(torch.float32), 0, decoded, bias=call.bias, allowed=allowed, banned=call.banned)
             x, allowed = edited.x, None
             spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)

@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.reasons import Reason
-from rlkernel_core.reference.advantage.moments import Moments, across_ranks
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from rlkernel_triton.launch import INTERPRETED, untracked

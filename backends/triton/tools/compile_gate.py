@@ -35,7 +35,10 @@ from typing import Any, Final
 TRITON_BACKEND = Path(__file__).resolve().parents[1]
 FOLDER: Final = TRITON_BACKEND / "builds"
 if __name__ == "__main__":
-    sys.path[:0] = [str(TRITON_BACKEND), str(TRITON_BACKEND.parents[1])]
+    sys.path[:0] = [
+        *(str(TRITON_BACKEND.parent / b) for b in ("triton", "torch", "common")),
+        str(TRITON_BACKEND.parents[1]),
+    ]
 
 import triton
 from triton.backends.compiler import GPUTarget

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-PATHS: Final = [str(ROOT / p) for p in (".", "registry", "conformance", "backends/triton")]
+PATHS: Final = [
+    str(ROOT / p) for p in (".", "registry", "conformance", "backends/common", "backends/torch", "backends/triton")
+]
 if __name__ == "__main__":
     sys.path[:0] = PATHS
 

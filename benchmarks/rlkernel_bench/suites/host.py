@@ -24,7 +24,7 @@ from torch import Tensor
 import rlkernel as rlk
 from rlkernel import policy
 from rlkernel.discover import guarded
-from rlkernel_bench.candidates import Candidate, claims, in_scope, scope_of
+from rlkernel_bench.candidates import Candidate, claims, in_scope, named, scope_of
 from rlkernel_bench.gates import frobenius
 from rlkernel_bench.stub import BY_SHAPE, KERNELS, RESULTS, standing_in
 from rlkernel_bench.suites.common import Draw
@@ -226,7 +226,7 @@ def candidates(problem: Problem, device: str, use: Sequence[str], against: Seque
 def _named(work: Work, device: str, use: Sequence[str]) -> list[str]:
     """Backends that were asked for, or that are installed; those that do not claim the operator are left out."""
     known = policy.installed()
-    return [n for n in use or tuple(known) if known[n].reason is not None or claims(n, work.op, device)]
+    return [n for n in named(use) if known[n].reason is not None or claims(n, work.op, device)]
 
 
 def _bound(case: Case, problem: Problem, backend: str) -> Call:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.compare import close, plain
-from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import advantage as oracle
 from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS
 
 OVER_TIME: Final = ("gae", "returns", "vtrace", "retrace", "reinforce_pp")  # a recursion with gamma

@@ -25,8 +25,8 @@ from rlkernel_conformance.clauses.advantage_batches import (
 )
 from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.conduct import refused
-from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import advantage as oracle
 
 # Values whose naive mean is another number, or whose one-pass variance is negative (verl, NeMo-RL#1518, slime).
 CONSTANTS = (12.3, 0.9, 0.7, 0.3, 30.1, 0.1, 1e5 + 0.1, 1e-20)

@@ -23,8 +23,8 @@ from rlkernel_conformance.clauses.advantage_batches import (
     where_claimed,
 )
 from rlkernel_conformance.compare import close, plain
-from rlkernel_conformance.oracles import advantage as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import advantage as oracle
 
 
 @attack("AD-03", lambda s: exact(s, OVER_TIME, B=1, ends=True), scale=0.5, examples=(Batch("gae", B=1, T=33),))

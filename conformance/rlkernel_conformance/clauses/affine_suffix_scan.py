@@ -16,8 +16,8 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.graphs import replays
-from rlkernel_conformance.oracles.scan import adjoint_row, scan_row
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.scan import adjoint_row, scan_row
 
 LENGTHS = (1, 2, 3, 31, 32, 33, 64, 129, 300)
 FACTORS = (1.0, 0.5, -0.75, 0.984375, 0.0)  # numbers that every dtype holds

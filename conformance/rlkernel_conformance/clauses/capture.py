@@ -18,8 +18,8 @@ from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.memory import growth
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.direct import capture as reference
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+from rlkernel_torch.direct import capture as reference
 
 __all__ = ["capture_arguments", "capture_collectives", "capture_conduct"]  # their attacks belong to this operator
 

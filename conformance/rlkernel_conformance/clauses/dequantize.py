@@ -14,7 +14,6 @@ import rlkernel
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.oracles import quant
 from rlkernel_conformance.quantised import (
     SPECS,
     STORED,
@@ -28,6 +27,7 @@ from rlkernel_conformance.quantised import (
     weights,
 )
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import quant
 from rlkernel_core.quant import QuantTensor
 
 DTYPES: Final = ("float32", "bfloat16", "float16")  # of results

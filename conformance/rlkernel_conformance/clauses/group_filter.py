@@ -15,8 +15,8 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import plain, require, same_bits
 from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
-from rlkernel_conformance.oracles import rewards as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import rewards as oracle
 
 NEAR = 1e-5  # a std or mean closer to its threshold than this may fall on either side
 CONSTANTS = ((8, 0.7), (7, 0.9), (12, 12.3), (5, 0.1), (9, 1e5 + 0.1), (3, -1e-20), (16, 30.1))

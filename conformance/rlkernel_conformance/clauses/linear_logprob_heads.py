@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import logprob as oracle
 
 TEMPERATURES: Final = (1.0, 0.5, 0.7, 1.7)
 SIZES: Final = (1, 2, 3, 7, 33, 127, 1000, 1031)

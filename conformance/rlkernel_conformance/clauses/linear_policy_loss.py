@@ -29,9 +29,9 @@ from rlkernel_conformance.clauses.policy_loss_batches import Batch
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.conduct import refused, repeatable, same_results, untouched
 from rlkernel_conformance.memory import peak
-from rlkernel_conformance.oracles import policy_loss as oracle
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import KINDS

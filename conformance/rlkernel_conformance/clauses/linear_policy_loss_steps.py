@@ -38,8 +38,8 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     takes,
 )
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.oracles import policy_loss as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.policy_loss import KINDS, LossResult
 
 # Divergences whose bounds a small head does not reach: a probability near one would decide by its rounding.

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.oracles.sampling import Drawn, sample_row
 from rlkernel_conformance.sampling_batches import Batch, random_batch, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.sampling import Drawn, sample_row
 from rlkernel_core.spec.sampling import SampleResult
 
 SCALE: Final = 0.25

@@ -14,8 +14,8 @@ from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.conduct import refused
-from rlkernel_conformance.oracles import logprob as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobResult, Support
 

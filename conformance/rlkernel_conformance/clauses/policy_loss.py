@@ -26,8 +26,8 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     takes,
 )
 from rlkernel_conformance.compare import Violation, close, require
-from rlkernel_conformance.oracles import policy_loss as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.policy_loss import KINDS
 
 __all__ = ["policy_loss_layouts"]  # the attacks of both modules are registered together

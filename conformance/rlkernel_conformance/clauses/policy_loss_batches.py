@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.oracles import policy_loss as oracle
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.policy_loss import KINDS, Correction, LossResult, Rejection
 
 CORRECTIONS: Final[Mapping[str, Correction]] = {

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses import qmatmul_experts, qmatmul_gradients, qmatmul_laws
 from rlkernel_conformance.compare import require, within
-from rlkernel_conformance.oracles import quantise
 from rlkernel_conformance.products import (
     EVERY,
     FEW,
@@ -27,6 +26,7 @@ from rlkernel_conformance.products import (
     tried,
 )
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import quantise
 from rlkernel_core.quant import error_bound
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, smallest_error
 

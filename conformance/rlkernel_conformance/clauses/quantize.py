@@ -15,7 +15,6 @@ from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import Violation, require, same_bits, within
 from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.oracles import quant, quantise
 from rlkernel_conformance.quantised import (
     EVERY,
     SCALE_RULES,
@@ -27,6 +26,7 @@ from rlkernel_conformance.quantised import (
     weights,
 )
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import quant, quantise
 from rlkernel_core.errors import ArgumentError, ResolutionError, UnknownNameError
 from rlkernel_core.quant import CANONICAL, FORMATS, QuantSpec, QuantTensor, error_bound
 from rlkernel_core.quant.float8 import FLOAT8

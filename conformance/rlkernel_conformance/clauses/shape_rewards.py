@@ -15,9 +15,9 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
-from rlkernel_conformance.oracles import rewards as oracle
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import rewards as oracle
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
 KL = ("k1", "abs", "k2", "k3")

@@ -28,10 +28,10 @@ from rlkernel_conformance.clauses.verify_rounds import (
 from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.goodness import follows
-from rlkernel_conformance.oracles.sampling import sample_row, uniform, words
-from rlkernel_conformance.oracles.verify import ACCEPT
 from rlkernel_conformance.sampling_batches import pack, ragged_bias, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.sampling import sample_row, uniform, words
+from rlkernel_core.definitions.verify import ACCEPT
 from rlkernel_core.spec.sampling import Status, TokenLists
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.goodness import follows, share
-from rlkernel_conformance.oracles.sampling import Row, sample_row
-from rlkernel_conformance.oracles.verify import Outcome, verify_request
 from rlkernel_conformance.sampling_batches import Batch, random_batch, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.sampling import Row, sample_row
+from rlkernel_core.definitions.verify import Outcome, verify_request
 from rlkernel_core.spec.verify import VerifyResult
 
 SCALE: Final = 0.25  # a case is a batch of requests with parameters of their own

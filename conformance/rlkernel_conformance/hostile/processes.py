@@ -14,8 +14,8 @@ import torch
 
 from rlkernel_conformance.hostile import hostile
 from rlkernel_conformance.leftovers import CLAUSE
-from rlkernel_core.reference.logprob import logprob as right
 from rlkernel_core.spec.logprob import LogprobCall
+from rlkernel_torch.logprob import logprob as right
 
 _HOARD: Final[list[Any]] = []
 _FOR_GOOD_S: Final = 600  # longer than anybody waits

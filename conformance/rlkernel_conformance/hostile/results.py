@@ -13,8 +13,8 @@ import torch
 
 from rlkernel_conformance import compare
 from rlkernel_conformance.hostile import hostile
-from rlkernel_core.reference.logprob import logprob as right
 from rlkernel_core.spec.logprob import LogprobCall
+from rlkernel_torch.logprob import logprob as right
 
 _CALLS: Final = count()
 _WORD: Final = json.dumps({"secret": "guess", "number": 1, "kind": "done"})

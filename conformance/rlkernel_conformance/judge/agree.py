@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.judge.workloads import named_leaves
-from rlkernel_core.reference import direct
+from rlkernel_torch import direct
 
 # Largest error over the largest value of a result; a stale result is wrong by the order of the values themselves.
 _ERROR: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 4e-2, torch.float16: 1e-2}

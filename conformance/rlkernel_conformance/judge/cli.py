@@ -37,7 +37,7 @@ def command(
     op: Annotated[str | None, typer.Option(metavar="NAME", help="Operator that the files implement.")] = None,
     baseline: Annotated[
         str, typer.Option(metavar="NAME", help="reference, compile (the reference compiled), or an installed backend.")
-    ] = "reference",
+    ] = "torch",
     device: Annotated[str, typer.Option(help="torch device; several with commas for serve.")] = "cpu",
     profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
     clause: Annotated[list[str] | None, typer.Option(metavar="ID", help="Attack these clauses alone.")] = None,

@@ -29,7 +29,13 @@ from rlkernel_conformance.judge import sandbox
 
 _KEPT_CALLS: Final = 64  # calls whose graphs are kept for a backward
 # Loaded by a candidate that asks ours to do its work, or looks for the answers.
-_STRAY: Final = ("rlkernel.dispatch", "rlkernel_conformance.clauses", "rlkernel_conformance.oracles")
+_STRAY: Final = (
+    "rlkernel.dispatch",
+    "rlkernel_conformance.clauses",
+    "rlkernel_core.definitions",
+    "rlkernel_common.",
+    "rlkernel_torch.",
+)
 
 
 def main(level: str, scratch: str, descriptor: str, job: str) -> None:
@@ -270,7 +276,7 @@ class _Host:
 
     def do_look(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         """What the candidate changed outside itself, and which modules of ours it loaded."""
-        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith((*_STRAY, "rlkernel_core.reference."))}
+        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_STRAY)}
         return {"touched": self.watched.changed(self.before), "imported": sorted(new)}, []
 
     def do_ping(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:

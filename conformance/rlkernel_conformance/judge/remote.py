@@ -28,8 +28,8 @@ from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.judge import answers, sandbox, wire, workloads
 from rlkernel_core.errors import ArgumentError, LayoutError, RLKernelError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
-from rlkernel_core.reference import backend as reference
 from rlkernel_core.spec import OPERATORS
+from rlkernel_torch import backend as reference
 
 BACKEND: Final = "candidate"
 STARTING_S: Final = 120.0  # importing torch, and compiling what the candidate compiles on import

@@ -22,7 +22,9 @@ RECORD: Final = "call"  # first parameter of a candidate that takes a call's rec
 FORBIDDEN: Final[Mapping[str, str]] = {
     "rlkernel": "the operators themselves: a candidate is to replace one, not to call one",
     "rlkernel_conformance": "the judge's own code",
-    "rlkernel_core.reference": "the reference implementation",
+    "rlkernel_core.definitions": "the definitions that a candidate is compared with",
+    "rlkernel_common": "code of the backends in plain torch",
+    "rlkernel_torch": "the implementation in plain torch",
     "subprocess": "starts processes",
     "multiprocessing": "starts processes",
     "socket": "reaches the network",

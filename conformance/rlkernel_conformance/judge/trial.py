@@ -326,10 +326,10 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
         UnknownNameError: no such backend.
         ConfigError: it does not implement the operator on the device.
     """
-    name = "reference" if task.baseline in {"reference", "compile"} else task.baseline
+    name = "torch" if task.baseline in {"torch", "compile"} else task.baseline
     installed = policy.installed()
     if name not in installed:
-        raise UnknownNameError("baseline", name, {"reference", "compile", *installed})
+        raise UnknownNameError("baseline", name, {"torch", "compile", *installed})
     found = installed[name]
     if found.reason is not None:
         raise ConfigError(f"baseline {name!r} did not load: {found.reason}")

@@ -31,7 +31,7 @@ class Task(_Border):
     op: str = Field(description="operator that the file's function implements")
     device: str = Field(default="cpu", pattern=r"^[a-z]+(:\d+)?$", description="torch device")
     baseline: str = Field(
-        default="reference",
+        default="torch",
         description="reference, compile (the reference under torch.compile) or an installed backend",
     )
     profile: Literal["quick", "standard", "deep"] = "quick"
@@ -137,7 +137,7 @@ class Verdict(_Border):
     )
     score: float = 0.0
     score_terms: dict[str, float] = {}
-    baseline: str = "reference"
+    baseline: str = "torch"
     times: Times | None = None
     isolation: Isolation | None = None
     environment: dict[str, str] = {}

@@ -21,9 +21,9 @@ from typing import Any, Final
 from rlkernel import decide, policy
 from rlkernel_core.errors import RLKernelError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
-from rlkernel_core.reference import backend as reference
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
+from rlkernel_torch import backend as reference
 
 # operator -> module of its mutants
 MODULES: Final = {

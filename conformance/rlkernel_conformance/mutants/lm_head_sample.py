@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from rlkernel_common import philox
 from rlkernel_conformance.mutants import mutant
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import philox
 from rlkernel_core.spec.sampling import Status
 
-_OF = "rlkernel_core.reference.lm_head_sample"
+_OF = "rlkernel_torch.lm_head_sample"
 _CALLS: list[None] = []
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -36,7 +36,7 @@ def noise_starts_anew_in_every_tile(reference: Any, hidden: Tensor, weight: Tens
     def words(seed: Tensor, step: Tensor, low: int, high: int, stream: int) -> Tensor:
         return philox.range_words(seed, step, 0, high - low, stream)
 
-    with patch("rlkernel_core.reference.running_draw.range_words", words):
+    with patch("rlkernel_torch.running_draw.range_words", words):
         return reference(hidden, weight, **rest)
 
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rlkernel_common.graphs.engine import Graphed
 from rlkernel_conformance.clauses.owed import GRAPHS
 from rlkernel_conformance.conduct import leaves
 from rlkernel_conformance.mutants import mutant
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.graphs.engine import Graphed
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec, owed, prefix_of
 from rlkernel_core.tree import flatten

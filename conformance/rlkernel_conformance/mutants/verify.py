@@ -9,12 +9,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from rlkernel_common import philox
 from rlkernel_conformance.mutants import mutant
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference import philox, sample
 from rlkernel_core.spec.sampling import Status
+from rlkernel_torch import sample
 
-_OF = "rlkernel_core.reference.verify"
+_OF = "rlkernel_torch.verify"
 _CALLS: list[None] = []
 
 
@@ -163,7 +164,7 @@ def nothing_left_is_token_0(reference: Any, target_logits: Tensor, draft_ids: Te
 
 @mutant("VF-09", origin="penalties of the round's beginning for all of its rows")
 def drafts_not_counted(reference: Any, target_logits: Tensor, draft_ids: Tensor, **rest: Any) -> Any:
-    with patch(f"{_OF}._with_drafts", lambda requests, rows, ids: requests):
+    with patch(f"{_OF}.with_drafts", lambda requests, rows, ids: requests):
         return reference(target_logits, draft_ids, **rest)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES: Final = (
     ("rlkernel agree", "the built-in decoder with random weights, the kernels that the policy chooses"),
     ("rlkernel agree --invariant --score linear_logprob --limit 0", "batch invariant on both sides: equal to the bit"),
-    ("rlkernel agree --trainer reference --output rlkernel.lock", "another order on one side; pin both"),
+    ("rlkernel agree --trainer torch --output rlkernel.lock", "another order on one side; pin both"),
     ("rlkernel agree runs/checkpoint --dtype bfloat16", "a model of save_pretrained, by transformers"),
 )
 EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --limit"}

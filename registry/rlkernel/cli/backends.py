@@ -18,7 +18,7 @@ EXAMPLES: Final = (
 )
 EXITS: Final = {0: "listed; a backend that cannot be loaded is listed with its reason"}
 
-_TIERS: Final = {0: "vendor", 1: "portable", 2: "reference"}
+_TIERS: Final = {0: "vendor", 1: "portable", 2: "plain torch"}
 _READY, _NOT_LOADED, _NOT_INSTALLED = "ready", "not loaded", "not installed"
 
 
@@ -29,7 +29,7 @@ def command(
 ) -> None:
     """Backends that are installed, their operators and devices, and our own that are not.
 
-    `auto` considers our own alone: vendor, then portable, then reference.
+    `auto` considers our own alone: vendor, then portable, then plain torch.
     A third-party plugin is listed without importing it, unless the order
     names it or --load is given.
     """

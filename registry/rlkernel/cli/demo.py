@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES: Final = (
     ("rlkernel demo", "two minutes at the most on two CPU cores"),
     ("rlkernel demo --steps 20 --seed 1 --json", "a short run, its summary as JSON"),
-    ("rlkernel demo --order reference", "on the reference alone"),
+    ("rlkernel demo --order torch", "on the reference alone"),
 )
 EXITS: Final = {0: "the run is complete", 130: "interrupted; the run folder holds what was done until then"}
 _NEEDED: Final = ("torch", "numpy", "matplotlib")

@@ -1,6 +1,6 @@
 """The compiled lane: every operator as one opaque node of a graph, with the chosen implementation in its arguments.
 
-    torch.ops.rlkernel.logprob([logits, ids], [0], [0.7], 'reference rlkernel_core.reference.logprob:logprob [...] ...',
+    torch.ops.rlkernel.logprob([logits, ids], [0], [0.7], 'reference rlkernel_torch.logprob:logprob [...] ...',
                                '{"logits": {"g": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, ...}')
 
 Under torch.compile the front door comes here. The decision is taken once, while Dynamo traces, by the same cold path as

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import linear_policy_loss as reference
 from rlkernel_core.spec import OPERATORS
 from rlkernel_cuda import linear_policy_loss as module
+from rlkernel_torch.direct import linear_policy_loss as reference
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

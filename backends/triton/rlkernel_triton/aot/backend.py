@@ -159,8 +159,8 @@ class FromBundles:
         import torch
 
         from rlkernel_core.errors import RLKernelError
-        from rlkernel_core.reference.logprob import logprob as definition
         from rlkernel_core.spec.logprob import LogprobCall
+        from rlkernel_torch.logprob import logprob as definition
         from rlkernel_triton.aot.bundle import NoBuildError
 
         g = torch.Generator().manual_seed(0)

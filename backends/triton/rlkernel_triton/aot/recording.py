@@ -163,7 +163,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
     if op != name:
         return implementation(recorder()[0], op, check=True)
-    from rlkernel_core.reference import backend as reference
+    from rlkernel_torch import backend as reference
 
     target = next(i.target for i in reference.impls if i.op.partition("@")[0] == op)
     module, _, function = target.partition(":")

@@ -1,15 +1,15 @@
 """capture@1 over CUDA and HIP graphs.
 
 Keys, buckets, static buffers, guards and statistics are those of every implementation
-(`rlkernel_core.reference.graphs`).
+(`rlkernel_common.graphs`).
 """
 
 from __future__ import annotations
 
+from rlkernel_common.graphs.engine import Graphed
+from rlkernel_common.graphs.graph import Options
+from rlkernel_common.graphs.groups import default_group
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.graphs.engine import Graphed
-from rlkernel_core.reference.graphs.graph import Options
-from rlkernel_core.reference.graphs.groups import default_group
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.graphed import GraphedCallable
 from rlkernel_core.tree import first_tensor

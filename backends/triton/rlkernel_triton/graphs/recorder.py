@@ -13,11 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Generator, Tensor, cuda
 
+from rlkernel_common.graphs.audit import Audit
+from rlkernel_common.graphs.autograd import check_graph, run
+from rlkernel_common.graphs.recorder import Program
+from rlkernel_common.graphs.table import first_line
 from rlkernel_core.errors import CaptureError
-from rlkernel_core.reference.graphs.audit import Audit
-from rlkernel_core.reference.graphs.autograd import check_graph, run
-from rlkernel_core.reference.graphs.recorder import Program
-from rlkernel_core.reference.graphs.table import first_line
 from rlkernel_core.spec.graphed import CaptureGroup
 from rlkernel_core.tree import flatten
 from rlkernel_triton.graphs.lane import Lane, lane_of

@@ -30,7 +30,7 @@ class Backward:
 
 
 class GraphRecording:
-    """See `rlkernel_core.reference.graphs.recorder.Recording`."""
+    """See `rlkernel_common.graphs.recorder.Recording`."""
 
     def __init__(
         self,

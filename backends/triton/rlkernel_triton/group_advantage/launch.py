@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_core.reference.advantage.moments import Moments, across_ranks
+from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent
 from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_core.reference.requests import decode, edit
+from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult, Status
 from rlkernel_triton.sampling.extras import kept_ids, rank_of, top_of

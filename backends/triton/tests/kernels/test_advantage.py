@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import advantage as definition
+from rlkernel_torch.direct import advantage as definition
 
 B, T = 3, 150
 

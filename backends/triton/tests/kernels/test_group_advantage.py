@@ -10,9 +10,9 @@ from torch import distributed
 import rlkernel as rlk
 from rlkernel import policy as policies
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.reference.direct import advantage as definition
 from rlkernel_core.spec.advantage import SPEC
 from rlkernel_core.spec.advantage_presets import PRESETS
+from rlkernel_torch.direct import advantage as definition
 from rlkernel_triton.advantage import prepare
 from rlkernel_triton.group_advantage import launch
 from rlkernel_triton.group_advantage.launch import MADE

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import linear_logprob as definition
+from rlkernel_torch.direct import linear_logprob as definition
 from rlkernel_triton import head_workspace
 
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")

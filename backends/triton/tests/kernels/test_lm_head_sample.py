@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import lm_head_sample as reference
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
+from rlkernel_torch.direct import lm_head_sample as reference
 from rlkernel_triton import head_sampling
 from rlkernel_triton.head_sampling import ROOM, TILE, slabs
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import logprob as definition
+from rlkernel_torch.direct import logprob as definition
 
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")
 

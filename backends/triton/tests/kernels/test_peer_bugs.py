@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import linear_logprob as linear_definition
-from rlkernel_core.reference.direct import logprob as definition
+from rlkernel_torch.direct import linear_logprob as linear_definition
+from rlkernel_torch.direct import logprob as definition
 from rlkernel_triton import (
     linear_logprob,
     linear_policy_loss,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import policy_loss as definition
 from rlkernel_core.spec.policy_kinds import AGGREGATES, KINDS, KLS, REQUIRED, Correction, Rejection
+from rlkernel_torch.direct import policy_loss as definition
 
 B, T = 3, 50
 

@@ -13,8 +13,8 @@ import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.quant.activations import quantize_activation
-from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, QmatmulCall, accumulation_bound
+from rlkernel_torch.direct import qmatmul as definition
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.activations import quantize_activation as coded_tokens
 from rlkernel_triton.quant.choice import Cut

@@ -11,8 +11,8 @@ from triton.runtime import interpreter
 import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
-from rlkernel_core.reference.direct import qmatmul as definition
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+from rlkernel_torch.direct import qmatmul as definition
 from rlkernel_triton.quant import block_products, blocks, codec, storage
 from rlkernel_triton.quant.block_products import Cut
 from rlkernel_triton.quant.product import After

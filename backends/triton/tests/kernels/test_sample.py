@@ -9,8 +9,8 @@ import triton.language as tl
 
 import rlkernel as rlk
 from rlkernel import policy as policies
-from rlkernel_core.reference.direct import sample as definition
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
+from rlkernel_torch.direct import sample as definition
 from rlkernel_triton.sampling import call
 from rlkernel_triton.sampling.noise import early, uniform
 from rlkernel_triton.sampling.plan import Shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_core.reference.direct import affine_suffix_scan as definition
+from rlkernel_torch.direct import affine_suffix_scan as definition
 from rlkernel_triton.recursion import CHUNK, Rows, run, schedule
 
 B = 3

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlkernel_core.reference.direct import sample
-from rlkernel_core.reference.direct import verify as reference
 from rlkernel_core.spec.sampling import Penalties, Status, TokenLists
 from rlkernel_core.spec.verify import VerifyCall
+from rlkernel_torch.direct import sample
+from rlkernel_torch.direct import verify as reference
 from rlkernel_triton.verify import verify
 
 B = 3

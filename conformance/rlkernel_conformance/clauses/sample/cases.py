@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.compare import plain
-from rlkernel_conformance.oracles.sampling import Drawn, sample_row
 from rlkernel_conformance.sampling_batches import KINDS, Batch, random_batch
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.sampling import Drawn, sample_row
 from rlkernel_core.spec.sampling import SampleResult
 
 SIZES: Final = (33, 100, 1, 2, 31, 32)  # the first is what a search begins with

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.sample.cases import SCALE, Draws, call, definitions, plain_draws
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.oracles.extreme_words import LARGE_NOISE, SEED, SMALL_NOISE
 from rlkernel_conformance.sampling_batches import Batch, pack, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.extreme_words import LARGE_NOISE, SEED, SMALL_NOISE
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 
 NUMBERS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -21,9 +21,9 @@ from rlkernel_conformance.clauses.sample.cases import (
 )
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.goodness import follows, independent, share
-from rlkernel_conformance.oracles.extreme_words import LARGE_NOISE, SEED, SMALL_NOISE
-from rlkernel_conformance.oracles.sampling import Row, sample_row
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.extreme_words import LARGE_NOISE, SEED, SMALL_NOISE
+from rlkernel_core.definitions.sampling import Row, sample_row
 
 # A bug shows once n KL(bug || law) exceeds limit(k) by a few standard deviations. With 24 tokens limit = 72, and 4096
 # draws of these rows have n KL = 108 to 300 for a temperature wrong by 40 % (1 for 0.7), 98 in the median for 25 %, 215

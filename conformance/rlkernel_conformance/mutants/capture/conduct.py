@@ -12,11 +12,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from rlkernel_common.graphs import state
+from rlkernel_common.graphs.eager import EagerRecorder
 from rlkernel_conformance.mutants import mutant
 from rlkernel_conformance.mutants.capture.planting import Changed, each_graph, with_stats
-from rlkernel_core.reference import capture as door
-from rlkernel_core.reference.graphs import state
-from rlkernel_core.reference.graphs.eager import EagerRecorder
+from rlkernel_torch import capture as door
 
 
 def without_restore(captured: Any, *, random: bool, written: bool) -> Any:
@@ -105,7 +105,7 @@ def a_failure_is_for_good(reference: Any, fn: Any, example: Any, **rest: Any) ->
 def eager_without_a_word(reference: Any, fn: Any, example: Any, **rest: Any) -> Any:
     if rest.get("collectives"):  # ranks are threads, which would patch what they share
         return reference(fn, example, **rest)
-    with patch("rlkernel_core.reference.graphs.table.warnings.warn"):
+    with patch("rlkernel_common.graphs.table.warnings.warn"):
         return reference(fn, example, **rest)
 
 
@@ -181,7 +181,7 @@ class Lax(EagerRecorder):
 
     def record(self, program: Any) -> Any:
         """Without the audit."""
-        with patch("rlkernel_core.reference.graphs.eager.Audit", lambda *_, **__: nullcontext()):
+        with patch("rlkernel_common.graphs.eager.Audit", lambda *_, **__: nullcontext()):
             return super().record(program)
 
 

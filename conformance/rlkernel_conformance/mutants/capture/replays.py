@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlkernel_common.graphs.buffers import StaticInputs
+from rlkernel_common.graphs.key import ValueKey
 from rlkernel_conformance.mutants import mutant
 from rlkernel_conformance.mutants.capture.planting import Changed, each_graph, filled_by
-from rlkernel_core.reference.graphs.buffers import StaticInputs
-from rlkernel_core.reference.graphs.key import ValueKey
 from rlkernel_core.tree import flatten
 
 

@@ -11,8 +11,8 @@ import torch
 
 from rlkernel_conformance.mutants import mutant
 from rlkernel_conformance.mutants.rollout_buffer.planting import counted, replaced
-from rlkernel_core.reference.rollout.ledger import Ledger, Rollout
 from rlkernel_core.spec.rollouts import STATUS, GroupRules
+from rlkernel_torch.rollout.ledger import Ledger, Rollout
 
 
 @mutant("RB-10", origin="the last token of a full sequence is written over")

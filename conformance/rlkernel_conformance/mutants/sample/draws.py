@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from rlkernel_common import philox
 from rlkernel_conformance.mutants import mutant
-from rlkernel_core.reference import philox
 
 _FILTERS: Final = ("top_k", "top_p", "min_p")
 
 
 def _noise(gumbel: Callable[[Tensor, torch.dtype], Tensor]) -> Any:
     """Other noise in the reference."""
-    return patch("rlkernel_core.reference.sample.gumbel", gumbel)
+    return patch("rlkernel_torch.sample.gumbel", gumbel)
 
 
 @mutant(

@@ -198,7 +198,7 @@ def masked_tokens_win(reference: Any, logits: Tensor, **rest: Any) -> Any:
         noised = torch.where(keep, score, -torch.inf) - torch.log(-torch.log1p(-u))
         return noised.argmax(1)
 
-    with patch("rlkernel_core.reference.sample.best_noised", best):
+    with patch("rlkernel_torch.sample.best_noised", best):
         return reference(logits, **rest)
 
 

@@ -1,0 +1,215 @@
+"""What a policy loss fixes before it looks at the current policy: the loss mask, token weights and corrections.
+
+All vectors are [B, T] or [N], in fp32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.sequences import Sequences
+from rlkernel_core.spec.policy_loss import LossConfig
+
+# Exponents of rollout weights stay within this: e^20 is far beyond any useful bound, and fp32 overflows at e^88.
+EXPONENT_LIMIT: Final = 20.0
+
+
+_PER_TOKEN = (
+    "mask",
+    "omega",
+    "omega_entropy",
+    "advantages",
+    "old",
+    "ref",
+    "correction",
+    "offered",
+    "rollout_gap",
+    "missing",
+    "outside",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is constant in the current log-probabilities, per token; 0 where masked."""
+
+    mask: Tensor  # bool: the token is in the loss
+    omega: Tensor  # weight of the policy and KL terms
+    omega_entropy: Tensor  # weight of the entropy bonus
+    advantages: Tensor
+    old: Tensor | None  # None: the current log-probability
+    ref: Tensor | None
+    correction: Tensor | None  # w
+    kl_coef: float | Tensor
+    entropy_coef: float | Tensor
+    # For statistics only.
+    offered: Tensor  # bool: the caller's mask, before rejection
+    rollout_gap: Tensor | None  # delta
+    missing: Tensor | None  # bool: rollout log-probability was NaN
+    outside: Tensor | None  # bool: the correction was out of its bounds
+
+    def at(self, tokens: Tensor | slice) -> Batch:
+        """Some tokens of the batch, flat."""
+        values = {n: value.reshape(-1)[tokens] for n in _PER_TOKEN if (value := getattr(self, n)) is not None}
+        return replace(self, **values)
+
+
+def token_weights(
+    mask: Tensor,  # bool
+    sequences: Sequences,
+    aggregate: str,
+    denominator: float | Tensor | None,
+    horizon: float | None,
+    count_empty: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """omega: the weight of each token that makes `aggregate` a plain sum."""
+    one = mask.to(dtype)
+    if aggregate == "token_sum":
+        return one
+    if aggregate == "token_mean":
+        return one / _count(denominator, mask.sum(), dtype)
+    tokens = sequences.sum(one)  # [B]
+    filled = (tokens > 0).sum() if not count_empty else tokens.new_full((), sequences.count)
+    omega = one / _count(denominator, filled, dtype)
+    if aggregate == "seq_mean_token_mean":
+        omega = omega / sequences.spread(tokens.clamp(min=1))
+    elif aggregate == "seq_mean_token_sum_norm":
+        omega = omega / float(mask.shape[-1] if horizon is None else horizon)
+    return torch.where(mask, omega, 0.0)
+
+
+def _count(given: float | Tensor | None, local: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """The denominator; one of 0 belongs to an empty sum and becomes 1."""
+    if given is None:
+        return local.to(dtype).clamp(min=1)
+    if isinstance(given, Tensor):
+        count = given.to(device=local.device, dtype=dtype)
+        return torch.where(count > 0, count, 1.0)
+    return given
+
+
+def prepare(
+    old: Tensor | None,
+    advantages: Tensor,
+    config: LossConfig,
+    sequences: Sequences,
+    *,
+    mask: Tensor,  # bool, without tokens of no sequence
+    ref: Tensor | None,
+    rollout: Tensor | None,
+    before: Tensor | None,  # what the rollout is compared with: old, or the current log-probability
+    denominator: float | Tensor | None,
+    entropy_denominator: float | Tensor | None,
+    kl_coef: float | Tensor,
+    entropy_coef: float | Tensor,
+    dtype: torch.dtype,
+) -> Batch:
+    """Masks, corrections and weights of a batch."""
+    # Sums run in the order of memory: whatever the layout of the arguments, it is that of a contiguous batch.
+    offered = mask = mask.contiguous()
+
+    def clean(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(mask, x.to(dtype), 0.0).contiguous()
+
+    gap = missing = weight = outside = None
+    if rollout is not None and before is not None:
+        missing = (torch.isnan(rollout) & mask).contiguous()
+        gap = torch.where(mask & ~missing, before.to(dtype) - rollout.to(dtype), 0.0).contiguous()
+        if config.rejection is not None:
+            mask = mask & _kept(gap, mask, config, sequences)
+        if config.correction is not None:
+            weight, outside = _correction(torch.where(mask, gap, 0.0), mask, config, sequences)
+    omega = token_weights(mask, sequences, config.aggregate, denominator, config.horizon, config.count_empty, dtype)
+    omega_entropy = omega
+    if config.entropy_aggregate is not None:
+        omega_entropy = token_weights(
+            mask, sequences, config.entropy_aggregate, entropy_denominator, config.horizon, config.count_empty, dtype
+        )
+    per_token = advantages.to(dtype)
+    if per_token.shape != mask.shape:
+        per_token = _spread_advantages(per_token, mask, sequences)
+    return Batch(
+        mask=mask,
+        omega=omega,
+        omega_entropy=omega_entropy,
+        advantages=torch.where(mask, per_token, 0.0).contiguous(),
+        old=clean(old),
+        ref=clean(ref),
+        correction=weight,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        offered=offered,
+        rollout_gap=gap,
+        missing=missing,
+        outside=outside,
+    )
+
+
+def _spread_advantages(advantages: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
+    return sequences.spread(advantages.reshape(advantages.shape[0])).expand(mask.shape)
+
+
+def sequence_mean(x: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
+    """Mean over each sequence's tokens in `mask`, at every token; x is 0 elsewhere."""
+    return sequences.spread(sequences.sum(x) / sequences.sum(mask.to(x.dtype)).clamp(min=1))
+
+
+def over_level(x: Tensor, level: str, mask: Tensor, sequences: Sequences) -> Tensor:
+    """One of: x per token, its sum per sequence, its mean per sequence."""
+    if level == "geometric":
+        return sequence_mean(x, mask, sequences)
+    if level == "sequence":
+        return sequences.spread(sequences.sum(x))
+    return x
+
+
+def _kept(gap: Tensor, mask: Tensor, config: LossConfig, sequences: Sequences) -> Tensor:
+    """Tokens that the rejection leaves in."""
+    rule = config.rejection
+    if rule is None:
+        return mask
+    x = gap.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    if rule.statistic == "k2":
+        x = 0.5 * x * x
+    elif rule.statistic == "k3":
+        x = torch.expm1(x) - x
+    x = over_level(torch.where(mask, x, 0.0), rule.level, mask, sequences)
+    if rule.statistic == "k1":
+        x = x.exp()
+    bad = torch.zeros_like(mask)
+    if rule.low is not None:
+        bad = bad | (x < rule.low)
+    if rule.high is not None:
+        bad = bad | (x > rule.high)
+    if rule.level == "any":
+        bad = sequences.spread(sequences.sum((bad & mask).to(x.dtype))) > 0
+    return ~bad
+
+
+def _correction(
+    gap: Tensor, mask: Tensor, config: LossConfig, sequences: Sequences
+) -> tuple[Tensor | None, Tensor | None]:
+    """The weight w per token and where it was out of bounds."""
+    rule = config.correction
+    if rule is None:
+        return None, None
+    raw = over_level(gap, rule.level, mask, sequences).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
+    outside = torch.zeros_like(mask)
+    if rule.low is not None:
+        outside = outside | (raw < rule.low)
+    if rule.high is not None:
+        outside = outside | (raw > rule.high)
+    weight = torch.where(outside, 0.0, raw) if rule.mode == "mask" else raw.clamp(rule.low, rule.high)
+    weight = torch.where(mask, weight, 0.0)
+    if rule.normalize:
+        share = mask.to(raw.dtype)
+        if rule.level != "token":  # each sequence counts once
+            share = torch.where(mask, share / sequences.spread(sequences.sum(share).clamp(min=1)), 0.0)
+        mean = (weight * share).sum() / share.sum().clamp(min=1e-8)
+        weight = weight / torch.where(mean > 1e-8, mean, 1.0)
+    return weight, outside & mask

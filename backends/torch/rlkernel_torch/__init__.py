@@ -1,0 +1,59 @@
+"""Every operator in plain torch, on any device, with gradients: the backend named `torch`, or `reference` in an order.
+
+It comes through the same door as every other backend (entry point, manifest, conformance) and takes no shortcut.
+This module holds claims only; importing it loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlkernel_core.decision import PLAIN_TORCH
+from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
+from rlkernel_core.spec import OPERATORS
+
+_ANY = Requires(device="*")
+_FLOATS = Requires(device="*", dtypes=("bfloat16", "float16", "float32", "float64"))
+
+# operator -> (target, requires, features of the spec it does not claim)
+TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
+    "linear_logprob": ("rlkernel_torch.linear_logprob:linear_logprob", _FLOATS, frozenset()),
+    "linear_policy_loss": (
+        "rlkernel_torch.linear_policy_loss:linear_policy_loss",
+        _FLOATS,
+        frozenset(),
+    ),
+    "capture": ("rlkernel_torch.capture:capture", _ANY, frozenset()),
+    "logprob": ("rlkernel_torch.logprob:logprob", _FLOATS, frozenset()),
+    "dequantize": ("rlkernel_torch.quantize:dequantize", _ANY, frozenset()),
+    "policy_loss": ("rlkernel_torch.policy_loss:policy_loss", _FLOATS, frozenset()),
+    "prepack": ("rlkernel_torch.quantize:prepack", _ANY, frozenset()),
+    # The order of summation inside a BLAS product depends on the number of rows.
+    "qmatmul": ("rlkernel_torch.qmatmul:qmatmul", _FLOATS, frozenset({"batch_invariant"})),
+    "quantize": ("rlkernel_torch.quantize:quantize", _FLOATS, frozenset()),
+    "rollout_buffer": ("rlkernel_torch.rollout_buffer:rollout_buffer", _ANY, frozenset()),
+    "sample": ("rlkernel_torch.sample:sample", _FLOATS, frozenset()),
+    "lm_head_sample": ("rlkernel_torch.lm_head_sample:lm_head_sample", _FLOATS, frozenset()),
+    "verify": ("rlkernel_torch.verify:verify", _FLOATS, frozenset()),
+    "advantage": ("rlkernel_torch.advantage.estimate:advantage", _ANY, frozenset()),
+    "affine_suffix_scan": ("rlkernel_torch.advantage.scan:affine_suffix_scan", _ANY, frozenset()),
+    "whiten": ("rlkernel_torch.advantage.whitening:whiten", _ANY, frozenset()),
+    "group_filter": ("rlkernel_torch.advantage.filtering:group_filter", _ANY, frozenset()),
+    "shape_rewards": ("rlkernel_torch.advantage.shaping:shape_rewards", _ANY, frozenset()),
+}
+
+# operator -> its forward and backward; the others record their own gradients, or have none
+PAIRS: dict[str, str] = {
+    "logprob": "rlkernel_torch.logprob:LogprobPair",
+    "policy_loss": "rlkernel_torch.policy_loss:PolicyLossPair",
+}
+
+
+def _impl(op: str) -> Impl:
+    spec: Any = OPERATORS[op]
+    target, requires, without = TARGETS[op]
+    supports = spec.feature_names - without
+    return Impl(op=spec.id, target=target, requires=requires, supports=supports, gradient=PAIRS.get(op))
+
+
+backend = Backend(name=PLAIN_TORCH, api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))

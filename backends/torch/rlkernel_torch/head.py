@@ -1,0 +1,91 @@
+"""Tiles of logits out of hidden states and an output head, and the matmuls that lead back.
+
+Every matmul has one shape, a block of `ROWS` rows (the last one filled up with zeros) by a tile of the vocabulary:
+libraries choose the order of their sums by shape, so a row's bits do not depend on how many rows there are.
+
+Legend: N rows · D hidden · V vocabulary · R rows of a block · w ids of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.precision import full_precision
+from rlkernel_common.row_statistics import tile_width
+from rlkernel_common.row_views import take
+
+ROWS = 64  # rows of a block: the smallest at which a CPU matmul of [R, D] x [D, 1024] runs near full speed
+
+
+COLUMNS = 16  # below so many, a row's place shows in its bits (seen at 2, 3 and 7 columns, not at 16)
+
+
+class Head(NamedTuple):
+    """The operands of the logits; operands are brought to the accumulator's type block by block."""
+
+    hidden: Tensor  # [N, D], or [..., D] of any layout
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    scale: float
+    active: Tensor | None  # [n] rows that are worked on, ascending; None: all
+    counted: Tensor | None  # [n] bool, rows to be taken as zeros where it is False; None: none
+    dtype: torch.dtype  # of all arithmetic
+
+    @property
+    def n(self) -> int:
+        """Number of rows that are worked on."""
+        return self.hidden.shape[:-1].numel() if self.active is None else self.active.shape[0]
+
+    def rows(self) -> Iterator[slice]:
+        """Blocks of rows."""
+        return (slice(r, min(r + ROWS, self.n)) for r in range(0, self.n, ROWS))
+
+    def tiles(self) -> Iterator[slice]:
+        """Tiles of the vocabulary."""
+        V, w = self.weight.shape[0], tile_width(self.weight.shape[0])
+        return (slice(v, min(v + w, V)) for v in range(0, V, w))
+
+    def block(self, rows: slice) -> Tensor:
+        """[R, D] of hidden, zeros below the last row."""
+        x = torch.zeros(ROWS, self.hidden.shape[-1], dtype=self.dtype, device=self.hidden.device)
+        some = take(self.hidden, rows if self.active is None else self.active[rows])
+        if self.counted is not None:
+            some = torch.where(self.counted[rows, None], some, 0.0)
+        x[: rows.stop - rows.start] = some
+        return x
+
+    def tile(self, ids: slice) -> Tensor:
+        """[w, D] of weight."""
+        return self.weight[ids].to(self.dtype).contiguous()
+
+    def logits(self, x: Tensor, ids: slice) -> Tensor:
+        """[R, w] logits of a block, before the cap."""
+        with full_precision(x):
+            y = product(x, self.tile(ids).T)
+        if self.bias is not None:
+            y += self.bias[ids]
+        return y.mul_(self.scale)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """[R, k] @ [k, n], in which the bits of a row do not depend on its place.
+
+    MKL has a path of its own for few columns, which sums some rows in another order; zeros fill those up.
+    """
+    n = b.shape[1]
+    if n >= COLUMNS:
+        return a @ b
+    filled = torch.nn.functional.pad(b, (0, COLUMNS - n))
+    return (a @ filled)[:, :n].contiguous()
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `product(a, b)` in place."""
+    if b.shape[1] >= COLUMNS:
+        into.addmm_(a, b)
+    else:
+        into += product(a, b)

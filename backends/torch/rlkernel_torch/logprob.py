@@ -1,0 +1,180 @@
+"""logprob@1 in plain torch: rows are swept in blocks, so the only [N, V] tensor made is the gradient.
+
+Every row goes through `row_statistics` with tiles that depend on V alone; its bits depend on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.kept_ids import KeptIds
+from rlkernel_common.row_selection import (
+    Chosen,
+    check_values,
+    choose,
+    results,
+    selected,
+)
+from rlkernel_common.row_statistics import (
+    Law,
+    accumulator,
+    cap,
+    gradient,
+    join,
+    law,
+    sweep,
+    temperatures,
+    tile_width,
+    uncap,
+)
+from rlkernel_common.row_views import free_rows, take
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
+
+# Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
+_BLOCK = 1 << 22
+
+
+def logprob(call: LogprobCall) -> LogprobResult:
+    """The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
+
+    Memory beyond results and gradient: some blocks of 16 MiB (of one row where a row is larger), a few numbers per
+    row and per kept id.
+    """
+    return LogprobPair(call)(call) if gradient_wanted("logprob", call) else _forward(call)[0]
+
+
+class LogprobPair(Pair[LogprobCall, LogprobResult]):
+    """Log-probability, lse, entropy and kept mass of [..., V] logits, with their analytic gradient."""
+
+    op = "logprob"
+
+    def __init__(self, call: LogprobCall) -> None:
+        """Keep the numbers of calls of this shape."""
+        super().__init__(call)
+        self._T = call.temperature if isinstance(call.temperature, float | int) else None
+        self._softcap, self._rows = call.softcap, call.ids.shape
+
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
+        """The result, and the law of every row."""
+        result, ids, row = _forward(call)
+        numbers = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
+        return result, (*_arguments(call), ids, *numbers)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """One read of the logits and one write."""
+        logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, kept_top, kept_log_total = saved
+        if logits is None or ids is None or value is None or top is None or log_total is None:
+            raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
+        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
+        support = None if kept_ids is None or offsets is None else KeptIds(Support(kept_ids, offsets), logits.shape[-1])
+        counted = None if mask is None else mask.reshape(-1)
+        flat = free_rows(logits)
+        g = selected(tuple([None if x is None else x.reshape(-1) for x in grads]), ids, counted)
+        every = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad = every.view(-1, flat.shape[-1])
+        for rows in _blocks(*grad.shape):
+            x = take(flat, rows).to(T.dtype)
+            kept = None if support is None else support.block(rows.start, x.shape[0], 0, x.shape[1])
+            dy = gradient(cap(x, self._softcap), ids[rows], T[rows], row.of(rows), g.of(rows), kept)
+            dx = uncap(dy, x, self._softcap)
+            grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
+        return (every,)
+
+    @classmethod
+    def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Arguments, and [N]: ids, and numbers for each field of the law that the gradient reads."""
+        del wanted
+        N = call.ids.numel()
+
+        def number() -> Tensor:
+            return result.lse.new_empty(N)
+
+        mean = None if result.entropy is None else number()
+        kept = (None, None) if call.support is None else (number(), number())
+        return *_arguments(call), call.ids.new_empty(N, dtype=torch.int64), number(), number(), number(), mean, *kept
+
+
+def _arguments(call: LogprobCall) -> Saved:
+    """The tensors of a call that its gradient reads again."""
+    support, T = call.support, call.temperature
+    kept = (None, None) if support is None else (support.ids, support.offsets)
+    return call.logits, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Law]:
+    """The result, the ids that may be used ([N], -1: none), and the law of every row."""
+    logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
+    rows, V = ids.shape, logits.shape[-1]
+    if call.validate:
+        check_values(ids, mask, V, call.temperature, support)
+    dtype = accumulator(logits)
+    T = temperatures(call.temperature, rows, dtype, logits.device)
+    kept = None if support is None else KeptIds(support, V)
+    chosen = choose(ids.reshape(-1), None if mask is None else mask.reshape(-1), V, kept)
+    flat = free_rows(logits.detach())
+    row = _statistics(flat, chosen.ids, T, kept, call.softcap, moment=call.entropy)
+    values, lse, H, mass = results(row, chosen.ids, chosen.counted)
+    top_ids, top = _best(flat, chosen, T, call.softcap, top_logprobs)
+    result = LogprobResult(
+        logprob=_shaped(values, rows),
+        lse=_shaped(lse, rows),
+        entropy=None if H is None else _shaped(H, rows),
+        top_ids=None if top_ids is None else top_ids.view(*rows, top_logprobs),
+        top_logprobs=None if top is None else top.view(*rows, top_logprobs),
+        log_kept_mass=None if mass is None else _shaped(mass, rows),
+        invalid=chosen.invalid.view(rows),
+    )
+    return result, chosen.ids, row
+
+
+def _shaped(x: Tensor, rows: torch.Size) -> Tensor:
+    """[N] numbers as results, which autograd takes for no view, so that they may be changed in place."""
+    shaped: Tensor = torch.ops.aten._unsafe_view(x, rows)  # noqa: SLF001 as torch.reshape's own gradients do
+    return shaped
+
+
+def _blocks(N: int, V: int) -> Iterator[slice]:
+    step = max(1, _BLOCK // V)
+    return (slice(r, min(r + step, N)) for r in range(0, N, step))
+
+
+def _statistics(
+    flat: Tensor, ids: Tensor, T: Tensor, kept: KeptIds | None, softcap: float | None, *, moment: bool
+) -> Law:
+    """Law of every row, block by block."""
+    N, V = ids.shape[0], flat.shape[-1]
+    laws = []
+    for rows in _blocks(N, V) if N else (slice(0, 0),):
+        y = cap(take(flat, rows).to(T.dtype), softcap)
+        among = None if kept is None else kept.block(rows.start, y.shape[0], 0, V)
+        part = sweep(y, ids[rows], T[rows], tile_width(V), among, moment=moment)
+        laws.append(law(join(part, T[rows]), T[rows]))
+    return Law._make(None if column[0] is None else torch.cat(column) for column in zip(*laws, strict=True))
+
+
+def _best(
+    flat: Tensor, chosen: Chosen, T: Tensor, softcap: float | None, n: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The n best ids of each row by (logit descending, id ascending) and their log-probabilities."""
+    if not n:
+        return None, None
+    every_id = torch.full((T.shape[0], n), -1, dtype=torch.int64, device=flat.device)
+    every_value = T.new_zeros(every_id.shape)
+    for rows in _blocks(T.shape[0], flat.shape[-1]):
+        x, t = take(flat, rows).to(T.dtype), T[rows]
+        best = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
+        y = cap(x, softcap)
+        # With the best id as the chosen one, its own log-probability keeps its precision; the others have p <= 1/2.
+        row = law(join(sweep(y, best[:, 0], t, tile_width(x.shape[1]), None, moment=False), t), t)
+        value = (y.gather(1, best) - row.top[:, None]) / t[:, None] - row.log_total[:, None]
+        value[:, 0] = row.logprob
+        counted = None if chosen.counted is None else chosen.counted[rows, None]
+        every_id[rows] = best if counted is None else torch.where(counted, best, -1)
+        every_value[rows] = value if counted is None else torch.where(counted, value, 0.0)
+    return every_id, every_value

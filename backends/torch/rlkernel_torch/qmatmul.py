@@ -1,0 +1,272 @@
+"""qmatmul in plain torch: a block of weight rows is dequantised, multiplied in fp32, finished and rounded once.
+
+Extra memory is one fp32 copy of x, a block of the weight and its columns of the result, whatever the size of the
+weight; a tiled weight is unpacked first, which costs its packed size. The backward pass saves the packed weight and
+dequantises it again, and computes h again where an activation needs it.
+
+With experts every row is multiplied with every expert's rows and its own result is taken, which is E times the work: no
+shape may depend on data.
+
+float64 x is multiplied in float64. Where torch is told to use TF32 for fp32 products, this reference does as well.
+Legend: M tokens · K inputs · Nout rows of w · E experts, or 1 · R = Nout / E, or half of it for a pair · r LoRA rank ·
+n rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from rlkernel_common.precision import full_precision
+from rlkernel_core.quant import codec, layouts
+from rlkernel_core.quant.activations import QuantActivation, quantize_activation
+from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
+from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
+
+Range = tuple[int, int]
+
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+_ACTIVATIONS: Final[Mapping[str | None, Callable[..., Tensor]]] = {
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": lambda gate, value: functional.silu(gate) * value,
+    "geglu_tanh": lambda gate, value: _gelu_tanh(gate) * value,
+}
+
+
+def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
+    """See `rlkernel_core.spec.qmatmul.QmatmulCall`; "any" weight rounding is "none" here."""
+    x, bias, lora, residual = call.x, call.bias, call.lora, call.residual
+    check_layout("w", call.w, layouts.KNOWN)
+    tensors, meta = call.w.flatten()
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
+    a, b, scale = (None, None, 0.0) if lora is None else (lora.A, lora.B, lora.scale)
+    how = _How(meta, scale, call.activation, call.weight_rounding == "dtype")
+    with full_precision(x):
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, a, b, added)):
+            result: Tensor = _QMatmul.apply(how, rows, bias, a, b, added, call.ends, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            result = _Product(how, rows, bias, a, b, call.ends, tensors).result(added)
+    return result.view(*x.shape[:-1], result.shape[-1])
+
+
+@dataclass(frozen=True)
+class _How:
+    """What a call says beside tensors."""
+
+    meta: QuantMeta
+    lora_scale: float
+    activation: str | None
+    rounded: bool  # the weight is rounded to the dtype of x
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One call's product, block by block."""
+
+    how: _How
+    x: Tensor  # [M, K]
+    bias: Tensor | None  # [Nout]
+    A: Tensor | None  # [r, K]
+    B: Tensor | None  # [Nout, r]
+    ends: Tensor | None  # [E]
+    parts: list[Tensor]
+
+    @cached_property
+    def w(self) -> QuantTensor:
+        """The weight in the canonical layout."""
+        return layouts.unpack(QuantTensor.unflatten(self.parts, self.how.meta))
+
+    @cached_property
+    def wide(self) -> Tensor:  # [M, K]
+        """The input in the dtype of accumulation."""
+        return _fresh(self.x, torch.float64 if self.x.dtype == torch.float64 else torch.float32)
+
+    @cached_property
+    def quantised(self) -> QuantActivation | None:
+        """The input as the format quantises it."""
+        return None if self.w.spec.act == "none" else quantize_activation(self.wide, self.w.spec)
+
+    @cached_property
+    def left(self) -> Tensor:  # [M, K]
+        """What the dequantised weight is multiplied with."""
+        return self.wide if self.quantised is None else self.quantised.value()
+
+    @cached_property
+    def xa(self) -> Tensor | None:  # [M, r]
+        """The inner product of LoRA."""
+        return None if self.A is None else self.wide @ _fresh(self.A, self.wide.dtype).t()
+
+    @property
+    def experts(self) -> int:
+        """How many rows of w are cut into; E."""
+        return 1 if self.ends is None else self.ends.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of the result; R."""
+        return self.how.meta.shape[0] // self.experts // (2 if self.how.activation in PAIRS else 1)
+
+    @cached_property
+    def members(self) -> Tensor | None:  # [E, M, 1]
+        """Which rows of x an expert has."""
+        if self.ends is None:
+            return None
+        M = self.x.shape[0]
+        last = self.ends.clamp(0, M).cummax(0).values.unsqueeze(1)
+        first = torch.nn.functional.pad(last[:-1], (0, 0, 1, 0))
+        row = torch.arange(M, device=last.device)
+        return ((row >= first) & (row < last)).unsqueeze(2)
+
+    def blocks(self) -> Iterator[tuple[Range, Tensor | None, list[Range]]]:
+        """Ranges of results, the rows of x they are for, and the weight rows needed: one range, or gate and value."""
+        halves = (0, self.width) if self.how.activation in PAIRS else (0,)
+        for expert in range(self.experts):
+            start = expert * len(halves) * self.width
+            mine = None if self.members is None else self.members[expert]
+            for i, j in codec.row_blocks((self.width, self.w.shape[1])):
+                yield (i, j), mine, [(start + half + i, start + half + j) for half in halves]
+
+    def weight(self, rows: Range) -> Tensor:  # [n, K]
+        """Dequantised rows in the dtype of accumulation."""
+        value = codec.decode_rows(self.w, *rows)
+        if self.how.rounded:
+            value = value.to(self.x.dtype)
+        return value.to(self.wide.dtype)
+
+    def hidden(self, rows: Range) -> Tensor:  # [M, n]
+        """What goes into the activation: product, LoRA, bias."""
+        h = self._exact(rows) if self.w.spec.act == "token_int8" else self.left @ self.weight(rows).t()
+        if self.xa is not None and self.B is not None:
+            h = h + self.how.lora_scale * (self.xa @ _fresh(self.B[slice(*rows)], h.dtype).t())
+        return h if self.bias is None else h + self.bias[slice(*rows)].to(h.dtype)
+
+    def _exact(self, rows: Range) -> Tensor:  # [M, n]
+        """The integer product: float64 holds sums of 2^39 products of two 8-bit integers exactly."""
+        quantised = self.quantised
+        if quantised is None:
+            return self.left @ self.weight(rows).t()
+        codes = self.w.parts["codes"][slice(*rows)]
+        total = quantised.codes.double() @ codes.double().t()
+        of_rows = self.w.parts["scale"][slice(*rows)].to(self.wide.dtype)
+        return total.to(self.wide.dtype) * quantised.scale * of_rows.t()
+
+    def result(self, residual: Tensor | None) -> Tensor:  # [M, R]
+        """Every block, rounded once."""
+        y = self.x.new_zeros(self.x.shape[0], self.width)
+        for (start, stop), mine, needed in self.blocks():
+            block = self.activated([self.hidden(rows) for rows in needed])
+            if residual is not None:
+                block = block + residual[:, start:stop].to(block.dtype)
+            y[:, start:stop] = block if mine is None else torch.where(mine, block.to(y.dtype), y[:, start:stop])
+        return y
+
+    def activated(self, hidden: list[Tensor]) -> Tensor:
+        """The activation of one h, or of a gate and a value."""
+        return _ACTIVATIONS[self.how.activation](*hidden) if self.how.activation else hidden[0]
+
+    def upstream(self, dy: Tensor, needed: list[Range]) -> list[Tensor]:
+        """Gradients of each h of a block from that of y."""
+        if self.how.activation is None:
+            return [dy]
+        with torch.enable_grad():
+            hidden = [self.hidden(rows).detach().requires_grad_() for rows in needed]
+            return list(torch.autograd.grad(self.activated(hidden), hidden, dy))
+
+
+def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy: BLAS may sum in another order where strides or alignment are others."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+class _QMatmul(torch.autograd.Function):
+    """Gradients of x, bias, LoRA and residual; the weight is saved packed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: _How,
+        x: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        residual: Tensor | None,
+        ends: Tensor | None,
+        *parts: Tensor,
+    ) -> Tensor:
+        product = _Product(how, x, bias, a, b, ends, list(parts))
+        ctx.how = how
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, bias, a, b, residual)]
+        # Saved, not merely kept: an in-place update before backward raises instead of giving a mixed gradient.
+        needs_x = how.activation is not None or a is not None
+        ctx.save_for_backward(x if needs_x else None, bias, a, b, ends, *parts)
+        return product.result(residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, bias, a, b, ends, *parts = ctx.saved_tensors
+        if x is None:  # only its sizes matter
+            x = dy.new_zeros(1, 1).expand(dy.shape[0], ctx.how.meta.shape[1])
+        product = _Product(ctx.how, x, bias, a, b, ends, parts)
+        gradients = _Gradients(product, ctx.needs_input_grad[1:6])
+        with full_precision(dy):
+            for (start, stop), mine, needed in product.blocks():
+                wide = dy[:, start:stop].to(product.wide.dtype)
+                for rows, dh in zip(needed, product.upstream(wide, needed), strict=True):
+                    gradients.add(rows, dh, mine)
+            sums = gradients.finished()
+        if product.members is not None:
+            dy = torch.where(product.members.any(0), dy, 0)
+        found = (*sums, dy if ctx.needs_input_grad[5] else None)
+        cast = [None if g is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)]
+        return (None, *cast, None, *[None] * len(parts))
+
+
+class _Gradients:
+    """Sums of gradients in the dtype of accumulation, over blocks of weight rows."""
+
+    def __init__(self, product: _Product, wanted: tuple[bool, ...]) -> None:
+        self.product = product
+        want_x, want_bias, want_a, want_b, _ = wanted
+        wide, lora = product.wide, product.A is not None
+        outputs = product.how.meta.shape[0]
+        self.want_a = want_a
+        self.x = torch.zeros_like(wide) if want_x else None  # [M, K]
+        self.bias = wide.new_zeros(outputs) if want_bias else None  # [Nout]
+        self.xa = wide.new_zeros(wide.shape[0], product.A.shape[0]) if product.A is not None else None  # [M, r]
+        self.b = wide.new_zeros(product.B.shape) if lora and want_b and product.B is not None else None  # [Nout, r]
+
+    def add(self, rows: Range, dh: Tensor, mine: Tensor | None) -> None:  # dh [M, n], mine [M, 1]
+        """Take in the gradient of the h of some weight rows, for these rows of x."""
+        product, block = self.product, slice(*rows)
+        if mine is not None:
+            dh = torch.where(mine, dh, 0)
+        if self.x is not None and mine is not None:
+            self.x = torch.where(mine, self.x + dh @ product.weight(rows), self.x)
+        elif self.x is not None:
+            self.x.addmm_(dh, product.weight(rows))
+        if self.bias is not None:
+            self.bias[block] = dh.sum(0)
+        if self.xa is not None and product.B is not None:
+            self.xa.addmm_(dh, product.B[block].to(dh.dtype), alpha=product.how.lora_scale)
+        if self.b is not None and product.xa is not None:
+            self.b[block] = product.how.lora_scale * (dh.t() @ product.xa)
+
+    def finished(self) -> tuple[Tensor | None, ...]:
+        """Gradients of x, bias, A and B."""
+        a, wide = self.product.A, self.product.wide
+        if self.x is not None and self.xa is not None and a is not None:
+            self.x.addmm_(self.xa, a.to(wide.dtype))
+        da = self.xa.t() @ wide if self.want_a and self.xa is not None else None  # [r, K]
+        return self.x, self.bias, da, self.b

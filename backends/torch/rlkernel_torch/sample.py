@@ -1,0 +1,95 @@
+"""sample@1 in plain torch: edits, total order, filters, Gumbel noise per token, one argmax.
+
+Vectorised over rows, without a host synchronisation or a shape that depends on data. Sums, exponents and noise are
+float64 for every dtype; edits round to fp32 as the contract says.
+
+Legend: N rows · V vocabulary · W stored columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.philox import gumbel, range_words
+from rlkernel_common.requests import Requests, decode, edit
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import SampleResult
+from rlkernel_torch.draws import Draw, of_law
+from rlkernel_torch.truncation import Law, descending, truncate, weigh, whole
+
+
+def sample(call: SampleCall) -> SampleResult:
+    """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
+    top_n, kept_capacity = call.top_n, call.kept_capacity
+    given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
+    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
+    edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
+    law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
+    drawn = of_law(law, edited, requests, draw(law, requests, call.stream))
+    extra: dict[str, Tensor] = {}
+    if call.raw_logprob:
+        extra["raw_logprob"] = drawn.rows(raw_law(given).logprob(drawn.token), torch.nan)
+    if call.entropy:
+        extra["entropy"] = drawn.rows(law.entropy(), torch.nan)
+    if kept_capacity:
+        extra["kept_ids"] = _kept_ids(law, drawn, kept_capacity)
+    if top_n or call.rank:
+        ranked = raw_law(given) if call.top_n_from == "raw" else law
+        if call.rank:
+            # By the logits themselves: beside +inf all others have no mass, and still an order.
+            x = torch.where(given.isnan(), -torch.inf, given) if call.top_n_from == "raw" else law.weights.x
+            extra["rank"] = drawn.rows(_rank(x, drawn.token), -1, -1).to(torch.int32)
+        if top_n:
+            extra["top_ids"], extra["top_logprobs"] = _top(ranked, drawn, top_n)
+    return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
+
+
+def draw(law: Law, requests: Requests, stream: int) -> Tensor:
+    """[N] the kept token with the best noised score, the lowest id on ties; the best token on greedy rows."""
+    words = range_words(requests.seed, requests.step, 0, law.keep.shape[1], stream)
+    return best_noised(law.weights.y, law.keep, words)
+
+
+def best_noised(score: Tensor, keep: Tensor, words: Tensor) -> Tensor:
+    """[N] argmax of score + g over the kept ids; g is the Gumbel noise of the words."""
+    return torch.where(keep, score + gumbel(words, torch.float64), -torch.inf).argmax(1)
+
+
+def raw_law(given: Tensor) -> Law:
+    """The law of the logits as given [N, V]: nothing edited, T = 1, nothing dropped."""
+    given = torch.where(given.isnan(), -torch.inf, given)
+    return whole(weigh(given, given.new_ones(given.shape[0])))
+
+
+def _top(law: Law, drawn: Draw, n: int) -> tuple[Tensor, Tensor]:
+    """The n best ids of a law and their log-probabilities, [N, n]."""
+    best = _order(law)[:, :n]
+    there = law.keep.gather(1, best) & ~drawn.padding[:, None]
+    y = law.weights.y.gather(1, best) - law.log_total[:, None]
+    y = torch.where(law.greedy[:, None], 0.0, y)
+    return torch.where(there, best, -1), torch.where(there, y, -torch.inf).to(drawn.threshold.dtype)
+
+
+def _kept_ids(law: Law, drawn: Draw, capacity: int) -> Tensor:
+    """[N, capacity] kept ids, best first, -1 behind the last."""
+    best = _order(law)[:, :capacity]
+    ids = best.new_full((best.shape[0], capacity), -1)
+    place = torch.arange(best.shape[1], device=best.device)
+    there = (place < law.count[:, None]) & ~(drawn.none | drawn.padding)[:, None]
+    ids[:, : best.shape[1]] = torch.where(there, best, -1)
+    return ids
+
+
+def _order(law: Law) -> Tensor:
+    return descending(law.weights.x)[1] if law.order is None else law.order
+
+
+def _rank(x: Tensor, token: Tensor) -> Tensor:
+    """[N] how many tokens stand before this one in the total order."""
+    own = x.gather(1, token[:, None])
+    ids = torch.arange(x.shape[1], device=x.device)
+    return ((x > own) | ((x == own) & (ids < token[:, None]))).sum(1)
