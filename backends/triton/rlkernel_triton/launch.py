@@ -38,6 +38,11 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def blank(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stands for a tensor that a kernel does not read: nothing, at address 0, of which no driver is asked."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def untracked(run: Callable[[C], T], call: C) -> Callable[[C], T]:
     """`run`, without autograd where a tensor of `call` wants a gradient; calls of one shape agree in that."""
     wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in call.as_dict().values())

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launch import INTERPRETED, blank
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned, planned_target
 from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kernel, gaps_kernel, scan_kernel
 
@@ -148,6 +148,7 @@ class Recursion:
         self._shape, self._B, self._C, self._device, self._scan = rows.shape, B, C, device, rule == "scan"
         self._two, packed = lam_value is not None, here[13]
         self._there = tuple(i for i, there in enumerate(here) if there)
+        self._nothing = [blank(torch.float32, device)] * len(here)
         self._rows = (by or schedule(B, C, rule)) == "rows" or not C
         decay, blend = _decays(rule, gamma, lam)
         decay2, blend2 = _decays(rule, gamma, 1.0 if lam_value is None else lam_value)
@@ -194,8 +195,7 @@ class Recursion:
             if targets is not None:
                 targets.zero_()
             return result
-        # `out` in place of what is not there
-        given = [out] * len(tensors)
+        given = self._nothing.copy()
         for i in self._there:
             given[i] = tensors[i].contiguous()  # type: ignore[union-attr]  # it is there
         ret, first_, invalid_ = (out if x is None else x for x in (targets, first, invalid))

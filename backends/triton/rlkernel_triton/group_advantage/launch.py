@@ -34,7 +34,7 @@ from rlkernel_triton.group_advantage.kernels import (
     totals_kernel,
     whiten_groups_kernel,
 )
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launch import INTERPRETED, blank
 from rlkernel_triton.launchers import Launch, Launcher, Plan
 from rlkernel_triton.moments_kernels import MERGED, merge_kernel
 from rlkernel_triton.recursion import Rows
@@ -114,6 +114,9 @@ class Groups:
             "SIZE": _WIDTH,
         }  # fmt: skip
         self._launch: Launch | None = None
+        # In place of what is not there: of the type of the rewards as kernels read them, and of fp32.
+        self._nothing = blank(torch.float32 if extent.token_rewards else x.dtype, self._device)
+        self._no_floats = blank(torch.float32, self._device)
 
     def run(self, call: AdvantageCall) -> AdvantageResult:
         """fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives."""
@@ -125,8 +128,9 @@ class Groups:
             totals, sizes = _by_sequence(call, extent, rows, self._counted, plan)
         x = call.rewards.contiguous() if totals is None else totals
         adv, mean, std, invalid, constant, count = self._allocated()
-        partial = of_batch = adv
-        steps, members, ids = _or(call.step_rewards, x), _or(call.in_stats, x), x
+        partial = of_batch = self._no_floats
+        nothing = self._nothing
+        steps, members, ids = _or(call.step_rewards, nothing), _or(call.in_stats, nothing), nothing
         if self._ids:
             ids = call.group.contiguous()  # type: ignore[union-attr]  # a tensor, as in the first call
         if self._of_batch:
@@ -134,7 +138,7 @@ class Groups:
         if self._whitens:
             make = torch.empty if self._programs else torch.zeros
             partial = make((max(self._programs, 1), 4), dtype=torch.float32, device=device)
-        table = owner = owner2 = adv
+        table = owner = owner2 = self._no_floats
         if self._form["MODE"] == "table" and B:
             table, owner, owner2 = _entered(
                 call, x, steps, members, self._read, ids if self._ids else None, self._size, sizes, K, self._extremes,
@@ -148,9 +152,9 @@ class Groups:
                     LENGTHS=sizes.form,
                 )  # fmt: skip
             launch(
-                (self._programs, 1, 1), x, steps, ids, _or(call.anchor, x), members, _or(call.in_loss, x),
-                _or(call.weights, x), _or(call.reward_weights, x), _or(sizes.tensor, x), of_batch, table, owner,
-                owner2, adv, invalid, count, mean, std, constant, partial,
+                (self._programs, 1, 1), x, steps, ids, _or(call.anchor, nothing), members, _or(call.in_loss, nothing),
+                _or(call.weights, nothing), _or(call.reward_weights, nothing), _or(sizes.tensor, nothing), of_batch,
+                table, owner, owner2, adv, invalid, count, mean, std, constant, partial,
             )  # fmt: skip
         stats = _whitened(call, adv, invalid, partial, self._applies, plan) if self._whitens else {}
         if extent.token_output and rows is not None:

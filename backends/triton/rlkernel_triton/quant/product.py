@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import FUSED, INTERPRETED, blank, on_device_of
 from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, plain_launcher_for, planned, planned_target
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
@@ -228,6 +228,7 @@ class _Words:
         self._numbers = cut.parts * self._tiles * (2 if after.pair else 1) * cut.BM * cut.BN if cut.parts > 1 else 0
         self._grid = (self._tiles * cut.parts, 1, 1)
         self._plain = after.bias is after.lora is after.residual is None
+        self._follow = (blank(x.dtype, x.device),) * 4  # bias, xa, lora_b, residual
         self._parts = storage.part_names(w)
         self._as_they_are = all(w.parts[n].is_contiguous() for n in self._parts)
         fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_WORDS}
@@ -254,7 +255,7 @@ class _Words:
         given = [parts[n] for n in self._parts]
         if not self._as_they_are:
             given = [part.contiguous() for part in given]
-        follow = (x, x, x, x) if self._plain else after.tensors(x)
+        follow = self._follow if self._plain else after.tensors(x)
         self._launch(self._grid, x, *given, y, partial, counters, *follow)
 
 
