@@ -64,7 +64,7 @@ def test_an_operator_compiles_whole_and_gives_the_bits_of_eager_mode(example) ->
     if example.wanted:
         assert_same_bits(gradients(expected, plain, example.wanted), gradients(actual, inputs, example.wanted))
     (node,) = graphs.operator_nodes()
-    assert node.args[3].startswith("reference rlkernel_torch.")
+    assert node.args[3].startswith("torch rlkernel_torch.")
 
 
 @pytest.mark.parametrize("example", [e for e in EXAMPLES if e.rows], ids=lambda e: e.name)
@@ -85,7 +85,7 @@ def test_the_node_names_the_implementation_and_the_call() -> None:
     graphs.compiled(lambda x, ids: rlk.logprob(x, ids, temperature=0.5).logprob)(LOGITS, IDS)
     (node,) = graphs.operator_nodes()
     decision = rlk.last_decision("logprob")
-    assert node.args[3] == f"reference {decision.target} [{decision.version}] {decision.hash}"
+    assert node.args[3] == f"torch {decision.target} [{decision.version}] {decision.hash}"
     text = (
         '{"logits": {"t": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, "softcap": null, "mask": null, "entropy": false'
     )

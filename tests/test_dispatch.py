@@ -130,14 +130,14 @@ def test_a_wrong_type_elsewhere_is_named_by_the_operators_own_check() -> None:
 def test_a_feature_nobody_in_the_order_claims_lists_every_reason() -> None:
     with rlk.registered(acme()), rlk.use("acme"), pytest.raises(ResolutionError) as raised:
         rlk.logprob(LOGITS, IDS, entropy=True)
-    assert "acme       features/missing" in str(raised.value)
-    assert "reference  policy/not-in-order" in str(raised.value)
+    assert "acme   features/missing" in str(raised.value)
+    assert "torch  policy/not-in-order" in str(raised.value)
     assert raised.value.decision.backend is None
 
 
 def test_a_fallback_warns_once_per_kind_and_names_both_sides() -> None:
     with rlk.registered(acme()), rlk.use("acme", "auto"):
-        with pytest.warns(FallbackWarning, match="reference runs instead of acme.*features/missing") as seen:
+        with pytest.warns(FallbackWarning, match="torch runs instead of acme.*features/missing") as seen:
             rlk.logprob(LOGITS, IDS, entropy=True)
         assert [w.filename for w in seen] == [__file__]
         with warnings.catch_warnings():
@@ -156,7 +156,7 @@ def test_a_fallback_warning_made_an_error_stays_one() -> None:
 
 def test_a_forbidden_fallback_is_an_error() -> None:
     with rlk.registered(acme()), rlk.use("acme", "auto", fallback="error"):
-        with pytest.raises(FallbackError, match='fallback = "error" forbids reference'):
+        with pytest.raises(FallbackError, match='fallback = "error" forbids that torch'):
             rlk.logprob(LOGITS, IDS, entropy=True)
         assert answered_by_acme()
 

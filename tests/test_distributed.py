@@ -92,7 +92,7 @@ def troubled(index: int, folder: str) -> None:
     assert [assert_same_decisions() for _ in range(2)] == [0, 0]  # a rank without work; and the question again
     if index == 1:
         rlk.configure("torch", fallback="error")
-    with pytest.raises(ResolutionError, match=r"policy order: rank 0: auto; rank 1: reference"):
+    with pytest.raises(ResolutionError, match=r"policy order: rank 0: auto; rank 1: torch"):
         assert_same_install()
     with rlk.registered(acme()) if index else nullcontext():
         there = r"backend acme: rank 0: not there; rank 1: .*Install the same on all"

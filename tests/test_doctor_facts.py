@@ -149,7 +149,7 @@ def test_the_command_works_here_and_finds_no_problem(cli) -> None:
     found = answer(cli("doctor", "--json"))
     assert (found["counts"]["problem"], set(found["findings"])) == (0, {"Machine", "Packages", "rlkernel"})
     said = cli("doctor")
-    assert (said.exit_code, "backend reference" in said.stdout, "0 problem(s)" in said.stdout) == (0, True, True)
+    assert (said.exit_code, "backend torch" in said.stdout, "0 problem(s)" in said.stdout) == (0, True, True)
 
 
 def test_a_malformed_configuration_is_a_problem_and_not_the_end(cli, tmp_path, monkeypatch) -> None:
@@ -159,7 +159,7 @@ def test_a_malformed_configuration_is_a_problem_and_not_the_end(cli, tmp_path, m
     assert result.exit_code == 1
     assert "unknown environment variable 'RLKERNEL_ORDR'" in result.stdout
     assert "unknown key 'ordr'; did you mean 'order'?" in result.stdout
-    assert "backend reference" in result.stdout
+    assert "backend torch" in result.stdout
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(cli, tmp_path, monkeypatch) -> None:

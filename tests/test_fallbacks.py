@@ -96,7 +96,7 @@ def ran() -> list[tuple[str, str, str | None]]:
 
 def test_without_kernels_a_gpu_is_told_once_which_line_installs_them() -> None:
     (text,) = told(logprob, entropy, whiten, linear_logprob)
-    assert "plain torch (reference) runs on cuda sm90, because the kernels for it are not installed" in text
+    assert "plain torch runs on cuda sm90, because the kernels for it are not installed" in text
     assert f"Fix: {INSTALL}." in text
     assert ran() == [
         ("linear_logprob@1", PLAIN_TORCH, "cuda"),
@@ -110,7 +110,7 @@ def test_kernels_that_do_not_take_the_call_are_told_once_per_operator(here) -> N
     said = told(logprob, entropy, whiten, logprob, entropy, whiten)
     assert [text.partition(" ")[0] for text in said] == ["logprob@1", "whiten@1"]
     why = (
-        "plain torch (reference) runs on cuda sm90 instead of triton (dtype/unsupported: it claims bfloat16, "
+        "plain torch runs on cuda sm90 instead of triton (dtype/unsupported: it claims bfloat16, "
         "the call has float32). Fix: cast the input"
     )
     assert [why in text for text in said] == [True, True]
@@ -155,7 +155,7 @@ def test_plain_torch_in_place_of_kernels_can_be_forbidden(here) -> None:
     with rlk.use(fallback="error"), pytest.raises(FallbackError) as refused:
         logprob()
     assert str(not_installed.value).startswith(
-        'fallback = "error" forbids that plain torch (reference) runs on cuda sm90, because the kernels for it are '
+        'fallback = "error" forbids that plain torch runs on cuda sm90, because the kernels for it are '
         f"not installed. Fix: {INSTALL}."
     )
     assert "instead of triton (dtype/unsupported" in str(refused.value).splitlines()[0]
@@ -173,8 +173,8 @@ def test_each_backend_that_the_order_names_is_told_of_once() -> None:
     with rlk.registered(acme()), rlk.registered(acme(name="zeta")):
         said = told(*(partial(calls, name) for name in ("acme", "zeta", "acme")))
     assert [text.partition(": ")[2].partition(" (")[0] for text in said] == [
-        "reference runs instead of acme",
-        "reference runs instead of zeta",
+        "torch runs instead of acme",
+        "torch runs instead of zeta",
     ]
 
 
@@ -252,7 +252,7 @@ def test_a_lock_for_a_gpu_says_that_it_pins_plain_torch_and_what_installs_kernel
     assert result.exit_code == 0
     assert said.startswith("rlkernel.lock pins a fallback for logprob@1, linear_logprob@1")
     assert said.endswith(
-        f": plain torch (reference) runs on cuda sm90, because the kernels for it are not installed. Fix: {INSTALL}."
+        f": plain torch runs on cuda sm90, because the kernels for it are not installed. Fix: {INSTALL}."
     )
     assert "rollout_buffer@1" not in said
     assert "rollout_buffer@1" in lock.read(str(tmp_path / "here" / "rlkernel.lock"))
@@ -306,4 +306,4 @@ def test_the_fallbacks_of_a_run_are_shown_with_its_status(cli, here, tmp_path) -
     record.write(tmp_path / "run")
     lines = cli("status", str(tmp_path / "run")).stdout.splitlines()
     (said,) = [line for line in lines if line.startswith("fallback")]
-    assert said.startswith("fallback  logprob@1: plain torch (reference) runs on cuda sm90 instead of triton")
+    assert said.startswith("fallback  logprob@1: plain torch runs on cuda sm90 instead of triton")

@@ -135,7 +135,7 @@ def test_a_baseline_that_fails_is_no_fault_of_the_candidate(monkeypatch, tmp_pat
     monkeypatch.setattr("rlkernel_conformance.judge.trial.baseline_of", lambda _: ((impl,), False))
     found = verdict(RIGHT, "LP-19", timing=True)
     assert (found.correct, found.fault, found.speedup, found.score) == (True, None, None, 0.5)
-    assert "the baseline reference failed: RuntimeError: not today" in found.message
+    assert "the baseline torch failed: RuntimeError: not today" in found.message
 
 
 def test_a_task_with_nothing_to_attack_proves_nothing() -> None:

@@ -54,7 +54,7 @@ def test_each_call_is_a_range_named_by_operator_backend_and_decision() -> None:
     with rlk.use(profile=True):
         rlk.logprob(LOGITS, IDS)
         found = shown(lambda: [rlk.logprob(LOGITS, IDS) for _ in range(3)])
-    assert found == {f"rlkernel.logprob reference {rlk.last_decision('logprob').hash}": 3}
+    assert found == {f"rlkernel.logprob torch {rlk.last_decision('logprob').hash}": 3}
 
 
 def test_a_range_has_the_id_that_an_explanation_prints() -> None:

@@ -122,7 +122,7 @@ def _fallback(decision: Decision) -> str:
     """What runs instead of what, why, and the line that changes it; nothing that differs between calls of one kind."""
     reason, fix = why(decision).reason, remedy(decision)
     end = f" Fix: {fix}." if fix else ""
-    torch = f"plain torch ({decision.backend}) runs on {_hardware(decision)}"
+    torch = f"plain torch runs on {_hardware(decision)}"
     if without_kernels(decision):
         return f"{torch}, because the kernels for it are not installed.{end}"
     what = torch if by_plain_torch(decision) else f"{decision.backend} runs"
