@@ -62,7 +62,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.linear_logprob:LinearLogprobPair",
     ),
-    "sample": Claim("rlkernel_triton.sampling.call:sample"),
+    "sample": Claim("rlkernel_triton.sampling.call:prepare", prepared=True),
     "lm_head_sample": Claim("rlkernel_triton.head_sampling:prepare", prepared=True),
     "verify": Claim("rlkernel_triton.verify:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.

@@ -33,7 +33,7 @@ from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
 from rlkernel_triton.launchers.specialization import aligned
-from rlkernel_triton.sampling.call import sample
+from rlkernel_triton.sampling.call import prepare as prepare_sample
 from rlkernel_triton.sampling.plan import as_int64, each_of, flat, on_nvidia
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
@@ -55,9 +55,16 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
     head = _Head(launcher, call, V)
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
-        return lambda call: sample(
-            SampleCall.of(call, logits=head.logits(head.of(call), 0, V), bias=call.logit_bias, vocab_size=None)
-        )
+        drawing: list[Callable[[SampleCall], SampleResult]] = []  # one, made of the first logits
+
+        def of_logits(call: LmHeadSampleCall) -> SampleResult:
+            logits = head.logits(head.of(call), 0, V)
+            drawn = SampleCall.of(call, logits=logits, bias=call.logit_bias, vocab_size=None)
+            if not drawing:
+                drawing.append(prepare_sample(drawn))
+            return drawing[0](drawn)
+
+        return of_logits
     if call.penalties is call.logit_bias is call.banned is None:
         draw = _Draw(launcher, call, V, head.cuts(N), softcap=call.softcap, edited=False)
         allowed_as_it_is = call.allowed is None or call.allowed.is_contiguous()

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
+from rlkernel_core.spec.form import OpCall
 from rlkernel_triton.language import triton
 
+C = TypeVar("C", bound=OpCall[Any])
 T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
@@ -35,6 +37,17 @@ def on_device_of(x: Tensor) -> AbstractContextManager[object]:
         return nullcontext()
     require_triton_on(x.device.type)
     return nullcontext()
+
+
+def blank(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Stands for a tensor that a kernel does not read: nothing, at address 0, of which no driver is asked."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def untracked(run: Callable[[C], T], call: C) -> Callable[[C], T]:
+    """`run`, without autograd where a tensor of `call` wants a gradient; calls of one shape agree in that."""
+    wanted = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in call.as_dict().values())
+    return torch.no_grad()(run) if wanted else run
 
 
 def lasting(make: Callable[[], T], device: torch.device) -> T:

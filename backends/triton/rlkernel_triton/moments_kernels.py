@@ -3,14 +3,15 @@
 Shifted and two-pass within a chunk, chunks merged in a fixed order: a constant batch has deviations of exactly 0, a
 large offset costs no precision, and a result does not depend on which program came first.
 
-Legend: B sequences · C chunks · P partial moments, four numbers each: n, shift, moved mean, m2.
+Legend: B sequences · C chunks · P partial moments, four numbers each: n, shift, moved mean, m2. A summary is seven:
+these, then mean, variance, factor.
 """
 
 from rlkernel_triton.language import tl, triton
 from rlkernel_triton.scan_kernels import _sequence
 
 BLOCK = 4096
-MERGED = 256  # partial moments that `merge_kernel` takes at a time
+MERGED = 256  # partial moments that are merged at a time
 
 
 @triton.jit
@@ -23,6 +24,39 @@ def _merge(n1, s1, d1, q1, n2, s2, d2, q2):
     between = tl.where((n1 > 0) & (n2 > 0), apart * apart * n1 * share, 0.0)
     moved = tl.where(some, tl.where(n2 > 0, d1 + apart * share, d1), d2)
     return n, tl.where(some, s1, s2), moved, q1 + q2 + between
+
+
+@triton.jit
+def _variance(m2, count, ddof):
+    """m2 / (count - ddof), 0 where there are too few values."""
+    free = count - ddof
+    return tl.where(free > 0, tl.div_rn(m2, tl.maximum(free, 1.0)), 0.0)
+
+
+@triton.jit
+def _factor(var, eps, eps_mode):
+    """What scales by a standard deviation, 0 where it would be infinite; std_add, var_add, var_clamp, threshold."""
+    std = tl.sqrt_rn(var)
+    below = tl.where(eps_mode == 0, std + eps, tl.where(eps_mode == 3, std, 0.0))
+    below = tl.where(eps_mode == 1, tl.sqrt_rn(var + eps), below)
+    below = tl.where(eps_mode == 2, tl.sqrt_rn(tl.maximum(var, eps)), below)
+    usable = (below > 0) & ((eps_mode != 3) | (std > eps))
+    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, below, 1.0)), 0.0)
+
+
+@triton.jit
+def _merged(partial, P, SIZE: tl.constexpr):
+    """All partial moments [P, 4], merged in an order that their number fixes."""
+    i = tl.arange(0, SIZE)
+    n = tl.zeros((SIZE,), tl.float32)
+    s, d, q = n, n, n
+    for c in range(0, P, SIZE):
+        there = c + i < P
+        at = partial + (c + i) * 4
+        n2, s2 = tl.load(at, mask=there, other=0.0), tl.load(at + 1, mask=there, other=0.0)
+        d2, q2 = tl.load(at + 2, mask=there, other=0.0), tl.load(at + 3, mask=there, other=0.0)
+        n, s, d, q = _merge(n, s, d, q, n2, s2, d2, q2)
+    return tl.reduce((n, s, d, q), 0, _merge)
 
 
 @triton.jit
@@ -39,14 +73,19 @@ def moments_kernel(
     MASK: tl.constexpr, CHOSEN: tl.constexpr, TIMES: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Moments of a chunk of a sequence, or, packed, of a whole sequence; what is not finite does not count."""
+    """Moments of a chunk of a sequence, or, packed, of a whole sequence; what is not finite does not count.
+
+    CHOSEN: "all" sequences; "these" of `chosen`; the "others".
+    """
     program = tl.program_id(0).to(tl.int64)
     row = program if PACKED else program // C
     start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
     c = 0 if PACKED else (program % C).to(tl.int32)
     to = tl.cdiv(width, SIZE) if PACKED else c + 1
-    if CHOSEN:
+    if CHOSEN == "these":
         count = tl.where(tl.load(chosen + row) != 0, count, 0)
+    elif CHOSEN == "others":
+        count = tl.where(tl.load(chosen + row) == 0, count, 0)
     n, s, d, q = 0.0, 0.0, 0.0, 0.0
     while c < to:
         t = c * SIZE + tl.arange(0, SIZE)
@@ -73,33 +112,37 @@ def moments_kernel(
 @triton.jit(do_not_specialize=["P"])
 def merge_kernel(partial, out, P, SIZE: tl.constexpr):
     """All partial moments, merged in an order that their number fixes."""
-    i = tl.arange(0, SIZE)
-    n = tl.zeros((SIZE,), tl.float32)
-    s, d, q = n, n, n
-    c = P * 0
-    while c < P:
-        there = c + i < P
-        at = partial + (c + i) * 4
-        n2, s2 = tl.load(at, mask=there, other=0.0), tl.load(at + 1, mask=there, other=0.0)
-        d2, q2 = tl.load(at + 2, mask=there, other=0.0), tl.load(at + 3, mask=there, other=0.0)
-        n, s, d, q = _merge(n, s, d, q, n2, s2, d2, q2)
-        c += SIZE
-    n, s, d, q = tl.reduce((n, s, d, q), 0, _merge)
+    n, s, d, q = _merged(partial, P, SIZE)
     tl.store(out, n)
     tl.store(out + 1, s)
     tl.store(out + 2, d)
     tl.store(out + 3, q)
 
 
+@triton.jit(do_not_specialize=["P", "ddof", "eps_mode"])
+def summary_kernel(partial, out, P, ddof, eps, eps_mode, SIZE: tl.constexpr):
+    """The same, then the mean, the variance and the factor of a whitening."""
+    n, s, d, q = _merged(partial, P, SIZE)
+    var = _variance(q, n, ddof)
+    tl.store(out, n)
+    tl.store(out + 1, s)
+    tl.store(out + 2, d)
+    tl.store(out + 3, q)
+    tl.store(out + 4, s + d)
+    tl.store(out + 5, var)
+    tl.store(out + 6, tl.where(n > 0, _factor(var, eps, eps_mode), 0.0))
+
+
 @triton.jit(do_not_specialize=["C", "sequences"])
 def whiten_kernel(
-    x, y, mask, chosen, weights, moments, rstd, back, ends, bounds, T, C, sequences,
+    x, y, mask, chosen, weights, summary, ends, bounds, T, C, sequences,
     MASK: tl.constexpr, CHOSEN: tl.constexpr, WEIGHTS: tl.constexpr, WHITEN: tl.constexpr, BACK: tl.constexpr,
     CARRY: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write weight (x - mean) rstd where the token counts and its sequence is chosen, else 0.
 
-    WHITEN off: weight x. BACK: the mean is added again. CARRY: tokens that do not count are transformed too.
+    `summary` is what `summary_kernel` wrote, and `chosen` is as in `moments_kernel`. WHITEN off: weight x. BACK: the
+    mean is added again. CARRY: tokens that do not count are transformed too.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program if PACKED else program // C
@@ -108,15 +151,17 @@ def whiten_kernel(
     to = tl.cdiv(width, SIZE) if PACKED else c + 1
     shift, moved, factor, again, weight = 0.0, 0.0, 1.0, 0.0, 1.0
     if WHITEN:
-        shift, moved, factor = tl.load(moments + 1), tl.load(moments + 2), tl.load(rstd)
+        shift, moved, factor = tl.load(summary + 1), tl.load(summary + 2), tl.load(summary + 6)
     if BACK:
-        again = tl.load(back)
+        again = tl.load(summary + 4)
     limit = width  # tokens of a sequence that may be other than 0
     if WEIGHTS:
         weight = tl.load(weights + row).to(tl.float32)
         limit = tl.where(weight != 0, limit, 0)
-    if CHOSEN:
+    if CHOSEN == "these":
         limit = tl.where(tl.load(chosen + row) != 0, limit, 0)
+    elif CHOSEN == "others":
+        limit = tl.where(tl.load(chosen + row) == 0, limit, 0)
     while c < to:
         t = c * SIZE + tl.arange(0, SIZE)
         value = tl.load(x + start + t, mask=t < width, other=0).to(tl.float32)

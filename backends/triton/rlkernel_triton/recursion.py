@@ -6,13 +6,13 @@ Imports torch and Triton. Legend as in scan_kernels.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launch import INTERPRETED, blank
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned, planned_target
 from rlkernel_triton.scan_kernels import CHAIN, COLUMNS, chain_kernel, ends_kernel, gaps_kernel, scan_kernel
 
@@ -69,8 +69,7 @@ class Rows:
         return replace(self, ends=ends)
 
 
-@dataclass(frozen=True)
-class Scanned:
+class Scanned(NamedTuple):
     """What a launch wrote."""
 
     out: Tensor  # y or advantages, token-level fp32
@@ -147,7 +146,9 @@ class Recursion:
     ) -> None:  # fmt: skip
         B, C = rows.sequences, triton.cdiv(rows.width, CHUNK)
         self._shape, self._B, self._C, self._device, self._scan = rows.shape, B, C, device, rule == "scan"
-        self._two, self._has_init, packed = lam_value is not None, here[9], here[13]
+        self._two, packed = lam_value is not None, here[13]
+        self._there = tuple(i for i, there in enumerate(here) if there)
+        self._nothing = [blank(torch.float32, device)] * len(here)
         self._rows = (by or schedule(B, C, rule)) == "rows" or not C
         decay, blend = _decays(rule, gamma, lam)
         decay2, blend2 = _decays(rule, gamma, 1.0 if lam_value is None else lam_value)
@@ -187,15 +188,16 @@ class Recursion:
             first = torch.empty(B, dtype=torch.float32, device=device)
         else:
             targets = torch.empty_like(out)
-            invalid = torch.empty(B, dtype=torch.uint8, device=device)
-        result = Scanned(out, targets, first, None if invalid is None else invalid.view(torch.bool))
+            invalid = torch.empty(B, dtype=torch.bool, device=device)
+        result = Scanned(out, targets, first, invalid)
         if not B:
             out.zero_()
             if targets is not None:
                 targets.zero_()
             return result
-        # `out` in place of what is not there
-        given = [out if x is None else x.contiguous() for x in tensors]
+        given = self._nothing.copy()
+        for i in self._there:
+            given[i] = tensors[i].contiguous()  # type: ignore[union-attr]  # it is there
         ret, first_, invalid_ = (out if x is None else x for x in (targets, first, invalid))
         if self._gaps is not None:
             self._gaps((triton.cdiv(self._shape[-1], _SEARCH),), out, ret, given[13])

@@ -109,6 +109,11 @@ def _table(kind: str, **more: Any) -> Workload:
     return _group(kind, _MANY, **{"group": _whole(_MANY), **more})
 
 
+def _table_of_tokens(**more: Any) -> Workload:
+    columns = {name: _real(_S, _T) for name in ("rewards", "logprob", "sum_pi_squared")}
+    return _group("otb", **{**columns, **more})
+
+
 _ADVANTAGE: Final = {
     "gae, mask": _masked(*_SHAPE),
     "gae, mask, many chunks": _masked(200, 8192),
@@ -144,6 +149,8 @@ _ADVANTAGE: Final = {
         "gdpo", rewards=_real(_S, 4), lengths=_whole(_S), reward_weights=_real(4)
     ),
     "reinforce_pp_baseline": _group("reinforce_pp_baseline"),
+    "otb": _table_of_tokens(),
+    "otb, ids, masks": _table_of_tokens(group=_whole(_S), mask=_flags(_S, _T), in_stats=_flags(_S)),
     "gigpo": _group("gigpo", step_rewards=_real(_S), anchor=_whole(_S)),
     "gigpo, ids, table": _table("gigpo", step_rewards=_real(_MANY), anchor=_whole(_MANY)),
 }  # fmt: skip

@@ -27,9 +27,9 @@ class World:
     def synchronize(self) -> None:
         assert not self.capturing
 
-    def lasting(self, count, device):
+    def lasting(self, count, device, dtype):
         assert not self.capturing
-        made = torch.zeros(count, dtype=torch.int32)
+        made = torch.zeros(count, dtype=dtype)
         self.made.append(weakref.ref(made))
         return made
 
@@ -39,8 +39,10 @@ def world(monkeypatch):
     here = World()
     monkeypatch.setattr(module, "_ARENA", 64)
     monkeypatch.setattr(module, "_lasting", here.lasting)
-    for name, empty in (("_of_stream", {}), ("_unused", {}), ("_arenas", [])):
+    for name, empty in (("_of_stream", {}), ("_rooms", {}), ("_unused", {}), ("_low", set()), ("_arenas", [])):
         monkeypatch.setattr(module, name, empty)
+    monkeypatch.setattr(module, "_stream", lambda index: here.cuda_stream)
+    monkeypatch.setattr(module, "_fresh", lambda numbers, device: torch.empty(numbers))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     return here
@@ -64,6 +66,31 @@ def test_launches_of_a_stream_share_counters_and_those_of_two_do_not(world) -> N
     world.cuda_stream = 8
     other = module.tickets(4, GPU)
     assert (first.data_ptr() == again.data_ptr(), first.data_ptr() == other.data_ptr()) == (True, False)
+
+
+def test_launches_of_a_stream_share_their_room_and_those_of_two_do_not(world) -> None:
+    first, again, larger = (module.scratch(4, numbers, GPU)[1] for numbers in (100, 128, 129))
+    world.cuda_stream = 8
+    other = module.scratch(4, 129, GPU)[1]
+    shared = [x.data_ptr() == first.data_ptr() for x in (again, larger, other)]
+    assert (shared, len(larger), larger.data_ptr() == other.data_ptr()) == ([True, False, False], 256, False)
+
+
+def test_a_captured_launch_and_one_of_much_room_keep_none(world, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_KEPT", 128)
+    module.scratch(4, 100, GPU)
+    kept = dict(module._rooms)
+    rooms = [module.scratch(4, 129, GPU)[1]]
+    world.capturing = True
+    rooms.append(module.scratch(4, 100, GPU)[1])
+    assert ([len(x) for x in rooms], module._rooms) == ([129, 100], kept)
+
+
+def test_counters_of_captured_launches_are_aligned(world) -> None:
+    module.tickets(4, GPU)
+    start = module._unused[0].data_ptr()
+    world.capturing = True
+    assert [(module.tickets(n, GPU).data_ptr() - start) % 16 for n in (3, 5, 4)] == [0, 0, 0]
 
 
 def test_what_lasts_is_allocated_by_another_thread_on_another_stream(monkeypatch) -> None:

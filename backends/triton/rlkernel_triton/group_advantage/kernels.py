@@ -18,7 +18,7 @@ N packed tokens · M slots of the hash table, a power of two.
 """
 
 from rlkernel_triton.language import tl, triton
-from rlkernel_triton.moments_kernels import _merge
+from rlkernel_triton.moments_kernels import _factor, _merged, _variance
 from rlkernel_triton.scan_kernels import _sequence
 
 # Terms are below 2 in units of the largest: 2^24 of them times 2^(1 + 37) stay below 2^63. Squares are below 4.
@@ -81,39 +81,6 @@ def _mean(total, count, unit):
 def _deviation_unit(low, high, shift, moved):
     """The unit of the sum of squared deviations: of the largest of them."""
     return _power(tl.maximum(tl.abs((high - shift) - moved), tl.abs((low - shift) - moved)))
-
-
-@triton.jit
-def _variance(m2, count, ddof):
-    """m2 / (count - ddof), 0 where there are too few values."""
-    free = count - ddof
-    return tl.where(free > 0, tl.div_rn(m2, tl.maximum(free, 1.0)), 0.0)
-
-
-@triton.jit
-def _factor(var, eps, eps_mode):
-    """What scales by a standard deviation, 0 where it would be infinite; std_add, var_add, var_clamp, threshold."""
-    std = tl.sqrt_rn(var)
-    below = tl.where(eps_mode == 0, std + eps, tl.where(eps_mode == 3, std, 0.0))
-    below = tl.where(eps_mode == 1, tl.sqrt_rn(var + eps), below)
-    below = tl.where(eps_mode == 2, tl.sqrt_rn(tl.maximum(var, eps)), below)
-    usable = (below > 0) & ((eps_mode != 3) | (std > eps))
-    return tl.where(usable, tl.div_rn(1.0, tl.where(usable, below, 1.0)), 0.0)
-
-
-@triton.jit
-def _merged(partial, P, SIZE: tl.constexpr):
-    """All partial moments [P, 4], merged in an order that their number fixes."""
-    i = tl.arange(0, SIZE)
-    n = tl.zeros((SIZE,), tl.float32)
-    s, d, q = n, n, n
-    for c in range(0, P, SIZE):
-        there = c + i < P
-        at = partial + (c + i) * 4
-        n2, s2 = tl.load(at, mask=there, other=0.0), tl.load(at + 1, mask=there, other=0.0)
-        d2, q2 = tl.load(at + 2, mask=there, other=0.0), tl.load(at + 3, mask=there, other=0.0)
-        n, s, d, q = _merge(n, s, d, q, n2, s2, d2, q2)
-    return tl.reduce((n, s, d, q), 0, _merge)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from rlkernel_triton.group_advantage.kernels import (
     whiten_groups_kernel,
 )
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launch import INTERPRETED, blank
 from rlkernel_triton.launchers import Launch, Launcher, Plan
 from rlkernel_triton.moments_kernels import MERGED, merge_kernel
 from rlkernel_triton.recursion import Rows
@@ -65,116 +65,138 @@ class _Lengths:
     limit: int = 1
 
 
-def by_group(call: AdvantageCall, extent: Extent, plan: Plan) -> AdvantageResult:
-    """Advantages of a kind of `MADE`.
+_NO_LENGTHS: Final = _Lengths()
+
+
+class Groups:
+    """A kind of `MADE`, prepared: what a call of its shape asks for, and the launches.
 
     Args:
         call: checked, none of its tensors float64.
         extent: its sizes.
         plan: that of its shape.
-
-    Returns:
-        fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives.
     """
-    kind, group, sequences = call.kind, call.group, extent.sequences
-    in_loss, weights, reward_weights = call.in_loss, call.weights, call.reward_weights
-    scale = KINDS[kind].scale if call.scale == "auto" else call.scale
-    whiten = KINDS[kind].whiten if call.whiten == "auto" else call.whiten
-    whitens = whiten != "none"
-    # Whether something says which tokens each sequence has.
-    described = not call.mask is call.lengths is call.cu_seqlens is None or extent.token_rewards
-    by_token = whitens and described and call.whiten_level != "sequence"
-    rows = None
-    if extent.tokens is not None:
-        rows = Rows.of(extent.tokens, sequences, call.mask, call.lengths, call.cu_seqlens)
-    counted = described and (kind == "opo" or by_token)
-    totals, sizes = _by_sequence(call, extent, rows, counted, plan)
-    x = call.rewards.contiguous() if totals is None else totals
-    K = x.shape[1] if x.dim() == 2 else 1
-    device, width = x.device, (K,) if kind == "gdpo" else ()
-    adv = torch.empty(sequences, dtype=torch.float32, device=device)
-    # One allocation for each width: [B] bytes, [B, K] floats and so on.
-    invalid = torch.empty(sequences, dtype=torch.bool, device=device)
-    count = torch.empty((sequences, *width), dtype=torch.int64, device=device)
-    moments = torch.empty((2, sequences, *width), dtype=torch.float32, device=device)
-    constant = torch.empty((sequences, *width), dtype=torch.bool, device=device)
-    groups: dict[str, Any] = {
-        "group_count": count, "group_mean": moments[0], "group_std": moments[1], "constant": constant,
-    }  # fmt: skip
-    ids = group.contiguous() if isinstance(group, Tensor) else None
-    size = 1 if isinstance(group, Tensor) else group
-    B, steps, members = sequences, _or(call.step_rewards, x), _or(call.in_stats, x)
-    read: dict[str, Any] = {
-        "B": B,
-        "low": 0.0 if call.valid_range is None else float(call.valid_range[0]),
-        "high": 0.0 if call.valid_range is None else float(call.valid_range[1]),
-        "RANGE": call.valid_range is not None,
-        "IN_STATS": call.in_stats is not None,
-    }
-    of_batch, parts = adv, 1
-    if scale == "batch" or kind == "gpg":
-        of_batch = _batch_moments(call, x, steps, members, read, K, plan)
-        parts = of_batch.shape[1]
-    programs, chosen = _programs(kind, B, ids, size)
-    partial = adv
-    if whitens:
-        partial = torch.empty((max(programs, 1), 4), dtype=torch.float32, device=device)
-        if not programs:
-            partial.zero_()
-    extremes = call.leave_one_out or kind == "passk"
-    entered = _Table(adv, adv, adv)
-    if chosen["MODE"] == "table" and B:
-        entered = _entered(call, x, steps, members, read, ids, size, sizes, K, extremes, plan)
-    if programs:
-        launch = plan.get(
-            f"group {chosen['MODE']}", lambda launcher: launcher.bind(
-                group_kernel, **read, **chosen,
-                G=size, K=K, P=parts, limit=sizes.limit, ddof=call.ddof, eps=float(call.eps),
-                eps_mode=EPS_MODES.index(call.eps_mode), min_std=float(call.min_std),
-                center=int(call.low_std == "center"), raw_alone=int(call.singleton == "raw"),
-                raw_invalid=int(call.invalid == "raw"), peer=int(call.constant == "peer"),
-                step_weight=float(call.step_weight), KIND=kind, SCALE=scale, OTHERS=call.leave_one_out,
-                IN_LOSS=in_loss is not None, WEIGHTS=weights is not None, REWARD_WEIGHTS=reward_weights is not None,
-                LENGTHS=sizes.form, FIELDS=_fields(kind, extremes=extremes),
-                MOMENTS={"none": "none", "global": "first", "defer": "defer"}[whiten],
-                TOKENS_COUNT=by_token,
-                SIZE=_WIDTH,
-            ),
-        )  # fmt: skip
-        launch(
-            (programs, 1, 1), x, steps, _or(ids, x), _or(call.anchor, x), members, _or(in_loss, x), _or(weights, x),
-            _or(reward_weights, x), _or(sizes.tensor, x), of_batch, entered.table, entered.owner, entered.owner2, adv,
-            invalid, count, moments[0], moments[1], constant, partial,
-        )  # fmt: skip
-    stats = {}
-    if whitens:
-        stats = _whitened(call, adv, invalid, partial, whiten == "global", plan)
-    if extent.token_output and rows is not None:
-        adv = _spread(adv, rows, plan)
-    return AdvantageResult(adv, None, AdvantageStats(invalid=invalid, **(groups if K else {}), **stats))
+
+    def __init__(self, call: AdvantageCall, extent: Extent, plan: Plan) -> None:
+        self._extent, self._plan, kind = extent, plan, call.kind
+        self._kind, self._B, self._device = kind, extent.sequences, call.rewards.device
+        scale = KINDS[kind].scale if call.scale == "auto" else call.scale
+        whiten = KINDS[kind].whiten if call.whiten == "auto" else call.whiten
+        # Whether something says which tokens each sequence has.
+        described = not call.mask is call.lengths is call.cu_seqlens is None or extent.token_rewards
+        by_token = whiten != "none" and described and call.whiten_level != "sequence"
+        self._counted = described and (kind == "opo" or by_token)
+        x = call.rewards
+        self._K = x.shape[1] if x.dim() == 2 and not extent.token_rewards else 1
+        self._size = 1 if isinstance(call.group, Tensor) else call.group
+        self._ids = isinstance(call.group, Tensor)
+        self._programs, self._form = _programs(kind, self._B, self._size, ids=self._ids)
+        self._of_batch = scale == "batch" or kind == "gpg"
+        self._whitens, self._applies = whiten != "none", whiten == "global"
+        self._extremes = call.leave_one_out or kind == "passk"
+        self._read: dict[str, Any] = {
+            "B": self._B,
+            "low": 0.0 if call.valid_range is None else float(call.valid_range[0]),
+            "high": 0.0 if call.valid_range is None else float(call.valid_range[1]),
+            "RANGE": call.valid_range is not None,
+            "IN_STATS": call.in_stats is not None,
+        }
+        # All but batch moments and lengths, which the first call says.
+        self._fixed: dict[str, Any] = {
+            **self._read, **self._form, "G": self._size, "K": self._K, "ddof": call.ddof, "eps": float(call.eps),
+            "eps_mode": EPS_MODES.index(call.eps_mode), "min_std": float(call.min_std),
+            "center": int(call.low_std == "center"), "raw_alone": int(call.singleton == "raw"),
+            "raw_invalid": int(call.invalid == "raw"), "peer": int(call.constant == "peer"),
+            "step_weight": float(call.step_weight), "KIND": kind, "SCALE": scale, "OTHERS": call.leave_one_out,
+            "IN_LOSS": call.in_loss is not None, "WEIGHTS": call.weights is not None,
+            "REWARD_WEIGHTS": call.reward_weights is not None, "FIELDS": _fields(kind, extremes=self._extremes),
+            "MOMENTS": {"none": "none", "global": "first", "defer": "defer"}[whiten], "TOKENS_COUNT": by_token,
+            "SIZE": _WIDTH,
+        }  # fmt: skip
+        self._launch: Launch | None = None
+        # In place of what is not there: of the type of the rewards as kernels read them, and of fp32.
+        self._nothing = blank(torch.float32 if extent.token_rewards else x.dtype, self._device)
+        self._no_floats = blank(torch.float32, self._device)
+
+    def run(self, call: AdvantageCall) -> AdvantageResult:
+        """fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives."""
+        B, K, device, extent, plan = self._B, self._K, self._device, self._extent, self._plan
+        rows, totals, sizes = None, None, _NO_LENGTHS
+        if extent.tokens is not None:
+            rows = Rows.of(extent.tokens, B, call.mask, call.lengths, call.cu_seqlens)
+        if rows is not None or self._counted:
+            totals, sizes = _by_sequence(call, extent, rows, self._counted, plan)
+        x = call.rewards.contiguous() if totals is None else totals
+        adv, mean, std, invalid, constant, count = self._allocated()
+        partial = of_batch = self._no_floats
+        nothing = self._nothing
+        steps, members, ids = _or(call.step_rewards, nothing), _or(call.in_stats, nothing), nothing
+        if self._ids:
+            ids = call.group.contiguous()  # type: ignore[union-attr]  # a tensor, as in the first call
+        if self._of_batch:
+            of_batch = _batch_moments(call, x, steps, members, self._read, K, plan)
+        if self._whitens:
+            make = torch.empty if self._programs else torch.zeros
+            partial = make((max(self._programs, 1), 4), dtype=torch.float32, device=device)
+        table = owner = owner2 = self._no_floats
+        if self._form["MODE"] == "table" and B:
+            table, owner, owner2 = _entered(
+                call, x, steps, members, self._read, ids if self._ids else None, self._size, sizes, K, self._extremes,
+                plan,
+            )  # fmt: skip
+        if self._programs:
+            launch = self._launch
+            if launch is None:
+                launch = self._launch = plan.launcher.bind(
+                    group_kernel, **self._fixed, P=of_batch.shape[1] if self._of_batch else 1, limit=sizes.limit,
+                    LENGTHS=sizes.form,
+                )  # fmt: skip
+            launch(
+                (self._programs, 1, 1), x, steps, ids, _or(call.anchor, nothing), members, _or(call.in_loss, nothing),
+                _or(call.weights, nothing), _or(call.reward_weights, nothing), _or(sizes.tensor, nothing), of_batch,
+                table, owner, owner2, adv, invalid, count, mean, std, constant, partial,
+            )  # fmt: skip
+        stats = _whitened(call, adv, invalid, partial, self._applies, plan) if self._whitens else {}
+        if extent.token_output and rows is not None:
+            adv = _spread(adv, rows, plan)
+        if K:
+            return AdvantageResult(adv, None, AdvantageStats(invalid, count, mean, std, constant, **stats))
+        return AdvantageResult(adv, None, AdvantageStats(invalid, **stats))
+
+    def _allocated(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Advantages [B], mean and std of the group, invalid [B], constant, count of the group; all not yet written.
+
+        What is of a group is [B], or [B, K] of gdpo. One allocation for each width; each tensor is contiguous, and
+        begins where a vector may.
+        """
+        B, device = self._B, self._device
+        if self._kind == "gdpo":
+            mean, std = torch.empty((2, B, self._K), dtype=torch.float32, device=device).unbind()
+            return (
+                torch.empty(B, dtype=torch.float32, device=device),
+                mean,
+                std,
+                torch.empty(B, dtype=torch.bool, device=device),
+                torch.empty((B, self._K), dtype=torch.bool, device=device),
+                torch.empty((B, self._K), dtype=torch.int64, device=device),
+            )
+        floats = torch.empty_strided((3, B), (-(-B // 4) * 4, 1), dtype=torch.float32, device=device)
+        flags = torch.empty_strided((2, B), (-(-B // 16) * 16, 1), dtype=torch.bool, device=device)
+        return *floats.unbind(), *flags.unbind(), torch.empty(B, dtype=torch.int64, device=device)
 
 
 _WIDTH: Final = 8 if INTERPRETED else 128  # partial moments that a program merges at a time
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Statistics by atomics, and who stands for the group of each sequence."""
-
-    table: Tensor  # [sets, fields, B] int64
-    owner: Tensor  # [B] int32
-    owner2: Tensor  # [B] int32, of steps in equal states
-
-
-def _programs(kind: str, sequences: int, ids: Tensor | None, size: int) -> tuple[int, dict[str, Any]]:
+def _programs(kind: str, sequences: int, size: int, *, ids: bool) -> tuple[int, dict[str, Any]]:
     """How many programs of group_kernel, and the form of their tiles."""
-    if ids is None and kind != "gigpo":
+    if not ids and kind != "gigpo":
         columns = min(CHUNK, triton.next_power_of_2(size))
         many = TILE // columns if size <= columns else 1
         programs = triton.cdiv(sequences // size, many) * triton.cdiv(size, columns)
         return programs, {"MODE": "size", "IDS": False, "R": many, "C": columns}
-    form = {"IDS": ids is not None, "C": COLUMNS}
-    if (size if ids is None else sequences) <= PAIRS:
+    form = {"IDS": ids, "C": COLUMNS}
+    if (sequences if ids else size) <= PAIRS:
         return triton.cdiv(sequences, OWN), {"MODE": "pairs", "R": OWN, **form}
     return triton.cdiv(sequences, READ), {"MODE": "table", "R": READ, **form}
 
@@ -187,8 +209,14 @@ def _fields(kind: str, *, extremes: bool) -> int:
 def _entered(
     call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], ids: Tensor | None,
     size: int, sizes: _Lengths, K: int, extremes: bool, plan: Plan,
-) -> _Table:  # fmt: skip
-    """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo.
+
+    Returns:
+        table: [sets, fields, B] int64, statistics by atomics.
+        owner: [B] int32, who stands for the group of each sequence.
+        owner2: [B] int32, of steps in equal states.
+    """
     kind, B = call.kind, read["B"]
     fields = _fields(kind, extremes=extremes)
     sets = 2 if kind == "gigpo" else K
@@ -222,7 +250,7 @@ def _entered(
         )  # fmt: skip
         for launch in plan.get(f"add {second}", add):
             launch(grid, x, steps, members, lengths, table[second:], owners[second])
-    return _Table(table, owners[0], owners[-1])
+    return table, owners[0], owners[-1]
 
 
 def _by_sequence(
@@ -247,7 +275,7 @@ def _by_sequence(
             launch((sequences, 1, 1), x, mask, ends, bounds, totals, counts)
         totals = totals if token_rewards else None
     if not counted:
-        return totals, _Lengths()
+        return totals, _NO_LENGTHS
     if counts is not None:
         return totals, _Lengths("each", counts, (1 << 31) - 1)
     ends = call.lengths if rows is None else rows.ends

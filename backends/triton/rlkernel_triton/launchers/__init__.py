@@ -32,7 +32,6 @@ from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, P
 from rlkernel_triton.launchers.plain import PlainLauncher
 from rlkernel_triton.launchers.planning import (
     Scope,
-    as_forward,
     current,
     in_pieces_of,
     piece_of,
@@ -54,7 +53,6 @@ __all__ = [
     "RecordedLaunch",
     "Recorder",
     "Scope",
-    "as_forward",
     "current",
     "in_pieces_of",
     "launcher_for",

@@ -12,11 +12,10 @@ Imports no operator, no torch and no Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_triton.aot.targets import TARGETS, Target
@@ -46,17 +45,6 @@ def within(scope: Scope) -> Iterator[None]:
         yield
     finally:
         _SCOPE.reset(token)
-
-
-def as_forward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass in the scope of its forward pass, which that kept as `ctx.scope`."""
-
-    @wraps(backward)
-    def run(ctx: Any, *upstream: Any) -> Any:
-        with within(ctx.scope):
-            return backward(ctx, *upstream)
-
-    return run
 
 
 @contextmanager

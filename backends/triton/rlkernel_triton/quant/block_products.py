@@ -22,7 +22,7 @@ from rlkernel_triton.launchers import Plan, piece_of, plain_launcher_for
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
-from rlkernel_triton.quant.tickets import tickets
+from rlkernel_triton.quant.tickets import scratch
 
 
 class Cut(NamedTuple):
@@ -133,8 +133,7 @@ def launch(
     partial, counters = x, x
     if parts > 1:
         halves = 2 if after.pair else 1
-        partial = torch.empty(parts * tiles * halves * cut.BM * cut.BN, dtype=torch.float32, device=x.device)
-        counters = tickets(tiles, x.device)
+        counters, partial = scratch(tiles, parts * tiles * halves * cut.BM * cut.BN, x.device)
     factored = spec.format == "nvfp4" and rounding == "dtype"
     exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
     scale = w.parts["scale"].contiguous()

@@ -10,6 +10,7 @@ Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoR
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launch import INTERPRETED, blank
 from rlkernel_triton.launchers import (
     Grid,
     Launch,
@@ -35,7 +36,7 @@ from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.storage import W4, Element
-from rlkernel_triton.quant.tickets import tickets
+from rlkernel_triton.quant.tickets import scratch
 
 MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
 MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantised first
@@ -101,6 +102,9 @@ class After:
         return bias, inner(x, self.lora.A), self.lora.B.contiguous(), residual
 
 
+NOTHING: Final = After()
+
+
 def inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
     """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
     half = x.dtype == A.dtype and not INTERPRETED
@@ -121,6 +125,13 @@ def product(
 
     With a plan all of its calls have one shape, format and layout.
     """
+
+    def bound(launcher: Launcher) -> tuple[Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None]:
+        return (bound_words(launcher, x, w, after, rounding),)
+
+    (words,) = planned(plan, "words", x.device, bound)
+    if words is not None:
+        return words(x, w, after, dtype or x.dtype)
     M, (N, _) = x.shape[0], w.shape
     width = N // 2 if after.pair else N
     y = torch.empty(M, width, dtype=dtype or x.dtype, device=x.device)
@@ -130,10 +141,6 @@ def product(
         h = product(x, w, After(), rounding, torch.float32)
         h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
         finish(x, h, replace(after, lora=None), y)
-        return y
-    (cut,) = planned(plan, "cut", x.device, lambda _: (_cut(x, w, after, rounding),))
-    if cut is not None:
-        by_words(x, storage.table_of_nf4(w), after, cut, y, plan=plan)
         return y
     w = storage.table_of_nf4(w)
     half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
@@ -210,33 +217,64 @@ _OF_WORDS: Final = (
 )  # fmt: skip
 
 
-def by_words(
-    x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None,
-    plan: Plan | None = None,
-) -> None:  # fmt: skip
-    """The product of a weight in `triton_w4`."""
+class _Words:
+    """The product of a weight in `triton_w4`, bound for a shape."""
 
-    def bound(launcher: Launcher) -> tuple[Launch, int, int]:
+    def __init__(
+        self, launcher: Launcher, x: Tensor, w: QuantTensor, after: After, cut: Cut, *, permuted: bool | None = None
+    ) -> None:
+        w = storage.table_of_nf4(w)
         spec, M, (N, K), on = w.spec, x.shape[0], w.shape, machine(x.device)
-        tiles = triton.cdiv(M, cut.BM) * (y.shape[1] // cut.BN)
-        numbers = cut.parts * tiles * (2 if after.pair else 1) * cut.BM * cut.BN
+        self._width = N // 2 if after.pair else N
+        self._M, self._device = M, x.device
+        self._tiles = triton.cdiv(M, cut.BM) * (self._width // cut.BN)
+        self._numbers = cut.parts * self._tiles * (2 if after.pair else 1) * cut.BM * cut.BN if cut.parts > 1 else 0
+        self._grid = (self._tiles * cut.parts, 1, 1)
+        self._plain = after.bias is after.lora is after.residual is None
+        self._follow = (blank(x.dtype, x.device),) * 4  # bias, xa, lora_b, residual
+        self._parts = storage.part_names(w)
+        self._as_they_are = all(w.parts[n].is_contiguous() for n in self._parts)
         fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_WORDS}
-        launch = launcher.bind(
-            word_kernels.word_product, num_warps=cut.warps, num_stages=cut.stages, **fixed, x_row=x.stride(0), M=M,
+        self._launch = launcher.bind(
+            word_kernels.word_product, num_warps=cut.warps, num_stages=cut.stages, **fixed, x_row=K, M=M,
             N=N, K=K, BM=cut.BM, BN=cut.BN, BK=min(spec.group or cut.step, cut.step), PARTS=cut.parts,
             STAGES=cut.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FOLD=cut.fold,
             PERMUTED=on.sync if permuted is None else permuted, ASM=on.ptx, TABLE=spec.element == "nf4",
             NESTED=spec.double_quant,
         )  # fmt: skip
-        return launch, tiles, numbers
 
-    launch, tiles, numbers = planned(plan, "words", x.device, bound)
-    partial, counters = x, x
-    if cut.parts > 1:
-        partial = torch.empty(numbers, dtype=torch.float32, device=x.device)
-        counters = tickets(tiles, x.device)
-    of_weight = storage.scales(w).values()  # in the kernel's order
-    launch((tiles * cut.parts, 1, 1), x, storage.codes(w), *of_weight, y, partial, counters, *after.tensors(x))
+    def __call__(self, x: Tensor, w: QuantTensor, after: After, dtype: torch.dtype) -> Tensor:
+        """The product of contiguous x."""
+        y = torch.empty((self._M, self._width), dtype=dtype, device=self._device)
+        self.into(x, w, after, y)
+        return y
+
+    def into(self, x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
+        """The same, written to y."""
+        partial = counters = x
+        if self._numbers:
+            counters, partial = scratch(self._tiles, self._numbers, self._device)
+        parts = w.parts
+        given = [parts[n] for n in self._parts]
+        if not self._as_they_are:
+            given = [part.contiguous() for part in given]
+        follow = self._follow if self._plain else after.tensors(x)
+        self._launch(self._grid, x, *given, y, partial, counters, *follow)
+
+
+def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
+    """The product of a weight in `triton_w4`, cut in one way, without a plan."""
+    _Words(plain_launcher_for(x.device), x, w, after, cut, permuted=permuted).into(x, w, after, y)
+
+
+def bound_words(
+    launcher: Launcher, x: Tensor, w: QuantTensor, after: After, rounding: str
+) -> Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None:
+    """What multiplies contiguous x by weights like this one in one launch; None where that takes more."""
+    if not x.shape[0] or (after.lora is not None and after.lora.A.shape[0] > MOST_RANK):
+        return None
+    cut = _cut(x, w, after, rounding)
+    return None if cut is None else _Words(launcher, x, w, after, cut)
 
 
 PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU
@@ -297,7 +335,7 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor, 
         exact = torch.bfloat16 if x.dtype == torch.float32 and rounding != "dtype" else x.dtype
         coded = q.codes if integers else q.codes.float().to(exact)
 
-    def bound(launcher: Launcher) -> tuple[Launch, Grid]:
+    def bound(launcher: Launcher) -> tuple[Launch, Grid, tuple[str, ...], bool]:
         element = Element.of(spec)
         wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
         ragged = spec.element == "nf4" and K % spec.group != 0
@@ -316,7 +354,12 @@ def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor, 
             FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide, X_SCALE=form,
             CAST=spec.element == "e4m3fn" and on.casts,
         )  # fmt: skip
-        return launch, (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
+        names = storage.part_names(w)
+        grid = (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
+        return launch, grid, names[1:], all(w.parts[n].is_contiguous() for n in names[1:])
 
-    launch, grid = planned(plan, "bytes", x.device, bound)
-    launch(grid, coded, scale, storage.codes(w), *storage.scales(w).values(), y, *after.tensors(x))
+    launch, grid, names, as_they_are = planned(plan, "bytes", x.device, bound)
+    parts = [w.parts[n] for n in names]
+    if not as_they_are:
+        parts = [part.contiguous() for part in parts]
+    launch(grid, coded, scale, storage.codes(w), *parts, y, *after.tensors(x))

@@ -23,9 +23,9 @@ from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_grad
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
 from rlkernel_triton.launchers import Plan, launcher_for, piece_of, planned
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import blocks, storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
-from rlkernel_triton.quant.product import PIECE, After, wide_product
+from rlkernel_triton.quant.product import NOTHING, PIECE, After, bound_words, wide_product
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Final = {
@@ -99,10 +99,13 @@ class _Host:
         launcher = launcher_for(call.x.device)
         # `again` is of what the backward pass launches: among it the product once more, in another dtype.
         self._plan, self._again = Plan(launcher), Plan(launcher)
+        self._words = None if call.ends is not None else _in_one_launch(call, self._how, self._plan)
 
     def forward(self, call: QmatmulCall) -> Tensor:  # -> [..., R]
         """The result."""
         x, w, lora, residual = call.x, call.w, call.lora, call.residual
+        if self._words is not None:
+            return self._words(x, w, NOTHING, x.dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, self._K)
         added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
         a, b = (None, None) if lora is None else (lora.A, lora.B)
@@ -130,6 +133,16 @@ class _Host:
         if ends is not None:
             dy = torch.where(_members(ends, dy.shape[0]).any(0), dy, 0)
         return dx, dbias, da, db, dy if wanted[4] else None
+
+
+def _in_one_launch(
+    call: QmatmulCall, how: _How, plan: Plan
+) -> Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None:
+    """What multiplies and does nothing more, where x can be read as it is; None for other calls."""
+    plain = call.activation is call.lora is call.bias is call.residual is None
+    if not plain or call.x.dim() != 2 or not call.x.is_contiguous() or blocks.reads(call.w.spec):
+        return None
+    return bound_words(plan.launcher, call.x, call.w, NOTHING, how.weight_rounding)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,13 @@ def scales(w: QuantTensor) -> dict[str, Any]:
     return {"scale": scale.contiguous(), **{name: w.parts.get(name, scale).contiguous() for name in names}}
 
 
+def part_names(w: QuantTensor) -> tuple[str, ...]:
+    """Parts as kernels are passed them: codes, scales, zero-points, tables; the scales for what a format lacks."""
+    scale = scale_name(w.spec)
+    names = ("zero", "table", "nested_table", "nested_absmax", "nested_offset")
+    return "codes", scale, *(n if n in w.parts else scale for n in names)
+
+
 def codes(w: QuantTensor) -> Tensor:
     """The codes as the kernels read them: float8 as bytes."""
     found = w.parts["codes"].contiguous()
@@ -229,9 +236,7 @@ def dequantiser(
     launch = launcher.bind(
         decode_kernels.dequantise, num_warps=4, options=EXACT, first=first, **_decoding(w, N, K, R, C)
     )
-    scale = scale_name(w.spec)
-    names = [n if n in w.parts else scale for n in ("zero", "table", "nested_table", "nested_absmax", "nested_offset")]
-    names = [scale, *names]
+    names = part_names(w)[1:]
     as_they_are = all(w.parts[n].is_contiguous() for n in names)
 
     def run(w: QuantTensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A draw prepared: for calls of one kind and size, what is launched, with which constants and on how much memory.
 
-A call of a kind that was seen before costs the host its allocations and launches; nothing is decided again.
+A call of a shape that was seen before costs the host its allocations and launches; nothing is decided again.
 Legend: N rows · V vocabulary · S tiles a row. Imports torch and Triton.
 """
 
@@ -14,13 +14,12 @@ from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from rlkernel_triton.language import triton
-from rlkernel_triton.launchers import Launch, current, launcher_for, planned_target
+from rlkernel_triton.launchers import Launch, launcher_for, planned_target
 from rlkernel_triton.launchers.specialization import parameters as parameters_of
 from rlkernel_triton.sampling.finish import finish
 from rlkernel_triton.sampling.searched import searched
 from rlkernel_triton.sampling.stream import tiles
 
-MANY: Final = 4096  # prepared draws that are kept
 FEW_ROWS: Final = 8  # from which on a row's tiles go two to a program, and no kernel begins early
 MANY_ROWS: Final = 128  # up to which each row's finish has a processor of a large GPU to itself
 LEAST_GROUPS: Final = 512  # so that vocabularies up to 32768 share a build of the finish and of the search
@@ -139,13 +138,6 @@ def overlaps(x: Tensor) -> bool:
     if target is not None:
         return target.nvidia and int(target.arch) >= 90
     return on_nvidia(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
-
-
-def kind_of(x: Any) -> Any:
-    """All of an argument that decides what is compiled for it; of a number, how wide it is."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
-    return x.__class__, isinstance(x, int) and -(2**31) <= x < 2**31
 
 
 def each_of(x: Any) -> int:
@@ -290,9 +282,6 @@ class Plan:
         return drawn
 
 
-_PLANS: Final[dict[Any, Plan]] = {}
-
-
 def draw(
     x: Tensor,  # [N, V]
     raw: Tensor | None,  # [N, V]
@@ -305,34 +294,10 @@ def draw(
     with_laws: bool = False,
     shape: Shape = SHAPE,
 ) -> tuple[SampleResult, Tensor | None]:
-    """The draw, and its laws as in `Drawn`."""
+    """One draw without a plan of its own, cut in any way, and its laws as in `Drawn`."""
     parameters = law.arguments()
     if allowed is not None:
         allowed = allowed.contiguous()
-    key = (
-        current(),
-        x.device,
-        kind_of(x),
-        kind_of(raw),
-        tuple(map(kind_of, parameters)),
-        law.searches(shape.K),
-        law.filter_order,
-        law.tie,
-        law.stream,
-        kind_of(allowed),
-        kind_of(spoiled),
-        kind_of(invalid_token),
-        entropy,
-        with_laws,
-        shape,
-    )
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= MANY:
-            _PLANS.clear()
-        plan = Plan(
-            x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=entropy, laws=with_laws, shape=shape
-        )
-        _PLANS[key] = plan
+    plan = Plan(x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=entropy, laws=with_laws, shape=shape)
     drawn = plan(x, raw, parameters, law.stream, allowed, spoiled, invalid_token)
     return drawn.result, drawn.laws

@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 import rlkernel as rlk
+from rlkernel import policy as policies
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage import SPEC
 from rlkernel_core.spec.advantage_presets import PRESETS
@@ -64,8 +65,14 @@ def agree(given, device):
 @pytest.fixture(params=["pairs", "table"])
 def compared(request, monkeypatch):
     """Groups by ids are compared in pairs, or fill a table."""
-    monkeypatch.setattr(launch, "PAIRS", 1 << 20 if request.param == "pairs" else 0)
+    search(request.param, monkeypatch)
     return request.param
+
+
+def search(way, monkeypatch) -> None:
+    """Plan groups by ids in one of two ways from now on."""
+    monkeypatch.setattr(launch, "PAIRS", 1 << 20 if way == "pairs" else 0)
+    (policies.SCOPE.get() or policies.base()).forget()  # plans of the other way
 
 
 @pytest.mark.parametrize("kind", sorted(MADE))
@@ -92,8 +99,8 @@ def test_a_group_has_the_same_bits_by_size_by_ids_and_in_any_order(device, kind,
         given["whiten"] = "none"  # its moments are of the batch in its order
     want = rlk.advantage(**given).advantages
     ids = (-3 * (torch.arange(B) // 4) + 2**40).to(device)
-    for pairs in (1 << 20, 0):
-        monkeypatch.setattr(launch, "PAIRS", pairs)
+    for way in ("pairs", "table"):
+        search(way, monkeypatch)
         assert torch.equal(rlk.advantage(**{**given, "group": ids}).advantages, want)
         moved = {n: x[order] if isinstance(x, torch.Tensor) and len(x) == B else x for n, x in given.items()}
         assert torch.equal(rlk.advantage(**{**moved, "group": ids[order]}).advantages, want[order])

@@ -4,6 +4,8 @@ In Triton's interpreter bfloat16 is widened as it is loaded, so there it shows w
 the same tests multiply in bfloat16.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,12 +13,13 @@ import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.quant.activations import quantize_activation
-from rlkernel_core.spec.qmatmul import UNITS, LoRA, accumulation_bound
+from rlkernel_core.spec.qmatmul import UNITS, LoRA, QmatmulCall, accumulation_bound
 from rlkernel_torch.direct import qmatmul as definition
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.activations import quantize_activation as coded_tokens
 from rlkernel_triton.quant.choice import Cut
 from rlkernel_triton.quant.product import After, by_words
+from rlkernel_triton.quant.qmatmul import prepare
 
 named = QuantSpec.named
 SPECS = [
@@ -171,6 +174,21 @@ def test_every_cut_adds_up_the_same_product(device, cut) -> None:
         by_words(x, rlk.prepack(w), After(), cut, y, permuted=permuted)
         want = exactly(x, w)
         assert bool(((y.double() - want).abs() <= bound_of(x, w, want)).all())
+
+
+def test_a_plan_multiplies_the_weight_of_each_call(device):
+    g = torch.Generator().manual_seed(8)
+    first, second = (
+        rlk.prepack(reference.quantize(torch.randn(64, 256, generator=g).to(device), "int4_g128")) for _ in range(2)
+    )
+    x = torch.randn(3, 256, generator=g).to(device, torch.float16)
+    run = prepare(QmatmulCall(x, first))
+    run(QmatmulCall(x, first))
+    spread = {name: torch.stack((part, part), -1)[..., 0] for name, part in second.parts.items()}
+    apart = dataclasses.replace(second, parts=spread)  # parts that are not contiguous
+    want = prepare(QmatmulCall(x, second))(QmatmulCall(x, second))
+    found = run(QmatmulCall(x, second)), prepare(QmatmulCall(x, apart))(QmatmulCall(x, apart))
+    assert [torch.equal(want, y) for y in found] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 import rlkernel as rlk
+from rlkernel import policy as policies
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_torch.direct import sample as definition
+from rlkernel_triton.sampling import call
 from rlkernel_triton.sampling.noise import early, uniform
-from rlkernel_triton.sampling.plan import Shape, draw
+from rlkernel_triton.sampling.plan import Shape
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
 SMALL = Shape(TILE=64, GROUP=16, K=8, C=32, FEW=16, BLOCK=256)
@@ -30,7 +32,8 @@ def bounds(words, low, N: tl.constexpr):
 
 @pytest.fixture
 def small(monkeypatch) -> None:
-    monkeypatch.setitem(draw.__kwdefaults__, "shape", SMALL)
+    monkeypatch.setattr(call, "SHAPE", SMALL)
+    (policies.SCOPE.get() or policies.base()).forget()  # plans of the other shape
 
 
 def rows(g: random.Random, N: int, V: int) -> torch.Tensor:

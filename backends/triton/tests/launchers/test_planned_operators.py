@@ -7,9 +7,11 @@ from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall
 from rlkernel_core.spec.policy_loss import PolicyLossCall
 from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.whiten import WhitenCall
 from rlkernel_triton import advantage, policy_loss, suffix_scan, whitening
 from rlkernel_triton.launchers import Recorder, using
+from rlkernel_triton.sampling.call import prepare as prepare_sample
 from rlkernel_triton.sampling.call import sample
 
 B, T = 4, 300
@@ -34,6 +36,18 @@ CALLS = {
         advantage.prepare,
         lambda: AdvantageCall(meta(B), kind="gae", values=meta(B, T), mask=mask()),
     ),
+    "sample": (prepare_sample, lambda: SampleCall(meta(2, 1000), temperature=meta(2), top_k=20, seed=7, step=3)),
+    "sample with edits": (
+        prepare_sample,
+        lambda: SampleCall(
+            torch.zeros(2, 1000),
+            seed=torch.arange(2),
+            step=3,
+            top_p=0.9,
+            top_n=2,
+            banned=TokenLists(torch.tensor([1, 2]), torch.tensor([0, 1, 2])),
+        ),
+    ),
     "whiten": (whitening.prepare, lambda: WhitenCall(meta(B, T))),
     "suffix scan": (suffix_scan.prepare, lambda: AffineSuffixScanCall(meta(B, T), meta(B, T))),
     "long suffix scan": (suffix_scan.prepare, lambda: AffineSuffixScanCall(meta(2, 40_000), 0.5)),
@@ -45,9 +59,11 @@ CALLS = {
 KERNELS = {
     "gae": ["scan_kernel"],
     "masked gae, carried": ["scan_kernel"] * 3,
-    "reinforce_pp": ["scan_kernel", "moments_kernel", "merge_kernel", "whiten_kernel"],
+    "reinforce_pp": ["scan_kernel", "moments_kernel", "summary_kernel", "whiten_kernel"],
     "outcome rewards": ["ends_kernel", "scan_kernel"],
-    "whiten": ["moments_kernel", "merge_kernel", "whiten_kernel"],
+    "sample": ["tiles", "finish"],
+    "sample with edits": ["tiles", "tiles", "finish", "searched"],
+    "whiten": ["moments_kernel", "summary_kernel", "whiten_kernel"],
     "suffix scan": ["scan_kernel"],
     "long suffix scan": ["scan_kernel", "chain_kernel", "scan_kernel"],
     "grpo": ["count_kernel", "tokens_kernel", "loss_kernel", "total_kernel"],
