@@ -1,6 +1,7 @@
 """How much extra memory a call of linear_logprob takes, and how it is cut so that a caller's limit is kept.
 
-Up to one block of rows it grows by the fp32 sums of dX and a sixteenth of a row of logits, beyond it by a few numbers.
+Up to one block of rows it grows by the fp32 sums of dX and a sixteenth of a row of logits, beyond it by a few numbers. A
+block of gradients of logits takes `FREE` bytes at least, so that a small head is not cut into many launches.
 
 Legend: N rows · D hidden · V vocabulary, or this rank's shard.
 """
@@ -17,6 +18,7 @@ from rlkernel_triton.launchers.planning import current
 BLOCKS: Final = ((16384, 4096), (8192, 4096), (4096, 2048), (2048, 1024), (1024, 512), (256, 256), (64, 64))
 PER_ROW: Final = 256  # bytes: statistics, results of the joins, ids, order, temperatures
 SMALL: Final = 1 << 16  # counts, and what an allocator rounds up
+FREE: Final = 1 << 17  # bytes of gradients of logits that a block may always take
 
 
 class Size(NamedTuple):
@@ -61,6 +63,7 @@ def plan(backward: str, limit: int | None, size: Size) -> Plan:
         ArgumentError: the limit is below the least; the message names it.
     """
     most = 64 * -(-size.V // (16 * 64))  # a sixteenth of a row of logits, or memory would grow by rows of them
+    most = max(most, FREE // (max(1, min(size.N, BLOCKS[0][0])) * max(size.item, 2)) // 64 * 64)
     blocks = [(block, min(columns, most)) for block, columns in BLOCKS]
     if limit is None:
         piece, every = current().piece, [Plan(*cut, save=backward == "save") for cut in blocks]

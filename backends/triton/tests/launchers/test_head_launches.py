@@ -111,11 +111,13 @@ def test_a_plan_of_gradients_launches_the_same_at_every_call(recorder, name):
     assert recorder.launches[:half] == recorder.launches[half:]
 
 
-def test_a_frozen_head_saves_a_product(recorder):
+@pytest.mark.parametrize(("free", "blocks"), [(0, 16), (head_workspace.FREE, 1)])
+def test_a_small_head_is_one_block_of_columns_and_a_frozen_one_saves_a_product(recorder, monkeypatch, free, blocks):
+    monkeypatch.setattr(head_workspace, "FREE", free)
     given = law(backward="recompute")
     given.hidden.requires_grad_()
     linear_logprob.prepare(given)(given).logprob.sum().backward()
-    assert names(recorder)[3:] == ["head_gradient", "product"] * 16
+    assert names(recorder)[3:] == ["head_gradient", "product"] * blocks
     assert given.weight.grad is None
 
 
