@@ -1,7 +1,7 @@
 """How much extra memory a call of linear_logprob takes, and how it is cut so that a caller's limit is kept.
 
-Up to one block of rows it grows by the fp32 sums of dX and a sixteenth of a row of logits, beyond it by a few numbers. A
-block of gradients of logits takes `FREE` bytes at least, so that a small head is not cut into many launches.
+Up to one block of rows it grows by the fp32 sums of dX and a sixteenth of a row of logits, beyond it by a few numbers.
+A block of gradients of logits may take `FREE` bytes anyway, so that a small head is not cut into many launches.
 
 Legend: N rows · D hidden · V vocabulary, or this rank's shard.
 """
