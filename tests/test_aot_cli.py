@@ -17,7 +17,7 @@ from tests.aot_calls import builds
 def recording(tmp_path):
     """One configuration of a small kernel, as a run wrote it down."""
     made = builds("sm_87", "advantage", rewards=torch.zeros(8, 16), kind="reinforce_pp")
-    build = next(b for b in made if b.kernel.endswith(":merge_kernel"))
+    build = next(b for b in made if b.kernel.endswith(":summary_kernel"))
     file = tmp_path / "run.jsonl"
     file.write_text(json.dumps({"op": "advantage", "target": "sm_87", **build.document()}) + "\n")
     return file
@@ -35,7 +35,7 @@ def test_a_bundle_is_built_where_backends_look_and_listed(cli, recording, tmp_pa
     told = cli("aot", "list", str(path))
     assert told.exit_code == 0
     assert f"{found['builds']} builds" in told.stdout
-    assert "moments_kernels:merge_kernel" in told.stdout
+    assert "moments_kernels:summary_kernel" in told.stdout
 
 
 def test_what_does_not_compile_is_left_out_and_told_where_that_is_asked_for(cli, recording, tmp_path) -> None:

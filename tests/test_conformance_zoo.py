@@ -56,7 +56,7 @@ def test_the_reference_keeps_every_clause(op) -> None:
     assert failed(subject, [a for a in clauses_of(subject)[0] if a.clause.id not in OWED], OFTEN) == {}
 
 
-@pytest.mark.parametrize(("place", "mutant"), enumerate(ZOO), ids=[f"{m.op}-{m.name}" for m in ZOO])
+@pytest.mark.parametrize(("place", "mutant"), list(enumerate(ZOO)), ids=[f"{m.op}-{m.name}" for m in ZOO])
 def test_a_mutant_dies_on_the_clause_it_was_planted_for_and_on_no_other_than_it_names(place, mutant) -> None:
     """It meets a third of the others here, its neighbours the rest; `rlkernel conformance mutants` has it meet all."""
     with rlk.registered(mutant.manifest):

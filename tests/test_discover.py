@@ -110,7 +110,7 @@ def test_listing_names_imports_nothing(plug) -> None:
 
 def test_an_unknown_backend_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
-        policy.installed()["referense"]
+        policy.installed()["toch"]
 
 
 def test_one_of_our_own_that_is_not_installed_is_told_apart_from_a_misspelt_one(monkeypatch) -> None:

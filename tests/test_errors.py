@@ -47,7 +47,10 @@ def everything() -> list[type[BaseException]]:
         for found in walk_packages(package.__path__, package.__name__ + "."):
             if not found.name.endswith("__main__"):
                 import_module(found.name)
-    return [*tree(RLKernelError), *tree(errors.RLKernelWarning)]
+    found = [*tree(RLKernelError), *tree(errors.RLKernelWarning)]
+    return [
+        c for c in found if c.__module__.partition(".")[0] in {"rlkernel", "rlkernel_core"}
+    ]  # a backend has its own
 
 
 def made(cls: type[BaseException]) -> BaseException:

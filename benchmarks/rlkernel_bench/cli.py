@@ -21,8 +21,8 @@ EXAMPLES: Final = (
     ("rlkernel bench run --size full --device cuda --out runs/h200", "everything, on a GPU"),
     ("rlkernel bench compare runs/old runs/new --threshold 3%", "what got slower, larger or wrong"),
     ("rlkernel bench report runs/h200", "report.md, results.csv and pictures beside the results"),
-    ("rlkernel bench bits --op whiten --out before.json", "digests of every result, to compare after a change"),
-    ("rlkernel bench bits before.json after.json", "which results have other bits"),
+    ("rlkernel bench bits --op whiten --out runs/before.json", "digests of every result, to compare after a change"),
+    ("rlkernel bench bits runs/before.json runs/after.json", "which results have other bits"),
 )
 EXITS: Final = {
     0: "measured; nothing regressed; the same bits",

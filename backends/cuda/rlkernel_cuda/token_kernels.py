@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel_triton.launch import FUSED, INTERPRETED, on_device_of
+from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant.code_tiles import float8_code
 
 BLOCK: Final = 128
@@ -64,9 +65,8 @@ def coded(x: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
     stride = -(-M // multiple) * multiple
     codes = torch.empty(stride, K, dtype=torch.uint8, device=x.device)
     scale = torch.empty(K // BLOCK, stride, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(stride, _ROWS), K // BLOCK)
-    with on_device_of(x):
-        code_blocks[grid](
-            x, codes, scale, M, K, stride, ROWS=_ROWS, COLUMNS=BLOCK, CAST=not INTERPRETED, num_warps=4, **FUSED
-        )
+    launch = plain_launcher_for(x.device).bind(
+        code_blocks, num_warps=4, ROWS=_ROWS, COLUMNS=BLOCK, CAST=not INTERPRETED
+    )
+    launch((triton.cdiv(stride, _ROWS), K // BLOCK, 1), x, codes, scale, M, K, stride)
     return codes.view(torch.float8_e4m3fn), scale
