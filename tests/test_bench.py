@@ -208,9 +208,11 @@ def test_names_tell_the_workloads_of_a_suite_apart() -> None:
 
 
 ELSEWHERE = {"dispatch", "host", "trainers"}  # test_bench_host has the rows of `host`; `trainers` needs TRL and verl
-# Of `seeds` the chains, for its other rows are those of other suites; of `ranks`, where each row starts a world, one of
-# each kind.
+# Rows that stand for the rest, which are the same code on other sizes, kinds and dtypes. Of `seeds` the chains, for its
+# other rows are those of other suites; of `ranks`, where each row starts a world, one of each kind.
 OWN = {
+    "advantage": ("kind=gae", "64x8 float32 forward kind=grpo"),
+    "linear_policy_loss": ("float32",),
     "seeds": ("ratio", "chain", "update"),
     "ranks": ("2x1536 float32 collective", "head forward+backward", "split loss", "top-k", "top-p 0.999"),
 }

@@ -16,7 +16,7 @@ from rlkernel_triton.interpreted import backend
 CLAUSES = {
     "affine_suffix_scan": ("SC-03", "SC-05", "SC-06", "SC-07", "SC-09", "SC-10", "SC-11"),
     "advantage": ("AD-02", "AD-05", "AD-07", "AD-15", "AD-18", "AD-19", "AD-20", "AD-21", "AD-22", "AD-24"),
-    "whiten": ("WH-01", "WH-02", "WH-03"),
+    "whiten": ("WH-01", "WH-02"),
     "policy_loss": ("PL-05", "PL-08", "PL-11", "PL-15", "PL-27", "PL-29", "PL-30", "PL-31"),
     "linear_policy_loss": ("LPL-08", "LPL-13", "LPL-14", "LPL-15"),
 }

@@ -130,10 +130,12 @@ def test_a_filter_that_says_off_changes_no_bit(device, V) -> None:
     # On an H200 a mask that forbids nothing moved an entropy's last bit: its build fused a product into a difference
     g = torch.Generator().manual_seed(V)
     x = (torch.randn(8, V, generator=g) * torch.tensor([0.1, 1, 3, 0.3, 1, 2, 30, 1])[:, None]).to(device)
-    asked = {"temperature": 0.7, "seed": torch.arange(8, device=device), "step": 3}
+    x = x[:3] if device == "cpu" else x  # an interpreted row takes half a second
+    N = x.shape[0]
+    asked = {"temperature": 0.7, "seed": torch.arange(N, device=device), "step": 3}
     asked |= {"entropy": True, "raw_logprob": True, "rank": True, "top_n": 3, "kept_capacity": 5}
     bare = rlk.sample(x, **asked)
-    every = torch.full((8, -(-V // 32)), -1, dtype=torch.int32, device=device)
+    every = torch.full((N, -(-V // 32)), -1, dtype=torch.int32, device=device)
     for off in ({"allowed": every}, {"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}):
         out = rlk.sample(x, **asked, **off)
         assert [n for n in RESULTS if not torch.equal(getattr(bare, n), getattr(out, n))] == []
@@ -185,8 +187,8 @@ def test_a_row_has_the_same_bits_in_any_batch_and_layout(device) -> None:
 
 
 def test_the_winner_without_filters_wins_where_it_is_kept(small, device) -> None:
-    x = torch.randn(16, 300, generator=torch.Generator().manual_seed(2)).to(device)
-    noise = {"seed": torch.arange(16, device=device), "step": 9}
+    x = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)).to(device)
+    noise = {"seed": torch.arange(6, device=device), "step": 9}
     free = rlk.sample(x, **noise)
     kept = rlk.sample(x, top_k=40, kept_capacity=40, **noise)
     inside = (kept.kept_ids == free.token[:, None]).any(1)
