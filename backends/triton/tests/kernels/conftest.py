@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,10 +27,12 @@ def device():
 def kernels_run():
     """Calls of operators reach the kernels and nothing else."""
     import rlkernel as rlk
+    from rlkernel import policy
     from rlkernel_triton import backend
 
     manifest = interpreted if INTERPRETED else backend
-    with rlk.registered(manifest), rlk.use(manifest.name, fallback="error"):
+    here = nullcontext() if manifest.name in policy.installed() else rlk.registered(manifest)
+    with here, rlk.use(manifest.name, fallback="error"):
         yield
 
 
