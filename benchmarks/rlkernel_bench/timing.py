@@ -145,17 +145,6 @@ def replayed(watch: Stopwatch, run: Callable[[int], Any], inputs: int, *, second
     return readings
 
 
-def in_turns(watch: Stopwatch, graphs: Mapping[str, tuple[Any, int]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds a call of graphs that hold so many calls each, replayed in turns, each round in another order."""
-    order, took = random.Random(0), {name: list[float]() for name in graphs}
-    watch.back_to_back([graph.replay for graph, _ in graphs.values()])
-    for _ in range(rounds):
-        names = order.sample(list(graphs), len(graphs))
-        for name, t in zip(names, watch.back_to_back([graphs[n][0].replay for n in names]), strict=True):
-            took[name].append(t / graphs[name][1])
-    return took
-
-
 def on_the_host(
     watch: Stopwatch, runs: Mapping[str, Run], *, seconds: float, batch: int, seed: int = 0
 ) -> dict[str, list[float]]:

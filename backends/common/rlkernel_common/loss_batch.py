@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.sequences import Sequences
-from rlkernel_core.spec.policy_loss import LossConfig
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.policy_loss import LossConfig, PolicyLossCall
 
 # Exponents of rollout weights stay within this: e^20 is far beyond any useful bound, and fp32 overflows at e^88.
 EXPONENT_LIMIT: Final = 20.0
@@ -94,22 +95,25 @@ def _count(given: float | Tensor | None, local: Tensor, dtype: torch.dtype) -> f
 
 
 def prepare(
-    old: Tensor | None,
-    advantages: Tensor,
+    call: PolicyLossCall | LinearPolicyLossCall,
     config: LossConfig,
     sequences: Sequences,
     *,
-    mask: Tensor,  # bool, without tokens of no sequence
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    before: Tensor | None,  # what the rollout is compared with: old, or the current log-probability
-    denominator: float | Tensor | None,
-    entropy_denominator: float | Tensor | None,
-    kl_coef: float | Tensor,
-    entropy_coef: float | Tensor,
+    mask: Tensor,
+    before: Tensor | None,
     dtype: torch.dtype,
 ) -> Batch:
-    """Masks, corrections and weights of a batch."""
+    """Masks, corrections and weights of a batch.
+
+    Args:
+        call: checked.
+        config: what it is configured as.
+        sequences: its layout.
+        mask: bool, as the tokens, in place of the call's: without tokens of no sequence.
+        before: the log-probability that the rollout is compared with: the old one, or the current one.
+        dtype: of the results.
+    """
+    rollout = call.rollout_logprob
     # Sums run in the order of memory: whatever the layout of the arguments, it is that of a contiguous batch.
     offered = mask = mask.contiguous()
 
@@ -124,13 +128,21 @@ def prepare(
             mask = mask & _kept(gap, mask, config, sequences)
         if config.correction is not None:
             weight, outside = _correction(torch.where(mask, gap, 0.0), mask, config, sequences)
-    omega = token_weights(mask, sequences, config.aggregate, denominator, config.horizon, config.count_empty, dtype)
+    omega = token_weights(
+        mask, sequences, config.aggregate, call.denominator, config.horizon, config.count_empty, dtype
+    )
     omega_entropy = omega
     if config.entropy_aggregate is not None:
         omega_entropy = token_weights(
-            mask, sequences, config.entropy_aggregate, entropy_denominator, config.horizon, config.count_empty, dtype
+            mask,
+            sequences,
+            config.entropy_aggregate,
+            call.entropy_denominator,
+            config.horizon,
+            config.count_empty,
+            dtype,
         )
-    per_token = advantages.to(dtype)
+    per_token = call.advantages.to(dtype)
     if per_token.shape != mask.shape:
         per_token = _spread_advantages(per_token, mask, sequences)
     return Batch(
@@ -138,11 +150,11 @@ def prepare(
         omega=omega,
         omega_entropy=omega_entropy,
         advantages=torch.where(mask, per_token, 0.0).contiguous(),
-        old=clean(old),
-        ref=clean(ref),
+        old=clean(call.old_logprob),
+        ref=clean(call.ref_logprob),
         correction=weight,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
+        kl_coef=call.kl_coef,
+        entropy_coef=call.entropy_coef,
         offered=offered,
         rollout_gap=gap,
         missing=missing,

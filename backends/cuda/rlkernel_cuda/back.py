@@ -23,7 +23,7 @@ class Wanted(NamedTuple):
     bias: bool
 
 
-class Slopes(NamedTuple):
+class HeadGradients(NamedTuple):
     """Gradients of the operands; None where none is wanted."""
 
     hidden: Tensor | None  # [N, D] in the caller's order; fp32 where other ranks add to it
@@ -32,7 +32,7 @@ class Slopes(NamedTuple):
 
 
 class Back:
-    """The way back of calls of one shape.
+    """The backward pass of calls of one shape.
 
     Args:
         head: the launches.
@@ -44,7 +44,7 @@ class Back:
         self.head, self._wanted, self._partial = head, wanted, partial
         self.product = Products()
 
-    def at_once(self, swept: Swept, dz: Tensor) -> Slopes:
+    def at_once(self, swept: Swept, dz: Tensor) -> HeadGradients:
         """From the gradient of all logits, [N, V]."""
         kind, of = self.head.kind, swept.of
         found = self._empty(swept)
@@ -59,8 +59,8 @@ class Back:
             torch.sum(dz, 0, dtype=torch.float32, out=found.bias)
         return found
 
-    def by_slices(self, swept: Swept, coef: Tensor, cut: Plan) -> Slopes:
-        """Make the logits again, `cut.block` rows by `cut.width` ids at a time; both passes apart where it says so."""
+    def by_slices(self, swept: Swept, coef: Tensor, cut: Plan) -> HeadGradients:
+        """Make the logits again, `cut.block` rows by `cut.width` ids at a time; if `cut.apart`, for dX and dW apart."""
         N, V = self.head.kind.N, self.head.kind.V
         rows, ids = _cut(N, cut.block), _cut(V, cut.width)
         numbers = max(cut.buffer, min(cut.block, N) * round_up(min(cut.width, V), 8))
@@ -74,11 +74,11 @@ class Back:
             run.slice_by_slice(rows, ids, of_hidden=False)
         return run.found
 
-    def _empty(self, swept: Swept) -> Slopes:
+    def _empty(self, swept: Swept) -> HeadGradients:
         kind, wanted = self.head.kind, self._wanted
         dtype = torch.float32 if self._partial else torch.bfloat16
         like = swept.of.x
-        return Slopes(
+        return HeadGradients(
             like.new_empty(kind.N, kind.D, dtype=dtype) if wanted.hidden else None,
             like.new_empty(kind.V, kind.D) if wanted.weight else None,
             like.new_zeros(kind.V, dtype=torch.float32) if wanted.bias else None,
@@ -91,7 +91,7 @@ class _Run(NamedTuple):
     back: Back
     swept: Swept
     coef: Tensor
-    found: Slopes
+    found: HeadGradients
     buffer: Tensor
 
     def block_of_hidden(self, rows: slice, ids: list[slice]) -> None:

@@ -115,8 +115,8 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         if blocks:
             return _Blocks.saved_like(call, wanted)
         like = head_alone.like(call, masked=_masked(call), save=save)
-        slope = result.loss.new_empty(call.ids.shape, dtype=torch.float32)
-        return (*like, slope, torch.empty_like(slope) if call.entropy else None)
+        of_logprob = result.loss.new_empty(call.ids.shape, dtype=torch.float32)
+        return (*like, of_logprob, torch.empty_like(of_logprob) if call.entropy else None)
 
 
 class _Way(NamedTuple):
@@ -204,14 +204,14 @@ class _HeadThenLoss:
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Tensors]:
         """The result, and what both backward passes read."""
         law, saved = self._head.forward(call, _counted(call))
-        result, slopes = self._pair.forward(self._of_loss(call, law.logprob, law.entropy))
-        return LossResult(result.loss, result.stats, law.logprob, law.entropy), (*saved, *slopes)
+        result, derivatives = self._pair.forward(self._of_loss(call, law.logprob, law.entropy))
+        return LossResult(result.loss, result.stats, law.logprob, law.entropy), (*saved, *derivatives)
 
     def backward(self, saved: Tensors, g: Tensor) -> Tensors:
         """The gradients of hidden, weight and bias."""
         *of_head, logprob, entropy = saved
-        slopes = self._pair.backward((logprob, entropy), (g,))
-        return self._head.backward(tuple(of_head), (slopes[0], None, slopes[1]))
+        of_logprob, of_entropy = self._pair.backward((logprob, entropy), (g,))
+        return self._head.backward(tuple(of_head), (of_logprob, None, of_entropy))
 
     def _of_loss(self, call: LinearPolicyLossCall, logprob: Tensor, entropy: Tensor | None) -> PolicyLossCall:
         shared = dict(zip(self._names, self._shared(call), strict=True))
@@ -267,12 +267,7 @@ class _Blocks:
             torch.empty(V, D, dtype=torch.float32, device=device) if wanted.weight else None,
             torch.zeros(V, dtype=torch.float32, device=device) if wanted.bias else None,
         )  # fmt: skip
-        batch = LossBatch.of(
-            self._config, ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
-            mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
-            entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
-            span=BLOCK, plan=self._plan,
-        )  # fmt: skip
+        batch = LossBatch.of(call, self._config, ids, before=logprob, span=BLOCK, plan=self._plan)
         parts, room = batch.partials(device), room_to_save(call.hidden, self._block, V, 0)
         for rows in self._rows:
             self._of_block(work, batch, parts, room, rows)

@@ -129,21 +129,8 @@ def _one_pass(call: LinearPolicyLossCall, wanted: tuple[bool, ...]) -> tuple[Los
     shape, (V, D) = tuple(ids.shape), weight.shape
     sequences, mask = layout(shape, call.cu_seqlens), _mask_of(call)
     dtype = accumulator(hidden, weight, bias)
-    batch = prepare(
-        call.old_logprob,
-        call.advantages,
-        config,
-        sequences,
-        mask=full_mask(call.mask, shape, sequences, ids.device),
-        ref=call.ref_logprob,
-        rollout=call.rollout_logprob,
-        before=call.old_logprob,
-        denominator=call.denominator,
-        entropy_denominator=call.entropy_denominator,
-        kl_coef=call.kl_coef,
-        entropy_coef=call.entropy_coef,
-        dtype=dtype,
-    )
+    whole = full_mask(call.mask, shape, sequences, ids.device)
+    batch = prepare(call, config, sequences, mask=whole, before=call.old_logprob, dtype=dtype)
     shard = vocab_parallel.locate(call.group, V, ids.numel(), D, hidden.device)
     flat_mask = None if mask is None else mask.reshape(-1)
     chosen = choose(ids.reshape(-1), flat_mask, shard.V, None)

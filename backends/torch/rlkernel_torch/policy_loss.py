@@ -66,18 +66,11 @@ def evaluated(call: PolicyLossCall) -> tuple[LossResult, Coefficients]:
     sequences = layout(shape, call.cu_seqlens)
     with torch.no_grad():
         batch = prepare(
-            old_logprob,
-            call.advantages,
+            call,
             config,
             sequences,
             mask=full_mask(call.mask, shape, sequences, logprob.device),
-            ref=call.ref_logprob,
-            rollout=call.rollout_logprob,
             before=logprob if old_logprob is None else old_logprob,
-            denominator=call.denominator,
-            entropy_denominator=call.entropy_denominator,
-            kl_coef=call.kl_coef,
-            entropy_coef=call.entropy_coef,
             dtype=torch.float64 if logprob.dtype == torch.float64 else torch.float32,
         )
         at = coefficients(logprob, entropy, batch, config, sequences)

@@ -14,15 +14,14 @@ n rows of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Final
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from rlkernel_common.activations import ACTIVATIONS
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
@@ -32,16 +31,6 @@ from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 
 Range = tuple[int, int]
-
-_gelu_tanh = partial(functional.gelu, approximate="tanh")
-_ACTIVATIONS: Final[Mapping[str | None, Callable[..., Tensor]]] = {
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "swiglu": lambda gate, value: functional.silu(gate) * value,
-    "geglu_tanh": lambda gate, value: _gelu_tanh(gate) * value,
-}
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
@@ -169,7 +158,7 @@ class _Product:
 
     def activated(self, hidden: list[Tensor]) -> Tensor:
         """The activation of one h, or of a gate and a value."""
-        return _ACTIVATIONS[self.how.activation](*hidden) if self.how.activation else hidden[0]
+        return ACTIVATIONS[self.how.activation](*hidden) if self.how.activation else hidden[0]
 
     def upstream(self, dy: Tensor, needed: list[Range]) -> list[Tensor]:
         """Gradients of each h of a block from that of y."""

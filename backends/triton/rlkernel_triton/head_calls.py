@@ -145,7 +145,7 @@ class Head:
         self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, N, weight.shape
         self.device, self._masked, support = hidden.device, masked, kept_row_bytes is not None
         self.tile = tile_of(hidden, weight, sweep_kind(softcap, support))
-        self._slope_tile = tile_of(hidden, weight, "saved" if plan.save else "slope")
+        self._dlogits_tile = tile_of(hidden, weight, "saved" if plan.save else "dlogits")
         self._product_tile = tile_of(hidden, weight, "product")
         self._options = options_of(hidden)
         one = hidden.dtype if hidden.dtype == weight.dtype else torch.float32
@@ -238,33 +238,33 @@ class Head:
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
         )
-        slope = _Slope(self, of, invalid, law_rows, upstream, saved, peaks)
+        dlogits = _Dlogits(self, of, invalid, law_rows, upstream, saved, peaks)
         if self._alone:
-            self._in_one_block(of, slope, d_hidden, d_weight, d_bias, group)
+            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, group)
             return d_hidden, d_weight, d_bias
         if d_hidden is not None:
             for first, n in self.blocks:
                 acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
                 x = self.rows(of, first, n)
                 for start, width in self._columns:
-                    dz, launch = slope(x, first, n, start, width), self._product("rows", add=True)
+                    dz, launch = dlogits(x, first, n, start, width), self._product("rows", add=True)
                     weight = of.weight[start:] if start else of.weight
                     launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
                 self._put(of, acc, first, d_hidden, group)
         if d_weight is not None or d_bias is not None:
             for start, width in self._columns:
                 each = ((first, n, self.rows(of, first, n)) for first, n in self.blocks)
-                some = ((first, n, x, slope(x, first, n, start, width)) for first, n, x in each)
+                some = ((first, n, x, dlogits(x, first, n, start, width)) for first, n, x in each)
                 self._to_weight(of, some, start, width, d_weight, d_bias)
         return d_hidden, d_weight, d_bias
 
     def _in_one_block(
-        self, of: Operands, slope: _Slope, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None,
+        self, of: Operands, dlogits: _Dlogits, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None,
         group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         """Write the gradients where all rows are in one block: each launch is passed pointers, and a first column."""
         (_, n), most, count = self.blocks[0], self.plan.columns, of.at()[1]
-        x, dz, kind, device = self.rows(of, 0, n), slope.buffer, torch.float32, self.device
+        x, dz, kind, device = self.rows(of, 0, n), dlogits.buffer, torch.float32, self.device
         # What belongs to a block of columns: split in one call, where a slice each would take a call each.
         acc, total, weights, d_weights, totals = None, None, (), (), ()
         if d_hidden is not None:
@@ -278,11 +278,11 @@ class Head:
         for i, (start, width) in enumerate(self._columns):
             if width != of_width:  # the first, and the last
                 of_width, columns_grid = width, self._product_grid(width)
-                write_dz, dz_grid = slope.of(n, width)
+                write_dz, dz_grid = dlogits.of(n, width)
                 to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
                 to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
                 rows_of_dz = dz[: n * width].view(n, width)
-            write_dz(dz_grid, x, *slope.given, start)
+            write_dz(dz_grid, x, *dlogits.given, start)
             if acc is not None:
                 to_hidden(rows_grid, dz, weights[i], count, acc)
             if d_weight is not None:
@@ -294,20 +294,20 @@ class Head:
         if total is not None and d_bias is not None:
             d_bias.copy_(total)
 
-    def slope(self, arriving: tuple[bool, ...], width: int) -> Launch:
+    def dlogits(self, arriving: tuple[bool, ...], width: int) -> Launch:
         """The launch that writes gradients of products, for the results that gradients arrive at."""
         found = self._gradients.get((arriving, width))
         if found is None:
             flags = dict(zip(("G", "G_LSE", "G_ENTROPY", "G_MASS"), arriving, strict=True))
             found = self._gradients[arriving, width] = self._bind(
-                head_kernels.head_gradient, self._slope_tile, **self._fixed, **flags, N=self.N, width=width,
+                head_kernels.head_gradient, self._dlogits_tile, **self._fixed, **flags, N=self.N, width=width,
                 SAVED=self.plan.save, PEAK=self.tile.BN,
             )  # fmt: skip
         return found
 
-    def slope_grid(self, n: int, width: int) -> tuple[int, int, int]:
+    def dlogits_grid(self, n: int, width: int) -> tuple[int, int, int]:
         """Of that launch."""
-        return _cdiv(n, self._slope_tile.BM) * _cdiv(width, self._slope_tile.BN), 1, 1
+        return _cdiv(n, self._dlogits_tile.BM) * _cdiv(width, self._dlogits_tile.BN), 1, 1
 
     def _to_weight(
         self,
@@ -363,7 +363,7 @@ class Head:
             grad.index_copy_(0, of.order.index[first : first + acc.shape[0]], acc.to(grad.dtype))
 
 
-class _Slope:
+class _Dlogits:
     """The gradient of the products, block by block, in one buffer that the next block overwrites."""
 
     def __init__(
@@ -383,7 +383,7 @@ class _Slope:
 
     def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:
         """The launch for so many rows and columns, and its grid: it is passed x, `given` and the first column."""
-        return self._head.slope(self._arriving, width), self._head.slope_grid(n, width)
+        return self._head.dlogits(self._arriving, width), self._head.dlogits_grid(n, width)
 
     def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
         """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from rlkernel_triton.arithmetic import cap, scaled_less, stored_as
 from rlkernel_triton.language import tl, triton
-from rlkernel_triton.logprob_kernels import LOG2E, slope
+from rlkernel_triton.logprob_kernels import LOG2E, dlogits
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def head_gradient(
     top, log_total = tl.load(rows + row, mask=inside, other=0.0), tl.load(rows + N + row, mask=inside, other=0.0)
     mean = tl.load(rows + 2 * N + row, mask=inside, other=0.0)
     rest = tl.load(rows + 3 * N + row, mask=inside, other=0.0)
-    dx = slope(
+    dx = dlogits(
         y, chosen, among, z[:, None], top[:, None], log_total[:, None], mean[:, None], rest[:, None],
         kept_top[:, None], kept_log_total[:, None], up[:, None], up_lse[:, None], up_entropy[:, None],
         up_mass[:, None], SUPPORT, G_ENTROPY, INTERPRETED,

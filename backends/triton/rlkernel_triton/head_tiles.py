@@ -21,17 +21,17 @@ class Tile(NamedTuple):
 
 
 # What a kernel holds beside its accumulators decides how large they may be. "sweep": statistics. "rich": statistics
-# under a cap or a support. "slope": the gradient. "product": nothing. "few": the same for few rows, which wait for the
-# head alone; where its tile is another one, both were seen to give a row the same bits. "wide": fp32 operands, which no
-# matrix unit takes unrounded. "saved": the gradient of kept logits, without a product. "described": operands that the
-# copy engine brings.
+# under a cap or a support. "dlogits": the gradient. "product": nothing. "few": the same for few rows, which wait for
+# the head alone; where its tile is another one, both were seen to give a row the same bits. "wide": fp32 operands,
+# which no matrix unit takes unrounded. "saved": the gradient of kept logits, without a product. "described": operands
+# that the copy engine brings.
 # (architecture, kernels) -> tile; the first that matches.
 TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
     ("interpreter", ("*",), Tile(64, 1024, 64, 4, 1)),
     ("*", ("saved",), Tile(8, 256, 16, 4, 1)),
     ("*", ("wide",), Tile(64, 64, 16, 4, 2)),
-    ("sm90", ("sweep", "slope", "product"), Tile(128, 256, 64, 8, 3)),
-    ("sm100", ("sweep", "slope", "product", "few"), Tile(128, 256, 64, 8, 3)),
+    ("sm90", ("sweep", "dlogits", "product"), Tile(128, 256, 64, 8, 3)),
+    ("sm100", ("sweep", "dlogits", "product", "few"), Tile(128, 256, 64, 8, 3)),
     ("sm90", ("described product",), Tile(128, 256, 64, 8, 4)),
     ("sm90", ("few", "described few"), Tile(64, 128, 64, 4, 4)),
     ("sm90", ("*",), Tile(128, 128, 64, 8, 3)),

@@ -57,7 +57,7 @@ def workspace(plan: Plan, size: Size) -> int:
 def plan(backward: str, limit: int | None, size: Size) -> Plan:
     """The mode and blocks that run: the largest that the limit allows.
 
-    Without a limit those that a piece of work may take where a scope says so, or the least.
+    Without a limit the largest; within a scope that limits pieces of work the largest that it allows, or the least.
 
     Raises:
         ArgumentError: the limit is below the least; the message names it.

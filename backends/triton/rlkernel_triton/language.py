@@ -2,8 +2,8 @@
 
     from rlkernel_triton.language import tl, triton
 
-Where Triton is not installed, names stand for both (`rlkernel_triton.aot.standin`), so that the modules can be imported
-all the same and their kernels launched from a bundle. Which it is, is decided once, by this import.
+Where Triton is not installed both are `rlkernel_triton.aot.fake_triton`: the modules can be imported all the same, and
+their kernels launched from a bundle. This import decides once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    from rlkernel_triton.aot.standin import tl, triton
+    from rlkernel_triton.aot.fake_triton import tl, triton
 
 __all__ = ["tl", "triton"]

@@ -1,9 +1,9 @@
 """linear_policy_loss@1 on matmul tiles: log-probabilities, loss and gradient of a block of rows while its logits exist.
 
-Three matmuls where a token's gradient depends on that token alone: logits in fp32, dX, dW. A block's logits are swept
-once for the law (logprob's kernels), the coefficient function runs on its rows (policy_loss's kernel), the slope of the
-law writes dz, and dW adds up in fp32. Ratios per sequence need every log-probability first: a first pass makes them,
-the second makes the logits again, four matmuls. Memory beyond results: `workspace`; it does not grow with N.
+Three matmuls where a token's gradient depends on that token alone: logits in fp32, dX, dW. logprob's kernels read a
+block's logits once for the softmax statistics, policy_loss's kernel computes the coefficients of its rows, logprob's
+gradient kernel writes dz, and dW adds up in fp32. Ratios per sequence need every log-probability first: a first pass
+makes them, the second makes the logits again, four matmuls. Memory beyond results: `workspace`; it is constant in N.
 
 Legend: N rows · D hidden · V vocabulary · R rows of a block.
 """
@@ -142,12 +142,7 @@ class _Host:
         self._dz_dtype = torch.float32 if self._V * D <= SMALL else call.hidden.dtype
 
     def _batch(self, call: LinearPolicyLossCall, logprob: Tensor) -> LossBatch:
-        return LossBatch.of(
-            self._config, call.ids, call.cu_seqlens, before=logprob, old=call.old_logprob, advantages=call.advantages,
-            mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob, denominator=call.denominator,
-            entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef, entropy_coef=call.entropy_coef,
-            span=BLOCK, plan=self.plan,
-        )  # fmt: skip
+        return LossBatch.of(call, self._config, call.ids, before=logprob, span=BLOCK, plan=self.plan)
 
     @torch.no_grad()
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:

@@ -350,7 +350,7 @@ def statistics(
     *,
     moment: bool,
 ) -> Law:
-    """Sweep and join, for host code that plans nothing."""
+    """Partial softmax statistics over V, merged; the launches are bound for this call alone."""
     each, number = (T, None) if isinstance(T, Tensor) else (None, T)
     kind = Kind(ids.shape[0], V, number, softcap, mask is not None, None if kept is None else kept.row_bytes)
     sweep = Sweep(plain_launcher_for(ids.device), kind, rows.places, moment=moment)
@@ -369,7 +369,7 @@ def law(
     *,
     moment: bool,
 ) -> Law:
-    """Join the parts of every row, in their order, and say what they mean; for host code that plans nothing."""
+    """Merge the parts of every row, in their order; the launches are bound for this call alone."""
     _, N, P = parts.shape
     each, number = (T, None) if isinstance(T, Tensor) else (None, T)
     kind = Kind(N, whole, number, None, mask is not None, None if bad_kept is None else 0)
@@ -378,26 +378,6 @@ def law(
     )  # fmt: skip
     row = join(parts, ids, each, mask, bad_kept, None)
     return row._replace(saved=row.saved.view(law_kernel.SAVED, N))
-
-
-def slopes(
-    logits: Tensor,
-    ids: Tensor,
-    T: float | Tensor,
-    mask: Tensor | None,
-    invalid: Tensor,
-    saved: Tensor,
-    kept: Kept | None,
-    softcap: float | None,
-    upstream: tuple[Tensor | None, ...],
-    out: Tensor,
-) -> None:
-    """Write the gradient of [..., V] logits, for host code that plans nothing."""
-    rows, (each, number) = rows_of(logits), (T, None) if isinstance(T, Tensor) else (None, T)
-    row_bytes = None if kept is None else kept.row_bytes
-    kind = Kind(ids.shape[0], logits.shape[-1], number, softcap, mask is not None, row_bytes)
-    gradient = Gradient(plain_launcher_for(ids.device), kind, rows.places)
-    gradient(rows.data, ids, each, mask, kept, invalid, saved, upstream, out)
 
 
 def _best(

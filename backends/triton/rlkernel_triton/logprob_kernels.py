@@ -169,7 +169,7 @@ def sweep(
 
 
 @triton.jit
-def slope(
+def dlogits(
     y,  # capped logits, of any shape; the rest broadcasts to it
     chosen,
     among,
@@ -279,7 +279,7 @@ def gradient(
         y = x
         if HAS_CAP:
             y = cap(x, softcap)
-        dy = slope(
+        dy = dlogits(
             y, at == id.to(tl.int32), among, scale, top, log_total, mean, rest, kept_top, kept_log_total,
             up, up_lse, up_entropy, up_mass, SUPPORT, G_ENTROPY, INTERPRETED,
         )  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlkernel_common.loss_batch import prepare
 from rlkernel_common.sequences import Packed, layout
-from rlkernel_core.spec.policy_loss import LossConfig, LossStats
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.policy_loss import LossConfig, LossStats, PolicyLossCall
 from rlkernel_triton.language import triton
 from rlkernel_triton.launch import INTERPRETED
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
@@ -67,39 +68,36 @@ class LossBatch:
     @classmethod
     def of(
         cls,
+        call: PolicyLossCall | LinearPolicyLossCall,
         config: LossConfig,
-        like: Tensor,  # of the shape of the tokens
-        cu_seqlens: Tensor | None,
+        like: Tensor,
         *,
-        before: Tensor | None,  # what the rollout is compared with where that is the current log-probability
-        old: Tensor | None,
-        advantages: Tensor,
-        mask: Tensor | None,
-        ref: Tensor | None,
-        rollout: Tensor | None,
-        denominator: float | Tensor | None,
-        entropy_denominator: float | Tensor | None,
-        kl_coef: float | Tensor,
-        entropy_coef: float | Tensor,
+        before: Tensor | None,
         span: int | None = None,
         plan: Plan | None = None,
     ) -> LossBatch:
-        """The batch of a checked call; `span` divides the blocks in which it will be taken.
+        """The batch of a checked call.
 
         With a plan the launches are those of its first call: everything but the values on the device is the same.
+
+        Args:
+            call: the call.
+            config: what it is configured as.
+            like: a tensor of the shape of the tokens.
+            before: the current log-probability, with which the rollout is compared where there is no old one.
+            span: divides the blocks in which the batch will be taken.
+            plan: of calls of this shape.
         """
-        shape = tuple(like.shape)
+        shape, old, advantages, rollout = tuple(like.shape), call.old_logprob, call.advantages, call.rollout_logprob
+        mask, cu_seqlens, kl_coef, entropy_coef = call.mask, call.cu_seqlens, call.kl_coef, call.entropy_coef
         offered, weight, outside = None, None, None
         rule = config.correction
         if config.rejection is not None or (rule is not None and (rule.level != "token" or rule.normalize)):
             places = layout(shape, cu_seqlens)
             inside = torch.ones(shape, dtype=torch.bool, device=like.device) if mask is None else mask
             made = prepare(
-                old, advantages, config, places,
-                mask=inside & places.inside if isinstance(places, Packed) else inside,
-                ref=ref, rollout=rollout, before=before if old is None else old, denominator=denominator,
-                entropy_denominator=entropy_denominator, kl_coef=kl_coef, entropy_coef=entropy_coef,
-                dtype=torch.float32,
+                call, config, places, mask=inside & places.inside if isinstance(places, Packed) else inside,
+                before=before if old is None else old, dtype=torch.float32,
             )  # fmt: skip
             mask, weight, outside, offered = made.mask, made.correction, made.outside, made.offered.sum()
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -109,10 +107,10 @@ class LossBatch:
         span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
         known = mask is None and bounds is None
         local = (None, None) if known else (tokens, filled)
-        omega = _omega(config, config.aggregate, denominator, shape, local, counts.shape[0])
+        omega = _omega(config, config.aggregate, call.denominator, shape, local, counts.shape[0])
         omega2 = omega
         if config.entropy_aggregate is not None:
-            omega2 = _omega(config, config.entropy_aggregate, entropy_denominator, shape, local, counts.shape[0])
+            omega2 = _omega(config, config.entropy_aggregate, call.entropy_denominator, shape, local, counts.shape[0])
         sequences = 1 if bounds is None and len(shape) == 1 else counts.shape[0]
         index = None
         token = config.level == "token"
@@ -120,7 +118,7 @@ class LossBatch:
             index = layout(shape, bounds).index  # type: ignore[union-attr]
         told = len(shape) == 2 or bounds is not None
         arguments = {
-            **_tensors(old, advantages, ref, rollout, weight, outside, mask, bounds, index, counts),
+            **_tensors(old, advantages, call.ref_logprob, rollout, weight, outside, mask, bounds, index, counts),
             **_numbers(config, omega, omega2, kl_coef, entropy_coef),
             **_constants(config, omega, omega2, kl_coef, entropy_coef),
             "OLD": old is not None,

@@ -84,12 +84,7 @@ class Host:
         """The result, and d loss / d logprob and d loss / d entropy where they are wanted."""
         logprob, entropy = call.logprob, call.entropy
         with torch.no_grad():
-            batch = LossBatch.of(
-                self._config, logprob, call.cu_seqlens, before=logprob, old=call.old_logprob,
-                advantages=call.advantages, mask=call.mask, ref=call.ref_logprob, rollout=call.rollout_logprob,
-                denominator=call.denominator, entropy_denominator=call.entropy_denominator, kl_coef=call.kl_coef,
-                entropy_coef=call.entropy_coef, plan=self.plan,
-            )  # fmt: skip
+            batch = LossBatch.of(call, self._config, logprob, before=logprob, plan=self.plan)
             partials = batch.partials(self._device)
             # Tokens outside of all sequences are in no program of a ratio per sequence.
             room = torch.zeros if call.cu_seqlens is not None and self._config.level == "sequence" else torch.empty

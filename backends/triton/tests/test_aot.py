@@ -290,10 +290,10 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "call = LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2))\n"
         "out = prepared('logprob', scope)(call)(call)\n"
         "print(out.logprob.shape)\n"
-        "from rlkernel_triton.aot.rehearsal import Rehearsals\n"
+        "from rlkernel_triton.aot.dry_run import DryRuns\n"
         "logits = torch.randn(2, 32000).bfloat16().requires_grad_()\n"
-        "rehearsals = Rehearsals(scope._replace(launcher=Lookup(launcher)))\n"
-        "said = rehearsals.missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
+        "dry_runs = DryRuns(scope._replace(launcher=Lookup(launcher)))\n"
+        "said = dry_runs.missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
         "print(said.slug, 'sympy' in sys.modules)\n"  # it takes a second, and comes with gradients given to autograd
     ).replace("from test_aot_driver import Nothing\n", NOTHING)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -14,7 +14,7 @@ from rlkernel_triton.aot.builds import Argument
 from rlkernel_triton.aot.bundle import Bundle
 from rlkernel_triton.aot.command import build
 from rlkernel_triton.aot.compiling import closed, compiled
-from rlkernel_triton.aot.rehearsal import signature
+from rlkernel_triton.aot.dry_run import signature
 from tests.aot_calls import Recording, builds, bundle_of, drawn, of_rows
 
 

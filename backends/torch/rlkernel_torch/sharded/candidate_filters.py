@@ -8,7 +8,6 @@ Legend: N rows · M candidates, in the order of the law (x descending, id ascend
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,9 +34,6 @@ class Span(NamedTuple):
 
     low: Tensor
     high: Tensor
-
-
-Filter = Callable[[Span], Span]
 
 
 def kept_span(found: Candidates, requests: Requests, *, filter_order: str, tie: str) -> Span:

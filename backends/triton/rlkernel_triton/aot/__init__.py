@@ -7,10 +7,10 @@
     workloads    calls of a run of post-training, whose launches bundles hold
     recording    which configurations a run launches; tables: the file that it writes
     compiling    configurations into a bundle, with the promises that workloads keep and without; imports Triton
-    standin      what stands for `triton` where it is not installed
+    fake_triton  names in place of `triton` where it is not installed
     driver       the CUDA driver, by ctypes
     launching    the launcher over a bundle: from a launch to machine code on a device
-    rehearsal    calls planned before they are run: what a bundle lacks for one
+    dry_run      calls whose launches are looked up and not made: what a bundle lacks for one
     backend      the operators over a bundle, and the backend named `aot`
     sources      what a kernel was compiled from
 

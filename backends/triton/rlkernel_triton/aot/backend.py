@@ -21,8 +21,8 @@ from rlkernel_triton.claims import manifest as portable
 
 if TYPE_CHECKING:
     from rlkernel_triton.aot.builds import Argument
+    from rlkernel_triton.aot.dry_run import DryRuns
     from rlkernel_triton.aot.launching import FromBundle, Wanted
-    from rlkernel_triton.aot.rehearsal import Rehearsals
     from rlkernel_triton.launchers import Scope
 
 # What a rollout and an update on one GPU need; every other operator stays with Triton.
@@ -117,12 +117,12 @@ class FromBundles:
         return Scope(self.launcher, self.launcher.target, self._piece())
 
     @cached_property
-    def rehearsals(self) -> Rehearsals:
+    def dry_runs(self) -> DryRuns:
         """What the bundles say to a call before it is run."""
+        from rlkernel_triton.aot.dry_run import DryRuns
         from rlkernel_triton.aot.launching import Lookup
-        from rlkernel_triton.aot.rehearsal import Rehearsals
 
-        return Rehearsals(self.scope._replace(launcher=Lookup(self.launcher)))
+        return DryRuns(self.scope._replace(launcher=Lookup(self.launcher)))
 
     def __call__(self, name: str) -> Callable[..., Any]:
         """What a manifest names in a module: `logprob`, which prepares calls of a shape, `logprob_fits`, `self_test`.
@@ -152,7 +152,7 @@ class FromBundles:
             """What the kernels' own check says to a call, and then the bundles."""
             with within(self.scope):
                 said: Reason | None = own(call) if own else None
-            return said or self.rehearsals.missing(op, call)
+            return said or self.dry_runs.missing(op, call)
 
         return fits
 

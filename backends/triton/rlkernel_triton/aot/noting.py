@@ -9,8 +9,8 @@ import torch
 
 from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.aot.dry_run import dry_run
 from rlkernel_triton.aot.launching import Wanted, described
-from rlkernel_triton.aot.rehearsal import rehearse
 from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.aot.workloads import calls
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
@@ -43,7 +43,7 @@ class Noting(Launcher):
         """A function that records what a call of an operator launches, and its gradients; its result holds nothing."""
         prepare = prepared(op, self.scope)
 
-        return lambda call: rehearse(prepare, call)
+        return lambda call: dry_run(prepare, call)
 
     def launch_of(self, binding: Binding) -> Launch:
         """See `Launcher`."""

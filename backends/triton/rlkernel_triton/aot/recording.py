@@ -23,7 +23,7 @@ from rlkernel_core.manifest import Backend
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.aot.backend import OPERATORS
 from rlkernel_triton.aot.builds import Build
-from rlkernel_triton.aot.rehearsal import named
+from rlkernel_triton.aot.dry_run import named
 from rlkernel_triton.claims import CLAIMS, manifest
 
 if TYPE_CHECKING:

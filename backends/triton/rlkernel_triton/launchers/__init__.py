@@ -65,7 +65,7 @@ __all__ = [
     "within",
 ]  # fmt: skip
 T = TypeVar("T")
-# Where Triton is not installed nothing is compiled: what launches says so itself.
+# Whether Triton is installed, so that kernels can be compiled: without it a launcher must be given by the scope.
 COMPILES: Final[bool] = hasattr(triton.knobs.runtime, "launch_enter_hook")
 
 

@@ -217,7 +217,7 @@ _OF_WORDS: Final = (
 )  # fmt: skip
 
 
-class _Words:
+class WordProduct:
     """The product of a weight in `triton_w4`, bound for a shape."""
 
     def __init__(
@@ -246,11 +246,6 @@ class _Words:
     def __call__(self, x: Tensor, w: QuantTensor, after: After, dtype: torch.dtype) -> Tensor:
         """The product of contiguous x."""
         y = torch.empty((self._M, self._width), dtype=dtype, device=self._device)
-        self.into(x, w, after, y)
-        return y
-
-    def into(self, x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
-        """The same, written to y."""
         partial = counters = x
         if self._numbers:
             counters, partial = scratch(self._tiles, self._numbers, self._device)
@@ -260,11 +255,7 @@ class _Words:
             given = [part.contiguous() for part in given]
         follow = self._follow if self._plain else after.tensors(x)
         self._launch(self._grid, x, *given, y, partial, counters, *follow)
-
-
-def by_words(x: Tensor, w: QuantTensor, after: After, cut: Cut, y: Tensor, *, permuted: bool | None = None) -> None:
-    """The product of a weight in `triton_w4`, cut in one way, without a plan."""
-    _Words(plain_launcher_for(x.device), x, w, after, cut, permuted=permuted).into(x, w, after, y)
+        return y
 
 
 def bound_words(
@@ -274,7 +265,7 @@ def bound_words(
     if not x.shape[0] or (after.lora is not None and after.lora.A.shape[0] > MOST_RANK):
         return None
     cut = _cut(x, w, after, rounding)
-    return None if cut is None else _Words(launcher, x, w, after, cut)
+    return None if cut is None else WordProduct(launcher, x, w, after, cut)
 
 
 PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU

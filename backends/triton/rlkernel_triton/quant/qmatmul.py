@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rlkernel_common.activations import ACTIVATIONS
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
@@ -26,16 +26,6 @@ from rlkernel_triton.launchers import Plan, launcher_for, piece_of, planned
 from rlkernel_triton.quant import blocks, storage
 from rlkernel_triton.quant.block_products import dense_experts, dense_product, multiplied
 from rlkernel_triton.quant.product import NOTHING, PIECE, After, bound_words, wide_product
-
-_gelu_tanh = partial(functional.gelu, approximate="tanh")
-_ACTIVATIONS: Final = {
-    "relu": functional.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "swiglu": lambda gate, value: functional.silu(gate) * value,
-    "geglu_tanh": lambda gate, value: _gelu_tanh(gate) * value,
-}
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
@@ -181,7 +171,7 @@ def _through(
     with recording_gradients():
         leaf = h.requires_grad_()
         given = leaf.chunk(2, 1) if how.activation in PAIRS else (leaf,)
-        y = _ACTIVATIONS[how.activation](*given)  # type: ignore[index]
+        y = ACTIVATIONS[how.activation](*given)  # type: ignore[index]
     return torch.autograd.grad(y, leaf, dy.float())[0]
 
 

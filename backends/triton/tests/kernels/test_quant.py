@@ -15,10 +15,11 @@ from rlkernel_core.quant import QuantSpec
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, QmatmulCall, accumulation_bound
 from rlkernel_torch.direct import qmatmul as definition
+from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant import storage
 from rlkernel_triton.quant.activations import quantize_activation as coded_tokens
 from rlkernel_triton.quant.choice import Cut
-from rlkernel_triton.quant.product import After, by_words
+from rlkernel_triton.quant.product import NOTHING, WordProduct
 from rlkernel_triton.quant.qmatmul import prepare
 
 named = QuantSpec.named
@@ -169,9 +170,9 @@ def test_every_cut_adds_up_the_same_product(device, cut) -> None:
     """Parts of K, folded scales, half steps, and the order that `mma.sync` wants."""
     w = reference.quantize(torch.randn(128, 512, generator=torch.Generator().manual_seed(5)).to(device), "int4_g128")
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
-    y = torch.full((20, 128), torch.nan, dtype=torch.float16, device=device)
+    packed, launcher = rlk.prepack(w), plain_launcher_for(x.device)
     for permuted in (False, True):
-        by_words(x, rlk.prepack(w), After(), cut, y, permuted=permuted)
+        y = WordProduct(launcher, x, packed, NOTHING, cut, permuted=permuted)(x, packed, NOTHING, x.dtype)
         want = exactly(x, w)
         assert bool(((y.double() - want).abs() <= bound_of(x, w, want)).all())
 

@@ -10,8 +10,9 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant import choice
-from rlkernel_triton.quant.product import After, by_words
+from rlkernel_triton.quant.product import NOTHING, WordProduct
 
 SECTOR = 32
 
@@ -47,7 +48,7 @@ def test_a_product_reads_within_five_per_cent_of_its_packed_weight(device, loads
     x = torch.randn(M, 256, generator=g).to(device, torch.float16)
     cut = choice.cut(M, *w.shape, group=w.spec.group, pair=False, rounding="any", kind="jetson", multiprocessors=8)
     loads.clear()
-    by_words(x, w, After(), cut, torch.empty(M, 128, dtype=x.dtype, device=device))
+    WordProduct(plain_launcher_for(x.device), x, w, NOTHING, cut)(x, w, NOTHING, x.dtype)
     places = [(p.data_ptr() // SECTOR, (p.data_ptr() + p.nbytes - 1) // SECTOR) for p in w.parts.values()]
     moved = SECTOR * sum(a <= sector <= b for program in loads for sector in program for a, b in places)
     packed = sum(p.nbytes for p in w.parts.values())

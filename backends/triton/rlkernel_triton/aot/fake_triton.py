@@ -1,4 +1,4 @@
-"""What stands for `triton` and `triton.language` where Triton is not installed: enough to import kernels and host code.
+"""`triton` and `triton.language` where Triton is not installed: enough to import kernels and host code.
 
 `@triton.jit` keeps a kernel's function, whose name and parameters launchers ask for. Names of the language are kept as
 names: no kernel is ever executed here, and none is launched but by a launcher that has its machine code.

@@ -1,7 +1,7 @@
-"""Calls planned before they are run, so that what a bundle lacks is a Reason at selection and no error half-way.
+"""Dry runs of calls, so that what a bundle lacks is a Reason at selection and no error half-way.
 
 Host code is run with a launcher that looks builds up and launches nothing: forward, and backward for the first
-result and with the entropy, which is what losses use. A call like one that was planned is not planned again.
+result and with the entropy, which is what losses use. A call like one that was tried is not tried again.
 Imports torch inside functions only.
 """
 
@@ -27,8 +27,8 @@ WIDE: Final = 1 << 31  # from here on a number takes 64 bits
 _NUMBERS: Final = frozenset({"seed", "step", "stream"})  # which differ from call to call and are numbers to kernels
 
 
-class Rehearsals:
-    """What a bundle would say to calls.
+class DryRuns:
+    """Which calls a bundle can serve.
 
     Args:
         scope: of `rlkernel_triton.aot.launching.Lookup` over the bundle, and of what calls are planned for.
@@ -44,21 +44,21 @@ class Rehearsals:
 
         args = call.as_dict()
         if any(not isinstance(args.get(n), int | torch.Tensor | None) for n in _RANKS):
-            return None  # planning would speak to them
+            return None  # a dry run would speak to them
         key = (op, torch.is_grad_enabled(), *[(n, signature(None if n == "out" else v, n)) for n, v in args.items()])
         if key not in self._known:
             if len(self._known) >= MANY:
                 self._known.clear()
-            self._known[key] = self._planned(op, call)
+            self._known[key] = self._tried(op, call)
         return self._known[key]
 
-    def _planned(self, op: str, call: Any) -> Reason | None:
+    def _tried(self, op: str, call: Any) -> Reason | None:
         from rlkernel_triton.prepared import prepared
 
-        if hasattr(call, "out"):  # which planning must not touch
+        if hasattr(call, "out"):  # which a dry run must not touch
             call = call.of(call, out=None)
         try:
-            rehearse(prepared(op, self._scope), call)
+            dry_run(prepared(op, self._scope), call)
         except NoBuildError as error:
             text, _, fix = str(error).partition(". Run")
             return Reason("shape", "unsupported", text, f"Run{fix}")
@@ -70,7 +70,7 @@ class Rehearsals:
         return None
 
 
-def rehearse(prepare: Callable[[Any], Callable[[Any], Any]], call: Any) -> Any:
+def dry_run(prepare: Callable[[Any], Callable[[Any], Any]], call: Any) -> Any:
     """Run host code on a record, forward and for the gradients that losses ask for; its result."""
     import torch
 
