@@ -144,3 +144,20 @@ def test_without_gradients_neither_operator_makes_a_node() -> None:
     out = linear_logprob.linear_logprob(LinearLogprobCall(**tensors()))
     assert out.logprob.grad_fn is None
     assert linear_policy_loss.linear_policy_loss(LinearPolicyLossCall(**of_loss())).loss.grad_fn is None
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_second_backward_pass_makes_again_the_logits_that_the_first_wrote_over(counted, lane) -> None:
+    given = tensors()
+    leaves = {n: given.pop(n).requires_grad_() for n in ("hidden", "weight", "bias")}
+
+    def value(backward, lane):
+        run = LANES[lane](lambda **of: rlk.linear_logprob(**of, **given, backward=backward).logprob.mean())
+        return run(**leaves)
+
+    with rlk.registered(on_a_cpu()), rlk.use("emulated"):
+        expected = torch.autograd.grad(value("recompute", "eager"), list(leaves.values()))
+        saving = value("save", lane)
+        torch.autograd.grad(saving, list(leaves.values()), retain_graph=True)
+        actual = torch.autograd.grad(saving, list(leaves.values()))
+    assert [torch.equal(a, b) for a, b in zip(actual, expected, strict=True)] == [True] * 3
