@@ -1,4 +1,4 @@
-"""What holds for every test of the repository."""
+"""A fixture of every test."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_was_there_before() -> None:
-    """Collections of garbage in a module look at its own objects: thousands of tests leave millions in a process."""
+def older_objects_are_frozen() -> None:
+    """Garbage collection within a module skips older objects: thousands of collected tests are millions of them."""
     gc.collect()
     gc.freeze()
