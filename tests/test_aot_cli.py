@@ -35,7 +35,7 @@ def test_a_bundle_is_built_where_backends_look_and_listed(cli, recording, tmp_pa
     told = cli("aot", "list", str(path))
     assert told.exit_code == 0
     assert f"{found['builds']} builds" in told.stdout
-    assert "moments_kernels:summary_kernel" in told.stdout
+    assert "common.moments:summary_kernel" in told.stdout
 
 
 def test_what_does_not_compile_is_left_out_and_told_where_that_is_asked_for(cli, recording, tmp_path) -> None:

@@ -44,7 +44,7 @@ from rlkernel_cuda.head import (
     saved_like,
 )
 from rlkernel_cuda.logits import Kind
-from rlkernel_triton.logprob import is_per_row, per_row
+from rlkernel_triton.logprob.launch import is_per_row, per_row
 
 # A head whose rows TMA cannot read is copied at every call; above this the portable kernels are the better choice.
 COPY_LIMIT: Final = 64 << 20

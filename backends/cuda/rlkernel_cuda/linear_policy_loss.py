@@ -33,10 +33,10 @@ from rlkernel_cuda.back import Wanted
 from rlkernel_cuda.head import Given, Head, Results, Saved, room_to_save
 from rlkernel_cuda.logits import Kind
 from rlkernel_cuda.products import Products
-from rlkernel_triton import policy_loss
 from rlkernel_triton.launchers import Plan, launcher_for
-from rlkernel_triton.logprob import per_row
-from rlkernel_triton.loss_batch import BLOCK, LossBatch, scaled
+from rlkernel_triton.logprob.launch import per_row
+from rlkernel_triton.policy_loss import launch as policy_loss
+from rlkernel_triton.policy_loss.batch import BLOCK, LossBatch, scaled
 
 # Logits that are kept at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
 KEPT: Final = 5 << 30

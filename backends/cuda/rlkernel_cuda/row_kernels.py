@@ -10,7 +10,7 @@ Legend: N rows · V vocabulary · D hidden · tiles of BN columns.
 import triton
 import triton.language as tl
 
-from rlkernel_triton.arithmetic import log1p, softplus
+from rlkernel_triton.common.arithmetic import log1p, softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no part

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant.code_tiles import float8_code
 

@@ -16,7 +16,7 @@ from rlkernel_cuda import driver, linear_logprob, linear_policy_loss, products
 from rlkernel_cuda.quant import early, qmatmul
 from rlkernel_cuda.sampling import call as sampling
 from rlkernel_cuda.sampling.launch import PARAMS
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import Recorder, using
 from rlkernel_triton.launchers.specialization import of
 

@@ -5,11 +5,11 @@ import pytest
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.host.memory import memory
 from rlkernel_jetson.bundled import piece
-from rlkernel_triton import head_workspace
-from rlkernel_triton.head_workspace import Size, plan, workspace
 from rlkernel_triton.launchers import in_pieces_of, piece_of
+from rlkernel_triton.linear_logprob import workspace as head_workspace
+from rlkernel_triton.linear_logprob.workspace import Size, plan, workspace
+from rlkernel_triton.logprob.top_ids import BLOCK_BYTES
 from rlkernel_triton.quant import block_products, product
-from rlkernel_triton.top_ids import BLOCK_BYTES
 from tests.boards import KIB_8GB, meminfo, plant
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ def self_test(device: str) -> None:
         RLKernelError: what is wrong with the installation or the device, or that the kernel's result is wrong.
     """
     inspect(device, torch.version.hip, torch.cuda)
-    from rlkernel_triton.logprob import logprob
+    from rlkernel_triton.logprob.launch import logprob
 
     g = torch.Generator().manual_seed(0)
     logits, ids = torch.randn(4, 1000, generator=g) * 3, torch.randint(0, 1000, (4,), generator=g)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tools"))
 import compile_gate as gate
 
 from rlkernel_rocm.architectures import ARCHITECTURES
-from rlkernel_triton.head_tiles import compiler_options
+from rlkernel_triton.linear_logprob.tiles import compiler_options
 
 COMPILED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = ("gfx90a", "gfx942", "gfx950")

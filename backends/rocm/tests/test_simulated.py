@@ -77,7 +77,7 @@ def test_sample_draws_the_reference_s_token(arch) -> None:
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_order_of_waves_changes_no_bit(order) -> None:
-    from rlkernel_triton.logprob import logprob
+    from rlkernel_triton.logprob.launch import logprob
 
     x, ids = drawn(3, 900, scale=3), torch.tensor([1, 500, 899])
     with using(SimulatorLauncher("gfx942")):

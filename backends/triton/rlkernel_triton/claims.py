@@ -55,41 +55,43 @@ _AFTER: Final = frozenset({
 })  # fmt: skip
 
 CLAIMS: Final[Mapping[str, Claim]] = {
-    "logprob": Claim("rlkernel_triton.logprob:prepare", prepared=True, gradient="rlkernel_triton.logprob:LogprobPair"),
-    "linear_logprob": Claim(
-        "rlkernel_triton.linear_logprob:prepare",
-        workspace="rlkernel_triton.linear_logprob:workspace",
-        prepared=True,
-        gradient="rlkernel_triton.linear_logprob:LinearLogprobPair",
+    "logprob": Claim(
+        "rlkernel_triton.logprob.launch:prepare", prepared=True, gradient="rlkernel_triton.logprob.launch:LogprobPair"
     ),
-    "sample": Claim("rlkernel_triton.sampling.call:prepare", prepared=True),
-    "lm_head_sample": Claim("rlkernel_triton.head_sampling:prepare", prepared=True),
-    "verify": Claim("rlkernel_triton.verify:prepare", prepared=True),
+    "linear_logprob": Claim(
+        "rlkernel_triton.linear_logprob.launch:prepare",
+        workspace="rlkernel_triton.linear_logprob.launch:workspace",
+        prepared=True,
+        gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
+    ),
+    "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True),
+    "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True),
+    "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(
-        "rlkernel_triton.graphs.capture:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
+        "rlkernel_triton.capture.launch:capture", dtypes=(), arch_excluded=("gfx11*", "gfx12*"), kernels=False
     ),
     "advantage": Claim(
-        "rlkernel_triton.advantage:prepare", REALS, check="rlkernel_triton.advantage:fits", prepared=True
+        "rlkernel_triton.advantage.launch:prepare", REALS, check="rlkernel_triton.advantage.launch:fits", prepared=True
     ),
     "affine_suffix_scan": Claim(
-        "rlkernel_triton.suffix_scan:prepare",
-        check="rlkernel_triton.suffix_scan:fits",
+        "rlkernel_triton.affine_suffix_scan.launch:prepare",
+        check="rlkernel_triton.affine_suffix_scan.launch:fits",
         prepared=True,
-        gradient="rlkernel_triton.suffix_scan:AffineSuffixScanPair",
+        gradient="rlkernel_triton.affine_suffix_scan.launch:AffineSuffixScanPair",
     ),
     "linear_policy_loss": Claim(
-        "rlkernel_triton.linear_policy_loss:prepare",
+        "rlkernel_triton.linear_policy_loss.launch:prepare",
         without=frozenset({"mixed_dtypes", "support"}),
-        workspace="rlkernel_triton.linear_policy_loss:workspace_of",
+        workspace="rlkernel_triton.linear_policy_loss.launch:workspace_of",
         prepared=True,
-        gradient="rlkernel_triton.linear_policy_loss:LinearPolicyLossPair",
+        gradient="rlkernel_triton.linear_policy_loss.launch:LinearPolicyLossPair",
     ),
     "policy_loss": Claim(
-        "rlkernel_triton.policy_loss:prepare",
-        check="rlkernel_triton.policy_loss:fits",
+        "rlkernel_triton.policy_loss.launch:prepare",
+        check="rlkernel_triton.policy_loss.launch:fits",
         prepared=True,
-        gradient="rlkernel_triton.policy_loss:PolicyLossPair",
+        gradient="rlkernel_triton.policy_loss.launch:PolicyLossPair",
     ),
     "quantize": Claim(
         "rlkernel_triton.quant.codec:prepare_quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
@@ -102,7 +104,9 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.quant.qmatmul:QmatmulPair",
     ),
-    "whiten": Claim("rlkernel_triton.whitening:prepare", REALS, check="rlkernel_triton.whitening:fits", prepared=True),
+    "whiten": Claim(
+        "rlkernel_triton.whiten.launch:prepare", REALS, check="rlkernel_triton.whiten.launch:fits", prepared=True
+    ),
 }
 
 

@@ -28,7 +28,7 @@ from rlkernel_triton.aot.launching import FromBundle, served_by
 from rlkernel_triton.aot.noting import Noting
 from rlkernel_triton.aot.targets import TARGETS, resident
 from rlkernel_triton.launchers import Scope, current, using
-from rlkernel_triton.loss_kernels import scale_kernel
+from rlkernel_triton.policy_loss.kernels import scale_kernel
 from rlkernel_triton.quant.product import machine
 from tests.aot_calls import Recording, builds, bundle_of, of_rows, run
 
@@ -215,7 +215,7 @@ def test_code_of_another_source_is_refused(orin, tmp_path) -> None:
     stale = written(tmp_path / "stale.zip", old, compiler())
     run = over(stale, Recording())
     with pytest.raises(
-        BundleError, match=r"built from another rlkernel_triton\.logprob_kernels:sweep .*build it again"
+        BundleError, match=r"built from another rlkernel_triton\.logprob\.kernels:sweep .*build it again"
     ):
         run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
 

@@ -41,7 +41,7 @@ def test_rows_of_any_size_and_alignment_run(served) -> None:
 
 @pytest.mark.parametrize(
     ("options", "lacks"),
-    [({"softcap": 30.0}, "HAS_CAP=True"), ({"entropy": True}, "MOMENT=True"), ({}, "logprob_kernels:gradient")],
+    [({"softcap": 30.0}, "HAS_CAP=True"), ({"entropy": True}, "MOMENT=True"), ({}, "logprob.kernels:gradient")],
 )
 def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, lacks) -> None:
     logits = torch.randn(2, 32000).bfloat16().requires_grad_(not options)
@@ -53,7 +53,7 @@ def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, l
 def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
     monkeypatch.setattr("rlkernel_triton.aot.launching.source", lambda _: "of now")
     said = served("logprob_fits")(drawn(torch.zeros(4, 1000, dtype=torch.bfloat16)))
-    assert (said.slug, "was built from another rlkernel_triton.logprob_kernels:sweep" in said.text) == (
+    assert (said.slug, "was built from another rlkernel_triton.logprob.kernels:sweep" in said.text) == (
         "shape/unsupported", True,
     )  # fmt: skip
     assert said.fix == "rlkernel aot build --target sm_87 --out rows.zip"
@@ -111,7 +111,7 @@ def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
 def test_what_kernels_declare_is_promised_and_nothing_else() -> None:
     hidden, weight = (torch.zeros(n, 64).bfloat16().requires_grad_() for n in (17000, 1000))  # more than one block
     every = builds("sm_87", "linear_logprob", hidden=hidden, weight=weight, ids=torch.zeros(17000, dtype=torch.int64))
-    product = [b for b in every if b.kernel.endswith("head_kernels:product")][:1]
+    product = [b for b in every if b.kernel.endswith("linear_logprob.kernels:product")][:1]
     made = [b for alike in closed(product) for b in alike]
     ones = {tuple(n for n, v in b.constants if v == 1 and n.endswith(("stride", "step"))) for b in made}
     assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ()}

@@ -5,9 +5,11 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_triton import backend, linear_logprob, linear_policy_loss
+from rlkernel_triton import backend
 from rlkernel_triton.claims import CLAIMS
 from rlkernel_triton.launchers.planning import planning_for
+from rlkernel_triton.linear_logprob import launch as linear_logprob
+from rlkernel_triton.linear_policy_loss import launch as linear_policy_loss
 
 N, D, V = 300, 64, 1000
 HEAD = (torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, dtype=torch.long))

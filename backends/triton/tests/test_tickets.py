@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlkernel_triton.launch import lasting
-from rlkernel_triton.quant import tickets as module
+from rlkernel_triton.common.host import lasting
+from rlkernel_triton.quant import splitk_counters as module
 
 GPU = torch.device("cuda", 0)
 

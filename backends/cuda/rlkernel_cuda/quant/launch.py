@@ -24,7 +24,7 @@ from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda import driver
 from rlkernel_cuda.quant import early
-from rlkernel_triton.quant.tickets import tickets
+from rlkernel_triton.quant.splitk_counters import tickets
 
 _HERE: Final = Path(__file__).parent
 _BASE: Final = (_HERE.parent / "pair.cuh", _HERE / "fragments.cuh")

@@ -32,7 +32,7 @@ class Argument:
 class Build:
     """One configuration of one kernel. Two are the same when all of this is."""
 
-    kernel: str  # "rlkernel_triton.logprob_kernels:sweep"
+    kernel: str  # "rlkernel_triton.logprob.kernels:sweep"
     types: tuple[tuple[str, str], ...]  # (parameter, type) of what is passed
     constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest
     divisible: tuple[str, ...] = ()  # parameters promised to be multiples of 16

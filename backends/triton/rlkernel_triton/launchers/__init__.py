@@ -26,8 +26,8 @@ from typing import Final, TypeVar
 
 import torch
 
-from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, require_triton_on
+from rlkernel_triton.common.host import INTERPRETED, require_triton_on
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
 from rlkernel_triton.launchers.plain import PlainLauncher
 from rlkernel_triton.launchers.planning import (

@@ -24,7 +24,7 @@ Constant = bool | int | float | str | None
 class Build:
     """A kernel as it is compiled for a launch. Two are the same when all of this is."""
 
-    kernel: str  # "rlkernel_triton.logprob_kernels:sweep"
+    kernel: str  # "rlkernel_triton.logprob.kernels:sweep"
     types: tuple[tuple[str, str], ...]  # (parameter, Triton's type) of what is passed, in the kernel's order
     constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest; a language type as "tl.float16"
     divisible: tuple[str, ...]  # parameters known to be multiples of 16

@@ -10,7 +10,7 @@ Legend: N rows · K columns · R x C tile of a program · G blocks of a tile's r
 
 from __future__ import annotations
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_code, float8_value, magnitude_code
 from rlkernel_triton.quant.encode_tiles import (
     extremes,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
 from rlkernel_triton.quant.float4_tiles import block_scale, e2m1_value, power_of_two
 from rlkernel_triton.quant.product_kernels import finished

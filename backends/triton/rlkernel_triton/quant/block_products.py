@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_triton.language import triton
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Plan, piece_of, plain_launcher_for
 from rlkernel_triton.quant import block_kernels, blocks, choice, expert_kernels, product, storage
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.product import MOST_RANK, PIECE, After
-from rlkernel_triton.quant.tickets import scratch
+from rlkernel_triton.quant.splitk_counters import scratch
 
 
 class Cut(NamedTuple):

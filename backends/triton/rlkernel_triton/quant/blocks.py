@@ -17,8 +17,8 @@ from rlkernel_core.quant.kquants import SUB
 from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, plain_launcher_for, planned
 from rlkernel_triton.quant import (
     block_encode_kernels,

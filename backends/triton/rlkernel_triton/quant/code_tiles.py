@@ -17,7 +17,7 @@ Legend: N rows · K columns of the weight · R x C a tile of it, both powers of 
 
 from __future__ import annotations
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 
 
 @triton.jit

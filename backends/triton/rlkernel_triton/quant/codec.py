@@ -24,8 +24,8 @@ from rlkernel_core.spec.quantize import (
     PrepackCall,
     QuantizeCall,
 )
-from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, lasting
+from rlkernel_triton.common.host import INTERPRETED, lasting
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
 from rlkernel_triton.quant import blocks, encode_kernels, encode_tiles, storage
 from rlkernel_triton.quant.storage import EXACT, W4, Element

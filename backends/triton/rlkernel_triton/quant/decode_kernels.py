@@ -8,7 +8,7 @@ Legend: N rows · K columns · R x C tile of a program.
 
 from __future__ import annotations
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, store_bytes, widened
 from rlkernel_triton.quant.encode_kernels import FLOAT8, INT8, NF4
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_code, narrowed, store_bytes
 from rlkernel_triton.quant.encode_tiles import (
     EVEN,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, store_bytes, store_tiles, tile_words, widened
 
 EVEN: Final = tl.constexpr(0)  # how a quotient is rounded to an integer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.block_kernels import expert_of
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.float4_tiles import NVFP4, float4_tile, load_scales

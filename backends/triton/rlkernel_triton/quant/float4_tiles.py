@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_value, narrowed, signed, straight, widened
 from rlkernel_triton.quant.product_tiles import as_operand
 

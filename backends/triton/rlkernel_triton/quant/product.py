@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
-from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED, blank
+from rlkernel_triton.common.host import INTERPRETED, blank
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import (
     Grid,
     Launch,
@@ -35,8 +35,8 @@ from rlkernel_triton.launchers import (
 from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
 from rlkernel_triton.quant.activations import quantize_activation
 from rlkernel_triton.quant.choice import Cut
+from rlkernel_triton.quant.splitk_counters import scratch
 from rlkernel_triton.quant.storage import W4, Element
-from rlkernel_triton.quant.tickets import scratch
 
 MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
 MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantised first

@@ -14,7 +14,7 @@ Legend: M tokens · N rows · K columns of the weight · BN x BM tile of the tra
 
 from __future__ import annotations
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import float8_value, load_bytes, narrowed, pairs, widened
 from rlkernel_triton.quant.decode_kernels import nested_scales
 from rlkernel_triton.quant.encode_kernels import FLOAT8, INT8, NF4

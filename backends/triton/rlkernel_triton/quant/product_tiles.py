@@ -8,8 +8,8 @@ Legend: M tokens · N rows · K columns of the weight · BN x BM tile of the tra
 
 from __future__ import annotations
 
-from rlkernel_triton.arithmetic import tanh
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.arithmetic import tanh
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 
 

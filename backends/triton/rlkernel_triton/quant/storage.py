@@ -20,8 +20,8 @@ from rlkernel_core.errors import ArgumentError, LayoutError
 from rlkernel_core.quant.float8 import FLOAT8 as FLOAT8_FORMS
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_triton.language import triton
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launcher, Plan, launcher_for, plain_launcher_for
 from rlkernel_triton.quant import blocks, decode_kernels, encode_kernels
 

@@ -8,7 +8,7 @@ Legend: N rows · K columns · R x C tile of a program · B sub-blocks of a tile
 
 from __future__ import annotations
 
-from rlkernel_triton.language import tl, triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import narrowed, widened
 from rlkernel_triton.quant.encode_tiles import (
     extremes,

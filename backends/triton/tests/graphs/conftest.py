@@ -123,7 +123,7 @@ class Graph:
 
 
 class FakeCuda:
-    """What `rlkernel_triton.graphs` uses of torch.cuda, for the CPU."""
+    """What `rlkernel_triton.capture` uses of torch.cuda, for the CPU."""
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
@@ -175,9 +175,9 @@ class FakeCuda:
 
     def install(self, monkeypatch) -> None:
         """Put this in torch's place."""
-        for module in ("lane", "taking", "recording", "recorder"):
-            monkeypatch.setattr(f"rlkernel_triton.graphs.{module}.cuda", self)
-        monkeypatch.setattr("rlkernel_triton.graphs.lane.stream_number", lambda index: self.current.number)
+        for module in ("capture_stream", "cuda_capture", "recording", "recorder"):
+            monkeypatch.setattr(f"rlkernel_triton.capture.{module}.cuda", self)
+        monkeypatch.setattr("rlkernel_triton.capture.capture_stream.stream_number", lambda index: self.current.number)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
 

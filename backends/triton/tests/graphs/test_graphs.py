@@ -14,7 +14,7 @@ from torch import nn
 from rlkernel_core.errors import ArgumentError, CaptureError, FallbackWarning
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
-from rlkernel_triton.graphs.capture import capture as on_device
+from rlkernel_triton.capture.launch import capture as on_device
 
 
 @pytest.fixture

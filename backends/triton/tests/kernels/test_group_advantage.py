@@ -13,9 +13,9 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage import SPEC
 from rlkernel_core.spec.advantage_presets import PRESETS
 from rlkernel_torch.direct import advantage as definition
-from rlkernel_triton.advantage import prepare
-from rlkernel_triton.group_advantage import launch
-from rlkernel_triton.group_advantage.launch import MADE
+from rlkernel_triton.advantage import group_launch as launch
+from rlkernel_triton.advantage.group_launch import MADE
+from rlkernel_triton.advantage.launch import prepare
 from rlkernel_triton.launchers import Recorder, using
 
 B, T = 36, 11
@@ -289,4 +289,4 @@ def test_groups_by_size_are_one_launch_unless_whitened(kind) -> None:
     call = SPEC.call(**{**batch(kind), **whiten})
     with using(recorder):
         prepare(call)(call)
-    assert [at.build.kernel for at in recorder.launches] == ["rlkernel_triton.group_advantage.kernels:group_kernel"]
+    assert [at.build.kernel for at in recorder.launches] == ["rlkernel_triton.advantage.group_kernels:group_kernel"]

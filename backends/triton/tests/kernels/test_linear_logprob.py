@@ -5,7 +5,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_torch.direct import linear_logprob as definition
-from rlkernel_triton import head_workspace
+from rlkernel_triton.linear_logprob import workspace as head_workspace
 
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")
 # fp16 operands are rounded once more, to the bf16 of the gradient of the logits: 2 * 2^-9, and what the result rounds.

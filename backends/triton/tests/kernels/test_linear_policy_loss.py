@@ -6,7 +6,7 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError
 from rlkernel_torch.direct import linear_policy_loss as definition
-from rlkernel_triton.linear_policy_loss import BLOCK, DEFAULT_WORKSPACE, rows_of_a_block, workspace
+from rlkernel_triton.linear_policy_loss.launch import BLOCK, DEFAULT_WORKSPACE, rows_of_a_block, workspace
 
 B, T, D, V = 3, 24, 16, 70
 OPERANDS = ("hidden", "weight", "bias")

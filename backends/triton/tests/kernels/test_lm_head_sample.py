@@ -6,8 +6,8 @@ import torch
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sampling import LogitBias, Status, TokenLists
 from rlkernel_torch.direct import lm_head_sample as reference
-from rlkernel_triton import head_sampling
-from rlkernel_triton.head_sampling import ROOM, TILE, slabs
+from rlkernel_triton.lm_head_sample import launch as head_sampling
+from rlkernel_triton.lm_head_sample.launch import ROOM, TILE, slabs
 
 lm_head_sample = OPERATORS["lm_head_sample"].taking_arguments(head_sampling.lm_head_sample)
 

@@ -11,15 +11,13 @@ import torch
 import rlkernel as rlk
 from rlkernel_torch.direct import linear_logprob as linear_definition
 from rlkernel_torch.direct import logprob as definition
-from rlkernel_triton import (
-    linear_logprob,
-    linear_policy_loss,
-    logprob,
-    logprob_kernels,
-    loss_batch,
-    policy_loss,
-    scan_kernels,
-)
+from rlkernel_triton.affine_suffix_scan import kernels as scan_kernels
+from rlkernel_triton.linear_logprob import launch as linear_logprob
+from rlkernel_triton.linear_policy_loss import launch as linear_policy_loss
+from rlkernel_triton.logprob import kernels as logprob_kernels
+from rlkernel_triton.logprob import launch as logprob
+from rlkernel_triton.policy_loss import batch as loss_batch
+from rlkernel_triton.policy_loss import launch as policy_loss
 
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 

@@ -11,9 +11,9 @@ import rlkernel as rlk
 from rlkernel import policy as policies
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_torch.direct import sample as definition
-from rlkernel_triton.sampling import call
-from rlkernel_triton.sampling.noise import early, uniform
-from rlkernel_triton.sampling.plan import Shape
+from rlkernel_triton.common.gumbel_noise import early, uniform
+from rlkernel_triton.sample import launch as call
+from rlkernel_triton.sample.plan import Shape
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
 SMALL = Shape(TILE=64, GROUP=16, K=8, C=32, FEW=16, BLOCK=256)

@@ -5,7 +5,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_torch.direct import affine_suffix_scan as definition
-from rlkernel_triton.recursion import CHUNK, Rows, run, schedule
+from rlkernel_triton.affine_suffix_scan.recursion import CHUNK, Rows, run, schedule
 
 B = 3
 

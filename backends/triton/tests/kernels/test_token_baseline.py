@@ -6,7 +6,7 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_torch.direct import advantage as definition
-from rlkernel_triton.group_advantage import columns
+from rlkernel_triton.advantage import columns
 
 B, T = 8, 37  # several chunks in the interpreter, the last of them ragged
 

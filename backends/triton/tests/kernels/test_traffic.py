@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
-from rlkernel_triton.launch import INTERPRETED
+from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant import choice
 from rlkernel_triton.quant.product import NOTHING, WordProduct

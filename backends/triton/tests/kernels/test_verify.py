@@ -7,7 +7,7 @@ from rlkernel_core.spec.sampling import Penalties, Status, TokenLists
 from rlkernel_core.spec.verify import VerifyCall
 from rlkernel_torch.direct import sample
 from rlkernel_torch.direct import verify as reference
-from rlkernel_triton.verify import verify
+from rlkernel_triton.verify.launch import verify
 
 B = 3
 COUNTS = torch.tensor([3, 0, 2])

@@ -10,8 +10,8 @@ from torch import multiprocessing as mp
 import rlkernel as rlk
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
-from rlkernel_triton.linear_logprob import linear_logprob
-from rlkernel_triton.linear_policy_loss import linear_policy_loss
+from rlkernel_triton.linear_logprob.launch import linear_logprob
+from rlkernel_triton.linear_policy_loss.launch import linear_policy_loss
 
 SHARDS = {1: (260,), 2: (180, 80), 4: (3, 150, 1, 106)}  # of unequal size; the first ids lie on few of them
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")

@@ -9,8 +9,13 @@ from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.verify import VerifyCall
-from rlkernel_triton import head_calls, head_sampling, head_workspace, linear_logprob, linear_policy_loss, verify
 from rlkernel_triton.launchers import Recorder, planning_for, using
+from rlkernel_triton.linear_logprob import head as head_calls
+from rlkernel_triton.linear_logprob import launch as linear_logprob
+from rlkernel_triton.linear_logprob import workspace as head_workspace
+from rlkernel_triton.linear_policy_loss import launch as linear_policy_loss
+from rlkernel_triton.lm_head_sample import launch as head_sampling
+from rlkernel_triton.verify import launch as verify
 
 N, D, V = 64, 256, 1024
 

@@ -7,9 +7,9 @@ import torch
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec.logprob import LogprobCall, Support
+from rlkernel_triton.common.row_layout import places_of, rows_of
 from rlkernel_triton.launchers import Recorder, launcher_for, plain_launcher_for, using
-from rlkernel_triton.logprob import planes, prepare
-from rlkernel_triton.row_layout import places_of, rows_of
+from rlkernel_triton.logprob.launch import planes, prepare
 
 V = 70_000  # three parts
 

@@ -9,10 +9,13 @@ from rlkernel_core.spec.policy_loss import PolicyLossCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.whiten import WhitenCall
-from rlkernel_triton import advantage, policy_loss, suffix_scan, whitening
+from rlkernel_triton.advantage import launch as advantage
+from rlkernel_triton.affine_suffix_scan import launch as suffix_scan
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.sampling.call import prepare as prepare_sample
-from rlkernel_triton.sampling.call import sample
+from rlkernel_triton.policy_loss import launch as policy_loss
+from rlkernel_triton.sample.launch import prepare as prepare_sample
+from rlkernel_triton.sample.launch import sample
+from rlkernel_triton.whiten import launch as whitening
 
 B, T = 4, 300
 
@@ -98,7 +101,7 @@ def test_the_gradient_of_a_loss_is_one_launch():
     with using(recorder):
         given = call()
         prepare(given)(given).loss.backward()
-    assert recorder.launches[-1].build.kernel == "rlkernel_triton.loss_kernels:scale_kernel"
+    assert recorder.launches[-1].build.kernel == "rlkernel_triton.policy_loss.kernels:scale_kernel"
     assert len(recorder.launches) == 5
 
 

@@ -5,6 +5,7 @@ import torch
 
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec.sample import SampleCall
+from rlkernel_triton.affine_suffix_scan.recursion import warps
 from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.launchers import (
     Plan,
@@ -18,8 +19,7 @@ from rlkernel_triton.launchers import (
     using,
 )
 from rlkernel_triton.quant.product import machine
-from rlkernel_triton.recursion import warps
-from rlkernel_triton.sampling.call import sample
+from rlkernel_triton.sample.launch import sample
 
 META = torch.device("meta")
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_core.errors import ArgumentError, RLKernelError
-from rlkernel_triton import law_kernel
+from rlkernel_triton.common import merge_softmax as law_kernel
 from rlkernel_triton.launchers import Build, Recorder
 from rlkernel_triton.launchers.offline import compile_recorded, target_of
 
@@ -139,4 +139,4 @@ def test_a_kernel_that_has_changed_is_refused():
     with pytest.raises(RLKernelError, match=r"law has changed since it was recorded: parts"):
         compile_recorded(Build.of(document), "sm_90")
     with pytest.raises(RLKernelError, match=r"gone is no kernel of Triton's compiler here"):
-        compile_recorded(Build.of({**document, "kernel": "rlkernel_triton.law_kernel:gone"}), "sm_90")
+        compile_recorded(Build.of({**document, "kernel": "rlkernel_triton.common.merge_softmax:gone"}), "sm_90")

@@ -1,0 +1,1 @@
+"""`advantage` on Triton: along the tokens of a sequence by a suffix scan, within a group in one launch."""

@@ -1,0 +1,218 @@
+"""advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening three more.
+
+Kinds over groups are one launch where groups have a size, the token baseline two (group_advantage/). Turns, and token
+baselines of large batches by ids, are the definition's own torch operations, scans in log2 T passes. Nothing
+synchronises or depends on data for a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.errors import ArgumentError
+from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
+from rlkernel_core.spec.advantage_checks import Extent, extent_of
+from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_torch.advantage.estimate import advantage as in_torch
+from rlkernel_triton.advantage.columns import Columns, serves
+from rlkernel_triton.advantage.group_launch import MADE, Groups
+from rlkernel_triton.affine_suffix_scan.launch import refused_float64
+from rlkernel_triton.affine_suffix_scan.recursion import Recursion, Rows, Scanned, run
+from rlkernel_triton.common.host import untracked
+from rlkernel_triton.launchers import Plan, launcher_for
+from rlkernel_triton.whiten.launch import Whitening
+
+# Kind -> the rule of the scan that it is.
+_RULES = {
+    "gae": "gae",
+    "returns": "returns",
+    "reinforce_pp": "returns",
+    "remax": "returns",
+    "vtrace": "vtrace",
+    "retrace": "retrace",
+}
+
+
+def advantage(call: AdvantageCall) -> AdvantageResult:
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
+    """What runs calls of this shape. See `rlkernel_core.spec.advantage.AdvantageCall`."""
+    extent = extent_of(call)
+    if call.kind in MADE:
+        groups = Groups(call, extent, Plan(launcher_for(call.rewards.device)))
+        return untracked(partial(_refusing, groups) if call.singleton == "error" else groups.run, call)
+    tokens, rule = extent.tokens, "otb" if serves(call, extent) else _RULES.get(call.kind)
+    if rule is None or call.turns is not None:
+        return in_torch
+    if tokens is None or (call.kind == "remax" and not extent.token_rewards):
+        return in_torch
+    return untracked(_Steps(rule, call, extent).run, call)
+
+
+def _refusing(groups: Groups, call: AdvantageCall) -> AdvantageResult:
+    """A kind over groups, each of which must have two members."""
+    result = groups.run(call)
+    _refuse_singletons(call, result.stats)
+    return result
+
+
+def _refuse_singletons(call: AdvantageCall, stats: AdvantageStats) -> None:
+    """The one check that reads values: singleton="error" asks for it."""
+    if stats.group_count is None:
+        return
+    alone = stats.group_count < 2
+    alone = (alone if alone.dim() == 1 else alone.any(1)) & ~stats.invalid
+    chosen = alone if call.in_loss is None else alone & call.in_loss
+    found = chosen.nonzero().flatten().tolist()
+    if found:
+        raise ArgumentError(
+            "group",
+            f"fewer than two valid members for sequences {found[:8]}",
+            "every group needs two with singleton='error'",
+            "Drop those sequences, or pass singleton='zero'.",
+        )
+
+
+class _Steps:
+    """A kind over tokens, prepared: what a call of its shape asks for, and the launches."""
+
+    def __init__(self, rule: str, call: AdvantageCall, extent: Extent) -> None:
+        self._rule, self._extent = rule, extent
+        tokens = extent.tokens
+        if tokens is None:
+            raise RuntimeError("a kind over tokens without tokens")
+        self._tokens: tuple[int, ...] = tokens
+        self._plan = Plan(launcher_for(call.rewards.device))
+        self._locates = not extent.token_rewards or call.masked_time != "skip"
+        # Rows that nothing but a shape describes are the same in every call.
+        bare = call.mask is call.lengths is call.cu_seqlens is None
+        self._bare = Rows(self._tokens, extent.sequences) if bare else None
+        self._recursion: Recursion | None = None
+        self._columns = Columns(extent, self._plan) if rule == "otb" else None
+        whiten = KINDS[call.kind].whiten if call.whiten == "auto" else call.whiten
+        self._whitens, self._defers = whiten != "none", whiten == "defer"
+        self._finishes = whiten == "global" or not call.in_loss is call.weights is None
+        self._whitening = Whitening(self._plan, call.whiten_ddof, call.whiten_eps, call.whiten_eps_mode)
+
+    def run(self, call: AdvantageCall) -> AdvantageResult:
+        """Advantages, targets and statistics of a call."""
+        rows = self._bare or Rows.of(self._tokens, self._extent.sequences, call.mask, call.lengths, call.cu_seqlens)
+        if self._locates:
+            rows = rows.located(self._plan)
+        if self._columns is not None:
+            out, targets, invalid, members = self._columns(call, rows)
+            return self._finished(call, rows, out, targets, invalid, members)
+        made = self._scanned(call, rows)
+        if made.invalid is None:
+            raise RuntimeError("a recursion without flags")
+        if self._whitens or self._finishes:
+            return self._finished(call, rows, made.out, made.targets, made.invalid)
+        return AdvantageResult(made.out, made.targets, AdvantageStats(made.invalid))
+
+    def _scanned(self, call: AdvantageCall, rows: Rows) -> Scanned:
+        """Advantages and targets as the scan gives them, 0 where masked, and which sequences are not finite."""
+        rewards, values = _real(call.rewards), _maybe(call.values)
+        stop, lam, lam_value = call.dones, call.lam, call.lam_value
+        if stop is not None:
+            stop = stop.contiguous().view(torch.uint8)
+            if call.done_index == "before":
+                stop = run("scan", rows, b=stop, a=0.0, exclusive=True, plan=self._plan, place="stop").out
+        if call.length_adaptive is not None:
+            lam = _adapted(call.length_adaptive, rows)
+        per_token = self._extent.token_rewards
+        given = (
+            rewards if per_token else None, None, values, _maybe(call.q_values), _maybe(call.ratio),
+            _real(lam) if isinstance(lam, Tensor) else None,
+            _real(lam_value) if isinstance(lam_value, Tensor) else None,
+            rows.mask, stop, _maybe(call.bootstrap), None if per_token else rewards, _maybe(call.baseline), rows.ends,
+            rows.bounds,
+        )  # fmt: skip
+        recursion = self._recursion
+        if recursion is None:
+            recursion = self._recursion = Recursion(
+                self._plan.launcher, self._rule, rows, rewards.device, here=tuple(x is not None for x in given), a=0.0,
+                lam=lam, lam_value=lam_value, ratio_clip=call.ratio_clip, trace_clip=call.trace_clip, gamma=call.gamma,
+                masked=call.masked_time, exclusive=False, carry=False, by=None,
+            )  # fmt: skip
+        made = recursion(given)
+        return _carried(made, rows, values, self._plan) if call.masked_out == "carry" else made
+
+    def _finished(
+        self, call: AdvantageCall, rows: Rows, out: Tensor, targets: Tensor | None, invalid: Tensor,
+        group_count: Tensor | None = None,
+    ) -> AdvantageResult:  # fmt: skip
+        """Whitening, weights and masks over sequences."""
+        in_loss, in_stats, weights = call.in_loss, call.in_stats, call.weights
+        # Without masks over sequences those count that are not invalid.
+        chosen, which = (invalid, "others") if in_loss is None else (in_loss & ~invalid, "these")
+        stats: dict[str, Tensor] = {}
+        summary = None
+        if self._whitens:
+            member, members = chosen, which
+            if in_stats is not None:
+                member, members = (in_stats & ~invalid if in_loss is None else chosen & in_stats), "these"
+            summary = self._whitening.summary(out, rows, member, members, process_group=call.process_group)
+            n, _, _, _, mean, var, rstd, _ = summary.unbind()
+            stats = {"count": n, "mean": mean, "var": var, "rstd": rstd}
+        if self._finishes:
+            weight = None if weights is None else _real(weights)
+            used = None if self._defers else summary
+            carry = call.masked_out == "carry"
+            self._whitening.apply(out, out, rows, used, chosen, which, weights=weight, carry=carry)
+        return AdvantageResult(out, targets, AdvantageStats(invalid, group_count, **stats))
+
+
+def _carried(made: Scanned, rows: Rows, values: Tensor | None, plan: Plan) -> Scanned:
+    """The same, a masked token holding what the next valid one does."""
+    out = run("scan", rows, b=made.out, a=0.0, carry=True, plan=plan, place="carried").out
+    if made.targets is None:
+        raise RuntimeError("a recursion without targets")
+    if values is None:
+        targets = run("scan", rows, b=made.targets, a=0.0, carry=True, plan=plan, place="targets").out
+        return Scanned(out, targets, invalid=made.invalid)
+    counted = run("scan", rows, b=torch.ones_like(out), a=0.0, plan=plan, place="counted").out > 0
+    return Scanned(out, torch.where(counted, made.targets, out + values.float()), invalid=made.invalid)
+
+
+def _adapted(alpha: float, rows: Rows) -> float | Tensor:
+    """1 - 1 / max(alpha L, 1) for the L valid tokens of each sequence."""
+    if rows.bounds is None and rows.mask is None and rows.ends is None:
+        return 1.0 - 1.0 / max(alpha * rows.width, 1.0)
+    return 1.0 - 1.0 / (alpha * _counts(rows).float()).clamp(min=1.0)
+
+
+def _counts(rows: Rows) -> Tensor:  # [B] int64
+    """Valid tokens of each sequence."""
+    if rows.bounds is not None:
+        bounds = rows.bounds.long().clamp(0, rows.width)
+        if rows.mask is None:
+            return bounds.diff().clamp(min=0)
+        running = torch.cat([bounds.new_zeros(1), rows.mask.long().cumsum(0)])
+        return running[bounds[1:]] - running[bounds[:-1]]
+    if rows.mask is not None:
+        return rows.mask.sum(-1, dtype=torch.int64)
+    if rows.ends is not None:
+        return rows.ends.long().clamp(0, rows.width)
+    raise RuntimeError("the lengths of unmasked rows are no tensor")
+
+
+def _maybe(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _real(x)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Of a dtype that a kernel can read."""
+    return x.float() if x.dtype == torch.bool else x
+
+
+def fits(call: AdvantageCall) -> Reason | None:
+    """The state is fp32: a call with a float64 tensor, or with 2^31 tokens in a sequence, is for another."""
+    return refused_float64({k: v for k, v in call.as_dict().items() if isinstance(v, Tensor)})

@@ -1,0 +1,1 @@
+"""What the kernels of two or more operators share."""

@@ -1,0 +1,21 @@
+"""`triton` and `triton.language`, as modules of kernels and of host code take them.
+
+    from rlkernel_triton.common.language import tl, triton
+
+Where Triton is not installed both are `rlkernel_triton.aot.fake_triton`: the modules can be imported all the same, and
+their kernels launched from a bundle. This import decides once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+tl: Any
+triton: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from rlkernel_triton.aot.fake_triton import tl, triton
+
+__all__ = ["tl", "triton"]

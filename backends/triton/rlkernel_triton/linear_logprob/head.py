@@ -1,0 +1,393 @@
+"""Launching the kernels of linear_logprob@1 over blocks of rows and columns.
+
+A `Head` belongs to one shape: tiles are chosen and kernels bound once, and a call passes its tensors.
+
+Legend: N rows · D hidden · V vocabulary · n rows of a block · P tiles of V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel_common.row_views import free_rows, take
+from rlkernel_triton.common import merge_softmax as law_kernel
+from rlkernel_triton.common.host import INTERPRETED, on_device_of
+from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.support_bitmask import Kept
+from rlkernel_triton.launchers import Launch, Launcher
+from rlkernel_triton.launchers.planning import planned_target
+from rlkernel_triton.linear_logprob import kernels as head_kernels
+from rlkernel_triton.linear_logprob.tiles import Tile, compiler_options, tile_for
+from rlkernel_triton.linear_logprob.workspace import Plan
+from rlkernel_triton.logprob.kernels import PLANES
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class Order(NamedTuple):
+    """The rows that count first; the device alone knows how many they are."""
+
+    index: Tensor  # [N] int64, a permutation
+    count: Tensor  # [1] int64
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Self:
+        """The order of a mask, [N] bool, without host synchronisation."""
+        index = torch.sort(mask.view(torch.uint8), descending=True, stable=True).indices
+        return cls(index, mask.sum(0, keepdim=True, dtype=torch.int64))
+
+
+def arch_of(x: Tensor) -> str:
+    """The architecture that kernels on x are compiled for, or planned for: "sm90", "gfx942"; "interpreter"."""
+    if (planned := planned_target()) is not None:
+        return f"sm{planned.arch}" if planned.kind == "cuda" else str(planned.arch)
+    if INTERPRETED:
+        return "interpreter"
+    with on_device_of(x):
+        return _arch(x.get_device())
+
+
+def _cdiv(a: int, b: int) -> int:
+    """`triton.cdiv`, which unwraps its arguments: several us a call."""
+    return -(-a // b)
+
+
+@cache
+def _arch(device: int) -> str:
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+
+
+def tile_of(hidden: Tensor, weight: Tensor, kind: str) -> Tile:
+    """The tile of a kind of kernel for these operands on their device."""
+    wide = kind != "saved" and (hidden.dtype == torch.float32 or weight.dtype != hidden.dtype)
+    return tile_for(arch_of(hidden), "wide" if wide else kind)
+
+
+def options_of(x: Tensor) -> dict[str, int]:
+    """Options of the compiler for the device of x."""
+    return {} if INTERPRETED else compiler_options(arch_of(x))
+
+
+def sweep_kind(softcap: float | None, support: bool) -> str:
+    """Which kind of sweep a call wants."""
+    return "sweep" if softcap is None and not support else "rich"
+
+
+def kept_as(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of kept logits."""
+    if torch.float32 in (hidden.dtype, weight.dtype) or hidden.dtype != weight.dtype:
+        return torch.float32
+    # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
+    return torch.float16
+
+
+class Operands(NamedTuple):
+    """The tensors of a call."""
+
+    hidden: Tensor  # [..., D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V] contiguous
+    ids: Tensor  # N, contiguous, counted from the first column of the head
+    T: Tensor | None  # N, contiguous fp32; None: the head's number
+    order: Order | None
+    kept: Kept | None
+
+    def at(self) -> tuple[Tensor, Tensor]:
+        """Index and count, or pointers that no kernel follows."""
+        return (self.ids, self.ids) if self.order is None else self.order
+
+    def temperatures(self) -> tuple[Tensor, ...]:
+        """What a kernel is passed."""
+        return () if self.T is None else (self.T,)
+
+    def bits(self) -> Tensor:
+        """Of the kept ids, or a pointer that no kernel follows."""
+        return self.ids if self.kept is None else self.kept.bytes
+
+
+class Swept(NamedTuple):
+    """What the statistics of all rows are, and what a plan that saves keeps."""
+
+    joined: Tensor  # planes * N numbers, in the order [planes, N], and some more
+    saved: Tensor | None  # [N, V]
+    peaks: Tensor | None  # [N, P]
+    rest: Tensor  # the room that was asked for
+
+
+class Head:
+    """Calls of one shape: how their blocks are worked on, each launch bound once.
+
+    Args:
+        launcher: what binds the kernels.
+        hidden: [..., D]; of it and of the weight, [V, D], no value is read, and neither is kept.
+        weight: the output head.
+        N: rows.
+        bias: there is one.
+        T: the temperature, None where it is a tensor.
+        masked: rows are worked on in an order.
+        kept_row_bytes: bytes of a row of kept ids; None without a support.
+        softcap: c of c * tanh(x / c).
+        scale: factor of the logits.
+        moment: the entropy is wanted.
+        plan: how the work is cut.
+    """
+
+    def __init__(
+        self, launcher: Launcher, hidden: Tensor, weight: Tensor, *, N: int, bias: bool, T: float | None, masked: bool,
+        kept_row_bytes: int | None, softcap: float | None, scale: float, moment: bool, plan: Plan,
+    ) -> None:  # fmt: skip
+        self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, N, weight.shape
+        self.device, self._masked, support = hidden.device, masked, kept_row_bytes is not None
+        self.tile = tile_of(hidden, weight, sweep_kind(softcap, support))
+        self._dlogits_tile = tile_of(hidden, weight, "saved" if plan.save else "dlogits")
+        self._product_tile = tile_of(hidden, weight, "product")
+        self._options = options_of(hidden)
+        one = hidden.dtype if hidden.dtype == weight.dtype else torch.float32
+        self.work = torch.float32 if one == torch.float32 else torch.bfloat16  # of gradients of logits: a wide range
+        self._kept_as = kept_as(hidden, weight)
+        # What operands become before a product. The interpreter's products of 16-bit operands are wrong.
+        self._operand = TYPES[torch.float32 if INTERPRETED else one]
+        self._back_operand = TYPES[torch.float32 if INTERPRETED else self.work]
+        self.blocks = [(r, min(plan.block, N - r)) for r in range(0, N, plan.block)]
+        self._alone = len(self.blocks) == 1
+        self._columns = [(v, min(plan.columns, self.V - v)) for v in range(0, self.V, plan.columns)]
+        # Where rows are read in the place where they lie: their stride. Else they are copied together.
+        rows = free_rows(torch.empty_strided(hidden.shape, hidden.stride(), device="meta"))
+        self._in_place = not masked and rows.dim() == 2 and rows.stride(1) == 1
+        x_stride = rows.stride(0) if self._in_place else self.D
+        self._x_strides = {"b_stride": x_stride, "b_step": 1}
+        self._weight_strides = {"b_stride": weight.stride(0), "b_step": weight.stride(1)}
+        cut = {"first": 0, "n": N} if self._alone else {}  # passed where there are several blocks
+        self._fixed = {
+            **cut, **({} if T is None else {"T": T}), "D": self.D, "V": self.V, "x_stride": x_stride,
+            "head_stride": weight.stride(0), "head_step": weight.stride(1), "kept_stride": kept_row_bytes or 0,
+            "scale": scale, "softcap": softcap or 0.0, "HAS_BIAS": bias, "HAS_INDEX": masked, "HAS_T": T is None,
+            "HAS_CAP": softcap is not None, "SUPPORT": support, "OPERAND": self._operand,
+        }  # fmt: skip
+        self._sweep = self._bind(head_kernels.head_sweep, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save)
+        self._P, self.planes = _cdiv(self.V, self.tile.BN), PLANES[support]
+        width = triton.next_power_of_2(self._P)
+        self._some = law_kernel.rows_of_a_program(width)
+        self._join = launcher.bind(
+            law_kernel.join, num_warps=law_kernel.WARPS, **cut, N=N, P=self._P, HAS_INDEX=masked, SUPPORT=support,
+            MOMENT=moment, ROWS=self._some, WIDTH=width, LOG=width.bit_length() - 1,
+        )  # fmt: skip
+        numbers = (self.planes * min(plan.block, N) * self._P, self.planes * N)
+        self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
+        self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
+        self._products: dict[tuple[str | int, ...], Launch] = {}
+
+    def _bind(self, kernel: Any, tile: Tile, **fixed: Any) -> Launch:
+        shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP, "INTERPRETED": INTERPRETED}
+        arriving = ("g", "g_lse", "g_entropy", "g_mass")
+        asked = tuple(n for n in arriving if fixed.get(n.upper()))  # gradients may lie anywhere
+        return self._launcher.bind(
+            kernel, num_warps=tile.num_warps, num_stages=tile.num_stages, options=self._options, any_alignment=asked,
+            **shape, **fixed,
+        )  # fmt: skip
+
+    def rows(self, of: Operands, first: int, n: int) -> Tensor:
+        """Hidden states of a block, [n, D]: where they lie if that is possible, else copied together."""
+        if self._in_place and self._alone:
+            return of.hidden
+        rows, which = free_rows(of.hidden), slice(first, first + n)
+        if self._in_place:
+            return rows[which]
+        return take(rows, which if of.order is None else of.order.index[which]).contiguous()
+
+    def statistics(self, of: Operands, rest: int) -> Swept:
+        """Every row's statistics; where the plan saves, the logits and the peaks of their tiles. rest: numbers more."""
+        parts, joined, spare = torch.empty(
+            sum(self._room) + rest, dtype=torch.float32, device=self.device
+        ).unsafe_split_with_sizes([*self._room, rest])  # fmt: skip
+        saved = peaks = None
+        if self.plan.save:
+            saved = torch.empty(self.N, self.V, dtype=self._kept_as, device=self.device)
+            peaks = torch.empty(self.N, self._P, dtype=torch.float32, device=self.device)
+        bias, at = of.ids if of.bias is None else of.bias, of.at()
+        for first, n in self.blocks:
+            cut = () if self._alone else (first, n)
+            self._sweep(
+                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, of.ids, *at,
+                *of.temperatures(), of.bits(), parts, parts if saved is None else saved[first:],
+                parts if peaks is None else peaks[first:], *cut,
+            )  # fmt: skip
+            self._join((_cdiv(n, self._some), 1, 1), parts, *at, joined, *cut)
+        return Swept(joined, saved, peaks, spare)
+
+    def gradients(
+        self,
+        of: Operands,
+        invalid: Tensor,
+        law_rows: Tensor,  # [6, N]
+        upstream: tuple[Tensor | None, ...],
+        saved: Tensor | None,
+        peaks: Tensor | None,
+        wanted: tuple[bool, ...],
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dX [..., D], dW [V, D] and dbias [V], each only where wanted."""
+        # Every block writes its rows and columns, so that no gradient need begin as zeros.
+        d_hidden, d_weight, d_bias = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
+            for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
+        )
+        dlogits = _Dlogits(self, of, invalid, law_rows, upstream, saved, peaks)
+        if self._alone:
+            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, group)
+            return d_hidden, d_weight, d_bias
+        if d_hidden is not None:
+            for first, n in self.blocks:
+                acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
+                x = self.rows(of, first, n)
+                for start, width in self._columns:
+                    dz, launch = dlogits(x, first, n, start, width), self._product("rows", add=True)
+                    weight = of.weight[start:] if start else of.weight
+                    launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
+                self._put(of, acc, first, d_hidden, group)
+        if d_weight is not None or d_bias is not None:
+            for start, width in self._columns:
+                each = ((first, n, self.rows(of, first, n)) for first, n in self.blocks)
+                some = ((first, n, x, dlogits(x, first, n, start, width)) for first, n, x in each)
+                self._to_weight(of, some, start, width, d_weight, d_bias)
+        return d_hidden, d_weight, d_bias
+
+    def _in_one_block(
+        self, of: Operands, dlogits: _Dlogits, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        """Write the gradients where all rows are in one block: each launch is passed pointers, and a first column."""
+        (_, n), most, count = self.blocks[0], self.plan.columns, of.at()[1]
+        x, dz, kind, device = self.rows(of, 0, n), dlogits.buffer, torch.float32, self.device
+        # What belongs to a block of columns: split in one call, where a slice each would take a call each.
+        acc, total, weights, d_weights, totals = None, None, (), (), ()
+        if d_hidden is not None:
+            acc, weights = torch.zeros(n, self.D, dtype=kind, device=device), of.weight.split(most)
+        if d_weight is not None:
+            d_weights = d_weight.split(most)
+        if d_bias is not None:
+            total = torch.zeros(self.V, dtype=kind, device=device)
+            totals = total.split(most)
+        rows_grid, of_width = self._product_grid(n), 0
+        for i, (start, width) in enumerate(self._columns):
+            if width != of_width:  # the first, and the last
+                of_width, columns_grid = width, self._product_grid(width)
+                write_dz, dz_grid = dlogits.of(n, width)
+                to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
+                to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
+                rows_of_dz = dz[: n * width].view(n, width)
+            write_dz(dz_grid, x, *dlogits.given, start)
+            if acc is not None:
+                to_hidden(rows_grid, dz, weights[i], count, acc)
+            if d_weight is not None:
+                to_weight(columns_grid, dz, x, count, d_weights[i])
+            if total is not None:
+                totals[i].add_(rows_of_dz.sum(0, dtype=kind))
+        if acc is not None and d_hidden is not None:
+            self._put(of, acc, 0, d_hidden, group)
+        if total is not None and d_bias is not None:
+            d_bias.copy_(total)
+
+    def dlogits(self, arriving: tuple[bool, ...], width: int) -> Launch:
+        """The launch that writes gradients of products, for the results that gradients arrive at."""
+        found = self._gradients.get((arriving, width))
+        if found is None:
+            flags = dict(zip(("G", "G_LSE", "G_ENTROPY", "G_MASS"), arriving, strict=True))
+            found = self._gradients[arriving, width] = self._bind(
+                head_kernels.head_gradient, self._dlogits_tile, **self._fixed, **flags, N=self.N, width=width,
+                SAVED=self.plan.save, PEAK=self.tile.BN,
+            )  # fmt: skip
+        return found
+
+    def dlogits_grid(self, n: int, width: int) -> tuple[int, int, int]:
+        """Of that launch."""
+        return _cdiv(n, self._dlogits_tile.BM) * _cdiv(width, self._dlogits_tile.BN), 1, 1
+
+    def _to_weight(
+        self,
+        of: Operands,
+        blocks: Iterable[tuple[int, int, Tensor, Tensor]],
+        start: int,
+        width: int,
+        d_weight: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> None:
+        """Sum dz.T @ hidden, and dz over its rows, over several blocks of rows; round once."""
+        d_rows = None if d_weight is None else d_weight[start : start + width]
+        acc = None if d_rows is None else torch.zeros_like(d_rows, dtype=torch.float32)
+        total = None if d_bias is None else torch.zeros(width, dtype=torch.float32, device=self.device)
+        for first, n, x, dz in blocks:
+            if acc is not None:
+                launch = self._product("sum", add=True)
+                launch(self._product_grid(width), dz, x, of.at()[1], acc, first, width, n, width)
+            if total is not None:
+                total += dz[: n * width].view(n, width).sum(0, dtype=torch.float32)
+        if d_rows is not None and acc is not None:
+            d_rows.copy_(acc)
+        if d_bias is not None and total is not None:
+            d_bias[start : start + width] = total
+
+    def _product(self, limit: str, *, add: bool, **sizes: int) -> Launch:
+        """The launch that multiplies dz with the head ("rows") or, transposed, with hidden states ("sum").
+
+        Sizes that are not given are passed to it.
+        """
+        key = (limit, add, *sizes.values())
+        found = self._products.get(key)
+        if found is None:
+            strides = {"a_step": 1, **self._weight_strides} if limit == "rows" else {"a_stride": 1, **self._x_strides}
+            found = self._products[key] = self._bind(
+                head_kernels.product, self._product_tile, **strides, **sizes, C=self.D,
+                LIMIT=limit if self._masked else "none", ADD=add, OPERAND=self._back_operand,
+            )  # fmt: skip
+        return found
+
+    def _product_grid(self, M: int) -> tuple[int, int, int]:
+        t = self._product_tile
+        return _cdiv(M, t.BM) * _cdiv(self.D, t.BN), 1, 1
+
+    def _put(self, of: Operands, acc: Tensor, first: int, d_hidden: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Round a block of dX to its place."""
+        if group is not None:
+            dist.all_reduce(acc, group=group)
+        grad = d_hidden.view(-1, self.D)
+        if of.order is None:
+            grad[first : first + acc.shape[0]] = acc
+        else:
+            grad.index_copy_(0, of.order.index[first : first + acc.shape[0]], acc.to(grad.dtype))
+
+
+class _Dlogits:
+    """The gradient of the products, block by block, in one buffer that the next block overwrites."""
+
+    def __init__(
+        self, head: Head, of: Operands, invalid: Tensor, law_rows: Tensor, upstream: tuple[Tensor | None, ...],
+        saved: Tensor | None, peaks: Tensor | None,
+    ) -> None:  # fmt: skip
+        self._head = head
+        self._arriving = tuple([g is not None for g in upstream])
+        room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
+        self.buffer = torch.empty(room, dtype=head.work, device=head.device)
+        none = of.ids
+        self.given = (
+            of.weight, none if of.bias is None else of.bias, of.ids, *of.at(), invalid.view(torch.int8),
+            *of.temperatures(), of.bits(), law_rows, *[law_rows if g is None else g.contiguous() for g in upstream],
+            none if saved is None else saved, none if peaks is None else peaks, self.buffer,
+        )  # fmt: skip
+
+    def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:
+        """The launch for so many rows and columns, and its grid: it is passed x, `given` and the first column."""
+        return self._head.dlogits(self._arriving, width), self._head.dlogits_grid(n, width)
+
+    def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
+        """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""
+        launch, grid = self.of(n, width)
+        launch(grid, x, *self.given, first, n, start)
+        return self.buffer

@@ -1,0 +1,191 @@
+"""linear_logprob@1 on Triton: logits live in registers, both ways; only their gradient is written, in blocks.
+
+Matmuls both ways: 4 recomputing (5 for more rows than one block holds, as dX and dW then want the gradient in another
+order), 3 saving; one less for each frozen operand. All accumulate in fp32 and are rounded once.
+
+Legend: N rows · D hidden · V vocabulary, or this rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlkernel_common import vocab_parallel
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_triton.common import merge_softmax as law_kernel
+from rlkernel_triton.common.support_bitmask import Kept, kept_bits, kept_like
+from rlkernel_triton.launchers import launcher_for
+from rlkernel_triton.linear_logprob import workspace as head_workspace
+from rlkernel_triton.linear_logprob.head import Head, Operands, Order, Swept, kept_as, sweep_kind, tile_of
+from rlkernel_triton.linear_logprob.tiles import Tile
+from rlkernel_triton.logprob.launch import Join, Kind, is_per_row, per_row
+
+NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
+
+
+def workspace(call: LinearLogprobCall) -> int:
+    """Most bytes of a call, forward and backward, beyond its results and gradients.
+
+    Raises:
+        ArgumentError: `max_workspace_bytes` is below the least, as the call itself says.
+    """
+    return head_workspace.workspace(_cut(call), _size(call))
+
+
+def _size(call: LinearLogprobCall) -> head_workspace.Size:
+    """What the memory of a call depends on."""
+    hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
+    item = max(x.element_size() for x in (hidden, weight))
+    ranks = 1 if call.group is None else call.group.size()
+    return head_workspace.Size(N, D, V, item, _tile(call).BN, call.support is not None, ranks)
+
+
+def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LinearLogprobCall) -> Callable[[LinearLogprobCall], LogprobResult]:
+    """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.linear_logprob.LinearLogprobCall`.
+
+    `rlkernel_triton.linear_logprob.workspace.workspace` states the extra memory. Blocks of masked rows are skipped.
+    """
+    if gradient_wanted("linear_logprob", call):
+        return LinearLogprobPair(call)
+    host = _Host(call, keep=False)
+    return lambda call: host.forward(call)[0]
+
+
+class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
+    """Results from the operands of the head, with their analytic gradients."""
+
+    op = "linear_logprob"
+
+    def __init__(self, call: LinearLogprobCall) -> None:
+        """Bind the launches of calls of this shape."""
+        super().__init__(call)
+        self._host = _Host(call, keep=True)
+
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
+        """Three launches for each block of rows, and with "save" the logits."""
+        result, of, law_rows, swept = self._host.forward(call)
+        T = call.temperature if isinstance(call.temperature, Tensor) else None
+        ids = call.ids if call.group is None else of.ids
+        order, kept = of.order or (None, None), of.kept or (None, None)
+        return result, (
+            call.hidden, call.weight, call.bias, T, ids, result.invalid, *order, *kept, law_rows, swept.saved,
+            swept.peaks,
+        )  # fmt: skip
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Three launches for each block of rows and of columns, fewer with frozen operands."""
+        return self._host.backward(saved, grads, self.wanted)
+
+    @classmethod
+    def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
+        """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, and with "save" the logits."""
+        del wanted
+        ids, N, V, T = call.ids, call.ids.numel(), call.weight.shape[0], call.temperature
+        (B, *rest), logits = ids.shape or (1,), (None, None)
+        order: Saved = (None, None)
+        if call.mask is not None:
+            order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
+        if _cut(call).save:
+            tile, kind = _tile(call), kept_as(call.hidden, call.weight)
+            logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, -(-V // tile.BN)), dtype=torch.float32)
+        return (
+            call.hidden, call.weight, call.bias, T if isinstance(T, Tensor) else None,
+            ids if call.group is None else ids.new_empty(N, dtype=torch.int64), result.invalid, *order,
+            *((None, None) if call.support is None else kept_like(call.support, V)),
+            ids.new_empty((law_kernel.SAVED * B, *rest), dtype=torch.float32), *logits,
+        )  # fmt: skip
+
+
+class _Host:
+    """What the host does for calls of one shape."""
+
+    def __init__(self, call: LinearLogprobCall, *, keep: bool) -> None:
+        support, group, shape = call.support, call.group, call.ids.shape
+        N, V = call.ids.numel(), call.weight.shape[0]
+        T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
+        row_bytes = None if support is None else -(-V // 32) * 4
+        ranks, cut, launcher = 1 if group is None else group.size(), _cut(call), launcher_for(call.hidden.device)
+        self.head = Head(
+            launcher, call.hidden, call.weight, N=N, bias=call.bias is not None, T=T, masked=call.mask is not None,
+            kept_row_bytes=row_bytes, softcap=call.softcap, scale=float(call.logit_scale), moment=call.entropy,
+            plan=cut._replace(save=cut.save and keep),
+        )  # fmt: skip
+        kind = Kind(N, V, T, None, call.mask is not None, row_bytes)
+        self._join = Join(
+            launcher, kind, V if group is None else NOWHERE, ranks, shape, call.hidden.device, keep=keep,
+            moment=call.entropy,
+        )  # fmt: skip
+        self._keep, self._rest = keep, 0 if keep else law_kernel.SAVED * N
+        self._group, self._shape, self._T_given = group, shape, T is None
+        self._supported, self._masked = support is not None, call.mask is not None
+        self._ids_as_they_are = call.ids.is_contiguous()
+        self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
+        self._bias_as_it_is = call.bias is None or call.bias.is_contiguous()
+        self._T_as_it_is = is_per_row(call.temperature, shape)
+
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, Swept]:
+        """The result, the operands as kernels read them, and what the gradient needs of the rows."""
+        group, head = self._group, self.head
+        ids, mask, T, offset, order, kept = call.ids, call.mask, None, None, None, None
+        if not self._ids_as_they_are:
+            ids = ids.contiguous()
+        if self._masked:
+            mask = mask.reshape(-1) if self._mask_as_it_is else mask.contiguous().view(-1)  # type: ignore[union-attr]
+            order = Order.of(mask)
+        if self._T_given:
+            T = self._temperatures(call.temperature)  # type: ignore[arg-type]  # a tensor
+        if group is not None:
+            shard = vocab_parallel.locate(group, head.V, head.N, head.D, call.hidden.device)
+            ids = ids.reshape(-1).to(torch.int64)
+            ids = torch.where((ids >= 0) & (ids < shard.V), ids, -1)
+            offset = shard.offset
+            kept = kept_bits(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
+        elif self._supported:
+            kept = kept_bits(call.support, head.V)  # type: ignore[arg-type]  # it is there
+        local = ids if offset is None else ids - offset
+        of = Operands(call.hidden, call.weight, self._bias(call.bias), local, T, order, kept)
+        swept = head.statistics(of, self._rest)
+        every = swept.joined
+        if group is not None:
+            own = every[: head.planes * head.N].view(head.planes, head.N)
+            every = vocab_parallel.gathered(own, group).permute(1, 2, 0).contiguous()
+        row = self._join(every, ids, T, mask, None if kept is None else kept.bad, None if self._keep else swept.rest)
+        return LogprobResult(row[0], row[1], row[2], None, None, row[3], row[4]), of, row.saved, swept
+
+    def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
+        """The gradients of hidden, weight and bias that are wanted."""
+        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, law_rows, logits, peaks = saved
+        if hidden is None or weight is None or ids is None or invalid is None or law_rows is None:
+            raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
+        of = Operands(
+            hidden, weight, self._bias(bias), ids if self._ids_as_they_are else ids.contiguous(),
+            None if T is None else self._temperatures(T), None if index is None else Order(index, count),  # type: ignore[arg-type]
+            None if bits is None else Kept(bits, bad),  # type: ignore[arg-type]  # both are there
+        )  # fmt: skip
+        return self.head.gradients(of, invalid, law_rows, grads, logits, peaks, wanted, self._group)
+
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return bias if self._bias_as_it_is else bias.contiguous()  # type: ignore[union-attr]  # it is there
+
+    def _temperatures(self, T: Tensor) -> Tensor:
+        found: Tensor = T if self._T_as_it_is else per_row(T, self._shape)  # type: ignore[assignment]  # a tensor
+        return found
+
+
+def _cut(call: LinearLogprobCall) -> head_workspace.Plan:
+    return head_workspace.plan(call.backward, call.max_workspace_bytes, _size(call))
+
+
+def _tile(call: LinearLogprobCall) -> Tile:
+    return tile_of(call.hidden, call.weight, sweep_kind(call.softcap, call.support is not None))

@@ -1,0 +1,413 @@
+"""lm_head_sample@1 in Triton: slabs of the logits, and a draw that keeps a few numbers of each.
+
+Without a filter a slab of columns is multiplied while the rows draw from the one before it, which still lies in the
+cache; two slabs are all that there is of the logits, and they take no more memory where rows are many. Where edits are
+given as lists or penalties, a slab is edited by the core's formulas first. With a filter, or where whole rows are asked
+for, the logits are stored and go through sample.
+
+Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
+elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
+
+Legend: N rows · D hidden · V vocabulary · S groups of V · P blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.requests import decode, edit
+from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
+from rlkernel_core.spec.sample import SampleCall
+from rlkernel_core.spec.sampling import SampleResult
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import triton
+from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
+from rlkernel_triton.launchers.specialization import aligned
+from rlkernel_triton.linear_logprob.head import TYPES, tile_of
+from rlkernel_triton.linear_logprob.product_kernels import described_logits, head_logits
+from rlkernel_triton.linear_logprob.tiles import Tile
+from rlkernel_triton.lm_head_sample import kernels
+from rlkernel_triton.sample.launch import prepare as prepare_sample
+from rlkernel_triton.sample.plan import as_int64, each_of, flat, on_nvidia
+
+TILE: Final = 128  # tokens of which an edited slab is a multiple
+FEW: Final = 64  # rows for which a product is memory-bound
+ROOM: Final = 1 << 23  # logits of an edited slab: 32 MiB, which stay in the cache of a large GPU
+WARPS: Final = 4
+COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
+
+
+def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult]:
+    """What runs calls of this shape: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
+    N, V = call.hidden.shape[0], call.vocab_size or call.weight.shape[0]
+    launcher = launcher_for(call.hidden.device)
+    head = _Head(launcher, call, V)
+    filtered = not (call.top_k is call.top_p is call.min_p is None)
+    if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
+        drawing: list[Callable[[SampleCall], SampleResult]] = []  # one, made of the first logits
+
+        def of_logits(call: LmHeadSampleCall) -> SampleResult:
+            logits = head.logits(head.of(call), 0, V)
+            drawn = SampleCall.of(call, logits=logits, bias=call.logit_bias, vocab_size=None)
+            if not drawing:
+                drawing.append(prepare_sample(drawn))
+            return drawing[0](drawn)
+
+        return of_logits
+    if call.penalties is call.logit_bias is call.banned is None:
+        draw = _Draw(launcher, call, V, head.cuts(N), softcap=call.softcap, edited=False)
+        allowed_as_it_is = call.allowed is None or call.allowed.is_contiguous()
+
+        def over(call: LmHeadSampleCall) -> SampleResult:
+            allowed = call.allowed if allowed_as_it_is else call.allowed.contiguous()  # type: ignore[union-attr]
+            return draw.over(head, head.of(call), _Law.of(call), allowed)
+
+        return over
+    cut = list(slabs(N, V))
+    draw = _Draw(launcher, call, V, cut, softcap=None, edited=True)
+
+    def edited(call: LmHeadSampleCall) -> SampleResult:
+        law, of = _Law.of(call), head.of(call)
+        if N == 0:
+            return draw.result(law, None, None)
+        requests = decode(call, N, call.hidden.device, torch.float32, call.slot)
+        spoiled = requests.bad.to(torch.int32) * 2
+        kept, _ = draw.begin(0)
+        for i, (first, width) in enumerate(cut):
+            raw = head.logits(of, first, width)
+            found = edit(raw, first, requests, bias=call.logit_bias, allowed=call.allowed, banned=call.banned)
+            spoiled |= found.nan * 1 + found.bad * 2
+            draw.take(law, kept, i, found.x, raw, None)
+            del found, raw  # before the next slab is made
+        return draw.result(law, kept, spoiled)
+
+    return edited
+
+
+class _Law(NamedTuple):
+    """What a call says of its draw, as kernels take it."""
+
+    temperature: tuple[Tensor, ...]  # none where it is a number
+    seed: int | Tensor
+    step: int | Tensor
+    slot: Tensor | None
+
+    @classmethod
+    def of(cls, call: LmHeadSampleCall) -> _Law:
+        """Tensors [n] and contiguous, numbers as 64 signed bits."""
+        T, seed, step, slot = call.temperature, call.seed, call.step, call.slot
+        return cls(
+            (flat(T),) if isinstance(T, Tensor) else (),
+            flat(seed) if isinstance(seed, Tensor) else as_int64(seed),
+            flat(step) if isinstance(step, Tensor) else as_int64(step),
+            None if slot is None else flat(slot),
+        )
+
+
+class _Kept(NamedTuple):
+    """What rows keep of the slabs that have passed."""
+
+    groups: Tensor  # N S 4 fp32
+    raw_groups: Tensor  # the same of the raw law; the groups themselves where it is not wanted
+    blocks: Tensor  # 2 N P int32
+
+
+class _Operands(NamedTuple):
+    """The tensors of a call's logits."""
+
+    hidden: Tensor  # [N, D], D contiguous
+    weight: Tensor  # [W, D]
+    bias: Tensor | None  # [W] contiguous
+    described: tuple[Any, Any] | None  # hidden and weight for the copy engine
+
+
+def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
+    """(first, width) of the slabs: whole tiles, as many as there is room for, less than a quarter of the logits."""
+    most = max(min(ROOM // max(N, 1), (V - 1) // 4) // TILE, 1)
+    tiles = triton.cdiv(V, TILE)
+    width = triton.cdiv(tiles, triton.cdiv(tiles, most)) * TILE  # of one size: a small last slab would cost a wave
+    return ((first, min(width, V - first)) for first in range(0, V, width))
+
+
+class _Head:
+    """The logits of calls of one shape."""
+
+    def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
+        hidden, weight, bias = call.hidden, call.weight, call.bias
+        self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
+        self._hidden_as_it_is = hidden.stride(1) == 1
+        self._bias_as_it_is = bias is None or bias.is_contiguous()
+        near = hidden if self._hidden_as_it_is else hidden.contiguous()
+        kind = "few" if self.N <= FEW else "product"
+        self._described = (
+            self.N >= COPIED and describable(near) and describable(weight) and hidden.dtype == weight.dtype
+        )
+        self.tile = tile_of(hidden, weight, f"described {kind}" if self._described else kind)
+        self._capped = self.tile if call.softcap is None else tile_of(hidden, weight, "rich")
+        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
+        self._softcap, self._scale = call.softcap, float(call.logit_scale)
+        self._fixed = {
+            "n": self.N, "D": self.D, "x_stride": near.stride(0), "head_stride": weight.stride(0),
+            "head_step": weight.stride(1), "scale": self._scale, "softcap": call.softcap or 0.0,
+            "HAS_BIAS": bias is not None, "OPERAND": TYPES[hidden.dtype if same else torch.float32],
+        }  # fmt: skip
+        self._launches: dict[bool, Launch] = {}
+
+    def of(self, call: LmHeadSampleCall) -> _Operands:
+        """The operands of a call as the kernels read them."""
+        hidden = call.hidden if self._hidden_as_it_is else call.hidden.contiguous()
+        bias = call.bias if self._bias_as_it_is else call.bias.contiguous()  # type: ignore[union-attr]  # it is there
+        described = None
+        if self._described:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            tile, weight = self.tile, call.weight if self.V == call.weight.shape[0] else call.weight[: self.V]
+            described = (
+                TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
+                TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
+            )
+        return _Operands(hidden, call.weight, bias, described)
+
+    def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
+        """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
+        if out is None:
+            out = torch.empty(self.N, width, dtype=torch.float32, device=self.device)
+        if self.N == 0:
+            return out
+        has_cap = cap and self._softcap is not None
+        tile = self._capped if has_cap else self.tile
+        grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
+        if of.described is not None and not has_cap:
+            # Through Triton, which makes the copy engine's descriptors of what is passed.
+            launch = plain_launcher_for(self.device).bind(
+                described_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
+                scale=self._scale, HAS_BIAS=of.bias is not None, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
+            )  # fmt: skip
+            launch(grid, *of.described, of.bias, out, first, width)
+            return out
+        weight, bias = of.weight, of.bias
+        if first:
+            weight, bias = weight[first:], None if bias is None else bias[first:]
+        launch = self._launches.get(has_cap)
+        if launch is None:
+            launch = self._launches[has_cap] = self._launcher.bind(
+                head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
+                BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, **self._fixed,
+            )  # fmt: skip
+        launch(grid, of.hidden, weight, bias, out, width)
+        return out
+
+    def cuts(self, N: int) -> list[tuple[int, int]]:
+        """(first, width) of the slabs that are drawn from as they are.
+
+        As many tiles as run at a time, or what takes their memory where rows are few: two slabs take the same however
+        many rows there are.
+        """
+        if N == 0:
+            return []
+        columns = max(_at_a_time(self.device, self.tile, N) // triton.cdiv(N, self.tile.BM), 1) * self.tile.BN
+        block, group = kernels.BLOCK.value, kernels.GROUP.value
+        if columns >= block:
+            columns -= columns % block  # no piece is begun for a rest
+        else:  # so many rows that a slab would be less than what a draw looks at together
+            columns = max(columns, min(block, self.V // 8) // group * group)
+        if N <= FEW and 2 * columns >= self.V:  # two slabs would hold the whole head
+            columns = self.V
+        return [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
+
+
+def describable(x: Tensor) -> bool:
+    """Whether Hopper's copy engine may read x, [N, D] of 16 bits with rows at multiples of 16 bytes."""
+    rows = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]
+    if not (rows and aligned(x) and x.element_size() == 2):
+        return False
+    if (target := planned_target()) is not None:
+        return target.nvidia and target.arch == 90
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+class _Draw:
+    """What rows keep of the groups and blocks of slabs, and the draw: the launches of one shape.
+
+    Args:
+        launcher: what binds the kernels.
+        call: a call of the shape.
+        V: size of the vocabulary.
+        cut: (first, width) of the slabs.
+        softcap: what is still to be done to the logits of slabs.
+        edited: slabs are edited, and come with what they were before.
+    """
+
+    def __init__(
+        self, launcher: Launcher, call: LmHeadSampleCall, V: int, cut: list[tuple[int, int]], *,
+        softcap: float | None, edited: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.N, self.cut, self.raw = call.hidden.device, call.hidden.shape[0], cut, call.raw_logprob
+        N, S = self.N, triton.cdiv(V, kernels.GROUP.value)
+        counts = [triton.cdiv(width, kernels.BLOCK.value) for _, width in cut]
+        self._piece = [0, *accumulate(counts)]
+        P = self._piece[-1]
+        T = call.temperature if isinstance(call.temperature, Tensor) else float(call.temperature)
+        law = (T, as_int64(call.seed), as_int64(call.step))
+        flats = [flat(x) if isinstance(x, Tensor) else x for x in law]
+        entries = [x.shape[0] for x in flats if isinstance(x, Tensor) and x.shape[0] != 1]
+        each = dict(zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, flats), strict=True))
+        self._groups = N * S * 4
+        self._sizes = [self._groups, self._groups if self.raw else 0, -(-2 * N * P // 4) * 4]
+        allowed = None if edited else call.allowed
+        fixed = {
+            **({} if isinstance(T, Tensor) else {"temperature": T}), **each, "N": N, "S": S, "P": P,
+            "last_slot": min(entries, default=2**31) - 1, "noise_stream": call.stream,
+            "HAS_SLOT": call.slot is not None, "RAW": self.raw,
+        }  # fmt: skip
+        one = {"first": 0, "width": V, "piece": 0} if len(cut) == 1 else {}  # passed where there are several slabs
+
+        def bound(*, whole: bool) -> Launch:
+            return launcher.bind(
+                kernels.draw_slab, num_warps=WARPS, **fixed, **one, softcap=softcap or 0.0,
+                allowed_stride=0 if allowed is None else allowed.shape[1], HAS_CAP=softcap is not None,
+                HAS_ALLOWED=allowed is not None, EDITED=edited, WHOLE=whole, QUICK=on_nvidia(call.hidden),
+            )  # fmt: skip
+
+        self._take = {whole: bound(whole=whole) for whole in {width % 16 == 0 for _, width in cut}}
+        self._row = launcher.bind(
+            kernels.draw_row, num_warps=2 * WARPS, **fixed, invalid_token=call.invalid_token, HAS_SPOILED=edited,
+            SP=triton.next_power_of_2(S), PP=triton.next_power_of_2(P),
+        )  # fmt: skip
+
+    def begin(self, more: int) -> tuple[_Kept, Tensor]:
+        """Room for what is kept, and for so many numbers more."""
+        groups, raw_groups, blocks, rest = torch.empty(
+            sum(self._sizes) + more, dtype=torch.float32, device=self.device
+        ).unsafe_split_with_sizes([*self._sizes, more])  # fmt: skip
+        return _Kept(groups, raw_groups if self.raw else groups, blocks.view(torch.int32)), rest
+
+    def over(self, head: _Head, of: _Operands, law: _Law, allowed: Tensor | None) -> SampleResult:
+        """The draw from the whole vocabulary.
+
+        One slab is multiplied in a stream of its own while the one before is drawn from.
+        """
+        if not self.cut:
+            return self.result(law, None, None)
+        several, size = len(self.cut) > 1, self.N * self.cut[0][1]
+        if not several:
+            kept, slab = self.begin(size)
+            head.logits(of, 0, self.cut[0][1], slab, cap=False)
+            self.take(law, kept, 0, slab, None, allowed)
+            return self.result(law, kept, None)
+        lane = _Lane(self.device)
+        kept, rest = self.begin(0 if lane.side is None else 2 * size)
+        room = [torch.empty(size, dtype=torch.float32, device=self.device)] if lane.side is None else rest.split(size)
+        for i, (first, width) in enumerate(self.cut):
+            slab = room[i % len(room)]
+            with lane.beside(i):
+                head.logits(of, first, width, slab, cap=False)
+            lane.join(i)
+            self.take(law, kept, i, slab, None, allowed)
+            lane.leave(i)
+        return self.result(law, kept, None)
+
+    def take(
+        self,
+        law: _Law,
+        kept: _Kept,
+        i: int,
+        x: Tensor,  # N width numbers, and maybe more
+        raw: Tensor | None,  # [N, width], what it was before edits
+        allowed: Tensor | None,
+    ) -> None:
+        """Slab number i."""
+        first, width = self.cut[i]
+        piece, after = self._piece[i], self._piece[i + 1]
+        cut = (first, width, piece) if len(self.cut) > 1 else ()
+        self._take[width % 16 == 0](
+            (self.N * (after - piece), 1, 1), x, raw, allowed, law.slot, *law.temperature, law.seed, law.step, *kept,
+            *cut,
+        )  # fmt: skip
+
+    def result(self, law: _Law, kept: _Kept | None, spoiled: Tensor | None) -> SampleResult:
+        """The draw, once the vocabulary has passed. spoiled: [N] int32, 1 NaN, 2 without meaning."""
+        N, device = self.N, self.device
+        longs = torch.empty((2, N), dtype=torch.int64, device=device)
+        ints = torch.empty((2, N), dtype=torch.int32, device=device)
+        floats = torch.empty((4 if self.raw else 3, N), dtype=torch.float32, device=device)
+        if kept is not None:
+            self._row(
+                (N, 1, 1), *kept, spoiled, law.slot, *law.temperature, law.seed, law.step, longs, ints, floats
+            )  # fmt: skip
+        token, threshold_id = longs.unbind()
+        count, status = ints.unbind()
+        logprob, mass, threshold, *rest = floats.unbind()
+        return SampleResult(
+            token=token,
+            logprob=logprob,
+            log_kept_mass=mass,
+            kept_count=count,
+            status=status,
+            threshold=threshold,
+            threshold_id=threshold_id,
+            raw_logprob=rest[0] if rest else None,
+        )
+
+
+class _Lane:
+    """A stream beside the caller's, in which products run ahead of draws by one slab; nothing on a CPU.
+
+    Of a higher priority: what draws takes the room that a product leaves. One for each stream that calls, since a
+    capture of one caller takes in all that others put in its streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.side: torch.cuda.Stream | None = None
+        self.drawn: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self.caller = torch.cuda.current_stream(device)
+            key = (self.caller.device_index, self.caller.cuda_stream)
+            self.side = _SIDES.get(key) or _SIDES.setdefault(key, torch.cuda.Stream(device, priority=-1))
+            self.side.wait_stream(self.caller)
+
+    def beside(self, i: int) -> AbstractContextManager[object]:
+        """The scope of product i, which overwrites the slab of product i - 2."""
+        if self.side is None:
+            return nullcontext()
+        if i > 1:
+            self.side.wait_event(self.drawn[i - 2])
+        return torch.cuda.stream(self.side)
+
+    def join(self, i: int) -> None:  # noqa: ARG002
+        """What the caller's stream does next comes after the product."""
+        if self.side is not None:
+            self.caller.wait_stream(self.side)
+
+    def leave(self, i: int) -> None:  # noqa: ARG002
+        """Draw i is under way."""
+        if self.side is not None:
+            self.drawn.append(self.caller.record_event())
+
+
+_SIDES: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
+
+
+def _at_a_time(device: torch.device, tile: Tile, N: int) -> int:
+    """Tiles of a slab: programs of a product that run at a time, more of them the fewer rows there are.
+
+    One in the interpreter.
+    """
+    if (target := planned_target()) is not None:
+        multiprocessors = target.planned
+    elif device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        return 1
+    return multiprocessors * (1 if tile.num_warps > 4 else 2) * max(FEW // N, 1)

@@ -1,0 +1,1 @@
+"""`verify` on Triton: speculative drafts accepted or corrected."""
