@@ -47,34 +47,34 @@ def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
     return Impl(
         op=spec.id,
-        target=f"rlkernel_cuda.{op}:prepare",
+        target=f"rlkernel_cuda.{op}.launch:prepare",
         requires=HOPPER,
         supports=spec.feature_names - WITHOUT[op],
         limits=COORDINATES,
-        workspace=f"rlkernel_cuda.{op}:workspace",
-        check=f"rlkernel_cuda.{op}:fits",
+        workspace=f"rlkernel_cuda.{op}.launch:workspace",
+        check=f"rlkernel_cuda.{op}.launch:fits",
         prepared=True,
-        gradient=f"rlkernel_cuda.{op}:{PAIRS[op]}",
+        gradient=f"rlkernel_cuda.{op}.launch:{PAIRS[op]}",
     )
 
 
 SAMPLE: Final = Impl(
     op=OPERATORS["sample"].id,
-    target="rlkernel_cuda.sampling.call:prepare",
+    target="rlkernel_cuda.sample.launch:prepare",
     requires=SAMPLER,
     supports=CLAIMED,
     prepared=True,
     limits=SAMPLED,
-    check="rlkernel_cuda.sampling.call:fits",
+    check="rlkernel_cuda.sample.launch:fits",
 )
 
 QMATMUL: Final = Impl(
     op=OPERATORS["qmatmul"].id,
-    target="rlkernel_cuda.quant.qmatmul:prepare",
+    target="rlkernel_cuda.qmatmul.launch:prepare",
     requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("triton>=3.6",)),
     supports=QUANTISED,
     prepared=True,
-    check="rlkernel_cuda.quant.qmatmul:fits",
+    check="rlkernel_cuda.qmatmul.launch:fits",
 )
 
 backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), SAMPLE, QMATMUL))

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from triton.experimental.gluon import language as gl
 
-from rlkernel_cuda import row_kernels as rows
-from rlkernel_cuda import token_kernels as tokens
-from rlkernel_cuda.logits_kernel import GRAD, SAVE, STATS, logits_kernel
-from rlkernel_cuda.variants import SINGLE, Tile
+from rlkernel_cuda.common import quantize_tokens as tokens
+from rlkernel_cuda.common.tiles import SINGLE, Tile
+from rlkernel_cuda.linear_logprob import row_kernels as rows
+from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class StubDriver:
 @pytest.fixture
 def stub_driver(monkeypatch):
     """The stub in the place of the driver, for tensors on a CPU."""
-    from rlkernel_cuda import driver
+    from rlkernel_cuda.common import driver
 
     stub = StubDriver()
     monkeypatch.setattr(driver, "library", lambda: stub)

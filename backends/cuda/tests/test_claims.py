@@ -59,14 +59,14 @@ def test_only_features_of_the_operator_are_claimed_and_only_on_hopper(impl) -> N
     assert impl.supports < spec.feature_names
     assert impl.requires.arch == ("sm90",)
     dtypes = {
-        "rlkernel_cuda.sampling": ("bfloat16", "float16", "float32"),
-        "rlkernel_cuda.quant": ("bfloat16", "float16"),
+        "rlkernel_cuda.sample": ("bfloat16", "float16", "float32"),
+        "rlkernel_cuda.qmatmul": ("bfloat16", "float16"),
     }
-    assert impl.requires.dtypes == dtypes.get(impl.target.rpartition(".")[0], ("bfloat16",))
+    assert impl.requires.dtypes == dtypes.get(impl.target.rpartition(".launch:")[0], ("bfloat16",))
 
 
 def fits(weight) -> Reason | None:
-    from rlkernel_cuda.linear_logprob import fits
+    from rlkernel_cuda.linear_logprob.launch import fits
 
     hidden = torch.empty(3, weight.shape[1], dtype=torch.bfloat16)
     return fits(LinearLogprobCall(hidden, weight, torch.zeros(3, dtype=torch.long)))

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel_cuda import driver, logits, products, variants
+from rlkernel_cuda.common import driver
+from rlkernel_cuda.common import tiles as variants
+from rlkernel_cuda.linear_logprob import logits, products
 
 GATE = Path(__file__).parents[1] / "tools" / "compile_gate.py"
 SPILLED = 256  # bytes a thread: once a tile, beside 64 steps of wgmma
@@ -53,18 +55,16 @@ def test_gluon_and_triton_kernels_compile(gate, label, tmp_path, monkeypatch) ->
 
 
 CUDA = [
-    *((logits.SOURCES, {"MODE": m, "BIAS": m > 0, "CAP": m > 0, "COUNTED": m > 0}) for m in (0, 1, 2)),
-    *((products.SOURCES, {"TRANSPOSED": t, "ADD": 1, "ROUND": t, "COUNTED": t}) for t in (0, 1)),
+    *((logits.SOURCE, {"MODE": m, "BIAS": m > 0, "CAP": m > 0, "COUNTED": m > 0}) for m in (0, 1, 2)),
+    *((products.SOURCE, {"TRANSPOSED": t, "ADD": 1, "ROUND": t, "COUNTED": t}) for t in (0, 1)),
 ]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
-@pytest.mark.parametrize("sources, flags", CUDA)
-def test_cuda_kernels_compile_without_spills(sources, flags, tmp_path) -> None:
-    source = tmp_path / "kernel.cu"
-    source.write_text("\n".join(p.read_text() for p in sources))
+@pytest.mark.parametrize("source, flags", CUDA)
+def test_cuda_kernels_compile_without_spills(source, flags, tmp_path) -> None:
     macros = [f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(variants.PAIR)}.items()]
-    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-Xptxas", "-v"]
+    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-Xptxas", "-v", f"-I{driver.ROOT}"]
     command = ["nvcc", *target, *macros, "-o", str(tmp_path / "kernel.cubin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

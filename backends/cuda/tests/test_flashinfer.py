@@ -13,7 +13,7 @@ from rlkernel_core.quant import quantize
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_cuda import token_kernels
+from rlkernel_cuda.common import quantize_tokens as token_kernels
 from rlkernel_cuda.flashinfer import NEEDED, backend
 from rlkernel_cuda.flashinfer import qmatmul as module
 from rlkernel_torch.direct import qmatmul as definition

@@ -31,7 +31,7 @@ def product(spec, M, N=640, K=1024):
 
 
 def test_tokens_have_the_codes_and_scales_of_the_definition() -> None:
-    from rlkernel_cuda.token_kernels import coded
+    from rlkernel_cuda.common.quantize_tokens import coded
 
     x, _ = product(BLOCKS, 77)
     x *= 10.0 ** torch.arange(-38, 39, device="cuda")[:, None]

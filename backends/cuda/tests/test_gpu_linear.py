@@ -18,7 +18,7 @@ VARIANTS = ("shipped", "single", "pair")
 
 @pytest.fixture(params=VARIANTS)
 def variant(request, monkeypatch):
-    from rlkernel_cuda import variants
+    from rlkernel_cuda.common import tiles as variants
 
     if request.param != "shipped":
         tile = variants.SINGLE if request.param == "single" else variants.PAIR
@@ -49,7 +49,7 @@ def case(N=333, D=256, V=5003, **options):
 
 
 def linear_logprob(*args, **options):
-    from rlkernel_cuda import linear_logprob as module
+    from rlkernel_cuda.linear_logprob import launch as module
 
     return module.linear_logprob(LinearLogprobCall(*args, **options))
 
@@ -100,7 +100,7 @@ def test_a_row_has_the_same_bits_in_any_batch(variant) -> None:
 
 
 def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
-    from rlkernel_cuda import linear_policy_loss as module
+    from rlkernel_cuda.linear_policy_loss import launch as module
 
     given = case(N=3000)
     g = torch.Generator("cuda").manual_seed(4)
@@ -122,7 +122,7 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
 
 
 def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
-    from rlkernel_cuda import variants
+    from rlkernel_cuda.common import tiles as variants
 
     given = case()
     monkeypatch.setattr(variants, "FORWARD", variants.PAIR)

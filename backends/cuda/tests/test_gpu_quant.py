@@ -34,7 +34,7 @@ def write(full, w):
 
 
 def qmatmul(x, w, **more):
-    from rlkernel_cuda.quant import qmatmul as module
+    from rlkernel_cuda.qmatmul import launch as module
 
     return module.qmatmul(QmatmulCall(x, w, **more))
 
@@ -53,7 +53,7 @@ def inputs(M, K, dtype):
     ],
 )
 def test_a_product_and_a_bias_are_within_the_bound(kind, M, dtype) -> None:
-    from rlkernel_cuda.quant.qmatmul import fits
+    from rlkernel_cuda.qmatmul.launch import fits
 
     w, x = packed(kind, dtype), inputs(M, 1024, dtype)
     bias = inputs(1, 640, dtype)[0]
@@ -72,7 +72,7 @@ def test_a_product_and_a_bias_are_within_the_bound(kind, M, dtype) -> None:
     [(8, (1024, 2048)), (16, (1024, 2048)), (64, (12288, 4096)), (64, (28672, 4096)), (128, (1024, 2048))],
 )
 def test_rows_of_a_class_have_the_bits_that_they_have_alone_and_again(M, shape) -> None:
-    from rlkernel_cuda.quant import choice
+    from rlkernel_cuda.qmatmul import choice
 
     w, x = packed("int4_g128", torch.bfloat16, *shape), inputs(M, shape[1], torch.bfloat16)
     least = next(m for m in range(1, M + 1) if choice.cut(m, w) == choice.cut(M, w))

@@ -12,7 +12,8 @@ from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_cuda import QUANTISED
-from rlkernel_cuda.quant import choice, launch
+from rlkernel_cuda.qmatmul import choice
+from rlkernel_cuda.qmatmul import kernels as launch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

@@ -12,7 +12,7 @@ FIELDS = ("token", "logprob", "log_kept_mass", "raw_logprob", "kept_count", "sta
 
 
 def sample(*args, **options):
-    from rlkernel_cuda.sampling.call import prepare
+    from rlkernel_cuda.sample.launch import prepare
 
     asked = SampleCall(*args, **options)
     return prepare(asked)(asked)
@@ -47,7 +47,7 @@ def test_results_are_the_reference_s(law, dtype) -> None:
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_bits_depend_on_the_row_alone(law, monkeypatch) -> None:
-    from rlkernel_cuda.sampling import call
+    from rlkernel_cuda.sample import launch as call
 
     x, rest = case(N=600)  # more rows than multiprocessors: blocks that read on have several each
     whole = sample(x, **rest, **law)

@@ -5,8 +5,11 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_cuda import COORDINATES, SAMPLED, linear_logprob, linear_policy_loss
-from rlkernel_cuda.sampling import call, launch
+from rlkernel_cuda import COORDINATES, SAMPLED
+from rlkernel_cuda.linear_logprob import launch as linear_logprob
+from rlkernel_cuda.linear_policy_loss import launch as linear_policy_loss
+from rlkernel_cuda.sample import kernel as launch
+from rlkernel_cuda.sample import launch as call
 
 N, D, V = 300, 64, 1000
 HEAD = (

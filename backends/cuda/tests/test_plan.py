@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_cuda import plan
-from rlkernel_cuda.plan import COLS, MOST, PREFERRED, ROWS, Size, choose, least, plans
+from rlkernel_cuda.linear_logprob import plan
+from rlkernel_cuda.linear_logprob.plan import COLS, MOST, PREFERRED, ROWS, Size, choose, least, plans
 
 GIB = 1 << 30
 SIZES = st.builds(

@@ -12,10 +12,14 @@ from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_core.spec.sample import SampleCall
-from rlkernel_cuda import driver, linear_logprob, linear_policy_loss, products
-from rlkernel_cuda.quant import early, qmatmul
-from rlkernel_cuda.sampling import call as sampling
-from rlkernel_cuda.sampling.launch import PARAMS
+from rlkernel_cuda.common import driver
+from rlkernel_cuda.linear_logprob import launch as linear_logprob
+from rlkernel_cuda.linear_logprob import products
+from rlkernel_cuda.linear_policy_loss import launch as linear_policy_loss
+from rlkernel_cuda.qmatmul import launch as qmatmul
+from rlkernel_cuda.qmatmul import pdl as early
+from rlkernel_cuda.sample import launch as sampling
+from rlkernel_cuda.sample.kernel import PARAMS
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import Recorder, using
 from rlkernel_triton.launchers.specialization import of
@@ -193,9 +197,9 @@ def test_what_forward_saves_is_known_in_advance(stub, kind, options, monkeypatch
 
 @pytest.fixture
 def drawn(stub, monkeypatch):
-    """Fields of law.cuh's Params, read back from each launch of the sampler."""
+    """Fields of params.cuh's Params, read back from each launch of the sampler."""
     monkeypatch.setattr(driver, "loaded", lambda code, name, shared: SimpleNamespace(name=name))
-    monkeypatch.setattr("rlkernel_cuda.sampling.launch.loaded", lambda *_: SimpleNamespace(name="sample"))
+    monkeypatch.setattr("rlkernel_cuda.sample.kernel.loaded", lambda *_: SimpleNamespace(name="sample"))
     stub.structures["sample"] = PARAMS.size
     return lambda: [PARAMS.unpack(held) for _, _, held in stub.launches]
 
@@ -269,7 +273,7 @@ def test_a_launch_hands_over_descriptions_words_and_numbers_and_tells_what_the_d
 
 
 def test_a_descriptor_of_tma_is_specialized_by_its_type_and_box() -> None:
-    from rlkernel_cuda.logits import Descriptor
+    from rlkernel_cuda.linear_logprob.logits import Descriptor
 
     descriptor = Descriptor(128, 64)
     first, second = (torch.zeros(200, 72, dtype=torch.bfloat16) for _ in range(2))

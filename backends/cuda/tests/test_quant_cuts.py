@@ -9,9 +9,10 @@ import torch
 
 from rlkernel_core import quant as reference
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_cuda import driver
-from rlkernel_cuda.quant import choice, launch
-from rlkernel_cuda.quant.qmatmul import fits
+from rlkernel_cuda.common import driver
+from rlkernel_cuda.qmatmul import choice
+from rlkernel_cuda.qmatmul import kernels as launch
+from rlkernel_cuda.qmatmul.launch import fits
 
 SHAPES = [(28672, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096), (19456, 2560), (5120, 17408)]
 DECLARED = 1 << 10  # bytes of shared memory for barriers, beside what is asked for and scales
@@ -131,10 +132,16 @@ CUTS = [
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
 @pytest.mark.parametrize(("kind", "cut"), CUTS, ids=str)
 def test_kernels_compile_without_spills(kind, cut, tmp_path) -> None:
-    sources, options, _ = launch.build(cut, Weight(kind, (1024, 4096)), torch.bfloat16)
-    source = tmp_path / "kernel.cu"
-    source.write_text("\n".join(p.read_text() for p in sources))
-    target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v"]
+    source, options, _ = launch.build(cut, Weight(kind, (1024, 4096)), torch.bfloat16)
+    target = [
+        "-cubin",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-std=c++17",
+        "-O3",
+        "-Xptxas",
+        "-v",
+        f"-I{driver.ROOT}",
+    ]
     command = ["nvcc", *target, *options, "-o", str(tmp_path / "kernel.cubin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

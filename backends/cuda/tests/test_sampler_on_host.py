@@ -17,8 +17,8 @@ import rlkernel as rlk
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_cuda import backend
-from rlkernel_cuda.sampling.call import _given, prepare, shape_of
-from rlkernel_cuda.sampling.launch import PARAMS, SOURCES, TILE, Shape
+from rlkernel_cuda.sample.kernel import PARAMS, SOURCE, TILE, Shape
+from rlkernel_cuda.sample.launch import _given, prepare, shape_of
 from rlkernel_torch.direct import sample as reference
 
 HERE = Path(__file__).parent / "emulated"
@@ -27,13 +27,14 @@ INF, NAN = torch.inf, torch.nan
 
 
 def built(folder: Path, **macros: int) -> ctypes.CDLL:
-    kernel = "\n".join(p.read_text() for p in SOURCES[1:])
-    kernel = kernel.replace("extern __shared__ __align__(16) char memory[];", "")
+    kernel = SOURCE.read_text().replace("extern __shared__ __align__(16) char memory[];", "")
     source = folder / "sampler.cpp"
-    source.write_text((HERE / "device_on_host.h").read_text() + kernel + (HERE / "run_on_host.h").read_text())
+    source.write_text(kernel + (HERE / "run_on_host.h").read_text())
+    (folder / "sample").mkdir()  # found before the one of the package
+    shutil.copy(HERE / "device_on_host.h", folder / "sample" / "device.cuh")
     shared = Shape(macros["NT"], macros["CLUSTER"], 1, macros.get("FINISHERS", 0)).shared
     macros = {"PER_SM": 1, "SHARED_BYTES": shared, "FINISHERS": 0, "AHEAD": 0, "GRID": 1} | macros
-    flags = [f"-D{n}={v}" for n, v in macros.items()]
+    flags = [*(f"-D{n}={v}" for n, v in macros.items()), f"-I{folder}", f"-I{SOURCE.parents[1]}"]
     command = ["g++", "-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-shared", "-w", *flags]
     subprocess.run([*command, "-o", str(folder / "sampler.so"), str(source)], check=True)
     return ctypes.CDLL(str(folder / "sampler.so"))

@@ -78,7 +78,7 @@ def qmatmul(call: QmatmulCall) -> Tensor:
 def _coded(rows: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [M, K] and scales of the tokens [M, 1 or K / 128] and of the weight [1 or K / 128, N or N / 128]."""
     if w.spec.act == BLOCKS:
-        from rlkernel_cuda.token_kernels import coded
+        from rlkernel_cuda.common.quantize_tokens import coded
 
         codes, scales = coded(rows, _TOKENS)
         return codes, scales.t(), w.parts["scale"].t()

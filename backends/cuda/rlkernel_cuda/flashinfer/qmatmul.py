@@ -119,7 +119,7 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
                 "FlashInfer compiles a product at its first call with a shape: call it once before a capture"
             )
         if M:
-            from rlkernel_cuda.token_kernels import coded
+            from rlkernel_cuda.common.quantize_tokens import coded
 
             codes, scale = coded(x.detach().reshape(M, K).contiguous(), _MULTIPLE)
             with torch.cuda.device_of(x):

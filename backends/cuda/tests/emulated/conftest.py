@@ -29,7 +29,7 @@ def bind_logits(launcher, kind, form):
 
 
 def logits_kernel(kind, form, of, rows, ids, into):
-    """What `rlkernel_cuda.logits` makes of the accumulators, in fp32 torch."""
+    """What `rlkernel_cuda.linear_logprob.logits` makes of the accumulators, in fp32 torch."""
     mode, tile, stride, out = form.mode, form.tile, form.stride, into.out
     x, w = of.x[rows].float(), of.w[ids].float()
     width = min(x.shape[1], w.shape[1])
@@ -99,7 +99,7 @@ def bind_product(tile, a, b, out, since, count, *, transposed):
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    from rlkernel_cuda import head, logits, products
+    from rlkernel_cuda.linear_logprob import head, logits, products
 
     class Torch:
         """torch, with cuBLAS's fp32 results of bf16 operands."""

@@ -6,8 +6,8 @@ import torch
 from rlkernel_common.vocab_parallel import Shard
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_cuda import head, plan
-from rlkernel_cuda import linear_logprob as module
+from rlkernel_cuda.linear_logprob import head, plan
+from rlkernel_cuda.linear_logprob import launch as module
 from rlkernel_torch.direct import linear_logprob as reference
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.

@@ -5,7 +5,7 @@ import torch
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_cuda import linear_policy_loss as module
+from rlkernel_cuda.linear_policy_loss import launch as module
 from rlkernel_torch.direct import linear_policy_loss as reference
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.

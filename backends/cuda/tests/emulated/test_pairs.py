@@ -8,7 +8,9 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
-from rlkernel_cuda import backend, linear_logprob, linear_policy_loss
+from rlkernel_cuda import backend
+from rlkernel_cuda.linear_logprob import launch as linear_logprob
+from rlkernel_cuda.linear_policy_loss import launch as linear_policy_loss
 
 # The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
 pytestmark = [

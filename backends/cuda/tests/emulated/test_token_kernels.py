@@ -5,7 +5,7 @@ import torch
 
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.quant.spec import QuantSpec
-from rlkernel_cuda.token_kernels import coded
+from rlkernel_cuda.common.quantize_tokens import coded
 
 SPEC = QuantSpec.named("fp8_block128", act="block128_fp8")
 

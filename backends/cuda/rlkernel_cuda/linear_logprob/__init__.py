@@ -1,0 +1,1 @@
+"""`linear_logprob` on Hopper: logits tile by tile on the matrix units, never stored whole."""
