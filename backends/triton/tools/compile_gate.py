@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from importlib import import_module
@@ -100,11 +100,16 @@ def problems(found: Iterable[Row]) -> list[str]:
 def key(build: Build) -> str:
     """Hash of all that decides what is compiled: what the kernel computes, types, constants and options.
 
-    No name of a kernel, and no comment.
+    No name of a kernel or of what is in it, and no comment.
     """
     module, _, name = build.kernel.partition(":")
-    document = build.document()
-    document["kernel"] = meaning(getattr(import_module(module), name).fn)
+    function = getattr(import_module(module), name).fn
+    place = {name: i for i, name in enumerate(inspect.signature(function).parameters)}
+    document = build.document() | {"kernel": meaning(function)}
+    for part in ("types", "constants"):
+        document[part] = sorted((place[name], value) for name, value in document[part].items())
+    for part in ("divisible", "within_32_bits"):
+        document[part] = sorted(place[name] for name in document[part])
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -112,7 +117,7 @@ def key(build: Build) -> str:
 def meaning(function: Callable[..., Any]) -> str:
     """Hash of what a function of Triton's language computes: its code, that of what it calls, values that it names.
 
-    Names of functions, comments, docstrings, decorators and the form of the text do not count.
+    Names of functions, parameters and variables, comments, docstrings, decorators and the form of the text do not count.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     if not isinstance(tree, ast.FunctionDef):
@@ -120,23 +125,46 @@ def meaning(function: Callable[..., Any]) -> str:
     tree.name, tree.decorator_list = "kernel", []
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:] or [ast.Pass()]
-    own = {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    said = ast.unparse(ast.fix_missing_locations(_Meant(function, own).visit(tree)))
+    own = [n.arg for n in tree.args.args]
+    own += [n.id for n in _in_order(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    places = {name: f"v{i}" for i, name in enumerate(dict.fromkeys(own))}
+    said = ast.unparse(ast.fix_missing_locations(_Meant(function, places).visit(tree)))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-class _Meant(ast.NodeTransformer):
-    """Names of a module replaced by what they stand for."""
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, as they stand in the text."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
 
-    def __init__(self, function: Callable[..., Any], own: set[str]) -> None:
+
+class _Meant(ast.NodeTransformer):
+    """Names of a module replaced by what they stand for, parameters and variables by the order in which they appear."""
+
+    def __init__(self, function: Callable[..., Any], own: Mapping[str, str]) -> None:
         self._globals, self._own = function.__globals__, own
 
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        """A parameter as its place."""
+        node.arg = self._own[node.arg]
+        return self.generic_visit(node)
+
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        """A function as its hash, a number as its value."""
-        if node.id in self._own or node.id not in self._globals:
-            return node
-        return _meant(self._globals[node.id]) or node
+        """A variable as its place, a function as its hash, a number as its value."""
+        if node.id in self._own:
+            return ast.Name(self._own[node.id], node.ctx)
+        return (_meant(self._globals[node.id]) if node.id in self._globals else None) or node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Keywords of a function of ours as the places of its parameters."""
+        called = getattr(self._globals.get(getattr(node.func, "id", "")), "fn", None)
+        if inspect.isfunction(called) and not called.__module__.startswith("triton."):
+            places = {name: f"v{i}" for i, name in enumerate(inspect.signature(called).parameters)}
+            for keyword in node.keywords:
+                keyword.arg = places[keyword.arg] if keyword.arg is not None else None
+            node.keywords.sort(key=lambda keyword: keyword.arg or "")
+        return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """The same, of a module that is named."""
