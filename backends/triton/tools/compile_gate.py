@@ -117,7 +117,7 @@ def key(build: Build) -> str:
 def meaning(function: Callable[..., Any]) -> str:
     """Hash of what a function of Triton's language computes: its code, that of what it calls, values that it names.
 
-    Names of functions, parameters and variables, comments, docstrings, decorators and the form of the text do not count.
+    Names of functions, parameters and variables, comments, docstrings, decorators and layout do not count.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     if not isinstance(tree, ast.FunctionDef):
