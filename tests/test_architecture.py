@@ -21,9 +21,10 @@ from rlkernel_core.spec import OPERATORS
 ROOT = Path(__file__).parents[1]
 CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel", ROOT / "backends"
 COMMON, TORCH = BACKENDS / "common" / "rlkernel_common", BACKENDS / "torch" / "rlkernel_torch"
-OURS = {"rlkernel", "rlkernel_core", "rlkernel_common", "rlkernel_torch", "rlkernel_conformance", "rlkernel_bench"}
-CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
-PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, BENCH)
+CONFORMANCE, JUDGE = ROOT / "conformance" / "rlkernel_conformance", ROOT / "conformance" / "rlkernel_judge"
+BENCH = ROOT / "benchmarks" / "rlkernel_bench"
+PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, JUDGE, BENCH)
+OURS = {package.name for package in PACKAGES}
 LIBRARY = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
 # torch traces, the demo, the drift, the proof, and the measuring.
@@ -38,6 +39,7 @@ TORCH_HOMES = (
     REGISTRY / "agree",
     REGISTRY / "nn",
     CONFORMANCE,
+    JUDGE,
     BENCH,
 )
 
@@ -93,8 +95,15 @@ def test_the_registry_imports_no_backend_and_no_proof() -> None:
     assert offending(sources(REGISTRY), found) == {}
 
 
-def test_the_proof_imports_no_benchmark() -> None:
-    assert offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_bench"}) == {}
+def test_the_suite_imports_neither_the_judge_nor_a_benchmark() -> None:
+    assert (
+        offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_judge", "rlkernel_bench"}) == {}
+    )
+
+
+def test_the_judge_imports_the_suite_and_what_the_suite_imports() -> None:
+    allowed = {"rlkernel", "rlkernel_core", "rlkernel_torch", "rlkernel_conformance", "rlkernel_judge"}
+    assert offending(sources(JUDGE), lambda path: roots(imports(path)) & OURS - allowed) == {}
 
 
 def test_a_backend_imports_what_lies_below_it() -> None:

@@ -1,6 +1,6 @@
 """The trial of one candidate: read it, run it where it can do no harm, attack it, probe it, time it, score it.
 
-python -m rlkernel_conformance.judge.trial      task and source as JSON on standard input, the verdict on standard
+python -m rlkernel_judge.trial      task and source as JSON on standard input, the verdict on standard
                                                 output; no line of the candidate's runs in this process
 """
 
@@ -25,11 +25,16 @@ from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import Outcome, carry_out, clauses_of
-from rlkernel_conformance.judge import sandbox, score, timing, workloads
-from rlkernel_conformance.judge.probes import REPLACED, probed
-from rlkernel_conformance.judge.remote import BACKEND, BaselineError, CandidateError, Lost, Seat, gathered, seated
-from rlkernel_conformance.judge.source import Reading, read
-from rlkernel_conformance.judge.verdict import (
+from rlkernel_conformance.profiles import profile
+from rlkernel_conformance.report import environment
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ArgumentError, ConfigError, LayoutError, RLKernelError, UnknownNameError
+from rlkernel_core.manifest import Impl
+from rlkernel_core.spec import OPERATORS
+from rlkernel_judge import sandbox, score, timing, workloads
+from rlkernel_judge.probes import REPLACED, probed
+from rlkernel_judge.source import Reading, read
+from rlkernel_judge.verdict import (
     ClauseTold,
     Counterexample,
     FindingTold,
@@ -38,12 +43,7 @@ from rlkernel_conformance.judge.verdict import (
     Task,
     Verdict,
 )
-from rlkernel_conformance.profiles import profile
-from rlkernel_conformance.report import environment
-from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import ArgumentError, ConfigError, LayoutError, RLKernelError, UnknownNameError
-from rlkernel_core.manifest import Impl
-from rlkernel_core.spec import OPERATORS
+from rlkernel_judge.worker_client import BACKEND, BaselineError, CandidateError, Lost, Seat, gathered, seated
 
 # Clauses about the process of the caller, which a candidate in another one cannot be held against.
 _ELSEWHERE: Final = {

@@ -21,7 +21,8 @@ RECORD: Final = "call"  # first parameter of a candidate that takes a call's rec
 # dotted prefix -> why a kernel has no use for it
 FORBIDDEN: Final[Mapping[str, str]] = {
     "rlkernel": "the operators themselves: a candidate is to replace one, not to call one",
-    "rlkernel_conformance": "the judge's own code",
+    "rlkernel_conformance": "the clauses that a candidate is attacked with",
+    "rlkernel_judge": "the judge's own code",
     "rlkernel_core.definitions": "the definitions that a candidate is compared with",
     "rlkernel_common": "code of the backends in plain torch",
     "rlkernel_torch": "the implementation in plain torch",

@@ -21,10 +21,10 @@ from typing import Any, Final
 
 import torch
 
-from rlkernel_conformance.judge.agree import definition, difference
-from rlkernel_conformance.judge.remote import Seat
-from rlkernel_conformance.judge.verdict import Spread, Times
-from rlkernel_conformance.judge.workloads import Workload, defaults, draw, nbytes
+from rlkernel_judge.reference_check import definition, difference
+from rlkernel_judge.verdict import Spread, Times
+from rlkernel_judge.worker_client import Seat
+from rlkernel_judge.workloads import Workload, defaults, draw, nbytes
 
 ROUNDS: Final = 12
 WARM_UP: Final = 2

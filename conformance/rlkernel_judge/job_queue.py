@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from rlkernel_core.errors import RLKernelError
 
-TRIAL: Final = (sys.executable, "-m", "rlkernel_conformance.judge.trial")
+TRIAL: Final = (sys.executable, "-m", "rlkernel_judge.trial")
 HEALTH: Final = (
     sys.executable,
     "-c",

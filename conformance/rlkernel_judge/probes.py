@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.judge.agree import by_value, definition, difference
-from rlkernel_conformance.judge.remote import CandidateError, Seat, gathered
-from rlkernel_conformance.judge.verdict import ProbeTold
-from rlkernel_conformance.judge.workloads import SHARES, defaults, draw, leaves, small
 from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_judge.reference_check import by_value, definition, difference
+from rlkernel_judge.verdict import ProbeTold
+from rlkernel_judge.worker_client import CandidateError, Seat, gathered
+from rlkernel_judge.workloads import SHARES, defaults, draw, leaves, small
 
 REPLACED: Final = "nothing replaced"
 STRAY_S: Final = 2e-4  # work that the caller's stream does not wait for; synchronising an idle GPU takes a tenth

@@ -1,4 +1,4 @@
-"""The process in which a candidate lives: python -m rlkernel_conformance.judge.host LEVEL SCRATCH SOCKET JOB.
+"""The process in which a candidate lives: python -m rlkernel_judge.worker LEVEL SCRATCH SOCKET JOB.
 
 It enters the sandbox, loads the candidate and answers requests until the socket closes. Nothing it says is believed
 but what is checked outside: results against definitions, times against the trial's own clock. What it notices itself
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_conformance.judge import sandbox
+from rlkernel_judge import sandbox
 
 _KEPT_CALLS: Final = 64  # calls whose graphs are kept for a backward
 # Loaded by a candidate that asks ours to do its work, or looks for the answers.
@@ -60,11 +60,11 @@ class _Host:
         from rlkernel.discover import guarded
         from rlkernel_conformance import health
         from rlkernel_conformance.fresh import Poisoned
-        from rlkernel_conformance.judge import watched, wire, workloads
-        from rlkernel_conformance.judge.source import RECORD
         from rlkernel_core.spec import OPERATORS
+        from rlkernel_judge import tamper_check, wire, workloads
+        from rlkernel_judge.source import RECORD
 
-        self.torch, self.wire, self.watched, self.workloads = torch, wire, watched, workloads
+        self.torch, self.wire, self.tamper_check, self.workloads = torch, wire, tamper_check, workloads
         self.operators, self.record_name = OPERATORS, RECORD
         self.guarded, self.clock, self.send, self.receive = guarded, time.perf_counter, wire.send, wire.receive
         self.cuda = device.startswith("cuda")
@@ -80,7 +80,7 @@ class _Host:
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
         self.sets: list[dict[str, Any]] = []  # arguments that stay where they are
         self.results: list[Any] = []  # of the last burst
-        self.before = watched.snapshot()
+        self.before = tamper_check.snapshot()
         self.loaded_before = set(sys.modules)
 
     def serve(self) -> None:
@@ -277,7 +277,7 @@ class _Host:
     def do_look(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         """What the candidate changed outside itself, and which modules of ours it loaded."""
         new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_STRAY)}
-        return {"touched": self.watched.changed(self.before), "imported": sorted(new)}, []
+        return {"touched": self.tamper_check.changed(self.before), "imported": sorted(new)}, []
 
     def do_ping(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         """What a round trip costs."""

@@ -41,7 +41,7 @@ _WATCHED: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
 )  # fmt: skip
 
 
-_OURS: Final = ("host", "wire", "watched", "workloads", "sandbox")  # modules of the judge in this process
+_OURS: Final = ("worker", "wire", "tamper_check", "workloads", "sandbox")  # modules of the judge in this process
 
 
 def snapshot() -> dict[str, Any]:
@@ -51,7 +51,7 @@ def snapshot() -> dict[str, Any]:
         for name in names:
             found[f"{_name(home)}.{name}"] = _raw(home, name)
     for ours in _OURS:
-        module = sys.modules.get(f"rlkernel_conformance.judge.{ours}")
+        module = sys.modules.get(f"rlkernel_judge.{ours}")
         for name, value in vars(module).items() if module else ():
             if callable(value):
                 found[f"judge.{ours}.{name}"] = value

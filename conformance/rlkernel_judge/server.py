@@ -25,11 +25,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlkernel_conformance.judge.docket import Case, Docket, Full, OutOfService
-from rlkernel_conformance.judge.source import MOST_BYTES
-from rlkernel_conformance.judge.verdict import FAULTS, SCHEMA, Task, said
 from rlkernel_core import __version__
 from rlkernel_core.spec import OPERATORS
+from rlkernel_judge.job_queue import Case, Docket, Full, OutOfService
+from rlkernel_judge.source import MOST_BYTES
+from rlkernel_judge.verdict import FAULTS, SCHEMA, Task, said
 
 MOST_REQUEST: Final = 4 * MOST_BYTES  # JSON spells a character with up to six
 Answer = Callable[[Request], Awaitable[Response]]

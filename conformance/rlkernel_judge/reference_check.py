@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.judge.workloads import named_leaves
+from rlkernel_judge.workloads import named_leaves
 from rlkernel_torch import direct
 
 # Largest error over the largest value of a result; a stale result is wrong by the order of the values themselves.

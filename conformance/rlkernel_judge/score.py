@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rlkernel_conformance.judge.verdict import Summary, Verdict
 from rlkernel_core.errors import UnknownNameError
+from rlkernel_judge.verdict import Summary, Verdict
 
 FAST_P: Final = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 WORTHLESS: Final = frozenset({"rejected", "syntax_error", "cheating", "tampering", "too_fast"})

@@ -32,9 +32,9 @@ def serve(
         raise ConfigError(f"rlkernel judge serve needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
     import uvicorn
 
-    from rlkernel_conformance.judge.docket import Docket
-    from rlkernel_conformance.judge.sandbox import cage
-    from rlkernel_conformance.judge.server import app
+    from rlkernel_judge.job_queue import Docket
+    from rlkernel_judge.sandbox import cage
+    from rlkernel_judge.server import app
 
     level = cage(sandbox).level
 

@@ -13,7 +13,7 @@ from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlkernel_conformance.judge.verdict import Verdict
+    from rlkernel_judge.verdict import Verdict
 
 EXAMPLES: Final = (
     ("rlkernel judge candidate.py --op logprob", "clauses, probes for cheating, speedup over the reference, score"),
@@ -65,7 +65,7 @@ def command(
     call stands in the file as CLAIMS = {"grad", ...} and DTYPES = (...).
     """
     if files == [SERVE]:
-        from rlkernel_conformance.judge.serving import serve
+        from rlkernel_judge.serve import serve
 
         serve(host, port, tuple(device.split(",")), token_file, waiting, sandbox)
         return
@@ -76,9 +76,9 @@ def command(
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
     from pydantic import ValidationError
 
-    from rlkernel_conformance.judge.score import summary
-    from rlkernel_conformance.judge.trial import judge
-    from rlkernel_conformance.judge.verdict import Task, said
+    from rlkernel_judge.score import summary
+    from rlkernel_judge.trial import judge
+    from rlkernel_judge.verdict import Task, said
 
     told = {"op": op, "baseline": baseline, "device": device, "profile": profile, "clauses": tuple(clause or ())}
     told |= {"timing": timing, "strict": strict, "limit_s": limit, "sandbox": sandbox, "score": score}
@@ -100,7 +100,7 @@ def command(
 
 
 def _bytes(file: str) -> bytes:
-    from rlkernel_conformance.judge.source import MOST_BYTES
+    from rlkernel_judge.source import MOST_BYTES
 
     try:
         with Path(file).open("rb") as source:

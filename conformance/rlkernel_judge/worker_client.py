@@ -25,10 +25,10 @@ import rlkernel
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.judge import answers, sandbox, wire, workloads
 from rlkernel_core.errors import ArgumentError, LayoutError, RLKernelError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
+from rlkernel_judge import replies, sandbox, wire, workloads
 from rlkernel_torch import backend as reference
 
 BACKEND: Final = "candidate"
@@ -67,7 +67,7 @@ class Seat:
         job = json.dumps({"device": device, "limits": asdict(limits), "threads": threads})
         with theirs:
             self._process: subprocess.Popen[bytes] = cage.start(
-                "rlkernel_conformance.judge.host", self.scratch, str(theirs.fileno()), job,
+                "rlkernel_judge.worker", self.scratch, str(theirs.fileno()), job,
                 keep=(theirs.fileno(),), OMP_NUM_THREADS=str(threads),
             )  # fmt: skip
         self._stack.callback(self._socket.close)
@@ -106,7 +106,7 @@ class Seat:
             self._lose("protocol_error", "an answer that is none")
         if "error" in said:
             self._raise(said["error"])
-        checked, error = guarded(lambda: answers.read(what, said))
+        checked, error = guarded(lambda: replies.read(what, said))
         if error is not None or checked is None:
             self._lose("protocol_error", f"an answer that is none to {what!r}")
         if what == "call" and not _fits(checked, answered, sent):
