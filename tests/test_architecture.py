@@ -119,6 +119,18 @@ def test_a_backend_imports_what_lies_below_it() -> None:
     assert offending(sources(BACKENDS), found) == {}
 
 
+def test_the_simulator_of_amd_gpus_imports_numpy_alone_and_only_the_simulated_backends_import_it() -> None:
+    package, users = BACKENDS / "rocm" / "simulator" / "cdna_simulator", BACKENDS / "rocm" / "rlkernel_rocm"
+    assert (
+        offending(
+            sources(package), lambda path: roots(imports(path)) - sys.stdlib_module_names - {"numpy", package.name}
+        )
+        == {}
+    )
+    others = [path for path in [*LIBRARY, *sources(users)] if path.parent != users / "simulated"]
+    assert offending(others, lambda path: roots(imports(path)) & {package.name}) == {}
+
+
 def test_torch_is_imported_where_it_is_meant_to_be() -> None:
     light = [path for path in LIBRARY if not any(home in (path, *path.parents) for home in TORCH_HOMES)]
     heavy = {"torch", "numpy", "triton", "matplotlib"}
@@ -202,7 +214,7 @@ def test_neither_the_manifest_of_the_reference_nor_a_spec_loads_torch() -> None:
 def test_the_versions_agree() -> None:
     import rlkernel_core
 
-    ours = [path for path in BACKENDS.glob("*/pyproject.toml") if path.parent.name != "template"]  # a third party's
+    ours = [path for path in BACKENDS.rglob("pyproject.toml") if path.parent.name != "template"]  # a third party's
     files = [ROOT / "pyproject.toml", *ours]
     versions = {str(f): tomllib.loads(f.read_text())["project"]["version"] for f in files}
     assert set(versions.values()) == {rlkernel_core.__version__}

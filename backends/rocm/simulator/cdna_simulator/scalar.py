@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import I32, I64, U8, U32, U64, Array
-from rlkernel_rocm.simulator.operands import Step, u32, u64, unknown
-from rlkernel_rocm.simulator.team import EXEC, Team
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.formats import I32, I64, U8, U32, U64, Array
+from cdna_simulator.operands import Step, u32, u64, unknown
+from cdna_simulator.waves import EXEC, Waves
 
 Compute = Callable[..., Any]
 
@@ -217,20 +217,20 @@ def bind(ins: Instruction) -> Step:
 
 
 def _store(to: Operand, compute: Compute, sources: list[Any], rule: str | None, *, wide: bool) -> Step:
-    def step(t: Team) -> None:
-        r = compute(*[read(t) for read in sources])
-        (t.put_s64 if wide else t.put_s)(to.index, r)
+    def step(w: Waves) -> None:
+        r = compute(*[read(w) for read in sources])
+        (w.put_s64 if wide else w.put_s)(to.index, r)
         if rule is not None:
-            t.put_scc(r != 0)
+            w.put_scc(r != 0)
 
     return step
 
 
 def _sum(to: Operand, compute: Compute, a: Any, b: Any) -> Step:
-    def step(t: Team) -> None:
-        total, bit = compute(a(t), b(t), t.scc)
-        t.put_s(to.index, (total & _FULL).astype(U32))
-        t.put_scc(bit)
+    def step(w: Waves) -> None:
+        total, bit = compute(a(w), b(w), w.scc)
+        w.put_s(to.index, (total & _FULL).astype(U32))
+        w.put_scc(bit)
 
     return step
 
@@ -245,8 +245,8 @@ def _with_constant(ins: Instruction) -> Step:
     if ins.name == "s_mulk_i32":
         return _store(to, _mul, [own, lambda _: k], None, wide=False)
     if ins.name == "s_cmovk_i32":
-        return lambda t: t.put_s(to.index, np.where(t.scc, k, own(t)))
-    return lambda t: t.put_s(to.index, k)
+        return lambda w: w.put_s(to.index, np.where(w.scc, k, own(w)))
+    return lambda w: w.put_s(to.index, k)
 
 
 def _compare(ops: tuple[Operand, ...], test: Compute, *, constant: bool, signed: bool, wide: bool) -> Step:
@@ -255,18 +255,18 @@ def _compare(ops: tuple[Operand, ...], test: Compute, *, constant: bool, signed:
         k = _half(ops[1]) if signed else U32(ops[1].value & 0xFFFF)
         b = lambda _: k  # noqa: E731 a reader like those beside it
     kind = (I64 if wide else I32) if signed else (U64 if wide else U32)
-    return lambda t: t.put_scc(test(a(t).view(kind), b(t).view(kind)))
+    return lambda w: w.put_scc(test(a(w).view(kind), b(w).view(kind)))
 
 
 def _save_exec(ops: tuple[Operand, ...], compute: Compute) -> Step:
     read = u64(ops[1])
 
-    def step(t: Team) -> None:
-        held = t.s[:, EXEC : EXEC + 2].view(U64).copy()
-        r = compute(read(t), held)
-        t.put_s64(ops[0].index, held)
-        t.put_s64(EXEC, r)
-        t.put_scc(r != 0)
+    def step(w: Waves) -> None:
+        held = w.s[:, EXEC : EXEC + 2].view(U64).copy()
+        r = compute(read(w), held)
+        w.put_s64(ops[0].index, held)
+        w.put_s64(EXEC, r)
+        w.put_scc(r != 0)
 
     return step
 
@@ -274,11 +274,11 @@ def _save_exec(ops: tuple[Operand, ...], compute: Compute) -> Step:
 def _extreme(ops: tuple[Operand, ...], better: Compute, *, signed: bool) -> Step:
     a, b = u32(ops[1]), u32(ops[2])
 
-    def step(t: Team) -> None:
-        x, y = a(t), b(t)
+    def step(w: Waves) -> None:
+        x, y = a(w), b(w)
         first = better(_signed(x), _signed(y)) if signed else better(x, y)
-        t.put_s(ops[0].index, np.where(first, x, y))
-        t.put_scc(first)
+        w.put_s(ops[0].index, np.where(first, x, y))
+        w.put_scc(first)
 
     return step
 
@@ -290,21 +290,21 @@ def _bitwise(ins: Instruction, what: str, *, wide: bool) -> Step:
         a, b = read(ops[1]), read(ops[2])
         kind = U64 if wide else U32
 
-        def select(t: Team) -> None:
-            chosen: Array = np.where(t.scc, a(t), b(t)).astype(kind)
-            (t.put_s64 if wide else t.put_s)(ops[0].index, chosen)
+        def select(w: Waves) -> None:
+            chosen: Array = np.where(w.scc, a(w), b(w)).astype(kind)
+            (w.put_s64 if wide else w.put_s)(ops[0].index, chosen)
 
         return select
     want = int(what[-1])
     if what.startswith("bitcmp"):
         a, b = read(ops[0]), u32(ops[1])
-        return lambda t: t.put_scc(((a(t) >> (b(t) & U32(63 if wide else 31)).astype(a(t).dtype)) & 1) == want)
+        return lambda w: w.put_scc(((a(w) >> (b(w) & U32(63 if wide else 31)).astype(a(w).dtype)) & 1) == want)
     if wide:
         raise unknown(ins)
     own, at = u32(ops[0]), u32(ops[1])
 
-    def set_bit(t: Team) -> None:
-        bit = U32(1) << (at(t) & U32(31))
-        t.put_s(ops[0].index, own(t) | bit if want else own(t) & ~bit)
+    def set_bit(w: Waves) -> None:
+        bit = U32(1) << (at(w) & U32(31))
+        w.put_s(ops[0].index, own(w) | bit if want else own(w) & ~bit)
 
     return set_bit

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction
-from rlkernel_rocm.simulator.formats import U8, U32, Array
-from rlkernel_rocm.simulator.operands import Reader, Step, full, u32, unknown
-from rlkernel_rocm.simulator.team import LANES, Team
+from cdna_simulator.assembly import Instruction
+from cdna_simulator.formats import U8, U32, Array
+from cdna_simulator.operands import Reader, Step, broadcast, u32, unknown
+from cdna_simulator.waves import LANES, Waves
 
 _ROW = LANES & ~15
 _IN_ROW = LANES & 15
@@ -28,8 +28,8 @@ def _quad(order: list[int]) -> tuple[Array, Array]:
 
 # modifier -> (its number) -> (lane to read from, whether there is such a lane)
 MOVES: Final[Mapping[str, Callable[[int], tuple[Array, Array]]]] = {
-    "row_shr": lambda n: (LANES - n, _IN_ROW >= n),
-    "row_shl": lambda n: (LANES + n, _IN_ROW <= 15 - n),
+    "row_shr": lambda n: (LANES - n, n <= _IN_ROW),
+    "row_shl": lambda n: (LANES + n, 15 - n >= _IN_ROW),
     "row_ror": lambda n: (_ROW + ((_IN_ROW - n) & 15), LANES >= 0),
     "row_newbcast": lambda n: (_ROW + n, LANES >= 0),
     "row_bcast": lambda n: (_ROW - 1, LANES >= 16) if n == 15 else (np.full(64, 31), LANES >= 32),
@@ -43,7 +43,7 @@ MOVES: Final[Mapping[str, Callable[[int], tuple[Array, Array]]]] = {
 _ABOUT_DPP: Final = {"row_mask", "bank_mask", "bound_ctrl"}
 
 
-def dpp(ins: Instruction, read: Reader) -> Callable[[Team], tuple[Array, Array]]:
+def dpp(ins: Instruction, read: Reader) -> Callable[[Waves], tuple[Array, Array]]:
     """The first operand as DPP moves it, and the lanes that may be written.
 
     A lane whose source does not exist or is inactive is not written, or reads 0 where bound_ctrl says so.
@@ -56,16 +56,16 @@ def dpp(ins: Instruction, read: Reader) -> Callable[[Team], tuple[Array, Array]]
     else:
         source, there = MOVES[moves[0]](ins.number(moves[0]))
     source = np.clip(source, 0, 63)
-    rows, banks = ins.number("row_mask", 0xF), ins.number("bank_mask", 0xF)
-    written = ((rows >> (LANES // 16)) & (banks >> (_IN_ROW // 4)) & 1).astype(bool)
+    rows, regions = ins.number("row_mask", 0xF), ins.number("bank_mask", 0xF)
+    written = ((rows >> (LANES // 16)) & (regions >> (_IN_ROW // 4)) & 1).astype(bool)
     zero = "bound_ctrl" in ins.modifiers
     always = bool(written.all()) and zero
-    here = full(read)
+    here = broadcast(read)
 
-    def moved(t: Team) -> tuple[Array, Array]:
-        active = t.mask[:, source] & there
-        value = np.where(active, here(t)[:, source], U32(0))
-        return value, (t.mask if always else written & (active | zero))
+    def moved(w: Waves) -> tuple[Array, Array]:
+        active = w.mask[:, source] & there
+        value = np.where(active, here(w)[:, source], U32(0))
+        return value, (w.mask if always else written & (active | zero))
 
     return moved
 
@@ -96,8 +96,8 @@ def sdwa(ins: Instruction, source: int, read: Reader, first: int = 1) -> Reader:
     at, width = chosen
     mask, sign = U32((1 << width) - 1), U32(1 << (width - 1))
 
-    def part(t: Team) -> Array:
-        x = (read(t) >> U32(at)) & mask
+    def part(w: Waves) -> Array:
+        x = (read(w) >> U32(at)) & mask
         return (x ^ sign) - sign if extend else x
 
     return part
@@ -121,20 +121,20 @@ def sdwa_store(ins: Instruction) -> Callable[[Array, Array], Array] | None:
     return store
 
 
-def _first_lane(t: Team) -> Array:
+def _first_lane(w: Waves) -> Array:
     """The first active lane of every wave, 0 where none is."""
-    return np.argmax(t.mask, axis=1)
+    return np.argmax(w.mask, axis=1)
 
 
 def _read_lane(ins: Instruction) -> Step:
-    to, value = ins.operands[0].index, full(u32(ins.operands[1]))
+    to, value = ins.operands[0].index, broadcast(u32(ins.operands[1]))
     if ins.name == "v_readfirstlane_b32":
-        return lambda t: t.put_s(to, np.take_along_axis(value(t), _first_lane(t)[:, None], axis=1))
+        return lambda w: w.put_s(to, np.take_along_axis(value(w), _first_lane(w)[:, None], axis=1))
     lane = u32(ins.operands[2])
 
-    def step(t: Team) -> None:
-        at = np.broadcast_to(lane(t) & U32(63), (t.W, 1)).astype(np.int64)
-        t.put_s(to, np.take_along_axis(value(t), at, axis=1))
+    def step(w: Waves) -> None:
+        at = np.broadcast_to(lane(w) & U32(63), (w.W, 1)).astype(np.int64)
+        w.put_s(to, np.take_along_axis(value(w), at, axis=1))
 
     return step
 
@@ -142,9 +142,9 @@ def _read_lane(ins: Instruction) -> Step:
 def _write_lane(ins: Instruction) -> Step:
     to, value, lane = ins.operands[0].index, u32(ins.operands[1]), u32(ins.operands[2])
 
-    def step(t: Team) -> None:
-        at = (lane(t) & U32(63)) == LANES.astype(U32)
-        np.copyto(t.v[to], value(t), where=at & t.live)
+    def step(w: Waves) -> None:
+        at = (lane(w) & U32(63)) == LANES.astype(U32)
+        np.copyto(w.v[to], value(w), where=at & w.live)
 
     return step
 
@@ -155,10 +155,10 @@ def _swap(half: int) -> Callable[[Instruction], Step]:
     def bind(ins: Instruction) -> Step:
         i, j = ins.operands[0].index, ins.operands[1].index
 
-        def step(t: Team) -> None:
-            a, b = t.v[i].reshape(t.W, -1, 2, half), t.v[j].reshape(t.W, -1, 2, half)
+        def step(w: Waves) -> None:
+            a, b = w.v[i].reshape(w.W, -1, 2, half), w.v[j].reshape(w.W, -1, 2, half)
             odd, even = a[:, :, 1].copy(), b[:, :, 0].copy()
-            live = t.live[:, :, None]
+            live = w.live[:, :, None]
             np.copyto(a[:, :, 1], even, where=live)
             np.copyto(b[:, :, 0], odd, where=live)
 
@@ -173,25 +173,25 @@ def _count_below(ins: Instruction) -> Step:
     first = 0 if ins.name == "v_mbcnt_lo_u32_b32" else 32
     below = np.clip(LANES - first, 0, 32).astype(np.uint64)
     window = ((np.uint64(1) << below) - np.uint64(1)).astype(U32)
-    return lambda t: t.put(to, np.bitwise_count(mask(t) & window).astype(U32) + plus(t))
+    return lambda w: w.put(to, np.bitwise_count(mask(w) & window).astype(U32) + plus(w))
 
 
 def _permute_lanes(ins: Instruction) -> Step:
     """ds_bpermute (every lane reads from the lane it names) and ds_permute (every lane sends to it)."""
-    to, address, data = ins.operands[0].index, full(u32(ins.operands[1])), full(u32(ins.operands[2]))
+    to, address, data = ins.operands[0].index, broadcast(u32(ins.operands[1])), broadcast(u32(ins.operands[2]))
     offset = U32(ins.number("offset"))
 
-    def pull(t: Team) -> None:
-        at = ((address(t) + offset) >> U32(2) & U32(63)).astype(np.int64)
-        got = np.take_along_axis(data(t), at, axis=1)
-        t.put(to, np.where(np.take_along_axis(t.mask, at, axis=1), got, U32(0)))
+    def pull(w: Waves) -> None:
+        at = ((address(w) + offset) >> U32(2) & U32(63)).astype(np.int64)
+        got = np.take_along_axis(data(w), at, axis=1)
+        w.put(to, np.where(np.take_along_axis(w.mask, at, axis=1), got, U32(0)))
 
-    def push(t: Team) -> None:
-        at = ((address(t) + offset) >> U32(2) & U32(63)).astype(np.int64)
-        waves, lanes = np.nonzero(t.mask)
-        out = np.zeros((t.W, 64), U32)
-        out[waves, at[waves, lanes]] = data(t)[waves, lanes]
-        t.put(to, out)
+    def push(w: Waves) -> None:
+        at = ((address(w) + offset) >> U32(2) & U32(63)).astype(np.int64)
+        waves, lanes = np.nonzero(w.mask)
+        out = np.zeros((w.W, 64), U32)
+        out[waves, at[waves, lanes]] = data(w)[waves, lanes]
+        w.put(to, out)
 
     return pull if ins.name == "ds_bpermute_b32" else push
 
@@ -230,8 +230,8 @@ def _swizzle(ins: Instruction) -> Step:
         source = swizzled([word.strip() for word in found[1].split(",")] if found else [""])
     except (KeyError, IndexError) as error:
         raise unknown(ins) from error
-    to, read = ins.operands[0].index, full(u32(ins.operands[1]))
-    return lambda t: t.put(to, np.where(t.mask[:, source], read(t)[:, source], U32(0)))
+    to, read = ins.operands[0].index, broadcast(u32(ins.operands[1]))
+    return lambda w: w.put(to, np.where(w.mask[:, source], read(w)[:, source], U32(0)))
 
 
 def _perm(a: Array, b: Array, c: Array) -> Array:
@@ -249,8 +249,8 @@ def _perm(a: Array, b: Array, c: Array) -> Array:
 
 def bind_perm(ins: Instruction) -> Step:
     """v_perm_b32."""
-    to, reads = ins.operands[0].index, [full(u32(o)) for o in ins.operands[1:]]
-    return lambda t: t.put(to, _perm(*[r(t) for r in reads]))
+    to, reads = ins.operands[0].index, [broadcast(u32(o)) for o in ins.operands[1:]]
+    return lambda w: w.put(to, _perm(*[r(w) for r in reads]))
 
 
 # name -> how it is bound

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction
-from rlkernel_rocm.simulator.formats import F32, F64, I32, U32, U64, fma64
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, f64, u32, unknown
-from rlkernel_rocm.simulator.team import Team
-from rlkernel_rocm.simulator.vector import whole_number
+from cdna_simulator.assembly import Instruction
+from cdna_simulator.formats import F32, F64, I32, U32, U64, fma64
+from cdna_simulator.operands import Reader, Step, f32, f64, u32, unknown
+from cdna_simulator.vector import whole_number
+from cdna_simulator.waves import Waves
 
 Compute = Callable[..., Any]
 
@@ -72,11 +72,11 @@ def bind(ins: Instruction) -> Step | None:
         raise unknown(ins)
     reads, index = [kind(op) for kind, op in zip(kinds, sources, strict=True)], to.index
 
-    def step(t: Team) -> None:
-        found = np.asarray(compute(*[read(t) for read in reads]))
+    def step(w: Waves) -> None:
+        found = np.asarray(compute(*[read(w) for read in reads]))
         if found.dtype == F64:
-            t.put64(index, found.view(U64))
+            w.put64(index, found.view(U64))
         else:
-            t.put(index, found)
+            w.put(index, found)
 
     return step

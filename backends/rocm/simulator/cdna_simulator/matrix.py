@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.convert import small
-from rlkernel_rocm.simulator.formats import BF6, F32, F64, FP6, I32, U32, Array, from_bf16, from_f16, unpack, values
-from rlkernel_rocm.simulator.operands import Step, u32, unknown
-from rlkernel_rocm.simulator.team import LANES, Team
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.convert import small_float
+from cdna_simulator.formats import BF6, F32, F64, FP6, I32, U32, Array, from_bf16, from_f16, unpack, values
+from cdna_simulator.operands import Step, u32, unknown
+from cdna_simulator.waves import LANES, Waves
 
 _NAME: Final = re.compile(
     r"v_mfma_(scale_)?(f32|i32)_(16|32)x(16|32)x(\d+)_?(f32|f16|bf16|i8|f8f6f4|[bf][pf]8_[bf][pf]8)(_1k)?"
@@ -37,7 +37,7 @@ def _elements(words: Array, kind: str, arch: str) -> Array:
         return (from_f16 if kind == "f16" else from_bf16)(raw.astype(U32)).astype(F64)
     if kind == "i8":
         return raw.view(np.int8).astype(F64)
-    form = {"fp6": FP6, "bf6": BF6}.get(kind) or small(kind, arch)
+    form = {"fp6": FP6, "bf6": BF6}.get(kind) or small_float(kind, arch)
     return values(form)[raw].astype(F64)
 
 
@@ -49,31 +49,31 @@ def _rows(M: int) -> tuple[Array, Array]:
     return 8 * (register // 4) + 4 * (LANES // 32) + register % 4, LANES % 32
 
 
-def _matrix(op: Operand, kind: str, M: int, K: int) -> Callable[[Team], Array]:
+def _matrix(op: Operand, kind: str, M: int, K: int) -> Callable[[Waves], Array]:
     """Reader of one operand: [W, M, K] float64."""
     groups = 64 // M
     deep = K // groups
     registers = deep * _WIDTHS[kind] // 32
     reads = [u32(op, r) for r in range(registers)]
 
-    def read(t: Team) -> Array:
-        held = np.stack([np.broadcast_to(r(t), (t.W, 64)) for r in reads], axis=-1)  # [W, 64, registers]
-        x = _elements(held, kind, t.arch).reshape(t.W, groups, M, deep)
-        return x.transpose(0, 2, 1, 3).reshape(t.W, M, K)
+    def read(w: Waves) -> Array:
+        held = np.stack([np.broadcast_to(r(w), (w.W, 64)) for r in reads], axis=-1)  # [W, 64, registers]
+        x = _elements(held, kind, w.arch).reshape(w.W, groups, M, deep)
+        return x.transpose(0, 2, 1, 3).reshape(w.W, M, K)
 
     return read
 
 
-def _scale(ins: Instruction, position: int, M: int, K: int) -> Callable[[Team], Array]:
+def _scale(ins: Instruction, position: int, M: int, K: int) -> Callable[[Waves], Array]:
     """Reader of the powers of two of one operand, one for every 32 elements of a row: [W, M, K]."""
     byte = ins.bits("op_sel", 2, 0)[position] + 2 * ins.bits("op_sel_hi", 2, 0)[position]
     held = u32(ins.operands[4 + position])
     groups = 64 // M
 
-    def read(t: Team) -> Array:
-        e = (np.broadcast_to(held(t), (t.W, 64)) >> U32(8 * byte)) & U32(255)
+    def read(w: Waves) -> Array:
+        e = (np.broadcast_to(held(w), (w.W, 64)) >> U32(8 * byte)) & U32(255)
         s = np.where(e == 255, np.nan, np.ldexp(1.0, e.astype(np.int64) - 127))
-        return np.repeat(s.reshape(t.W, groups, M).transpose(0, 2, 1), K // groups, axis=2)
+        return np.repeat(s.reshape(w.W, groups, M).transpose(0, 2, 1), K // groups, axis=2)
 
     return read
 
@@ -108,17 +108,17 @@ def bind(ins: Instruction) -> Step | None:
     added = [u32(c_op, r if c_op.count > 1 else 0) for r in range(len(rows))]
     kind: Any = I32 if whole else F32
 
-    def step(t: Team) -> None:
-        x, y = a(t), b(t)
+    def step(w: Waves) -> None:
+        x, y = a(w), b(w)
         if scales:
-            x, y = x * scales[0](t), y * scales[1](t)
+            x, y = x * scales[0](w), y * scales[1](w)
         product = x @ y.transpose(0, 2, 1)  # [W, M, M]
-        plus = [np.asarray(read(t)).view(kind).astype(F64) for read in added]
+        plus = [np.asarray(read(w)).view(kind).astype(F64) for read in added]
         results = [(product[:, rows[r], columns] + plus[r]) for r in range(len(rows))]
         for r, value in enumerate(results):
             if whole:
-                t.put_waves(to.index + r, value.astype(np.int64).astype(U32))
+                w.put_all_lanes(to.index + r, value.astype(np.int64).astype(U32))
             else:
-                t.put_waves(to.index + r, value.astype(F32).view(U32))
+                w.put_all_lanes(to.index + r, value.astype(F32).view(U32))
 
     return step

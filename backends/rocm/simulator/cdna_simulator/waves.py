@@ -10,19 +10,19 @@ from typing import Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Kernel
-from rlkernel_rocm.simulator.formats import I64, U8, U32, U64, Array
-from rlkernel_rocm.simulator.memory import Bank, GlobalMemory
+from cdna_simulator.assembly import Kernel
+from cdna_simulator.formats import I64, U8, U32, U64, Array
+from cdna_simulator.memory import GlobalMemory, Region
 
 LANES: Final = np.arange(64)
 VCC, EXEC, M0 = 106, 126, 124
 _UNWRITTEN: Final = 0xFFC0DEAD  # a NaN in float32 and in bf16: what nobody wrote shows
 
 
-class Team:
+class Waves:
     """The state of W waves."""
 
-    def __init__(self, kernel: Kernel, groups: Array, memory: GlobalMemory, lds: Bank, lds_stride: int) -> None:
+    def __init__(self, kernel: Kernel, groups: Array, memory: GlobalMemory, lds: Region, lds_stride: int) -> None:
         W = len(groups)
         self.W, self.arch, self.groups = W, kernel.arch, groups  # groups [W]: position of each wave's workgroup in lds
         self.memory, self.lds, self.lds_bytes = memory, lds, lds_stride
@@ -64,7 +64,7 @@ class Team:
         self.put(index, (value & U64(0xFFFFFFFF)).astype(U32))
         self.put(index + 1, (value >> U64(32)).astype(U32))
 
-    def put_waves(self, index: int, value: Array) -> None:
+    def put_all_lanes(self, index: int, value: Array) -> None:
         """Write a vector register in all lanes, as matrix instructions do."""
         if self.all_waves:
             self.v[index][...] = value
@@ -102,11 +102,11 @@ class Team:
 
     # Waves that stand at different places.
 
-    def step_aside(self, position: int, waves: Array) -> None:
+    def resume_at(self, position: int, waves: Array) -> None:
         """Let waves continue at a position, once it is their turn."""
         self.fragments[position] = self.fragments[position] | waves if position in self.fragments else waves
 
-    def wait(self, position: int) -> None:
+    def wait_at_barrier(self, position: int) -> None:
         """The running waves stand at a barrier and go on behind it."""
         at = self.waiting.get(position)
         self.waiting[position] = self.live if at is None else at | self.live

@@ -10,21 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.faults import UnknownInstructionError
-from rlkernel_rocm.simulator.formats import F32, F64, I32, U32, U64, Array, from_f16
-from rlkernel_rocm.simulator.team import Team, bits
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.errors import UnknownInstructionError
+from cdna_simulator.formats import F32, F64, I32, U32, U64, Array, from_f16
+from cdna_simulator.waves import Waves, bits
 
 _DECIMALS = {0x3E22F983: 0.15915494309189532}  # as float32 -> the one decimal that float32 does not hold
-Reader = Callable[[Team], Any]
-Step = Callable[[Team], Any]  # executes one instruction; what it returns steers (see machine.py)
+Reader = Callable[[Waves], Any]
+Step = Callable[[Waves], Any]  # executes one instruction; what it returns steers (see machine.py)
 
 
 def unknown(ins: Instruction) -> UnknownInstructionError:
     """The error for an instruction that is not modelled."""
-    return UnknownInstructionError(
-        f"the simulator does not know `{ins.text}`. Add {ins.name!r} to a table of rlkernel_rocm.simulator."
-    )
+    return UnknownInstructionError(f"`{ins.text}` is not modeled; add {ins.name!r} to a table of cdna_simulator")
 
 
 def u32(op: Operand, word: int = 0) -> Reader:
@@ -38,32 +36,32 @@ def bits32(op: Operand, word: int = 0) -> Reader:
     """32 bits: word 0 or 1 of the operand, its sign and bars left to the caller."""
     index = op.index + word
     if op.kind == "v":
-        return lambda t: t.v[index]
+        return lambda w: w.v[index]
     if op.kind == "s":
-        return lambda t: t.s[:, index : index + 1]
+        return lambda w: w.s[:, index : index + 1]
     if op.kind == "k":
         low = op.floating and word
         value = U32(0 if low else (op.value >> (32 * word)) & 0xFFFFFFFF)
         return lambda _: value
     if op.kind == "scc":
-        return lambda t: t.scc.astype(U32)
+        return lambda w: w.scc.astype(U32)
     raise UnknownInstructionError(f"operand {op} has no 32-bit value")
 
 
 def i32(op: Operand) -> Reader:
     """32 bits, signed."""
     read = u32(op)
-    return lambda t: read(t).view(I32)
+    return lambda w: read(w).view(I32)
 
 
 def f32(op: Operand, word: int = 0) -> Reader:
     """A float with its sign and its bars."""
     read, negate, absolute = bits32(op, word), op.negate, op.absolute
     if not (negate or absolute):
-        return lambda t: read(t).view(F32)
+        return lambda w: read(w).view(F32)
 
-    def signed(t: Team) -> Array:
-        x = read(t).view(F32)
+    def signed(w: Waves) -> Array:
+        x = read(w).view(F32)
         x = np.abs(x) if absolute else x
         return -x if negate else x
 
@@ -81,8 +79,8 @@ def f64(op: Operand) -> Reader:
         return lambda _: constant
     low, high, negate, absolute = bits32(op), bits32(op, 1), op.negate, op.absolute
 
-    def value(t: Team) -> Array:
-        x = (low(t).astype(U64) | (high(t).astype(U64) << U64(32))).view(F64)
+    def value(w: Waves) -> Array:
+        x = (low(w).astype(U64) | (high(w).astype(U64) << U64(32))).view(F64)
         x = np.abs(x) if absolute else x
         return -x if negate else x
 
@@ -93,8 +91,8 @@ def half(op: Operand, shift: int = 0) -> Reader:
     """The float16 in the low or (16) the high half, as float32; a decimal constant stands for itself."""
     read, negate, absolute = bits32(op), op.negate, op.absolute
 
-    def value(t: Team) -> Array:
-        x = read(t).view(F32) if op.floating else from_f16(np.asarray(read(t)) >> U32(shift))
+    def value(w: Waves) -> Array:
+        x = read(w).view(F32) if op.floating else from_f16(np.asarray(read(w)) >> U32(shift))
         x = np.abs(x) if absolute else x
         return -x if negate else x
 
@@ -106,31 +104,31 @@ def u64(op: Operand) -> Reader:
     if op.kind == "s" and op.count > 1:
         index = op.index
         if index % 2 == 0:
-            return lambda t: t.s[:, index : index + 2].view(U64)
+            return lambda w: w.s[:, index : index + 2].view(U64)
     if op.kind == "k":
         value = U64(op.value)
         return lambda _: value
     low = u32(op)
     if op.count < 2:
-        return lambda t: low(t).astype(U64)
+        return lambda w: low(w).astype(U64)
     high = u32(op, 1)
-    return lambda t: low(t).astype(U64) | (high(t).astype(U64) << U64(32))
+    return lambda w: low(w).astype(U64) | (high(w).astype(U64) << U64(32))
 
 
 def lane_mask(op: Operand) -> Reader:
     """A pair of scalar registers as a mask of lanes."""
     if op.kind == "k":
         value = bool(op.value)
-        return lambda t: np.full((t.W, 64), value)
+        return lambda w: np.full((w.W, 64), value)
     index = op.index
-    return lambda t: bits(t.s[:, index : index + 2])
+    return lambda w: bits(w.s[:, index : index + 2])
 
 
-def full(read: Reader) -> Reader:
+def broadcast(read: Reader) -> Reader:
     """Broadcast to [W, 64]; numpy takes its time to find that there is nothing to do."""
 
-    def whole(t: Team) -> Array:
-        x = read(t)
-        return x if x.shape == (t.W, 64) else np.broadcast_to(x, (t.W, 64))
+    def whole(w: Waves) -> Array:
+        x = read(w)
+        return x if x.shape == (w.W, 64) else np.broadcast_to(x, (w.W, 64))
 
     return whole

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Operand
-from rlkernel_rocm.simulator.formats import I32, U8, U16, U32, Array
-from rlkernel_rocm.simulator.team import Team
+from cdna_simulator.assembly import Operand
+from cdna_simulator.formats import I32, U8, U16, U32, Array
+from cdna_simulator.waves import Waves
 
 Lanes = tuple[Array, Array]  # waves [k], lanes [k]
 
@@ -36,28 +36,28 @@ WIDTHS: Final[Mapping[str, Width]] = {
 }  # fmt: skip
 
 
-def put_loaded(t: Team, op: Operand, lanes: Lanes, data: Array, width: Width) -> None:
+def put_loaded(w: Waves, op: Operand, lanes: Lanes, data: Array, width: Width) -> None:
     """Loaded bytes [k, size] into the registers of the lanes they are for."""
     size, signed, half = width
     if size >= 4:
         got = np.ascontiguousarray(data).view(U32)
         for r in range(size // 4):
-            t.v[op.index + r][lanes] = got[:, r]
+            w.v[op.index + r][lanes] = got[:, r]
         return
     narrow = data[:, 0] if size == 1 else np.ascontiguousarray(data).view(U16)[:, 0]
     value = narrow.view(np.int8 if size == 1 else np.int16).astype(I32).view(U32) if signed else narrow.astype(U32)
     if half:
-        held = t.v[op.index][lanes]
+        held = w.v[op.index][lanes]
         value &= U32(0xFFFF)
         value = (held & U32(0xFFFF0000)) | value if half == "low" else (held & U32(0xFFFF)) | value << U32(16)
-    t.v[op.index][lanes] = value
+    w.v[op.index][lanes] = value
 
 
-def taken(t: Team, op: Operand, lanes: Lanes, width: Width) -> Array:
+def stored_bytes(w: Waves, op: Operand, lanes: Lanes, width: Width) -> Array:
     """Bytes [k, size] to be stored."""
     size, _, half = width
     if size >= 4:
-        held = [t.v[op.index + r][lanes] for r in range(size // 4)]
+        held = [w.v[op.index + r][lanes] for r in range(size // 4)]
         return np.stack(held, axis=1).view(U8)
-    value = t.v[op.index][lanes] >> U32(16 if half == "high" else 0)
+    value = w.v[op.index][lanes] >> U32(16 if half == "high" else 0)
     return np.ascontiguousarray(value)[:, None].view(U8)[:, :size]

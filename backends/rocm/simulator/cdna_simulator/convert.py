@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction
-from rlkernel_rocm.simulator.formats import (
+from cdna_simulator.assembly import Instruction
+from cdna_simulator.formats import (
     BF8,
     F32,
     F64,
@@ -21,7 +21,7 @@ from rlkernel_rocm.simulator.formats import (
     I32,
     U32,
     Array,
-    Small,
+    SmallFloat,
     encode,
     fma,
     from_bf16,
@@ -30,16 +30,16 @@ from rlkernel_rocm.simulator.formats import (
     to_f16,
     values,
 )
-from rlkernel_rocm.simulator.lanes import sdwa
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, half, u32, unknown
-from rlkernel_rocm.simulator.team import Team
-from rlkernel_rocm.simulator.vector import Sink, whole_number
+from cdna_simulator.lanes import sdwa
+from cdna_simulator.operands import Reader, Step, f32, half, u32, unknown
+from cdna_simulator.vector import Destination, whole_number
+from cdna_simulator.waves import Waves
 
 Compute = Callable[..., Any]
 FNUZ: Final = frozenset({"gfx940", "gfx941", "gfx942"})
 
 
-def small(kind: str, arch: str) -> Small:
+def small_float(kind: str, arch: str) -> SmallFloat:
     """The format that `fp8`, `bf8` or `fp4` is on an architecture."""
     return FP4 if kind == "fp4" else (FP8 if kind == "fp8" else BF8)[arch in FNUZ]
 
@@ -92,17 +92,17 @@ def _pair(ins: Instruction) -> Step:
     def source(k: int, which: str, sign: str) -> Reader:
         op = ins.operands[k + 1]
         read = f32(op, chosen[which][k] if op.count > 1 else 0)
-        return (lambda t: -read(t)) if chosen[sign][k] else read
+        return (lambda w: -read(w)) if chosen[sign][k] else read
 
     low = [source(k, "op_sel", "neg_lo") for k in range(n)]
     high = [source(k, "op_sel_hi", "neg_hi") for k in range(n)]
     to, compute = ins.operands[0].index, PAIRS[ins.name]
 
-    def step(t: Team) -> None:
-        x = np.asarray(compute(*[r(t) for r in low]), F32)
-        y = np.asarray(compute(*[r(t) for r in high]), F32)
-        t.put(to, x.view(U32))
-        t.put(to + 1, y.view(U32))
+    def step(w: Waves) -> None:
+        x = np.asarray(compute(*[r(w) for r in low]), F32)
+        y = np.asarray(compute(*[r(w) for r in high]), F32)
+        w.put(to, x.view(U32))
+        w.put(to + 1, y.view(U32))
 
     return step
 
@@ -113,10 +113,10 @@ def _pair_move(ins: Instruction) -> Step:
     sel = ins.bits("op_sel", 2, 0)
     reads = [u32(op, s if op.count > 1 else 0) for op, s in ((a, sel[0]), (b, sel[1]))]
 
-    def step(t: Team) -> None:
-        x, y = (np.array(r(t)) for r in reads)
-        t.put(to.index, x)
-        t.put(to.index + 1, y)
+    def step(w: Waves) -> None:
+        x, y = (np.array(r(w)) for r in reads)
+        w.put(to.index, x)
+        w.put(to.index + 1, y)
 
     return step
 
@@ -126,16 +126,16 @@ def _halves(ins: Instruction) -> Step:
     chosen = {m: ins.bits(m, n, int(m == "op_sel_hi")) for m in _SOURCES}
     reads, compute = [u32(o) for o in ins.operands[1:]], HALVES[ins.name]
 
-    def part(t: Team, which: str, sign: str) -> Array:
+    def part(w: Waves, which: str, sign: str) -> Array:
         xs = [
-            from_f16(np.asarray(r(t)) >> U32(16 * s)).astype(np.float16)
+            from_f16(np.asarray(r(w)) >> U32(16 * s)).astype(np.float16)
             for r, s in zip(reads, chosen[which], strict=True)
         ]
         return np.asarray(compute(*[-x if m else x for x, m in zip(xs, chosen[sign], strict=True)])).view(np.uint16)
 
-    def step(t: Team) -> None:
-        low, high = part(t, "op_sel", "neg_lo"), part(t, "op_sel_hi", "neg_hi")
-        t.put(ins.operands[0].index, low.astype(U32) | high.astype(U32) << U32(16))
+    def step(w: Waves) -> None:
+        low, high = part(w, "op_sel", "neg_lo"), part(w, "op_sel_hi", "neg_hi")
+        w.put(ins.operands[0].index, low.astype(U32) | high.astype(U32) << U32(16))
 
     return step
 
@@ -148,12 +148,12 @@ def _short_pair(ins: Instruction) -> Step:
     halves = ins.bits("op_sel", 2, 0), ins.bits("op_sel_hi", 2, 1)
     clamp = "clamp" in ins.modifiers
 
-    def part(t: Team, chosen: list[int]) -> Array:
-        xs = [(np.asarray(r(t)) >> U32(16 * s) & U32(0xFFFF)).astype(I32) for r, s in zip(reads, chosen, strict=True)]
+    def part(w: Waves, chosen: list[int]) -> Array:
+        xs = [(np.asarray(r(w)) >> U32(16 * s) & U32(0xFFFF)).astype(I32) for r, s in zip(reads, chosen, strict=True)]
         out = np.clip(compute(*xs), 0, 0xFFFF) if clamp else compute(*xs) & I32(0xFFFF)
         return out.astype(U32)
 
-    return lambda t: t.put(to, part(t, halves[0]) | part(t, halves[1]) << U32(16))
+    return lambda w: w.put(to, part(w, halves[0]) | part(w, halves[1]) << U32(16))
 
 
 def _half_arithmetic(ins: Instruction) -> Step:
@@ -162,7 +162,7 @@ def _half_arithmetic(ins: Instruction) -> Step:
     if ins.modifiers or ins.encoding in {"dpp", "sdwa"}:
         raise unknown(ins)
     reads = [half(o) for o in ins.operands[1:]]
-    return lambda t: t.put(to, to_f16(np.asarray(compute(*[r(t) for r in reads]), F32)))
+    return lambda w: w.put(to, to_f16(np.asarray(compute(*[r(w) for r in reads]), F32)))
 
 
 def _bit_table(ins: Instruction) -> Step:
@@ -170,13 +170,13 @@ def _bit_table(ins: Instruction) -> Step:
     table, reads = ins.number("bitop3"), [u32(o) for o in ins.operands[1:]]
     half = ins.name.endswith("16")
 
-    def step(t: Team) -> None:
-        a, b, c = (r(t) for r in reads)
+    def step(w: Waves) -> None:
+        a, b, c = (r(w) for r in reads)
         out = U32(0)
         for k in range(8):
             if table >> k & 1:
                 out = out | (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
-        t.put(ins.operands[0].index, out & U32(0xFFFF) if half else out)
+        w.put(ins.operands[0].index, out & U32(0xFFFF) if half else out)
 
     return step
 
@@ -194,13 +194,13 @@ def _mixed(ins: Instruction) -> Step:
 
     reads, to = [source(k) for k in range(3)], ins.operands[0].index
     if ins.name == "v_fma_mix_f32":
-        return lambda t: t.put(to, fma(*[r(t) for r in reads]).view(U32))
+        return lambda w: w.put(to, fma(*[r(w) for r in reads]).view(U32))
     low = ins.name == "v_fma_mixlo_f16"
 
-    def to_half(t: Team) -> None:
-        bits = to_f16(fma(*[r(t) for r in reads]))
-        held = t.v[to]
-        t.put(to, (held & U32(0xFFFF0000)) | bits if low else (held & U32(0xFFFF)) | bits << U32(16))
+    def to_half(w: Waves) -> None:
+        bits = to_f16(fma(*[r(w) for r in reads]))
+        held = w.v[to]
+        w.put(to, (held & U32(0xFFFF0000)) | bits if low else (held & U32(0xFFFF)) | bits << U32(16))
 
     return to_half
 
@@ -210,12 +210,12 @@ def _to_small(ins: Instruction, kind: str) -> Step:
     to, a, b = ins.operands[0].index, f32(ins.operands[1]), f32(ins.operands[2])
     high = ins.bits("op_sel", 3, 0)[2] == 1
 
-    def step(t: Team) -> None:
-        form = small(kind, t.arch)
-        low8, high8 = (encode(np.asarray(r(t)), form, saturate=t.saturate) for r in (a, b))
+    def step(w: Waves) -> None:
+        form = small_float(kind, w.arch)
+        low8, high8 = (encode(np.asarray(r(w)), form, saturate=w.saturate) for r in (a, b))
         pair = low8 | high8 << U32(8)
-        held = t.v[to]
-        t.put(to, (held & U32(0xFFFF)) | pair << U32(16) if high else (held & U32(0xFFFF0000)) | pair)
+        held = w.v[to]
+        w.put(to, (held & U32(0xFFFF)) | pair << U32(16) if high else (held & U32(0xFFFF0000)) | pair)
 
     return step
 
@@ -229,11 +229,11 @@ def _from_small(ins: Instruction, kind: str, *, pair: bool) -> Step:
     shift = U32(16 * sel[0] if pair else 8 * (2 * sel[1] + sel[0]))
     to = ins.operands[0].index
 
-    def step(t: Team) -> None:
-        table, x = values(small(kind, t.arch)), np.asarray(read(t)) >> shift
-        t.put(to, table[x & U32(255)].view(U32))
+    def step(w: Waves) -> None:
+        table, x = values(small_float(kind, w.arch)), np.asarray(read(w)) >> shift
+        w.put(to, table[x & U32(255)].view(U32))
         if pair:
-            t.put(to + 1, table[x >> U32(8) & U32(255)].view(U32))
+            w.put(to + 1, table[x >> U32(8) & U32(255)].view(U32))
 
     return step
 
@@ -244,32 +244,32 @@ def _scaled_small(ins: Instruction, to_kind: str, from_kind: str) -> Step:
     if to_kind in {"fp8", "bf8", "fp4"} and from_kind == "f32":
         a, b, scale = (f32(o) for o in ops[1:4])
         to = ops[0].index
-        bits = small(to_kind, "gfx950").bits
+        bits = small_float(to_kind, "gfx950").bits
         width = 2 * bits
         at = (sel[3] * 16) if bits == 8 else 8 * (sel[2] + 2 * sel[3])
 
-        def pack(t: Team) -> None:
-            form, s = small(to_kind, t.arch), _power(scale(t))
-            codes = [encode((np.asarray(r(t), F64) / s).astype(F32), form, saturate=t.saturate) for r in (a, b)]
+        def pack(w: Waves) -> None:
+            form, s = small_float(to_kind, w.arch), _power(scale(w))
+            codes = [encode((np.asarray(r(w), F64) / s).astype(F32), form, saturate=w.saturate) for r in (a, b)]
             pair = (codes[0] | codes[1] << U32(bits)) << U32(at)
-            t.put(to, (t.v[to] & ~U32(((1 << width) - 1) << at)) | pair)
+            w.put(to, (w.v[to] & ~U32(((1 << width) - 1) << at)) | pair)
 
         return pack
     if from_kind in {"fp8", "bf8", "fp4"} and to_kind in {"f32", "bf16", "f16"}:
         read, scale, to = u32(ops[1]), f32(ops[2]), ops[0].index
-        bits = small(from_kind, "gfx950").bits
+        bits = small_float(from_kind, "gfx950").bits
         at = 16 * sel[0] if bits == 8 else 8 * (sel[0] + 2 * sel[1])
 
-        def unpack_(t: Team) -> None:
-            table, x, s = values(small(from_kind, t.arch)), np.asarray(read(t)) >> U32(at), _power(scale(t))
+        def unpack_(w: Waves) -> None:
+            table, x, s = values(small_float(from_kind, w.arch)), np.asarray(read(w)) >> U32(at), _power(scale(w))
             mask = U32((1 << bits) - 1)
             low, high = ((table[x >> U32(k) & mask] * s).astype(F32) for k in (0, bits))
             if to_kind == "f32":
-                t.put(to, low.view(U32))
-                t.put(to + 1, high.view(U32))
+                w.put(to, low.view(U32))
+                w.put(to + 1, high.view(U32))
             else:
                 bits_of = to_bf16 if to_kind == "bf16" else to_f16
-                t.put(to, bits_of(low) | bits_of(high) << U32(16))
+                w.put(to, bits_of(low) | bits_of(high) << U32(16))
 
         return unpack_
     raise unknown(ins)
@@ -285,7 +285,7 @@ def bind(ins: Instruction) -> Step | None:
     """The function that executes an instruction of this module; None for any other."""
     name = ins.name
     if name in FROM_F32 or name in TO_F32:
-        sink, to_bits = Sink(ins), name in FROM_F32
+        destination, to_bits = Destination(ins), name in FROM_F32
         compute = (FROM_F32 if to_bits else TO_F32)[name]
         read = (f32 if to_bits else half if name == "v_cvt_f32_f16" else u32)(ins.operands[1])
         if ins.encoding == "sdwa":
@@ -293,16 +293,16 @@ def bind(ins: Instruction) -> Step | None:
                 raise unknown(ins)
             if name == "v_cvt_f32_f16":
                 part = sdwa(ins, 0, u32(ins.operands[1]))
-                read = lambda t: from_f16(np.asarray(part(t)))  # noqa: E731 one of several readers
+                read = lambda w: from_f16(np.asarray(part(w)))  # noqa: E731 one of several readers
             elif not to_bits:
                 read = sdwa(ins, 0, read)
         elif ins.encoding == "dpp" or "op_sel" in ins.modifiers:
             raise unknown(ins)
-        return lambda t: sink.put(t, compute(read(t)))
+        return lambda w: destination.put(w, compute(read(w)))
     if name in PACK:
         a, b, bits = f32(ins.operands[1]), f32(ins.operands[2]), PACK[name]
         to = ins.operands[0].index
-        return lambda t: t.put(to, bits(np.asarray(a(t))) | bits(np.asarray(b(t))) << U32(16))
+        return lambda w: w.put(to, bits(np.asarray(a(w))) | bits(np.asarray(b(w))) << U32(16))
     for table, binder in ((PAIRS, _pair), (HALVES, _halves), (SHORTS, _short_pair), (HALF, _half_arithmetic)):
         if name in table:
             return binder(ins)

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, I32, I64, U32, U64, Array, from_f16
-from rlkernel_rocm.simulator.lanes import dpp, sdwa
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, f64, full, half, lane_mask, u32, u64, unknown
-from rlkernel_rocm.simulator.team import EXEC, VCC, Team
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.formats import F32, I32, I64, U32, U64, Array, from_f16
+from cdna_simulator.lanes import dpp, sdwa
+from cdna_simulator.operands import Reader, Step, broadcast, f32, f64, half, lane_mask, u32, u64, unknown
+from cdna_simulator.waves import EXEC, VCC, Waves
 
 Compute = Callable[..., Any]
 _VCC: Final = Operand("s", VCC, 2)
@@ -81,8 +81,8 @@ def _half_of_sdwa(ins: Instruction, source: int) -> Reader:
     op = ins.operands[1 + source]
     part = sdwa(ins, source, u32(op._replace(negate=False, absolute=False)))
 
-    def read(t: Team) -> Array:
-        x = from_f16(np.asarray(part(t)))
+    def read(w: Waves) -> Array:
+        x = from_f16(np.asarray(part(w)))
         x = np.abs(x) if op.absolute else x
         return -x if op.negate else x
 
@@ -125,11 +125,11 @@ def _comparison(ins: Instruction, test: str, kind: str) -> Step:
     first, second = reads
     writes_exec = ins.name.startswith("v_cmpx")
 
-    def step(t: Team) -> None:
-        found = compute(first(t), second(t))
-        t.put_lanes(to, found)
+    def step(w: Waves) -> None:
+        found = compute(first(w), second(w))
+        w.put_lanes(to, found)
         if writes_exec:
-            t.put_lanes(EXEC, found)
+            w.put_lanes(EXEC, found)
 
     return step
 
@@ -139,18 +139,18 @@ def _select(ins: Instruction) -> Step:
     ops = ins.operands
     mask = lane_mask(ops[3] if len(ops) > 3 else _VCC)
     floats = [f32(o) for o in ops[1:3]]
-    reads: list[Reader] = [lambda t, r=r: np.asarray(r(t)).view(U32) for r in floats]  # type: ignore[misc]
+    reads: list[Reader] = [lambda w, r=r: np.asarray(r(w)).view(U32) for r in floats]  # type: ignore[misc]
     if ins.encoding == "sdwa":
         reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     if ins.encoding == "dpp":
-        first = dpp(ins, full(reads[0]))
+        first = dpp(ins, broadcast(reads[0]))
 
-        def moved(t: Team) -> None:
-            value, enable = first(t)
-            t.put(ops[0].index, np.where(mask(t), reads[1](t), value), enable)
+        def moved(w: Waves) -> None:
+            value, enable = first(w)
+            w.put(ops[0].index, np.where(mask(w), reads[1](w), value), enable)
 
         return moved
-    return lambda t: t.put(ops[0].index, np.where(mask(t), reads[1](t), reads[0](t)))
+    return lambda w: w.put(ops[0].index, np.where(mask(w), reads[1](w), reads[0](w)))
 
 
 # name -> (sign of each operand and of the carry in, or None without one)
@@ -174,12 +174,12 @@ def _sum(ins: Instruction) -> Step:
     elif ins.encoding in {"dpp", "sdwa"} or ins.modifiers:
         raise unknown(ins)
 
-    def step(t: Team) -> None:
-        total = np.asarray(a(t)).astype(I64) * sign_a + np.asarray(b(t)).astype(I64) * sign_b
+    def step(w: Waves) -> None:
+        total = np.asarray(a(w)).astype(I64) * sign_a + np.asarray(b(w)).astype(I64) * sign_b
         if carried is not None:
-            total = total + carry * carried(t)
-        t.put(to.index, (total & 0xFFFFFFFF).astype(U32))
-        t.put_lanes(out.index, (total < 0) | (total > 0xFFFFFFFF))
+            total = total + carry * carried(w)
+        w.put(to.index, (total & 0xFFFFFFFF).astype(U32))
+        w.put_lanes(out.index, (total < 0) | (total > 0xFFFFFFFF))
 
     return step
 
@@ -190,9 +190,9 @@ def _multiply_wide(ins: Instruction) -> Step:
     signed = ins.name == "v_mad_i64_i32"
     a, b, c = u32(ops[0]), u32(ops[1]), u64(ops[2])
 
-    def step(t: Team) -> None:
-        x, y = np.asarray(a(t)), np.asarray(b(t))
-        plus = np.asarray(c(t))
+    def step(w: Waves) -> None:
+        x, y = np.asarray(a(w)), np.asarray(b(w))
+        plus = np.asarray(c(w))
         if signed:
             product = x.view(I32).astype(I64) * y.view(I32).astype(I64)
             total = (product + plus.view(I64)).view(U64)
@@ -200,8 +200,8 @@ def _multiply_wide(ins: Instruction) -> Step:
         else:
             total = x.astype(U64) * y.astype(U64) + plus
             beyond = total < plus
-        t.put64(to.index, np.broadcast_to(total, (t.W, 64)))
-        t.put_lanes(out.index, beyond)
+        w.put64(to.index, np.broadcast_to(total, (w.W, 64)))
+        w.put_lanes(out.index, beyond)
 
     return step
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import toy_kernels as toy
 
-from rlkernel_rocm.simulator import (
+from cdna_simulator import (
     HangError,
     Kernel,
     Machine,
@@ -18,8 +18,8 @@ from rlkernel_rocm.simulator import (
     UnsupportedKernelError,
     read,
 )
-from rlkernel_rocm.simulator.assembly import instruction
-from rlkernel_rocm.simulator.machine import bind
+from cdna_simulator.assembly import instruction
+from cdna_simulator.machine import bind
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 V = 700
@@ -84,13 +84,13 @@ def test_every_instruction_of_every_shipped_build_is_known() -> None:
 
 
 def test_a_kernel_that_does_not_end_is_stopped(monkeypatch) -> None:
-    monkeypatch.setattr("rlkernel_rocm.simulator.machine.LIMIT", 5000)
+    monkeypatch.setattr("cdna_simulator.machine.LIMIT", 5000)
     with pytest.raises(HangError, match="5000 instructions"):
         softmax("gfx942", lambda text: text.replace("\ts_endpgm", ".Lagain:\n\ts_branch .Lagain", 1))
 
 
 def test_a_loop_with_a_barrier_in_it_is_stopped(monkeypatch) -> None:
-    monkeypatch.setattr("rlkernel_rocm.simulator.machine.LIMIT", 5000)
+    monkeypatch.setattr("cdna_simulator.machine.LIMIT", 5000)
     with pytest.raises(HangError, match="5000 instructions"):
         softmax(
             "gfx942",
@@ -125,7 +125,7 @@ def test_too_many_arguments_are_refused() -> None:
     ("arch", "fnuz", "instruction"), [("gfx942", True, "mfma_f32_32x32x16_fp8"), ("gfx950", False, "f8f6f4")]
 )
 def test_an_fp8_product_with_the_tables_swapped_is_wrong_by_a_factor_of_four(arch, fnuz, instruction) -> None:
-    from rlkernel_rocm.simulator.formats import FP8, encode, values
+    from cdna_simulator.formats import FP8, encode, values
 
     types = dict.fromkeys("ab", "*fp8e4b8" if fnuz else "*fp8e4nv") | {"c": "*fp32"}
     made = toy.compiled(arch, toy.product, types, {"M": 32, "K": 64})

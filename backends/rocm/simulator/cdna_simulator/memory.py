@@ -1,6 +1,6 @@
 """Memory in which every access is held against what the launch was given: global memory and LDS.
 
-A `Bank` is one stretch of bytes that waves gather from and scatter to; `GlobalMemory` is a set of banks at addresses.
+A `Region` is one stretch of bytes that waves gather from and scatter to; `GlobalMemory` is several, at addresses.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from rlkernel_rocm.simulator.faults import OutOfBoundsError
-from rlkernel_rocm.simulator.formats import I64, U8, U16, U32, Array
+from cdna_simulator.errors import OutOfBoundsError
+from cdna_simulator.formats import I64, U8, U16, U32, Array
 
 _UNITS = ((4, U32), (2, U16), (1, U8))
 
 
-class Bank:
+class Region:
     """Bytes, of which those in [low, high) may be touched."""
 
     def __init__(self, data: Array, base: int = 0, low: int = 0, high: int | None = None) -> None:
@@ -52,29 +52,29 @@ class GlobalMemory:
     """The stretches of memory that a launch may touch."""
 
     def __init__(self) -> None:
-        self._banks: list[Bank] = []
+        self._regions: list[Region] = []
         self._low = np.empty(0, I64)
         self._high = np.empty(0, I64)
 
-    def add(self, bank: Bank) -> None:
+    def add(self, region: Region) -> None:
         """Allow a stretch; the same one may come twice, others may touch and may not overlap."""
-        if bank.low == bank.high or any(bank is b for b in self._banks):
+        if region.low == region.high or any(region is b for b in self._regions):
             return
-        self._banks = sorted([*self._banks, bank], key=lambda b: b.low)
-        self._low = np.array([b.low for b in self._banks], I64)
-        self._high = np.array([b.high for b in self._banks], I64)
+        self._regions = sorted([*self._regions, region], key=lambda b: b.low)
+        self._low = np.array([b.low for b in self._regions], I64)
+        self._high = np.array([b.high for b in self._regions], I64)
 
     def read(self, addresses: Array, size: int) -> Array:
         """[k, size] bytes at [k] addresses."""
         out = np.empty((len(addresses), size), U8)
-        for bank, which in self._spread(addresses, size):
-            out[which] = bank.read(addresses[which], size)
+        for region, which in self._spread(addresses, size):
+            out[which] = region.read(addresses[which], size)
         return out
 
     def write(self, addresses: Array, data: Array) -> None:
         """Store [k, size] bytes at [k] addresses."""
-        for bank, which in self._spread(addresses, data.shape[1]):
-            bank.write(addresses[which], data[which])
+        for region, which in self._spread(addresses, data.shape[1]):
+            region.write(addresses[which], data[which])
 
     def update(self, addresses: Array, operate: Callable[[int, Any], Any], kind: Any) -> Array:
         """One read-modify-write after another, in the order of the addresses; returns what was there.
@@ -92,7 +92,7 @@ class GlobalMemory:
             self.write(at, np.array([[operate(i, old[i])]], kind).view(U8))
         return old
 
-    def _spread(self, addresses: Array, size: int) -> list[tuple[Bank, Any]]:
+    def _spread(self, addresses: Array, size: int) -> list[tuple[Region, Any]]:
         """Banks and which of the addresses lie in each."""
         if not len(addresses):
             return []
@@ -102,11 +102,11 @@ class GlobalMemory:
             raise OutOfBoundsError(self._outside(int(addresses[outside][0]), size))
         first = int(place[0])
         if (place == first).all():
-            return [(self._banks[first], slice(None))]
-        return [(self._banks[i], place == i) for i in np.unique(place)]
+            return [(self._regions[first], slice(None))]
+        return [(self._regions[i], place == i) for i in np.unique(place)]
 
     def _outside(self, address: int, size: int) -> str:
-        near = min(self._banks, key=lambda b: min(abs(address - b.low), abs(address - b.high)), default=None)
+        near = min(self._regions, key=lambda b: min(abs(address - b.low), abs(address - b.high)), default=None)
         if near is None:
             return f"{size} bytes at {address:#x}, and the launch was given no memory"
         return (

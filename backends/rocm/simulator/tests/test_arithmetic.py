@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from assembled import floats, run, team
+from assembled import floats, run, waves
 
-from rlkernel_rocm.simulator import UnknownInstructionError
-from rlkernel_rocm.simulator.formats import BF8, FP4, FP8, encode, fma, to_bf16, values
+from cdna_simulator import UnknownInstructionError
+from cdna_simulator.formats import BF8, FP4, FP8, encode, fma, to_bf16, values
 
 LANES = np.arange(64, dtype=np.uint32)
 F32 = np.float32
@@ -42,10 +42,10 @@ F32 = np.float32
     ],
 )
 def test_scalar_results_and_their_condition_bit(line, a, b, want, scc) -> None:
-    t = team()
-    t.s[:, 0], t.s[:, 1] = a, b
-    run(t, line)
-    assert (int(t.s[0, 2]), bool(t.scc[0, 0])) == (want, scc)
+    w = waves()
+    w.s[:, 0], w.s[:, 1] = a, b
+    run(w, line)
+    assert (int(w.s[0, 2]), bool(w.scc[0, 0])) == (want, scc)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_scalar_results_and_their_condition_bit(line, a, b, want, scc) -> None:
     ],
 )
 def test_scalar_comparisons(line, want) -> None:
-    t = team()
-    t.s[:, 0], t.s[:, 1] = 0xFFFFFFFF, 2
-    assert bool(run(t, line).scc[0, 0]) is want
+    w = waves()
+    w.s[:, 0], w.s[:, 1] = 0xFFFFFFFF, 2
+    assert bool(run(w, line).scc[0, 0]) is want
 
 
 def test_exec_is_saved_narrowed_and_restored() -> None:
-    t = team()
-    t.s[:, 4:6] = [[0xF, 0]]
-    run(t, "s_and_saveexec_b64 s[8:9], s[4:5]", "v_mov_b32_e32 v1, 7")
-    assert np.flatnonzero(t.v[1][0]).tolist() == [0, 1, 2, 3]
-    run(t, "s_or_b64 exec, exec, s[8:9]", "v_mov_b32_e32 v1, 9")
-    assert (t.v[1] == 9).all()
+    w = waves()
+    w.s[:, 4:6] = [[0xF, 0]]
+    run(w, "s_and_saveexec_b64 s[8:9], s[4:5]", "v_mov_b32_e32 v1, 7")
+    assert np.flatnonzero(w.v[1][0]).tolist() == [0, 1, 2, 3]
+    run(w, "s_or_b64 exec, exec, s[8:9]", "v_mov_b32_e32 v1, 9")
+    assert (w.v[1] == 9).all()
 
 
 @pytest.mark.parametrize(
@@ -98,94 +98,94 @@ def test_exec_is_saved_narrowed_and_restored() -> None:
     ],
 )  # fmt: skip
 def test_integer_lanes(line, want) -> None:
-    t = team()
-    t.v[1][...], t.v[2][...], t.v[3][...] = LANES, LANES << 26, ~LANES
-    run(t, line)
-    assert t.v[4][0].tolist() == np.asarray(want).astype(np.uint32).tolist()
+    w = waves()
+    w.v[1][...], w.v[2][...], w.v[3][...] = LANES, LANES << 26, ~LANES
+    run(w, line)
+    assert w.v[4][0].tolist() == np.asarray(want).astype(np.uint32).tolist()
 
 
 def test_a_sum_of_64_bits_carries() -> None:
-    t = team()
-    t.v[1][...], t.v[2][...] = 0xFFFFFFFF, 1
-    run(t, "v_add_co_u32_e32 v4, vcc, v1, v2", "v_addc_co_u32_e32 v5, vcc, v1, v2, vcc")
-    assert (set(t.v[4][0]), set(t.v[5][0])) == ({0}, {1})
-    run(t, "v_mad_u64_u32 v[6:7], s[0:1], v1, v1, 0")
-    assert (set(t.v[6][0]), set(t.v[7][0])) == ({1}, {0xFFFFFFFE})
+    w = waves()
+    w.v[1][...], w.v[2][...] = 0xFFFFFFFF, 1
+    run(w, "v_add_co_u32_e32 v4, vcc, v1, v2", "v_addc_co_u32_e32 v5, vcc, v1, v2, vcc")
+    assert (set(w.v[4][0]), set(w.v[5][0])) == ({0}, {1})
+    run(w, "v_mad_u64_u32 v[6:7], s[0:1], v1, v1, 0")
+    assert (set(w.v[6][0]), set(w.v[7][0])) == ({1}, {0xFFFFFFFE})
 
 
 def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
-    t = team()
-    t.v[0][...], t.v[1][...] = 0xFFFFFF80, 0x80123456
-    run(t, "v_add_co_u32_sdwa v2, vcc, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_3")
-    assert (t.v[2][0, 0], t.s[0, 106]) == (0, 0xFFFFFFFF)
+    w = waves()
+    w.v[0][...], w.v[1][...] = 0xFFFFFF80, 0x80123456
+    run(w, "v_add_co_u32_sdwa v2, vcc, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:BYTE_3")
+    assert (w.v[2][0, 0], w.s[0, 106]) == (0, 0xFFFFFFFF)
 
 
 def test_a_sum_of_floats_goes_to_the_byte_that_sdwa_names() -> None:
     """Adding 2^23 leaves a whole number in the low bits of a float: quantisers store it so."""
-    t = team()
-    t.v[1][...], t.v[2][...] = np.float32(2**23).view(np.uint32), (LANES.astype(np.float32)).view(np.uint32)
-    t.v[4][...] = t.v[5][...] = 0x11223344
+    w = waves()
+    w.v[1][...], w.v[2][...] = np.float32(2**23).view(np.uint32), (LANES.astype(np.float32)).view(np.uint32)
+    w.v[4][...] = w.v[5][...] = 0x11223344
     selected = "dst_sel:BYTE_3 dst_unused:{} src0_sel:DWORD src1_sel:DWORD"
-    run(t, f"v_add_f32_sdwa v4, v1, v2 {selected.format('UNUSED_PAD')}")
-    run(t, f"v_add_f32_sdwa v5, v1, v2 {selected.format('UNUSED_PRESERVE')}")
-    assert t.v[4][0].tolist() == (LANES << 24).tolist()
-    assert t.v[5][0].tolist() == (LANES << 24 | 0x223344).tolist()
+    run(w, f"v_add_f32_sdwa v4, v1, v2 {selected.format('UNUSED_PAD')}")
+    run(w, f"v_add_f32_sdwa v5, v1, v2 {selected.format('UNUSED_PRESERVE')}")
+    assert w.v[4][0].tolist() == (LANES << 24).tolist()
+    assert w.v[5][0].tolist() == (LANES << 24 | 0x223344).tolist()
 
 
 def test_a_comparison_of_halves_takes_those_that_sdwa_names() -> None:
-    t = team()
-    t.v[0][...], t.v[1][...] = 0x7E00_3C00, 0xBC00_4000  # (1, NaN) and (2, -1), low half first
-    run(t, "v_cmp_o_f16_sdwa s[0:1], v0, v0 src0_sel:WORD_1 src1_sel:WORD_1")
-    run(t, "v_cmp_eq_f16_sdwa s[2:3], v0, |v1| src0_sel:WORD_0 src1_sel:WORD_1")
-    assert t.s[0, 0:4].tolist() == [0, 0, 0xFFFFFFFF, 0xFFFFFFFF]
+    w = waves()
+    w.v[0][...], w.v[1][...] = 0x7E00_3C00, 0xBC00_4000  # (1, NaN) and (2, -1), low half first
+    run(w, "v_cmp_o_f16_sdwa s[0:1], v0, v0 src0_sel:WORD_1 src1_sel:WORD_1")
+    run(w, "v_cmp_eq_f16_sdwa s[2:3], v0, |v1| src0_sel:WORD_0 src1_sel:WORD_1")
+    assert w.s[0, 0:4].tolist() == [0, 0, 0xFFFFFFFF, 0xFFFFFFFF]
 
 
 def test_small_integers_become_halves() -> None:
-    t = team()
-    t.v[0][...] = 0x1234_00FE
-    run(t, "v_cvt_f16_i16_sdwa v1, sext(v0) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0")
-    run(t, "v_cvt_f16_u16_e32 v2, v0")
-    assert [t.v[i][0, 0] for i in (1, 2)] == [0xC000, 0x5BF0]
+    w = waves()
+    w.v[0][...] = 0x1234_00FE
+    run(w, "v_cvt_f16_i16_sdwa v1, sext(v0) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0")
+    run(w, "v_cvt_f16_u16_e32 v2, v0")
+    assert [w.v[i][0, 0] for i in (1, 2)] == [0xC000, 0x5BF0]
 
 
 def test_a_shift_of_halves_keeps_the_sign() -> None:
-    t = team()
-    t.v[0][...], t.v[1][...] = 0xFF13, 0x8000_7000
-    run(t, "v_ashrrev_i16_sdwa v2, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:WORD_1")
-    assert t.v[2][0, 0] == 0xF000
+    w = waves()
+    w.v[0][...], w.v[1][...] = 0xFF13, 0x8000_7000
+    run(w, "v_ashrrev_i16_sdwa v2, v0, v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:WORD_1")
+    assert w.v[2][0, 0] == 0xF000
 
 
 def test_signs_bars_and_output_modifiers() -> None:
-    t = team()
-    t.v[1].view(F32)[...] = -3
-    run(t, "v_add_f32_e64 v4, |v1|, -v1 mul:2", "v_mul_f32_e64 v5, v1, v1 clamp")
-    assert (set(floats(t, 4)[0]), set(floats(t, 5)[0])) == ({12.0}, {1.0})
+    w = waves()
+    w.v[1].view(F32)[...] = -3
+    run(w, "v_add_f32_e64 v4, |v1|, -v1 mul:2", "v_mul_f32_e64 v5, v1, v1 clamp")
+    assert (set(floats(w, 4)[0]), set(floats(w, 5)[0])) == ({12.0}, {1.0})
 
 
 def test_signs_and_bars_of_halves_are_heeded_and_those_of_bits_refused() -> None:
-    t = team()
-    t.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
-    run(t, "v_cvt_f32_f16_e64 v4, -v1", "v_cvt_f32_f16_sdwa v5, v1 src0_sel:WORD_1")
-    run(t, "v_cndmask_b32_e64 v6, v4, -v4, s[0:1]", "v_cvt_f32_f16_e64 v7, -|v1|")
-    assert [floats(t, i)[0, 0] for i in (4, 5, 6, 7)] == [-3.0, 0.5, -3.0, -3.0]
+    w = waves()
+    w.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
+    run(w, "v_cvt_f32_f16_e64 v4, -v1", "v_cvt_f32_f16_sdwa v5, v1 src0_sel:WORD_1")
+    run(w, "v_cndmask_b32_e64 v6, v4, -v4, s[0:1]", "v_cvt_f32_f16_e64 v7, -|v1|")
+    assert [floats(w, i)[0, 0] for i in (4, 5, 6, 7)] == [-3.0, 0.5, -3.0, -3.0]
     with pytest.raises(UnknownInstructionError, match="sign or bars"):
-        run(t, "v_add_u32_e64 v4, -v1, v2")
+        run(w, "v_add_u32_e64 v4, -v1, v2")
 
 
 def test_a_multiply_add_mixes_floats_and_halves() -> None:
-    t = team()
-    t.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
-    t.v[2].view(F32)[...] = 10
+    w = waves()
+    w.v[1][...] = np.array([np.float16(3), np.float16(0.5)]).view(np.uint32)
+    w.v[2].view(F32)[...] = 10
     run(
-        t,
+        w,
         "v_fma_mix_f32 v4, v1, v2, v2 op_sel_hi:[1,0,0]",
         "v_fma_mix_f32 v5, v1, v2, neg(0) op_sel:[1,0,0] op_sel_hi:[1,0,1]",
         "v_fma_mix_f32 v6, -v1, 1.0, |v1| op_sel:[1,0,0] op_sel_hi:[1,1,1]",
         "v_fma_mixlo_f16 v7, v1, v2, neg(0) op_sel_hi:[1,0,1]",
         "v_fma_mixhi_f16 v7, v1, v2, 0 op_sel:[1,0,0] op_sel_hi:[1,0,1]",
     )
-    assert t.v[7][0, :1].view(np.float16).tolist() == [30.0, 5.0]
-    assert [floats(t, i)[0, 0] for i in (4, 5, 6)] == [40.0, 5.0, 2.5]
+    assert w.v[7][0, :1].view(np.float16).tolist() == [30.0, 5.0]
+    assert [floats(w, i)[0, 0] for i in (4, 5, 6)] == [40.0, 5.0, 2.5]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -215,14 +215,14 @@ def test_a_sum_exactly_between_two_floats_is_rounded_by_what_lies_below() -> Non
 
 def test_exact_division_as_compilers_write_it() -> None:
     """The sequence that LLVM emits for a / b gives the rounded quotient, where it is tiny, too."""
-    t = team()
+    w = waves()
     rng = np.random.default_rng(0)
     a = np.ldexp(rng.standard_normal(64), rng.integers(-120, 120, 64)).astype(F32)
     b = np.ldexp(rng.standard_normal(64), rng.integers(-120, 120, 64)).astype(F32)
     a[:4], b[:4] = [0, 1, np.inf, 1], [1, 0, 2, np.nan]
-    t.v[1].view(F32)[...], t.v[2].view(F32)[...] = a, b
+    w.v[1].view(F32)[...], w.v[2].view(F32)[...] = a, b
     run(
-        t,
+        w,
         "v_div_scale_f32 v4, s[0:1], v2, v2, v1",
         "v_rcp_f32_e32 v5, v4",
         "v_fma_f32 v6, -v4, v5, 1.0",
@@ -237,7 +237,7 @@ def test_exact_division_as_compilers_write_it() -> None:
     )
     with np.errstate(all="ignore"):
         want = (a.astype(np.float64) / b).astype(F32)
-    np.testing.assert_array_equal(floats(t, 4)[0], want)
+    np.testing.assert_array_equal(floats(w, 4)[0], want)
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ def test_exact_division_as_compilers_write_it() -> None:
     ],
 )
 def test_comparisons_write_a_bit_for_every_active_lane(line, want) -> None:
-    t = team()
+    w = waves()
     x = np.resize(
         np.array([0, 5, 8, 0x80000001, 0x7F800000, 0xFF800000, 0x7FC00000, 0x3F803F80, 0x7F01], np.uint32), 64
     )
-    t.v[1][...] = x
-    run(t, "s_mov_b64 exec, 0xffff", line)
-    bits = np.unpackbits(t.s[:, 0:2].copy().view(np.uint8), bitorder="little").astype(bool)
+    w.v[1][...] = x
+    run(w, "s_mov_b64 exec, 0xffff", line)
+    bits = np.unpackbits(w.s[:, 0:2].copy().view(np.uint8), bitorder="little").astype(bool)
     assert bits.tolist() == (want(x) & (LANES < 16)).tolist()
 
 
@@ -269,12 +269,12 @@ def test_comparisons_write_a_bit_for_every_active_lane(line, want) -> None:
 )
 def test_conversion_to_fp8_has_the_flavour_of_the_architecture(arch, codes) -> None:
     for value, code in codes.items():
-        t = team(arch)
-        t.v[1].view(F32)[...] = value
-        run(t, "v_cvt_pk_fp8_f32 v4, v1, v1 op_sel:[0,0,1]")
-        assert t.v[4][0, 0] == code << 24 | code << 16
-        run(t, "v_cvt_pk_f32_fp8_sdwa v[6:7], v4 src0_sel:WORD_1")
-        back = floats(t, 6)[0, 0]
+        w = waves(arch)
+        w.v[1].view(F32)[...] = value
+        run(w, "v_cvt_pk_fp8_f32 v4, v1, v1 op_sel:[0,0,1]")
+        assert w.v[4][0, 0] == code << 24 | code << 16
+        run(w, "v_cvt_pk_f32_fp8_sdwa v[6:7], v4 src0_sel:WORD_1")
+        back = floats(w, 6)[0, 0]
         assert back == value or (math.isnan(back) and value in {300.0, 600.0}) or value == 0
 
 
@@ -301,17 +301,17 @@ def test_rounding_to_bf16_agrees_with_torch() -> None:
 
 
 def test_pairs_take_the_halves_that_their_modifiers_name() -> None:
-    t = team()
+    w = waves()
     for i, x in enumerate((1, 2, 10, 20)):
-        t.v[i].view(F32)[...] = x
+        w.v[i].view(F32)[...] = x
     run(
-        t,
+        w,
         "v_pk_add_f32 v[4:5], v[0:1], v[2:3]",
         "v_pk_mul_f32 v[6:7], v[0:1], v[2:3] op_sel:[1,0] op_sel_hi:[0,1]",
         "v_pk_fma_f32 v[8:9], v[0:1], v[2:3], v[2:3] neg_lo:[1,0,0] neg_hi:[0,0,1]",
         "v_pk_mov_b32 v[10:11], v[0:1], v[2:3] op_sel:[1,0]",
     )
-    assert [floats(t, i)[0, 0] for i in range(4, 12)] == [11, 22, 20, 20, 0, 20, 2, 10]
+    assert [floats(w, i)[0, 0] for i in range(4, 12)] == [11, 22, 20, 20, 0, 20, 2, 10]
 
 
 @pytest.mark.parametrize(
@@ -326,18 +326,18 @@ def test_pairs_take_the_halves_that_their_modifiers_name() -> None:
     ],
 )
 def test_pairs_of_16_bits_wrap_or_stop(line, want) -> None:
-    t = team()
-    t.v[0][...], t.v[1][...] = 0x0001_0005, 0x0002_0002
-    run(t, line)
-    assert int(t.v[2][0, 0]) == want
+    w = waves()
+    w.v[0][...], w.v[1][...] = 0x0001_0005, 0x0002_0002
+    run(w, line)
+    assert int(w.v[2][0, 0]) == want
 
 
 def test_the_largest_of_three_halves_is_nan_where_one_is() -> None:
-    t = team()
+    w = waves()
     pairs = np.array([[1, -2], [np.nan, 3]], np.float16).view(np.uint32)
-    t.v[0][...], t.v[1][...] = pairs[0, 0], pairs[1, 0]
-    run(t, "v_pk_maximum3_f16 v2, v0, 0, 0", "v_pk_maximum3_f16 v3, v0, v1, 0")
-    found = np.array([t.v[2][0, 0], t.v[3][0, 0]], np.uint32).view(np.float16)
+    w.v[0][...], w.v[1][...] = pairs[0, 0], pairs[1, 0]
+    run(w, "v_pk_maximum3_f16 v2, v0, 0, 0", "v_pk_maximum3_f16 v3, v0, v1, 0")
+    found = np.array([w.v[2][0, 0], w.v[3][0, 0]], np.uint32).view(np.float16)
     assert [str(x) for x in found] == ["1.0", "0.0", "nan", "3.0"]
 
 
@@ -346,4 +346,4 @@ def test_the_largest_of_three_halves_is_nan_where_one_is() -> None:
 )
 def test_an_instruction_that_nobody_knows_is_named(line) -> None:
     with pytest.raises(UnknownInstructionError, match=line.split()[0].removesuffix("_e64")):
-        run(team(), line)
+        run(waves(), line)

@@ -4,21 +4,21 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from assembled import run, team
+from assembled import run, waves
 
-from rlkernel_rocm.simulator.formats import fma64
+from cdna_simulator.formats import fma64
 
 F64 = np.float64
 
 
-def put(t, index, value):
+def put(w, index, value):
     """One float64 in every lane of a pair of registers."""
     bits = np.broadcast_to(np.asarray(value, F64), 64).view(np.uint64)
-    t.v[index][...], t.v[index + 1][...] = bits & np.uint64(0xFFFFFFFF), bits >> np.uint64(32)
+    w.v[index][...], w.v[index + 1][...] = bits & np.uint64(0xFFFFFFFF), bits >> np.uint64(32)
 
 
-def got(t, index):
-    words = t.v[index][0].astype(np.uint64) | t.v[index + 1][0].astype(np.uint64) << np.uint64(32)
+def got(w, index):
+    words = w.v[index][0].astype(np.uint64) | w.v[index + 1][0].astype(np.uint64) << np.uint64(32)
     return words.view(F64)
 
 
@@ -50,11 +50,11 @@ def test_a_multiply_add_rounds_once(near) -> None:
     ],
 )
 def test_results_that_are_float64(line, want) -> None:
-    t = team()
-    put(t, 0, 3.5)
-    put(t, 2, -0.75)
-    run(t, line)
-    assert got(t, 4).tolist() == [want] * 64
+    w = waves()
+    put(w, 0, 3.5)
+    put(w, 2, -0.75)
+    run(w, line)
+    assert got(w, 4).tolist() == [want] * 64
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_results_that_are_float64(line, want) -> None:
     ],
 )
 def test_results_that_are_words(line, want) -> None:
-    t = team()
-    put(t, 0, 2.0**100)
-    put(t, 2, -3.5)
-    run(t, line)
-    assert t.v[4][0, 0] == want
+    w = waves()
+    put(w, 0, 2.0**100)
+    put(w, 2, -3.5)
+    run(w, line)
+    assert w.v[4][0, 0] == want
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_results_that_are_words(line, want) -> None:
     ],
 )
 def test_comparisons(line, want) -> None:
-    t = team()
-    put(t, 0, np.tile([1.0, 2.0, np.nan, np.inf], 16))
-    run(t, line)
+    w = waves()
+    put(w, 0, np.tile([1.0, 2.0, np.nan, np.inf], 16))
+    run(w, line)
     at = 106 if "vcc" in line else 0
-    bits = np.unpackbits(t.s[:, at : at + 2].copy().view(np.uint8), bitorder="little").astype(bool)
+    bits = np.unpackbits(w.s[:, at : at + 2].copy().view(np.uint8), bitorder="little").astype(bool)
     assert bits.tolist() == want * 16
 
 
@@ -97,11 +97,11 @@ def test_division_as_compilers_write_it() -> None:
     a, b = rng.standard_normal((2, 64)) * 2.0 ** rng.integers(-400, 400, (2, 64))
     a[:4], b[:4] = [0.0, 1.0, np.inf, 1e-310], [3.0, 0.0, 2.0, 7.0]
     a[4:6], b[4:6] = [1e300, 1e-200], [1e-5, 1e200]
-    t = team()
-    put(t, 0, a)
-    put(t, 2, b)
+    w = waves()
+    put(w, 0, a)
+    put(w, 2, b)
     run(
-        t,
+        w,
         "v_div_scale_f64 v[4:5], s[0:1], v[2:3], v[2:3], v[0:1]",
         "v_rcp_f64_e32 v[6:7], v[4:5]",
         "v_fma_f64 v[8:9], -v[4:5], v[6:7], 1.0",
@@ -113,4 +113,4 @@ def test_division_as_compilers_write_it() -> None:
         "v_div_fixup_f64 v[18:19], v[16:17], v[2:3], v[0:1]",
     )
     with np.errstate(all="ignore"):
-        assert got(t, 18).tolist() == (a / b).tolist()
+        assert got(w, 18).tolist() == (a / b).tolist()

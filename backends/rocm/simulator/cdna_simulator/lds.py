@@ -10,27 +10,27 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.faults import OutOfBoundsError
-from rlkernel_rocm.simulator.formats import I64, U16, U32, Array
-from rlkernel_rocm.simulator.operands import Step, full, u32, unknown
-from rlkernel_rocm.simulator.team import Team
-from rlkernel_rocm.simulator.transfer import WIDTHS, Lanes, Width, put_loaded, taken
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.errors import OutOfBoundsError
+from cdna_simulator.formats import I64, U16, U32, Array
+from cdna_simulator.operands import Step, broadcast, u32, unknown
+from cdna_simulator.transfer import WIDTHS, Lanes, Width, put_loaded, stored_bytes
+from cdna_simulator.waves import Waves
 
 
-def at(t: Team, lanes: Lanes, addresses: Array, size: int) -> Array:
+def at(w: Waves, lanes: Lanes, addresses: Array, size: int) -> Array:
     """Addresses within the workgroup as places in the team's LDS."""
-    if len(addresses) and (addresses.min() < 0 or addresses.max() + size > t.lds_bytes):
-        raise OutOfBoundsError(f"{size} bytes at {int(addresses.max())} of {t.lds_bytes} bytes of LDS")
-    return addresses + t.lds_base[lanes[0], 0]
+    if len(addresses) and (addresses.min() < 0 or addresses.max() + size > w.lds_bytes):
+        raise OutOfBoundsError(f"{size} bytes at {int(addresses.max())} of {w.lds_bytes} bytes of LDS")
+    return addresses + w.lds_base[lanes[0], 0]
 
 
-def _place(op: Operand, offset: int) -> Callable[[Team, int], tuple[Lanes, Array]]:
-    read = full(u32(op))
+def _place(op: Operand, offset: int) -> Callable[[Waves, int], tuple[Lanes, Array]]:
+    read = broadcast(u32(op))
 
-    def place(t: Team, size: int) -> tuple[Lanes, Array]:
-        lanes = np.nonzero(t.mask)
-        return lanes, at(t, lanes, read(t)[lanes].astype(I64) + offset, size)
+    def place(w: Waves, size: int) -> tuple[Lanes, Array]:
+        lanes = np.nonzero(w.mask)
+        return lanes, at(w, lanes, read(w)[lanes].astype(I64) + offset, size)
 
     return place
 
@@ -43,20 +43,20 @@ def _pair(ins: Instruction, found: re.Match[str]) -> Step:
     reads = found[1] == "read"
     places = [_place(ins.operands[1 if reads else 0], o) for o in offsets]
 
-    def load(t: Team) -> None:
+    def load(w: Waves) -> None:
         got = []
         for place in places:
-            lanes, here = place(t, size)
+            lanes, here = place(w, size)
             if not len(here):
                 return
-            got.append(t.lds.read(here, size))
-        put_loaded(t, ins.operands[0], lanes, np.concatenate(got, axis=1), Width(2 * size))
+            got.append(w.lds.read(here, size))
+        put_loaded(w, ins.operands[0], lanes, np.concatenate(got, axis=1), Width(2 * size))
 
-    def store(t: Team) -> None:
+    def store(w: Waves) -> None:
         for i, place in enumerate(places):
-            lanes, here = place(t, size)
+            lanes, here = place(w, size)
             if len(here):
-                t.lds.write(here, taken(t, ins.operands[1 + i], lanes, Width(size)))
+                w.lds.write(here, stored_bytes(w, ins.operands[1 + i], lanes, Width(size)))
 
     return load if reads else store
 
@@ -66,15 +66,15 @@ def _transposed(ins: Instruction) -> Step:
     place = _place(ins.operands[1], ins.number("offset"))
     lane = np.arange(16)
 
-    def step(t: Team) -> None:
-        if not t.whole:
+    def step(w: Waves) -> None:
+        if not w.whole:
             raise unknown(ins)
-        _, here = place(t, 8)
-        rows = t.lds.read(here, 8).view(U16).reshape(-1, 4, 16, 4)  # [W, group, lane, element]
+        _, here = place(w, 8)
+        rows = w.lds.read(here, 8).view(U16).reshape(-1, 4, 16, 4)  # [W, group, lane, element]
         out = np.stack([rows[:, :, 4 * j + lane // 4, lane % 4] for j in range(4)], axis=-1)
         got = np.ascontiguousarray(out).view(U32).reshape(-1, 64, 2)
-        t.put(ins.operands[0].index, got[..., 0])
-        t.put(ins.operands[0].index + 1, got[..., 1])
+        w.put(ins.operands[0].index, got[..., 0])
+        w.put(ins.operands[0].index + 1, got[..., 1])
 
     return step
 
@@ -91,13 +91,13 @@ def bind(ins: Instruction) -> Step:
     width, reads = WIDTHS[found[2]], found[1] == "read"
     place = _place(ins.operands[1 if reads else 0], ins.number("offset"))
 
-    def step(t: Team) -> None:
-        lanes, here = place(t, width.size)
+    def step(w: Waves) -> None:
+        lanes, here = place(w, width.size)
         if not len(here):
             return
         if reads:
-            put_loaded(t, ins.operands[0], lanes, t.lds.read(here, width.size), width)
+            put_loaded(w, ins.operands[0], lanes, w.lds.read(here, width.size), width)
         else:
-            t.lds.write(here, taken(t, ins.operands[1], lanes, width))
+            w.lds.write(here, stored_bytes(w, ins.operands[1], lanes, width))
 
     return step

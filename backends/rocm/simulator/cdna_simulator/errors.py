@@ -1,7 +1,7 @@
-"""What stops a simulated kernel: an instruction nobody knows, an access outside its memory, a hang.
+"""What stops a simulated kernel: an instruction that is not modeled, an access outside its memory, a hang.
 
 SimulationError
-├── UnknownInstructionError   the simulator does not know it; it is named
+├── UnknownInstructionError   the instruction, which is named, is not modeled
 ├── OutOfBoundsError          an address outside what the launch was given, in global memory or LDS
 ├── HangError                 more instructions than the limit, or a barrier that a wave never reaches
 └── UnsupportedKernelError    scratch memory, or an architecture without 64-wide waves
@@ -9,15 +9,13 @@ SimulationError
 
 from __future__ import annotations
 
-from rlkernel_core.errors import RLKernelError
 
-
-class SimulationError(RLKernelError):
+class SimulationError(Exception):
     """A simulated kernel cannot go on."""
 
 
 class UnknownInstructionError(SimulationError):
-    """The instruction, or one of its modifiers, is not modelled."""
+    """The instruction, or one of its modifiers, is not modeled."""
 
 
 class OutOfBoundsError(SimulationError):

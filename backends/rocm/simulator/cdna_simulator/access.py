@@ -12,16 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator import lds
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U8, U32, U64, Array
-from rlkernel_rocm.simulator.operands import Step, full, u32, u64, unknown
-from rlkernel_rocm.simulator.team import M0, Team
-from rlkernel_rocm.simulator.transfer import WIDTHS, Lanes, put_loaded, taken
+from cdna_simulator import lds
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.formats import F32, F64, I32, I64, U8, U32, U64, Array
+from cdna_simulator.operands import Step, broadcast, u32, u64, unknown
+from cdna_simulator.transfer import WIDTHS, Lanes, put_loaded, stored_bytes
+from cdna_simulator.waves import M0, Waves
 
 Compute = Callable[..., Any]
 # Active lanes, their addresses [k], and the lanes beyond the end of a buffer, which read 0; None where there are none.
-Place = Callable[[Team], tuple[Lanes, Array, Lanes | None]]
+Place = Callable[[Waves], tuple[Lanes, Array, Lanes | None]]
 # The bits of M0 that name a place in LDS: 16, and as many as gfx950's 160 KiB need. LLVM puts such places there.
 _PLACE_IN_LDS: Final = {"gfx950": 0x3FFFF}
 # name -> (numpy type, (old, operand) -> new)
@@ -45,10 +45,10 @@ def scalar_load(ins: Instruction) -> Step:
     more = None if plus is not None else u32(offset)
     extra = ins.number("offset")
 
-    def step(t: Team) -> None:
-        address = np.array(start(t)).astype(I64) + (plus if more is None else more(t).astype(I64)) + extra
-        got = t.memory.read(address[t.live], 4 * count).view(U32)  # [live waves, count]
-        t.s[t.live[:, 0], to.index : to.index + count] = got
+    def step(w: Waves) -> None:
+        address = np.array(start(w)).astype(I64) + (plus if more is None else more(w).astype(I64)) + extra
+        got = w.memory.read(address[w.live], 4 * count).view(U32)  # [live waves, count]
+        w.s[w.live[:, 0], to.index : to.index + count] = got
 
     return step
 
@@ -56,33 +56,33 @@ def scalar_load(ins: Instruction) -> Step:
 def _global_place(ops: tuple[Operand, ...], offset: int) -> Place:
     """A 64-bit address a lane, or a scalar address and 32 bits a lane."""
     if len(ops) > 1 and ops[1].kind == "s":
-        base, lane = u64(ops[1]), full(u32(ops[0]))
-        read = lambda t: base(t).astype(I64) + lane(t).astype(I64)  # noqa: E731 one of two readers
+        base, lane = u64(ops[1]), broadcast(u32(ops[0]))
+        read = lambda w: base(w).astype(I64) + lane(w).astype(I64)  # noqa: E731 one of two readers
     else:
         wide = u64(ops[0])
-        read = lambda t: np.broadcast_to(wide(t), (t.W, 64)).astype(I64)  # noqa: E731
+        read = lambda w: np.broadcast_to(wide(w), (w.W, 64)).astype(I64)  # noqa: E731
 
-    def place(t: Team) -> tuple[Lanes, Array, None]:
-        lanes = np.nonzero(t.mask)
-        return lanes, read(t)[lanes] + offset, None
+    def place(w: Waves) -> tuple[Lanes, Array, None]:
+        lanes = np.nonzero(w.mask)
+        return lanes, read(w)[lanes] + offset, None
 
     return place
 
 
 def _buffer_place(ins: Instruction, ops: tuple[Operand, ...], size: int) -> Place:
     """Raw buffers: the lanes within the descriptor's size, and those beyond it."""
-    lane = full(u32(ops[0])) if "offen" in ins.modifiers else None
+    lane = broadcast(u32(ops[0])) if "offen" in ins.modifiers else None
     descriptor, scalar, offset = ops[1].index, u32(ops[2]), ins.number("offset")
     if "idxen" in ins.modifiers:
         raise unknown(ins)
 
-    def place(t: Team) -> tuple[Lanes, Array, Lanes | None]:
-        words = t.s[:, descriptor : descriptor + 4].astype(I64)
+    def place(w: Waves) -> tuple[Lanes, Array, Lanes | None]:
+        words = w.s[:, descriptor : descriptor + 4].astype(I64)
         base = (words[:, 0] | (words[:, 1] & 0xFFFF) << 32)[:, None]
-        at = np.asarray(scalar(t)).astype(I64) + offset
-        at = at + lane(t) if lane else np.broadcast_to(at, (t.W, 64))
+        at = np.asarray(scalar(w)).astype(I64) + offset
+        at = at + lane(w) if lane else np.broadcast_to(at, (w.W, 64))
         within = at + size <= words[:, 2:3]
-        lanes, beyond = np.nonzero(t.mask & within), t.mask & ~within
+        lanes, beyond = np.nonzero(w.mask & within), w.mask & ~within
         return lanes, (base + at)[lanes], np.nonzero(beyond) if beyond.any() else None
 
     return place
@@ -119,12 +119,12 @@ def bind(ins: Instruction) -> Step:
 def _load(of: str, data: Operand, place: Place) -> Step:
     width = WIDTHS[of]
 
-    def step(t: Team) -> None:
-        lanes, at, beyond = place(t)
+    def step(w: Waves) -> None:
+        lanes, at, beyond = place(w)
         if len(at):
-            put_loaded(t, data, lanes, t.memory.read(at, width.size), width)
+            put_loaded(w, data, lanes, w.memory.read(at, width.size), width)
         if beyond is not None:
-            put_loaded(t, data, beyond, np.zeros((len(beyond[0]), width.size), U8), width)
+            put_loaded(w, data, beyond, np.zeros((len(beyond[0]), width.size), U8), width)
 
     return step
 
@@ -132,10 +132,10 @@ def _load(of: str, data: Operand, place: Place) -> Step:
 def _store(of: str, data: Operand, place: Place) -> Step:
     width = WIDTHS[of]
 
-    def step(t: Team) -> None:
-        lanes, at, _ = place(t)
+    def step(w: Waves) -> None:
+        lanes, at, _ = place(w)
         if len(at):
-            t.memory.write(at, taken(t, data, lanes, width))
+            w.memory.write(at, stored_bytes(w, data, lanes, width))
 
     return step
 
@@ -144,18 +144,18 @@ def _load_to_lds(ins: Instruction, size: int, place: Place) -> Step:
     """A load that goes to LDS, at M0 and the instruction's offset, lane after lane."""
     offset = ins.number("offset")
 
-    def put(t: Team, lanes: Lanes, data: Array) -> None:
+    def put(w: Waves, lanes: Lanes, data: Array) -> None:
         waves, lane = lanes
-        first = t.s[waves, M0] & U32(_PLACE_IN_LDS.get(t.arch, 0xFFFF))
+        first = w.s[waves, M0] & U32(_PLACE_IN_LDS.get(w.arch, 0xFFFF))
         here = first.astype(I64) + offset + lane * size
-        t.lds.write(lds.at(t, lanes, here, size), data)
+        w.lds.write(lds.at(w, lanes, here, size), data)
 
-    def step(t: Team) -> None:
-        lanes, at, beyond = place(t)
+    def step(w: Waves) -> None:
+        lanes, at, beyond = place(w)
         if len(at):
-            put(t, lanes, t.memory.read(at, size))
+            put(w, lanes, w.memory.read(at, size))
         if beyond is not None:
-            put(t, beyond, np.zeros((len(beyond[0]), size), U8))
+            put(w, beyond, np.zeros((len(beyond[0]), size), U8))
 
     return step
 
@@ -171,23 +171,23 @@ def _atomic(ins: Instruction, of: str, data: Operand, to: Operand | None, place:
     else:
         raise unknown(ins)
 
-    def given(t: Team, first: int, lanes: Lanes) -> Array:
-        held = [t.v[data.index + first + r][lanes] for r in range(n)]
+    def given(w: Waves, first: int, lanes: Lanes) -> Array:
+        held = [w.v[data.index + first + r][lanes] for r in range(n)]
         return np.stack(held, axis=1).view(kind)[:, 0]
 
-    def step(t: Team) -> None:
-        lanes, at, _ = place(t)
+    def step(w: Waves) -> None:
+        lanes, at, _ = place(w)
         if not len(at):
             return
-        new = given(t, 0, lanes)
+        new = given(w, 0, lanes)
         if of.startswith("cmpswap"):
-            expected = given(t, n, lanes)
-            old = t.memory.update(at, lambda i, x: new[i] if x == expected[i] else x, kind)
+            expected = given(w, n, lanes)
+            old = w.memory.update(at, lambda i, x: new[i] if x == expected[i] else x, kind)
         else:
-            old = t.memory.update(at, lambda i, x: compute(x, new[i]), kind)
+            old = w.memory.update(at, lambda i, x: compute(x, new[i]), kind)
         if to is not None:
             back = old[:, None].view(U32)
             for r in range(n):
-                t.v[to.index + r][lanes] = back[:, r]
+                w.v[to.index + r][lanes] = back[:, r]
 
     return step

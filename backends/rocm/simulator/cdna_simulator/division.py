@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, F64, I64, U32, U64, Array, fma, fma64
-from rlkernel_rocm.simulator.operands import Reader, Step, f32, f64, full, lane_mask
-from rlkernel_rocm.simulator.team import VCC, Team
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.formats import F32, F64, I64, U32, U64, Array, fma, fma64
+from cdna_simulator.operands import Reader, Step, broadcast, f32, f64, lane_mask
+from cdna_simulator.waves import VCC, Waves
 
 _VCC: Final = Operand("s", VCC, 2)
 
@@ -48,22 +48,22 @@ FORMATS: Final[Mapping[str, Format]] = {
 }
 
 
-def _put(t: Team, form: Format, index: int, value: Array) -> None:
+def _put(w: Waves, form: Format, index: int, value: Array) -> None:
     bits = np.ascontiguousarray(value.astype(form.kind)).view(form.word)
     if form.word is U64:
-        t.put64(index, bits)
+        w.put64(index, bits)
     else:
-        t.put(index, bits)
+        w.put(index, bits)
 
 
 def _scale(ins: Instruction, form: Format) -> Step:
     """v_div_scale: bring numerator and denominator where a division by Newton's method is exact."""
     to, out, *ops = ins.operands
-    reads = [full(form.read(o)) for o in ops]
+    reads = [broadcast(form.read(o)) for o in ops]
     up, least = form.up, float(np.finfo(form.kind).tiny)
 
-    def step(t: Team) -> None:
-        x, b, c = (r(t) for r in reads)  # x is the denominator b or the numerator c
+    def step(w: Waves) -> None:
+        x, b, c = (r(w) for r in reads)  # x is the denominator b or the numerator c
         eb, ec = form.exponent(b), form.exponent(c)
         quotient = np.abs(c.astype(F64) / b.astype(F64))
         tiny_quotient = (quotient < least) & (c != 0) & np.isfinite(b)
@@ -78,8 +78,8 @@ def _scale(ins: Instruction, form: Format) -> Step:
             (ec <= form.near, form.scaled(x, up), False),
         ]
         when = [r[0] for r in rules]
-        _put(t, form, to.index, np.select(when, [r[1] for r in rules], x))
-        t.put_lanes(out.index, np.select(when, [np.full(x.shape, r[2]) for r in rules], np.zeros(x.shape, bool)))
+        _put(w, form, to.index, np.select(when, [r[1] for r in rules], x))
+        w.put_lanes(out.index, np.select(when, [np.full(x.shape, r[2]) for r in rules], np.zeros(x.shape, bool)))
 
     return step
 
@@ -93,11 +93,11 @@ def _multiply_add(ins: Instruction, form: Format) -> Step:
     reads, mask = [form.read(o) for o in ops], lane_mask(_VCC)
     large, small = 2.0**form.up, 2.0**-form.up
 
-    def step(t: Team) -> None:
-        a, b, c = np.broadcast_arrays(*[read(t) for read in reads])
-        scaled, up = mask(t), form.exponent(c) > form.top // 2
+    def step(w: Waves) -> None:
+        a, b, c = np.broadcast_arrays(*[read(w) for read in reads])
+        scaled, up = mask(w), form.exponent(c) > form.top // 2
         before, after = np.where(scaled & ~up, small, 1.0), np.where(scaled & up, large, 1.0)  # no step overflows
-        _put(t, form, to.index, form.multiply_add(a * before, b, c * before) * after)
+        _put(w, form, to.index, form.multiply_add(a * before, b, c * before) * after)
 
     return step
 
@@ -107,8 +107,8 @@ def _fixup(ins: Instruction, form: Format) -> Step:
     to, *ops = ins.operands
     reads = [form.read(o) for o in ops]
 
-    def step(t: Team) -> None:
-        q, b, c = (np.ascontiguousarray(x) for x in np.broadcast_arrays(*[read(t) for read in reads]))
+    def step(w: Waves) -> None:
+        q, b, c = (np.ascontiguousarray(x) for x in np.broadcast_arrays(*[read(w) for read in reads]))
         sign = np.where(np.signbit(b) ^ np.signbit(c), form.kind(-1), form.kind(1))
         bad = ((b == 0) & (c == 0)) | (np.isinf(b) & np.isinf(c)) | np.isnan(b) | np.isnan(c)
         beyond = (b == 0) | np.isinf(c)
@@ -116,7 +116,7 @@ def _fixup(ins: Instruction, form: Format) -> Step:
         overflowed = np.isnan(q)  # Newton's steps towards a quotient beyond the largest float end in NaN
         cases, inf = [bad, beyond, nothing, overflowed], form.kind(np.inf)
         r = np.select(cases, [form.kind(np.nan), inf, form.kind(0), inf], np.abs(q))
-        _put(t, form, to.index, r.astype(form.kind) * sign)
+        _put(w, form, to.index, r.astype(form.kind) * sign)
 
     return step
 

@@ -18,17 +18,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator import access, compare, convert, division, double, lanes, lds, matrix, scalar
-from rlkernel_rocm.simulator import vector as arithmetic
-from rlkernel_rocm.simulator.assembly import MANY, Instruction, Kernel, instruction
-from rlkernel_rocm.simulator.faults import HangError, SimulationError, UnsupportedKernelError
-from rlkernel_rocm.simulator.formats import U8, U32, Array
-from rlkernel_rocm.simulator.memory import Bank, GlobalMemory
-from rlkernel_rocm.simulator.operands import Step, unknown
-from rlkernel_rocm.simulator.team import VCC, Team
+from cdna_simulator import access, compare, convert, division, float64, lanes, lds, matrix, scalar
+from cdna_simulator import vector as arithmetic
+from cdna_simulator.assembly import MANY, Instruction, Kernel, instruction
+from cdna_simulator.errors import HangError, SimulationError, UnsupportedKernelError
+from cdna_simulator.formats import U8, U32, Array
+from cdna_simulator.memory import GlobalMemory, Region
+from cdna_simulator.operands import Step, unknown
+from cdna_simulator.waves import VCC, Waves
 
 WAVES_AT_ONCE: Final = 256  # a third of the time of 64; more are no faster, and take more memory
-LIMIT: Final = 20_000_000  # instructions of one team; a loop that does not end
+LIMIT: Final = 20_000_000  # instructions of waves that run in step; a loop that does not end
 _UNWRITTEN: Final = 0xFF  # bytes of LDS that nobody has written: a NaN in every float format
 # No effect here: caches are not modelled, and an instruction has ended before the next begins.
 _IDLE: Final = frozenset({
@@ -36,14 +36,14 @@ _IDLE: Final = frozenset({
     "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol", "buffer_gl0_inv", "v_nop", "s_set_gpr_idx_off",
 })  # fmt: skip
 # Whether a wave jumps: [W, 1].
-BRANCHES: Final[dict[str, Callable[[Team], Array]]] = {
-    "s_branch": lambda t: np.ones((t.W, 1), bool),
-    "s_cbranch_scc0": lambda t: ~t.scc,
-    "s_cbranch_scc1": lambda t: t.scc,
-    "s_cbranch_vccz": lambda t: ~t.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
-    "s_cbranch_vccnz": lambda t: t.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
-    "s_cbranch_execz": lambda t: ~t.s[:, 126:128].any(axis=1, keepdims=True),
-    "s_cbranch_execnz": lambda t: t.s[:, 126:128].any(axis=1, keepdims=True),
+BRANCHES: Final[dict[str, Callable[[Waves], Array]]] = {
+    "s_branch": lambda w: np.ones((w.W, 1), bool),
+    "s_cbranch_scc0": lambda w: ~w.scc,
+    "s_cbranch_scc1": lambda w: w.scc,
+    "s_cbranch_vccz": lambda w: ~w.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
+    "s_cbranch_vccnz": lambda w: w.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
+    "s_cbranch_execz": lambda w: ~w.s[:, 126:128].any(axis=1, keepdims=True),
+    "s_cbranch_execnz": lambda w: w.s[:, 126:128].any(axis=1, keepdims=True),
 }
 _BARRIER, _END = "barrier", "end"  # what a step returns to stop a wave
 
@@ -66,7 +66,7 @@ class Machine:
 
         Args:
             grid: workgroups along x, y and z.
-            arguments: contiguous numpy arrays (by reference), pairs of an address and the `Bank` that it points into,
+            arguments: contiguous numpy arrays (by reference), pairs of an address and the `Region` that it points into,
                 or numbers; missing ones at the end are null pointers.
             order: "step", or the seed of an order of waves.
 
@@ -75,7 +75,7 @@ class Machine:
         """
         memory = GlobalMemory()
         segment = self._segment(memory, grid, arguments)
-        memory.add(Bank(segment, segment.ctypes.data))
+        memory.add(Region(segment, segment.ctypes.data))
         shuffle = random.Random(order) if isinstance(order, int) else None
         with np.errstate(all="ignore"):
             for batch in self._batches(grid):
@@ -106,56 +106,56 @@ class Machine:
         given = list(zip(shown, arguments, strict=False))
         given += [(place, told[place.kind]) for place in layout if place.kind in told]
         for place, value in given:
-            number, bank = _argument(value)
-            if bank is not None:
-                memory.add(bank)
+            number, region = _argument(value)
+            if region is not None:
+                memory.add(region)
             segment[place.offset : place.offset + place.size] = np.frombuffer(_bytes(number, place.size), U8)
         return segment
 
     def _run(self, places: Array, memory: GlobalMemory, segment: int, shuffle: random.Random | None) -> None:
         """Run a batch of workgroups, [n, 3]."""
         stride = -(-max(self.lds, 4) // 16) * 16
-        bank = Bank(np.full(len(places) * stride, _UNWRITTEN, U8))
+        region = Region(np.full(len(places) * stride, _UNWRITTEN, U8))
         n, warps = len(places), self.warps
         if shuffle is None:
-            cast = [(np.repeat(np.arange(n), warps), np.tile(np.arange(warps), n))]
+            members = [(np.repeat(np.arange(n), warps), np.tile(np.arange(warps), n))]
         else:
-            cast = [(np.arange(n), np.full(n, w)) for w in range(warps)]
-        teams = []
-        for groups, waves in cast:
-            team = Team(self.kernel, groups, memory, bank, stride)
-            team.lds_bytes = self.lds
-            self._registers(team, places[groups], waves, segment)
-            teams.append(team)
-        while teams:
+            members = [(np.arange(n), np.full(n, i)) for i in range(warps)]
+        parts = []
+        for groups, numbers in members:
+            waves = Waves(self.kernel, groups, memory, region, stride)
+            waves.lds_bytes = self.lds
+            self._registers(waves, places[groups], numbers, segment)
+            parts.append(waves)
+        while parts:
             if shuffle is not None:
-                shuffle.shuffle(teams)
-            for team in teams:
-                self._advance(team)
-            for team in teams:
-                team.release()
-            teams = [t for t in teams if t.fragments]
+                shuffle.shuffle(parts)
+            for waves in parts:
+                self._advance(waves)
+            for waves in parts:
+                waves.release()
+            parts = [waves for waves in parts if waves.fragments]
 
-    def _registers(self, team: Team, places: Array, waves: Array, segment: int) -> None:
+    def _registers(self, waves: Waves, places: Array, numbers: Array, segment: int) -> None:
         """What a wave finds in its registers when it starts (LLVM's AMDGPU user guide, "Initial kernel state")."""
         fact = self.kernel.facts.get
         at = 4 * fact("user_sgpr_private_segment_buffer", 0) + 2 * fact("user_sgpr_dispatch_ptr", 0)
         at += 2 * fact("user_sgpr_queue_ptr", 0)
         if fact("user_sgpr_kernarg_segment_ptr", 0):
-            team.s[:, at], team.s[:, at + 1] = segment & 0xFFFFFFFF, segment >> 32
+            waves.s[:, at], waves.s[:, at + 1] = segment & 0xFFFFFFFF, segment >> 32
         at = fact("user_sgpr_count", at)
         for axis, name in enumerate("xyz"):
             if fact(f"system_sgpr_workgroup_id_{name}", int(name == "x")):
-                team.s[:, at] = places[:, axis]
+                waves.s[:, at] = places[:, axis]
                 at += 1
-        team.v[0][...] = lanes.LANES.astype(U32) + 64 * waves.astype(U32)[:, None]
+        waves.v[0][...] = lanes.LANES.astype(U32) + 64 * numbers.astype(U32)[:, None]
 
-    def _advance(self, team: Team) -> None:
-        """Run a team until every wave stands at a barrier or has ended."""
-        steps, code, count = self.steps, self.kernel.code, team.executed
-        while team.fragments:
-            at = min(team.fragments)
-            team.select(team.fragments.pop(at))
+    def _advance(self, waves: Waves) -> None:
+        """Run a waves until every wave stands at a barrier or has ended."""
+        steps, code, count = self.steps, self.kernel.code, waves.executed
+        while waves.fragments:
+            at = min(waves.fragments)
+            waves.select(waves.fragments.pop(at))
             while True:
                 step = steps[at]
                 if step is None:
@@ -166,13 +166,13 @@ class Machine:
                         f"{self.kernel.name} ran {LIMIT} instructions without an end; see `{code[at].text}`"
                     )
                 try:
-                    went = step(team)
+                    went = step(waves)
                 except SimulationError as error:
                     raise type(error)(f"{self.kernel.name}, `{code[at].text}`: {error}") from None
                 at += 1
                 if went is not None:
                     if went is _BARRIER:
-                        team.wait(at)
+                        waves.wait_at_barrier(at)
                         break
                     if went is _END:
                         break
@@ -180,21 +180,21 @@ class Machine:
                     if jumps is None:
                         at = target
                     else:
-                        team.step_aside(target, jumps)
-                        team.step_aside(at, team.live & ~jumps)
+                        waves.resume_at(target, jumps)
+                        waves.resume_at(at, waves.live & ~jumps)
                         break
-                if team.fragments and min(team.fragments) <= at:  # let the one furthest behind catch up
-                    team.step_aside(at, team.live)
+                if waves.fragments and min(waves.fragments) <= at:  # let the one furthest behind catch up
+                    waves.resume_at(at, waves.live)
                     break
-        self.executed += (count - team.executed) * team.W
-        team.executed = count
+        self.executed += (count - waves.executed) * waves.W
+        waves.executed = count
 
 
-def _argument(value: Any) -> tuple[Any, Bank | None]:
+def _argument(value: Any) -> tuple[Any, Region | None]:
     """The number that a kernel gets, and the memory that it points into."""
     if isinstance(value, np.ndarray):
         flat = value.reshape(-1).view(U8)
-        return flat.ctypes.data, Bank(flat, flat.ctypes.data)
+        return flat.ctypes.data, Region(flat, flat.ctypes.data)
     return value if isinstance(value, tuple) else (value, None)
 
 
@@ -244,22 +244,22 @@ def bound(line: str) -> Step:
         return lds.bind(ins)
     if name.startswith(("global_", "flat_", "buffer_")):
         return access.bind(ins)
-    for family in (arithmetic, compare, convert, matrix, double, division):
+    for family in (arithmetic, compare, convert, matrix, float64, division):
         found = family.bind(ins)
         if found is not None:
             return found
     raise unknown(ins)
 
 
-def _branch(target: int, test: Callable[[Team], Array], *, always: bool) -> Step:
+def _branch(target: int, test: Callable[[Waves], Array], *, always: bool) -> Step:
     if always:
         return lambda _: (target, None)
 
-    def step(t: Team) -> Any:
-        jumps = test(t) & t.live
+    def step(w: Waves) -> Any:
+        jumps = test(w) & w.live
         if not jumps.any():
             return None
-        return (target, None if (jumps == t.live).all() else jumps)
+        return (target, None if (jumps == w.live).all() else jumps)
 
     return step
 
@@ -270,7 +270,7 @@ def _mode(ins: Instruction) -> Step:
         raise unknown(ins)
     on = ins.text.rstrip().endswith("1")
 
-    def step(t: Team) -> None:
-        t.saturate = on
+    def step(w: Waves) -> None:
+        w.saturate = on
 
     return step

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from rlkernel_rocm.simulator.faults import UnsupportedKernelError
+from cdna_simulator.errors import UnsupportedKernelError
 
 MANY: Final = 1 << 16  # lines that are read once; kernels have most of theirs in common
 ACC: Final = 256  # number of the first accumulation register

@@ -17,7 +17,7 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 I32, I64, F32, F64 = np.int32, np.int64, np.float32, np.float64
 
 
-class Small(NamedTuple):
+class SmallFloat(NamedTuple):
     """A float of few bits. Sources: OCP 8-bit floating point 1.0, OCP microscaling 1.0, AMD's CDNA3 ISA."""
 
     bits: int
@@ -31,13 +31,13 @@ class Small(NamedTuple):
         return self.bits - 1 - self.mantissa
 
 
-FP8: Final = {True: Small(8, 3, 8, "fnuz"), False: Small(8, 3, 7, "e4m3")}  # by FNUZ
-BF8: Final = {True: Small(8, 2, 16, "fnuz"), False: Small(8, 2, 15, "ieee")}
-FP6, BF6, FP4 = Small(6, 3, 1, "finite"), Small(6, 2, 3, "finite"), Small(4, 1, 1, "finite")
+FP8: Final = {True: SmallFloat(8, 3, 8, "fnuz"), False: SmallFloat(8, 3, 7, "e4m3")}  # by FNUZ
+BF8: Final = {True: SmallFloat(8, 2, 16, "fnuz"), False: SmallFloat(8, 2, 15, "ieee")}
+FP6, BF6, FP4 = SmallFloat(6, 3, 1, "finite"), SmallFloat(6, 2, 3, "finite"), SmallFloat(4, 1, 1, "finite")
 
 
 @cache
-def values(form: Small) -> Array:
+def values(form: SmallFloat) -> Array:
     """Value of every code, float32."""
     codes = np.arange(1 << form.bits)
     sign = np.where(codes >> (form.bits - 1), -1.0, 1.0)
@@ -54,7 +54,7 @@ def values(form: Small) -> Array:
     return x.astype(F32)
 
 
-def encode(x: Array, form: Small, *, saturate: bool) -> Array:
+def encode(x: Array, form: SmallFloat, *, saturate: bool) -> Array:
     """Codes of x, uint32: nearest, ties to even.
 
     What overflows becomes the largest value where `saturate`, else NaN (or infinity, where the format has one).

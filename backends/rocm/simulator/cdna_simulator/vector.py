@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_rocm.simulator.assembly import Instruction, Operand
-from rlkernel_rocm.simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
-from rlkernel_rocm.simulator.lanes import dpp, sdwa, sdwa_store
-from rlkernel_rocm.simulator.operands import Reader, Step, bits32, f32, full, u32, u64, unknown
-from rlkernel_rocm.simulator.team import Team
+from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
+from cdna_simulator.lanes import dpp, sdwa, sdwa_store
+from cdna_simulator.operands import Reader, Step, bits32, broadcast, f32, u32, u64, unknown
+from cdna_simulator.waves import Waves
 
 Compute = Callable[..., Any]
 _H: Final = U32(0xFFFF)
@@ -198,7 +198,7 @@ WIDE: Final[Mapping[str, tuple[Compute, tuple[int, ...]]]] = {
 }
 
 
-class Sink:
+class Destination:
     """Where a result goes: a register, through output modifiers, DPP's write mask and SDWA's part of a word."""
 
     def __init__(self, ins: Instruction) -> None:
@@ -208,7 +208,7 @@ class Sink:
         self._part = sdwa_store(ins) if ins.encoding == "sdwa" else None
         self._plain = self._part is None and not self._clamp and self._scale == 1
 
-    def put(self, t: Team, value: Any, enable: Array | None = None) -> None:
+    def put(self, w: Waves, value: Any, enable: Array | None = None) -> None:
         """Store float32 or uint32."""
         value = np.asarray(value)
         if not self._plain and value.dtype == F32:
@@ -216,8 +216,8 @@ class Sink:
             value = np.clip(np.where(np.isnan(value), F32(0), value), F32(0), F32(1)) if self._clamp else value
         value = value.view(U32) if value.dtype == F32 else value
         if self._part is not None:
-            value = self._part(value, t.v[self.to])
-        t.put(self.to, value, enable)
+            value = self._part(value, w.v[self.to])
+        w.put(self.to, value, enable)
 
 
 def bind(ins: Instruction) -> Step | None:
@@ -226,7 +226,7 @@ def bind(ins: Instruction) -> Step | None:
     if name in WIDE:
         compute, narrow = WIDE[name]
         reads = [u32(o) if i in narrow else u64(o) for i, o in enumerate(ops[1:])]
-        return lambda t: t.put64(ops[0].index, np.broadcast_to(compute(*[r(t) for r in reads]), (t.W, 64)))
+        return lambda w: w.put64(ops[0].index, np.broadcast_to(compute(*[r(w) for r in reads]), (w.W, 64)))
     if name in MULTIPLY_ADD:
         return _elementwise(ins, fma, [ops[i] for i in MULTIPLY_ADD[name]], f32)
     if name in FLOAT:
@@ -259,7 +259,7 @@ def _halves(ins: Instruction, compute: Compute) -> Step:
     sel = ins.bits("op_sel", len(ins.operands), 0)
     reads = [u32(o) for o in ins.operands[1:]]
     shift = [U32(16 * s) for s in sel]
-    return lambda t: t.put(ins.operands[0].index, compute(*[r(t) >> s for r, s in zip(reads, shift, strict=False)]))
+    return lambda w: w.put(ins.operands[0].index, compute(*[r(w) >> s for r, s in zip(reads, shift, strict=False)]))
 
 
 def _elementwise(
@@ -268,32 +268,37 @@ def _elementwise(
     known = {"mul", "div", "clamp"} | {m for m in ins.modifiers if ins.encoding in {"dpp", "sdwa"}}
     if set(ins.modifiers) - known:
         raise unknown(ins)
-    sink = Sink(ins)
+    destination = Destination(ins)
     reads = [(u32 if i in integers else read)(o) for i, o in enumerate(ops)]
     if ins.encoding == "sdwa":
         if read is f32 and {ins.modifiers.get(f"src{i}_sel", "DWORD") for i in range(2)} != {"DWORD"}:
             raise unknown(ins)
         reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
     if ins.encoding == "dpp":
-        return _moved(ins, compute, ops, read, reads, sink)
+        return _moved(ins, compute, ops, read, reads, destination)
     if len(reads) == 2:  # most instructions
         first, second = reads
-        return lambda t: sink.put(t, compute(first(t), second(t)))
-    return lambda t: sink.put(t, compute(*[r(t) for r in reads]))
+        return lambda w: destination.put(w, compute(first(w), second(w)))
+    return lambda w: destination.put(w, compute(*[r(w) for r in reads]))
 
 
 def _moved(
-    ins: Instruction, compute: Compute, ops: list[Operand], read: Callable[..., Reader], reads: list[Reader], sink: Sink
+    ins: Instruction,
+    compute: Compute,
+    ops: list[Operand],
+    read: Callable[..., Reader],
+    reads: list[Reader],
+    destination: Destination,
 ) -> Step:
     op = ops[0]
-    first = dpp(ins, full(bits32(op)))
+    first = dpp(ins, broadcast(bits32(op)))
 
-    def step(t: Team) -> None:
-        value, enable = first(t)
+    def step(w: Waves) -> None:
+        value, enable = first(w)
         if read is f32:
             value = value.view(F32)
             value = np.abs(value) if op.absolute else value
             value = -value if op.negate else value
-        sink.put(t, compute(value, *[r(t) for r in reads[1:]]), enable)
+        destination.put(w, compute(value, *[r(w) for r in reads[1:]]), enable)
 
     return step

@@ -1,4 +1,4 @@
-"""Small Triton kernels for tests of the simulator, and Philox in numpy."""
+"""SmallFloat Triton kernels for tests of the simulator, and Philox in numpy."""
 
 from functools import cache
 
