@@ -54,7 +54,7 @@ fresh: build ## the same from the built wheels, in a new environment without the
 	for page in $(PAGES) backends/*/README.md; do mkdir -p $(FRESH)/clone/$$(dirname $$page) && cp -r $$page $(FRESH)/clone/$$page || exit 1; done
 	cd $(FRESH)/clone && ../env/bin/python -c "import rlkernel, rlkernel_core, sys; assert all(m.__file__.startswith(sys.prefix) for m in (rlkernel, rlkernel_core))"
 	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "(block_runs or page) and not jetson.md and not rocm.md" tests/test_docs.py tests/test_docs_ops.py tests/test_new_backend_page.py
-	$(FRESH)/env/bin/python -m pip install --quiet --no-deps dist/rlkernel_triton-*.whl dist/rlkernel_rocm-*.whl dist/rlkernel_jetson-*.whl
+	$(FRESH)/env/bin/python -m pip install --quiet --no-deps dist/rlkernel_triton-*.whl dist/rlkernel_rocm-*.whl dist/cdna_simulator-*.whl dist/rlkernel_jetson-*.whl
 	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "block_runs and (jetson.md or rocm.md)" tests/test_docs.py
 
 site: $(STAMP) ## the documentation as a site in site/
@@ -67,7 +67,7 @@ hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside
 
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
 	rm -rf dist
-	for d in . $(dir $(wildcard backends/*/pyproject.toml)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
+	for d in . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
 	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
 
 clean: ## remove what the other targets made

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (ROOT, *sorted(p.parent for p in (ROOT / "backends").glob("*/pyproject.toml")))
+FOLDERS = (ROOT, *sorted(p.parent for p in (ROOT / "backends").rglob("pyproject.toml")))
 _CODE = """
 import json, os, sys
 from hatchling import build

@@ -21,9 +21,10 @@ from rlkernel_core.spec import OPERATORS
 ROOT = Path(__file__).parents[1]
 CORE, REGISTRY, BACKENDS = ROOT / "rlkernel_core", ROOT / "registry" / "rlkernel", ROOT / "backends"
 COMMON, TORCH = BACKENDS / "common" / "rlkernel_common", BACKENDS / "torch" / "rlkernel_torch"
-OURS = {"rlkernel", "rlkernel_core", "rlkernel_common", "rlkernel_torch", "rlkernel_conformance", "rlkernel_bench"}
-CONFORMANCE, BENCH = ROOT / "conformance" / "rlkernel_conformance", ROOT / "benchmarks" / "rlkernel_bench"
-PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, BENCH)
+CONFORMANCE, JUDGE = ROOT / "conformance" / "rlkernel_conformance", ROOT / "conformance" / "rlkernel_judge"
+BENCH = ROOT / "benchmarks" / "rlkernel_bench"
+PACKAGES = (CORE, REGISTRY, COMMON, TORCH, CONFORMANCE, JUDGE, BENCH)
+OURS = {package.name for package in PACKAGES}
 LIBRARY = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 # Packages whose own code may import torch when they are imported: the meaning of the operators, what runs only once
 # torch traces, the demo, the drift, the proof, and the measuring.
@@ -38,6 +39,7 @@ TORCH_HOMES = (
     REGISTRY / "agree",
     REGISTRY / "nn",
     CONFORMANCE,
+    JUDGE,
     BENCH,
 )
 
@@ -93,8 +95,15 @@ def test_the_registry_imports_no_backend_and_no_proof() -> None:
     assert offending(sources(REGISTRY), found) == {}
 
 
-def test_the_proof_imports_no_benchmark() -> None:
-    assert offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_bench"}) == {}
+def test_the_suite_imports_neither_the_judge_nor_a_benchmark() -> None:
+    assert (
+        offending(sources(CONFORMANCE), lambda path: roots(imports(path)) & {"rlkernel_judge", "rlkernel_bench"}) == {}
+    )
+
+
+def test_the_judge_imports_the_suite_and_what_the_suite_imports() -> None:
+    allowed = {"rlkernel", "rlkernel_core", "rlkernel_torch", "rlkernel_conformance", "rlkernel_judge"}
+    assert offending(sources(JUDGE), lambda path: roots(imports(path)) & OURS - allowed) == {}
 
 
 def test_a_backend_imports_what_lies_below_it() -> None:
@@ -108,6 +117,18 @@ def test_a_backend_imports_what_lies_below_it() -> None:
         return {m for m in roots(imports(path)) if m.startswith("rlkernel")} - allowed
 
     assert offending(sources(BACKENDS), found) == {}
+
+
+def test_the_simulator_of_amd_gpus_imports_numpy_alone_and_only_the_simulated_backends_import_it() -> None:
+    package, users = BACKENDS / "rocm" / "simulator" / "cdna_simulator", BACKENDS / "rocm" / "rlkernel_rocm"
+    assert (
+        offending(
+            sources(package), lambda path: roots(imports(path)) - sys.stdlib_module_names - {"numpy", package.name}
+        )
+        == {}
+    )
+    others = [path for path in [*LIBRARY, *sources(users)] if path.parent != users / "simulated"]
+    assert offending(others, lambda path: roots(imports(path)) & {package.name}) == {}
 
 
 def test_torch_is_imported_where_it_is_meant_to_be() -> None:
@@ -193,7 +214,7 @@ def test_neither_the_manifest_of_the_reference_nor_a_spec_loads_torch() -> None:
 def test_the_versions_agree() -> None:
     import rlkernel_core
 
-    ours = [path for path in BACKENDS.glob("*/pyproject.toml") if path.parent.name != "template"]  # a third party's
+    ours = [path for path in BACKENDS.rglob("pyproject.toml") if path.parent.name != "template"]  # a third party's
     files = [ROOT / "pyproject.toml", *ours]
     versions = {str(f): tomllib.loads(f.read_text())["project"]["version"] for f in files}
     assert set(versions.values()) == {rlkernel_core.__version__}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel_conformance.judge.score import FAST_P
-from rlkernel_conformance.judge.verdict import Summary, Task, Verdict
+from rlkernel_judge.score import FAST_P
+from rlkernel_judge.verdict import Summary, Task, Verdict
 from tests.command_line import answer
 from tests.judged import RIGHT, WRONG_TEMPERATURE
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.judge import sandbox
-from rlkernel_conformance.judge.probes import probed
-from rlkernel_conformance.judge.remote import CandidateError, Seat, gathered
-from rlkernel_conformance.judge.trial import fault_of
-from rlkernel_conformance.judge.workloads import draw, small
+from rlkernel_judge import sandbox
+from rlkernel_judge.probes import probed
+from rlkernel_judge.trial import fault_of
+from rlkernel_judge.worker_client import CandidateError, Seat, gathered
+from rlkernel_judge.workloads import draw, small
 from tests.judged import (
     ALIAS,
     CHEATS,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlkernel.discover import guarded
-from rlkernel_conformance.judge import sandbox
-from rlkernel_conformance.judge.remote import CandidateError, Lost, Seat
-from rlkernel_conformance.judge.workloads import defaults
 from rlkernel_core.errors import ConfigError
+from rlkernel_judge import sandbox
+from rlkernel_judge.worker_client import CandidateError, Lost, Seat
+from rlkernel_judge.workloads import defaults
 
 CAGE = sandbox.cage()
 STRONG = CAGE.level != "limits"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkernel_conformance.judge.score import FAST_P, SCORES, fast, geometric_mean, pass_at_k, summary, terms, weights
-from rlkernel_conformance.judge.verdict import Verdict
 from rlkernel_core.errors import UnknownNameError
+from rlkernel_judge.score import FAST_P, SCORES, fast, geometric_mean, pass_at_k, summary, terms, weights
+from rlkernel_judge.verdict import Verdict
 
 FACTS = {"compiled": True, "correct": True, "pass_rate": 1.0, "fault": None, "speedup": 2.0, "low": 1.5}
 

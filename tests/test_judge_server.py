@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from rlkernel_conformance.judge import server
-from rlkernel_conformance.judge.docket import Docket
-from rlkernel_conformance.judge.server import MOST_REQUEST, app
-from rlkernel_conformance.judge.serving import serve, token_of
 from rlkernel_core.errors import ConfigError
+from rlkernel_judge import server
+from rlkernel_judge.job_queue import Docket
+from rlkernel_judge.serve import serve, token_of
+from rlkernel_judge.server import MOST_REQUEST, app
 from tests.judged import HARM, RIGHT
 
 TOKEN = "a token of more than sixteen"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkernel_conformance.judge.source import FORBIDDEN, MOST_BYTES, read
+from rlkernel_judge.source import FORBIDDEN, MOST_BYTES, read
 from tests.judged import RIGHT
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkernel_conformance.judge import answers
-from rlkernel_conformance.judge.timing import copy_bandwidth, interval, unaccounted
-from rlkernel_conformance.judge.workloads import REAL, TOY, defaults, draw, leaves, needs, small
 from rlkernel_core.spec import OPERATORS
+from rlkernel_judge import replies
+from rlkernel_judge.timing import copy_bandwidth, interval, unaccounted
+from rlkernel_judge.workloads import REAL, TOY, defaults, draw, leaves, needs, small
 
 TIMES = st.lists(st.floats(1e-6, 1e-2), min_size=5, max_size=20)
 
@@ -60,7 +60,7 @@ def test_the_bandwidth_of_a_copy_is_a_number_of_this_world() -> None:
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "1"])
 def test_a_time_that_is_none_is_no_answer(seconds) -> None:
     with pytest.raises(ValueError, match="seconds"):
-        answers.read("burst", {"number": 1, "seconds": [seconds]})
+        replies.read("burst", {"number": 1, "seconds": [seconds]})
 
 
 @pytest.mark.parametrize("op", TOY)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rlkernel_conformance.judge.trial import judge
-from rlkernel_conformance.judge.verdict import FAULTS, Task, Verdict
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import Impl, Requires
+from rlkernel_judge.trial import judge
+from rlkernel_judge.verdict import FAULTS, Task, Verdict
 from tests.judged import (
     CHEATS,
     DIFFERENTIABLE,
@@ -132,7 +132,7 @@ def test_a_baseline_that_fails_is_no_fault_of_the_candidate(monkeypatch, tmp_pat
     (tmp_path / "broken_baseline.py").write_text(BROKEN_BASELINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     impl = Impl(op="logprob@1", target="broken_baseline:logprob", requires=Requires(device="cpu"))
-    monkeypatch.setattr("rlkernel_conformance.judge.trial.baseline_of", lambda _: ((impl,), False))
+    monkeypatch.setattr("rlkernel_judge.trial.baseline_of", lambda _: ((impl,), False))
     found = verdict(RIGHT, "LP-19", timing=True)
     assert (found.correct, found.fault, found.speedup, found.score) == (True, None, None, 0.5)
     assert "the baseline torch failed: RuntimeError: not today" in found.message

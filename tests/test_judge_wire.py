@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkernel_conformance.judge import wire
 from rlkernel_core.spec.logprob import LogprobResult, Support
+from rlkernel_judge import wire
 
 DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "uint8")
 

@@ -42,6 +42,7 @@ def test_it_holds_its_packages_and_nothing_else(wheel) -> None:
         "rlkernel_common",
         "rlkernel_torch",
         "rlkernel_conformance",
+        "rlkernel_judge",
         "rlkernel_bench",
     }
     assert {n for n in names(wheel) if n.startswith("rlkernel_core") and n.endswith(".py")} == {

@@ -24,7 +24,10 @@ from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[1]
 ROCM: Final = ROOT / "backends" / "rocm"
-PATHS: Final = [ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton", ROCM, ROCM / "tools"]
+PATHS: Final = [
+    *(ROOT, ROOT / "registry", ROOT / "conformance", ROOT / "backends" / "triton"),
+    *(ROCM, ROCM / "simulator", ROCM / "tools"),
+]
 if __name__ == "__main__":
     sys.path[:0] = [str(p) for p in PATHS]
     before = filter(None, [os.environ.get("PYTHONPATH")])

@@ -1,6 +1,6 @@
-"""Helpers of these tests lie beside them."""
+"""The toy kernels lie beside the tests of the simulator."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "simulator"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "simulator" / "tests"))

@@ -7,10 +7,10 @@ import torch
 import toy_kernels as toy
 
 import rlkernel as rlk
+from cdna_simulator import OutOfBoundsError, UnsupportedKernelError
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_rocm.simulated.launcher import SimulatorLauncher, machine
-from rlkernel_rocm.simulator import OutOfBoundsError, UnsupportedKernelError
 from rlkernel_torch import direct
 from rlkernel_triton.launchers import using
 

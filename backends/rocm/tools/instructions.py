@@ -3,7 +3,7 @@
     python backends/rocm/tools/instructions.py                  # for every target
     python backends/rocm/tools/instructions.py gfx942 gfx90a
 
-Adds to backends/rocm/tests/simulator/instructions.txt one line for each opcode with each set of modifiers; a test binds
+Adds to backends/rocm/simulator/tests/instructions.txt one line for each opcode with each set of modifiers; a test binds
 all of them in the simulator, so that no shipped kernel meets an instruction that is not known. Writes beside it
 backends/rocm/tests/matrix_instructions.json: what every build, by its key in the gate's tables, multiplies matrices
 with, on CDNA and on RDNA. Takes minutes where Triton's cache has not kept what the gate compiled.
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Final
 
 ROOT = Path(__file__).resolve().parents[3]
-FILE: Final = ROOT / "backends/rocm/tests/simulator/instructions.txt"
+FILE: Final = ROOT / "backends/rocm/simulator/tests/instructions.txt"
 COMPILED: Final = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 MATRIX: Final = ROOT / "backends/rocm/tests/matrix_instructions.json"
 if __name__ == "__main__":
-    of = ("common", "torch", "triton", "triton/tools", "rocm")
+    of = ("common", "torch", "triton", "triton/tools", "rocm", "rocm/simulator")
     sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / path) for path in of)]
 
 import compile_gate
 import triton
 
+from cdna_simulator.assembly import Instruction, instruction, read
 from rlkernel_rocm.architectures import ARCHITECTURES
-from rlkernel_rocm.simulator.assembly import Instruction, instruction, read
 from rlkernel_triton.launchers.offline import compile_recorded
 
 

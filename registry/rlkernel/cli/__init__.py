@@ -36,7 +36,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "demo": ("rlkernel.cli.demo", TRY),
     "agree": ("rlkernel.cli.agree", TRY),
     "conformance": ("rlkernel_conformance.cli", TRY),
-    "judge": ("rlkernel_conformance.judge.cli", TRY),
+    "judge": ("rlkernel_judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),
     "quant": ("rlkernel.cli.quant", TRY),
     "aot": ("rlkernel.cli.aot", SETTLE),

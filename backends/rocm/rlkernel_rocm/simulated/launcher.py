@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from cdna_simulator import Machine, Region, UnsupportedKernelError, read
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_rocm.architectures import ARCHITECTURES
-from rlkernel_rocm.simulator import Bank, Machine, UnsupportedKernelError, read
 from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.launchers import Binding, Build, Grid, Launcher
 from rlkernel_triton.launchers.offline import compile_recorded
@@ -92,13 +92,13 @@ def _arguments(given: list[Any]) -> list[Any]:
             storage, low, high = _span(x)
             _, least, most = spans.get(storage.data_ptr(), (storage, low, high))
             spans[storage.data_ptr()] = (storage, min(low, least), max(high, most))
-    banks = {at: _bank(storage, low, high) for at, (storage, low, high) in spans.items()}
+    regions = {at: _region(storage, low, high) for at, (storage, low, high) in spans.items()}
     out: list[Any] = []
     for x in given:
         if not isinstance(x, torch.Tensor):
             out.append(x)
         elif x.numel():
-            out.append((x.data_ptr(), banks[x.untyped_storage().data_ptr()]))
+            out.append((x.data_ptr(), regions[x.untyped_storage().data_ptr()]))
         else:
             out.append(0)
     return out
@@ -112,6 +112,6 @@ def _span(x: torch.Tensor) -> tuple[torch.UntypedStorage, int, int]:
     return storage, low, low + (last + 1) * x.element_size()
 
 
-def _bank(storage: torch.UntypedStorage, low: int, high: int) -> Bank:
+def _region(storage: torch.UntypedStorage, low: int, high: int) -> Region:
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
-    return Bank(np.ctypeslib.as_array(memory), storage.data_ptr(), low, high)
+    return Region(np.ctypeslib.as_array(memory), storage.data_ptr(), low, high)

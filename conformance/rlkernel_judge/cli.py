@@ -1,0 +1,138 @@
+"""`rlkernel judge`: a verdict on files that hold candidate kernels, or a server that gives verdicts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from rlkernel.cli.options import Json
+from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlkernel_judge.verdict import Verdict
+
+EXAMPLES: Final = (
+    ("rlkernel judge candidate.py --op logprob", "clauses, probes for cheating, speedup over the reference, score"),
+    ("rlkernel judge candidate.py --op logprob --no-timing --json", "correctness alone, as JSON for a reward"),
+    ("rlkernel judge a.py b.py c.py --op whiten --json", "several candidates of one task: pass@k, fast_p, means"),
+    ("rlkernel judge candidate.py --op logprob --clause LP-08", "one clause: the same counterexample again"),
+    ("rlkernel judge candidate.py --op qmatmul --device cuda:0 --baseline triton", "on a GPU, against a backend"),
+    ("rlkernel judge serve --port 8473 --device cuda:0,cuda:1", "verdicts over HTTP, one at a time on each device"),
+)
+EXITS: Final = {
+    0: "every candidate is correct; the server was stopped",
+    1: "a candidate is wrong, cheats, or did not run",
+}
+SERVE: Final = "serve"
+_NEEDED: Final = ("hypothesis", "numpy", "torch")
+
+
+def command(
+    files: Annotated[list[str], typer.Argument(help="Files with a function named as the operator, or `serve`.")],
+    *,
+    op: Annotated[str | None, typer.Option(metavar="NAME", help="Operator that the files implement.")] = None,
+    baseline: Annotated[
+        str, typer.Option(metavar="NAME", help="reference, compile (the reference compiled), or an installed backend.")
+    ] = "torch",
+    device: Annotated[str, typer.Option(help="torch device; several with commas for serve.")] = "cpu",
+    profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
+    clause: Annotated[list[str] | None, typer.Option(metavar="ID", help="Attack these clauses alone.")] = None,
+    timing: Annotated[bool, typer.Option(help="Measure a speedup where the candidate is correct.")] = True,
+    strict: Annotated[bool, typer.Option(help="Refuse sources that reach for what a kernel has no use for.")] = True,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="For one candidate, all in all.")] = 300.0,
+    sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap or limits.")] = "auto",
+    score: Annotated[str, typer.Option(metavar="NAME", help="Row of the score table.")] = "rlkernel",
+    host: Annotated[str, typer.Option(help="serve: address to listen on; others than loopback need a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="serve: port; 0 takes a free one.")] = 8473,
+    token_file: Annotated[
+        Path | None, typer.Option(help="serve: file whose first line requests must bear as a token.")
+    ] = None,
+    waiting: Annotated[int, typer.Option(min=1, help="serve: requests that may wait for each device.")] = 64,
+    json: Json = False,
+) -> None:
+    """Judge kernels that a person or a model wrote.
+
+    A file holds a function named as the operator, with its parameters:
+    Triton, plain torch, or CUDA through torch's inline loader. It runs in a
+    sandboxed process that hands back tensors and nothing else; clauses,
+    definitions and clocks are elsewhere. What it claims beyond the plain
+    call stands in the file as CLAIMS = {"grad", ...} and DTYPES = (...).
+    """
+    if files == [SERVE]:
+        from rlkernel_judge.serve import serve
+
+        serve(host, port, tuple(device.split(",")), token_file, waiting, sandbox)
+        return
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the judge needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+    if op is None:
+        raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
+    from pydantic import ValidationError
+
+    from rlkernel_judge.score import summary
+    from rlkernel_judge.trial import judge
+    from rlkernel_judge.verdict import Task, said
+
+    told = {"op": op, "baseline": baseline, "device": device, "profile": profile, "clauses": tuple(clause or ())}
+    told |= {"timing": timing, "strict": strict, "limit_s": limit, "sandbox": sandbox, "score": score}
+    try:
+        task = Task.model_validate(told)
+    except ValidationError as error:
+        raise ConfigError(said(error)) from error
+    verdicts = [judge(_bytes(file), task, file=file) for file in files]
+    found = summary(verdicts) if len(verdicts) > 1 else verdicts[0]
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        for verdict in verdicts:
+            _show(verdict)
+        if len(verdicts) > 1:
+            _compared(found)
+    if not all(v.correct for v in verdicts):
+        raise typer.Exit(1)
+
+
+def _bytes(file: str) -> bytes:
+    from rlkernel_judge.source import MOST_BYTES
+
+    try:
+        with Path(file).open("rb") as source:
+            return source.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _show(verdict: Verdict) -> None:
+    word = typer.style("correct", fg="green") if verdict.correct else typer.style(verdict.fault or "wrong", fg="red")
+    typer.echo(f"{verdict.file}: {word}, {verdict.held} of {verdict.attacked} clauses hold, score {verdict.score:.3f}")
+    if verdict.message:
+        typer.echo(f"  {verdict.message}")
+    if verdict.counterexample is not None:
+        typer.echo(f"  case     {verdict.counterexample.case}\n  again    {verdict.counterexample.reproduce}")
+    for finding in verdict.findings:
+        typer.echo(f"  source   {f'line {finding.line}: ' if finding.line else ''}{finding.message}")
+    if verdict.speedup is not None and verdict.speedup_interval is not None and verdict.times is not None:
+        low, high = verdict.speedup_interval
+        typer.echo(
+            f"  speed    {verdict.speedup:.2f}x of {verdict.baseline} ({low:.2f} to {high:.2f}): "
+            f"{verdict.times.candidate.median * 1e6:.1f} us a call on {verdict.times.workload}"
+        )
+    if verdict.isolation is not None:
+        network = "with" if verdict.isolation.facts.get("network", True) else "without"
+        typer.echo(f"  sandbox  {verdict.isolation.level}, {network} network")
+
+
+def _compared(found: Any) -> None:
+    columns = ("measure", *found.pass_at_k)
+    print_table(columns, [("pass@k", *(f"{p:.3f}" for p in found.pass_at_k.values()))])
+    print_table(("measure", *found.fast_p), [("fast_p", *(f"{p:.3f}" for p in found.fast_p.values()))])
+    means = {k: "none" if v is None else f"{v:.3f}" for k, v in found.geometric_mean.items()}
+    print_table(("measure", *means), [("geometric mean of speedups", *means.values())])
+    typer.echo(plain(f"best: {found.best or 'none'}"))

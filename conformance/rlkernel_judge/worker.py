@@ -1,0 +1,314 @@
+"""The process in which a candidate lives: python -m rlkernel_judge.worker LEVEL SCRATCH SOCKET JOB.
+
+It enters the sandbox, loads the candidate and answers requests until the socket closes. Nothing it says is believed
+but what is checked outside: results against definitions, times against the trial's own clock. What it notices itself
+(changed inputs, touched functions, a moved generator) is a hint that honest mistakes are found by; code that rewrites
+this module can silence it, and gains nothing that the trial does not check again.
+
+Every function that timing and checking need is bound before the candidate is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import linecache
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel_judge import sandbox
+
+_KEPT_CALLS: Final = 64  # calls whose graphs are kept for a backward
+# Loaded by a candidate that asks ours to do its work, or looks for the answers.
+_STRAY: Final = (
+    "rlkernel.dispatch",
+    "rlkernel_conformance.clauses",
+    "rlkernel_core.definitions",
+    "rlkernel_common.",
+    "rlkernel_torch.",
+)
+
+
+def main(level: str, scratch: str, descriptor: str, job: str) -> None:
+    """Enter the sandbox, then serve."""
+    told = json.loads(job)
+    folder = Path(scratch)
+    sandbox.enter(level, folder, sandbox.Limits(**told["limits"]))
+    facts = sandbox.facts(folder)
+    import torch
+
+    torch.set_num_threads(told["threads"])
+    with socket.socket(fileno=int(descriptor)) as channel:
+        _Host(channel, told["device"], folder, facts).serve()
+
+
+class _Host:
+    """Answers one request after another."""
+
+    def __init__(self, channel: socket.socket, device: str, folder: Path, facts: Mapping[str, bool]) -> None:
+        import torch
+
+        from rlkernel.discover import guarded
+        from rlkernel_conformance import health
+        from rlkernel_conformance.fresh import Poisoned
+        from rlkernel_core.spec import OPERATORS
+        from rlkernel_judge import tamper_check, wire, workloads
+        from rlkernel_judge.source import RECORD
+
+        self.torch, self.wire, self.tamper_check, self.workloads = torch, wire, tamper_check, workloads
+        self.operators, self.record_name = OPERATORS, RECORD
+        self.guarded, self.clock, self.send, self.receive = guarded, time.perf_counter, wire.send, wire.receive
+        self.cuda = device.startswith("cuda")
+        self.sync: Callable[[], Any] = torch.cuda.synchronize if self.cuda else lambda: None
+        self.event = partial(torch.cuda.Event, enable_timing=True)
+        self.elapsed = torch.cuda.Event.elapsed_time
+        self.equal, self.poisoned, self.complaint = torch.equal, Poisoned, health.complaint
+        self.channel, self.device, self.folder, self.facts = channel, device, folder, facts
+        self.run: Callable[..., Any] | None = None
+        self.record: Callable[..., Any] | None = None  # of the operator, where `run` takes it
+        self.takes: frozenset[str] | None = None  # keywords of `run`; None: all
+        self.scope = ExitStack()  # in which a baseline runs
+        self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
+        self.sets: list[dict[str, Any]] = []  # arguments that stay where they are
+        self.results: list[Any] = []  # of the last burst
+        self.before = tamper_check.snapshot()
+        self.loaded_before = set(sys.modules)
+
+    def serve(self) -> None:
+        """Until the other side closes."""
+        while True:
+            try:
+                header, blocks = self.receive(self.channel)
+            except self.wire.Closed:
+                return
+            words, tensors = self.wire.take(header, blocks, self.device)
+            try:
+                answer, error = self.guarded(lambda w=words, t=tensors: self._answer(w, t))
+            except KeyboardInterrupt as interrupt:  # raised by the candidate: nobody is at a keyboard
+                answer, error = None, interrupt
+            said, results = answer or ({"error": _told(error, self.folder)}, [])
+            said["number"] = words["number"]
+            self.send(self.channel, json.dumps(said).encode(), results)
+
+    def _answer(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[bytes]]:
+        said, results = getattr(self, f"do_{words['do']}")(words, tensors)
+        return said, [self.wire.to_bytes(x) for x in results]
+
+    def do_ready(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What this process can still do, and whether its device can be used from in here."""
+        return {"facts": self.facts, "complaint": self.complaint(self.device) if self.cuda else None}, []
+
+    def do_load(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Import a candidate's source, or the implementations of an installed backend."""
+        op, self.record, self.takes = words["op"], None, None
+        if words["source"] is None:
+            self.run = self._baseline(op, words["impls"], compiled=words["compile"])
+            return {}, []
+        run = getattr(self._imported(words["source"]), op)
+        parameters = inspect.signature(run).parameters
+        if next(iter(parameters), None) == self.record_name:
+            self.record = self.operators[op].record
+        elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            self.takes = frozenset(parameters)
+        self.run = run
+        return {}, []
+
+    def _baseline(self, op: str, impls: tuple[Any, ...], *, compiled: bool) -> Callable[..., Any]:
+        """The operator of the front door with these implementations alone; or the first of them, compiled by torch."""
+        import rlkernel
+        from rlkernel.discover import load_target
+        from rlkernel_core.manifest import API_VERSION, Backend
+
+        if not compiled:
+            only = Backend(name="baseline", api=API_VERSION, impls=impls)
+            self.scope.enter_context(rlkernel.registered(only))
+            self.scope.enter_context(rlkernel.use("baseline", fallback="error"))
+            front: Callable[..., Any] = getattr(rlkernel, op)
+            return front
+        first, record = impls[0], self.operators[op].record
+        function: Any = load_target(first.target)
+
+        def run(**given: Any) -> Any:
+            call = record(**given)
+            return function(call)(call) if first.prepared else function(call)
+
+        whole: Callable[..., Any] = self.torch.compile(run)
+        return whole
+
+    def _imported(self, source: str) -> Any:
+        path = self.folder / "candidate.py"  # Triton reads the source of a kernel from its file
+        path.write_text(source, encoding="utf-8")
+        linecache.checkcache(str(path))
+        spec = importlib.util.spec_from_file_location("candidate", path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["candidate"] = module
+        spec.loader.exec_module(module)
+        return module
+
+    def _call(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+        """Call the candidate; a keyword that it does not have is left out where it holds the operator's default."""
+        if self.run is None:
+            raise RuntimeError("nothing is loaded")
+        if self.record is not None:
+            return self.run(self.record(**given))
+        left = {k: v for k, v in given.items() if self.takes is None or k in self.takes or k not in defaults}
+        odd = [k for k in given.keys() - left.keys() if given[k] is not defaults[k] and given[k] != defaults[k]]
+        if odd:
+            raise TypeError(f"it takes no argument {odd[0]!r}")
+        return self.run(**left)
+
+    def do_call(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """One call, with what it left behind: written inputs, a moved generator, aliases, work on other streams.
+
+        `fresh` says what memory holds that the candidate asks for without content: NaN, 1, or whatever was there.
+        """
+        torch, flat = self.torch, self.wire.flat
+        kept = [flat(x).clone() for x in tensors]
+        state, modes = torch.get_rng_state(), _modes(torch)
+        fresh = nullcontext() if words["fresh"] is None else self.poisoned(high=words["fresh"])
+        with torch.set_grad_enabled(words["grad"]), fresh:
+            result = self._call(words["given"], words["defaults"])
+        stray = self._stray()
+        told_tensors: list[Any] = []
+        told = self.wire.encode(result, told_tensors)
+        written = [i for i, (x, k) in enumerate(zip(tensors, kept, strict=True)) if not _same(self, flat(x), k)]
+        inputs = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+        conduct = {
+            "generator": not torch.equal(torch.get_rng_state(), state),
+            "modes": _modes(torch) != modes,
+            "aliases": any(x.untyped_storage().data_ptr() in inputs for x in told_tensors if x.numel()),
+            "stray_s": stray,
+        }
+        if words["grad"]:
+            self.calls[words["number"]] = ([x for x in tensors if x.requires_grad], told_tensors)
+            while len(self.calls) > _KEPT_CALLS:
+                del self.calls[next(iter(self.calls))]
+        same = next((name for name, value in words["given"].items() if value is result), None)  # as `out` is
+        said = {
+            "result": told,
+            "results": len(told_tensors),
+            "written": written,
+            "conduct": conduct,
+            "same": same,
+            "call": True,
+        }
+        return said, [*told_tensors, *(flat(tensors[i]) for i in written)]
+
+    def _stray(self) -> float:
+        """Seconds of work that the current stream does not wait for."""
+        if not self.cuda:
+            return 0.0
+        self.torch.cuda.current_stream().synchronize()
+        began = self.clock()
+        self.sync()
+        return self.clock() - began
+
+    def do_backward(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Gradients of an earlier call for upstream gradients; None where the candidate gives none."""
+        inputs, outputs = self.calls[words["call"]]
+        pairs = [(o, g) for o, g in zip(outputs, words["grads"], strict=True) if g is not None and o.requires_grad]
+        grads = self.torch.autograd.grad(
+            [o for o, _ in pairs], inputs, [g for _, g in pairs], retain_graph=True, allow_unused=True
+        )
+        tensors: list[Any] = []
+        return {"result": self.wire.encode(list(grads), tensors)}, tensors
+
+    def do_keep(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Arguments of later bursts; `rewrite` changes their values where they lie, unseen by version counters."""
+        leaves = self.workloads.leaves
+        if words["rewrite"]:
+            for old, new in zip(leaves(self.sets), leaves(words["sets"]), strict=True):
+                old.data.copy_(new)
+        else:
+            self.sets, self.results = words["sets"], []
+        return {}, []
+
+    def do_draw(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Arguments of a workload from seeds: made new, or rewritten where they lie."""
+        leaves, work = self.workloads.leaves, words["workload"]
+        if words["new"]:
+            self.sets = []
+        for i, seed in enumerate(words["seeds"]):
+            drawn = self.workloads.draw(work, seed, self.device)
+            if i == len(self.sets):
+                self.sets.append(drawn)
+            for old, new in zip(leaves(self.sets[i]), leaves(drawn), strict=True):
+                old.data.copy_(new)
+        self.results = []
+        self.sync()
+        return {}, []
+
+    def do_burst(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Calls in an order, as fast as they come; the trial times from outside, `seconds` is the second clock."""
+        defaults = words["defaults"]
+        results: list[Any] = [None] * len(self.sets)
+        marks = [(self.event(), self.event()) for _ in words["order"]] if self.cuda else []
+        self.sync()
+        spans = []
+        with self.torch.no_grad():
+            for turn, i in enumerate(words["order"]):
+                began = self.clock()
+                if marks:
+                    marks[turn][0].record()
+                results[i] = self._call(self.sets[i], defaults)
+                if marks:
+                    marks[turn][1].record()
+                spans.append(self.clock() - began)
+        self.sync()
+        self.results = results
+        return {"seconds": [self.elapsed(a, b) / 1e3 for a, b in marks] or spans}, []
+
+    def do_fetch(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """A result of the last burst, as it is now."""
+        tensors: list[Any] = []
+        return {"result": self.wire.encode(self.results[words["index"]], tensors)}, tensors
+
+    def do_look(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What the candidate changed outside itself, and which modules of ours it loaded."""
+        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_STRAY)}
+        return {"touched": self.tamper_check.changed(self.before), "imported": sorted(new)}, []
+
+    def do_ping(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What a round trip costs."""
+        return {}, []
+
+
+def _same(host: _Host, a: Any, b: Any) -> bool:
+    if not a.numel():
+        return True
+    return bool(host.equal(a.view(host.torch.uint8), b.view(host.torch.uint8)))
+
+
+def _modes(torch: Any) -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+def _told(error: BaseException | None, folder: Path) -> dict[str, Any]:
+    """An exception as words: type, message, where in the candidate."""
+    frames = traceback.extract_tb(error.__traceback__) if error else ()
+    lines = [f.lineno for f in frames if f.filename == str(folder / "candidate.py")]
+    told = {"type": type(error).__name__, "text": str(error)[:2000], "line": lines[-1] if lines else None}
+    if hasattr(error, "remedy"):  # an ArgumentError of the contract
+        told["argument"] = [str(getattr(error, n, "")) for n in ("argument", "got", "problem", "remedy")]
+    return told
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    main(*sys.argv[1:])
