@@ -33,7 +33,7 @@ def test_the_state_of_the_card_comes_from_the_boards_sensors(tmp_path) -> None:
 
 def test_a_conformance_report_names_the_board_whose_gpu_has_its_familys_name(tmp_path) -> None:
     env = report.environment("cpu", boards.plant(tmp_path, boards.ORIN_NANO)) | {"device_name": "Orin"}
-    assert documents.place({"device": "cuda:0", "environment": env}) == (
+    assert documents.place({"device": "cuda:0", "runs": {"1": {"environment": env}}}) == (
         "Jetson Orin Nano 8 GB (developer kit) (JetPack 6.2, MAXN_SUPER)"
     )
     assert "board" not in report.environment("cpu", tmp_path / "elsewhere")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from rlkernel.cli.options import Json
-from rlkernel.cli.output import plain, print_json
+from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 EXAMPLES: Final = (
     ("rlkernel conformance run torch --op logprob", "every clause of one operator, twenty cases each"),
     ("rlkernel conformance run acme --profile standard --report reports/acme", "a backend, with its report written"),
+    (
+        "rlkernel conformance run acme --op sample --missing --report reports/acme",
+        "what a report lacks of an operator",
+    ),
     ("rlkernel conformance run acme --manifest acme.kernels:backend", "a backend that is not installed yet"),
     ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),
     ("rlkernel conformance mutants --op logprob", "backends with planted bugs: does the suite find them all?"),
@@ -33,6 +37,7 @@ EXAMPLES: Final = (
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
     ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
     ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's table"),
+    ("rlkernel conformance evidence", "which reports are of other sources than are here, and what renews them"),
 )
 EXITS: Final = {
     0: "every attacked clause holds or is waived; every mutant died as stated; the reports agree",
@@ -46,6 +51,7 @@ _ACTIONS: Final = {
     "compare": (2, 2),
     "tolerances": (0, 0),
     "table": (0, 1),
+    "evidence": (0, 0),
     "parity": (2, 2),
 }
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
@@ -66,6 +72,7 @@ class _Effort:
     report: Path | None
     hostile: bool
     within: float
+    missing: bool
     json: bool
 
 
@@ -73,7 +80,7 @@ def command(
     action: Annotated[
         str,
         typer.Argument(
-            help="run BACKEND, mutants, report REPORT, compare OLD NEW, parity A B, tolerances, or table [FILE].",
+            help="run BACKEND, mutants, report PATH, compare OLD NEW, parity A B, tolerances, table [FILE], evidence.",
         ),
     ],
     words: Annotated[
@@ -101,12 +108,16 @@ def command(
     ] = None,
     waivers: Annotated[Path | None, typer.Option(help="TOML with the clauses that may fail for a while.")] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Folder for report.json, report.md, junit.xml, badge.json.")
+        Path | None,
+        typer.Option(help="Folder for report.json, report.md, junit.xml, badge.json; renews a report there."),
     ] = None,
     hostile: Annotated[bool, typer.Option("--hostile", help="mutants: the hostile backends only.")] = False,
     within: Annotated[
         float | None, typer.Option(min=1, help="run: seconds for all of it; clauses left then are reported as not run.")
     ] = None,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="run: only what the report in --report lacks, or has of other sources.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Hold a backend against the clauses of its operators.
@@ -116,9 +127,9 @@ def command(
     A refuted clause comes with a counterexample and a script that shows it
     alone. What is not claimed is not attacked, and the report says so.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the suite needs {', '.join(missing)}: pip install 'rlkernel[cpu,conformance]'")
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"the suite needs {', '.join(lacking)}: pip install 'rlkernel[cpu,conformance]'")
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
     given = words or []
@@ -131,7 +142,9 @@ def command(
 
     hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
-    effort = _Effort(ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, json)
+    effort = _Effort(
+        ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, missing, json
+    )
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
         "mutants": _mutants,
@@ -140,18 +153,25 @@ def command(
         "tolerances": _tolerances,
         "table": _table,
         "parity": _parity,
+        "evidence": _evidence,
     }
     if not acts[action](*given, effort=effort):
         raise typer.Exit(1)
 
 
 def _run(backend: str, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.documents import write
+    from rlkernel_conformance.documents import found, put
+    from rlkernel_conformance.report import only, same_subject
     from rlkernel_conformance.run import run
     from rlkernel_conformance.show import passes, show
 
     if effort.manifest is not None:
         sys.path.insert(0, "")  # as `python -m` has it
+    if effort.missing and effort.report is None:
+        raise ConfigError("--missing needs --report FOLDER, which has what is not missing")
+    earlier = None if effort.report is None else found(effort.report)
+    if earlier is not None:
+        same_subject(earlier, backend, effort.devices[0])
     content = run(
         backend,
         effort.profile,
@@ -163,9 +183,10 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         waivers=effort.waivers,
         watch=(lambda _: None) if effort.json else _tell,
         within=effort.within,
+        earlier=earlier if effort.missing else None,
     )
     if effort.report is not None:
-        write(content, effort.report)
+        content = only(put(content, effort.report), content["operators"])
     show(content, json=effort.json)
     return passes(content)
 
@@ -259,4 +280,18 @@ def _parity(a: str, b: str, *, effort: _Effort) -> bool:
         print_json(found)
     else:
         typer.echo(markdown(found))
+    return True
+
+
+def _evidence(*, effort: _Effort) -> bool:
+    from rlkernel_conformance.evidence import RENEWABLE, evidence
+
+    found = [e for e in evidence(_REPORTS) if not effort.ops or e.op.partition("@")[0] in effort.ops]
+    if effort.json:
+        print_json([vars(e) for e in found])
+        return True
+    due = [e for e in found if e.state in RENEWABLE]
+    cells = [(e.report, e.op, e.state, str(e.clauses), f"{e.seconds:.0f}" if e.seconds else "") for e in due]
+    print_table(("report", "operator", "", "clauses", "seconds"), cells, title=f"{len(due)} of {len(found)} to renew")
+    typer.echo("".join(f"{e.command}\n" for e in due), nl=False)
     return True

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash
+from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, upgraded
 from rlkernel_core.errors import ConfigError
 
 _COLOURS: Final = {
@@ -21,43 +24,96 @@ _COLOURS: Final = {
 }
 
 
+FILE: Final = "report.json"
+
+
+def put(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Write a report into a folder, in the place of what a report there says of the same clauses; returns the whole.
+
+    Raises:
+        ConfigError: the report there is of another backend or device, or was changed.
+    """
+    with _alone_in(folder):
+        old = found(folder)
+        whole = dict(content) if old is None else merged(old, content)
+        write(whole, folder)
+    return whole
+
+
+def found(folder: Path) -> dict[str, Any] | None:
+    """The report in a folder, if it has one.
+
+    Raises:
+        ConfigError: it has one that was changed.
+    """
+    return read(folder) if (folder / FILE).exists() else None
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """The scope in which no other process that asks the same writes into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def write(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write report.json, report.md, junit.xml and badge.json."""
+    """Write report.json, report.md, junit.xml and badge.json, whatever is there."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        "report.json": json.dumps(content, indent=1) + "\n",
+        FILE: json.dumps(content, indent=1) + "\n",
         "report.md": markdown(content),
         "junit.xml": junit(content),
         "badge.json": json.dumps(badge(content), indent=1) + "\n",
     }
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / f"{name}.new").write_text(text, encoding="utf-8")
+        (folder / f"{name}.new").replace(folder / name)  # a process that is ended leaves the old one or the new one
     return [folder / name for name in files]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report from a file or its folder, with its hash checked.
+    """A report from a file or its folder, with its hash checked; one of schema 1 in the form of today.
 
     Raises:
-        ConfigError: no such file, not a report of this schema, or changed after it was written.
+        ConfigError: no such file, not a report of these schemas, or changed after it was written.
     """
-    file = path / "report.json" if path.is_dir() else path
+    file = path / FILE if path.is_dir() else path
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         schema, said = content["schema"], content["hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a conformance report: {error!r}") from error
-    if schema != SCHEMA:
-        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads {SCHEMA}")
+    if schema not in {1, SCHEMA}:
+        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads 1 and {SCHEMA}")
     if said != content_hash(content):
         raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
-    return content
+    return upgraded(content) if schema == 1 else content
 
 
 def place(content: Mapping[str, Any]) -> str:
-    """Where a report was made, in a few words: the card, the processor, or an interpreter on it."""
-    env = content["environment"]
-    if content["device"].partition(":")[0] == "cpu":
+    """Where a report was made, in a few words: the cards, the processor, or an interpreter on it."""
+    kind = content["device"].partition(":")[0]
+    return " and ".join(sorted({_place(kind, run["environment"]) for run in content["runs"].values()}))
+
+
+def versions(content: Mapping[str, Any], name: str) -> str:
+    """Versions of a library that a report was made with."""
+    made = (run["environment"] for run in content["runs"].values())
+    return ", ".join(sorted({str(env.get(name) or env["packages"].get(name) or "none") for env in made}))
+
+
+def providers(content: Mapping[str, Any]) -> str:
+    """The distributions that a report is of, with their versions."""
+    return ", ".join(sorted({str(run["provider"]) for run in content["runs"].values()}))
+
+
+def _place(kind: str, env: Mapping[str, Any]) -> str:
+    if kind == "cpu":
         interpreted = env["variables"].get("TRITON_INTERPRET") == "1"
         return f"{'Triton interpreter, ' if interpreted else ''}CPU ({env['device_arch']})"
     board = env.get("board")  # whose GPU has the name of the whole family
@@ -66,23 +122,27 @@ def place(content: Mapping[str, Any]) -> str:
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The report for people."""
-    env = content["environment"]
-    cases, variables = content["summary"]["cases"], [f"`{k}={v}`" for k, v in env["variables"].items()]
-    made = f"Python {env['python']}, torch {env['torch']}, tolerances {content['tolerances']}"
     lines = [
         f"# Conformance of {content['backend']}: {content['verdict']}",
         "",
-        f"{content['provider']} on {place(content)}, profile {content['profile']}, {cases} cases.",
-        f"{made}. Hash `{content['hash'][:12]}`.",
-        *([f"Environment: {' '.join(variables)}"] if variables else []),
+        f"{providers(content)} on {place(content)}, profile {content['profile']},",
+        f"{content['summary']['cases']} cases.",
+        f"Hash `{content['hash'][:12]}`.",
         *(f"\n**{problem}**" for problem in content["problems"]),
         "",
-        f"| Operator | Verdict | {' | '.join(s.replace('_', ' ') for s in STATUSES)} |",
-        f"|---|---|{'---|' * len(STATUSES)}",
+        f"| Operator | Verdict | Profile | Date | Sources | {' | '.join(s.replace('_', ' ') for s in STATUSES)} |",
+        f"|---|---|---|---|---|{'---|' * len(STATUSES)}",
     ]
     for op, found in content["operators"].items():
-        counts = Counter(c["status"] for c in found["clauses"])
-        lines.append(f"| `{op}` | {found['verdict']} | " + " | ".join(str(counts[s]) for s in STATUSES) + " |")
+        clauses = found["clauses"]
+        counts = Counter(c["status"] for c in clauses)
+        dates, made = (sorted({str(c[key]) for c in clauses if c["executed"]}) for key in ("date", "sources"))
+        about = [found["verdict"], found["profile"], " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))]
+        cells = [*about, ", ".join("unknown" if s == "None" else f"`{s}`" for s in made)]
+        lines.append(f"| `{op}` | {' | '.join(cells)} | " + " | ".join(str(counts[s]) for s in STATUSES) + " |")
+    lines += ["", "Runs:", ""]
+    for name, run in content["runs"].items():
+        lines.append(f"- `{name}`: {_about(run)}")
     for op, found in content["operators"].items():
         if found["unproved_claims"]:
             lines += ["", f"`{op}` claims without an executed case: {', '.join(found['unproved_claims'])}."]
@@ -94,6 +154,21 @@ def markdown(content: Mapping[str, Any]) -> str:
         for clause in found["clauses"]:
             lines += _failure(op, clause) if clause["status"] in {*REFUTED, "waived", "not_run"} else []
     return "\n".join(lines) + "\n"
+
+
+def _about(run: Mapping[str, Any]) -> str:
+    """With what a run was made."""
+    env = run["environment"]
+    libraries = ", ".join(f"{name} {version}" for name, version in env["packages"].items())
+    driver = next((str(x) for x in (env.get("device_driver") or [])[1:] if x), "")
+    said = [
+        f"{run['provider']}, profile {run['profile']['name']}, {env.get('device_name')} ({env['device_arch']})",
+        f"driver {driver}" if driver else "",
+        f"Python {env['python']}, torch {env['torch']}",
+        libraries,
+        " ".join(f"`{k}={v}`" for k, v in env["variables"].items()),
+    ]
+    return ", ".join(filter(None, said))
 
 
 def _failure(op: str, clause: Mapping[str, Any]) -> list[str]:

@@ -1,16 +1,29 @@
-"""A manifest by where it stands, "module:attribute": for backends that no installed distribution provides."""
+"""Manifests by where they stand, "module:attribute": of backends that are installed, lie in the clone, or are named.
+
+And what a manifest's implementations are made of, as one fingerprint an operator.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from typing import TYPE_CHECKING
 
-from rlkernel.discover import brief, guarded
+from rlkernel.discover import GROUP, brief, entries, guarded
+from rlkernel.resolve import claims
+from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.spec import OPERATORS
 
 if TYPE_CHECKING:
-    from rlkernel_core.manifest import Backend
+    from rlkernel_core.manifest import Backend, Impl
 
 
 def load(where: str) -> Backend:
@@ -35,3 +48,49 @@ def provider(where: str) -> str:
     module = where.partition(":")[0]
     dists = packages_distributions().get(module.partition(".")[0])
     return f"{dists[0]} {version(dists[0])}" if dists else f"{module} (not installed)"
+
+
+def known() -> dict[str, str]:
+    """Backend -> where its manifest stands: all that are installed, and those of the clone, installed or not."""
+    found = {entry.name: entry.value for entry in entries(GROUP)[0]}
+    for file in sorted(CLONE.glob("backends/*/pyproject.toml")):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        found |= project.get("entry-points", {}).get(GROUP, {})
+    return found
+
+
+@contextmanager
+def importable() -> Iterator[None]:
+    """The scope in which manifests of the clone can be loaded although its backends are not installed."""
+    folders = [str(file.parent) for file in sorted(CLONE.glob("backends/*/pyproject.toml"))]
+    added = [folder for folder in folders if folder not in sys.path]
+    sys.path.extend(added)
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
+
+
+def sources_of(manifest: Backend, op_id: str, device: str) -> str:
+    """Fingerprint of what the implementations of an operator on a kind of device are made of, and of its tolerances."""
+    kind = device.partition(":")[0]
+    mine = {t for i in manifest.of(op_id) if claims(i.requires.device, kind) for t in targets_of(i)}
+    others = _by_operator() + [(i.op, t) for i in manifest.impls for t in targets_of(i)]
+    own = {t for op, t in others if op == op_id} | mine
+    code = fingerprint(mine, frozenset(t for _, t in others) - own)
+    numbers = [(t.output, t.dtype, t.atol, t.rtol) for t in OPERATORS[op_id.partition("@")[0]].tolerances]
+    return sha256(json.dumps([code, sorted(numbers)]).encode()).hexdigest()[:DIGITS]
+
+
+@cache
+def _by_operator() -> list[tuple[str, str]]:
+    """The functions that manifests name, each with its operator."""
+    with importable():
+        found = [guarded(lambda w=where: load(w))[0] for where in known().values()]
+    return [(i.op, t) for manifest in found if manifest is not None for i in manifest.impls for t in targets_of(i)]
+
+
+def targets_of(impl: Impl) -> Iterable[str]:
+    """The functions and classes that an implementation names."""
+    return filter(None, (impl.target, impl.check, impl.gradient, impl.workspace))

@@ -1,7 +1,12 @@
-"""What a run found: every clause of every operator, what was claimed, and a verdict.
+"""What was found of a backend on a device: every clause of every operator, what was claimed, and a verdict.
 
-Two runs of one backend at one profile on one machine give the same report but for `created` and the seconds; `hash`
-covers all the rest. Verdicts, the worst first:
+A report is made in one run or in several, each of some operators or clauses (`merged`). So each clause names its run,
+which is under `runs` with its profile and environment, its date, and the fingerprint of the sources that were judged
+(`rlkernel_conformance.sources`). The profile of an operator, and of a report, is the weakest that one of its clauses
+was attacked with.
+
+Two runs of one backend at one profile on one machine give the same report but for dates and seconds; `hash` covers all
+the rest. Verdicts, the worst first:
 
     fails       a clause is refuted, held without a case, or a claim has no executed case; a waiver is needless
     unfinished  a device failed and clauses were not run: a failure of the run, not of the backend
@@ -25,17 +30,26 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
+from packaging.requirements import Requirement
+
 from rlkernel import policy
+from rlkernel.discover import PackageVersions
+from rlkernel.probe import arch_of
 from rlkernel_conformance import tolerances
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.manifests import sources_of
+from rlkernel_conformance.profiles import PROFILES, Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_conformance.waivers import Waiver, needless
 from rlkernel_core import __version__
+from rlkernel_core.decision import ALIASES
+from rlkernel_core.errors import ConfigError
 from rlkernel_core.host.facts import facts
+from rlkernel_core.spec import OPERATORS
 
 _ROOT: Final = Path("/")
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+NOT_ASKED: Final = "not asked for: the run was of other clauses"  # why a clause is `not_run` that nobody wanted
 STATUSES: Final = ("held", "violated", "fault", "waived", "not_claimed", "not_attacked", "no_room", "not_run")
 REFUTED: Final = ("violated", "fault")
 VERDICTS: Final = ("fails", "unfinished", "waived", "partial", "holds")
@@ -51,8 +65,10 @@ VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
 )
-_VOLATILE: Final = ("created", "seconds", "hash")
-_UNTOLD: Final = ("op", "seconds", "features")  # of an outcome
+_VOLATILE: Final = ("created", "date", "seconds", "hash")
+_FOUND: Final = ("held", *REFUTED, "waived")  # statuses of clauses that were attacked
+_DIGITS: Final = 8
+_PACKAGES: Final = ("triton", "numpy")
 
 
 def report(
@@ -60,7 +76,9 @@ def report(
     profile: Profile,
     *,
     provider: str | None = None,
+    manifest: str | None = None,
     waivers: Iterable[Waiver] = (),
+    sources: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The report of a run: one subject per operator, all of one backend and device.
 
@@ -68,72 +86,190 @@ def report(
         outcomes: of each operator.
         profile: effort of the run.
         provider: who made the backend, where that is not the distribution that its entry point names.
+        manifest: "module:attribute" of the backend's manifest, where it was named.
         waivers: of this backend.
+        sources: fingerprints by operator, as they were before the run; None for those of now.
     """
     first = next(iter(outcomes))
     waivers = tuple(waivers)
-    excused = {w.clause: w for w in waivers}
-    operators = {s.spec.id: _operator(s, found, profile, excused) for s, found in outcomes.items()}
-    problems = needless(waivers, (o for found in outcomes.values() for o in found))
-    counts = Counter(c["status"] for found in operators.values() for c in found["clauses"])
-    content: dict[str, Any] = {
-        "schema": SCHEMA,
-        "backend": first.backend,
+    made = {
+        "profile": asdict(profile),
         "provider": provider or policy.installed()[first.backend].provider,
-        "device": first.device,
-        "profile": profile.name,
-        "environment": environment(first.device),
-        "tolerances": tolerances.version(),
-        "operators": operators,
-        "problems": problems,
-        "summary": {status: counts[status] for status in STATUSES}
-        | {"cases": sum(o.executed for found in outcomes.values() for o in found)},
+        "environment": environment(first.device, packages=_packages(outcomes)),
     }
-    content["verdict"] = worst([*(op["verdict"] for op in operators.values()), *["fails"] * bool(problems)])
-    content["hash"] = content_hash(content)
-    content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-    content["seconds"] = round(sum(o.seconds for found in outcomes.values() for o in found), 1)
-    return content
+    name = content_hash(made)[:_DIGITS]
+    stamp = {"run": name, "date": datetime.now(UTC).date().isoformat()}
+    operators = {}
+    for subject, found in outcomes.items():
+        told = {**stamp, "sources": (sources or {}).get(subject.op) or present(subject)}
+        about = {
+            "implementations": sorted(i.target for i in subject.impls),
+            "claims": sorted(subject.claims),
+            "tolerances": tolerances.version((subject.op,)),
+            "problems": needless(waivers, found),
+        }
+        clauses = [_clause(o, {w.clause: w for w in waivers}.get(o.clause)) | told for o in found]
+        operators[subject.spec.id] = _operator(subject.op, about, clauses, {name: made})
+    content = {"backend": first.backend, "manifest": manifest, "device": first.device, "operators": operators}
+    return _whole({"schema": SCHEMA, **content, "runs": {name: made}})
+
+
+def present(subject: Subject) -> str:
+    """Fingerprint of the sources of an operator of a backend."""
+    manifest = policy.installed()[subject.backend].manifest
+    return sources_of(manifest, subject.spec.id, subject.device) if manifest else ""
+
+
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """A report with what a new one found in the place of what was known; the rest stays as it was.
+
+    Of an operator of the new report, a clause that was not run keeps its older result where that is of the same sources
+    or where nobody asked for it; it is reported as not run where its turn did not come.
+
+    Raises:
+        ConfigError: they are of different backends or kinds of devices.
+    """
+    same_subject(old, new["backend"], new["device"])
+    runs = {**old["runs"], **new["runs"]}
+    operators = dict(old["operators"])
+    for op, found in new["operators"].items():
+        known = {c["clause"]: c for c in operators.get(op, {}).get("clauses", ())}
+        clauses = [_newer(known.get(c["clause"]), c) for c in found["clauses"]]
+        operators[op] = _operator(op.partition("@")[0], found, clauses, runs)
+    order = {spec.id: i for i, spec in enumerate(OPERATORS.values())}
+    operators = dict(sorted(operators.items(), key=lambda item: order.get(item[0], len(order))))
+    return _whole({**new, "operators": operators, "runs": runs})
+
+
+def has_result(clause: Mapping[str, Any], content: Mapping[str, Any], sources: str, examples: int) -> bool:
+    """Whether a clause of a report was attacked, its operator's sources being these, with so many cases or more."""
+    enough = content["runs"][clause["run"]]["profile"]["examples"] >= examples
+    return bool(clause["status"] in {*_FOUND, "not_claimed"} and clause["sources"] == sources and enough)
+
+
+def only(content: Mapping[str, Any], ops: Iterable[str]) -> dict[str, Any]:
+    """The part of a report that is of some operators, by id, as a report."""
+    return _whole({**content, "operators": {op: content["operators"][op] for op in ops}})
+
+
+def same_subject(content: Mapping[str, Any], backend: str, device: str) -> None:
+    """See that a report is of a backend and a kind of device.
+
+    Raises:
+        ConfigError: it is of another backend, kind of device or architecture.
+    """
+    archs = sorted({str(run["environment"].get("device_arch")) for run in content["runs"].values()})
+    was = (
+        ALIASES.get(content["backend"], content["backend"]),
+        content["device"].partition(":")[0],
+        " and ".join(archs),
+    )
+    now = (ALIASES.get(backend, backend), device.partition(":")[0], str(arch_of(device)))
+    if was != now:
+        raise ConfigError(
+            f"the report is of {' '.join(was)}, not of {' '.join(now)}: each backend and device has a report of its own"
+        )
+
+
+def _newer(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Mapping[str, Any]:
+    if old is None or new["status"] != "not_run" or old["status"] not in {*_FOUND, "not_claimed"}:
+        return new
+    asked = new["message"] != NOT_ASKED
+    return old if old["sources"] == new["sources"] or (not asked and old["status"] in _FOUND) else new
+
+
+def _whole(content: dict[str, Any]) -> dict[str, Any]:
+    """A report with what follows from its operators, and its hash."""
+    operators = content["operators"].values()
+    clauses = [c for found in operators for c in found["clauses"]]
+    counts = Counter(c["status"] for c in clauses)
+    problems = sorted({problem for found in operators for problem in found["problems"]})
+    used = {c["run"] for c in clauses}
+    content = {
+        **content,
+        "profile": weakest(clauses, content["runs"])["name"],
+        "runs": {name: run for name, run in content["runs"].items() if name in used},
+        "problems": problems,
+        "summary": {status: counts[status] for status in STATUSES} | {"cases": sum(c["executed"] for c in clauses)},
+        "verdict": worst([*(found["verdict"] for found in operators), *["fails"] * bool(problems)]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(sum(c["seconds"] for c in clauses), 1),
+    }
+    return {**content, "hash": content_hash(content)}
 
 
 def _operator(
-    subject: Subject, outcomes: list[Outcome], profile: Profile, waivers: Mapping[str, Waiver]
+    op: str, about: Mapping[str, Any], clauses: Iterable[Mapping[str, Any]], runs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    clauses = sorted((_clause(o, waivers.get(o.clause)) for o in outcomes), key=lambda c: str(c["clause"]))
+    clauses = sorted(clauses, key=lambda c: str(c["clause"]))
     statuses = {c["status"] for c in clauses}
-    unproved = sorted(subject.claims - _proved(subject, outcomes))
+    unproved = sorted({*about["claims"]} - _proved(op, clauses))
     hollow = any(c["status"] == "held" and not c["executed"] for c in clauses)
     tried = bool(statuses & {"held", *REFUTED}) and "not_run" not in statuses
+    profile = weakest(clauses, runs)
     verdicts = {
-        "fails": bool(statuses & {*REFUTED}) or hollow or (profile.thorough and tried and bool(unproved)),
+        "fails": bool(statuses & {*REFUTED}) or hollow or (profile["thorough"] and tried and bool(unproved)),
         "unfinished": "not_run" in statuses,
         "waived": "waived" in statuses,
         "partial": "not_attacked" in statuses or bool(unproved) or statuses <= {"no_room", "not_claimed"},
     }
     return {
-        "implementations": sorted(i.target for i in subject.impls),
-        "claims": sorted(subject.claims),
+        **{k: about[k] for k in ("implementations", "claims", "tolerances", "problems")},
         "unproved_claims": unproved,
-        "tolerances": tolerances.version((subject.op,)),
+        "profile": profile["name"],
         "verdict": next((v for v, applies in verdicts.items() if applies), "holds"),
         "clauses": clauses,
     }
 
 
-def _proved(subject: Subject, outcomes: list[Outcome]) -> set[str]:
+def weakest(clauses: Iterable[Mapping[str, Any]], runs: Mapping[str, Any]) -> dict[str, Any]:
+    """The profile of fewest cases among those that clauses were attacked with; of all runs where none was."""
+    used = {c["run"] for c in clauses if c["status"] in _FOUND} or set(runs)
+    found: dict[str, Any] = min((runs[run]["profile"] for run in sorted(used)), key=lambda p: int(p["examples"]))
+    return found
+
+
+def _proved(op: str, clauses: Iterable[Mapping[str, Any]]) -> set[str]:
     """Features with an executed case: a clause is about them, or its calls needed them."""
-    about = {c.id: c.feature for c in subject.spec.clauses if c.feature is not None}
-    executed = [o for o in outcomes if o.executed or o.failed]
-    return {about[o.clause] for o in executed if o.clause in about} | {f for o in executed for f in o.features}
+    about = {c.id: c.feature for c in OPERATORS[op].clauses if c.feature is not None}
+    executed = [c for c in clauses if c["executed"] or c["fault"]]
+    return {about[c["clause"]] for c in executed if c["clause"] in about} | {f for c in executed for f in c["features"]}
 
 
 def _clause(outcome: Outcome, waiver: Waiver | None) -> dict[str, Any]:
-    told = {k: v for k, v in asdict(outcome).items() if k not in _UNTOLD}
+    told = {k: v for k, v in asdict(outcome).items() if k != "op"}
     told["measures"] = {k: v if isfinite(v) else str(v) for k, v in outcome.measures.items()}  # JSON has no infinity
+    told |= {"features": sorted(outcome.features), "seconds": round(outcome.seconds, 1)}
     if waiver is None or not outcome.failed:
         return told
     about = {"issue": waiver.issue, "expires": waiver.expires.isoformat(), "reason": waiver.reason}
     return {**told, "status": "waived", "waiver": about}
+
+
+def upgraded(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A report of schema 1 in the form of today: nobody says of which sources it is, so it is older than any.
+
+    It does not say either which clause proved which claim: all do that were executed.
+    """
+    known = {"thorough": False, "limit_s": 0.0, "examples": 0}
+    profile = {**known, **asdict(PROFILES[content["profile"]])} if content["profile"] in PROFILES else known
+    made = {"provider": content["provider"], "environment": {"packages": {}, **content["environment"]}}
+    name = content_hash(made)[:_DIGITS]
+    stamp = {"run": name, "date": content["created"][:10], "sources": None, "seconds": 0.0}
+    operators = {}
+    for op, found in content["operators"].items():
+        proved = sorted({*found["claims"]} - {*found["unproved_claims"]})
+        clauses = [{**c, "features": proved if c["executed"] else [], **stamp} for c in found["clauses"]]
+        operators[op] = {**found, "problems": [], "profile": content["profile"], "clauses": clauses}
+    runs = {name: {"profile": {**profile, "name": content["profile"]}, **made}}
+    rest = {k: v for k, v in content.items() if k not in {"provider", "environment", "tolerances"}}
+    return {**rest, "manifest": None, "operators": operators, "runs": runs}
+
+
+def _packages(subjects: Iterable[Subject]) -> tuple[str, ...]:
+    """Libraries that implementations need."""
+    needed = {Requirement(text).name for s in subjects for i in s.impls for text in i.requires.packages}
+    return tuple(sorted({*_PACKAGES, *needed}))
 
 
 def worst(verdicts: Iterable[str]) -> str:
@@ -141,19 +277,21 @@ def worst(verdicts: Iterable[str]) -> str:
     return min(verdicts, key=VERDICTS.index, default="holds")
 
 
-def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
-    """What a result may depend on; `root`: of the file system."""
+def environment(device: str, root: Path = _ROOT, packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
+    """What a result may depend on; `root`: of the file system; `packages`: whose versions are told."""
     import hypothesis
     import torch
 
     from rlkernel.probe import device_facts
 
+    versions = PackageVersions()
     return {
         "rlkernel": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hypothesis": hypothesis.__version__,
         "torch": torch.__version__,
+        "packages": {name: version for name in packages if (version := versions.get(name)) is not None},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         **{f"device_{k}": v for k, v in device_facts(device).items() if k not in {"torch", "device"}},
         **({"board": told} if (told := facts(root)) else {}),
@@ -162,8 +300,13 @@ def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
 
 def content_hash(content: Mapping[str, Any]) -> str:
     """Hash of a report without what differs between two runs that found the same."""
-    rest = {k: v for k, v in content.items() if k not in _VOLATILE}
-    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(_lasting(content), sort_keys=True).encode()).hexdigest()
+
+
+def _lasting(told: Any) -> Any:
+    if isinstance(told, Mapping):
+        return {k: _lasting(v) for k, v in told.items() if k not in _VOLATILE}
+    return [_lasting(item) for item in told] if isinstance(told, list | tuple) else told
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

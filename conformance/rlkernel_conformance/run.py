@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
 from rlkernel_conformance.manifests import load, provider
 from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
-from rlkernel_conformance.report import report
+from rlkernel_conformance.report import NOT_ASKED, has_result, present, report
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
@@ -56,8 +56,9 @@ def run(
     waivers: Path | None = None,
     watch: Watch = lambda _: None,
     within: float = math.inf,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Hold a backend against the clauses of its operators; returns the report.
+    """Hold a backend against the clauses of its operators; returns the report of this run alone.
 
     Args:
         backend: name of the backend.
@@ -70,6 +71,8 @@ def run(
         waivers: file of waivers, see `rlkernel_conformance.waivers`.
         watch: told every outcome of an attack as it comes.
         within: seconds for all of it; clauses that have not ended by then are `not_run`, and the report is unfinished.
+        earlier: a report; clauses that have a result there, of the present sources and at this effort or more, are not
+            asked for.
 
     Raises:
         UnknownNameError: no such backend or operator, or no attack on a clause of that id here.
@@ -94,10 +97,14 @@ def run(
                 f"{backend} implements none of {', '.join(ops or OPERATORS)} on {devices[0]} with what is installed "
                 "here; rlkernel explain OPERATOR says what it needs"
             )
+        sources = {s.op: present(s) for s in subjects}
         plan = _asked_for({s: due_on(s) for s in subjects}, frozenset(clauses))
+        if earlier is not None:
+            plan = {s: _missing(s, due, rest, earlier, sources[s.op], profile) for s, (due, rest) in plan.items()}
         attacked = _attack_all(plan, devices, jobs, manifest, profile, watch, within)
         found = {s: plan[s][1] + attacked[s.op] for s in subjects}
-        return report(found, profile, provider=provider(manifest) if manifest else None, waivers=excused)
+        by = provider(manifest) if manifest else None
+        return report(found, profile, provider=by, manifest=manifest, waivers=excused, sources=sources)
 
 
 def _attack_all(
@@ -135,14 +142,27 @@ def _asked_for(plan: Plan, clauses: frozenset[str]) -> Plan:
     known = {attack.clause.id for due, _ in plan.values() for attack in due}
     for clause in clauses - known:
         raise UnknownNameError("clause", clause, known)
-    text = "not asked for: the run was of other clauses"
-    return {
-        s: (
-            [a for a in due if not clauses or a.clause.id in clauses],
-            [*rest, *(not_run(a, text) for a in due if clauses and a.clause.id not in clauses)],
-        )
-        for s, (due, rest) in plan.items()
-    }
+    return {s: _parted(due, rest, lambda a: not clauses or a.clause.id in clauses) for s, (due, rest) in plan.items()}
+
+
+def _missing(
+    subject: Subject,
+    due: list[Attack],
+    rest: list[Outcome],
+    earlier: Mapping[str, Any],
+    sources: str,
+    profile: Profile,
+) -> tuple[list[Attack], list[Outcome]]:
+    """The attacks on clauses without a result."""
+    clauses = earlier["operators"].get(subject.spec.id, {}).get("clauses", ())
+    there = {c["clause"] for c in clauses if has_result(c, earlier, sources, profile.examples)}
+    return _parted(due, rest, lambda a: a.clause.id not in there)
+
+
+def _parted(
+    due: list[Attack], rest: list[Outcome], asked: Callable[[Attack], bool]
+) -> tuple[list[Attack], list[Outcome]]:
+    return [a for a in due if asked(a)], [*rest, *(not_run(a, NOT_ASKED) for a in due if not asked(a))]
 
 
 def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:

@@ -9,7 +9,7 @@ import typer
 
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_conformance import tolerances
-from rlkernel_conformance.documents import place
+from rlkernel_conformance.documents import place, providers
 from rlkernel_conformance.report import REFUTED, STATUSES
 
 _FAILING: Final = ("fails", "unfinished")
@@ -31,7 +31,8 @@ def show(content: dict[str, Any], *, json: bool) -> None:
         counts = {s: sum(c["status"] == s for c in found["clauses"]) for s in STATUSES}
         rows.append((op, found["verdict"], *(str(counts[s]) for s in STATUSES)))
     columns = ("operator", "verdict", *(s.replace("_", " ") for s in STATUSES))
-    title = f"{content['provider']} on {place(content)}: {content['verdict']}, {content['summary']['cases']} cases"
+    about = f"{providers(content)} on {place(content)}, profile {content['profile']}"
+    title = f"{about}: {content['verdict']}, {content['summary']['cases']} cases"
     print_table(columns, rows, title=title)
     for problem in content["problems"]:
         typer.echo(problem)

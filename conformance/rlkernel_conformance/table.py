@@ -1,5 +1,7 @@
 """What the committed reports say, as one table: operators by backends. Nobody types a verdict by hand.
 
+What was found with other sources than are there now is marked as older, operator by operator.
+
 rlkernel conformance table             print it
 rlkernel conformance table README.md   write it between the markers of a file
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_conformance.documents import place, read
+from rlkernel_conformance.documents import place, providers, read, versions
+from rlkernel_conformance.evidence import manifest_of, older, reports, sources
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
@@ -23,22 +26,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: no report there, or one that was changed.
     """
-    found = [(path.parent.name, read(path)) for path in sorted(folder.glob("*/report.json"))]
-    if not found:
-        raise ConfigError(
-            f"no report in {folder}/*/report.json; rlkernel conformance run BACKEND --report {folder}/NAME"
-        )
+    found = [(path.parent.name, read(path)) for path in reports(folder)]
     return [
         {
             "report": name,
             "backend": content["backend"],
-            "provider": content["provider"],
+            "provider": providers(content),
             "place": place(content),
             "profile": content["profile"],
-            "torch": content["environment"]["torch"],
+            "torch": versions(content, "torch"),
             "created": content["created"][:10],
             "verdict": content["verdict"],
-            "operators": {op: _cell(operator) for op, operator in content["operators"].items()},
+            "operators": _cells(content),
         }
         for name, content in found
     ]
@@ -80,16 +79,29 @@ def write(path: Path, folder: Path) -> None:
     path.write_text(f"{before}{BEGIN}\n\n{table(folder)}\n\n{END}{after}", encoding="utf-8")
 
 
-def _cell(operator: dict[str, Any]) -> str:
+def _cells(content: dict[str, Any]) -> dict[str, str]:
+    """Operator -> its cell."""
+    found = content["operators"]
+    told = {c["sources"] for operator in found.values() for c in operator["clauses"]} - {None}
+    manifest = manifest_of(content) if told else None
+    now = {} if manifest is None else sources(manifest, content["device"])
+    return {op: _cell(operator, len(older(operator, now.get(op)))) for op, operator in found.items()}
+
+
+def _cell(operator: dict[str, Any], others: int) -> str:
     """A verdict with what it stands for: `holds 25`, or `fails, 24 of 25 hold, 2 claims untried`.
 
-    `holds 33 of 34`: one needs more memory than the device has.
+    `holds 33 of 34`: one needs more memory than the device has. `holds 33, older`: all are of other sources than those
+    of now; `holds 33, 2 older`: so many are.
     """
     statuses = [c["status"] for c in operator["clauses"] if c["status"] != "not_claimed"]
     held = statuses.count("held")
     verdict = operator["verdict"]
+    results = sum(bool(c["executed"] or c["fault"]) for c in operator["clauses"])
+    count = f"{others} " * (others < results)
+    age = f", {count}*older*" if others else ""
     if verdict == "holds":
-        return f"holds {held}" if held == len(statuses) else f"holds {held} of {len(statuses)}"
+        return (f"holds {held}" if held == len(statuses) else f"holds {held} of {len(statuses)}") + age
     untried = len(operator["unproved_claims"])
-    claims = f", {untried} claim{'s' * (untried > 1)} untried" if untried else ""
-    return f"{verdict}, {held} of {len(statuses)} hold{claims}"
+    tried = f", {untried} claim{'s' * (untried > 1)} untried" if untried else ""
+    return f"{verdict}, {held} of {len(statuses)} hold{tried}{age}"

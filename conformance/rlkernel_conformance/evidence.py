@@ -1,0 +1,139 @@
+"""Which reports are still of the present sources, and what renews those that are not.
+
+rlkernel conformance evidence          a line for each operator of each report that must be renewed, with its command
+rlkernel conformance evidence --json   every operator of every report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rlkernel import policy
+from rlkernel.discover import guarded
+from rlkernel.resolve import claims
+from rlkernel_conformance.documents import FILE, read
+from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_conformance.manifests import importable, known, load, sources_of
+from rlkernel_conformance.profiles import PROFILES
+from rlkernel_core.decision import ALIASES
+from rlkernel_core.errors import ConfigError
+from rlkernel_core.manifest import Backend
+from rlkernel_core.spec import OPERATORS
+
+# state of an operator in a report -> what it says
+STATES: Final = {
+    "current": "every clause has a result from the present sources",
+    "older": "some results are of other sources, or of nobody knows which",
+    "missing": "some clauses have no result",
+    "absent": "the backend implements it, the report does not have it",
+    "gone": "the backend implements it no more",
+    "unknown": "the backend is not here to compare with",
+}
+RENEWABLE: Final = ("older", "missing", "absent")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a report says of an operator, beside what is there now."""
+
+    report: str  # its folder
+    backend: str
+    op: str
+    state: str  # a key of STATES
+    clauses: int  # that a new run is about
+    seconds: float  # that those took last time, one after another; 0 where nobody knows
+    command: str  # that renews it; "" where nothing is to do
+
+
+def evidence(folder: Path) -> Iterator[Evidence]:
+    """Every operator of every report below a folder.
+
+    Raises:
+        ConfigError: no report there, or one that was changed.
+    """
+    for path in reports(folder):
+        content = read(path)
+        manifest = manifest_of(content)
+        now = {} if manifest is None else sources(manifest, content["device"])
+        for op in dict.fromkeys([*content["operators"], *now]):
+            found = content["operators"].get(op)
+            state, due = _state(op, found, now, here=manifest is not None)
+            took = sum(c["seconds"] for c in (found or {"clauses": ()})["clauses"] if c["clause"] in due)
+            command = renewal(content, op, path.parent) if state in RENEWABLE else ""
+            yield Evidence(path.parent.name, content["backend"], op, state, len(due), round(took, 1), command)
+
+
+def reports(folder: Path) -> list[Path]:
+    """The files of the reports below a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = sorted(folder.glob(f"*/{FILE}"))
+    if not found:
+        raise ConfigError(
+            f"no report in {folder}/*/{FILE}; rlkernel conformance run BACKEND --report {folder}/NAME makes one"
+        )
+    return found
+
+
+def manifest_of(content: Mapping[str, Any]) -> Backend | None:
+    """The manifest of a report's backend as it is now; None where it is not here."""
+    name = ALIASES.get(content["backend"], content["backend"])
+    where = content["manifest"] or known().get(name) or _guessed(content)
+    if name in policy.installed() and content["manifest"] is None:
+        return policy.installed()[name].manifest
+    with importable():
+        return guarded(lambda: load(where))[0]
+
+
+def sources(manifest: Backend, device: str) -> dict[str, str]:
+    """Fingerprint of each operator that a backend implements on a kind of device."""
+    kind = device.partition(":")[0]
+    ops = dict.fromkeys(i.op for i in manifest.impls if claims(i.requires.device, kind))
+    return {op: sources_of(manifest, op, device) for op in ops}
+
+
+def older(found: Mapping[str, Any], now: str | None) -> set[str]:
+    """Clauses of an operator in a report whose results are of other sources; None: those of now are not known."""
+    results = {c["clause"]: c["sources"] for c in found["clauses"] if c["executed"] or c["fault"]}
+    return {clause for clause, was in results.items() if was is None or (now is not None and was != now)}
+
+
+def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, here: bool) -> tuple[str, set[str]]:
+    spec = {c.id for c in OPERATORS[op.partition("@")[0]].clauses} | {CLAUSE.id}
+    if found is None:
+        return "absent", spec
+    if op not in now and here:
+        return "gone", set()
+    before = older(found, now.get(op))
+    lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] != "not_run"}
+    if not before and not here:
+        return "unknown", set()
+    return ("older" if before else "missing" if lacking else "current"), before | lacking
+
+
+def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
+    """The command that gives a report what it lacks of an operator."""
+    name = ALIASES.get(content["backend"], content["backend"])
+    profile = content["operators"].get(op, content)["profile"]
+    manifest = content["manifest"] or (None if name in known() else _guessed(content))
+    variables = [run["environment"]["variables"] for run in content["runs"].values()]
+    words = [
+        *["TRITON_INTERPRET=1"] * any(v.get("TRITON_INTERPRET") == "1" for v in variables),
+        f"rlkernel conformance run {name} --op {op.partition('@')[0]} --missing",
+        f"--profile {profile if profile in PROFILES else next(iter(PROFILES))}",
+        f"--device {content['device'].partition(':')[0]}",
+        *([f"--manifest {manifest}"] if manifest else []),
+        f"--report {folder}",
+    ]
+    return " ".join(words)
+
+
+def _guessed(content: Mapping[str, Any]) -> str:
+    """Where the manifest of a backend may stand that no distribution names: beside its implementations."""
+    first = next(target for found in content["operators"].values() for target in found["implementations"])
+    return f"{first.partition(':')[0]}:backend"
