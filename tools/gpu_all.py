@@ -25,6 +25,7 @@ import tomllib
 import xml.etree.ElementTree as ET
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -183,18 +184,11 @@ def attacked(session: Session, name: str, command: list[str], until: float) -> d
 
 def merged_conformance(session: Session, backend: str, profile: str) -> dict[str, Any] | None:
     """The reports of one backend's operators as one report; what was not finished is not in it."""
-    from rlkernel_conformance.report import content_hash, worst
+    from rlkernel_conformance.documents import read
+    from rlkernel_conformance.report import merged
 
     files = sorted((session.work / "conformance" / profile / backend).glob("*/report.json"))
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    if not reports:
-        return None
-    operators = {op: found for report in reports for op, found in report["operators"].items()}
-    summary = {k: sum(report["summary"][k] for report in reports) for k in reports[0]["summary"]}
-    verdict = worst(found["verdict"] for found in operators.values())
-    whole = {**reports[0], "operators": operators, "summary": summary, "verdict": verdict}
-    whole["seconds"] = round(sum(report["seconds"] for report in reports), 1)
-    return {**whole, "hash": content_hash(whole)}
+    return reduce(merged, map(read, files)) if files else None
 
 
 def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> None:

@@ -14,17 +14,19 @@ import csv
 import json
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 if __name__ == "__main__":
     of = ("common", "torch", "triton", "triton/tools", "rocm")
-    sys.path[:0] = [str(ROOT), *(str(ROOT / "backends" / path) for path in of)]
+    sys.path[:0] = [str(ROOT / path) for path in (".", "registry", "conformance", *(f"backends/{path}" for path in of))]
 
 import compile_gate
-from kernel_sources import sources
 
+from rlkernel_conformance.documents import found
+from rlkernel_conformance.evidence import manifest_of, older, sources
 from rlkernel_core.spec import OPERATORS
 from rlkernel_rocm.aiter import backend as amd
 from rlkernel_rocm.architectures import ARCHITECTURES
@@ -55,17 +57,24 @@ def _compiled(op: str) -> str:
     return f"{len(whole)} target{'s' * (len(whole) > 1)}" if whole else "-"
 
 
+@cache
+def _report(name: str) -> dict[str, dict[str, Any]]:
+    """Operator -> what a report says of it, and under "older" the clauses of other sources than those of now."""
+    content = found(REPORTS / name)
+    if content is None:
+        return {}
+    manifest = manifest_of(content)
+    now = sources(manifest, content["device"]) if manifest is not None else {}
+    return {op: {**one, "older": older(one, now.get(op))} for op, one in content["operators"].items()}
+
+
 def _judged(report: str, op_id: str) -> str:
-    path = REPORTS / report / "report.json"
-    if not path.exists():
+    one = _report(report).get(op_id)
+    if one is None:
         return "-"
-    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8"))["operators"].get(op_id)
-    if found is None:
-        return "-"
-    outcomes = Counter(clause["status"].replace("_", " ") for clause in found["clauses"])
+    outcomes = Counter(clause["status"].replace("_", " ") for clause in one["clauses"])
     held, rest = outcomes.pop("held", 0), [f"{n} {status}" for status, n in sorted(outcomes.items())]
-    earlier = "sources" in found and found["sources"] != sources(op_id.partition("@")[0])
-    return f"{held} clauses" + (f" ({', '.join(rest)})" if rest else "") + (EARLIER if earlier else "")
+    return f"{held} clauses" + (f" ({', '.join(rest)})" if rest else "") + EARLIER * bool(one["older"])
 
 
 def _contract(op_id: str) -> str:
@@ -87,12 +96,9 @@ def _on_cuda(op_id: str) -> str:
 
 def stale() -> list[str]:
     """Operators whose kernels have changed since they were simulated."""
-    out = []
-    for arch in SIMULATED:
-        path = REPORTS / f"rocm-simulated-{arch}" / "report.json"
-        found = json.loads(path.read_text(encoding="utf-8"))["operators"] if path.exists() else {}
-        out += [f"{arch} {op}" for op, one in found.items() if one.get("sources") != sources(op.partition("@")[0])]
-    return out
+    return [
+        f"{arch} {op}" for arch in SIMULATED for op, one in _report(f"rocm-simulated-{arch}").items() if one["older"]
+    ]
 
 
 def table() -> str:
