@@ -8,7 +8,7 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
 STAMP   = $(VENV)/.rlkernel-ready
 
-.PHONY: help setup demo test check conform bench docs fresh site hosts build clean
+.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ check: $(STAMP) ## ruff and mypy
 conform: $(STAMP) ## hold the reference against every clause at length, and write the report and README's table
 	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch
 	$(VENV)/bin/rlkernel conformance table README.md
+
+evidence: $(STAMP) ## which reports and results are of other sources than are here, and the command that renews each
+	$(VENV)/bin/rlkernel conformance evidence
+	$(VENV)/bin/rlkernel bench evidence
 
 bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a toy size
 	$(VENV)/bin/rlkernel bench run --suite dispatch --size full

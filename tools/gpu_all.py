@@ -193,7 +193,7 @@ def merged_conformance(session: Session, backend: str, profile: str) -> dict[str
 
 def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> None:
     """All suites in one process, alone on the card; what takes it along is left out, and another does the rest."""
-    from rlkernel_bench.results import read, seal, write
+    from rlkernel_bench.results import joined, read, write
 
     contents: list[dict[str, Any]] = []
     for use, group in groups(asked.suites.split(",") if asked.suites else list(SUITES), backends):
@@ -216,11 +216,7 @@ def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> N
         if left:
             session.steps.append({"step": f"bench {','.join(left)}", "rc": "no time left", "seconds": 0})
     if contents:
-        whole = {k: v for k, v in contents[0].items() if k not in {"schema", "created", "hash"}}
-        whole["suites"] = list(dict.fromkeys(r["suite"] for c in contents for r in c["results"]))
-        whole["results"] = [r for c in contents for r in c["results"]]
-        whole["ended"] = "; ".join(c["ended"] for c in contents if c["ended"])
-        write(seal(whole), session.out / "bench")
+        write(joined(contents), session.out / "bench")
 
 
 def groups(suites: list[str], backends: list[str]) -> list[tuple[list[str], list[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,6 +19,8 @@ EXAMPLES: Final = (
     ("rlkernel bench list", "the suites, how many workloads each, and which peers are here"),
     ("rlkernel bench run --suite logprob --size toy --peers torch", "one suite on this machine's CPU, in seconds"),
     ("rlkernel bench run --size full --device cuda --out runs/h200", "everything, on a GPU"),
+    ("rlkernel bench run --size full --device cuda:0,cuda:1 --out runs/h200", "the same, suites shared by two GPUs"),
+    ("rlkernel bench evidence", "which results are of other sources than are here, and what renews them"),
     ("rlkernel bench compare runs/old runs/new --threshold 3%", "what got slower, larger or wrong"),
     ("rlkernel bench report runs/h200", "report.md, results.csv and pictures beside the results"),
     ("rlkernel bench bits --op whiten --out runs/before.json", "digests of every result, to compare after a change"),
@@ -29,11 +31,13 @@ EXITS: Final = {
     1: "a backend is wrong or raised, a number is below its floor, something regressed, or bits differ",
 }
 # action -> how many words may follow
-_ACTIONS: Final = {"run": (0,), "compare": (2,), "report": (1,), "list": (0,), "bits": (0, 2)}
+_ACTIONS: Final = {"run": (0,), "compare": (2,), "report": (1,), "list": (0,), "bits": (0, 2), "evidence": (0, 1)}
 
 
 def command(
-    action: Annotated[str, typer.Argument(help="run, compare OLD NEW, report FOLDER, list, bits, or bits OLD NEW.")],
+    action: Annotated[
+        str, typer.Argument(help="run, compare OLD NEW, report FOLDER, evidence [FOLDER], list, bits [OLD NEW].")
+    ],
     words: Annotated[list[str] | None, typer.Argument(help="Results: files or folders.")] = None,
     *,
     suite: Annotated[
@@ -46,7 +50,9 @@ def command(
     size: Annotated[
         str, typer.Option(help="toy (a CPU runs it in a moment), full, or sweep: many sizes of a call.")
     ] = "toy",
-    device: Annotated[str, typer.Option(help="torch device.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="torch device; for run several with commas, which share the suites.")
+    ] = "cpu",
     backend: Annotated[str | None, typer.Option(help="Backends with commas. All installed ones, unless given.")] = None,
     manifest: Annotated[
         list[str] | None,
@@ -80,13 +86,13 @@ def command(
         _list(json=json)
         return
     if action == "run":
-        with ExitStack() as scope:
-            _register(manifest or (), scope)
-            fine = _run(suite, op, work, size, device, backend, peers, seconds, out, json=json)
+        fine = _run(suite, op, work, size, device, backend, manifest, peers, seconds, out, json=json)
     elif action == "bits" and given:
         fine = _compare_bits(*map(Path, given), json=json)
     elif action == "bits":
         fine = _bits(op, size, device, backend, manifest, seconds, jobs, out or Path("bits.json"), json=json)
+    elif action == "evidence":
+        fine = _evidence(Path(given[0]) if given else None, json=json)
     elif action == "compare":
         fine = _compare(*given, _share(threshold), json=json)
     else:
@@ -183,6 +189,7 @@ def _run(
     size: str,
     device: str,
     backend: str | None,
+    manifests: list[str] | None,
     peers: str | None,
     seconds: float | None,
     out: Path | None,
@@ -191,25 +198,45 @@ def _run(
 ) -> bool:
     from rlkernel_bench.measure import Effort
     from rlkernel_bench.results import write
-    from rlkernel_bench.run import fails, run
-    from rlkernel_bench.suites import SUITES
+    from rlkernel_bench.run import run
+    from rlkernel_bench.shared import Shared
+    from rlkernel_bench.suites import SUITES, module
     from rlkernel_core.spec import OPERATORS
 
     for name in ops or ():
         if name not in OPERATORS:
             raise UnknownNameError("operator", name, OPERATORS)
-    content = run(
-        suites or list(SUITES),
-        size=size,
-        device=device,
-        ops=ops or (),
-        only=only or (),
-        use=_names(backend) or (),
-        against=[] if peers == "none" else _names(peers),
-        effort=Effort(seconds, memory=size == "full") if seconds else None,
-        watch=(lambda _: None) if json else show,
-        keep=(lambda so_far: write(so_far, out) and None) if out else (lambda _: None),
-    )
+    for name in suites or ():
+        module(name)  # raises where there is none
+    asked = suites or list(SUITES)
+    keep: Callable[[dict[str, Any]], Any] = (lambda so_far: write(so_far, out)) if out else (lambda _: None)
+    if "," in device:
+        several = {"--op": ops, "--work": only, "--manifest": manifests}
+        once = {"--size": size, "--backend": backend, "--peers": peers, "--seconds": seconds}
+        words = [word for name, values in several.items() for value in values or () for word in (name, value)]
+        words += [word for name, value in once.items() if value is not None for word in (name, str(value))]
+        content = Shared(asked, device.split(","), words, (lambda _: None) if json else typer.echo, keep).run()
+        return _told(content, json=json)
+    with ExitStack() as scope:
+        _register(manifests or (), scope)
+        content = run(
+            asked,
+            size=size,
+            device=device,
+            ops=ops or (),
+            only=only or (),
+            use=_names(backend) or (),
+            against=[] if peers == "none" else _names(peers),
+            effort=Effort(seconds, memory=size == "full") if seconds else None,
+            watch=(lambda _: None) if json else show,
+            keep=keep,
+        )
+    return _told(content, json=json)
+
+
+def _told(content: dict[str, Any], *, json: bool) -> bool:
+    from rlkernel_bench.run import fails
+
     wrong = fails(content)
     if json:
         print_json(content)
@@ -265,10 +292,25 @@ def _compare(old: str, new: str, threshold: float, *, json: bool) -> bool:
         print_json([{**vars(c), "regressed": c.regressed} for c in changes])
     else:
         told = [c for c in changes if c.verdict != "same"]
-        rows = [(c.verdict, c.where, c.what, c.old, c.new, f"{c.ratio:.3f}" if c.ratio else "") for c in told]
-        print_table(("", "workload", "figure", "old", "new", "new / old"), rows)
+        rows = [(c.verdict, c.where, c.what, c.old, c.new, f"{c.ratio:.3f}" if c.ratio else "", c.older) for c in told]
+        print_table(("", "workload", "figure", "old", "new", "new / old", "of older sources"), rows)
         typer.echo(f"{len(changes)} compared, {sum(c.regressed for c in changes)} regressed")
     return not any(c.regressed for c in changes)
+
+
+def _evidence(folder: Path | None, *, json: bool) -> bool:
+    from rlkernel_bench.evidence import RESULTS, evidence
+
+    found = list(evidence(folder or RESULTS))
+    if json:
+        print_json([vars(e) for e in found])
+        return True
+    due = [e for e in found if e.state == "older"]
+    title = f"{len(due)} of {len(found)} to renew"
+    cells = [(e.results, e.suite, e.backend, e.op) for e in due]
+    print_table(("results", "suite", "backend", "operator"), cells, title=title)
+    typer.echo("".join(f"{command}\n" for command in dict.fromkeys(e.command for e in due)), nl=False)
+    return True
 
 
 def _report(folder: Path, *, json: bool) -> bool:

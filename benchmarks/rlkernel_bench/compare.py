@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rlkernel_bench.evidence import Present
 from rlkernel_bench.results import best
 from rlkernel_core.errors import ConfigError
 
@@ -22,6 +23,7 @@ class Change:
     new: str
     ratio: float | None  # new over old
     verdict: str  # "slower", "faster", "same", "larger", "broken", "mended", "gone", "new"
+    older: str = ""  # "old", "new" or both: which of the two is of other sources than those of now
 
     @property
     def regressed(self) -> bool:
@@ -43,21 +45,25 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], threshold: float) ->
         ConfigError: the runs are of different devices.
     """
     names = [content["environment"].get("device_name") for content in (old, new)]
-    if names[0] != names[1] or old["device"] != new["device"]:
+    kinds = [content["device"].partition(":")[0] for content in (old, new)]
+    if names[0] != names[1] or kinds[0] != kinds[1]:
         raise ConfigError(
             f"the runs are of different devices, {names[0]!r} and {names[1]!r}: times say nothing; "
             "compare runs of one machine"
         )
     before, after = dict(_backends(old)), dict(_backends(new))
-    changes = []
+    present = Present(new["device"])
+    changes: list[Change] = []
     for key in sorted({*before, *after}):
         where = f"{key[0]} {key[1]} {key[2]}: {key[3]}"
+        sides = {"old": before.get(key), "new": after.get(key)}
+        older = " and ".join(side for side, c in sides.items() if c is not None and present.older({"op": key[1]}, c))
         if key not in after or key not in before:
             verdict = "gone" if key not in after else "new"
             one = before.get(key) or after[key]
-            changes.append(Change(where, "status", *_sides(verdict, str(one["status"])), None, verdict))
+            changes.append(Change(where, "status", *_sides(verdict, str(one["status"])), None, verdict, older))
         else:
-            changes += _changes(where, before[key], after[key], threshold)
+            changes += [replace(c, older=older) for c in _changes(where, before[key], after[key], threshold)]
     return changes
 
 

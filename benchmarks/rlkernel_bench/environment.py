@@ -11,6 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from packaging.requirements import Requirement
+
+from rlkernel import policy
 from rlkernel.discover import GROUP, PackageVersions, entries, guarded
 from rlkernel.probe import device_facts
 from rlkernel_core import __version__
@@ -20,7 +23,6 @@ from rlkernel_core.host.memory import memory
 from rlkernel_core.host.power import power
 
 _ROOT: Final = Path("/")
-_PACKAGES: Final = ("triton", "numpy")
 # What nvidia-smi is asked, and what the answer is called.
 _GPU_STATE: Final = {
     "clocks.sm": "sm_mhz",
@@ -39,6 +41,7 @@ def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
     import torch
 
     versions = PackageVersions()
+    packages = {name: version for name in _packages() if (version := versions.get(name)) is not None}
     return {
         "rlkernel": __version__,
         "commit": commit(),
@@ -49,10 +52,18 @@ def environment(device: str, root: Path = _ROOT) -> dict[str, Any]:
         "load": [round(x, 1) for x in os.getloadavg()],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        **{name: versions.get(name) for name in _PACKAGES},
+        **{name: versions.get(name) for name in ("triton", "numpy")},
+        "packages": packages,
         **{f"device_{k}": v for k, v in device_facts(device).items() if k != "torch"},
         **({"board": told, "memory": room.as_dict()} if (told := facts(root)) and (room := memory(root)) else {}),
     }
+
+
+def _packages() -> list[str]:
+    """Libraries that the implementations of installed backends need."""
+    manifests = [policy.installed()[name].manifest for name in policy.installed()]
+    impls = [impl for manifest in manifests if manifest is not None for impl in manifest.impls]
+    return sorted({Requirement(text).name for impl in impls for text in impl.requires.packages})
 
 
 def commit() -> str | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel_bench.evidence import Present
 from rlkernel_bench.results import STATUSES, best
 
 FAST_P: Final = (1.0, 1.5, 2.0)  # speed-ups over plain torch of which the share is given
@@ -16,16 +17,18 @@ COLUMNS: Final = (
     "suite", "op", "work", "candidate", "kind", "version", "status", "us", "low", "high", "n", "how", "eager_us",
     "hot_us", "rested_us", "times_ruler", "speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s", "tokens_s",
     "extra_bytes",
-    "worst_error_over_tolerance", "message",
+    "worst_error_over_tolerance", "message", "older",
 )  # fmt: skip
 _HOW_TO_READ: Final = """Times are medians in microseconds with quartiles; `how` says whether a graph was replayed or
 calls were made one by one. A result outside its tolerances has no time. `coarse` marks peers whose results miss the
-spec's tolerances and keep within those of rounded logits, or whose draws are not the contract's."""
+spec's tolerances and keep within those of rounded logits, or whose draws are not the contract's. `older`: a backend's
+sources of this operator were others then than now."""
 
 
 def rows(contents: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """One row a candidate, flat, under COLUMNS."""
     for content in contents:
+        present = Present(content["device"])
         for result in content["results"]:
             for c in result["candidates"]:
                 how, spread = best(c) or ("", {})
@@ -42,6 +45,7 @@ def rows(contents: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     **{k: c.get(k) for k in ("speedup_over_torch", "percent_of_floor", "gb_s", "tflop_s", "tokens_s")},
                     "extra_bytes": c.get("memory", {}).get("extra_bytes"),
                     "worst_error_over_tolerance": max(overs) if overs else None,
+                    "older": " ".join(present.older(result, c)),
                 }
 
 
@@ -97,8 +101,9 @@ def markdown(contents: list[Mapping[str, Any]], plots: Iterable[str] = ()) -> st
         lines.append(f"| {name} | " + " | ".join([*counts, *cells]) + " |")
     lines += ["", *(f"![{Path(p).stem}]({p})" for p in plots)]
     for content in contents:
+        present = Present(content["device"])
         for result in content["results"]:
-            lines += _section(result)
+            lines += _section(result, present)
     absent = sorted({(r["candidate"], r["message"]) for r in rows(contents) if r["status"] == "absent"})
     lines += ["", "## Not here", ""] if absent else []
     lines += [f"- {name}: {why}" for name, why in absent]
@@ -119,7 +124,7 @@ def _about(content: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _section(result: Mapping[str, Any]) -> list[str]:
+def _section(result: Mapping[str, Any], present: Present) -> list[str]:
     lines = ["", f"## {result['suite']}: {result['op']} {result['work']}", ""]
     if result.get("message"):
         return [*lines, f"{result.get('status', '')}: {result['message']}"]
@@ -138,7 +143,7 @@ def _section(result: Mapping[str, Any]) -> list[str]:
     ]
     for c in result["candidates"]:
         if c["status"] != "absent":
-            lines.append(_line(c))
+            lines.append(_line(c, older=bool(present.older(result, c))))
     speeds = [f"{c['name']} {c['tokens_s']:,.0f}" for c in result["candidates"] if c.get("tokens_s")]
     lines += ["", f"Tokens a second: {'; '.join(speeds)}."] if speeds else []
     for c in result["candidates"]:
@@ -148,12 +153,13 @@ def _section(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _line(c: Mapping[str, Any]) -> str:
+def _line(c: Mapping[str, Any], *, older: bool) -> str:
     how, spread = best(c) or ("", {})
     extra = c.get("memory", {}).get("extra_bytes")
     overs = [e["over"] for e in c.get("errors", {}).values()]
     cells = [
-        c["status"] if c["status"] in {"measured", "coarse"} else f"{c['status']}: {c['message']}",
+        (c["status"] if c["status"] in {"measured", "coarse"} else f"{c['status']}: {c['message']}")
+        + ", older" * older,
         _number(spread.get("median")),
         f"{_number(spread['low'])}-{_number(spread['high'])}" if spread else "",
         how,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rlkernel_core.errors import ConfigError
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2  # 1 did not say of which sources a number is
 FILE: Final = "results.json"
 
 # status of a candidate -> what it says
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
     """Results from a file or its folder, with the hash checked.
 
     Raises:
-        ConfigError: no such file, no results of this schema, or changed after they were written.
+        ConfigError: no such file, no results of these schemas, or changed after they were written.
     """
     file = path / FILE if path.is_dir() else path
     try:
@@ -58,8 +58,8 @@ def read(path: Path) -> dict[str, Any]:
         schema, said = content["schema"], content["hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} holds no results of rlkernel bench: {error!r}") from error
-    if schema != SCHEMA:
-        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads {SCHEMA}")
+    if schema not in {1, SCHEMA}:
+        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads 1 and {SCHEMA}")
     if said != content_hash(content):
         raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
     return content
@@ -75,6 +75,28 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
     if not files:
         raise ConfigError(f"{folder} holds no {FILE}; rlkernel bench run --out {folder} writes one")
     return sorted((read(file) for file in files), key=lambda content: str(content["created"]))
+
+
+def joined(contents: Sequence[Mapping[str, Any]], ended: Sequence[str] = ()) -> dict[str, Any]:
+    """Results of several runs on one kind of device as one, sealed.
+
+    Args:
+        contents: of each run, one at least.
+        ended: why processes ended before their last workload, besides what the runs say themselves.
+    """
+    places = {c["device"]: {k: c[k] for k in ("device", "environment", "ceilings", "gpu")} for c in contents}
+    whole = {k: v for k, v in contents[0].items() if k not in {"schema", "created", "hash"}}
+    said = [str(c["ended"]) for c in contents if c.get("ended")]
+    return seal(
+        {
+            **whole,
+            "device": ",".join(places),
+            "devices": list(places.values()),
+            "suites": list(dict.fromkeys(r["suite"] for c in contents for r in c["results"])),
+            "results": [r for c in contents for r in c["results"]],
+            "ended": "; ".join([*said, *ended]),
+        }
+    )
 
 
 def best(timed: Mapping[str, Any]) -> tuple[str, Mapping[str, float]] | None:

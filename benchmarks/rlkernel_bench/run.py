@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from rlkernel import policy
@@ -12,6 +13,7 @@ from rlkernel_bench import ceilings as limits
 from rlkernel_bench import suites
 from rlkernel_bench.candidates import Candidate, backends, peers
 from rlkernel_bench.environment import environment, gpu_state
+from rlkernel_bench.evidence import Present
 from rlkernel_bench.measure import Effort, measure
 from rlkernel_bench.peers import PEERS
 from rlkernel_bench.results import seal
@@ -64,6 +66,7 @@ def run(
             raise UnknownNameError("peer", peer, PEERS)
     known = limits.measure(device)
     results: list[dict[str, Any]] = []
+    present = Present(device)
     about: dict[str, Any] = {
         "size": size,
         "device": device,
@@ -76,7 +79,7 @@ def run(
         return seal({**about, "gpu": gpu_state(device), "ceilings": known.as_dict(), "results": list(results)})
 
     for work in works:
-        results.append(_one(work, device, known, effort or EFFORTS[size], use, against))
+        results.append(_stamped(_one(work, device, known, effort or EFFORTS[size], use, against), present))
         about["ended"] = _tidied(device)
         watch(results[-1])
         keep(sealed())
@@ -99,6 +102,14 @@ def _one(
     status = "refused" if isinstance(error, RLKernelError) else "error"
     said = {"suite": work.suite, "op": work.op, "work": work.name, "why": work.why}
     return {**said, "status": status, "message": brief(error) if error else "", "candidates": []}
+
+
+def _stamped(result: dict[str, Any], present: Present) -> dict[str, Any]:
+    """A result that says when and where it was measured, and of which sources its backends are."""
+    for candidate in result["candidates"]:
+        if candidate["kind"] == "backend":
+            candidate["sources"] = present.of(candidate["name"], result["op"].split(","))
+    return {**result, "device": present.device, "date": datetime.now(UTC).date().isoformat()}
 
 
 def _candidates(problem: Problem, device: str, use: Sequence[str], against: Sequence[str] | None) -> list[Candidate]:
