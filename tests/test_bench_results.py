@@ -139,7 +139,7 @@ def test_the_report_says_status_floor_and_what_is_untested() -> None:
     text = markdown([content(candidate(percent_of_floor=50.0), peer(status="coarse"), absent)])
     for part in (
         "Floor 50 us",
-        "| triton | measured | 100 |",
+        "| triton | measured, older | 100 |",
         "adapter never seen working before) | coarse",
         "- cce: not",
     ):

@@ -1,0 +1,118 @@
+"""What must be renewed: which parts of a report are of other sources than are here, and with which command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlkernel_conformance import documents, evidence
+from rlkernel_conformance import report as reports
+from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_conformance.manifests import importable, known, load
+from rlkernel_conformance.profiles import PROFILES
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ConfigError
+
+WHITEN = Subject("torch", "whiten")
+FOLDER = Path("conformance/reports")
+
+
+def put(name: str = "here", *, sources: str | None = None, without: int = 0, **changes) -> None:
+    """A report on one operator, but for its last clauses, in the folder that commands look into."""
+    ids = [*(c.id for c in WHITEN.spec.clauses), CLAUSE.id]
+    given = {"status": "held", "executed": 1, "features": tuple(sorted(WHITEN.claims)), "seconds": 2.0}
+    outcomes = [Outcome("whiten", c, "t", **given) for c in ids[: len(ids) - without]]
+    told = {"whiten": sources or reports.present(WHITEN)}
+    content = {**reports.report({WHITEN: outcomes}, PROFILES["standard"], sources=told), **changes}
+    documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / name)
+
+
+def states() -> dict[str, str]:
+    """Operator -> state, those apart that the report does not have."""
+    return {e.op: e.state for e in evidence.evidence(FOLDER) if e.state != "absent"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "current"), ({"sources": "0" * 16}, "older"), ({"without": 2}, "missing")],
+)
+def test_a_report_is_held_against_the_present_sources(cli, given, expected) -> None:
+    put(**given)
+    assert states() == {"whiten@1": expected}
+
+
+def test_a_report_of_sources_that_nobody_knows_is_older(cli) -> None:
+    put()
+    content = documents.read(FOLDER / "here")
+    for clause in content["operators"]["whiten@1"]["clauses"]:
+        clause["sources"] = None
+    documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / "here")
+    assert states() == {"whiten@1": "older"}
+
+
+def test_a_report_of_a_backend_that_is_not_here_is_unknown(cli) -> None:
+    put(backend="acme", manifest="no_such_module:backend")
+    assert states() == {"whiten@1": "unknown"}
+
+
+def test_an_operator_that_the_backend_implements_no_more_is_gone(cli) -> None:
+    put(backend="cublaslt", device="cuda")
+    assert states() == {"whiten@1": "gone"}
+
+
+def test_operators_that_a_report_does_not_have_are_absent(cli) -> None:
+    put()
+    assert {e.op for e in evidence.evidence(FOLDER) if e.state == "absent"} == set(
+        evidence.sources(load("rlkernel_torch:backend"), "cpu")
+    ) - {"whiten@1"}
+
+
+def test_each_has_the_command_that_renews_it(cli) -> None:
+    put(without=2)
+    [due] = [e for e in evidence.evidence(FOLDER) if e.op == "whiten@1"]
+    assert (due.clauses, due.seconds) == (2, 0.0)
+    renewed = cli(*shlex.split(due.command)[1:], "--json")
+    assert renewed.exit_code == 0, renewed.output
+    assert states() == {"whiten@1": "current"}
+    ran = documents.read(FOLDER / "here")["operators"]["whiten@1"]["clauses"]
+    assert sum(c["executed"] > 1 for c in ran) == 2
+
+
+def test_a_command_names_a_manifest_that_no_distribution_does_and_the_interpreter(cli) -> None:
+    put(backend="triton-interpreter", manifest="rlkernel_triton.interpreted:backend")
+    content = documents.read(FOLDER / "here")
+    [made] = content["runs"].values()
+    made["environment"]["variables"]["TRITON_INTERPRET"] = "1"
+    assert evidence.renewal(content, "whiten@1", FOLDER / "here") == (
+        "TRITON_INTERPRET=1 rlkernel conformance run triton-interpreter --op whiten --missing --profile standard "
+        "--device cpu --manifest rlkernel_triton.interpreted:backend --report conformance/reports/here"
+    )
+
+
+def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
+    put("old", sources="0" * 16)
+    put("new")
+    said = cli("conformance", "evidence", "--op", "whiten").stdout
+    assert "1 of 2 to renew" in said
+    assert "--report conformance/reports/old" in said
+    assert "--report conformance/reports/new" not in said
+    rows = json.loads(cli("conformance", "evidence", "--op", "whiten", "--json").stdout)
+    assert [(r["report"], r["state"], bool(r["command"])) for r in rows] == [
+        ("new", "current", False),
+        ("old", "older", True),
+    ]
+
+
+def test_a_folder_without_reports_is_an_error(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no report in"):
+        next(evidence.evidence(tmp_path))
+
+
+def test_backends_of_the_clone_are_known_although_they_are_not_installed() -> None:
+    assert {"torch", "triton", "cuda", "rocm", "jetson"} <= set(known())
+    with importable():
+        assert load(known()["triton"]).name == "triton"
