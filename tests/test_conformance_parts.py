@@ -155,6 +155,13 @@ def test_a_run_that_is_cut_off_is_finished_by_the_next(cli, tmp_path) -> None:
     assert (done.exit_code, json.loads(done.stdout)["hash"]) == (0, first["hash"])
 
 
+def test_a_report_of_another_machine_renews_one(cli, tmp_path) -> None:
+    documents.put(report({}, {}, sources={"whiten": OTHER}), tmp_path / "kept")
+    documents.write(report({}, UNASKED), tmp_path / "brought")
+    assert cli("conformance", "report", str(tmp_path / "brought"), "--report", str(tmp_path / "kept")).exit_code == 0
+    assert clauses(documents.read(tmp_path / "kept")) == [("held", now()), ("held", OTHER)]
+
+
 def test_what_is_missing_needs_a_report(cli) -> None:
     done = cli("conformance", "run", "torch", "--missing")
     assert (done.exit_code, "--report" in done.stderr) == (2, True)

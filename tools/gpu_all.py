@@ -8,6 +8,9 @@ Nothing needs to be installed but the dependencies. Distributions of the clone (
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
 card; the benchmarks have it alone. What runs out of time is ended and said so.
 
+With --missing the conformance reports that come back hold, besides what was run, what was known of the same operators:
+`rlkernel conformance report conformance-BACKEND-PROFILE.json --report conformance/reports/NAME` renews a committed one.
+
 Writes summary.json, log.txt, tests.json, conformance-BACKEND-PROFILE.json and bench/results.json under --out.
 """
 
@@ -169,11 +172,37 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
     for profile in asked.profile.split(","):
         for backend, op in pairs:
             folder = session.work / "conformance" / profile / backend / op
+            known = committed(backend, op, asked.device, folder) if asked.missing else []
             command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
-            command += ["--profile", profile, "--device", asked.device, "--jobs", workers, "--report", str(folder)]
+            command += [
+                "--profile",
+                profile,
+                "--device",
+                asked.device,
+                "--jobs",
+                workers,
+                "--report",
+                str(folder),
+                *known,
+            ]
             name = f"conformance of {backend} {op}, {profile}"
             jobs.append(lambda c=command, n=name: attacked(session, n, c, until))
     return jobs
+
+
+def committed(backend: str, op: str, device: str, folder: Path) -> list[str]:
+    """Put what a committed report says of an operator into a folder; the word that has a run do the rest."""
+    from rlkernel.probe import arch_of
+    from rlkernel_conformance.documents import read, write
+    from rlkernel_conformance.report import architectures, only
+    from rlkernel_core.spec import OPERATORS
+
+    for file in sorted((ROOT / "conformance" / "reports").glob("*/report.json")):
+        content, op_id = read(file), OPERATORS[op].id
+        about = (content["backend"], content["device"].partition(":")[0], architectures(content))
+        if about == (backend, device.partition(":")[0], [str(arch_of(device))]) and op_id in content["operators"]:
+            write(only(content, [op_id]), folder)
+    return ["--missing"]
 
 
 def attacked(session: Session, name: str, command: list[str], until: float) -> dict[str, Any]:
@@ -240,6 +269,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", default="tests,conformance,bench", help="which parts, with commas")
     parser.add_argument("--suites", help="benchmark suites with commas, in that order")
     parser.add_argument("--backends", help="with commas; all of the clone unless given")
+    parser.add_argument("--missing", action="store_true", help="conformance: only what conformance/reports lacks")
     parser.add_argument("--ops", help="operators of the conformance, with commas; all unless given")
     parser.add_argument("--peers", help="as of rlkernel bench run")
     parser.add_argument("--seconds", type=float, help="as of rlkernel bench run")

@@ -94,7 +94,7 @@ def command(
     elif action == "evidence":
         fine = _evidence(Path(given[0]) if given else None, json=json)
     elif action == "compare":
-        fine = _compare(*given, _share(threshold), json=json)
+        fine = _compare(given[0], given[1], _share(threshold), json=json)
     else:
         fine = _report(Path(given[0]), json=json)
     if not fine:

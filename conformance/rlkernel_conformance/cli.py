@@ -34,6 +34,7 @@ EXAMPLES: Final = (
     ("rlkernel conformance mutants --op logprob", "backends with planted bugs: does the suite find them all?"),
     ("rlkernel conformance mutants --hostile", "backends that crash, hang, leak and lie: is each called what it is?"),
     ("rlkernel conformance tolerances --op qmatmul", "how close is close, and where each number comes from"),
+    ("rlkernel conformance report from-gpu.json --report reports/acme", "renew a report with one of another machine"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
     ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
     ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's table"),
@@ -160,6 +161,7 @@ def command(
 
 
 def _run(backend: str, *, effort: _Effort) -> bool:
+    from rlkernel.probe import arch_of
     from rlkernel_conformance.documents import found, put
     from rlkernel_conformance.report import only, same_subject
     from rlkernel_conformance.run import run
@@ -171,7 +173,7 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         raise ConfigError("--missing needs --report FOLDER, which has what is not missing")
     earlier = None if effort.report is None else found(effort.report)
     if earlier is not None:
-        same_subject(earlier, backend, effort.devices[0])
+        same_subject(earlier, backend, effort.devices[0], [str(arch_of(effort.devices[0]))])
     content = run(
         backend,
         effort.profile,
@@ -202,10 +204,12 @@ def _tell(progress: Progress) -> None:
 
 
 def _report(path: str, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.documents import read
+    from rlkernel_conformance.documents import put, read
     from rlkernel_conformance.show import passes, show
 
     content = read(Path(path))
+    if effort.report is not None:
+        content = put(content, effort.report)
     show(content, json=effort.json)
     return passes(content)
 

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
@@ -87,7 +87,7 @@ def sources_of(manifest: Backend, op_id: str, device: str) -> str:
 def _by_operator() -> list[tuple[str, str]]:
     """The functions that manifests name, each with its operator."""
     with importable():
-        found = [guarded(lambda w=where: load(w))[0] for where in known().values()]
+        found = [guarded(partial(load, where))[0] for where in known().values()]
     return [(i.op, t) for manifest in found if manifest is not None for i in manifest.impls for t in targets_of(i)]
 
 

@@ -34,7 +34,6 @@ from packaging.requirements import Requirement
 
 from rlkernel import policy
 from rlkernel.discover import PackageVersions
-from rlkernel.probe import arch_of
 from rlkernel_conformance import tolerances
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.manifests import sources_of
@@ -129,7 +128,7 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: they are of different backends or kinds of devices.
     """
-    same_subject(old, new["backend"], new["device"])
+    same_subject(old, new["backend"], new["device"], architectures(new))
     runs = {**old["runs"], **new["runs"]}
     operators = dict(old["operators"])
     for op, found in new["operators"].items():
@@ -152,23 +151,24 @@ def only(content: Mapping[str, Any], ops: Iterable[str]) -> dict[str, Any]:
     return _whole({**content, "operators": {op: content["operators"][op] for op in ops}})
 
 
-def same_subject(content: Mapping[str, Any], backend: str, device: str) -> None:
-    """See that a report is of a backend and a kind of device.
+def same_subject(content: Mapping[str, Any], backend: str, device: str, archs: Iterable[str]) -> None:
+    """See that a report is of a backend, a kind of device and its architecture.
 
     Raises:
-        ConfigError: it is of another backend, kind of device or architecture.
+        ConfigError: it is of others.
     """
-    archs = sorted({str(run["environment"].get("device_arch")) for run in content["runs"].values()})
-    was = (
-        ALIASES.get(content["backend"], content["backend"]),
-        content["device"].partition(":")[0],
-        " and ".join(archs),
-    )
-    now = (ALIASES.get(backend, backend), device.partition(":")[0], str(arch_of(device)))
+    of = str(content["backend"])
+    was = (ALIASES.get(of, of), content["device"].partition(":")[0], *architectures(content))
+    now = (ALIASES.get(backend, backend), device.partition(":")[0], *archs)
     if was != now:
         raise ConfigError(
             f"the report is of {' '.join(was)}, not of {' '.join(now)}: each backend and device has a report of its own"
         )
+
+
+def architectures(content: Mapping[str, Any]) -> list[str]:
+    """Of the devices that a report was made on."""
+    return sorted({str(run["environment"].get("device_arch")) for run in content["runs"].values()})
 
 
 def _newer(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Mapping[str, Any]:
