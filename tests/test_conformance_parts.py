@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from rlkernel_conformance import documents
+from rlkernel_conformance import documents, tolerances
 from rlkernel_conformance import report as reports
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import PROFILES, Profile
@@ -15,7 +14,6 @@ from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
 WHITEN, FILTER = Subject("torch", "whiten"), Subject("torch", "group_filter")
 EFFORT = Profile("test", 3, 60)
 OTHER = "0" * 16  # a fingerprint of other sources
@@ -120,13 +118,34 @@ def test_a_report_in_parts_survives_its_files_with_its_hash(tmp_path) -> None:
     assert f"| `group_filter@1` | holds | test | {whole['created'][:10]} | `{now(FILTER)}` |" in text
 
 
-def test_a_report_of_schema_1_is_read_and_is_of_sources_that_nobody_knows() -> None:
-    path = ROOT / "conformance" / "reports" / "cublaslt"
-    if json.loads((path / "report.json").read_text())["schema"] != 1:
-        pytest.skip("no report of schema 1 is left")
-    content = documents.read(path)
-    assert {c["sources"] for c in content["operators"]["qmatmul@1"]["clauses"]} == {None}
-    assert (content["verdict"], content["operators"]["qmatmul@1"]["unproved_claims"]) == ("holds", [])
+def schema_1(content: dict) -> dict:
+    """A report as it was written before clauses named their runs."""
+    [made] = content["runs"].values()
+    told = {"date", "features", "run", "seconds", "sources"}
+    operators = {
+        op: {k: v for k, v in found.items() if k not in {"problems", "profile"}}
+        | {"clauses": [{k: v for k, v in c.items() if k not in told} for c in found["clauses"]]}
+        for op, found in content["operators"].items()
+    }
+    rest = {k: v for k, v in content.items() if k not in {"manifest", "runs", "hash"}}
+    about = {"provider": made["provider"], "environment": made["environment"], "tolerances": tolerances.version()}
+    old = {**rest, **about, "schema": 1, "operators": operators}
+    return {**old, "hash": reports.content_hash(old)}
+
+
+def test_a_report_of_schema_1_is_read_as_of_sources_that_nobody_knows(tmp_path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(schema_1(report({}, {}, effort=PROFILES["standard"]))))
+    content = documents.read(tmp_path)
+    assert clauses(content) == [("held", None)] * 2
+    assert (content["verdict"], content["profile"]) == ("holds", "standard")
+    assert content["operators"]["whiten@1"]["unproved_claims"] == []
+
+
+def test_a_report_of_schema_1_is_renewed_clause_by_clause(tmp_path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(schema_1(report({}, {}, effort=PROFILES["standard"]))))
+    whole = documents.put(report({}, UNASKED, effort=PROFILES["standard"]), tmp_path)
+    assert (clauses(whole), whole["verdict"]) == ([("held", now()), ("held", None)], "holds")
+    assert documents.read(tmp_path) == whole
 
 
 def test_a_run_of_what_is_missing_attacks_what_has_no_result_of_these_sources_and_this_effort() -> None:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel import policy
-from rlkernel.discover import guarded
 from rlkernel_bench.results import FILE, best, read
-from rlkernel_conformance.manifests import importable, known, load, sources_of
+from rlkernel_conformance.manifests import here, sources_of
 from rlkernel_core.decision import ALIASES
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
@@ -35,7 +33,7 @@ class Present:
         """Of the operators that a candidate of a workload carries out: "triton" or "triton:eager"; else nothing."""
         name = ALIASES.get(backend := candidate.partition(":")[0], backend)
         if name not in self.manifests:
-            self.manifests[name] = manifest_of(name)
+            self.manifests[name] = here(name)
         manifest = self.manifests[name]
         ids = {op: OPERATORS[op].id for op in ops if op in OPERATORS}
         if manifest is None or not all(manifest.of(op_id) for op_id in ids.values()):
@@ -52,17 +50,6 @@ class Present:
         now = self.of(candidate["name"], result["op"].split(","))
         was = candidate.get("sources", {})
         return [op for op, fingerprint in now.items() if was.get(op) != fingerprint]
-
-
-def manifest_of(backend: str) -> Backend | None:
-    """The manifest of a backend that is installed or lies in the clone; None where it is neither."""
-    if backend in policy.installed():
-        return policy.installed()[backend].manifest
-    where = known().get(backend)
-    if where is None:
-        return None
-    with importable():
-        return guarded(lambda: load(where))[0]
 
 
 @dataclass(frozen=True)

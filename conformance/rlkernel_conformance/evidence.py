@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel import policy
-from rlkernel.discover import guarded
 from rlkernel.resolve import claims
 from rlkernel_conformance.documents import FILE, read
 from rlkernel_conformance.leftovers import CLAUSE
-from rlkernel_conformance.manifests import importable, known, load, sources_of
+from rlkernel_conformance.manifests import here, known, sources_of
 from rlkernel_conformance.profiles import PROFILES
 from rlkernel_core.decision import ALIASES
 from rlkernel_core.errors import ConfigError
@@ -60,7 +58,7 @@ def evidence(folder: Path) -> Iterator[Evidence]:
         now = {} if manifest is None else sources(manifest, content["device"])
         for op in dict.fromkeys([*content["operators"], *now]):
             found = content["operators"].get(op)
-            state, due = _state(op, found, now, here=manifest is not None)
+            state, due = _state(op, found, now, at_hand=manifest is not None)
             took = sum(c["seconds"] for c in (found or {"clauses": ()})["clauses"] if c["clause"] in due)
             command = renewal(content, op, path.parent) if state in RENEWABLE else ""
             yield Evidence(path.parent.name, content["backend"], op, state, len(due), round(took, 1), command)
@@ -82,12 +80,7 @@ def reports(folder: Path) -> list[Path]:
 
 def manifest_of(content: Mapping[str, Any]) -> Backend | None:
     """The manifest of a report's backend as it is now; None where it is not here."""
-    name = ALIASES.get(content["backend"], content["backend"])
-    where = content["manifest"] or known().get(name) or _guessed(content)
-    if name in policy.installed() and content["manifest"] is None:
-        return policy.installed()[name].manifest
-    with importable():
-        return guarded(lambda: load(where))[0]
+    return here(content["backend"], _named(content))
 
 
 def sources(manifest: Backend, device: str) -> dict[str, str]:
@@ -103,15 +96,15 @@ def older(found: Mapping[str, Any], now: str | None) -> set[str]:
     return {clause for clause, was in results.items() if was is None or (now is not None and was != now)}
 
 
-def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, here: bool) -> tuple[str, set[str]]:
+def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, at_hand: bool) -> tuple[str, set[str]]:
     spec = {c.id for c in OPERATORS[op.partition("@")[0]].clauses} | {CLAUSE.id}
     if found is None:
         return "absent", spec
-    if op not in now and here:
+    if op not in now and at_hand:
         return "gone", set()
     before = older(found, now.get(op))
     lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] != "not_run"}
-    if not before and not here:
+    if not before and not at_hand:
         return "unknown", set()
     return ("older" if before else "missing" if lacking else "current"), before | lacking
 
@@ -120,7 +113,7 @@ def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
     """The command that gives a report what it lacks of an operator."""
     name = ALIASES.get(content["backend"], content["backend"])
     profile = content["operators"].get(op, content)["profile"]
-    manifest = content["manifest"] or (None if name in known() else _guessed(content))
+    manifest = _named(content)
     variables = [run["environment"]["variables"] for run in content["runs"].values()]
     words = [
         *["TRITON_INTERPRET=1"] * any(v.get("TRITON_INTERPRET") == "1" for v in variables),
@@ -133,7 +126,9 @@ def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
     return " ".join(words)
 
 
-def _guessed(content: Mapping[str, Any]) -> str:
-    """Where the manifest of a backend may stand that no distribution names: beside its implementations."""
+def _named(content: Mapping[str, Any]) -> str | None:
+    """Where a manifest stands that no distribution names: as the report says, else beside the implementations."""
+    if content["manifest"] or ALIASES.get(content["backend"], content["backend"]) in known():
+        return content["manifest"]
     first = next(target for found in content["operators"].values() for target in found["implementations"])
     return f"{first.partition(':')[0]}:backend"

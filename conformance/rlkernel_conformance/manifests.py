@@ -16,9 +16,11 @@ from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from typing import TYPE_CHECKING
 
+from rlkernel import policy
 from rlkernel.discover import GROUP, brief, entries, guarded
 from rlkernel.resolve import claims
 from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
+from rlkernel_core.decision import ALIASES
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
@@ -57,6 +59,18 @@ def known() -> dict[str, str]:
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         found |= project.get("entry-points", {}).get(GROUP, {})
     return found
+
+
+def here(backend: str, where: str | None = None) -> Backend | None:
+    """The manifest of a backend as it is now: the one named, the installed one, or the clone's; None without any."""
+    name = ALIASES.get(backend, backend)
+    if where is None and name in policy.installed():
+        return policy.installed()[name].manifest
+    where = where or known().get(name)
+    if where is None:
+        return None
+    with importable():
+        return guarded(partial(load, where))[0]
 
 
 @contextmanager

@@ -263,7 +263,8 @@ def upgraded(content: Mapping[str, Any]) -> dict[str, Any]:
         operators[op] = {**found, "problems": [], "profile": content["profile"], "clauses": clauses}
     runs = {name: {"profile": {**profile, "name": content["profile"]}, **made}}
     rest = {k: v for k, v in content.items() if k not in {"provider", "environment", "tolerances"}}
-    return {**rest, "manifest": None, "operators": operators, "runs": runs}
+    whole = {**rest, "schema": SCHEMA, "manifest": None, "operators": operators, "runs": runs}
+    return {**whole, "hash": content_hash(whole)}
 
 
 def _packages(subjects: Iterable[Subject]) -> tuple[str, ...]:
