@@ -96,7 +96,7 @@ def test_results_of_several_devices_are_joined_in_order_with_what_each_device_wa
 
 
 def test_two_places_share_the_suites_of_a_run(cli) -> None:
-    words = "bench run --suite policy_loss --suite verify --work 1 --device cpu,cpu --backend torch --peers none"
+    words = "bench run --suite policy_loss --suite verify --device cpu,cpu --backend torch --peers none"
     done = cli(*shlex.split(words), "--seconds", "0.001", "--out", "both")
     assert done.exit_code == 0, done.output
     kept = read(Path("both"))

@@ -20,7 +20,7 @@ EXAMPLES: Final = (
     ("rlkernel bench run --suite logprob --size toy --peers torch", "one suite on this machine's CPU, in seconds"),
     ("rlkernel bench run --size full --device cuda --out runs/h200", "everything, on a GPU"),
     ("rlkernel bench run --size full --device cuda:0,cuda:1 --out runs/h200", "the same, suites shared by two GPUs"),
-    ("rlkernel bench evidence", "which results are of other sources than are here, and what renews them"),
+    ("rlkernel bench evidence runs/h200", "which results are of other sources than are here, and what renews them"),
     ("rlkernel bench compare runs/old runs/new --threshold 3%", "what got slower, larger or wrong"),
     ("rlkernel bench report runs/h200", "report.md, results.csv and pictures beside the results"),
     ("rlkernel bench bits --op whiten --out runs/before.json", "digests of every result, to compare after a change"),
