@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import (
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpCall,
+    OpSpec,
+    Tolerance,
+    common_clauses,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -238,7 +247,7 @@ SPEC = OpSpec(
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("SR-13", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
-        *owed("SR"),
+        *common_clauses("SR"),
     ),
     tolerances=(
         Tolerance("rewards", "float32", 1e-6, 1e-5, "one exp and a handful of roundings"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, repeatable, untouched
 from rlkernel_conformance.clauses import advantage_groups, advantage_steps
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
@@ -26,7 +27,6 @@ from rlkernel_conformance.clauses.advantage_batches import (
     where_claimed,
 )
 from rlkernel_conformance.compare import require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.scan import adjoint_row, scan_row

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused, repeatable, untouched
 from rlkernel_conformance.compare import plain, require, same_bits
-from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle

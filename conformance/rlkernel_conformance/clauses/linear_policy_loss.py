@@ -12,6 +12,7 @@ import torch
 
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused, repeatable, same_results, untouched
 from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
     Step,
@@ -27,7 +28,6 @@ from rlkernel_conformance.clauses.linear_policy_loss_steps import (
 )
 from rlkernel_conformance.clauses.policy_loss_batches import Batch
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.conduct import refused, repeatable, same_results, untouched
 from rlkernel_conformance.memory import peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.goodness import follows
+from rlkernel_conformance.goodness_of_fit import follows
 from rlkernel_conformance.sampling_batches import Batch, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.conduct import refused
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError

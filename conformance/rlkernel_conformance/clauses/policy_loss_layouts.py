@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.clauses.policy_loss_batches import (
     OPTIONS,
     Batch,
@@ -26,7 +27,6 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     kind_levels,
 )
 from rlkernel_conformance.compare import close, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.policy_loss import KINDS, Correction, GammaGate, Rejection
 

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 import rlkernel
 from rlkernel import policy
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, repeatable, untouched
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, repeatable, untouched
-from rlkernel_conformance.quantised import EVERY, STORED, Weight, claims, of_other_layout, refuses_layout, weights
+from rlkernel_conformance.quantized_weights import (
+    EVERY,
+    STORED,
+    Weight,
+    claims,
+    of_other_layout,
+    refuses_layout,
+    weights,
+)
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.errors import ArgumentError, LayoutError, ResolutionError

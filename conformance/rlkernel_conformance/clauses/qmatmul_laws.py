@@ -11,10 +11,10 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused, same_results, untouched
 from rlkernel_conformance.compare import require, same_bits, within
-from rlkernel_conformance.conduct import refused, same_results, untouched
-from rlkernel_conformance.products import Product, activations, cases, expected, judged, small
-from rlkernel_conformance.quantised import of_other_layout, packed, refuses_layout
+from rlkernel_conformance.qmatmul_calls import Product, activations, cases, expected, judged, small
+from rlkernel_conformance.quantized_weights import of_other_layout, packed, refuses_layout
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.quant import update_

@@ -13,9 +13,9 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused, repeatable, untouched
 from rlkernel_conformance.compare import Violation, require, same_bits, within
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.quantised import (
+from rlkernel_conformance.quantized_weights import (
     EVERY,
     SCALE_RULES,
     SPECS,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused, repeatable, untouched
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.conduct import refused, repeatable, untouched
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject

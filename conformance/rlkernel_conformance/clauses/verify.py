@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
 from rlkernel_conformance.clauses.verify_rounds import (
     COUNTS,
     SCALE,
@@ -26,8 +27,7 @@ from rlkernel_conformance.clauses.verify_rounds import (
     rounds,
 )
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.goodness import follows
+from rlkernel_conformance.goodness_of_fit import follows
 from rlkernel_conformance.sampling_batches import pack, ragged_bias, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import sample_row, uniform, words

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance import draw
-from rlkernel_conformance.clauses.rolled import fill
-from rlkernel_conformance.products import grid
-from rlkernel_conformance.quantised import FAMILIES, MULTIPLIED, STORED, claims
+from rlkernel_conformance.clauses.rollout_state_machine import fill
+from rlkernel_conformance.qmatmul_calls import grid
+from rlkernel_conformance.quantized_weights import FAMILIES, MULTIPLIED, STORED, claims
 from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.quant.spec import QuantSpec

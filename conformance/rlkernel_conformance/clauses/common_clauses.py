@@ -18,16 +18,16 @@ from torch import Tensor
 import rlkernel
 from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.specimens import Call, calls
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, same_results
-from rlkernel_conformance.fresh import Poisoned
+from rlkernel_conformance.example_calls import Call, calls
 from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.memory import growth
+from rlkernel_conformance.poisoned_storage import Poisoned
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError, ResolutionError, RLKernelError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_core.spec.form import common_clauses, prefix_of
 from rlkernel_core.tree import flatten
 
 SIZES: Final = (1, 2, 3, 5, 8, 11, 17)
@@ -281,7 +281,7 @@ ATTACKED: Final = {
 GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")
 
 for _spec in OPERATORS.values():
-    for _clause in owed(prefix_of(_spec)):
+    for _clause in common_clauses(prefix_of(_spec)):
         _prop, _scale = ATTACKED[int(_clause.id.rpartition("-")[2])]
         attack(_clause.id, calls, scale=_scale)(_prop)
 for _id in GRAPHS:
