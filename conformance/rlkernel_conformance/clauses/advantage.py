@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, repeatable, untouched
+from rlkernel_conformance.call_checks import leaves, refused
 from rlkernel_conformance.clauses import advantage_groups, advantage_steps
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
@@ -26,8 +26,8 @@ from rlkernel_conformance.clauses.advantage_batches import (
     sliced,
     where_claimed,
 )
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import require, same_bits
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 
@@ -183,13 +183,6 @@ def results_are_constants(subject: Subject, case: Batch) -> None:
         require(not x.requires_grad, f"{name} requires grad")
 
 
-@attack("AD-21", exact, scale=0.4, examples=(Batch("gae"),))
-@where_claimed
-def inputs_stay_as_they_were(subject: Subject, case: Batch) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
 @attack("AD-22", exact, scale=0.35, examples=(Batch("gae"), Batch("grpo")))
 @where_claimed
 def nothing_to_do_is_done(subject: Subject, case: Batch) -> None:
@@ -268,18 +261,11 @@ def a_group_is_the_same_in_any_batch(subject: Subject, case: Batch) -> None:
             same_bits("advantages", a, rows[0], "in another layout")
 
 
-@attack("AD-25", batches, scale=0.4)
-@where_claimed
-def the_same_call_gives_the_same_bits(subject: Subject, case: Batch) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
-@attack("AD-26", exact, scale=0.1, examples=(Batch("grpo"), Batch("gae")))
-@where_claimed
-def it_may_run_in_a_graph(subject: Subject, case: Batch) -> None:
-    """Recorded on one input, replayed on another with other groups, masks and episodes."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: x for k, x in g.items() if isinstance(x, Tensor)} for g in given]
-    rest = {k: x for k, x in given[0].items() if not isinstance(x, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+derive(
+    "advantage",
+    lambda s, c: c.arguments(s),
+    inputs_untouched=exact,
+    determinism=batches,
+    capture=exact,
+    scale=0.4,
+)

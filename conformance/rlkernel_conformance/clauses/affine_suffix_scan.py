@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
+from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.scan import adjoint_row, scan_row
 
@@ -283,26 +283,6 @@ def bad_arguments_are_named(subject: Subject, case: Scan) -> None:
         refused(subject, argument, {**good, **change}, good)
 
 
-@attack("SC-11", plain_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Scan) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
-@attack("SC-12", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Scan) -> None:
-    """Twice, gradients included."""
-    repeatable(subject, lambda: case.arguments(subject))
-    if "grad" in subject.claims:
-        grads = []
-        for _ in range(2):
-            given = case.arguments(subject)
-            b = given["b"].requires_grad_()
-            out = subject(**given)
-            grads.append(torch.autograd.grad(out.y.sum() + out.carry.sum(), b)[0])
-        same_bits("grad_b", grads[1], grads[0], "when called again")
-
-
 @attack("SC-13", plain_cases)
 def a_sequence_is_the_same_in_any_batch(subject: Subject, case: Scan) -> None:
     """Alone, reversed, beside many others: the bits of a row do not move."""
@@ -320,13 +300,5 @@ def a_sequence_is_the_same_in_any_batch(subject: Subject, case: Scan) -> None:
     same_results({k: x[-3:] for k, x in leaves(many).items()}, leaves(want), "at the end of a large batch")
 
 
-@attack("SC-14", plain_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Scan) -> None:
-    """Recorded on one input, replayed on another."""
-    case = replace(case, factor=None, keep=0.7)
-    tensors = [
-        {k: v for k, v in replace(case, seed=seed).arguments(subject).items() if isinstance(v, Tensor)}
-        for seed in (case.seed, case.seed + 77)
-    ]
-    rest = {k: v for k, v in case.arguments(subject).items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **given: subject(**given, **rest))
+derive("affine_suffix_scan", lambda s, c: c.arguments(s), inputs_untouched=plain_cases, determinism=cases)
+derive("affine_suffix_scan", lambda s, c: replace(c, factor=None, keep=0.7).arguments(s), capture=plain_cases)

@@ -19,16 +19,15 @@ import rlkernel
 from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive, storage
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
 from rlkernel_conformance.example_calls import Call, calls
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.memory import growth
 from rlkernel_conformance.poisoned_storage import Poisoned
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError, ResolutionError, RLKernelError
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import common_clauses, prefix_of
-from rlkernel_core.tree import flatten
 
 SIZES: Final = (1, 2, 3, 5, 8, 11, 17)
 # What no argument of any operator is, and numbers at the ends of every range.
@@ -58,6 +57,7 @@ BENT: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "an integer tensor": lambda x: x.long(),
     "a float tensor": lambda x: x.float(),
 }
+
 # Operators whose results may be memory of an argument, as their pages say.
 SHARED: Final = {"prepack": ("w",)}
 
@@ -148,20 +148,16 @@ def gives_results_of_its_own(subject: Subject, case: Call) -> None:
     first = leaves(case.run(subject, given))
     kept = {n: x.detach().clone() for n, x in first.items()}
     second = leaves(Call(case.seed + 1, case.N).run(subject))
-    theirs = {_place(x): name for name, x in leaves(given).items() if x.numel()}
-    later = {_place(x): name for name, x in second.items() if x.numel()}
+    theirs = {storage(x): name for name, x in leaves(given).items() if x.numel()}
+    later = {storage(x): name for name, x in second.items() if x.numel()}
     for name, x in first.items():
         _ = x if x.element_size() == 1 else plain(x, name)  # 8-bit floats have no numpy
         require(type(x) in {Tensor, torch.nn.Parameter}, f"{name} is a {type(x).__name__}, not a torch.Tensor")
-        owner = theirs.get(_place(x), "")
+        owner = theirs.get(storage(x), "")
         allowed = any(owner.startswith(a) for a in SHARED.get(subject.op, ()))
         require(not owner or not x.numel() or allowed, f"{name} is memory of the argument {owner}")
-        require(not x.numel() or _place(x) not in later, f"{name} is memory of a later result")
+        require(not x.numel() or storage(x) not in later, f"{name} is memory of a later result")
         same_bits(name, x, kept[name], "after a later call")
-
-
-def _place(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
 
 
 State = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -255,21 +251,6 @@ def keeps_no_memory(subject: Subject, case: Call) -> None:
     require(grown <= 0, f"three calls leave {grown} bytes behind")
 
 
-def runs_in_a_graph(subject: Subject, case: Call) -> None:
-    """Recorded with some tensors, replayed with others."""
-    found = [flatten(Call(seed, case.N).given(subject)) for seed in (case.seed, case.seed + 77)]
-    (first, structure), (second, _) = found
-    names = structure.names()
-    tensors = [
-        {n: x for n, x in zip(names, values, strict=True) if isinstance(x, Tensor)} for values in (first, second)
-    ]
-
-    def call(**given: Tensor) -> Any:
-        return subject(**structure.build([given.get(n, x) for n, x in zip(names, first, strict=True)]))
-
-    replays(subject, tensors[0], tensors[1], call)
-
-
 ATTACKED: Final = {
     91: (refuses_what_it_cannot_do, 0.1),
     92: (refuses_bad_arguments_by_name, 0.1),
@@ -278,11 +259,11 @@ ATTACKED: Final = {
     95: (leaves_the_process_as_it_is, 0.2),
     96: (keeps_no_memory, 0.05),
 }
-GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")
+GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")  # attacked with the example call of the operator
 
 for _spec in OPERATORS.values():
     for _clause in common_clauses(prefix_of(_spec)):
         _prop, _scale = ATTACKED[int(_clause.id.rpartition("-")[2])]
         attack(_clause.id, calls, scale=_scale)(_prop)
-for _id in GRAPHS:
-    attack(_id, calls, scale=0.2)(runs_in_a_graph)
+    if any(c.id in GRAPHS for c in _spec.clauses):
+        derive(_spec.name, lambda s, c: c.given(s), capture=calls)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
+from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.goodness_of_fit import follows
@@ -253,13 +254,6 @@ def a_request_draws_the_same_token_in_any_batch(subject: Subject, case: Heads) -
         require(int(out.token[i]) == int(want.token[i]), f"row {i} draws another token in strided memory")
 
 
-@attack("LH-14", lambda s: heads(s, edits=True), scale=SCALE)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Heads) -> None:
-    """Hidden states, head, parameters, masks, generators, defaults."""
-    bias = {"bias": torch.zeros(case.V, dtype=getattr(torch, case.dtype))} if "bias" in subject.claims else {}
-    untouched(subject, case.operands(subject, **bias).arguments(subject))
-
-
 @attack("LH-15", heads, scale=SCALE)
 def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
     """N = 0, with and without filters."""
@@ -366,12 +360,6 @@ def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Heads) -> None:
             same_bits(name, value, want[name][rows], when)
 
 
-@attack("LH-20", heads, scale=SCALE)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Heads) -> None:
-    """Twice, on storage made anew."""
-    repeatable(subject, lambda: case.operands(subject).arguments(subject))
-
-
 @attack("LH-21", lambda s: heads(s, N=5), scale=SCALE)
 def slots_gather_parameters(subject: Subject, case: Heads) -> None:
     """Against the definition of the gathered rows; a padding row of NaN draws nothing."""
@@ -388,3 +376,18 @@ def slots_gather_parameters(subject: Subject, case: Heads) -> None:
     require(int(out.token[2]) == -5, f"a padding row draws {int(out.token[2])}")
     for name in ("logprob", "log_kept_mass", "kept_count", "status"):
         require(float(getattr(out, name)[2]) == 0, f"a padding row has {name} = {float(getattr(out, name)[2])}")
+
+
+def with_bias(subject: Subject, case: Heads) -> dict[str, Any]:
+    """The call with a bias of the head, where that is claimed."""
+    bias = {"bias": torch.zeros(case.V, dtype=getattr(torch, case.dtype))} if "bias" in subject.claims else {}
+    return case.operands(subject, **bias).arguments(subject)
+
+
+derive(
+    "lm_head_sample",
+    with_bias,
+    inputs_untouched=lambda s: heads(s, edits=True),
+    determinism=heads,
+    scale=SCALE,
+)

@@ -13,7 +13,8 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused, repeatable, untouched
+from rlkernel_conformance.call_checks import refused
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, require, same_bits, within
 from rlkernel_conformance.quantized_weights import (
     EVERY,
@@ -235,22 +236,6 @@ def _canonical(w: QuantTensor) -> QuantTensor:
     return found
 
 
-@attack("QZ-11", law_cases)
-def the_weight_and_global_state_stay_as_they_were(subject: Subject, case: Weight) -> None:
-    """The weight, RNG and defaults; no part is memory of the weight."""
-    weight = case.full(subject)
-    untouched(subject, {"weight": weight, "format": case.spec})
-    w = subject(weight, case.spec)
-    shared = [n for n, p in w.parts.items() if p.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()]
-    require(not shared, f"{shared} are memory of the weight")
-
-
-@attack("QZ-12", cases)
-def the_same_weight_gives_the_same_bits(subject: Subject, case: Weight) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: {"weight": case.full(subject), "format": case.spec})
-
-
 @attack("QZ-13", law_cases, scale=0.25)
 def an_update_can_be_captured(subject: Subject, case: Weight) -> None:
     """A recorded update, replayed on another weight."""
@@ -314,3 +299,11 @@ def a_weight_that_requires_grad_is_not_detached_silently(subject: Subject, case:
     except (ArgumentError, ResolutionError):  # by the implementation, or before one is chosen
         return
     raise Violation("a weight that requires grad loses its gradient silently")
+
+
+def given_of(subject: Subject, case: Weight) -> dict[str, Any]:
+    """The arguments of a weight."""
+    return {"weight": case.full(subject), "format": case.spec}
+
+
+derive("quantize", given_of, inputs_untouched=law_cases, determinism=cases)

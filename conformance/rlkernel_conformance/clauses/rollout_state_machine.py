@@ -67,7 +67,7 @@ REST: Final = st.one_of(st.just(("release",)), st.tuples(st.just("discard"), st.
 def programs(
     subject: Subject, *steps: st.SearchStrategy[Step], longest: int = 20, any_fields: bool = False
 ) -> st.SearchStrategy[Program]:
-    """Programs of these steps, of all unless given, with every claimed answer to a full buffer; some with own fields."""
+    """Programs of these steps (all unless given), for every claimed answer to a full buffer; some with own fields."""
     policies = [f.partition(":")[2] for f in sorted(subject.claims) if f.startswith("on_full:")]
     chosen = steps or (RESERVE, RESERVE, APPEND, APPEND, APPEND, FINISH, FINISH, POP, REST)
     steps_drawn = st.lists(st.one_of(*chosen), min_size=4, max_size=longest).map(tuple)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, repeatable, same_results, untouched
+from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.verify_rounds import (
     COUNTS,
     SCALE,
@@ -232,13 +233,6 @@ def without_drafts_it_is_sample(subject: Subject, case: Rounds) -> None:
         require(x.shape[0] == 0, f"no requests give {name} of shape {tuple(x.shape)}")
 
 
-@attack("VF-14", rounds, scale=SCALE)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Rounds) -> None:
-    """Logits, drafts, laws, parameters, generators, defaults."""
-    made = case.round(subject, form_of(subject), edits=True)
-    untouched(subject, made.arguments(subject))
-
-
 @attack("VF-15", lambda s: st.builds(Rounds, seed=st.integers(0, 15), counts=st.just((2, 1))), scale=SCALE)
 def bad_arguments_are_named(subject: Subject, case: Rounds) -> None:
     """Wrong sizes, ranks and dtypes, shared noise, two draft laws."""
@@ -319,12 +313,6 @@ def a_request_has_the_same_bits_in_any_batch(subject: Subject, case: Rounds) -> 
             same_bits(name, value, want[name][place], "alone")
 
 
-@attack("VF-19", rounds, scale=SCALE)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Rounds) -> None:
-    """Twice, on storage made anew."""
-    repeatable(subject, lambda: case.round(subject, form_of(subject)).arguments(subject))
-
-
 @attack("VF-20", rounds, scale=SCALE)
 def padding_columns_change_nothing(subject: Subject, case: Rounds) -> None:
     """NaN, +inf and large values beyond the vocabulary; the first of them against the definition."""
@@ -335,3 +323,11 @@ def padding_columns_change_nothing(subject: Subject, case: Rounds) -> None:
         wide = torch.cat((made.target, rest), 1).to(subject.device)
         results.append(as_defined(subject, made, target_logits=wide, vocab_size=case.V))
         same_results(results[-1], results[0], f"with {poison} in padding columns")
+
+
+def given_of(subject: Subject, case: Rounds) -> dict[str, Any]:
+    """The call of a round with draft laws, where these are claimed, and with edits."""
+    return case.round(subject, form_of(subject), edits=True).arguments(subject)
+
+
+derive("verify", given_of, inputs_untouched=rounds, determinism=rounds, scale=SCALE)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused, repeatable, untouched
+from rlkernel_conformance.call_checks import refused
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
@@ -249,12 +249,6 @@ def nothing_valid_gives_zero(subject: Subject, case: Values) -> None:
         require(bool(out.mean.isfinite() & out.var.isfinite() & out.rstd.isfinite()), "a moment is not finite")
 
 
-@attack("WH-10", plain_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Values) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
 @attack("WH-11", plain_cases, scale=0.2)
 def bad_arguments_are_named(subject: Subject, case: Values) -> None:
     """Wrong sizes, dtypes, numbers and choices."""
@@ -277,16 +271,10 @@ def bad_arguments_are_named(subject: Subject, case: Values) -> None:
         refused(subject, argument, {**good, **change}, {**good, **first})
 
 
-@attack("WH-12", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Values) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
-@attack("WH-13", plain_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Values) -> None:
-    """Recorded on one input, replayed on another."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in given]
-    rest = {k: v for k, v in given[0].items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+derive(
+    "whiten",
+    lambda s, c: c.arguments(s),
+    inputs_untouched=plain_cases,
+    determinism=cases,
+    capture=plain_cases,
+)
