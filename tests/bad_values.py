@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.base_calls import T
+from rlkernel_conformance.example_calls import T
 
 # What no argument of any operator is.
 NEVER = {"object": object(), "complex": 1 + 2j, "bytes": b"seven", "set": {1, 2}, "array": np.ones(T, dtype="float32")}
