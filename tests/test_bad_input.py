@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.bad_arguments import fine, of_tensor, of_type
 from rlkernel_conformance.example_calls import EXAMPLES, base
 from rlkernel_core.spec import OPERATORS
 from tests.argument_changes import CHANGES
-from tests.bad_values import fine, of_tensor, of_type
 
 ARGUMENTS = [(operator, name) for operator in OPERATORS for name in OPERATORS[operator].parameters]
 # Refusals that have an error of their own: by operator and argument, for strings.

@@ -126,13 +126,13 @@ def check(call: ShapeRewardsCall) -> None:
     checks.exclusive(lengths=call.lengths, cu_seqlens=call.cu_seqlens)
     checks.exclusive(lengths=call.lengths, mask=call.mask)
     checks.flags(center=call.center, overlong_cap=call.overlong_cap)
+    checks.number("kl_coef", call.kl_coef)
     _goes_together(call)
     for name in ("eps", "overlong_factor"):
         checks.number(name, getattr(call, name), at_least=0.0)
     for name in ("kl_input_clamp", "kl_clamp"):
         if getattr(call, name) is not None:
             checks.number(name, getattr(call, name), above=0.0)
-    checks.number("kl_coef", call.kl_coef)
     checks.integer("ddof", call.ddof, at_least=0)
     checks.process_group("process_group", call.process_group)
     if call.clip is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused
+from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.clauses import advantage_groups, advantage_steps
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
@@ -203,33 +203,6 @@ def nothing_to_do_is_done(subject: Subject, case: Batch) -> None:
         where = given.get("mask") if found.dim() == 2 and found is empty.advantages else None
         kept = found if where is None else torch.where(where.any(1, keepdim=True), found, 0.0)
         require(not bool(kept.any() | kept.isnan().any()), f"nothing valid gives {found.tolist()}")
-
-
-@attack("AD-23", exact, scale=0.2, examples=(Batch("gae"), Batch("grpo")))
-@where_claimed
-def bad_arguments_are_named(subject: Subject, case: Batch) -> None:
-    """What the kind needs and is not given, what it ignores, wrong sizes, dtypes, numbers and choices."""
-    good = case.arguments(subject)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("kind", {"kind": "grop"}),
-        ("rewards", {"rewards": good["rewards"][None, None]}),
-    ]
-    wrong += [(name, {name: None}) for name in KINDS[case.kind].requires]
-    wrong += [(n, {n: x}) for n, x in (("step_weight", 0.5), ("gamma", 0.5), ("eps", 0.5)) if not case.takes(n)]
-    if "gamma" in good:
-        wrong += [("gamma", {"gamma": 1.5}), ("gamma", {"gamma": -0.5})]
-    if "lam" in good:
-        wrong += [("lam", {"lam": 1.5})]
-    if case.takes("eps"):
-        wrong.append(("eps", {"eps": -1.0}))
-    if isinstance(good.get("group"), Tensor):
-        wrong += [("group", {"group": good["group"].repeat(2)}), ("group", {"group": good["group"].float()})]
-    if "values" in good:
-        wrong.append(("values", {"values": good["values"][0]}))
-    if case.kind not in BY_SEQUENCE and "mask" in good:
-        wrong.append(("mask", {"mask": good["mask"].float()}))
-    for argument, change in wrong:
-        refused(subject, argument, {**good, **change}, good)
 
 
 def _same_rows(subject: Subject, given: dict[str, Any], want: Tensor, at: Any, when: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.subject import Subject
@@ -256,31 +256,6 @@ def no_positions_give_empty_results(subject: Subject, case: Scan) -> None:
     if "packed" in subject.claims:
         none = subject(given["b"][0, :0], 0.5, cu_seqlens=torch.zeros(3, dtype=torch.int64, device=subject.device))
         require(none.y.shape == (0,) and none.carry.tolist() == [0.0, 0.0], "empty packed sequences have a carry")
-
-
-@attack("SC-10", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Scan) -> None:
-    """Wrong rank, sizes, dtypes and choices."""
-    good = replace(case, factor=None, init=True).arguments(subject)
-    b = good["b"]
-    twice = torch.cat([b, b])
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("b", {"b": b[0]}),
-        ("b", {"b": b.long()}),
-        ("a", {"a": torch.nan}),
-        ("masked_out", {"masked_out": "hold"}),
-    ]
-    if isinstance(good["a"], Tensor):
-        wrong.append(("a", {"a": twice}))
-    if "mask" in good:
-        wrong += [("mask", {"mask": b}), ("mask", {"mask": twice > 0})]
-    if "init" in good:
-        wrong.append(("init", {"init": twice[:, 0]}))
-    if "lengths" in subject.claims:
-        plain_call = {"b": b, "a": 0.5, "lengths": torch.ones(case.B, dtype=torch.int64, device=b.device)}
-        refused(subject, "lengths", {**plain_call, "lengths": plain_call["lengths"].repeat(2)}, plain_call)
-    for argument, change in wrong:
-        refused(subject, argument, {**good, **change}, good)
 
 
 @attack("SC-13", plain_cases)

@@ -10,9 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rlkernel
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.quantized_weights import (
@@ -162,16 +160,6 @@ def a_prepacked_weight_has_the_bits_of_the_canonical_one(subject: Subject, case:
 def a_layout_of_another_backend_is_refused(subject: Subject, case: Weight) -> None:
     """A layout id of nobody."""
     refuses_layout(subject, of_other_layout(case.stored(subject)))
-
-
-@attack("DQ-08", lambda s: weights(s, STORED), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
-    """No QuantTensor; a dtype that is none of the three."""
-    w = case.stored(subject)
-    refused(subject, "w", {"w": rlkernel.dequantize}, {"w": w})
-    refused(subject, "w", {"w": w.parts["codes"]}, {"w": w})
-    for dtype, fine in ((torch.float64, torch.float32), (torch.int8, torch.float32), ("bfloat16?", torch.bfloat16)):
-        refused(subject, "dtype", {"w": w, "dtype": dtype}, {"w": w, "dtype": fine})
 
 
 derive("dequantize", lambda s, c: {"w": c.stored(s)}, inputs_untouched=lambda s: weights(s, STORED))

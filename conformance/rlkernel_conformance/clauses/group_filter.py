@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import plain, require, same_bits
 from rlkernel_conformance.subject import Subject
@@ -200,29 +199,6 @@ def no_sequences_make_no_groups(subject: Subject, case: Groups) -> None:
     require(out.keep.shape == (0,) and out.group_keep.shape == (0,), "no sequences are kept")
     counts = [int(x) for x in (out.groups, out.kept_groups, out.kept_sequences)]
     require(counts == [0, 0, 0], f"no sequences give the counts {counts}")
-
-
-@attack("GF-08", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Groups) -> None:
-    """Wrong sizes, dtypes, numbers and choices."""
-    good = replace(case, ids=False, valid=False, K=0).arguments(subject)
-    wrong: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("group", {}, {"group": case.B + 1}),
-        ("group", {}, {"group": 0}),
-        ("rule", {}, {"rule": "var"}),
-        ("min_members", {}, {"min_members": 0}),
-        ("rewards", {}, {"rewards": good["rewards"][None, None]}),
-    ]
-    if "group_ids" in subject.claims:
-        ids = torch.arange(case.B + 1, device=subject.device)
-        wrong += [("group", {"group": ids[1:]}, {"group": bad}) for bad in (ids, ids[1:].float())]
-    if "valid" in subject.claims:
-        valid = torch.ones(case.B + 1, dtype=torch.bool, device=subject.device)
-        wrong += [("valid", {"valid": valid[1:]}, {"valid": bad}) for bad in (valid, valid[1:].float())]
-    if case.rule == "mean":
-        wrong.append(("low", {}, {"low": 1.0, "high": 1.0}))
-    for argument, first, change in wrong:
-        refused(subject, argument, {**good, **change}, {**good, **first})
 
 
 @attack("GF-11", plain_cases)

@@ -11,7 +11,7 @@ import torch
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused, same_results
+from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import (
     Head,
@@ -229,30 +229,6 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
     for when, (value, slope) in others.items():
         same_bits("logprob", value, values, when)
         same_bits("dX", slope, slopes, when)
-
-
-@attack("LL-30", lambda s: heads(s, plainly=True).map(small), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Head) -> None:
-    """Wrong rank, sizes, dtype, temperature and mode."""
-    good = case.given(subject)
-    wrong: dict[str, Any] = {
-        "hidden": good["hidden"].long(),
-        "weight": good["weight"][:, :0],
-        "ids": good["ids"].repeat(2),
-        "temperature": -1.0,
-        "logit_scale": 0.0,
-        "backward": "saved",
-        "entropy": "yes",
-    }
-    if "bias" in subject.claims:
-        refused(
-            subject,
-            "bias",
-            {**good, "bias": good["weight"].new_zeros(case.V + 1)},
-            {**good, "bias": good["weight"].new_zeros(case.V)},
-        )
-    for name, value in wrong.items():
-        refused(subject, name, {**good, name: value}, good)
 
 
 @attack("LL-31", lambda s: heads(s, plainly=True).map(small), scale=0.5)

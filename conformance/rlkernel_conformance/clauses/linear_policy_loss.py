@@ -12,7 +12,7 @@ import torch
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused, same_results
+from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
@@ -337,26 +337,6 @@ def no_tokens_give_zero(subject: Subject, case: Step) -> None:
         require(out.loss.item() == 0, f"the loss of no token is {out.loss.item()!r}")
         for name, x in grads.items():
             require(bool((x == 0).all()), f"the gradient of {name} of no token is not 0")
-
-
-@attack("LPL-18", lambda s: steps(s, plainly=True, packed=False), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Step) -> None:
-    """Those of the head and those of the loss."""
-    good = case.given(subject)
-    wrong: dict[str, tuple[Any, Any]] = {
-        "kind": ("grop", good["kind"]),
-        "hidden": (good["hidden"].long(), good["hidden"]),
-        "weight": (good["weight"][:, :0], good["weight"]),
-        "ids": (good["ids"][:, :0], good["ids"]),
-        "temperature": (-1.0, good["temperature"]),
-        "advantages": (good["weight"].new_zeros(case.batch.B + 1), good["advantages"]),
-        "entropy_coef": (math.nan, 0.0),
-        "kl_coef": (0.1, 0.0),
-    }
-    if good.get("old_logprob") is not None:
-        wrong["old_logprob"] = (good["old_logprob"].clone().requires_grad_(), good["old_logprob"])
-    for name, (bad, fine) in wrong.items():
-        refused(subject, name, {**good, name: bad}, {**good, name: fine})
 
 
 def another(case: Step) -> Step:

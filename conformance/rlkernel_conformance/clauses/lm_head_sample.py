@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.compare import close, plain, require, same_bits
@@ -261,36 +261,6 @@ def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
     none = {n: v[:0] if isinstance(v, Tensor) and n != "weight" else v for n, v in given.items()}
     for name, x in leaves(subject(**none)).items():
         require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
-
-
-@attack("LH-16", lambda s: st.builds(Heads, seed=st.integers(0, 15), V=st.just(33), N=st.just(2)), scale=SCALE)
-def bad_arguments_are_named(subject: Subject, case: Heads) -> None:
-    """Sizes of the head that do not match, numbers without meaning, shared noise."""
-    given = case.operands(subject).arguments(subject)
-    h, w = given["hidden"], given["weight"]
-    wrong: list[tuple[str, Any, Any]] = [
-        ("hidden", h[None], h),
-        ("hidden", h.clone().requires_grad_(), h),
-        ("weight", w[:, :-1], w),
-        ("weight", w[:0], w),
-        ("weight", w.clone().requires_grad_(), w),
-        ("temperature", -1.0, 0.5),
-        ("tie", "random", "lowest_id"),
-    ]
-    if "bias" in subject.claims:
-        wrong.append(("bias", w.new_zeros(case.V + 1), w.new_zeros(case.V)))
-    if "logit_scale" in subject.claims:
-        wrong += [("logit_scale", 0.0, 0.5), ("logit_scale", -1.0, 0.5)]
-    if "softcap" in subject.claims:
-        wrong += [("softcap", -1.0, 5.0), ("softcap", 0.0, 5.0)]
-    if "vocab_size" in subject.claims:
-        wrong.append(("vocab_size", case.V + 1, case.V))
-    for name, bad, good in wrong:
-        subject(**given | {name: good})
-        refused(subject, name, given | {name: bad})
-    shared = {"hidden": h, "weight": w, "seed": 1, "step": 0}
-    subject(**shared | {"hidden": h[:1]})
-    refused(subject, "seed", shared)
 
 
 # Of few sizes, since kernels for rows differ by it: less than a tile, and several with a ragged end.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.subject import Subject
@@ -327,15 +326,6 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Rows) -> None:
     same_bits("logprob", alone, want, "one row at a time")
     many = subject(x.repeat(40, 1), ids.repeat(40), temperature=case.temperature).logprob
     same_bits("logprob", many[-case.N :], want, "at the end of a large batch")
-
-
-@attack("LP-24", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Rows) -> None:
-    """Wrong sizes, dtype and temperature raise ArgumentError with the argument's name."""
-    x, ids = case.tensors(subject)
-    good = {"logits": x, "ids": ids, "temperature": case.temperature}
-    for name, value in (("ids", ids.repeat(2)), ("logits", ids[:, None].expand(-1, 2)), ("temperature", 0.0)):
-        refused(subject, name, {**good, name: value}, good)
 
 
 @attack("LP-25", plain_cases)

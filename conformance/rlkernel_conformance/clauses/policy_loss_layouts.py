@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -23,7 +22,6 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     call,
     check_gradient,
     check_loss,
-    claimed,
     expected,
     kind_levels,
 )
@@ -313,34 +311,6 @@ def constants_that_require_a_gradient_are_refused(subject: Subject, case: Batch)
     for name in ("old_logprob", "ref_logprob", "rollout_logprob", "advantages"):
         if good.get(name) is not None:
             refused(subject, name, {**good, name: good[name].clone().requires_grad_()}, good)
-
-
-@attack("PL-34", lambda s: batches(s, plainly=True, packed=False, masked="mask" in s.claims), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Batch) -> None:
-    """Wrong rank, sizes, dtypes and values."""
-    given = arguments(subject, case)
-    x = given["logprob"]
-    # What stands beside a bad value is a good one of the same kind.
-    wrong: dict[str, tuple[Any, Any]] = {
-        "kind": ("grop", case.kind),
-        "level": ("batch", case.level),
-        "aggregate": ("mean", case.aggregate),
-        "logprob": (x.long(), x),
-        "advantages": (x.new_zeros(case.B + 1), given["advantages"]),
-        "kl_coef": (0.1, 0.0),
-        "entropy_coef": (math.nan, 0.0),
-        "cu_seqlens": (torch.tensor([0, case.T], device=x.device), None),
-        "correction": (Correction(), None),
-        "denominator": (3.0 if case.aggregate == "token_sum" else -1.0, None if case.aggregate == "token_sum" else 2.0),
-    }
-    if given["old_logprob"] is not None:
-        wrong["old_logprob"] = (x[:, :0], given["old_logprob"])
-    if "mask" in given:
-        wrong["mask"] = (given["mask"][:, :0], given["mask"])
-    if claimed(subject, "kl:"):
-        refused(subject, "kl", {**given, "ref_logprob": x.clone(), "kl": "k4"})
-    for name, (bad, good) in wrong.items():
-        refused(subject, name, {**given, name: bad}, {**given, name: good})
 
 
 derive("policy_loss", arguments, inputs_untouched=batches, determinism=batches, scale=0.5)

@@ -13,13 +13,11 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, require, same_bits, within
 from rlkernel_conformance.quantized_weights import (
     EVERY,
     SCALE_RULES,
-    SPECS,
     Weight,
     claims,
     is_nan_or_equal,
@@ -28,8 +26,8 @@ from rlkernel_conformance.quantized_weights import (
 )
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant, quantise
-from rlkernel_core.errors import ArgumentError, ResolutionError, UnknownNameError
-from rlkernel_core.quant import CANONICAL, FORMATS, QuantSpec, QuantTensor, error_bound
+from rlkernel_core.errors import ArgumentError, ResolutionError
+from rlkernel_core.quant import CANONICAL, FORMATS, QuantTensor, error_bound
 from rlkernel_core.quant.float8 import FLOAT8
 
 _FLOATING = {"scale", "absmax", "nested_absmax", "nested_offset", "global_scale", "d", "dmin"}
@@ -253,37 +251,6 @@ def an_update_can_be_captured(subject: Subject, case: Weight) -> None:
     update(second)
     for name, part in fresh[1].items():
         same_bits(name, w.parts[name], part, "after updates in a graph")
-
-
-@attack("QZ-14", law_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
-    """Names get suggestions; rank, dtype, options and out are told by name."""
-    weight = case.full(subject)
-    try:
-        subject(weight, case.spec.format + "?")
-    except UnknownNameError as error:
-        require(case.spec.format in str(error), f"no suggestion for {case.spec.format}?: {error}")
-    else:
-        raise Violation("an unknown format is accepted")
-    other = subject(torch.zeros(case.N + 1, case.K, device=weight.device), case.spec)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("weight", {"weight": weight[0]}),
-        ("weight", {"weight": weight.long()}),
-        ("weight", {"weight": weight[:0]}),
-        ("dtype", {"dtype": torch.int8}),
-        ("format", {"format": QuantSpec("nf4", "nf4", group=63)}),
-    ]
-    plainly = {"weight": weight, "format": case.spec}
-    for name, change in wrong:
-        refused(subject, name, {**plainly, **change}, plainly)
-    if "out" not in subject.claims:
-        return
-    good = {**plainly, "out": subject(weight, case.spec)}
-    refused(subject, "weight", {**good, "out": other}, good)
-    for another in SPECS.values():
-        if another != case.spec and claims(subject, another, SCALE_RULES):
-            refused(subject, "out", {**good, "out": subject(weight, another)}, good)
-            break
 
 
 @attack("QZ-15", law_cases, scale=0.2)

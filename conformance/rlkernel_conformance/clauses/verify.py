@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.verify_rounds import (
     COUNTS,
@@ -231,38 +230,6 @@ def without_drafts_it_is_sample(subject: Subject, case: Rounds) -> None:
     empty = subject(**none | {"cu_draft": given["cu_draft"][:1]})
     for name, x in leaves(empty).items():
         require(x.shape[0] == 0, f"no requests give {name} of shape {tuple(x.shape)}")
-
-
-@attack("VF-15", lambda s: st.builds(Rounds, seed=st.integers(0, 15), counts=st.just((2, 1))), scale=SCALE)
-def bad_arguments_are_named(subject: Subject, case: Rounds) -> None:
-    """Wrong sizes, ranks and dtypes, shared noise, two draft laws."""
-    made = case.round(subject)
-    given = made.arguments(subject)
-    subject(**given)  # a plan for the good call lies there already
-    x, ids = given["target_logits"], given["draft_ids"]
-    wrong: list[tuple[str, Any]] = [
-        ("target_logits", x[:-1]),
-        ("target_logits", x[None]),
-        ("target_logits", x.clone().requires_grad_()),
-        ("draft_ids", ids.float()),
-        ("cu_draft", given["cu_draft"][None]),
-        ("temperature", torch.ones(5, device=x.device)),
-        ("filter_order", "topk"),
-    ]
-    for name, value in wrong:
-        refused(subject, name, given | {name: value})
-    q = torch.full((3, case.V), 1 / case.V, device=x.device)
-    for name in (n for n in ("draft_probs", "draft_logits") if n in subject.claims):
-        subject(**given | {name: q})
-        refused(subject, name, given | {name: q[:2]})
-        refused(subject, name, given | {name: q[:, :-1]})
-    if {"draft_probs", "draft_logits"} <= subject.claims:
-        refused(subject, "draft_", given | {"draft_probs": q, "draft_logits": q})
-    noise = {"seed": 1, "step": 0}
-    one = {"cu_draft": given["cu_draft"][:2], "draft_ids": ids[:2]}
-    plain_call = {n: v for n, v in given.items() if n in {"target_logits", "draft_ids", "cu_draft"}}
-    subject(**plain_call | one | noise | {"target_logits": x[:3]})
-    refused(subject, "seed", plain_call | noise)
 
 
 @attack("VF-17", rounds, scale=SCALE)

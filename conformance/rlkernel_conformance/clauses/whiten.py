@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.ranks import on_ranks
@@ -247,28 +246,6 @@ def nothing_valid_gives_zero(subject: Subject, case: Values) -> None:
         require(out.y.shape == change.get("x", x).shape, f"y has shape {list(out.y.shape)}")
         require(not bool(out.y.any()), f"y is {out.y.tolist()} where nothing is valid")
         require(bool(out.mean.isfinite() & out.var.isfinite() & out.rstd.isfinite()), "a moment is not finite")
-
-
-@attack("WH-11", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Values) -> None:
-    """Wrong sizes, dtypes, numbers and choices."""
-    good = replace(case, layout="all").arguments(subject)
-    x = good["x"]
-    twice, row = torch.cat([x, x]), torch.ones(case.B + 1, dtype=torch.int64, device=x.device)
-    wrong: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("eps", {}, {"eps": -1.0}),
-        ("eps_mode", {}, {"eps_mode": "add"}),
-        ("ddof", {"ddof": 1}, {"ddof": -1}),
-        ("masked_out", {}, {"masked_out": "hold"}),
-    ]
-    if "mask" in subject.claims:
-        wrong += [("mask", {"mask": x > 0}, {"mask": bad}) for bad in (twice > 0, x)]
-    if "lengths" in subject.claims:
-        wrong.append(("lengths", {"lengths": row[1:]}, {"lengths": row}))
-    if "counts" in subject.claims:
-        wrong.append(("counts", {"counts": x.abs()}, {"counts": twice.abs()}))
-    for argument, first, change in wrong:
-        refused(subject, argument, {**good, **change}, {**good, **first})
 
 
 derive(

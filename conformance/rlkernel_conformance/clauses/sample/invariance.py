@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.sample.cases import SCALE, Draws, call, draws, everything, plain_draws
 from rlkernel_conformance.compare import close, plain, require, same_bits
@@ -117,50 +116,6 @@ def no_rows_give_empty_results(subject: Subject, case: Draws) -> None:
     out = subject(batch.logits[:0].to(subject.device), **none, **everything(subject, case.V))
     for name, x in leaves(out).items():
         require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
-
-
-@attack(
-    "SA-38", lambda s: st.builds(Draws, seed=st.integers(0, 15), N=st.just(2), V=st.sampled_from((2, 33))), scale=SCALE
-)
-def bad_arguments_are_named(subject: Subject, case: Draws) -> None:
-    """Wrong ranks, sizes, dtypes and numbers, and noise that rows would share."""
-    batch = case.batch(subject, temperature=0.7)
-    x = batch.logits.to(subject.device)
-    given = {"logits": x} | batch.arguments(subject.claims, subject.device)
-    device = subject.device
-    words = torch.full((2, -(-case.V // 32)), -1, dtype=torch.int32, device=device)
-    ones = torch.ones(2, device=device)
-    # name, what is wrong, and what is right and looks the same to a dispatcher: types and signs, not sizes or values.
-    wrong: list[tuple[str, Any, Any]] = [
-        ("logits", x[0], x),
-        ("logits", x[:, :0], x),
-        ("logits", x.long(), x),
-        ("logits", x.clone().requires_grad_(), x),
-        ("temperature", -1.0, 0.5),
-        ("temperature", math.nan, 0.5),
-        ("seed", ones, given["seed"]),
-        ("step", -1, 1),
-        ("filter_order", "topk", "topk_topp"),
-        ("tie", "random", "lowest_id"),
-        ("kept_capacity", -1, 0),
-        ("top_n", case.V + 1, case.V if "top_n:raw" in subject.claims else 0),
-    ]
-    if "per_row_parameters" in subject.claims:
-        wrong.append(("temperature", torch.ones(3, device=device), ones))
-    if "top_k" in subject.claims:
-        wrong.append(("top_k", 2.0, 2))
-    if "top_p" in subject.claims:
-        wrong.append(("top_p", "0.9", 0.9))
-    if "vocab_size" in subject.claims:
-        wrong += [("vocab_size", 0, case.V), ("vocab_size", case.V + 1, case.V)]
-    if "allowed" in subject.claims:
-        wrong += [("allowed", bad, words) for bad in (words.long(), words[:1], words[:, :0])]
-    for name, bad, good in wrong:
-        subject(**given | {name: good})
-        refused(subject, name, given | {name: bad})
-    shared = {"logits": x, "temperature": 0.7, "seed": 1, "step": 0}  # all rows would draw the same noise
-    subject(**shared | {"logits": x[:1]})
-    refused(subject, "seed", shared)
 
 
 def given_of(subject: Subject, case: Draws) -> dict[str, Any]:
