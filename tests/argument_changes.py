@@ -1,4 +1,4 @@
-"""For every optional argument of every operator: a call in which another value of it shows, beside `base_calls`.
+"""For every optional argument of every operator: a call in which another value of it shows, beside its example call.
 
 The same calls are where a bad value of the argument is refused for itself, and not for lack of what goes with it.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from tests import reward_changes as rewards
-from tests.base_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from tests.changes import Change, Changes, packed, starts
 from tests.observed import COUNTER, NOISE, WEIGHT
 

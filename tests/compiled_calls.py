@@ -1,4 +1,4 @@
-"""One small call of every operator, as a function of tensors alone: what the compiled lane is tested with."""
+"""Example calls as functions of tensors alone: what the compiled lane is tested with."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, ids, tokens
+from rlkernel_core.quant import QuantTensor
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import Penalties
-
-N, T, V, D = 6, 5, 12, 8
-random = torch.Generator().manual_seed(0)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=random)
 
 
 @dataclass(frozen=True)
@@ -33,95 +29,54 @@ class Example:
     rows: tuple[int, ...] = (0,)  # tensors whose first dimension is the number of rows
 
 
-LOGITS, IDS, MASK = draw(N, V), torch.tensor([0, 3, 11, 2, 5, 7]), torch.tensor([True, True, False, True, True, True])
-HIDDEN, WEIGHT = draw(N, D), draw(V, D)
-OLD, NEW, ADVANTAGES = -draw(N, T).abs(), -draw(N, T).abs(), draw(N, T)
-TOKENS = torch.arange(T)[None] < torch.tensor([5, 3, 1, 5, 4, 2])[:, None]
-REWARDS = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.25])
-SUPPORT = Support(torch.arange(3 * N) % V, torch.arange(0, 3 * N + 1, 3))
-QUANT = rlk.quantize(WEIGHT, "int4_g32")
-LORA = LoRA(draw(2, D), draw(V, 2), 0.5)
+def example(op: str, *, cut: bool = True, **change: Any) -> Example:
+    """The example call of an operator with some arguments changed; `cut`: it may be called with fewer rows."""
+    given = {**base(op), **change}
+    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor | QuantTensor | Support | LoRA | Penalties)}
+    names, spec = tuple(tensors), OPERATORS[op]
+    rest = {n: x for n, x in given.items() if n not in tensors}
+    call = getattr(rlk, op)
 
+    def run(*values: Any) -> Any:
+        return call(**dict(zip(names, values)), **rest)  # noqa: B905  a strict zip is not traced by every torch
+
+    wanted = tuple(names.index(n) for n in spec.differentiable if spec.carrying and isinstance(given.get(n), Tensor))
+    rows = tuple(i for i, x in enumerate(tensors.values()) if cut and isinstance(x, Tensor) and x.shape[0] == N)
+    return Example(op, run, tuple(tensors.values()), wanted, rows)
+
+
+LOGITS, IDS, MASK = draw(N, V), ids(N), torch.tensor([True, True, False, True, True, True])
+HIDDEN, WEIGHT = draw(N, D), draw(V, D, seed=1)
+SUPPORT = Support(torch.arange(3 * N) % V, torch.arange(0, 3 * N + 1, 3))
 EXAMPLES = (
-    Example(
-        "logprob",
-        lambda x, ids, m: rlk.logprob(x, ids, temperature=0.7, mask=m, entropy=True, top_logprobs=3),
-        (LOGITS, IDS, MASK),
-        (0,),
-        (0, 1, 2),
-    ),
-    Example("logprob", lambda x, ids, s: rlk.logprob(x, ids, support=s), (LOGITS, IDS, SUPPORT), (0,), ()),
-    Example(
-        "linear_logprob",
-        lambda h, w, ids: rlk.linear_logprob(h, w, ids, entropy=True, logit_scale=0.5),
-        (HIDDEN, WEIGHT, IDS),
-        (0, 1),
-        (0, 2),
-    ),
-    Example(
-        "policy_loss",
-        lambda new, old, a, m: rlk.policy_loss(new, old, a, mask=m, kind="dapo", clip=(0.2, 0.28)),
-        (NEW, OLD, ADVANTAGES, TOKENS),
-        (0,),
-        (0, 1, 2, 3),
-    ),
-    Example(
-        "linear_policy_loss",
-        rlk.linear_policy_loss,
-        (draw(N, T, D), WEIGHT, torch.arange(N * T).view(N, T) % V, OLD, ADVANTAGES),
-        (0, 1),
-        (0, 2, 3, 4),
-    ),
-    Example(
-        "sample",
-        lambda x, p, s: rlk.sample(x, temperature=0.8, top_k=5, top_p=p, seed=s, step=1, raw_logprob=True),
-        (LOGITS, torch.full((N,), 0.9), torch.arange(N)),
-        (),
-        (0, 1, 2),
-    ),
-    Example(
-        "sample",
-        lambda x, f, i: rlk.sample(x, seed=i, step=1, penalties=Penalties(frequency=f, output_ids=i[:, None])),
-        (LOGITS, torch.full((N,), 0.1), IDS),
-        (),
-        (),
-    ),
-    Example(
-        "lm_head_sample",
-        lambda h, w, s: rlk.lm_head_sample(h, w, temperature=0.8, top_p=0.9, seed=s, step=1, entropy=True),
-        (HIDDEN, WEIGHT, torch.arange(N)),
-        (),
-        (0, 2),
-    ),
-    Example(
-        "verify",
-        lambda x, ids, cu, s: rlk.verify(x, ids, cu_draft=cu, seed=s, step=1),
-        (LOGITS, torch.tensor([0, 3, 11, 2]), torch.tensor([0, 1, 4]), torch.arange(2)),
-        (),
-        (),
-    ),
-    Example("quantize", lambda w: rlk.quantize(w, "nf4"), (WEIGHT,), (), ()),
-    Example("dequantize", rlk.dequantize, (QUANT,), (), ()),
-    Example("prepack", rlk.prepack, (QUANT,), (), ()),
-    Example("qmatmul", lambda x, w, a: rlk.qmatmul(x, w, lora=a), (HIDDEN, QUANT, LORA), (0,)),
-    Example("advantage", lambda r, m: rlk.advantage(r, kind="grpo", group=3, mask=m), (REWARDS, TOKENS), (), (0, 1)),
-    Example(
+    example("logprob", temperature=0.7, mask=MASK, entropy=True, top_logprobs=3),
+    example("logprob", support=SUPPORT, cut=False),
+    example("linear_logprob", entropy=True, logit_scale=0.5),
+    example("policy_loss", mask=tokens(), kind="dapo", clip=(0.2, 0.28)),
+    example("linear_policy_loss"),
+    example("sample", temperature=0.8, top_k=5, top_p=torch.full((N,), 0.9), raw_logprob=True),
+    example("sample", penalties=Penalties(frequency=torch.full((N,), 0.1), output_ids=ids(N, 1)), cut=False),
+    example("lm_head_sample", temperature=0.8, top_p=0.9, entropy=True),
+    example("verify", cut=False),
+    example("quantize", format="nf4", cut=False),
+    example("dequantize", cut=False),
+    example("prepack", cut=False),
+    example("qmatmul", lora=LoRA(draw(2, D), draw(V, 2), 0.5)),
+    example("advantage", mask=tokens()),
+    example(
         "advantage",
-        lambda r, v, m: rlk.advantage(r, kind="gae", values=v, mask=m, gamma=0.99, lam=0.95),
-        (draw(N, T), draw(N, T), TOKENS),
-        (),
-        (0, 1, 2),
+        rewards=draw(B, T),
+        kind="gae",
+        group=None,
+        values=draw(B, T, seed=1),
+        mask=tokens(),
+        gamma=0.99,
+        lam=0.95,
     ),
-    Example("affine_suffix_scan", rlk.affine_suffix_scan, (draw(N, T), draw(N, T)), (0, 1), (0, 1)),
-    Example("whiten", lambda x, m: rlk.whiten(x, mask=m), (draw(N, T), TOKENS), (), (0, 1)),
-    Example("group_filter", lambda r: rlk.group_filter(r, group=3), (REWARDS,)),
-    Example(
-        "shape_rewards",
-        lambda r, m: rlk.shape_rewards(r, mask=m, clip=(-1.0, 1.0), normalise="running"),
-        (REWARDS, TOKENS),
-        (),
-        (0, 1),
-    ),
+    example("affine_suffix_scan"),
+    example("whiten", mask=tokens()),
+    example("group_filter"),
+    example("shape_rewards", mask=tokens(), clip=(-1.0, 1.0), normalise="running"),
 )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, logprobs
 from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
 from rlkernel_core.spec.policy_kinds import KINDS, KLS
 from rlkernel_core.spec.qmatmul import ACTIVATIONS
 from tests.argument_changes import CHANGES
-from tests.base_calls import B, D, N, T, V, base, draw, logprobs
 
 Call = dict[str, Any]
 

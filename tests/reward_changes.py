@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import rlkernel as rlk
-from tests.base_calls import B, T, draw, ids, logprobs, rewards, tokens
+from rlkernel_conformance.example_calls import B, T, draw, ids, logprobs, rewards, tokens
 from tests.changes import Change, Changes, packed, starts
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import B, T, base, tokens
 from rlkernel_core.spec import OPERATORS
 from tests.argument_changes import CHANGES
-from tests.base_calls import B, T, base, tokens
 from tests.observed import observed
 
 # Arguments that change no result of a call in one process, and what shows them.

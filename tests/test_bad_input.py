@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.bad_arguments import fine, of_tensor, of_type
+from rlkernel_conformance.example_calls import EXAMPLES, base
 from rlkernel_core.spec import OPERATORS
 from tests.argument_changes import CHANGES
-from tests.bad_values import fine, of_tensor, of_type
-from tests.base_calls import BASES, base
 
 ARGUMENTS = [(operator, name) for operator in OPERATORS for name in OPERATORS[operator].parameters]
 # Refusals that have an error of their own: by operator and argument, for strings.
@@ -21,7 +21,7 @@ OWN_ERROR = {("quantize", "format"): rlk.UnknownNameError, ("prepack", "layout")
 
 
 def test_every_operator_and_every_optional_argument_is_in_the_tables() -> None:
-    assert set(OPERATORS) == set(BASES) == set(CHANGES)
+    assert set(OPERATORS) == set(EXAMPLES) == set(CHANGES)
     for operator, spec in OPERATORS.items():
         optional = {name for name, p in spec.parameters.items() if p.default is not p.empty}
         assert optional - set(CHANGES[operator]()) == set()

@@ -21,7 +21,7 @@ from rlkernel_core.errors import (
     RLKernelError,
 )
 from rlkernel_core.spec import OPERATORS
-from tests.compiled_calls import EXAMPLES, IDS, LOGITS, WEIGHT, Graphs, arguments, tensors_of
+from tests.compiled_calls import EXAMPLES, HIDDEN, IDS, LOGITS, WEIGHT, Graphs, arguments, tensors_of
 from tests.implementations import acme
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*recompile.*:UserWarning")
@@ -115,8 +115,7 @@ def test_a_chain_of_operators_is_one_graph() -> None:
 
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     graphs = Graphs("aot_eager")
-    hidden = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    x, y = HIDDEN.clone().requires_grad_(), HIDDEN.clone().requires_grad_()
     actual, expected = graphs.compiled(step)(x, WEIGHT, IDS, rewards), step(y, WEIGHT, IDS, rewards)
     assert_same_bits([expected], [actual])
     assert_same_bits([torch.autograd.grad(expected, y)[0]], [torch.autograd.grad(actual, x)[0]])

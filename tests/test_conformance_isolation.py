@@ -11,11 +11,11 @@ import rlkernel as rlk
 from rlkernel_conformance import isolation
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.faults import FAULTS
-from rlkernel_conformance.guardian import kin
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.hostile import hostiles, meet
-from rlkernel_conformance.isolation import attack_apart
-from rlkernel_conformance.leftovers import attacks_with_leftovers
+from rlkernel_conformance.isolation import attack_in_processes
+from rlkernel_conformance.leak_check import attacks_with_leak_check
+from rlkernel_conformance.process_reaper import own_descendants
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from tests import bad_backends
@@ -24,14 +24,14 @@ EFFORT = Profile("test", 2, 30)
 
 
 def attacks(*clauses: str) -> list[Attack]:
-    return [attacks_with_leftovers("logprob")[c] for c in clauses]
+    return [attacks_with_leak_check("logprob")[c] for c in clauses]
 
 
 def carried_out(name: str, *clauses: str, effort: Profile = EFFORT) -> list[Outcome]:
     where = f"tests.bad_backends:{name}_manifest"
     manifest = getattr(bad_backends, f"{name}_manifest")
     with rlk.registered(manifest):
-        return attack_apart(Subject(manifest.name, "logprob"), attacks(*clauses), effort, manifest=where)
+        return attack_in_processes(Subject(manifest.name, "logprob"), attacks(*clauses), effort, manifest=where)
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +46,16 @@ def test_a_clause_that_the_end_of_the_run_cuts_short_is_not_run() -> None:
     with rlk.registered(bad_backends.hangs_manifest):
         subject = Subject(bad_backends.hangs_manifest.name, "logprob")
         until, where = time.monotonic() + 6, "tests.bad_backends:hangs_manifest"
-        outcomes = attack_apart(subject, attacks("LP-01", "LP-02"), EFFORT, manifest=where, until=until)
+        outcomes = attack_in_processes(subject, attacks("LP-01", "LP-02"), EFFORT, manifest=where, until=until)
     assert [(o.clause, o.status) for o in outcomes] == [("LP-01", "not_run"), ("LP-02", "not_run")]
 
 
 @pytest.mark.parametrize("hostile", hostiles(), ids=lambda h: h.name)
 def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostile) -> None:
-    before = set(kin())  # such as the resource tracker that Python keeps once another test has spawned a process
+    before = set(own_descendants())  # such as the resource tracker that Python keeps once a test has spawned
     verdict = meet(hostile)
     assert verdict.faults == (hostile.fault,) * len(hostile.clauses)
-    assert set(kin()) - before == set()
+    assert set(own_descendants()) - before == set()
 
 
 def test_every_fault_that_a_cpu_can_show_is_shown_by_a_hostile_backend() -> None:
@@ -95,11 +95,11 @@ def test_a_backend_that_never_answers_is_given_up(monkeypatch) -> None:
 
 
 def test_what_a_device_that_fails_could_not_run_is_no_fault_of_the_backend() -> None:
-    outcomes = attack_apart(Subject("torch", "logprob", "cuda:63"), attacks("LP-05", "LP-06"), EFFORT)
+    outcomes = attack_in_processes(Subject("torch", "logprob", "cuda:63"), attacks("LP-05", "LP-06"), EFFORT)
     assert [(o.status, o.fault, o.failed) for o in outcomes] == [("not_run", None, False)] * 2
     assert "cuda:63 cannot add numbers" in outcomes[0].message
 
 
 def test_features_that_calls_needed_are_told() -> None:
-    (outcome,) = attack_apart(Subject("torch", "logprob"), attacks("LP-12"), EFFORT)
+    (outcome,) = attack_in_processes(Subject("torch", "logprob"), attacks("LP-12"), EFFORT)
     assert outcome.features == ("entropy",)

@@ -11,10 +11,10 @@ from threading import Lock
 import pytest
 
 import rlkernel as rlk
+from rlkernel_conformance.device_pool import Work, attack_on_devices
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.leftovers import attacks_with_leftovers
+from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.manifests import load
-from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.ranks import capturing
 from rlkernel_conformance.run import run, shares
@@ -25,7 +25,7 @@ from rlkernel_core.manifest import Backend, Impl, Requires
 ROOT = Path(__file__).parents[1]
 EFFORT = Profile("test", 1, 60)
 OPS = ("group_filter", "whiten", "shape_rewards")
-WORK = [Work(Subject("torch", op, "cuda:0"), tuple(attacks_with_leftovers(op).values())[:3]) for op in OPS]
+WORK = [Work(Subject("torch", op, "cuda:0"), tuple(attacks_with_leak_check(op).values())[:3]) for op in OPS]
 
 # A backend that shows whether its worker sees a variable: it serves where it does.
 CHEERFUL = """
@@ -155,14 +155,14 @@ class Places:
 
 
 def test_what_a_device_that_fails_has_left_is_done_by_the_others() -> None:
-    outcomes = attack_everywhere(WORK, ("cuda:0", "cuda:1"), 1, Places(cuda_1=1))
+    outcomes = attack_on_devices(WORK, ("cuda:0", "cuda:1"), 1, Places(cuda_1=1))
     assert {op: [o.status for o in found] for op, found in outcomes.items()} == {op: ["held"] * 3 for op in OPS}
     assert {o.reproduce for found in outcomes.values() for o in found} == {"reproduce(device='cuda:0')"}
 
 
 def test_where_every_device_fails_what_is_left_is_not_run() -> None:
     places = Places(cuda_0=2, cuda_1=2)
-    outcomes = attack_everywhere(WORK, ("cuda:0", "cuda:1"), 1, places)
+    outcomes = attack_on_devices(WORK, ("cuda:0", "cuda:1"), 1, places)
     found = [o for op in OPS for o in outcomes[op]]
     assert sum(o.status == "held" for o in found) == 4
     assert {o.message for o in found if o.status == "not_run"} <= {
@@ -177,7 +177,7 @@ def test_where_every_device_fails_what_is_left_is_not_run() -> None:
 
 def test_a_device_that_fails_is_no_second_time_used() -> None:
     places = Places(cuda_0=0, cuda_1=0)
-    outcomes = attack_everywhere(WORK, ("cuda:0", "cuda:1"), 1, places)
+    outcomes = attack_on_devices(WORK, ("cuda:0", "cuda:1"), 1, places)
     assert all(seen <= 3 for seen in places.seen.values())  # one operator, and none after
     assert {o.status for found in outcomes.values() for o in found} == {"not_run"}
 

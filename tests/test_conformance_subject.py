@@ -12,8 +12,8 @@ import rlkernel as rlk
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation, within
 from rlkernel_conformance.harness import carry_out
-from rlkernel_conformance.products import Product, fitted
 from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.qmatmul_calls import Product, fitted
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires

@@ -20,9 +20,9 @@ from rlkernel_conformance.search import search
 from rlkernel_conformance.subject import Subject
 from rlkernel_conformance.zoo import against
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_core.spec.form import common_clauses, prefix_of
 
-OWED = {c.id for spec in OPERATORS.values() for c in owed(prefix_of(spec))}
+OWED = {c.id for spec in OPERATORS.values() for c in common_clauses(prefix_of(spec))}
 QUICK = Profile("test", 12, 60)
 OFTEN = Profile("test", 24, 60)  # of plain torch, whose semantics are tested here and nowhere else
 ZOO = [m for op in mutants.MODULES for m in mutants.mutants_of(op) if m.planted not in OWED]

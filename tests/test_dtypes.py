@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import base
 from rlkernel_core.spec import OPERATORS
 from rlkernel_torch import backend
-from tests.base_calls import base
 from tests.needy_calls import calls
 from tests.observed import observed, tensors
 

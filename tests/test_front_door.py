@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import base
 from rlkernel_core.spec import OPERATORS
-from tests.base_calls import base
 
 SOURCE = ast.parse(Path(rlk.__file__).read_text())
 TYPED = next(n for n in SOURCE.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))

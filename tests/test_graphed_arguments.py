@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlkernel_conformance.bad_arguments import NEVER
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.graphed import Bucket
 from rlkernel_torch.direct import capture
-from tests.bad_values import NEVER
 
 WORDS = {**NEVER, "None": None, "int": 3, "list": ["moved"], "empty": "", "bytes": b"moved"}
 CALLS = {

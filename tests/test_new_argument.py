@@ -13,6 +13,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel import dispatch, plans
+from rlkernel_conformance.example_calls import base
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, FallbackWarning, ResolutionError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
@@ -21,7 +22,6 @@ from rlkernel_core.spec.form import Feature
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_torch.logprob import logprob as reference
 from tests.argument_changes import CHANGES
-from tests.base_calls import base
 
 BEFORE = OPERATORS["logprob"]
 

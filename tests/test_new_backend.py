@@ -16,10 +16,10 @@ import pytest
 import rlkernel as rlk
 from rlkernel import plugin_template
 from rlkernel.plugin_template import READY, Plugin, files
+from rlkernel_conformance.example_calls import base
 from rlkernel_core.errors import ArgumentError, NotWrittenError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
-from tests.base_calls import base
 from tests.command_line import answer
 from tests.plugins import install
 

@@ -19,13 +19,13 @@ from rlkernel import plans, policy
 from rlkernel.decide import call_of
 from rlkernel.plans import MOST, Table, key_or_none
 from rlkernel.provenance import plans as planned
+from rlkernel_conformance.example_calls import base
 from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobResult
 from tests.argument_changes import CHANGES
-from tests.base_calls import base
 from tests.implementations import HERE, acme
 
 PLANNED = [op for op, spec in OPERATORS.items() if spec.planned]

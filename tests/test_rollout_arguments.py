@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlkernel_conformance.bad_arguments import NEVER, of_tensor, of_type
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_core.spec.rollouts import Field, GroupRules, Slots
 from rlkernel_torch.direct import rollout_buffer
-from tests.bad_values import NEVER, of_tensor, of_type
 from tests.rollouts import balanced, buffer, fill, tokens
 
 INTEGERS = {

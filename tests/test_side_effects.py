@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.example_calls import B, N, T, base
 from rlkernel_core.spec import OPERATORS
 from tests.argument_changes import CHANGES
-from tests.base_calls import B, N, T, base
 from tests.needy_calls import calls
 from tests.observed import observed, tensors
 

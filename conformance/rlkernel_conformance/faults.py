@@ -75,7 +75,7 @@ def of_error(error: BaseException) -> str:
     return next((fault for word, fault in _WORDS if word in text), "unknown")
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """What an exception says: its first line, and the reasons where nothing could be chosen."""
     decision = error.decision if isinstance(error, ResolutionError) else None
     reasons = [str(r.reason) for r in decision.rejected] if decision is not None else []
@@ -87,6 +87,6 @@ def of_exit(status: int) -> str:
     return _SIGNALS.get(-status, "killed") if status < 0 else "protocol_error"
 
 
-def lasts(fault: str, device: str) -> bool:
+def needs_new_process(fault: str, device: str) -> bool:
     """Whether a process that met the fault may be unfit for what comes next."""
     return fault == "out_of_memory" or (not device.startswith("cpu") and fault not in _HARMLESS)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.compare import Violation, require
-from rlkernel_conformance.conduct import leaves
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError
 from rlkernel_torch.direct import capture

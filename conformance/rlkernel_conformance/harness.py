@@ -105,4 +105,6 @@ def carry_out(
     if isinstance(error, Violation):
         fault = "nan" if " is nan," in str(error) else "wrong_result"
         return Outcome(subject.op, clause.id, clause.title, "violated", fault, str(error), **told)
-    return Outcome(subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.said(error), **told)
+    return Outcome(
+        subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.message_of(error), **told
+    )

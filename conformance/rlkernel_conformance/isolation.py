@@ -28,10 +28,10 @@ from rlkernel_conformance.subject import Subject
 MEMORY: Final = 16 << 30
 STARTING_S: Final = 180.0  # importing torch, with sixty others that do the same
 LOST_CAUSE: Final = 3  # clauses in a row without an answer, after which the operator's others are not waited for
-_ENDING_S: Final = 3.0  # for a guardian to end what its worker has started
+_ENDING_S: Final = 3.0  # for a reaper to end what its worker has started
 
 
-def attack_apart(
+def attack_in_processes(
     subject: Subject,
     attacks: list[Attack],
     profile: Profile,
@@ -229,7 +229,7 @@ def _last_words(worker: subprocess.Popen[bytes], word: str, limit: float) -> str
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """End a worker and whatever it started: by its guardian, and the whole session if that does not answer."""
+    """End a worker and whatever it started: by its reaper, and the whole session if that does not answer."""
     with suppress(ProcessLookupError):
         worker.terminate()
     with suppress(subprocess.TimeoutExpired):

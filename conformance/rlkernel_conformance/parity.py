@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import rlkernel
-from rlkernel_conformance.clauses.specimens import Call
-from rlkernel_conformance.conduct import leaves
+from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.example_calls import Call
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS

@@ -18,7 +18,7 @@ import pytest
 
 from rlkernel import policy
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.isolation import attack_in_processes
 from rlkernel_conformance.manifests import load
 from rlkernel_conformance.profiles import profile
 from rlkernel_conformance.run import due_on
@@ -101,7 +101,7 @@ class Operator(pytest.Collector):
             selected = {i.clause for i in self.session.items if isinstance(i, ClauseItem) and i.parent is self}
             attacks = [a for a in self.due if a.clause.id in selected]
             effort = profile(option("conformance_profile"))
-            found = attack_apart(self.subject, attacks, effort, manifest=option("conformance_manifest"))
+            found = attack_in_processes(self.subject, attacks, effort, manifest=option("conformance_manifest"))
             self.outcomes |= {o.clause: o for o in found}
         return self.outcomes[clause]
 

@@ -51,10 +51,10 @@ def reproduce(
     Raises:
         UnknownNameError: there is no such attack.
     """
-    from rlkernel_conformance.leftovers import attacks_with_leftovers
+    from rlkernel_conformance.leak_check import attacks_with_leak_check
     from rlkernel_conformance.manifests import load
 
-    attacks = attacks_with_leftovers(op)
+    attacks = attacks_with_leak_check(op)
     if clause not in attacks:
         raise UnknownNameError("clause with an attack", clause, attacks)
     with ExitStack() as scope:

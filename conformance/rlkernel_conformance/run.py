@@ -17,11 +17,11 @@ from rlkernel.discover import known_names
 from rlkernel_conformance import waivers as waived
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import MODULES
+from rlkernel_conformance.device_pool import Work, attack_on_devices
 from rlkernel_conformance.harness import Outcome, clauses_of
-from rlkernel_conformance.isolation import attack_apart, not_run
-from rlkernel_conformance.leftovers import CLAUSE, attacks_with_leftovers
+from rlkernel_conformance.isolation import attack_in_processes, not_run
+from rlkernel_conformance.leak_check import CLAUSE, attacks_with_leak_check
 from rlkernel_conformance.manifests import load, provider
-from rlkernel_conformance.places import Work, attack_everywhere
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.report import NOT_ASKED, has_result, present, report
 from rlkernel_conformance.subject import Subject
@@ -125,11 +125,11 @@ def _attack_all(
             watch(Progress(outcome, done, total, time.monotonic() - began))
 
     def attack(subject: Subject, attacks: list[Attack]) -> list[Outcome]:
-        return attack_apart(subject, attacks, profile, manifest=manifest, watch=heard, until=began + within)
+        return attack_in_processes(subject, attacks, profile, manifest=manifest, watch=heard, until=began + within)
 
     each = len(devices) * jobs // len(plan)
     work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
-    found = attack_everywhere(work, devices, jobs, attack)
+    found = attack_on_devices(work, devices, jobs, attack)
     place = {a.clause.id: i for due, _ in plan.values() for i, a in enumerate(due)}
     return {s.op: sorted(found.get(s.op, ()), key=lambda o: place[o.clause]) for s in plan}
 
@@ -177,7 +177,7 @@ def due_on(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
         text = "no attack is written yet"
         return [], [Outcome(subject.op, c.id, c.title, "not_attacked", message=text) for c in subject.spec.clauses]
     due, rest = clauses_of(subject)
-    return [*due, attacks_with_leftovers(subject.op)[CLAUSE.id]], rest
+    return [*due, attacks_with_leak_check(subject.op)[CLAUSE.id]], rest
 
 
 def _named(manifest: Any, backend: str) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlkernel.discover import brief, guarded
-from rlkernel_conformance import faults, guardian, health
+from rlkernel_conformance import faults, health, process_reaper
 
 
 def main(channel: int, case: int, job: dict[str, Any]) -> None:
@@ -42,28 +42,28 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         return
     say("healthy")
 
+    from rlkernel_conformance.clause_runner import ClauseRunner
     from rlkernel_conformance.harness import Outcome
-    from rlkernel_conformance.trial import Trial
 
     with ExitStack() as scope:
-        trial, error = guarded(lambda: Trial(job, case, scope))
-        if trial is None:
+        runner, error = guarded(lambda: ClauseRunner(job, case, scope))
+        if runner is None:
             say("unable", fault=faults.of_error(error), message=brief(error))
             return
         gc.collect()
         gc.freeze()  # attacks on memory collect garbage: what is loaded by now need not be looked through each time
         for clause, scale in job["clauses"].items():
             say("begin", clause=clause)
-            outcome, error = guarded(lambda: trial.of(clause, scale))  # noqa: B023  called at once
+            outcome, error = guarded(lambda: runner.run(clause, scale))  # noqa: B023  called at once
             if outcome is None:  # the suite's own mistake, or one that only looks like it
                 text = f"its attack could not be carried out: {brief(error)}"
                 outcome = Outcome(job["op"], clause, clause, "fault", faults.of_error(error), text)
             say("end", clause=clause, outcome=asdict(outcome))
-            if outcome.fault is not None and faults.lasts(outcome.fault, job["device"]):
+            if outcome.fault is not None and faults.needs_new_process(outcome.fault, job["device"]):
                 break
     say("done")
 
 
 if __name__ == "__main__":
-    guardian.become_guarded()
+    process_reaper.fork_under_reaper()
     main(int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin))

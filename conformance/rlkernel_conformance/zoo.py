@@ -13,11 +13,11 @@ from typing import Final
 from rlkernel import policy
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.harness import clauses_of
-from rlkernel_conformance.isolation import attack_apart
+from rlkernel_conformance.isolation import attack_in_processes
 from rlkernel_conformance.mutants import Mutant, mutants_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_core.spec.form import common_clauses, prefix_of
 
 # Share of a clause's cases where it must not refute: what a bug breaks as well, it breaks often.
 ELSEWHERE: Final = 0.3
@@ -39,7 +39,7 @@ class Death:
 def against(bug: Mutant, subject: Subject) -> list[Attack]:
     """What a mutant is held against: the clause it was planted for, then every other that it does not name."""
     due = {a.clause.id: a for a in clauses_of(subject)[0]}
-    common = {c.id for c in owed(prefix_of(subject.spec))}
+    common = {c.id for c in common_clauses(prefix_of(subject.spec))}
     alike = common if bug.planted in common else due.keys() - common
     others = (a for c, a in due.items() if c in alike - bug.kills)
     return [due[bug.planted], *(replace(a, scale=ELSEWHERE * a.scale, examples=()) for a in others)]
@@ -51,7 +51,7 @@ def zoo(op: str, profile: Profile, *, watch: Callable[[Death], None] = lambda _:
     for bug in mutants_of(op):
         with policy.registered(bug.manifest):
             subject = Subject(bug.manifest.name, op)
-            outcomes = attack_apart(subject, against(bug, subject), profile, manifest=bug.where)
+            outcomes = attack_in_processes(subject, against(bug, subject), profile, manifest=bug.where)
         # Tampering is found by any clause, so that it speaks for none.
         death = Death(bug, tuple(o.clause for o in outcomes if o.failed and o.fault != "tampering"))
         deaths.append(death)

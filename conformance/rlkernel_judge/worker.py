@@ -59,7 +59,7 @@ class _Host:
 
         from rlkernel.discover import guarded
         from rlkernel_conformance import health
-        from rlkernel_conformance.fresh import Poisoned
+        from rlkernel_conformance.poisoned_storage import Poisoned
         from rlkernel_core.spec import OPERATORS
         from rlkernel_judge import tamper_check, wire, workloads
         from rlkernel_judge.source import RECORD

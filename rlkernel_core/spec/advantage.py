@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
-from rlkernel_core.spec.form import OpCall, OpSpec, owed
+from rlkernel_core.spec.form import OpCall, OpSpec, common_clauses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,6 +191,6 @@ SPEC = OpSpec(
     check=_check,
     needs=needs,
     features=FEATURES,
-    clauses=(*CLAUSES, *owed("AD")),
+    clauses=(*CLAUSES, *common_clauses("AD")),
     tolerances=TOLERANCES,
 )

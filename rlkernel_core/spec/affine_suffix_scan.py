@@ -26,7 +26,7 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    owed,
+    common_clauses,
 )
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ SPEC = OpSpec(
         Clause("SC-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SC-13", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("SC-14", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *owed("SC"),
+        *common_clauses("SC"),
     ),
     tolerances=(
         Tolerance(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError
-from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec, owed
+from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec, common_clauses
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable, check_inputs
 from rlkernel_core.tree import first_tensor
 
@@ -282,6 +282,6 @@ SPEC = OpSpec(
             "accuracy",
             "collectives",
         ),
-        *owed("GC"),
+        *common_clauses("GC"),
     ),
 )

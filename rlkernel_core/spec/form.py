@@ -170,7 +170,7 @@ CAPTURABLE = Feature("capturable", "no host synchronisation and no shape that de
 
 
 # Clauses of every operator, whatever it computes: the same number means the same sentence in every spec.
-_OWED: Mapping[int, tuple[str, str, str]] = {
+_COMMON: Mapping[int, tuple[str, str, str]] = {
     91: (
         "no more than it can",
         "what needs a feature that is not claimed is refused at selection by name; any size is answered or refused so",
@@ -196,9 +196,9 @@ _OWED: Mapping[int, tuple[str, str, str]] = {
 }
 
 
-def owed(prefix: str) -> tuple[Clause, ...]:
+def common_clauses(prefix: str) -> tuple[Clause, ...]:
     """The clauses of every operator, for the one whose ids start with `prefix`."""
-    return tuple(Clause(f"{prefix}-{number}", title, text, judges) for number, (title, text, judges) in _OWED.items())
+    return tuple(Clause(f"{prefix}-{number}", title, text, judges) for number, (title, text, judges) in _COMMON.items())
 
 
 def prefix_of(spec: OpSpec[Any, Any]) -> str:

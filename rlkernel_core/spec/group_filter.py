@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, owed
+from rlkernel_core.spec.form import (
+    BATCH_INVARIANT,
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpCall,
+    OpSpec,
+    common_clauses,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,6 +151,6 @@ SPEC = OpSpec(
         Clause("GF-10", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("GF-11", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("GF-12", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *owed("GF"),
+        *common_clauses("GF"),
     ),
 )

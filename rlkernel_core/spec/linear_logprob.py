@@ -32,7 +32,7 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    owed,
+    common_clauses,
 )
 from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
 
@@ -327,7 +327,7 @@ SPEC = OpSpec(
             "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
             "law",
         ),
-        *owed("LL"),
+        *common_clauses("LL"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import linear_logprob as head
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance, common_clauses
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import LossConfig
 from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needs
@@ -226,7 +226,7 @@ SPEC = OpSpec(
     sizes=_sizes,
     needs=_needs,
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
-    clauses=(*CLAUSES, *owed("LPL")),
+    clauses=(*CLAUSES, *common_clauses("LPL")),
     tolerances=(
         Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),
         Tolerance("loss", "bfloat16", 1e-4, 1e-4, "log p within 1e-4 from fp32-accumulated logits"),

@@ -27,7 +27,7 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    owed,
+    common_clauses,
 )
 from rlkernel_core.spec.sample import check_request, request_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
@@ -168,7 +168,7 @@ SPEC = OpSpec(
         Clause("LH-19", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
-        *owed("LH"),
+        *common_clauses("LH"),
     ),
     tolerances=(
         *TOLERANCES,

@@ -39,7 +39,7 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    owed,
+    common_clauses,
 )
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ SPEC = OpSpec(
             "gradient",
             "grad",
         ),
-        *owed("LP"),
+        *common_clauses("LP"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-5, 1e-6, "fp32 ulp of an lse near 32 is 3.8e-6; two roundings and a sum"),

@@ -27,7 +27,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpCall, OpSpec, Tolerance, common_clauses
 from rlkernel_core.spec.policy_clauses import CLAUSES
 from rlkernel_core.spec.policy_kinds import (
     AGGREGATES,
@@ -260,7 +260,7 @@ SPEC = OpSpec(
     check=check,
     needs=loss_needs,
     features=features,
-    clauses=(*CLAUSES, *owed("PL")),
+    clauses=(*CLAUSES, *common_clauses("PL")),
     tolerances=(
         Tolerance("loss", "float32", 1e-6, 1e-5, "relative to the sum of |omega l|; fp32 sums of up to 1e6 tokens"),
         Tolerance("loss", "float64", 1e-12, 1e-10, "float64 throughout"),

@@ -45,7 +45,7 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    owed,
+    common_clauses,
 )
 from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
 
@@ -338,7 +338,7 @@ SPEC = OpSpec(
         ),
         Clause("QM-30", "wild ends", "ends that fall or exceed M count as the one before, and as M", "law", "grouped"),
         Clause("QM-31", "experts' gradients", "of x, bias and residual match float64", "gradient", "grouped"),
-        *owed("QM"),
+        *common_clauses("QM"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)

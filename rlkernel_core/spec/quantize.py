@@ -22,7 +22,16 @@ from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.spec import FORMATS, QuantSpec, option_feature, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import (
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpCall,
+    OpSpec,
+    Tolerance,
+    common_clauses,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +255,7 @@ QUANTIZE = OpSpec(
         ),
         Clause("QZ-15", "no silent detach", "a weight that requires grad is refused unless under no_grad", "refusal"),
         Clause("QZ-16", "capture without out", CAPTURABLE.text, "capture", "capturable"),
-        *owed("QZ"),
+        *common_clauses("QZ"),
     ),
     tolerances=(
         Tolerance("codes", "any", 0.0, 2.0**-20, "relative distance of w / s from a border; a product with 1 / s"),
@@ -274,7 +283,7 @@ DEQUANTIZE = OpSpec(
         Clause("DQ-08", "bad arguments", "no QuantTensor, other dtypes raise errors naming the argument", "refusal"),
         Clause("DQ-09", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("DQ-10", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *owed("DQ"),
+        *common_clauses("DQ"),
     ),
     tolerances=(Tolerance("weight", "any", 0.0, 0.0, "the order of operations is fixed: equality of bits"),),
 )
@@ -299,7 +308,7 @@ PREPACK = OpSpec(
         ),
         Clause("PP-05", "unknown layout", "a layout id that is not the implementation's raises LayoutError", "refusal"),
         Clause("PP-06", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *owed("PP"),
+        *common_clauses("PP"),
     ),
     tolerances=(Tolerance("parts", "any", 0.0, 0.0, "bytes are moved, none is changed"),),
 )

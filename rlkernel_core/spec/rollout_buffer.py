@@ -20,7 +20,7 @@ from typing import Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpCall, OpSpec, owed
+from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpCall, OpSpec, common_clauses
 from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBuffer
 
 ON_FULL = ("raise", "drop_oldest")
@@ -161,6 +161,6 @@ SPEC = OpSpec(
         Clause("RB-16", "invalid members", "aborted, invalid and NaN-rewarded members are kept, with weight 0", "law"),
         Clause("RB-17", "save and load", "a loaded buffer pops what the saved one would", "law"),
         Clause("RB-18", "bad arguments", "a wrong argument raises ArgumentError that names it", "refusal"),
-        *owed("RB"),
+        *common_clauses("RB"),
     ),
 )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Feature, OpCall, OpSpec, owed
+from rlkernel_core.spec.form import Feature, OpCall, OpSpec, common_clauses
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
@@ -168,6 +168,6 @@ SPEC = OpSpec(
     sizes=_sizes,
     needs=_needs,
     features=(*FEATURES, Feature("bias", "values added to some logits")),
-    clauses=(*CLAUSES, *owed("SA")),
+    clauses=(*CLAUSES, *common_clauses("SA")),
     tolerances=TOLERANCES,
 )

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import (
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpCall,
+    OpSpec,
+    Tolerance,
+    common_clauses,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,13 +126,13 @@ def check(call: ShapeRewardsCall) -> None:
     checks.exclusive(lengths=call.lengths, cu_seqlens=call.cu_seqlens)
     checks.exclusive(lengths=call.lengths, mask=call.mask)
     checks.flags(center=call.center, overlong_cap=call.overlong_cap)
+    checks.number("kl_coef", call.kl_coef)
     _goes_together(call)
     for name in ("eps", "overlong_factor"):
         checks.number(name, getattr(call, name), at_least=0.0)
     for name in ("kl_input_clamp", "kl_clamp"):
         if getattr(call, name) is not None:
             checks.number(name, getattr(call, name), above=0.0)
-    checks.number("kl_coef", call.kl_coef)
     checks.integer("ddof", call.ddof, at_least=0)
     checks.process_group("process_group", call.process_group)
     if call.clip is not None:
@@ -238,7 +247,7 @@ SPEC = OpSpec(
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("SR-13", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
-        *owed("SR"),
+        *common_clauses("SR"),
     ),
     tolerances=(
         Tolerance("rewards", "float32", 1e-6, 1e-5, "one exp and a handful of roundings"),

@@ -33,7 +33,7 @@ from rlkernel_core.spec.form import (
     Feature,
     OpCall,
     OpSpec,
-    owed,
+    common_clauses,
 )
 from rlkernel_core.spec.sample import law_needs
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
@@ -191,7 +191,7 @@ SPEC = OpSpec(
         Clause("VF-18", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("VF-19", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("VF-20", "padding columns", "columns from vocab_size on change nothing", "invariance", "vocab_size"),
-        *owed("VF"),
+        *common_clauses("VF"),
     ),
     tolerances=TOLERANCES,
 )

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance, owed
+from rlkernel_core.spec.form import (
+    CAPTURABLE,
+    DETERMINISTIC,
+    Clause,
+    Feature,
+    OpCall,
+    OpSpec,
+    Tolerance,
+    common_clauses,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +143,7 @@ SPEC = OpSpec(
         Clause("WH-11", "bad arguments", "wrong sizes, dtypes, choices raise ArgumentError", "refusal"),
         Clause("WH-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("WH-13", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *owed("WH"),
+        *common_clauses("WH"),
     ),
     tolerances=(
         Tolerance("y", "float32", 1e-5, 1e-5, "two pairwise sums and a division"),

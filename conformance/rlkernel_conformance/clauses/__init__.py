@@ -41,6 +41,6 @@ def attacks_on(op: str) -> tuple[Attack, ...]:
     if op not in MODULES:
         raise UnknownNameError("operator with attacks" if op in OPERATORS else "operator", op, MODULES)
     import_module(f"rlkernel_conformance.clauses.{MODULES[op]}")
-    import_module("rlkernel_conformance.clauses.owed")
+    import_module("rlkernel_conformance.clauses.common_clauses")
     order = [c.id for c in OPERATORS[op].clauses]
     return tuple(sorted((a for a in ATTACKS.values() if a.op == op), key=lambda a: order.index(a.clause.id)))

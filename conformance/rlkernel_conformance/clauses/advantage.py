@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.clauses import advantage_groups, advantage_steps
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
@@ -25,9 +26,8 @@ from rlkernel_conformance.clauses.advantage_batches import (
     sliced,
     where_claimed,
 )
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 
@@ -183,13 +183,6 @@ def results_are_constants(subject: Subject, case: Batch) -> None:
         require(not x.requires_grad, f"{name} requires grad")
 
 
-@attack("AD-21", exact, scale=0.4, examples=(Batch("gae"),))
-@where_claimed
-def inputs_stay_as_they_were(subject: Subject, case: Batch) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
 @attack("AD-22", exact, scale=0.35, examples=(Batch("gae"), Batch("grpo")))
 @where_claimed
 def nothing_to_do_is_done(subject: Subject, case: Batch) -> None:
@@ -210,33 +203,6 @@ def nothing_to_do_is_done(subject: Subject, case: Batch) -> None:
         where = given.get("mask") if found.dim() == 2 and found is empty.advantages else None
         kept = found if where is None else torch.where(where.any(1, keepdim=True), found, 0.0)
         require(not bool(kept.any() | kept.isnan().any()), f"nothing valid gives {found.tolist()}")
-
-
-@attack("AD-23", exact, scale=0.2, examples=(Batch("gae"), Batch("grpo")))
-@where_claimed
-def bad_arguments_are_named(subject: Subject, case: Batch) -> None:
-    """What the kind needs and is not given, what it ignores, wrong sizes, dtypes, numbers and choices."""
-    good = case.arguments(subject)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("kind", {"kind": "grop"}),
-        ("rewards", {"rewards": good["rewards"][None, None]}),
-    ]
-    wrong += [(name, {name: None}) for name in KINDS[case.kind].requires]
-    wrong += [(n, {n: x}) for n, x in (("step_weight", 0.5), ("gamma", 0.5), ("eps", 0.5)) if not case.takes(n)]
-    if "gamma" in good:
-        wrong += [("gamma", {"gamma": 1.5}), ("gamma", {"gamma": -0.5})]
-    if "lam" in good:
-        wrong += [("lam", {"lam": 1.5})]
-    if case.takes("eps"):
-        wrong.append(("eps", {"eps": -1.0}))
-    if isinstance(good.get("group"), Tensor):
-        wrong += [("group", {"group": good["group"].repeat(2)}), ("group", {"group": good["group"].float()})]
-    if "values" in good:
-        wrong.append(("values", {"values": good["values"][0]}))
-    if case.kind not in BY_SEQUENCE and "mask" in good:
-        wrong.append(("mask", {"mask": good["mask"].float()}))
-    for argument, change in wrong:
-        refused(subject, argument, {**good, **change}, good)
 
 
 def _same_rows(subject: Subject, given: dict[str, Any], want: Tensor, at: Any, when: str) -> None:
@@ -268,18 +234,11 @@ def a_group_is_the_same_in_any_batch(subject: Subject, case: Batch) -> None:
             same_bits("advantages", a, rows[0], "in another layout")
 
 
-@attack("AD-25", batches, scale=0.4)
-@where_claimed
-def the_same_call_gives_the_same_bits(subject: Subject, case: Batch) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
-@attack("AD-26", exact, scale=0.1, examples=(Batch("grpo"), Batch("gae")))
-@where_claimed
-def it_may_run_in_a_graph(subject: Subject, case: Batch) -> None:
-    """Recorded on one input, replayed on another with other groups, masks and episodes."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: x for k, x in g.items() if isinstance(x, Tensor)} for g in given]
-    rest = {k: x for k, x in given[0].items() if not isinstance(x, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+derive(
+    "advantage",
+    lambda s, c: c.arguments(s),
+    inputs_untouched=exact,
+    determinism=batches,
+    capture=exact,
+    scale=0.4,
+)

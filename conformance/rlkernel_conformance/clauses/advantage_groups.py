@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import refused
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
     GROUPED,
@@ -24,7 +25,6 @@ from rlkernel_conformance.clauses.advantage_batches import (
     where_claimed,
 )
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.conduct import refused
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import advantage as oracle
 

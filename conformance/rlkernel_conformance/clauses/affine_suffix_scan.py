@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.scan import adjoint_row, scan_row
 
@@ -258,51 +258,6 @@ def no_positions_give_empty_results(subject: Subject, case: Scan) -> None:
         require(none.y.shape == (0,) and none.carry.tolist() == [0.0, 0.0], "empty packed sequences have a carry")
 
 
-@attack("SC-10", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Scan) -> None:
-    """Wrong rank, sizes, dtypes and choices."""
-    good = replace(case, factor=None, init=True).arguments(subject)
-    b = good["b"]
-    twice = torch.cat([b, b])
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("b", {"b": b[0]}),
-        ("b", {"b": b.long()}),
-        ("a", {"a": torch.nan}),
-        ("masked_out", {"masked_out": "hold"}),
-    ]
-    if isinstance(good["a"], Tensor):
-        wrong.append(("a", {"a": twice}))
-    if "mask" in good:
-        wrong += [("mask", {"mask": b}), ("mask", {"mask": twice > 0})]
-    if "init" in good:
-        wrong.append(("init", {"init": twice[:, 0]}))
-    if "lengths" in subject.claims:
-        plain_call = {"b": b, "a": 0.5, "lengths": torch.ones(case.B, dtype=torch.int64, device=b.device)}
-        refused(subject, "lengths", {**plain_call, "lengths": plain_call["lengths"].repeat(2)}, plain_call)
-    for argument, change in wrong:
-        refused(subject, argument, {**good, **change}, good)
-
-
-@attack("SC-11", plain_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Scan) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
-@attack("SC-12", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Scan) -> None:
-    """Twice, gradients included."""
-    repeatable(subject, lambda: case.arguments(subject))
-    if "grad" in subject.claims:
-        grads = []
-        for _ in range(2):
-            given = case.arguments(subject)
-            b = given["b"].requires_grad_()
-            out = subject(**given)
-            grads.append(torch.autograd.grad(out.y.sum() + out.carry.sum(), b)[0])
-        same_bits("grad_b", grads[1], grads[0], "when called again")
-
-
 @attack("SC-13", plain_cases)
 def a_sequence_is_the_same_in_any_batch(subject: Subject, case: Scan) -> None:
     """Alone, reversed, beside many others: the bits of a row do not move."""
@@ -320,13 +275,5 @@ def a_sequence_is_the_same_in_any_batch(subject: Subject, case: Scan) -> None:
     same_results({k: x[-3:] for k, x in leaves(many).items()}, leaves(want), "at the end of a large batch")
 
 
-@attack("SC-14", plain_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Scan) -> None:
-    """Recorded on one input, replayed on another."""
-    case = replace(case, factor=None, keep=0.7)
-    tensors = [
-        {k: v for k, v in replace(case, seed=seed).arguments(subject).items() if isinstance(v, Tensor)}
-        for seed in (case.seed, case.seed + 77)
-    ]
-    rest = {k: v for k, v in case.arguments(subject).items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **given: subject(**given, **rest))
+derive("affine_suffix_scan", lambda s, c: c.arguments(s), inputs_untouched=plain_cases, determinism=cases)
+derive("affine_suffix_scan", lambda s, c: replace(c, factor=None, keep=0.7).arguments(s), capture=plain_cases)

@@ -1,4 +1,4 @@
-"""Attacks on capture@1: what replays give. `capture_conduct` holds what captures leave and refuse."""
+"""Attacks on capture@1: what replays give. `capture_side_effects` holds what captures leave and refuse."""
 
 from __future__ import annotations
 
@@ -12,8 +12,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import capture_arguments, capture_collectives, capture_conduct, captured
-from rlkernel_conformance.clauses.captured import EVENTS, SEEDS, WRITES, Life, Machine, equal, lives
+from rlkernel_conformance.clauses import (
+    capture_arguments,
+    capture_collectives,
+    capture_side_effects,
+)
+from rlkernel_conformance.clauses.capture_state_machine import (
+    EVENTS,
+    SEEDS,
+    SIZES,
+    WRITES,
+    Machine,
+    Program,
+    calls,
+    equal,
+    programs,
+)
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.memory import growth
 from rlkernel_conformance.subject import Subject
@@ -21,7 +35,7 @@ from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_torch.direct import capture as reference
 
-__all__ = ["capture_arguments", "capture_collectives", "capture_conduct"]  # their attacks belong to this operator
+__all__ = ["capture_arguments", "capture_collectives", "capture_side_effects"]  # their attacks belong to this operator
 
 
 @dataclass(frozen=True)
@@ -45,26 +59,26 @@ def some_rows(*words: str, least: int = 1) -> Any:
 
 @attack(
     "GC-01",
-    lambda s: lives(s, captured.calls(), EVENTS),
+    lambda s: programs(s, calls(), EVENTS),
     examples=(
-        Life((("call", 8, 1.0, 3, "plain"), ("call", 5, 1.0, 1, "plain"))),  # a larger call before a smaller one
-        Life((("call", 3, 1.0, 1, "plain"), ("rebind", 2), ("call", 3, 1.0, 1, "plain"))),
+        Program((("call", 8, 1.0, 3, "plain"), ("call", 5, 1.0, 1, "plain"))),  # a larger call before a smaller one
+        Program((("call", 3, 1.0, 1, "plain"), ("rebind", 2), ("call", 3, 1.0, 1, "plain"))),
     ),
 )
-def a_replay_is_the_plain_run(subject: Subject, case: Life) -> None:
+def a_replay_is_the_plain_run(subject: Subject, case: Program) -> None:
     """Whatever happened before: results of every call, padding included, bit by bit."""
-    Machine(subject, case).live("result", "state")
+    Machine(subject, case).run("result", "state")
 
 
 @attack(
     "GC-02",
-    lambda s: lives(s, captured.calls(), captured.calls(most=4), longest=8),
-    examples=(Life((("call", 4, 1.0, 1, "same storage"), ("call", 4, 1.0, 1, "same storage"))),),
+    lambda s: programs(s, calls(), calls(most=4), longest=8),
+    examples=(Program((("call", 4, 1.0, 1, "same storage"), ("call", 4, 1.0, 1, "same storage"))),),
 )
-def inputs_are_read_anew(subject: Subject, case: Life) -> None:
+def inputs_are_read_anew(subject: Subject, case: Program) -> None:
     """Views, strides, expanded rows, new values in old storage."""
     steps = tuple((word, n, 1.0, 1, layout) for word, n, _, _, layout in case.steps)
-    Machine(subject, replace(case, steps=steps)).live("result")
+    Machine(subject, replace(case, steps=steps)).run("result")
 
 
 @attack("GC-03", some_rows("nan", "inf", "-inf", "3e38"))
@@ -75,7 +89,7 @@ def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
         return x / x.amax(-1, keepdim=True)
 
     poison, x = float(case.word), case.x(subject)
-    bucket = Bucket({"x": 0}, captured.SIZES)
+    bucket = Bucket({"x": 0}, SIZES)
     g = subject(largest, (torch.ones_like(x[:1]),), buckets=(bucket,), pad={"x": poison}, warmup=1)
     want, have = largest(x), g(x)
     require(equal(have, want), f"{case.n} rows padded with {poison} give {have.tolist()}, alone {want.tolist()}")
@@ -83,10 +97,10 @@ def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
 
 @attack(
     "GC-05",
-    lambda s: lives(s, captured.calls(most=4), SEEDS, WRITES, longest=8),
-    examples=(Life((("call", 2, 1.0, 1, "plain"), ("call", 2, 1.0, 1, "plain"), ("seed", 1))),),
+    lambda s: programs(s, calls(most=4), SEEDS, WRITES, longest=8),
+    examples=(Program((("call", 2, 1.0, 1, "plain"), ("call", 2, 1.0, 1, "plain"), ("seed", 1))),),
 )
-def randomness_follows(subject: Subject, case: Life) -> None:
+def randomness_follows(subject: Subject, case: Program) -> None:
     """Every draw, the generator after every call, and a second captured function that draws in between."""
     one, two = Machine(subject, case, draws=True), Machine(subject, case, draws=True)
     one.state = two.state  # both were captured by now, and one stream goes through them
@@ -98,11 +112,11 @@ def randomness_follows(subject: Subject, case: Life) -> None:
                 require(aspect not in machine.wrong, f"{aspect} at {word}: {machine.wrong.get(aspect)}")
 
 
-@attack("GC-07", lambda s: lives(s, captured.calls(most=4), WRITES, longest=8))
-def a_weight_written_in_place_is_seen(subject: Subject, case: Life) -> None:
+@attack("GC-07", lambda s: programs(s, calls(most=4), WRITES, longest=8))
+def a_weight_written_in_place_is_seen(subject: Subject, case: Program) -> None:
     """Writes between calls of one size."""
     steps = tuple(("call", 2, 1.0, 1, "plain") if word == "call" else (word, *rest) for word, *rest in case.steps)
-    Machine(subject, replace(case, steps=(*steps, ("write", 2), ("call", 2, 1.0, 1, "plain")))).live("result")
+    Machine(subject, replace(case, steps=(*steps, ("write", 2), ("call", 2, 1.0, 1, "plain")))).run("result")
 
 
 MODES: Final = ("no_grad", "inference", "autocast", "deterministic", "training")
@@ -221,14 +235,14 @@ def a_value_is_a_key(subject: Subject, case: Arguments) -> None:
 
 @attack(
     "GC-13",
-    lambda s: lives(s, captured.calls(), longest=14, graphs=(1, 2, 3)),
+    lambda s: programs(s, calls(), longest=14, graphs=(1, 2, 3)),
     examples=(
-        Life(tuple(("call", n, t, 1, "plain") for t in (1.0, 0.5) for n in (8, 4, 2, 8)), max_graphs=2),
-        Life((("call", 4, 1.0, 1, "plain"), ("replay", 1000))),
+        Program(tuple(("call", n, t, 1, "plain") for t in (1.0, 0.5) for n in (8, 4, 2, 8)), max_graphs=2),
+        Program((("call", 4, 1.0, 1, "plain"), ("replay", 1000))),
     ),
     scale=0.5,
 )
-def graphs_are_bounded(subject: Subject, case: Life) -> None:
+def graphs_are_bounded(subject: Subject, case: Program) -> None:
     """Few graphs and many keys: never too many, survivors right; and a thousand replays that grow nothing."""
     machine = Machine(subject, case)
     for word, *given in case.steps:
@@ -259,11 +273,11 @@ COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "reca
 
 @attack(
     "GC-18",
-    lambda s: lives(s, captured.calls(), captured.calls(), EVENTS, longest=16),
-    examples=(Life((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),),
+    lambda s: programs(s, calls(), calls(), EVENTS, longest=16),
+    examples=(Program((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),),
 )
-def counts_are_exact(subject: Subject, case: Life) -> None:
-    """Beside the reference, which lives the same life; nothing is evicted, for that is each one's own affair."""
+def counts_are_exact(subject: Subject, case: Program) -> None:
+    """Beside the reference, which runs the same program; nothing is evicted, for that is each one's own affair."""
     machine, model = Machine(subject, case), _Modelled(subject, case)
     for at, (word, *given) in enumerate(case.steps):
         for m in (machine, model):
@@ -332,7 +346,7 @@ def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
     """To inputs and weights, through padding; and a backward that comes too late."""
     model, shape = _Square(subject.device), {}
     if "buckets" in subject.claims:
-        shape = {"buckets": (Bucket({"x": 0}, captured.SIZES),), "pad": {"x": 3.0}}
+        shape = {"buckets": (Bucket({"x": 0}, SIZES),), "pad": {"x": 3.0}}
     example = case.x(subject).requires_grad_()
     g = subject(model, (example,), autograd=True, warmup=1, **shape)
     for salt in (0, 1):
@@ -359,7 +373,7 @@ def _gradients(y: Tensor, upstream: Tensor, *of: Tensor) -> list[Tensor]:
 @attack("GC-24", some_rows("1", "3"), scale=0.3)
 def no_rows_give_none(subject: Subject, case: Rows) -> None:
     """None, between calls that have rows."""
-    bucket = Bucket({"x": 0}, captured.SIZES, out={"y": 0})
+    bucket = Bucket({"x": 0}, SIZES, out={"y": 0})
     g = subject(lambda x: {"y": x * 2, "n": x.sum(0)}, (case.x(subject),), buckets=(bucket,), warmup=1)
     for n in (case.n, 0, case.n):
         x = case.x(subject)[:n]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.capture_conduct import Conduct, conducts, each
-from rlkernel_conformance.clauses.captured import (
+from rlkernel_conformance.clauses.capture_side_effects import Case, cases_of, each
+from rlkernel_conformance.clauses.capture_state_machine import (
     SIZES,
 )
 from rlkernel_conformance.compare import Violation, require
@@ -48,8 +48,8 @@ def _same(x: Tensor, y: Any = None) -> Tensor:
     return x
 
 
-@attack("GC-25", conducts(*WRONG), examples=each(*WRONG), scale=0.1)
-def bad_arguments_are_named(subject: Subject, case: Conduct) -> None:
+@attack("GC-25", cases_of(*WRONG), examples=each(*WRONG), scale=0.1)
+def bad_arguments_are_named(subject: Subject, case: Case) -> None:
     """Of the capture and of its calls, after a good one of the same kind."""
     needs = NEEDS.get(
         case.word, case.word if case.word in {"static", "group"} else "pause" if case.word == "mode" else ""

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.capture_conduct import Conduct, conducts, each, refused
-from rlkernel_conformance.clauses.captured import equal
+from rlkernel_conformance.clauses.capture_side_effects import Case, cases_of, each, refused
+from rlkernel_conformance.clauses.capture_state_machine import equal
 from rlkernel_conformance.compare import require
 from rlkernel_conformance.ranks import capturing, on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.graphed import CaptureGroup
 
 
-@attack("GC-26", conducts("all_reduce", "all_gather"), examples=each("all_reduce", "all_gather"), scale=0.2)
-def collectives_are_replayed(subject: Subject, case: Conduct) -> None:
+@attack("GC-26", cases_of("all_reduce", "all_gather"), examples=each("all_reduce", "all_gather"), scale=0.2)
+def collectives_are_replayed(subject: Subject, case: Case) -> None:
     """Two ranks that replay a sum and a gathering of what they hold; and a collective that nobody asked for.
 
     Ranks that share a lock would wait for each other: without groups of their own there is one rank. On GPUs there

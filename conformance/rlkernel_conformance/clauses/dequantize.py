@@ -10,11 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rlkernel
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.quantised import (
+from rlkernel_conformance.quantized_weights import (
     SPECS,
     STORED,
     Weight,
@@ -163,28 +162,5 @@ def a_layout_of_another_backend_is_refused(subject: Subject, case: Weight) -> No
     refuses_layout(subject, of_other_layout(case.stored(subject)))
 
 
-@attack("DQ-07", lambda s: weights(s, STORED))
-def the_weight_and_global_state_stay_as_they_were(subject: Subject, case: Weight) -> None:
-    """Codes, scales, RNG and defaults; the result is nobody else's memory."""
-    w = case.stored(subject)
-    untouched(subject, {"w": w})
-    first, second = subject(w), subject(w)
-    require(first.data_ptr() != second.data_ptr(), "two results are one tensor")
-    parts = {p.untyped_storage().data_ptr() for p in w.parts.values()}
-    require(first.untyped_storage().data_ptr() not in parts, "the result is memory of the weight")
-
-
-@attack("DQ-08", lambda s: weights(s, STORED), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
-    """No QuantTensor; a dtype that is none of the three."""
-    w = case.stored(subject)
-    refused(subject, "w", {"w": rlkernel.dequantize}, {"w": w})
-    refused(subject, "w", {"w": w.parts["codes"]}, {"w": w})
-    for dtype, fine in ((torch.float64, torch.float32), (torch.int8, torch.float32), ("bfloat16?", torch.bfloat16)):
-        refused(subject, "dtype", {"w": w, "dtype": dtype}, {"w": w, "dtype": fine})
-
-
-@attack("DQ-10", cases, scale=0.5)
-def the_same_weight_gives_the_same_bits(subject: Subject, case: Codes) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: {"w": case.weight(subject)})
+derive("dequantize", lambda s, c: {"w": c.stored(s)}, inputs_untouched=lambda s: weights(s, STORED))
+derive("dequantize", lambda s, c: {"w": c.weight(s)}, determinism=cases, scale=0.5)

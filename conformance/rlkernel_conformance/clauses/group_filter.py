@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import plain, require, same_bits
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
 
@@ -202,43 +201,6 @@ def no_sequences_make_no_groups(subject: Subject, case: Groups) -> None:
     require(counts == [0, 0, 0], f"no sequences give the counts {counts}")
 
 
-@attack("GF-08", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Groups) -> None:
-    """Wrong sizes, dtypes, numbers and choices."""
-    good = replace(case, ids=False, valid=False, K=0).arguments(subject)
-    wrong: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("group", {}, {"group": case.B + 1}),
-        ("group", {}, {"group": 0}),
-        ("rule", {}, {"rule": "var"}),
-        ("min_members", {}, {"min_members": 0}),
-        ("rewards", {}, {"rewards": good["rewards"][None, None]}),
-    ]
-    if "group_ids" in subject.claims:
-        ids = torch.arange(case.B + 1, device=subject.device)
-        wrong += [("group", {"group": ids[1:]}, {"group": bad}) for bad in (ids, ids[1:].float())]
-    if "valid" in subject.claims:
-        valid = torch.ones(case.B + 1, dtype=torch.bool, device=subject.device)
-        wrong += [("valid", {"valid": valid[1:]}, {"valid": bad}) for bad in (valid, valid[1:].float())]
-    if case.rule == "mean":
-        wrong.append(("low", {}, {"low": 1.0, "high": 1.0}))
-    for argument, first, change in wrong:
-        refused(subject, argument, {**good, **change}, {**good, **first})
-
-
-@attack("GF-09", plain_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Groups) -> None:
-    """Every argument, NaN among the rewards, the generator, the defaults."""
-    given = case.arguments(subject)
-    given["rewards"].view(-1)[0] = torch.nan
-    untouched(subject, given)
-
-
-@attack("GF-10", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Groups) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
 @attack("GF-11", plain_cases)
 def a_group_is_the_same_in_any_batch(subject: Subject, case: Groups) -> None:
     """Beside forty copies of itself, at the end."""
@@ -250,10 +212,12 @@ def a_group_is_the_same_in_any_batch(subject: Subject, case: Groups) -> None:
         same_bits(name, getattr(have, name)[-case.B :], getattr(want, name), "at the end of a large batch")
 
 
-@attack("GF-12", plain_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Groups) -> None:
-    """Recorded on one input, replayed on another with other groups."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in given]
-    rest = {k: v for k, v in given[0].items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+def with_nan(subject: Subject, case: Groups) -> dict[str, Any]:
+    """The call with a reward that is NaN."""
+    given = case.arguments(subject)
+    given["rewards"].view(-1)[0] = torch.nan
+    return given
+
+
+derive("group_filter", with_nan, inputs_untouched=plain_cases)
+derive("group_filter", lambda s, c: c.arguments(s), determinism=cases, capture=plain_cases)

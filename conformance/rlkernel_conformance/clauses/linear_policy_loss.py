@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkernel_conformance import draw, graphs
+from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
     Step,
@@ -27,7 +29,6 @@ from rlkernel_conformance.clauses.linear_policy_loss_steps import (
 )
 from rlkernel_conformance.clauses.policy_loss_batches import Batch
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.conduct import refused, repeatable, same_results, untouched
 from rlkernel_conformance.memory import peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
@@ -338,54 +339,22 @@ def no_tokens_give_zero(subject: Subject, case: Step) -> None:
             require(bool((x == 0).all()), f"the gradient of {name} of no token is not 0")
 
 
-@attack("LPL-15", lambda s: steps(s, B=3, T=4, masked="mask" in s.claims), scale=0.5)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Step) -> None:
-    """All tensors, RNG, default dtype, gradient mode; through the gradient as well."""
-    given = case.given(subject)
-    untouched(subject, given)
-    before = {n: x.clone() for n, x in given.items() if isinstance(x, torch.Tensor)}
-    run(subject, given)
-    for name, x in before.items():
-        same_bits(name, given[name], x, "after the gradient")
+def another(case: Step) -> Step:
+    """A step of the same shapes from another seed."""
+    seed = case.batch.seed + 1
+    return replace(case, batch=replace(case.batch, seed=seed), head=replace(case.head, seed=seed))
 
 
-@attack("LPL-16", steps, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Step) -> None:
-    """Twice, on fresh storage, gradients included."""
-    repeatable(subject, lambda: case.given(subject))
-    one, two = (run(subject, case.given(subject))[1] for _ in range(2))
-    for name, x in one.items():
-        same_bits(f"d_{name}", two[name], x, "when called again")
+def given_of(subject: Subject, case: Step) -> dict[str, Any]:
+    """The arguments of a step."""
+    return case.given(subject)
 
 
-@attack("LPL-17", steps, scale=0.2)
-def the_call_replays_in_a_graph(subject: Subject, case: Step) -> None:
-    """Recorded on one step, replayed on another of the same shape."""
-    seeds = (case.batch.seed, case.batch.seed + 1)
-    both = [
-        replace(case, batch=replace(case.batch, seed=s), head=replace(case.head, seed=s)).given(subject) for s in seeds
-    ]
-    names = [n for n, x in both[0].items() if isinstance(x, torch.Tensor)]
-    rest = {k: v for k, v in both[0].items() if k not in names}
-    first, second = ({n: x[n] for n in names} for x in both)
-    graphs.replays(subject, first, second, lambda **given: subject(**rest, **given))
-
-
-@attack("LPL-18", lambda s: steps(s, plainly=True, packed=False), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Step) -> None:
-    """Those of the head and those of the loss."""
-    good = case.given(subject)
-    wrong: dict[str, tuple[Any, Any]] = {
-        "kind": ("grop", good["kind"]),
-        "hidden": (good["hidden"].long(), good["hidden"]),
-        "weight": (good["weight"][:, :0], good["weight"]),
-        "ids": (good["ids"][:, :0], good["ids"]),
-        "temperature": (-1.0, good["temperature"]),
-        "advantages": (good["weight"].new_zeros(case.batch.B + 1), good["advantages"]),
-        "entropy_coef": (math.nan, 0.0),
-        "kl_coef": (0.1, 0.0),
-    }
-    if good.get("old_logprob") is not None:
-        wrong["old_logprob"] = (good["old_logprob"].clone().requires_grad_(), good["old_logprob"])
-    for name, (bad, fine) in wrong.items():
-        refused(subject, name, {**good, name: bad}, {**good, name: fine})
+derive(
+    "linear_policy_loss",
+    given_of,
+    inputs_untouched=lambda s: steps(s, B=3, T=4, masked="mask" in s.claims),
+    determinism=steps,
+    scale=0.5,
+)
+derive("linear_policy_loss", given_of, capture=steps, another=another)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.goodness import follows
+from rlkernel_conformance.goodness_of_fit import follows
 from rlkernel_conformance.sampling_batches import Batch, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
@@ -253,13 +254,6 @@ def a_request_draws_the_same_token_in_any_batch(subject: Subject, case: Heads) -
         require(int(out.token[i]) == int(want.token[i]), f"row {i} draws another token in strided memory")
 
 
-@attack("LH-14", lambda s: heads(s, edits=True), scale=SCALE)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Heads) -> None:
-    """Hidden states, head, parameters, masks, generators, defaults."""
-    bias = {"bias": torch.zeros(case.V, dtype=getattr(torch, case.dtype))} if "bias" in subject.claims else {}
-    untouched(subject, case.operands(subject, **bias).arguments(subject))
-
-
 @attack("LH-15", heads, scale=SCALE)
 def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
     """N = 0, with and without filters."""
@@ -267,36 +261,6 @@ def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
     none = {n: v[:0] if isinstance(v, Tensor) and n != "weight" else v for n, v in given.items()}
     for name, x in leaves(subject(**none)).items():
         require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
-
-
-@attack("LH-16", lambda s: st.builds(Heads, seed=st.integers(0, 15), V=st.just(33), N=st.just(2)), scale=SCALE)
-def bad_arguments_are_named(subject: Subject, case: Heads) -> None:
-    """Sizes of the head that do not match, numbers without meaning, shared noise."""
-    given = case.operands(subject).arguments(subject)
-    h, w = given["hidden"], given["weight"]
-    wrong: list[tuple[str, Any, Any]] = [
-        ("hidden", h[None], h),
-        ("hidden", h.clone().requires_grad_(), h),
-        ("weight", w[:, :-1], w),
-        ("weight", w[:0], w),
-        ("weight", w.clone().requires_grad_(), w),
-        ("temperature", -1.0, 0.5),
-        ("tie", "random", "lowest_id"),
-    ]
-    if "bias" in subject.claims:
-        wrong.append(("bias", w.new_zeros(case.V + 1), w.new_zeros(case.V)))
-    if "logit_scale" in subject.claims:
-        wrong += [("logit_scale", 0.0, 0.5), ("logit_scale", -1.0, 0.5)]
-    if "softcap" in subject.claims:
-        wrong += [("softcap", -1.0, 5.0), ("softcap", 0.0, 5.0)]
-    if "vocab_size" in subject.claims:
-        wrong.append(("vocab_size", case.V + 1, case.V))
-    for name, bad, good in wrong:
-        subject(**given | {name: good})
-        refused(subject, name, given | {name: bad})
-    shared = {"hidden": h, "weight": w, "seed": 1, "step": 0}
-    subject(**shared | {"hidden": h[:1]})
-    refused(subject, "seed", shared)
 
 
 # Of few sizes, since kernels for rows differ by it: less than a tile, and several with a ragged end.
@@ -366,12 +330,6 @@ def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Heads) -> None:
             same_bits(name, value, want[name][rows], when)
 
 
-@attack("LH-20", heads, scale=SCALE)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Heads) -> None:
-    """Twice, on storage made anew."""
-    repeatable(subject, lambda: case.operands(subject).arguments(subject))
-
-
 @attack("LH-21", lambda s: heads(s, N=5), scale=SCALE)
 def slots_gather_parameters(subject: Subject, case: Heads) -> None:
     """Against the definition of the gathered rows; a padding row of NaN draws nothing."""
@@ -388,3 +346,18 @@ def slots_gather_parameters(subject: Subject, case: Heads) -> None:
     require(int(out.token[2]) == -5, f"a padding row draws {int(out.token[2])}")
     for name in ("logprob", "log_kept_mass", "kept_count", "status"):
         require(float(getattr(out, name)[2]) == 0, f"a padding row has {name} = {float(getattr(out, name)[2])}")
+
+
+def with_bias(subject: Subject, case: Heads) -> dict[str, Any]:
+    """The call with a bias of the head, where that is claimed."""
+    bias = {"bias": torch.zeros(case.V, dtype=getattr(torch, case.dtype))} if "bias" in subject.claims else {}
+    return case.operands(subject, **bias).arguments(subject)
+
+
+derive(
+    "lm_head_sample",
+    with_bias,
+    inputs_untouched=lambda s: heads(s, edits=True),
+    determinism=heads,
+    scale=SCALE,
+)

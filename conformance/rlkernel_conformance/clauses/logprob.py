@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.conduct import refused
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError
@@ -72,6 +72,12 @@ def run(subject: Subject, case: Rows, **more: Any) -> LogprobResult:
     x, ids = case.tensors(subject)
     out: LogprobResult = subject(x, ids, **{"temperature": case.temperature, **more})
     return out
+
+
+def arguments(subject: Subject, case: Rows) -> dict[str, Any]:
+    """The arguments of a case."""
+    x, ids = case.tensors(subject)
+    return {"logits": x, "ids": ids, "temperature": case.temperature}
 
 
 @attack("LP-01", cases)
@@ -307,20 +313,6 @@ def no_rows_give_empty_results(subject: Subject, case: Rows) -> None:
         require(tuple(grad.shape) == (0, case.V), f"no rows have a gradient of {tuple(grad.shape)}")
 
 
-@attack("LP-20", plain_cases)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Rows) -> None:
-    """Inputs, RNG, default dtype, gradient mode; results share no memory with inputs."""
-    x, ids = case.tensors(subject)
-    before, state = (x.clone(), ids.clone()), torch.get_rng_state()
-    out = subject(x, ids, temperature=case.temperature)
-    same_bits("logits", x, before[0], "after the call")
-    same_bits("ids", ids, before[1], "after the call")
-    require(torch.equal(torch.get_rng_state(), state), "the global generator moved")
-    require(torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled(), "a global mode changed")
-    storages = {t.untyped_storage().data_ptr() for t in (x, ids)}
-    require(out.logprob.untyped_storage().data_ptr() not in storages, "the result is memory of an input")
-
-
 @attack("LP-21", cases)
 def a_row_is_the_same_in_any_batch(subject: Subject, case: Rows) -> None:
     """Alone, reversed, repeated: the bits of a row do not move."""
@@ -334,29 +326,6 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Rows) -> None:
     same_bits("logprob", alone, want, "one row at a time")
     many = subject(x.repeat(40, 1), ids.repeat(40), temperature=case.temperature).logprob
     same_bits("logprob", many[-case.N :], want, "at the end of a large batch")
-
-
-@attack("LP-22", cases)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Rows) -> None:
-    """Twice, on fresh storage, gradients included."""
-    results = []
-    for _ in range(2):
-        x, ids = case.tensors(subject)
-        leaf = x.clone().requires_grad_("grad" in subject.claims)
-        out = subject(leaf, ids, temperature=case.temperature)
-        grad = torch.autograd.grad(out.logprob.sum(), leaf)[0] if leaf.requires_grad else x
-        results.append((out.logprob, grad))
-    same_bits("logprob", results[1][0], results[0][0], "when called again")
-    same_bits("grad_logits", results[1][1], results[0][1], "when called again")
-
-
-@attack("LP-24", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Rows) -> None:
-    """Wrong sizes, dtype and temperature raise ArgumentError with the argument's name."""
-    x, ids = case.tensors(subject)
-    good = {"logits": x, "ids": ids, "temperature": case.temperature}
-    for name, value in (("ids", ids.repeat(2)), ("logits", ids[:, None].expand(-1, 2)), ("temperature", 0.0)):
-        refused(subject, name, {**good, name: value}, good)
 
 
 @attack("LP-25", plain_cases)
@@ -394,3 +363,6 @@ def masked_rows_ignore_the_upstream_gradient(subject: Subject, case: Rows) -> No
     (grad,) = torch.autograd.grad(out, leaf, torch.where(mask, 1.0, torch.nan).to(out.dtype))
     require(bool((grad[~mask] == 0).all()), "a masked row takes the upstream gradient")
     require(bool(grad.isfinite().all()), "the upstream gradient of a masked row reaches another")
+
+
+derive("logprob", arguments, inputs_untouched=plain_cases, determinism=cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -11,8 +10,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from rlkernel_conformance import draw, graphs
+from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, refused, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.policy_loss_batches import (
     OPTIONS,
     Batch,
@@ -21,12 +22,10 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     call,
     check_gradient,
     check_loss,
-    claimed,
     expected,
     kind_levels,
 )
-from rlkernel_conformance.compare import close, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
+from rlkernel_conformance.compare import close, require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.policy_loss import KINDS, Correction, GammaGate, Rejection
 
@@ -305,12 +304,6 @@ def no_tokens_at_all_work(subject: Subject, case: Batch) -> None:
             require(torch.autograd.grad(out.loss, leaf)[0].shape == x.shape, f"{list(shape)} has no gradient")
 
 
-@attack("PL-30", batches, scale=0.5)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Batch) -> None:
-    """All tensors, RNG, default dtype, gradient mode."""
-    untouched(subject, arguments(subject, case))
-
-
 @attack("PL-31", lambda s: batches(s, on_policy=False, rollout="rollout" in s.claims), scale=0.3)
 def constants_that_require_a_gradient_are_refused(subject: Subject, case: Batch) -> None:
     """Old, reference and rollout log-probabilities, and advantages."""
@@ -320,52 +313,5 @@ def constants_that_require_a_gradient_are_refused(subject: Subject, case: Batch)
             refused(subject, name, {**good, name: good[name].clone().requires_grad_()}, good)
 
 
-@attack("PL-32", batches, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Batch) -> None:
-    """Twice, on fresh storage, gradients included."""
-    repeatable(subject, lambda: arguments(subject, case))
-    if grad(subject):
-        one, two = (call(subject, case, grad=True) for _ in range(2))
-        same_bits("grad_logprob", torch.tensor(two.dlogprob), torch.tensor(one.dlogprob), "when called again")
-
-
-@attack("PL-33", batches, scale=0.2)
-def the_call_replays_in_a_graph(subject: Subject, case: Batch) -> None:
-    """Recorded on one batch, replayed on another of the same shape."""
-    first, second = (arguments(subject, replace(case, seed=case.seed + i)) for i in range(2))
-    names = [n for n, x in first.items() if isinstance(x, torch.Tensor)]
-    rest = {k: v for k, v in first.items() if k not in names}
-    graphs.replays(
-        subject,
-        {n: first[n] for n in names},
-        {n: second[n] for n in names},
-        lambda **given: subject(**rest, **given),
-    )
-
-
-@attack("PL-34", lambda s: batches(s, plainly=True, packed=False, masked="mask" in s.claims), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Batch) -> None:
-    """Wrong rank, sizes, dtypes and values."""
-    given = arguments(subject, case)
-    x = given["logprob"]
-    # What stands beside a bad value is a good one of the same kind.
-    wrong: dict[str, tuple[Any, Any]] = {
-        "kind": ("grop", case.kind),
-        "level": ("batch", case.level),
-        "aggregate": ("mean", case.aggregate),
-        "logprob": (x.long(), x),
-        "advantages": (x.new_zeros(case.B + 1), given["advantages"]),
-        "kl_coef": (0.1, 0.0),
-        "entropy_coef": (math.nan, 0.0),
-        "cu_seqlens": (torch.tensor([0, case.T], device=x.device), None),
-        "correction": (Correction(), None),
-        "denominator": (3.0 if case.aggregate == "token_sum" else -1.0, None if case.aggregate == "token_sum" else 2.0),
-    }
-    if given["old_logprob"] is not None:
-        wrong["old_logprob"] = (x[:, :0], given["old_logprob"])
-    if "mask" in given:
-        wrong["mask"] = (given["mask"][:, :0], given["mask"])
-    if claimed(subject, "kl:"):
-        refused(subject, "kl", {**given, "ref_logprob": x.clone(), "kl": "k4"})
-    for name, (bad, good) in wrong.items():
-        refused(subject, name, {**given, name: bad}, {**given, name: good})
+derive("policy_loss", arguments, inputs_untouched=batches, determinism=batches, scale=0.5)
+derive("policy_loss", arguments, capture=batches)

@@ -10,9 +10,18 @@ from hypothesis import strategies as st
 import rlkernel
 from rlkernel import policy
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, untouched
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, repeatable, untouched
-from rlkernel_conformance.quantised import EVERY, STORED, Weight, claims, of_other_layout, refuses_layout, weights
+from rlkernel_conformance.quantized_weights import (
+    EVERY,
+    STORED,
+    Weight,
+    claims,
+    of_other_layout,
+    refuses_layout,
+    weights,
+)
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.errors import ArgumentError, LayoutError, ResolutionError
@@ -95,8 +104,7 @@ def any_shape_is_packed_or_refused_with_a_reason(subject: Subject, case: Weight)
 def the_weight_stays_and_shares_no_codes(subject: Subject, case: Weight) -> None:
     """Inputs and global state; codes in a new layout are new memory."""
     w = case.stored(subject)
-    untouched(subject, {"w": w})
-    packed = subject(w)
+    packed = untouched({"w": w}, lambda: subject(w))
     if packed.layout != w.layout:
         codes = w.parts["codes"].untyped_storage().data_ptr()
         shared = [name for name, x in packed.parts.items() if x.untyped_storage().data_ptr() == codes]
@@ -117,7 +125,4 @@ def an_unknown_layout_is_refused(subject: Subject, case: Weight) -> None:
     refuses_layout(subject, of_other_layout(w), layout=CANONICAL)
 
 
-@attack("PP-06", cases, scale=0.5)
-def the_same_weight_gives_the_same_bits(subject: Subject, case: Weight) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: {"w": case.stored(subject)})
+derive("prepack", lambda s, c: {"w": c.stored(s)}, determinism=cases, scale=0.5)

@@ -1,4 +1,4 @@
-"""Attacks on qmatmul@1: accuracy here, laws and conduct in qmatmul_laws, gradients and experts apart."""
+"""Attacks on qmatmul@1: accuracy here, laws and side effects in qmatmul_laws, gradients and experts apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses import qmatmul_experts, qmatmul_gradients, qmatmul_laws
 from rlkernel_conformance.compare import require, within
-from rlkernel_conformance.products import (
+from rlkernel_conformance.qmatmul_calls import (
     EVERY,
     FEW,
     Product,

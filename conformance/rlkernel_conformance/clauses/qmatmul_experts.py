@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import require, same_bits, within
-from rlkernel_conformance.products import Product, activations, pinned
-from rlkernel_conformance.quantised import MULTIPLIED, kinds
+from rlkernel_conformance.qmatmul_calls import Product, activations, pinned
+from rlkernel_conformance.quantized_weights import MULTIPLIED, kinds
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import qmatmul as oracle
 from rlkernel_core.quant import QuantTensor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.compare import require, within
-from rlkernel_conformance.products import Product, activations, small
+from rlkernel_conformance.qmatmul_calls import Product, activations, small
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import qmatmul as oracle
 from rlkernel_core.quant import QuantTensor, quantize, update_

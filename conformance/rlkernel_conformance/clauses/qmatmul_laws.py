@@ -11,10 +11,10 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import require, same_bits, within
-from rlkernel_conformance.conduct import refused, same_results, untouched
-from rlkernel_conformance.products import Product, activations, cases, expected, judged, small
-from rlkernel_conformance.quantised import of_other_layout, packed, refuses_layout
+from rlkernel_conformance.qmatmul_calls import Product, activations, cases, expected, judged, small
+from rlkernel_conformance.quantized_weights import of_other_layout, packed, refuses_layout
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.quant import update_
@@ -137,15 +137,6 @@ def what_is_not_finite_reaches_what_depends_on_it(subject: Subject, case: Produc
     require(torch.equal(found, ~bad), f"finite results at {found.tolist()}, expected {(~bad).tolist()}")
 
 
-@attack("QM-23", small, scale=0.5)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Product) -> None:
-    """Every argument, RNG and defaults; the result is no input's memory."""
-    given = everything(subject, case)
-    untouched(subject, given)
-    storages = {t.untyped_storage().data_ptr() for t in given.values() if isinstance(t, Tensor)}
-    require(subject(**given).untyped_storage().data_ptr() not in storages, "the result is memory of an input")
-
-
 @attack("QM-24", cases)
 def a_row_is_the_same_in_any_batch(subject: Subject, case: Product) -> None:
     """Alone, reversed, repeated: the bits of a row do not move."""
@@ -154,19 +145,6 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Product) -> None:
     same_bits("y", subject(x.flip(0), w).flip(0), want, "in a reversed batch")
     same_bits("y", torch.cat([subject(x[i : i + 1], w) for i in range(case.M)]), want, "one row at a time")
     same_bits("y", subject(x.repeat(40, 1), w)[-case.M :], want, "at the end of a large batch")
-
-
-@attack("QM-25", small, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Product) -> None:
-    """Twice, on fresh storage, gradients included."""
-    results = []
-    for _ in range(2):
-        given = everything(subject, case)
-        given["x"].requires_grad_("grad" in subject.claims)
-        y = subject(**given)
-        grad = torch.autograd.grad(y.sum(), given["x"])[0] if y.requires_grad else y
-        results.append((y.detach(), grad))
-    same_results(results[1], results[0], "when called again")
 
 
 @attack("QM-26", small, scale=0.25)
@@ -190,29 +168,4 @@ def replays_see_new_inputs_lora_and_weights(subject: Subject, case: Product) -> 
     graphs.replays(subject, inputs(case), inputs(replace(case, seed=case.seed + 1)), step)
 
 
-@attack("QM-27", small, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Product) -> None:
-    """Sizes, types and names."""
-    given: dict[str, Any] = {"x": case.input(subject), "w": case.w(subject)}
-    x = given["x"]
-    subject(**given)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("x", {"x": x.repeat(1, 2)}),
-        ("x", {"x": x.long()}),
-        ("w", {"w": x}),
-        ("weight_rounding", {"weight_rounding": "bf16?"}),
-        ("activation", {"activation": "sillu"}),
-    ]
-    if "bias" in subject.claims:
-        subject(**given, bias=case.bias(subject))
-        wrong.append(("bias", {"bias": case.bias(subject).repeat(2)}))
-    if "residual" in subject.claims:
-        subject(**given, residual=case.residual(subject))
-        wrong.append(("residual", {"residual": case.residual(subject).repeat(2, 1)}))
-    if "lora" in subject.claims:
-        lora = case.lora(subject)
-        subject(**given, lora=lora)
-        wrong.append(("lora", {"lora": LoRA(lora.A, lora.B.repeat(2, 1))}))
-        wrong.append(("lora", {"lora": LoRA(lora.A, lora.B, float("nan"))}))
-    for name, change in wrong:
-        refused(subject, name, {**given, **change})
+derive("qmatmul", everything, inputs_untouched=small, determinism=small, scale=0.5)

@@ -13,12 +13,11 @@ from torch import Tensor
 import rlkernel
 from rlkernel_conformance import draw, graphs
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import Violation, require, same_bits, within
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.quantised import (
+from rlkernel_conformance.quantized_weights import (
     EVERY,
     SCALE_RULES,
-    SPECS,
     Weight,
     claims,
     is_nan_or_equal,
@@ -27,8 +26,8 @@ from rlkernel_conformance.quantised import (
 )
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant, quantise
-from rlkernel_core.errors import ArgumentError, ResolutionError, UnknownNameError
-from rlkernel_core.quant import CANONICAL, FORMATS, QuantSpec, QuantTensor, error_bound
+from rlkernel_core.errors import ArgumentError, ResolutionError
+from rlkernel_core.quant import CANONICAL, FORMATS, QuantTensor, error_bound
 from rlkernel_core.quant.float8 import FLOAT8
 
 _FLOATING = {"scale", "absmax", "nested_absmax", "nested_offset", "global_scale", "d", "dmin"}
@@ -235,22 +234,6 @@ def _canonical(w: QuantTensor) -> QuantTensor:
     return found
 
 
-@attack("QZ-11", law_cases)
-def the_weight_and_global_state_stay_as_they_were(subject: Subject, case: Weight) -> None:
-    """The weight, RNG and defaults; no part is memory of the weight."""
-    weight = case.full(subject)
-    untouched(subject, {"weight": weight, "format": case.spec})
-    w = subject(weight, case.spec)
-    shared = [n for n, p in w.parts.items() if p.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()]
-    require(not shared, f"{shared} are memory of the weight")
-
-
-@attack("QZ-12", cases)
-def the_same_weight_gives_the_same_bits(subject: Subject, case: Weight) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: {"weight": case.full(subject), "format": case.spec})
-
-
 @attack("QZ-13", law_cases, scale=0.25)
 def an_update_can_be_captured(subject: Subject, case: Weight) -> None:
     """A recorded update, replayed on another weight."""
@@ -270,37 +253,6 @@ def an_update_can_be_captured(subject: Subject, case: Weight) -> None:
         same_bits(name, w.parts[name], part, "after updates in a graph")
 
 
-@attack("QZ-14", law_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Weight) -> None:
-    """Names get suggestions; rank, dtype, options and out are told by name."""
-    weight = case.full(subject)
-    try:
-        subject(weight, case.spec.format + "?")
-    except UnknownNameError as error:
-        require(case.spec.format in str(error), f"no suggestion for {case.spec.format}?: {error}")
-    else:
-        raise Violation("an unknown format is accepted")
-    other = subject(torch.zeros(case.N + 1, case.K, device=weight.device), case.spec)
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("weight", {"weight": weight[0]}),
-        ("weight", {"weight": weight.long()}),
-        ("weight", {"weight": weight[:0]}),
-        ("dtype", {"dtype": torch.int8}),
-        ("format", {"format": QuantSpec("nf4", "nf4", group=63)}),
-    ]
-    plainly = {"weight": weight, "format": case.spec}
-    for name, change in wrong:
-        refused(subject, name, {**plainly, **change}, plainly)
-    if "out" not in subject.claims:
-        return
-    good = {**plainly, "out": subject(weight, case.spec)}
-    refused(subject, "weight", {**good, "out": other}, good)
-    for another in SPECS.values():
-        if another != case.spec and claims(subject, another, SCALE_RULES):
-            refused(subject, "out", {**good, "out": subject(weight, another)}, good)
-            break
-
-
 @attack("QZ-15", law_cases, scale=0.2)
 def a_weight_that_requires_grad_is_not_detached_silently(subject: Subject, case: Weight) -> None:
     """Refused with gradients on; the plain result under no_grad."""
@@ -314,3 +266,11 @@ def a_weight_that_requires_grad_is_not_detached_silently(subject: Subject, case:
     except (ArgumentError, ResolutionError):  # by the implementation, or before one is chosen
         return
     raise Violation("a weight that requires grad loses its gradient silently")
+
+
+def given_of(subject: Subject, case: Weight) -> dict[str, Any]:
+    """The arguments of a weight."""
+    return {"weight": case.full(subject), "format": case.spec}
+
+
+derive("quantize", given_of, inputs_untouched=law_cases, determinism=cases)

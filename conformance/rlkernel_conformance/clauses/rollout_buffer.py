@@ -1,4 +1,4 @@
-"""Attacks on rollout_buffer@1: what is kept, and what comes out. `rollout_conduct` holds refusals and side effects."""
+"""Attacks on rollout_buffer@1: what is kept, and what comes out. `rollout_refusals` holds refusals and side effects."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import rollout_conduct, rollout_groups
-from rlkernel_conformance.clauses.rolled import (
+from rlkernel_conformance.clauses import rollout_groups, rollout_refusals
+from rlkernel_conformance.clauses.rollout_state_machine import (
     PAGE,
     PAGES,
     SEQS,
     Machine,
-    Rolling,
+    Program,
     fill,
-    lives,
+    programs,
     rows_of,
     small,
     values,
@@ -30,7 +30,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import BufferFullError
 from rlkernel_core.spec.rollouts import STATUS, RolloutBuffer
 
-__all__ = ["rollout_conduct", "rollout_groups"]  # their attacks belong to this operator
+__all__ = ["rollout_groups", "rollout_refusals"]  # their attacks belong to this operator
 
 CYCLE: Final = (
     ("reserve", (9, 3), 1),
@@ -44,18 +44,18 @@ CYCLE: Final = (
 LOST: Final = (("reserve", (2, 5), 0), ("append", ((0, 3, True), (1, 3, True))), ("discard", 0), *CYCLE)
 
 
-@attack("RB-01", lambda s: lives(s, any_fields=True), examples=(Rolling(CYCLE), Rolling(CYCLE, own_fields=True)))
-def tokens_come_out_as_they_went_in(subject: Subject, case: Rolling) -> None:
+@attack("RB-01", lambda s: programs(s, any_fields=True), examples=(Program(CYCLE), Program(CYCLE, own_fields=True)))
+def tokens_come_out_as_they_went_in(subject: Subject, case: Program) -> None:
     """Every field of every batch, in the order of appends, groups oldest first."""
     if case.own_fields and "fields" not in subject.claims:
         return
-    Machine(subject, case).live("content", "other fields", "groups")
+    Machine(subject, case).run("content", "other fields", "groups")
 
 
-@attack("RB-02", lives, examples=(Rolling(LOST),))
-def nothing_is_lost(subject: Subject, case: Rolling) -> None:
+@attack("RB-02", programs, examples=(Program(LOST),))
+def nothing_is_lost(subject: Subject, case: Program) -> None:
     """After every step: tokens and sequences beside the model's."""
-    Machine(subject, case).live("tokens", "sequences")
+    Machine(subject, case).run("tokens", "sequences")
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,9 @@ def fillers_weigh_nothing(subject: Subject, case: Filled) -> None:
     require(found["weight"][:rows] == [1.0] * rows, f"rows weigh {found['weight']}")
 
 
-@attack("RB-17", lives, examples=(Rolling((*CYCLE[:4], ("finish", (0,)), ("reserve", (3,), 2))),), scale=0.5)
-def a_loaded_buffer_goes_on(subject: Subject, case: Rolling) -> None:
-    """Saved in the middle of a life and loaded into a buffer that has lived another; both then live on alike."""
+@attack("RB-17", programs, examples=(Program((*CYCLE[:4], ("finish", (0,)), ("reserve", (3,), 2))),), scale=0.5)
+def a_loaded_buffer_goes_on(subject: Subject, case: Program) -> None:
+    """Saved half way through a program and loaded into a buffer with other content; the rest then gives the same."""
     machine = Machine(subject, case)
     half = len(case.steps) // 2
     for word, *given in case.steps[:half]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.rolled import (
+from rlkernel_conformance.clauses.rollout_state_machine import (
     PAGE,
     fill,
     small,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
@@ -248,57 +247,6 @@ def what_is_not_finite_stays_and_harms_no_other(subject: Subject, case: Rewards)
     require(bool((out.rewards.isnan() == bad).all()), f"NaN at {bad.tolist()} gives {out.rewards.tolist()}")
 
 
-@attack("SR-09", full_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Rewards) -> None:
-    """Every argument, the running state, the generator, the defaults."""
-    given = case.arguments(subject)
-    if given.get("normalise") == "running":
-        given["running"] = subject(given["rewards"], normalise="running").running
-    given["rewards"][0] = torch.nan
-    untouched(subject, given)
-
-
-@attack("SR-10", full_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Rewards) -> None:
-    """Wrong sizes, choices, and what has no effect."""
-    good = case.arguments(subject)
-    x = good["rewards"]
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("normalise", {"normalise": "group"}),
-        ("kl", {"kl": "k4"}),
-        ("output", {"output": "tokens"}),
-        ("mask", {"mask": good["mask"].float()}),
-        ("rewards", {"rewards": x.repeat(2)}),
-    ]
-    if "clip" in good:
-        wrong.append(("clip", {"clip": (1.0, 0.0)}))
-    if "kl" in good:
-        wrong += [("logprob", {"logprob": None}), ("ref_logprob", {"ref_logprob": good["ref_logprob"].repeat(2, 1)})]
-        wrong.append(("kl_clamp", {"kl_clamp": -1.0}))
-    else:
-        wrong.append(("kl_coef", {"kl_coef": 0.1}))
-    if "max_length" in good:
-        wrong += [("overlong_buffer", {"overlong_buffer": None}), ("overlong_buffer", {"overlong_buffer": 0})]
-        wrong.append(("overlong_factor", {"overlong_factor": -0.5}))
-    for argument, change in wrong:
-        refused(subject, argument, {**good, **change}, good)
-
-
-@attack("SR-11", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Rewards) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
-@attack("SR-12", full_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Rewards) -> None:
-    """Recorded on one input, replayed on another."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in given]
-    rest = {k: v for k, v in given[0].items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
-
-
 @attack("SR-13", full_cases, scale=0.4)
 def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
     """Two and three ranks with shares of any size, one of them empty, against all rewards on one rank."""
@@ -315,3 +263,16 @@ def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
         holds(subject, given, replace(found[0], rewards=torch.cat([o.rewards for o in found])), case.dtype)
         counts = [float(o.running.count) for o in found if o.running is not None]
         require(all(n == B for n in counts), f"the running states are of {counts} rewards, there are {B}")
+
+
+def with_state(subject: Subject, case: Rewards) -> dict[str, Any]:
+    """The call with a running state, where it takes one, and with a reward that is NaN."""
+    given = case.arguments(subject)
+    if given.get("normalise") == "running":
+        given["running"] = subject(given["rewards"], normalise="running").running
+    given["rewards"][0] = torch.nan
+    return given
+
+
+derive("shape_rewards", with_state, inputs_untouched=full_cases)
+derive("shape_rewards", lambda s, c: c.arguments(s), determinism=cases, capture=full_cases)

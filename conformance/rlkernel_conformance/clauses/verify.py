@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.verify_rounds import (
     COUNTS,
     SCALE,
@@ -26,8 +27,7 @@ from rlkernel_conformance.clauses.verify_rounds import (
     rounds,
 )
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.goodness import follows
+from rlkernel_conformance.goodness_of_fit import follows
 from rlkernel_conformance.sampling_batches import pack, ragged_bias, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import sample_row, uniform, words
@@ -232,45 +232,6 @@ def without_drafts_it_is_sample(subject: Subject, case: Rounds) -> None:
         require(x.shape[0] == 0, f"no requests give {name} of shape {tuple(x.shape)}")
 
 
-@attack("VF-14", rounds, scale=SCALE)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Rounds) -> None:
-    """Logits, drafts, laws, parameters, generators, defaults."""
-    made = case.round(subject, form_of(subject), edits=True)
-    untouched(subject, made.arguments(subject))
-
-
-@attack("VF-15", lambda s: st.builds(Rounds, seed=st.integers(0, 15), counts=st.just((2, 1))), scale=SCALE)
-def bad_arguments_are_named(subject: Subject, case: Rounds) -> None:
-    """Wrong sizes, ranks and dtypes, shared noise, two draft laws."""
-    made = case.round(subject)
-    given = made.arguments(subject)
-    subject(**given)  # a plan for the good call lies there already
-    x, ids = given["target_logits"], given["draft_ids"]
-    wrong: list[tuple[str, Any]] = [
-        ("target_logits", x[:-1]),
-        ("target_logits", x[None]),
-        ("target_logits", x.clone().requires_grad_()),
-        ("draft_ids", ids.float()),
-        ("cu_draft", given["cu_draft"][None]),
-        ("temperature", torch.ones(5, device=x.device)),
-        ("filter_order", "topk"),
-    ]
-    for name, value in wrong:
-        refused(subject, name, given | {name: value})
-    q = torch.full((3, case.V), 1 / case.V, device=x.device)
-    for name in (n for n in ("draft_probs", "draft_logits") if n in subject.claims):
-        subject(**given | {name: q})
-        refused(subject, name, given | {name: q[:2]})
-        refused(subject, name, given | {name: q[:, :-1]})
-    if {"draft_probs", "draft_logits"} <= subject.claims:
-        refused(subject, "draft_", given | {"draft_probs": q, "draft_logits": q})
-    noise = {"seed": 1, "step": 0}
-    one = {"cu_draft": given["cu_draft"][:2], "draft_ids": ids[:2]}
-    plain_call = {n: v for n, v in given.items() if n in {"target_logits", "draft_ids", "cu_draft"}}
-    subject(**plain_call | one | noise | {"target_logits": x[:3]})
-    refused(subject, "seed", plain_call | noise)
-
-
 @attack("VF-17", rounds, scale=SCALE)
 def edits_belong_to_rows_of_the_target(subject: Subject, case: Rounds) -> None:
     """Masks, lists of banned ids and biases of every row, against the definition on logits that hold them."""
@@ -319,12 +280,6 @@ def a_request_has_the_same_bits_in_any_batch(subject: Subject, case: Rounds) -> 
             same_bits(name, value, want[name][place], "alone")
 
 
-@attack("VF-19", rounds, scale=SCALE)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Rounds) -> None:
-    """Twice, on storage made anew."""
-    repeatable(subject, lambda: case.round(subject, form_of(subject)).arguments(subject))
-
-
 @attack("VF-20", rounds, scale=SCALE)
 def padding_columns_change_nothing(subject: Subject, case: Rounds) -> None:
     """NaN, +inf and large values beyond the vocabulary; the first of them against the definition."""
@@ -335,3 +290,11 @@ def padding_columns_change_nothing(subject: Subject, case: Rounds) -> None:
         wide = torch.cat((made.target, rest), 1).to(subject.device)
         results.append(as_defined(subject, made, target_logits=wide, vocab_size=case.V))
         same_results(results[-1], results[0], f"with {poison} in padding columns")
+
+
+def given_of(subject: Subject, case: Rounds) -> dict[str, Any]:
+    """The call of a round with draft laws, where these are claimed, and with edits."""
+    return case.round(subject, form_of(subject), edits=True).arguments(subject)
+
+
+derive("verify", given_of, inputs_untouched=rounds, determinism=rounds, scale=SCALE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.goodness import follows, share
+from rlkernel_conformance.goodness_of_fit import follows, share
 from rlkernel_conformance.sampling_batches import Batch, random_batch, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import Row, sample_row

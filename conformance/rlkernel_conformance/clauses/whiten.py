@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.conduct import refused, repeatable, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
@@ -249,44 +248,10 @@ def nothing_valid_gives_zero(subject: Subject, case: Values) -> None:
         require(bool(out.mean.isfinite() & out.var.isfinite() & out.rstd.isfinite()), "a moment is not finite")
 
 
-@attack("WH-10", plain_cases)
-def inputs_stay_as_they_were(subject: Subject, case: Values) -> None:
-    """Every argument, the generator, the defaults."""
-    untouched(subject, case.arguments(subject))
-
-
-@attack("WH-11", plain_cases, scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Values) -> None:
-    """Wrong sizes, dtypes, numbers and choices."""
-    good = replace(case, layout="all").arguments(subject)
-    x = good["x"]
-    twice, row = torch.cat([x, x]), torch.ones(case.B + 1, dtype=torch.int64, device=x.device)
-    wrong: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("eps", {}, {"eps": -1.0}),
-        ("eps_mode", {}, {"eps_mode": "add"}),
-        ("ddof", {"ddof": 1}, {"ddof": -1}),
-        ("masked_out", {}, {"masked_out": "hold"}),
-    ]
-    if "mask" in subject.claims:
-        wrong += [("mask", {"mask": x > 0}, {"mask": bad}) for bad in (twice > 0, x)]
-    if "lengths" in subject.claims:
-        wrong.append(("lengths", {"lengths": row[1:]}, {"lengths": row}))
-    if "counts" in subject.claims:
-        wrong.append(("counts", {"counts": x.abs()}, {"counts": twice.abs()}))
-    for argument, first, change in wrong:
-        refused(subject, argument, {**good, **change}, {**good, **first})
-
-
-@attack("WH-12", cases, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Values) -> None:
-    """Twice, on fresh storage."""
-    repeatable(subject, lambda: case.arguments(subject))
-
-
-@attack("WH-13", plain_cases, scale=0.2)
-def it_may_run_in_a_graph(subject: Subject, case: Values) -> None:
-    """Recorded on one input, replayed on another."""
-    given = [replace(case, seed=s).arguments(subject) for s in (case.seed, case.seed + 77)]
-    tensors = [{k: v for k, v in g.items() if isinstance(v, Tensor)} for g in given]
-    rest = {k: v for k, v in given[0].items() if not isinstance(v, Tensor)}
-    replays(subject, tensors[0], tensors[1], lambda **x: subject(**x, **rest))
+derive(
+    "whiten",
+    lambda s, c: c.arguments(s),
+    inputs_untouched=plain_cases,
+    determinism=cases,
+    capture=plain_cases,
+)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from rlkernel import policy
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.isolation import attack_apart
-from rlkernel_conformance.leftovers import attacks_with_leftovers
+from rlkernel_conformance.isolation import attack_in_processes
+from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
@@ -93,9 +93,9 @@ def hostiles() -> tuple[Hostile, ...]:
 
 def meet(one: Hostile) -> Verdict:
     """Attack one."""
-    attacks = attacks_with_leftovers(OP)
+    attacks = attacks_with_leak_check(OP)
     with policy.registered(one.manifest):
         subject = Subject(one.manifest.name, OP)
         effort = Profile("hostile", 2, one.limit_s)
-        outcomes = attack_apart(subject, [attacks[c] for c in one.clauses], effort, manifest=one.where)
+        outcomes = attack_in_processes(subject, [attacks[c] for c in one.clauses], effort, manifest=one.where)
     return Verdict(one, tuple(outcomes))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rlkernel_conformance.hostile import hostile
-from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_torch.logprob import logprob as right
 

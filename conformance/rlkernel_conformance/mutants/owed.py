@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.graphs.engine import Graphed
-from rlkernel_conformance.clauses.owed import GRAPHS
-from rlkernel_conformance.conduct import leaves
+from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.clauses.common_clauses import GRAPHS
 from rlkernel_conformance.mutants import mutant
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import OpSpec, owed, prefix_of
+from rlkernel_core.spec.form import OpSpec, common_clauses, prefix_of
 from rlkernel_core.tree import flatten
 
 Bug = Callable[..., Any]  # takes the reference's implementation, the spec, and the arguments by name
@@ -186,7 +186,7 @@ PLANTED: Final[dict[int, tuple[tuple[Bug, str], ...]]] = {
 
 def _plant(op: str, clause: str, bug: Bug, origin: str, **more: Any) -> None:
     spec = OPERATORS[op]
-    own = [c.id for c in spec.clauses if c not in owed(prefix_of(spec))]
+    own = [c.id for c in spec.clauses if c not in common_clauses(prefix_of(spec))]
 
     def planted(reference: Any, *args: Any, **rest: Any) -> Any:
         return bug(reference, spec, **dict(zip(spec.parameters, args, strict=False)), **rest)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.sample.cases import (
     SCALE,
     Draws,
@@ -19,7 +20,6 @@ from rlkernel_conformance.clauses.sample.cases import (
     plain_draws,
 )
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.conduct import same_results
 from rlkernel_conformance.sampling_batches import Batch, pack, ragged_bias, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import Penalties

@@ -6,15 +6,14 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.sample.cases import SCALE, Draws, call, draws, everything, plain_draws
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves, refused, repeatable, same_results, untouched
-from rlkernel_conformance.graphs import replays
 from rlkernel_conformance.sampling_batches import Batch
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import SampleResult, Status
@@ -108,42 +107,6 @@ def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Draws) -> None:
             same_bits(name, value, want[name][rows], f"in a batch of {len(rows)}")
 
 
-@attack("SA-33", draws, scale=SCALE)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Draws) -> None:
-    """Twice, on storage made anew."""
-
-    def make() -> dict[str, Any]:
-        batch = case.batch(subject)
-        given = batch.arguments(subject.claims, subject.device) | everything(subject, case.V)
-        return {"logits": batch.logits.to(subject.device)} | given
-
-    repeatable(subject, make)
-
-
-@attack("SA-34", lambda s: plain_draws(s, N=3, V=33), scale=SCALE)
-def a_graph_replays_new_logits_parameters_and_steps(subject: Subject, case: Draws) -> None:
-    """Everything that is a tensor changes between replays."""
-
-    def tensors(i: int) -> dict[str, Tensor]:
-        batch = Draws(case.seed + i, case.V, 3, case.dtype).batch(subject)
-        given = batch.arguments(subject.claims, subject.device)
-        return {"logits": batch.logits.to(subject.device)} | {n: x for n, x in given.items() if isinstance(x, Tensor)}
-
-    fixed = {} if "per_row_parameters" in subject.claims else {"temperature": 0.7}
-    replays(subject, tensors(0), tensors(1), lambda **given: subject(given.pop("logits"), **given, **fixed))
-
-
-@attack("SA-36", lambda s: draws(s, edits=True), scale=SCALE)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Draws) -> None:
-    """Logits, parameters, masks, histories, generators, defaults; results are no memory of inputs."""
-    batch = case.batch(subject)
-    given = {"logits": batch.logits.to(subject.device)} | batch.arguments(subject.claims, subject.device)
-    untouched(subject, given)
-    theirs = {x.untyped_storage().data_ptr() for x in leaves(given).values() if x.numel()}
-    for name, x in leaves(subject(**given)).items():
-        require(x.untyped_storage().data_ptr() not in theirs, f"{name} is memory of an argument")
-
-
 @attack("SA-37", plain_draws, scale=SCALE)
 def no_rows_give_empty_results(subject: Subject, case: Draws) -> None:
     """N = 0 with every result asked for."""
@@ -155,45 +118,17 @@ def no_rows_give_empty_results(subject: Subject, case: Draws) -> None:
         require(x.shape[0] == 0, f"{name} has shape {tuple(x.shape)} without rows")
 
 
-@attack(
-    "SA-38", lambda s: st.builds(Draws, seed=st.integers(0, 15), N=st.just(2), V=st.sampled_from((2, 33))), scale=SCALE
-)
-def bad_arguments_are_named(subject: Subject, case: Draws) -> None:
-    """Wrong ranks, sizes, dtypes and numbers, and noise that rows would share."""
-    batch = case.batch(subject, temperature=0.7)
-    x = batch.logits.to(subject.device)
-    given = {"logits": x} | batch.arguments(subject.claims, subject.device)
-    device = subject.device
-    words = torch.full((2, -(-case.V // 32)), -1, dtype=torch.int32, device=device)
-    ones = torch.ones(2, device=device)
-    # name, what is wrong, and what is right and looks the same to a dispatcher: types and signs, not sizes or values.
-    wrong: list[tuple[str, Any, Any]] = [
-        ("logits", x[0], x),
-        ("logits", x[:, :0], x),
-        ("logits", x.long(), x),
-        ("logits", x.clone().requires_grad_(), x),
-        ("temperature", -1.0, 0.5),
-        ("temperature", math.nan, 0.5),
-        ("seed", ones, given["seed"]),
-        ("step", -1, 1),
-        ("filter_order", "topk", "topk_topp"),
-        ("tie", "random", "lowest_id"),
-        ("kept_capacity", -1, 0),
-        ("top_n", case.V + 1, case.V if "top_n:raw" in subject.claims else 0),
-    ]
-    if "per_row_parameters" in subject.claims:
-        wrong.append(("temperature", torch.ones(3, device=device), ones))
-    if "top_k" in subject.claims:
-        wrong.append(("top_k", 2.0, 2))
-    if "top_p" in subject.claims:
-        wrong.append(("top_p", "0.9", 0.9))
-    if "vocab_size" in subject.claims:
-        wrong += [("vocab_size", 0, case.V), ("vocab_size", case.V + 1, case.V)]
-    if "allowed" in subject.claims:
-        wrong += [("allowed", bad, words) for bad in (words.long(), words[:1], words[:, :0])]
-    for name, bad, good in wrong:
-        subject(**given | {name: good})
-        refused(subject, name, given | {name: bad})
-    shared = {"logits": x, "temperature": 0.7, "seed": 1, "step": 0}  # all rows would draw the same noise
-    subject(**shared | {"logits": x[:1]})
-    refused(subject, "seed", shared)
+def given_of(subject: Subject, case: Draws) -> dict[str, Any]:
+    """The call of a batch."""
+    batch = case.batch(subject)
+    return {"logits": batch.logits.to(subject.device)} | batch.arguments(subject.claims, subject.device)
+
+
+def with_everything(subject: Subject, case: Draws) -> dict[str, Any]:
+    """The call of a batch that asks for every claimed result."""
+    return given_of(subject, case) | everything(subject, case.V)
+
+
+derive("sample", given_of, inputs_untouched=lambda s: draws(s, edits=True), scale=SCALE)
+derive("sample", with_everything, determinism=draws, scale=SCALE)
+derive("sample", given_of, capture=lambda s: plain_draws(s, N=3, V=33), scale=5 * SCALE)

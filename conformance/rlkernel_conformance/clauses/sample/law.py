@@ -20,7 +20,7 @@ from rlkernel_conformance.clauses.sample.cases import (
     plain_draws,
 )
 from rlkernel_conformance.compare import plain, require
-from rlkernel_conformance.goodness import follows, independent, share
+from rlkernel_conformance.goodness_of_fit import follows, independent, share
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.extreme_words import LARGE_NOISE, SEED, SMALL_NOISE
 from rlkernel_core.definitions.sampling import Row, sample_row

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.clauses.sample.cases import (
     SCALE,
     Draws,
@@ -22,7 +23,6 @@ from rlkernel_conformance.clauses.sample.cases import (
     plain_draws,
 )
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.conduct import leaves
 from rlkernel_conformance.sampling_batches import Batch, ragged_bias, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import Penalties, SampleResult, Status

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.compare import require, within
-from rlkernel_conformance.quantised import MULTIPLIED, SPECS, WEIGHTS, Weight, claims, kinds
+from rlkernel_conformance.quantized_weights import MULTIPLIED, SPECS, WEIGHTS, Weight, claims, kinds
 from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.definitions import qmatmul as oracle
 from rlkernel_core.manifest import Impl

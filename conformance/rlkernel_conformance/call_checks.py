@@ -1,4 +1,4 @@
-"""What every operator owes its caller, whatever it computes: arguments stay as they were, bits repeat, errors name."""
+"""Checks of a single call, whatever it computes: arguments stay as they were, bits repeat, errors name arguments."""
 
 from __future__ import annotations
 
@@ -28,22 +28,17 @@ def same_results(found: Any, expected: Any, when: str) -> None:
         same_bits(name, x, b[name], when)
 
 
-def untouched(subject: Subject, given: Mapping[str, Any]) -> None:
-    """The call writes to no argument and changes no global state."""
+def untouched(given: Mapping[str, Any], call: Callable[[], Any]) -> Any:
+    """What `call` returns; it writes to none of its arguments `given` and changes no global state."""
     before = {n: x.detach().clone() for n, x in leaves(dict(given)).items()}
     state = torch.get_rng_state()
-    subject(**given)
+    out = call()
     for name, x in leaves(dict(given)).items():
         same_bits(name, x, before[name], "after the call")
     require(torch.equal(torch.get_rng_state(), state), "the global generator moved")
     require(torch.get_default_dtype() == torch.float32, "the default dtype changed")
     require(torch.is_grad_enabled(), "gradients were switched off")
-
-
-def repeatable(subject: Subject, make: Callable[[], Mapping[str, Any]]) -> None:
-    """The same call, on storage made anew, gives the same bits."""
-    first = subject(**make())
-    same_results(subject(**make()), first, "when called again")
+    return out
 
 
 def refused(subject: Subject, argument: str, given: Mapping[str, Any], good: Mapping[str, Any] | None = None) -> None:

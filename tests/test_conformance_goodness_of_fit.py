@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.goodness import ALPHA, divergence, follows, independent, limit, share
+from rlkernel_conformance.goodness_of_fit import ALPHA, divergence, follows, independent, limit, share
 
 
 @pytest.mark.parametrize("categories", [2, 3, 16, 64, 1000])

@@ -1,6 +1,6 @@
-"""Lives of a captured function: any order of calls, weight updates, mode changes and pauses, beside plain runs.
+"""Programs for a captured function: any order of calls, weight updates, mode changes and pauses, beside plain runs.
 
-A life is a tuple of steps of plain values, so that it shrinks and can be lived again. All numbers are small integers
+A program is a tuple of steps of plain values, so that it shrinks and can be run again. All numbers are small integers
 times powers of two: every sum is exact, whatever its order, and bits can be compared.
 
 Legend: n rows of a call.
@@ -47,7 +47,7 @@ class Decode(nn.Module):
 
 
 @dataclass(frozen=True)
-class Life:
+class Program:
     """What happens to a captured step, in order."""
 
     steps: tuple[Step, ...]
@@ -79,12 +79,12 @@ EVENTS: Final = st.one_of(
 )
 
 
-def lives(
+def programs(
     subject: Subject, *steps: st.SearchStrategy[Step], longest: int = 12, graphs: tuple[int, ...] = (32,)
-) -> st.SearchStrategy[Life]:
-    """Lives of these steps, as the subject claims to bear them."""
+) -> st.SearchStrategy[Program]:
+    """Programs of these steps, with options that the subject claims."""
     return st.builds(
-        Life,
+        Program,
         steps=st.lists(st.one_of(*steps), min_size=2, max_size=longest).map(tuple),
         outputs=st.sampled_from(claimed(subject, "outputs")),
         verify=st.sampled_from(("never", "always") if "verify" in subject.claims else ("never",)),
@@ -151,23 +151,23 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Machine:
-    """A captured step and a plain one, living the same life."""
+    """A captured step and a plain one, running the same program."""
 
-    def __init__(self, subject: Subject, life: Life, *, draws: bool = False) -> None:
-        self.subject, self.life, self.device = subject, life, subject.device
+    def __init__(self, subject: Subject, program: Program, *, draws: bool = False) -> None:
+        self.subject, self.program, self.device = subject, program, subject.device
         counts = "mutates" in subject.claims
         torch.manual_seed(0)
         self.model = Decode(self.device, draws=draws, counts=counts)
         self.plain = copy.deepcopy(self.model)
         self.sizes = SIZES if "buckets" in subject.claims else ()
-        self.options: dict[str, Any] = {"outputs": life.outputs, "max_graphs": life.max_graphs, "warmup": 1}
+        self.options: dict[str, Any] = {"outputs": program.outputs, "max_graphs": program.max_graphs, "warmup": 1}
         if self.sizes:
             out = {"z": 0, "u": 0} if draws else {"z": 0}
             self.options |= {"buckets": (Bucket({"x": 0}, SIZES, out=out),), "pad": {"x": PAD}}
         if counts:
             self.options["mutates"] = (self.model.steps,)
         if "verify" in subject.claims:
-            self.options["verify"] = life.verify
+            self.options["verify"] = program.verify
         self.state = generator_state(self.device)
         self.example = (torch.zeros(2, 3, device=self.device), 1.0, torch.ones((), device=self.device))
         self.captured: GraphedCallable = self.make(subject)
@@ -181,9 +181,9 @@ class Machine:
         captured: GraphedCallable = maker(self.model, self.example, **self.options)
         return captured
 
-    def live(self, *aspects: str) -> None:
+    def run(self, *aspects: str) -> None:
         """All steps in order; a Violation if one of these aspects went wrong, every one unless given."""
-        for at, (word, *given) in enumerate(self.life.steps):
+        for at, (word, *given) in enumerate(self.program.steps):
             getattr(self, word)(*given)
             found = {k: v for k, v in self.wrong.items() if k in aspects or not aspects}
             for aspect, text in found.items():
@@ -217,7 +217,7 @@ class Machine:
         self.differ("state", self.model.steps, self.plain.steps)
         for now, was in self.kept:
             self.differ("earlier result", now, was)
-        if self.life.outputs == "clone":
+        if self.program.outputs == "clone":
             self.kept.append((result, {k: v.clone() for k, v in result.items()}))
 
     def write(self, value: int) -> None:

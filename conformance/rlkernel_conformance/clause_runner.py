@@ -14,7 +14,7 @@ from typing import Any
 
 import rlkernel
 from rlkernel.discover import guarded
-from rlkernel_conformance import leftovers
+from rlkernel_conformance import leak_check
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import Outcome, carry_out
@@ -26,7 +26,7 @@ from rlkernel_conformance.subject import Subject
 
 
 @dataclass(frozen=True)
-class Watched(Subject):
+class RecordingSubject(Subject):
     """A subject that notes the features its calls needed."""
 
     needed: set[str] = field(default_factory=set, compare=False)
@@ -39,13 +39,13 @@ class Watched(Subject):
         return result
 
 
-class Trial:
+class ClauseRunner:
     """The subject of a job, chosen for the time of the scope, and its attacks."""
 
     def __init__(self, job: dict[str, Any], last_case: int, scope: ExitStack) -> None:
-        self.attacks = leftovers.attacks_with_leftovers(job["op"])
+        self.attacks = leak_check.attacks_with_leak_check(job["op"])
         self.profile = Profile(**job["profile"])
-        self.subject = Watched(job["backend"], job["op"], job["device"])
+        self.subject = RecordingSubject(job["backend"], job["op"], job["device"])
         self.last_case = last_case  # descriptor of the file that tells it
         self.case: Any = None
         self.manifest: str | None = job["manifest"]
@@ -54,7 +54,7 @@ class Trial:
         scope.enter_context(self.subject.chosen())
         self.integrity = Integrity()
 
-    def of(self, clause: str, scale: float) -> Outcome:
+    def run(self, clause: str, scale: float) -> Outcome:
         """Attack one clause with `scale` times the profile's cases."""
         attack = replace(self.attacks[clause], scale=scale)
         self.subject.needed.clear()
@@ -68,7 +68,7 @@ class Trial:
                 self.subject.op, clause, attack.clause.title, "fault", "protocol_error", text, self._script(attack)
             )
         if outcome.status == "violated":
-            leak = clause == leftovers.CLAUSE.id  # what is grown is grown: a second look may find another number
+            leak = clause == leak_check.CLAUSE.id  # what is grown is grown: a second look may find another number
             outcome = replace(outcome, fault="leak") if leak else self._again(attack, outcome)
         broken = self.integrity.broken()
         if broken and outcome.status == "held":  # a clause that was refuted all the same stays so

@@ -10,14 +10,14 @@ from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.clauses.advantage_steps import Large
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.fresh import Poisoned
 from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.mutants import Mutant, mutants_of
+from rlkernel_conformance.poisoned_storage import Poisoned
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import owed, prefix_of
+from rlkernel_core.spec.form import common_clauses, prefix_of
 from rlkernel_torch.advantage.estimate import advantage
 
 FEW = Profile("test", 2, 60)
@@ -31,7 +31,7 @@ def fresh():
 
 
 def common(op: str) -> list[Attack]:
-    wanted = {c.id for c in owed(prefix_of(OPERATORS[op]))}
+    wanted = {c.id for c in common_clauses(prefix_of(OPERATORS[op]))}
     return [a for a in attacks_on(op) if a.clause.id in wanted]
 
 
@@ -64,7 +64,7 @@ def test_each_bug_dies_on_the_clause_it_was_planted_for_and_on_no_other_of_these
 @pytest.mark.parametrize("op", OPERATORS)
 def test_the_same_number_is_the_same_sentence(op) -> None:
     texts = {c.id.rpartition("-")[2]: c.text for c in OPERATORS[op].clauses[-6:]}
-    assert texts == {c.id.rpartition("-")[2]: c.text for c in owed("LP")}
+    assert texts == {c.id.rpartition("-")[2]: c.text for c in common_clauses("LP")}
 
 
 def test_fresh_storage_is_poisoned_and_what_is_written_is_not() -> None:

@@ -1,6 +1,6 @@
 """A process between runner and worker: it ends whatever the tested code leaves running, then ends as the worker did.
 
-Where the kernel has them, orphans of the worker become children of the guardian (Linux: a subreaper), so that a child
+Where the kernel has them, orphans of the worker become children of the reaper (Linux: a subreaper), so that a child
 that forked twice or left the session is found; elsewhere the runner's kill of the whole session is what there is.
 Imports nothing outside the standard library: it must hold nothing that tested code could break.
 """
@@ -19,31 +19,31 @@ from typing import Final
 
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
 _DEATH_SIGNAL: Final = 1  # PR_SET_PDEATHSIG
-_SWEEPING_S: Final = 5.0  # a child that forks faster than it is killed is left to the kill of the session
+_KILLING_S: Final = 5.0  # a child that forks faster than it is killed is left to the kill of the session
 
 
-class _Guard:
-    """Of a guarded process, its guardian."""
+class _Reaper:
+    """Process id of the reaper, in the process under it."""
 
     pid: int | None = None
 
 
-def become_guarded() -> None:
+def fork_under_reaper() -> None:
     """Return in a child process; this process waits for it and never returns."""
     _prctl(_DEATH_SIGNAL, signal.SIGTERM)
     _prctl(_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGTERM, _sweep_and_end)
+    signal.signal(signal.SIGTERM, _kill_and_exit)
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        _first_to_die()
-        _Guard.pid = os.getppid()
+        _prefer_oom_kill()
+        _Reaper.pid = os.getppid()
         return
     os.closerange(0, 1 << 16)  # the channel closes when the worker has ended
     _, status = os.waitpid(child, 0)
-    sweep()
+    kill_descendants()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
@@ -52,9 +52,9 @@ def become_guarded() -> None:
     os._exit(code)
 
 
-def kin() -> list[int]:
-    """Processes that this one has started, orphans too where it has a guardian."""
-    return descendants(_Guard.pid or os.getpid())
+def own_descendants() -> list[int]:
+    """Processes that this one has started, orphans too where it has a reaper."""
+    return descendants(_Reaper.pid or os.getpid())
 
 
 def descendants(of: int) -> list[int]:
@@ -74,9 +74,9 @@ def descendants(of: int) -> list[int]:
     return found
 
 
-def sweep() -> None:
+def kill_descendants() -> None:
     """End all descendants of this process."""
-    until = time.monotonic() + _SWEEPING_S
+    until = time.monotonic() + _KILLING_S
     while (left := descendants(os.getpid())) and time.monotonic() < until:
         for pid in left:
             with suppress(ProcessLookupError):
@@ -86,12 +86,12 @@ def sweep() -> None:
                 pass
 
 
-def _sweep_and_end(number: int, _: object) -> None:
-    sweep()
+def _kill_and_exit(number: int, _: object) -> None:
+    kill_descendants()
     os._exit(128 + number)
 
 
-def _first_to_die() -> None:
+def _prefer_oom_kill() -> None:
     """Where memory runs out for the whole machine, the worker goes before its neighbours."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.rolled import PAGE, PAGES, SEQS, Machine, Rolling, fill, lives, rows_of, small, values
+from rlkernel_conformance.clauses.rollout_state_machine import (
+    PAGE,
+    PAGES,
+    SEQS,
+    Machine,
+    Program,
+    fill,
+    programs,
+    rows_of,
+    small,
+    values,
+)
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.graphs import recorded
 from rlkernel_conformance.memory import growth
@@ -97,10 +108,10 @@ def a_refusal_changes_nothing(subject: Subject, case: Held) -> None:
     require(found == [*want, [1], [2]], f"after {case.word} there is {found}, expected {[*want, [1], [2]]}")
 
 
-@attack("RB-07", lives, examples=(Rolling((("pop", 1),) * 4, "raise"),), scale=0.5)
-def nothing_grows(subject: Subject, case: Rolling) -> None:
+@attack("RB-07", programs, examples=(Program((("pop", 1),) * 4, "raise"),), scale=0.5)
+def nothing_grows(subject: Subject, case: Program) -> None:
     """Addresses of storage and of batches, bytes after turns; the buffer's own word on a turn."""
-    Machine(subject, case).live("place")
+    Machine(subject, case).run("place")
     buffer, device, seen = small(subject), subject.device, set[int]()
     claimed = buffer.stats.nbytes
 

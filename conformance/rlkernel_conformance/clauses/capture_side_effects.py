@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.captured import (
+from rlkernel_conformance.clauses.capture_state_machine import (
     claimed,
     equal,
     generator_state,
@@ -24,7 +24,7 @@ from rlkernel_core.errors import CaptureError, FallbackWarning
 
 
 @dataclass(frozen=True)
-class Conduct:
+class Case:
     """A call of n rows; `word` is what the attack varies."""
 
     n: int
@@ -37,10 +37,10 @@ class Conduct:
         return torch.arange(1.0, 3.0 * self.n + 1, device=subject.device).view(self.n, 3)
 
 
-def conducts(*words: str) -> Callable[[Subject], st.SearchStrategy[Conduct]]:
+def cases_of(*words: str) -> Callable[[Subject], st.SearchStrategy[Case]]:
     """Cases with one of these words."""
     return lambda s: st.builds(
-        Conduct,
+        Case,
         n=st.integers(1, 5),
         word=st.sampled_from(words),
         warmup=st.integers(0, 3),
@@ -48,9 +48,9 @@ def conducts(*words: str) -> Callable[[Subject], st.SearchStrategy[Conduct]]:
     )
 
 
-def each(*words: str) -> tuple[Conduct, ...]:
+def each(*words: str) -> tuple[Case, ...]:
     """A case of every word, for an attack to try before it draws."""
-    return tuple(Conduct(2, word) for word in words)
+    return tuple(Case(2, word) for word in words)
 
 
 def refused(what: str, call: Callable[[], Any]) -> CaptureError:
@@ -62,8 +62,8 @@ def refused(what: str, call: Callable[[], Any]) -> CaptureError:
     raise Violation(f"{what} is not refused")
 
 
-@attack("GC-04", conducts("add", "fill", "exp"), examples=each("add", "fill", "exp"), scale=0.5)
-def arguments_are_not_written_to(subject: Subject, case: Conduct) -> None:
+@attack("GC-04", cases_of("add", "fill", "exp"), examples=each("add", "fill", "exp"), scale=0.5)
+def arguments_are_not_written_to(subject: Subject, case: Case) -> None:
     """A function that writes to its input, and one that does not."""
 
     def fn(x: Tensor, y: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def arguments_are_not_written_to(subject: Subject, case: Conduct) -> None:
         same_bits("y", y, case.x(subject), "after a call")
 
 
-@attack("GC-06", conducts("default", "own"), examples=each("default", "own"), scale=0.5)
-def drawing_is_refused(subject: Subject, case: Conduct) -> None:
+@attack("GC-06", cases_of("default", "own"), examples=each("default", "own"), scale=0.5)
+def drawing_is_refused(subject: Subject, case: Case) -> None:
     """From the default generator and from a declared one, whatever on_capture_error says; what draws nothing passes."""
     own = torch.Generator(subject.device)
     given = optional(subject, generators=(own,)) if case.word == "own" else {}
@@ -188,8 +188,8 @@ class _Unlucky(Exception):
     pass
 
 
-@attack("GC-14", conducts("warm-up", "capture", "sync"), examples=each("warm-up", "capture", "sync"), scale=0.5)
-def a_failure_leaves_nothing(subject: Subject, case: Conduct) -> None:
+@attack("GC-14", cases_of("warm-up", "capture", "sync"), examples=each("warm-up", "capture", "sync"), scale=0.5)
+def a_failure_leaves_nothing(subject: Subject, case: Case) -> None:
     """A failure in mid-work, after draws and writes: then plain calls, the old graph, a new capture and a replay."""
     count = torch.zeros((), device=subject.device)
     bad = [False]
@@ -231,8 +231,8 @@ def a_failure_leaves_nothing(subject: Subject, case: Conduct) -> None:
     require(torch.is_grad_enabled(), "gradients are off")
 
 
-@attack("GC-15", conducts("sync", "size"), scale=0.5)
-def a_failed_capture_is_recorded(subject: Subject, case: Conduct) -> None:
+@attack("GC-15", cases_of("sync", "size"), scale=0.5)
+def a_failed_capture_is_recorded(subject: Subject, case: Case) -> None:
     """One warning, every call counted, the reason told."""
 
     def fn(x: Tensor) -> Tensor:
@@ -252,8 +252,8 @@ def a_failed_capture_is_recorded(subject: Subject, case: Conduct) -> None:
     require(bool(stats.last_error) and str(stats.last_error) in g.explain(x), f"explain says {g.explain(x)!r}")
 
 
-@attack("GC-16", conducts("keep", "discard"), examples=each("keep", "discard"), scale=0.5)
-def a_pause_refuses_and_ends(subject: Subject, case: Conduct) -> None:
+@attack("GC-16", cases_of("keep", "discard"), examples=each("keep", "discard"), scale=0.5)
+def a_pause_refuses_and_ends(subject: Subject, case: Case) -> None:
     """Calls while paused; weights written meanwhile; right answers afterwards."""
     model, x = _Scaled(subject.device), case.x(subject)
     g = subject(model, (x,), warmup=case.warmup)
@@ -281,8 +281,8 @@ class _Counting(nn.Module):
         return x * self.position
 
 
-@attack("GC-17", conducts("draws", "writes"), examples=each("draws", "writes"), scale=0.5)
-def warming_up_is_undone(subject: Subject, case: Conduct) -> None:
+@attack("GC-17", cases_of("draws", "writes"), examples=each("draws", "writes"), scale=0.5)
+def warming_up_is_undone(subject: Subject, case: Case) -> None:
     """The capture itself, later ones, and warm()."""
     x = case.x(subject)
     torch.manual_seed(5)
@@ -314,8 +314,8 @@ ILLEGAL: Final[Mapping[str, Callable[[Tensor], Any]]] = {
 }
 
 
-@attack("GC-19", conducts(*ILLEGAL), examples=each(*ILLEGAL), scale=0.3)
-def illegal_work_fails_the_capture(subject: Subject, case: Conduct) -> None:
+@attack("GC-19", cases_of(*ILLEGAL), examples=each(*ILLEGAL), scale=0.3)
+def illegal_work_fails_the_capture(subject: Subject, case: Case) -> None:
     """Host synchronisation and shapes that depend on values; and work that only looks like it."""
     x = case.x(subject)
     refused(case.word, lambda: subject(ILLEGAL[case.word], (x,), on_capture_error="raise", warmup=case.warmup))
@@ -328,8 +328,8 @@ def illegal_work_fails_the_capture(subject: Subject, case: Conduct) -> None:
     require(equal(subject(lawful, (x,), warmup=case.warmup)(x), lawful(x)), "lawful work gives another answer")
 
 
-@attack("GC-20", conducts("first", "always"), examples=each("first", "always"), scale=0.5)
-def a_wrong_replay_is_caught(subject: Subject, case: Conduct) -> None:
+@attack("GC-20", cases_of("first", "always"), examples=each("first", "always"), scale=0.5)
+def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
     """A function that is another at every run: from its first replay on, or from a later one."""
     runs, wrong = [0], [case.word == "first"]
 
@@ -348,8 +348,8 @@ def a_wrong_replay_is_caught(subject: Subject, case: Conduct) -> None:
     require(count.graphs == 0 and bool(count.last_error), f"the graph that failed is still there: {count}")
 
 
-@attack("GC-23", conducts("weight", "input"), examples=each("weight", "input"), scale=0.5)
-def nothing_is_detached_silently(subject: Subject, case: Conduct) -> None:
+@attack("GC-23", cases_of("weight", "input"), examples=each("weight", "input"), scale=0.5)
+def nothing_is_detached_silently(subject: Subject, case: Case) -> None:
     """A weight or an input that requires grad, without autograd; the same under no_grad passes."""
     model = _Scaled(subject.device)
     model.weight.requires_grad_(case.word == "weight")

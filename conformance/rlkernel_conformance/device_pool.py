@@ -16,7 +16,7 @@ from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.subject import Subject
 
 # Carries out attacks on a subject; outcomes of what its device could not run have the status `not_run`.
-AttackApart = Callable[[Subject, list[Attack]], list[Outcome]]
+AttackInProcesses = Callable[[Subject, list[Attack]], list[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Work:
     not_run: tuple[Outcome, ...] = ()  # what the last device said of them, if one failed
 
 
-def attack_everywhere(
-    work: Iterable[Work], devices: Sequence[str], jobs: int, attack: AttackApart
+def attack_on_devices(
+    work: Iterable[Work], devices: Sequence[str], jobs: int, attack: AttackInProcesses
 ) -> dict[str, list[Outcome]]:
     """Outcomes by operator.
 

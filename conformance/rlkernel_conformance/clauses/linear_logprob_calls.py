@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlkernel_conformance import draw, graphs
+from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import (
-    OPERANDS,
     Head,
     check_gradients,
     definition,
@@ -22,7 +23,6 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     with_leaves,
 )
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.conduct import refused, repeatable, same_results, untouched
 from rlkernel_conformance.memory import peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
@@ -205,12 +205,6 @@ def no_rows_give_empty_results_and_zero_gradients(subject: Subject, case: Head) 
                 require(bool((x == 0).all()), f"no rows have d_{name} {x.tolist()}")
 
 
-@attack("LL-26", heads, scale=0.5)
-def inputs_and_global_state_stay_as_they_were(subject: Subject, case: Head) -> None:
-    """All tensors, RNG, default dtype, gradient mode."""
-    untouched(subject, case.given(subject))
-
-
 @attack("LL-27", heads, scale=0.5)
 def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
     """Alone, reversed, at the end of a large batch: neither values nor dX move."""
@@ -237,59 +231,6 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
         same_bits("dX", slope, slopes, when)
 
 
-@attack("LL-28", heads, scale=0.5)
-def the_same_call_gives_the_same_bits(subject: Subject, case: Head) -> None:
-    """Twice, on fresh storage, gradients included."""
-    repeatable(subject, lambda: case.given(subject))
-    if "grad" not in subject.claims:
-        return
-    found = []
-    for _ in range(2):
-        call, leaves = with_leaves(case.given(subject))
-        out = subject(**call)
-        found.append(gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves))
-    for name, x in found[0].items():
-        same_bits(f"d_{name}", found[1][name], x, "when called again")
-
-
-@attack("LL-29", lambda s: heads(s).map(small), scale=0.2)
-def the_call_replays_in_a_graph(subject: Subject, case: Head) -> None:
-    """Recorded on one batch, replayed on another of the same shape."""
-    first, second = (replace(case, seed=case.seed + i).given(subject) for i in range(2))
-    if "mask" in subject.claims:
-        first["mask"], second["mask"] = (torch.arange(case.N, device=subject.device) % 2 == i for i in range(2))
-    names = [n for n in (*OPERANDS, "ids", "mask") if n in first]
-    rest = {k: v for k, v in first.items() if k not in names}
-    if "entropy" in subject.claims:
-        rest["entropy"] = True
-    both = ({n: x[n] for n in names} for x in (first, second))
-    graphs.replays(subject, *both, lambda **given: subject(**rest, **given))
-
-
-@attack("LL-30", lambda s: heads(s, plainly=True).map(small), scale=0.2)
-def bad_arguments_are_named(subject: Subject, case: Head) -> None:
-    """Wrong rank, sizes, dtype, temperature and mode."""
-    good = case.given(subject)
-    wrong: dict[str, Any] = {
-        "hidden": good["hidden"].long(),
-        "weight": good["weight"][:, :0],
-        "ids": good["ids"].repeat(2),
-        "temperature": -1.0,
-        "logit_scale": 0.0,
-        "backward": "saved",
-        "entropy": "yes",
-    }
-    if "bias" in subject.claims:
-        refused(
-            subject,
-            "bias",
-            {**good, "bias": good["weight"].new_zeros(case.V + 1)},
-            {**good, "bias": good["weight"].new_zeros(case.V)},
-        )
-    for name, value in wrong.items():
-        refused(subject, name, {**good, name: value}, good)
-
-
 @attack("LL-31", lambda s: heads(s, plainly=True).map(small), scale=0.5)
 def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
     """NaN and inf in a row of hidden; values and dX of the others keep their bits."""
@@ -313,3 +254,15 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
         require(bool(value[0].isnan()), f"a row of {poison} gives {value[0].item()!r}, not NaN")
         same_bits("logprob", value[1:], values[1:], f"beside a row of {poison}")
         same_bits("dX", slope[1:], slopes[1:], f"beside a row of {poison}")
+
+
+def with_mask(subject: Subject, case: Head) -> dict[str, Any]:
+    """The call with a mask and with entropies, where these are claimed."""
+    given = case.given(subject)
+    if "mask" in subject.claims:
+        given["mask"] = torch.arange(case.N, device=subject.device) % 2 == case.seed % 2
+    return given | ({"entropy": True} if "entropy" in subject.claims else {})
+
+
+derive("linear_logprob", lambda s, c: c.given(s), inputs_untouched=heads, determinism=heads, scale=0.5)
+derive("linear_logprob", with_mask, capture=lambda s: heads(s).map(small))

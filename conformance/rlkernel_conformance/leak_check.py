@@ -17,7 +17,7 @@ from typing import Any, Final
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
-from rlkernel_conformance.guardian import kin
+from rlkernel_conformance.process_reaper import own_descendants
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.form import Clause
 
@@ -34,7 +34,7 @@ _SHARE: Final = 0.05  # of a profile's examples: every case is many calls
 _LEAST: Final = {"bytes": 4096, "threads": 1, "processes": 1, "open files": 1}
 
 
-def attacks_with_leftovers(op: str) -> dict[str, Attack]:
+def attacks_with_leak_check(op: str) -> dict[str, Attack]:
     """Every attack on an operator by clause, this one last: it repeats the first that applies to every backend."""
     attacks = attacks_on(op)
     first = next(a for a in attacks if a.clause.feature is None)
@@ -52,10 +52,10 @@ def nothing_grows(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, An
             prop(subject, case)
         gc.collect()
         gc.freeze()  # what is there now need not be looked through again
-        counts = [held(subject.device)]
+        counts = [resources_held(subject.device)]
         for _ in range(ROUNDS):
             prop(subject, case)
-            counts.append(held(subject.device))
+            counts.append(resources_held(subject.device))
         gc.unfreeze()
         for what, least in _LEAST.items():
             grown = [after[what] - before[what] for before, after in pairwise(counts)]
@@ -65,7 +65,7 @@ def nothing_grows(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, An
     return repeated
 
 
-def held(device: str) -> dict[str, int]:
+def resources_held(device: str) -> dict[str, int]:
     """What this process holds: bytes on heap and device, threads, processes, open files; 0 where nobody can say."""
     gc.collect()
     memory = _heap()
@@ -77,7 +77,7 @@ def held(device: str) -> dict[str, int]:
     return {
         "bytes": memory,
         "threads": _entries("/proc/self/task"),
-        "processes": len(kin()),
+        "processes": len(own_descendants()),
         "open files": _entries("/proc/self/fd"),
     }
 

@@ -1,6 +1,6 @@
-"""Lives of a rollout buffer: any order of its calls, beside a model that is lists.
+"""Programs for a rollout buffer: any order of its calls, beside a model that is lists.
 
-A life is a tuple of steps of plain values, so that it shrinks and can be lived again. Sequences are named by their
+A program is a tuple of steps of plain values, so that it shrinks and can be run again. Sequences are named by their
 place among those that live, oldest first, with the last two that are gone behind them.
 """
 
@@ -20,7 +20,7 @@ from rlkernel_core.errors import BufferFullError
 from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBatch, RolloutBuffer, Slots
 
 PAGE, PAGES, SEQS, GROUPS = 4, 8, 6, 4
-FIRST_TOKEN: Final = 7  # no token of a life is 0, which is what fresh storage holds
+FIRST_TOKEN: Final = 7  # no token of a program is 0, which is what fresh storage holds
 WIDE: Final = -(1 + 2.0**-40)  # a token times this is exact in float64, on every device, and is no number of fp32
 # Fields of the caller's choice: two numbers a token, and one that no append gives.
 OWN: Final = {**DEFAULT_FIELDS, "pair": Field("float64", (2,)), "tag": Field("int16", default=-3)}
@@ -29,7 +29,7 @@ Step = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Rolling:
+class Program:
     """What happens to a buffer, in order."""
 
     steps: tuple[Step, ...]
@@ -64,15 +64,15 @@ POP: Final = st.tuples(st.just("pop"), st.integers(1, 2))
 REST: Final = st.one_of(st.just(("release",)), st.tuples(st.just("discard"), st.integers(0, 5)))
 
 
-def lives(
+def programs(
     subject: Subject, *steps: st.SearchStrategy[Step], longest: int = 20, any_fields: bool = False
-) -> st.SearchStrategy[Rolling]:
-    """Lives of these steps, of all unless given, with every claimed answer to a full buffer; some with own fields."""
+) -> st.SearchStrategy[Program]:
+    """Programs of these steps (all unless given), for every claimed answer to a full buffer; some with own fields."""
     policies = [f.partition(":")[2] for f in sorted(subject.claims) if f.startswith("on_full:")]
     chosen = steps or (RESERVE, RESERVE, APPEND, APPEND, APPEND, FINISH, FINISH, POP, REST)
-    life = st.lists(st.one_of(*chosen), min_size=4, max_size=longest).map(tuple)
+    steps_drawn = st.lists(st.one_of(*chosen), min_size=4, max_size=longest).map(tuple)
     own = st.booleans() if any_fields and "fields" in subject.claims else st.just(value=False)
-    return st.builds(Rolling, steps=life, on_full=st.sampled_from(policies), own_fields=own)
+    return st.builds(Program, steps=steps_drawn, on_full=st.sampled_from(policies), own_fields=own)
 
 
 def values(tokens: list[int], device: str) -> dict[str, Tensor]:
@@ -107,12 +107,12 @@ def rows_of(batch: RolloutBatch, name: str = "token") -> list[list[Any]]:
 
 
 class Machine:
-    """A buffer and its model, living the same life."""
+    """A buffer and its model, running the same program."""
 
-    def __init__(self, subject: Subject, life: Rolling) -> None:
-        self.life, self.device = life, subject.device
-        own = {"fields": OWN} if life.own_fields else {}
-        self.buffer = small(subject, on_full=life.on_full, **own)
+    def __init__(self, subject: Subject, program: Program) -> None:
+        self.program, self.device = program, subject.device
+        own = {"fields": OWN} if program.own_fields else {}
+        self.buffer = small(subject, on_full=program.on_full, **own)
         self.items: dict[int, list[Item]] = {}  # group -> members, in order of first reservation
         self.gone: list[Item] = []
         self.batch: RolloutBatch | None = None
@@ -122,9 +122,9 @@ class Machine:
         self.places = {n: x.data_ptr() for n, x in self.buffer.tensors().items()}
         self.wrong: dict[str, str] = {}  # aspect -> the first difference
 
-    def live(self, *aspects: str) -> None:
+    def run(self, *aspects: str) -> None:
         """All steps in order; a Violation if one of these aspects went wrong, every one unless given."""
-        for at, (word, *given) in enumerate(self.life.steps):
+        for at, (word, *given) in enumerate(self.program.steps):
             getattr(self, word)(*given)
             self.look()
             found = {k: v for k, v in self.wrong.items() if k in aspects or not aspects}
@@ -157,7 +157,7 @@ class Machine:
             ):
                 return gone
             closed = [g for g, m in self.items.items() if g not in {*gone, group} and not any(i.open for i in m)]
-            if self.life.on_full == "raise" or not closed:
+            if self.program.on_full == "raise" or not closed:
                 return None
             gone.append(closed[0])
 
@@ -207,7 +207,7 @@ class Machine:
         alive_rows = torch.tensor([ok for _, _, ok in chosen.values()], device=self.device)
         places = self.slots([i for i, _, _ in chosen.values()])
         more = values(given, self.device)
-        if self.life.own_fields:
+        if self.program.own_fields:
             token = more["token"].double()
             more["pair"] = torch.stack([token, token * WIDE], 1)
         self.buffer.append(places, more, cu_seqlens=counts.cumsum(0), alive=alive_rows)
@@ -273,6 +273,6 @@ class Machine:
             flat = [t for _, row in self.expected for t in row]
             self.differ("other fields", self.batch["logprob"].tolist(), [-t / 8 for t in flat])
             self.differ("other fields", self.batch["mask"].tolist(), [1] * len(flat))
-            if self.life.own_fields:
+            if self.program.own_fields:
                 self.differ("other fields", self.batch["pair"].tolist(), [[t, t * WIDE] for t in flat])
                 self.differ("other fields", self.batch["tag"].tolist(), [-3] * len(flat))

@@ -1,0 +1,244 @@
+"""One plain call of every operator, of any number of rows: for clauses, tests and comparisons of backends.
+
+No two sizes of a call of six rows are equal but for those that have to be, so that an argument of a wrong size cannot
+fit by chance.
+Legend: N rows (sequences, requests) · B sequences · T time · V vocabulary · D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance.clauses.rollout_state_machine import fill
+from rlkernel_conformance.qmatmul_calls import grid
+from rlkernel_conformance.quantized_weights import FAMILIES, MULTIPLIED, STORED, claims
+from rlkernel_conformance.subject import Subject, arranged
+from rlkernel_core.quant import QuantTensor, quantize
+from rlkernel_core.quant.spec import QuantSpec
+from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
+from rlkernel_core.spec.policy_kinds import KINDS as LOSSES
+
+N = B = 6
+T, V, D = 5, 64, 32
+Arguments = dict[str, Any]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal values in fp32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(*shape: int, seed: int = 0, below: int = V) -> Tensor:
+    """Token ids, int64."""
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def logprobs(*shape: int, seed: int) -> Tensor:
+    """Log-probabilities, fp32."""
+    return -0.1 - draw(*shape, seed=seed).abs()
+
+
+def tokens() -> Tensor:
+    """A token mask [B, T] with a hole and a row of every length but 0."""
+    mask = torch.arange(T)[None] < torch.tensor([5, 3, 1, 5, 4, 2])[:, None]
+    return mask & (torch.arange(B * T).view(B, T) != 2)
+
+
+def rewards(count: int = B, seed: int = 0) -> Tensor:
+    """Rewards [count] of five values from 0 to 1, never all equal among three neighbours."""
+    return torch.tensor([1.0, 0.0, 0.75, 1.0, 0.5, 0.25])[(torch.arange(count) + seed) % 6]
+
+
+def step(x: Tensor) -> Tensor:
+    """A function worth capturing."""
+    return x * 2 + 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """What an example call is made of: a seed, a number of rows, and the backend whose claims it keeps to.
+
+    Without a backend: fp32 on the CPU, and of kinds and formats the most usual.
+    """
+
+    seed: int = 0
+    N: int = N
+    subject: Subject | None = None
+
+    @property
+    def device(self) -> str:
+        """Device of every tensor."""
+        return self.subject.device if self.subject else "cpu"
+
+    @property
+    def outputs(self) -> int:
+        """Rows of a quantized weight."""
+        return 2 * self.N if self.subject else V
+
+    @property
+    def group(self) -> int:
+        """A group size: 3 or 2, or all rows where neither divides them."""
+        return next((n for n in (3, 2) if self.N % n == 0), self.N)
+
+    def normal(self, *shape: int, salt: int = 0) -> Tensor:
+        """Standard normal values in the first claimed dtype."""
+        dtype = self.subject.dtypes[0] if self.subject else "float32"
+        return draw(*shape, seed=self.seed + 101 * salt).to(self.device, getattr(torch, dtype))
+
+    def ids(self, *shape: int) -> Tensor:
+        """Token ids."""
+        return ids(*shape, seed=self.seed).to(self.device)
+
+    def rewards(self) -> Tensor:
+        """Rewards [N]."""
+        return rewards(self.N, self.seed).to(self.normal(1))
+
+    def noise(self, count: int) -> Arguments:
+        """Seeds of `count` requests, and a step."""
+        return {"seed": torch.arange(count, device=self.device) + self.seed, "step": 1}
+
+    def first(self, names: Iterable[str], prefix: str = "kind") -> str:
+        """The first of these choices that is claimed."""
+        return next(n for n in names if self.subject is None or f"{prefix}:{n}" in self.subject.claims)
+
+    def format(self, options: tuple[str, ...] = ()) -> QuantSpec:
+        """The first claimed format."""
+        if self.subject is None:
+            return QuantSpec.named("int4_g32")
+        return next(s for family in FAMILIES.values() for s in family if claims(self.subject, s, options))
+
+    def stored(self) -> Arguments:
+        """A quantized weight."""
+        return {"w": quantize(draw(self.outputs, D, seed=self.seed), self.format(STORED)).to(self.device)}
+
+    def head(self) -> Arguments:
+        """Hidden states [N, D] and a head [V, D]."""
+        return {"hidden": self.normal(self.N, D) / 4, "weight": self.normal(V, D, salt=1)}
+
+    def loss(self) -> Arguments:
+        """What both policy losses take."""
+        return {
+            "old_logprob": -0.1 - self.normal(self.N, T, salt=2).abs(),
+            "advantages": self.normal(self.N, T, salt=3),
+            "kind": self.first(("ppo", "grpo", *LOSSES)),
+        }
+
+
+def _linear_policy_loss(e: Example) -> Arguments:
+    loss = e.loss()
+    loss["old_logprob"] = loss["old_logprob"] - 4  # log V is 4.2
+    return {
+        **loss,
+        "hidden": e.normal(e.N, T, D, salt=4) / 16,
+        "weight": e.normal(V, D, salt=1),
+        "ids": e.ids(e.N, T),
+    }
+
+
+def _verify(e: Example) -> Arguments:
+    """Requests of 1, 1, .. and the rest of the drafts: N rows of logits in all."""
+    requests = max(1, e.N // 3)
+    starts = torch.tensor([*range(requests), e.N - requests], device=e.device)
+    return {
+        "target_logits": e.normal(e.N, V),
+        "draft_ids": e.ids(e.N - requests),
+        "cu_draft": starts,
+        **e.noise(requests),
+    }
+
+
+def _advantage(e: Example) -> Arguments:
+    kinds = [k for k, row in ADVANTAGES.items() if set(row.requires) == {"group"} and k not in {"gdpo", "opo"}]
+    return {"rewards": e.rewards(), "kind": e.first(("grpo", *kinds)), "group": e.group}
+
+
+def _qmatmul(e: Example) -> Arguments:
+    if e.subject is None:
+        return {"x": e.normal(e.N, D), **e.stored()}
+    subject, claimed = e.subject, [s for f in FAMILIES.values() for s in f if claims(e.subject, s, MULTIPLIED)]
+    grids = ((s, grid(subject, s, subject.dtypes[0])) for s in claimed)
+    spec, found = next((pair for pair in grids if pair[1]), (claimed[0], None))  # a check may want tokens quantized too
+    rows, columns, _ = found or (1, 1, 1)
+    outputs, inputs = -(-e.outputs // rows) * rows, -(-D // columns) * columns
+    x = e.normal(outputs, inputs, salt=1)
+    w: QuantTensor = quantize(draw(outputs, inputs, seed=e.seed), spec).to(e.device)
+    return {"x": x, "w": w if subject.admits(x, w) else arranged(w)}
+
+
+def _rollout_buffer(e: Example) -> Arguments:
+    if e.subject is None:
+        return {"max_tokens": 64, "max_seqs": 8, "page_tokens": 4}
+    return {"max_tokens": 64 * e.N, "max_seqs": 2 * e.N, "page_tokens": 4, "device": e.device}
+
+
+EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
+    "logprob": lambda e: {"logits": e.normal(e.N, V), "ids": e.ids(e.N)},
+    "linear_logprob": lambda e: {**e.head(), "ids": e.ids(e.N)},
+    "policy_loss": lambda e: {"logprob": -0.1 - e.normal(e.N, T, salt=1).abs(), **e.loss()},
+    "linear_policy_loss": _linear_policy_loss,
+    "sample": lambda e: {"logits": e.normal(e.N, V), **e.noise(e.N)},
+    "lm_head_sample": lambda e: {**e.head(), **e.noise(e.N)},
+    "verify": _verify,
+    "quantize": lambda e: {"weight": e.normal(e.outputs, D), "format": e.format() if e.subject else "int4_g32"},
+    "dequantize": Example.stored,
+    "prepack": Example.stored,
+    "qmatmul": _qmatmul,
+    "capture": lambda e: {"fn": step, "example": (e.normal(e.N, 3),)},
+    "advantage": _advantage,
+    "affine_suffix_scan": lambda e: {"b": e.normal(e.N, T), "a": e.normal(e.N, T, salt=1)},
+    "whiten": lambda e: {"x": e.normal(e.N, T)},
+    "group_filter": lambda e: {
+        "rewards": e.rewards(),
+        "group": e.group,
+        "rule": e.first(("std", "mean", "distinct"), "rule"),
+    },
+    "shape_rewards": lambda e: {"rewards": e.rewards()},
+    "rollout_buffer": _rollout_buffer,
+}
+
+
+def base(op: str) -> Arguments:
+    """The arguments of a call of six rows, fp32 on the CPU, made anew; a test replaces single ones."""
+    return EXAMPLES[op](Example())
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with values from a seed, for the clauses of every operator."""
+
+    seed: int
+    N: int = N
+
+    def given(self, subject: Subject) -> Arguments:
+        """The arguments of the call, made anew."""
+        return EXAMPLES[subject.op](Example(self.seed, self.N, subject))
+
+    def run(self, subject: Subject, given: Mapping[str, Any] | None = None) -> Any:
+        """Results of the call, or of a short use of what it makes; `given` in place of its arguments."""
+        made = subject(**(self.given(subject) if given is None else given))
+        return USES[subject.op](subject, self, made) if subject.op in USES else made
+
+
+def calls(subject: Subject) -> st.SearchStrategy[Call]:
+    """Calls of six rows."""
+    return st.builds(Call, seed=st.integers(0, 2**20))
+
+
+def _replay(subject: Subject, case: Call, captured: Any) -> Any:
+    return captured(Example(case.seed, case.N, subject).normal(case.N, 3, salt=2))
+
+
+def _fill_and_pop(subject: Subject, case: Call, buffer: Any) -> Any:
+    fill(buffer, subject.device, case.seed % 5, *(1 + i % 3 for i in range(case.N)))
+    with buffer.pop(groups=1) as batch:
+        return {n: batch[n] for n in ("token", "logprob", "mask")}  # nothing else uses this buffer
+
+
+# What is done with a result that is no value but an object with methods.
+USES: Final[Mapping[str, Callable[[Subject, Call, Any], Any]]] = {"capture": _replay, "rollout_buffer": _fill_and_pop}
