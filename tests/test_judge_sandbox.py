@@ -1,4 +1,4 @@
-"""What judged code can still do, tried from inside; a level is never said to be more than it was."""
+"""What judged code can still do, tried from inside; the level that is reported is the one in force."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from rlkernel.discover import guarded
 from rlkernel_core.errors import ConfigError
 from rlkernel_judge import sandbox
-from rlkernel_judge.worker_client import CandidateError, Lost, Seat
+from rlkernel_judge.worker_client import CandidateError, Worker, WorkerLost
 from rlkernel_judge.workloads import defaults
 
-CAGE = sandbox.cage()
-STRONG = CAGE.level != "limits"
+SANDBOX = sandbox.choose()
+STRONG = SANDBOX.level != "limits"
 needs_namespaces = pytest.mark.skipif(not STRONG, reason="this machine grants neither user namespaces nor bubblewrap")
 
 # Tries what it is told and answers in numbers: 1 done, 0 refused.
@@ -60,15 +60,15 @@ def tried(tmp_path_factory):
     outside.chmod(0o777)
     with socket.create_server(("127.0.0.1", 0)) as server:
         words = {"port": server.getsockname()[1], "outside": str(outside / "written"), "pid": os.getpid()}
-        with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
-            said, _, _ = seat.ask("ready")
-            seat.ask("load", source=TRIES % words, impls=(), op="whiten", compile=False)
-            _, blocks, _ = seat.ask(
+        with Worker(SANDBOX, "whiten", "cpu", sandbox.Limits()) as worker:
+            ready, _, _ = worker.ask("ready")
+            worker.ask("load", source=TRIES % words, impls=(), op="whiten", compile=False)
+            _, blocks, _ = worker.ask(
                 "call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None
             )
     del os.environ["RLKERNEL_TEST_SECRET"]
     values = torch.frombuffer(blocks[0], dtype=torch.float32).tolist()
-    return dict(zip(NAMES, values, strict=True)), said["facts"]
+    return dict(zip(NAMES, values, strict=True)), ready["facts"]
 
 
 def test_what_is_reported_is_what_was_found_inside(tried) -> None:
@@ -98,7 +98,7 @@ def test_the_limits_are_in_force_at_every_level(tried) -> None:
 
 @pytest.mark.parametrize("level", sandbox.LEVELS)
 def test_a_level_that_is_asked_for_works_or_is_refused(level) -> None:
-    found, error = guarded(lambda: sandbox.cage(level))
+    found, error = guarded(lambda: sandbox.choose(level))
     if error is None:
         assert found.level == level
     else:
@@ -108,18 +108,18 @@ def test_a_level_that_is_asked_for_works_or_is_refused(level) -> None:
 def test_a_device_that_cannot_be_used_inside_gets_the_next_level_that_works(monkeypatch) -> None:
     tried = []
     monkeypatch.setattr(sandbox, "_works", lambda c: tried.append(c.level) or c.level == "limits")
-    first = sandbox.Cage("namespaces", as_nobody=False)
-    assert (sandbox.weaker(first), tried) == (sandbox.Cage("limits", as_nobody=False), ["bubblewrap", "limits"])
-    assert sandbox.weaker(sandbox.Cage("limits", as_nobody=False)) is None
+    first = sandbox.Sandbox("namespaces", as_nobody=False)
+    assert (sandbox.weaker(first), tried) == (sandbox.Sandbox("limits", as_nobody=False), ["bubblewrap", "limits"])
+    assert sandbox.weaker(sandbox.Sandbox("limits", as_nobody=False)) is None
 
 
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose auto"):
-        sandbox.cage("tight")
+        sandbox.choose("tight")
 
 
 def test_the_private_folder_is_gone_afterwards() -> None:
-    with sandbox.private_folder(CAGE) as scratch:
+    with sandbox.private_folder(SANDBOX) as scratch:
         (scratch / "x").write_text("x")
     assert not scratch.parent.exists()
 
@@ -136,12 +136,12 @@ def whiten(x):
 """
 
 
-def test_a_child_that_left_its_session_ends_with_the_host() -> None:
-    with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
-        seat.ask("load", source=LEFT, impls=(), op="whiten", compile=False)
-        seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
-        marker = seat.scratch
-    assert sandbox.started(marker) == []
+def test_a_child_that_left_its_session_ends_with_the_worker() -> None:
+    with Worker(SANDBOX, "whiten", "cpu", sandbox.Limits()) as worker:
+        worker.ask("load", source=LEFT, impls=(), op="whiten", compile=False)
+        worker.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
+        marker = worker.scratch
+    assert sandbox.processes_of(marker) == []
 
 
 BOMB = """
@@ -156,18 +156,18 @@ def whiten(x):
 
 
 @pytest.mark.skipif(
-    not (CAGE.level == "namespaces" or (CAGE.as_nobody or os.geteuid() != 0)),
+    not (SANDBOX.level == "namespaces" or (SANDBOX.as_nobody or os.geteuid() != 0)),
     reason="root is bound by no limit on processes, and this machine grants no namespaces",
 )
 def test_a_fork_bomb_ends_within_its_limits() -> None:
     limits = sandbox.Limits(processes=40)
-    with Seat(CAGE, "whiten", "cpu", limits) as seat:
-        seat.ask("load", source=BOMB, impls=(), op="whiten", compile=False)
-        seat.until = time.monotonic() + 2
-        with pytest.raises(Lost) as caught:
-            seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
-        marker = seat.scratch
-    assert (caught.value.fault in {"killed", "timeout"}, sandbox.started(marker)) == (True, [])
+    with Worker(SANDBOX, "whiten", "cpu", limits) as worker:
+        worker.ask("load", source=BOMB, impls=(), op="whiten", compile=False)
+        worker.deadline = time.monotonic() + 2
+        with pytest.raises(WorkerLost) as caught:
+            worker.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
+        marker = worker.scratch
+    assert (caught.value.fault in {"killed", "timeout"}, sandbox.processes_of(marker)) == (True, [])
 
 
 HOARD = "def whiten(x):\n    return {'values': x.new_ones(1 << 40)}\n"
@@ -175,8 +175,8 @@ FILE = "def whiten(x):\n    open('big', 'wb').truncate(1 << 40)\n"
 
 
 def test_more_than_its_share_is_an_error_of_the_candidate() -> None:
-    with Seat(CAGE, "whiten", "cpu", sandbox.Limits()) as seat:
+    with Worker(SANDBOX, "whiten", "cpu", sandbox.Limits()) as worker:
         for source, words in ((FILE, "large"), (HOARD, "memory")):
-            seat.ask("load", source=source, impls=(), op="whiten", compile=False)
+            worker.ask("load", source=source, impls=(), op="whiten", compile=False)
             with pytest.raises(CandidateError, match=f"(?i){words}"):
-                seat.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
+                worker.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)

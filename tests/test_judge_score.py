@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlkernel_core.errors import UnknownNameError
-from rlkernel_judge.score import FAST_P, SCORES, fast, geometric_mean, pass_at_k, summary, terms, weights
+from rlkernel_judge.score import FAST_P, SCORES, fast_p_of, geometric_mean, pass_at_k, summary, terms, weights
 from rlkernel_judge.verdict import Verdict
 
 FACTS = {"compiled": True, "correct": True, "pass_rate": 1.0, "fault": None, "speedup": 2.0, "low": 1.5}
@@ -60,15 +60,27 @@ def test_the_geometric_mean_of_a_speedup_and_its_inverse_is_one() -> None:
 
 
 def test_fast_0_asks_for_correctness_and_the_others_for_speed() -> None:
-    assert fast(correct=True, speedup=1.2) == {"0": 1, "0.5": 1, "0.8": 1, "1": 1, "1.5": 0, "2": 0}
-    assert set(fast(correct=False, speedup=9.0).values()) == {0.0}
-    assert list(fast(correct=True, speedup=None).values()) == [1.0] + [0.0] * (len(FAST_P) - 1)
+    assert fast_p_of(correct=True, speedup=1.2) == {"0": 1, "0.5": 1, "0.8": 1, "1": 1, "1.5": 0, "2": 0}
+    assert set(fast_p_of(correct=False, speedup=9.0).values()) == {0.0}
+    assert list(fast_p_of(correct=True, speedup=None).values()) == [1.0] + [0.0] * (len(FAST_P) - 1)
 
 
 def verdict(file: str, *, correct: bool, speedup: float | None, score: float) -> Verdict:
-    told = {"op": "logprob", "source_hash": "", "device": "cpu", "profile": "quick", "compiled": True, "pass_rate": 1.0}
+    given = {
+        "op": "logprob",
+        "source_hash": "",
+        "device": "cpu",
+        "profile": "quick",
+        "compiled": True,
+        "pass_rate": 1.0,
+    }
     return Verdict(
-        file=file, correct=correct, speedup=speedup, score=score, fast_p=fast(correct=correct, speedup=speedup), **told
+        file=file,
+        correct=correct,
+        speedup=speedup,
+        score=score,
+        fast_p=fast_p_of(correct=correct, speedup=speedup),
+        **given,
     )
 
 

@@ -16,14 +16,14 @@ import pytest
 
 from rlkernel_core.errors import ConfigError
 from rlkernel_judge import server
-from rlkernel_judge.job_queue import Docket
+from rlkernel_judge.job_queue import JobQueue
 from rlkernel_judge.serve import serve, token_of
-from rlkernel_judge.server import MOST_REQUEST, app
+from rlkernel_judge.server import MAX_REQUEST, app
 from tests.judged import HARM, RIGHT
 
 TOKEN = "a token of more than sixteen"
 ASKED = {"source": "def logprob(logits, ids): ...", "op": "logprob"}
-# Stand-ins for a trial's process: the docket's own work is what is looked at.
+# Stand-ins for a trial's process: the queue's own work is what is looked at.
 QUICK = (
     "import json, sys; t = json.load(sys.stdin); print(json.dumps({'verdict': {'op': t['task']['op'], 'fault': None}}))"
 )
@@ -33,24 +33,24 @@ HARMED = "import json; print(json.dumps({'verdict': {'fault': 'illegal_access'}}
 WELL, ILL = "print('')", "print('cuda:0 cannot add numbers')"
 
 
-def docket(trial: str = QUICK, devices: tuple[str, ...] = ("cpu",), health: str = WELL, waiting: int = 8) -> Docket:
+def queue_of(trial: str = QUICK, devices: tuple[str, ...] = ("cpu",), health: str = WELL, waiting: int = 8) -> JobQueue:
     def python(code: str) -> tuple[str, ...]:
         return sys.executable, "-c", code
 
-    return Docket(devices, waiting=waiting, trial=python(trial), health=python(health))
+    return JobQueue(devices, waiting=waiting, trial=python(trial), health=python(health))
 
 
 async def until(holds) -> None:
     """Let the others work until something holds."""
     async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110 the docket tells nobody when it starts a case
+        while not holds():  # noqa: ASYNC110 the queue tells nobody when it starts a job
             await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def client(cases: Docket, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def client(queue: JobQueue, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a server that is open."""
-    running = app(cases, token)
+    running = app(queue, token)
     async with running.router.lifespan_context(running):
         transport = httpx.ASGITransport(running)
         async with httpx.AsyncClient(transport=transport, base_url="http://judge", timeout=120) as found:
@@ -59,20 +59,20 @@ async def client(cases: Docket, token: str | None = None) -> AsyncIterator[httpx
 
 def test_a_verdict_comes_back() -> None:
     async def main() -> None:
-        async with client(docket()) as http:
+        async with client(queue_of()) as http:
             answer = await http.post("/judge", json=ASKED)
         assert (answer.status_code, answer.json()) == (200, {"op": "logprob", "fault": None})
 
     asyncio.run(main())
 
 
-def test_a_case_can_be_asked_for_later() -> None:
+def test_a_job_can_be_asked_for_later() -> None:
     async def main() -> None:
-        cases = docket()
-        async with client(cases) as http:
+        queue = queue_of()
+        async with client(queue) as http:
             answer = await http.post("/judge", json={**ASKED, "wait": False})
             assert (answer.status_code, answer.headers["location"]) == (202, f"/jobs/{answer.json()['id']}")
-            await cases.cases[answer.json()["id"]].done.wait()
+            await queue.jobs[answer.json()["id"]].done.wait()
             later = await http.get(answer.headers["location"])
             assert (later.json()["state"], later.json()["verdict"]["op"]) == ("done", "logprob")
             assert (await http.get("/jobs/none")).status_code == 404
@@ -93,12 +93,12 @@ def test_a_case_can_be_asked_for_later() -> None:
         (json.dumps({**ASKED, "command": "rm"}).encode(), 422, "command"),
         (json.dumps({**ASKED, "sandbox": "limits"}).encode(), 422, "the server decides"),
         (json.dumps({**ASKED, "source": "x" * (300 << 10)}).encode(), 422, "source"),
-        (b"x" * (MOST_REQUEST + 1), 413, "at most"),
+        (b"x" * (MAX_REQUEST + 1), 413, "at most"),
     ],
 )
 def test_a_request_that_is_none_is_refused_and_the_server_goes_on(body, status, words) -> None:
     async def main() -> None:
-        async with client(docket()) as http:
+        async with client(queue_of()) as http:
             answer = await http.post("/judge", content=body)
             assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text[:300]
             assert (await http.get("/health")).json()["status"] == "ok"
@@ -112,20 +112,20 @@ def test_a_body_of_unknown_length_is_not_read_beyond_the_limit() -> None:
 
         async def endless() -> AsyncIterator[bytes]:
             nonlocal sent
-            while sent < 16 * MOST_REQUEST:
+            while sent < 16 * MAX_REQUEST:
                 sent += 1 << 16
                 yield b"x" * (1 << 16)
 
-        async with client(docket()) as http:
+        async with client(queue_of()) as http:
             answer = await http.post("/judge", content=endless())
-        assert (answer.status_code, sent < 3 * MOST_REQUEST) == (413, True)
+        assert (answer.status_code, sent < 3 * MAX_REQUEST) == (413, True)
 
     asyncio.run(main())
 
 
 def test_a_token_is_asked_of_everything_but_health() -> None:
     async def main() -> None:
-        async with client(docket(), TOKEN) as http:
+        async with client(queue_of(), TOKEN) as http:
             for method, path in (("POST", "/judge"), ("GET", "/devices"), ("GET", "/faults"), ("GET", "/jobs/x")):
                 for borne in (None, "Bearer wrong", f"Basic {TOKEN}"):
                     headers = {"authorization": borne} if borne else {}
@@ -139,10 +139,10 @@ def test_a_token_is_asked_of_everything_but_health() -> None:
 
 def test_a_full_line_says_when_to_come_back() -> None:
     async def main() -> None:
-        cases = docket(STUCK, waiting=1)
-        async with client(cases) as http:
+        queue = queue_of(STUCK, waiting=1)
+        async with client(queue) as http:
             first = (await http.post("/judge", json={**ASKED, "wait": False})).json()["id"]
-            await until(lambda: cases.cases[first].state == "running")
+            await until(lambda: queue.jobs[first].state == "running")
             second = await http.post("/judge", json={**ASKED, "wait": False})
             third = await http.post("/judge", json={**ASKED, "wait": False})
             assert (second.status_code, third.status_code) == (202, 429)
@@ -153,25 +153,25 @@ def test_a_full_line_says_when_to_come_back() -> None:
 
 def test_who_names_no_device_gets_the_least_busy() -> None:
     async def main() -> None:
-        cases = docket(STUCK, devices=("cuda:0", "cuda:1"))
-        async with client(cases) as http:
+        queue = queue_of(STUCK, devices=("cuda:0", "cuda:1"))
+        async with client(queue) as http:
             for _ in range(2):
                 await http.post("/judge", json={**ASKED, "wait": False})
-                await until(lambda: all(c.state == "running" for c in cases.cases.values()))
-            assert {c.task["device"] for c in cases.cases.values()} == {"cuda:0", "cuda:1"}
+                await until(lambda: all(c.state == "running" for c in queue.jobs.values()))
+            assert {c.task["device"] for c in queue.jobs.values()} == {"cuda:0", "cuda:1"}
 
     asyncio.run(main())
 
 
-def test_devices_work_beside_each_other_and_each_on_one_case() -> None:
+def test_devices_work_beside_each_other_and_each_on_one_job() -> None:
     async def main() -> None:
-        cases = docket(STUCK, devices=("cuda:0", "cuda:1"))
-        async with client(cases) as http:
+        queue = queue_of(STUCK, devices=("cuda:0", "cuda:1"))
+        async with client(queue) as http:
             ids = [
                 (await http.post("/judge", json={**ASKED, "device": d, "wait": False})).json()["id"]
                 for d in ("cuda:0", "cuda:1", "cuda:0")
             ]
-            await until(lambda: [cases.cases[i].state for i in ids] == ["running", "running", "waiting"])
+            await until(lambda: [queue.jobs[i].state for i in ids] == ["running", "running", "waiting"])
             devices = (await http.get("/devices")).json()
             assert (devices["cuda:0"]["waiting"], devices["cuda:1"]["waiting"]) == (1, 0)
             assert devices["cuda:0"]["running"] == ids[0]
@@ -181,10 +181,10 @@ def test_devices_work_beside_each_other_and_each_on_one_case() -> None:
 
 def test_a_trial_that_dies_takes_no_other_with_it() -> None:
     async def main() -> None:
-        cases = docket(DEAD)
-        async with client(cases) as http:
+        queue = queue_of(DEAD)
+        async with client(queue) as http:
             dead = await http.post("/judge", json=ASKED)
-            cases.trial = (sys.executable, "-c", QUICK)
+            queue.trial = (sys.executable, "-c", QUICK)
             alive = await http.post("/judge", json=ASKED)
         assert (dead.status_code, "without a verdict" in dead.json()["error"], alive.status_code) == (500, True, 200)
 
@@ -193,15 +193,15 @@ def test_a_trial_that_dies_takes_no_other_with_it() -> None:
 
 def test_a_device_that_fails_its_check_is_out_of_service_until_it_is_reset() -> None:
     async def main() -> None:
-        cases = docket(HARMED, devices=("cuda:0",), health=ILL)
+        queue = queue_of(HARMED, devices=("cuda:0",), health=ILL)
         asked = {**ASKED, "device": "cuda:0"}
-        async with client(cases) as http:
+        async with client(queue) as http:
             assert (await http.post("/judge", json=asked)).status_code == 200
             refused = await http.post("/judge", json=asked)
             assert (refused.status_code, "out of service" in refused.json()["error"]) == (503, True)
             assert (await http.get("/faults")).json()["illegal_access"]["seen"] == 1
             assert (await http.post("/devices/cuda:0/reset")).status_code == 503
-            cases.health, cases.trial = (sys.executable, "-c", WELL), (sys.executable, "-c", QUICK)
+            queue.health, queue.trial = (sys.executable, "-c", WELL), (sys.executable, "-c", QUICK)
             reset = await http.post("/devices/cuda:0/reset")
             assert (reset.status_code, reset.json()["in_service"], reset.json()["faults"]) == (200, True, {})
             assert (await http.post("/judge", json=asked)).status_code == 200
@@ -210,10 +210,10 @@ def test_a_device_that_fails_its_check_is_out_of_service_until_it_is_reset() -> 
     asyncio.run(main())
 
 
-def test_a_client_that_goes_away_takes_its_case_with_it() -> None:
+def test_a_client_that_goes_away_takes_its_job_with_it() -> None:
     async def main() -> None:
-        cases = docket(STUCK)
-        running = app(cases)
+        queue = queue_of(STUCK)
+        running = app(queue)
         body = json.dumps(ASKED).encode()
         gone = asyncio.Event()
         words = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -230,23 +230,23 @@ def test_a_client_that_goes_away_takes_its_case_with_it() -> None:
         scope = {"type": "http", "method": "POST", "path": "/judge", "headers": [], "query_string": b""}
         async with running.router.lifespan_context(running):
             call = asyncio.create_task(running(scope, receive, send))
-            await until(lambda: any(c.process for c in cases.cases.values()))
+            await until(lambda: any(c.process for c in queue.jobs.values()))
             gone.set()
             await call
-            (case,) = cases.cases.values()
-            assert (case.state, await case.process.wait() != 0) == ("cancelled", True)
+            (job,) = queue.jobs.values()
+            assert (job.state, await job.process.wait() != 0) == ("cancelled", True)
 
     asyncio.run(main())
 
 
 def test_a_server_that_closes_answers_those_who_wait() -> None:
     async def main() -> None:
-        cases = docket(STUCK)
-        cases.open()
+        queue = queue_of(STUCK)
+        queue.open()
         task = {"op": "logprob", "device": "cpu", "limit_s": 60}
-        both = [cases.submit(task, b"", "a.py") for _ in range(2)]
+        both = [queue.submit(task, b"", "a.py") for _ in range(2)]
         await until(lambda: both[0].state == "running")
-        await cases.close()
+        await queue.close()
         assert [c.state for c in both] == ["cancelled", "cancelled"]
 
     asyncio.run(main())
@@ -254,9 +254,9 @@ def test_a_server_that_closes_answers_those_who_wait() -> None:
 
 def test_two_real_trials_one_of_which_kills_its_process() -> None:
     async def main() -> None:
-        cases = Docket(("cpu",))
+        queue = JobQueue(("cpu",))
         asked = {"op": "logprob", "clauses": ["LP-01"], "timing": False, "strict": False}
-        async with client(cases) as http:
+        async with client(queue) as http:
             bad, good = await asyncio.gather(
                 http.post("/judge", json={**asked, "source": HARM["segfault"]}),
                 http.post("/judge", json={**asked, "source": RIGHT}),

@@ -1,4 +1,4 @@
-"""Reading a candidate before anything of it runs."""
+"""Static checks before anything of a candidate runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlkernel_judge.source import FORBIDDEN, MOST_BYTES, read
+from rlkernel_judge.source import FORBIDDEN, MAX_BYTES, read
 from tests.judged import RIGHT
 
 
@@ -22,7 +22,7 @@ def test_a_right_candidate_is_read_without_complaint() -> None:
 @pytest.mark.parametrize(
     "data, fault, words",
     [
-        (b"x" * (MOST_BYTES + 1), "rejected", "at most"),
+        (b"x" * (MAX_BYTES + 1), "rejected", "at most"),
         (b"\x7fELF\x00\x00\xff\xfe", "rejected", "binary"),
         (b"def logprob(logits, ids): return 1\0", "rejected", "zero byte"),
         (b"def logprob(logits, ids:\n", "syntax_error", "line 1"),

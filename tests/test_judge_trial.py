@@ -24,8 +24,8 @@ from tests.judged import (
 
 
 def verdict(source: str, *clauses: str, **more) -> Verdict:
-    told = {"op": "logprob", "clauses": clauses, "timing": False, "strict": False, "limit_s": 60.0, **more}
-    return judge(source.encode(), Task(**told))
+    asked = {"op": "logprob", "clauses": clauses, "timing": False, "strict": False, "limit_s": 60.0, **more}
+    return judge(source.encode(), Task(**asked))
 
 
 def test_a_right_candidate_holds_every_clause_of_what_it_claims_and_is_timed() -> None:

@@ -21,16 +21,16 @@ DTYPES = ("float32", "bfloat16", "float64", "int64", "bool", "uint8")
 
 def sent(value: object) -> object:
     """A value as it arrives in the judged process."""
-    header, blocks, _ = wire.give(value)
-    return wire.take(header, [bytearray(b) for b in blocks], "cpu")[0]
+    header, blocks, _ = wire.encode_request(value)
+    return wire.decode_request(header, [bytearray(b) for b in blocks], "cpu")[0]
 
 
 def answered(value: object) -> object:
     """A value as it comes back."""
     tensors: list[torch.Tensor] = []
-    told = json.loads(json.dumps(wire.encode(value, tensors)))
+    encoded = json.loads(json.dumps(wire.encode_result(value, tensors)))
     blocks = [bytearray(wire.to_bytes(x)) for x in tensors]
-    return wire.decode(told, wire.tensors_of(told, blocks, "cpu"))
+    return wire.decode_result(encoded, wire.tensors_of(encoded, blocks, "cpu"))
 
 
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 99))
@@ -86,7 +86,7 @@ def test_what_is_no_plain_result_is_refused_by_name(value) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "encoded",
     [
         {"dataclass": "subprocess:Popen", "of": {"args": "true"}},
         {"dataclass": "rlkernel_core.spec.logprob:check", "of": {}},
@@ -96,16 +96,16 @@ def test_what_is_no_plain_result_is_refused_by_name(value) -> None:
         {"tensor": 0, "dtype": "float32", "shape": [3], "grad": False},
     ],
 )
-def test_no_answer_names_code_to_run(told) -> None:
+def test_no_answer_names_code_to_run(encoded) -> None:
     with pytest.raises((ValueError, ImportError, IndexError)):
-        wire.decode(told, [])
+        wire.decode_result(encoded, [])
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        struct.pack("<I", wire.MOST_HEADER + 1),
-        struct.pack("<I", 2) + b"{}" + struct.pack("<I", wire.MOST_BLOCKS + 1),
+        struct.pack("<I", wire.MAX_HEADER + 1),
+        struct.pack("<I", 2) + b"{}" + struct.pack("<I", wire.MAX_BLOCKS + 1),
         struct.pack("<I", 2) + b"{}" + struct.pack("<I", 1) + struct.pack("<Q", 1 << 60),
     ],
 )
@@ -113,7 +113,7 @@ def test_an_answer_beyond_the_limits_is_not_read(frame) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(frame)
-        with pytest.raises(wire.Closed) as caught:
+        with pytest.raises(wire.ConnectionLost) as caught:
             wire.receive(ours, time.monotonic() + 5)
     assert caught.value.fault == "protocol_error"
 
@@ -121,15 +121,15 @@ def test_an_answer_beyond_the_limits_is_not_read(frame) -> None:
 def test_silence_ends_at_its_time_and_a_closed_door_at_once() -> None:
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs, pytest.raises(wire.Closed) as late:
+        with theirs, pytest.raises(wire.ConnectionLost) as late:
             wire.receive(ours, time.monotonic() + 0.01)
-        with pytest.raises(wire.Closed) as closed:
+        with pytest.raises(wire.ConnectionLost) as closed:
             wire.receive(ours, time.monotonic() + 5)
     assert (late.value.fault, closed.value.fault) == ("timeout", "closed")
 
 
 def test_what_goes_to_the_candidate_holds_no_tensor_data_in_its_pickle() -> None:
-    header, blocks, _ = wire.give({"x": torch.arange(1000)})
+    header, blocks, _ = wire.encode_request({"x": torch.arange(1000)})
     assert (len(header) < 500, [len(b) for b in blocks]) == (True, [8000])
     with pytest.raises(pickle.UnpicklingError):
         pickle.loads(header)

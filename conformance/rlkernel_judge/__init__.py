@@ -5,9 +5,9 @@
 
 Three processes, so that a candidate cannot reach what judges it:
 
-    server or command line ──▶ trial (clauses, definitions, clocks) ──▶ host (the candidate, behind a sandbox)
-                                       └──────────────────────────────▶ host (the baseline)
+    server or command line ──▶ trial (clauses, reference, clocks) ──▶ worker (the candidate, in a sandbox)
+                                       └──────────────────────────────▶ worker (the baseline)
 
 The candidate's process gives back tensors and nothing else that counts: whether they are right, and how long they
-took, is found out where no line of the candidate's ever runs.
+took, is measured in a process that runs no line of the candidate's.
 """

@@ -28,7 +28,6 @@ EXITS: Final = {
     1: "a candidate is wrong, cheats, or did not run",
 }
 SERVE: Final = "serve"
-_NEEDED: Final = ("hypothesis", "numpy", "torch")
 
 
 def command(
@@ -51,7 +50,7 @@ def command(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="serve: port; 0 takes a free one.")] = 8473,
     token_file: Annotated[
-        Path | None, typer.Option(help="serve: file whose first line requests must bear as a token.")
+        Path | None, typer.Option(help="serve: file whose first line requests must carry as a token.")
     ] = None,
     waiting: Annotated[int, typer.Option(min=1, help="serve: requests that may wait for each device.")] = 64,
     json: Json = False,
@@ -69,23 +68,22 @@ def command(
 
         serve(host, port, tuple(device.split(",")), token_file, waiting, sandbox)
         return
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the judge needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+    require("the judge", "hypothesis", "numpy", "torch")
     if op is None:
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
     from pydantic import ValidationError
 
     from rlkernel_judge.score import summary
     from rlkernel_judge.trial import judge
-    from rlkernel_judge.verdict import Task, said
+    from rlkernel_judge.verdict import Task, complaints
 
-    told = {"op": op, "baseline": baseline, "device": device, "profile": profile, "clauses": tuple(clause or ())}
-    told |= {"timing": timing, "strict": strict, "limit_s": limit, "sandbox": sandbox, "score": score}
+    asked: dict[str, Any] = {"op": op, "baseline": baseline, "device": device, "profile": profile}
+    asked |= {"clauses": tuple(clause or ()), "timing": timing, "strict": strict}
+    asked |= {"limit_s": limit, "sandbox": sandbox, "score": score}
     try:
-        task = Task.model_validate(told)
+        task = Task.model_validate(asked)
     except ValidationError as error:
-        raise ConfigError(said(error)) from error
+        raise ConfigError(complaints(error)) from error
     verdicts = [judge(_bytes(file), task, file=file) for file in files]
     found = summary(verdicts) if len(verdicts) > 1 else verdicts[0]
     if json:
@@ -99,12 +97,22 @@ def command(
         raise typer.Exit(1)
 
 
+def require(what: str, *packages: str) -> None:
+    """See that packages are installed.
+
+    Raises:
+        ConfigError: some are missing; it names the line that installs them.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+
+
 def _bytes(file: str) -> bytes:
-    from rlkernel_judge.source import MOST_BYTES
+    from rlkernel_judge.source import MAX_BYTES
 
     try:
         with Path(file).open("rb") as source:
-            return source.read(MOST_BYTES + 1)
+            return source.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
 

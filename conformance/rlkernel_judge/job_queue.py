@@ -1,7 +1,7 @@
-"""The cases before the judge: one at a time on each device, the others wait in line, each in a process of its own.
+"""The jobs of a judging server: one at a time on each device, the others in its queue, each in a process of its own.
 
-Whatever happens to a trial happens to that process. A fault that may have left a GPU in a bad state is followed by a
-check of the device; one that fails takes no more cases until it is reset. Imports no torch.
+Whatever happens in a trial happens to that process. After a fault that may have left a GPU in a bad state the device is
+checked; one that fails takes no more jobs until it is reset. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import secrets
-import signal
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -20,37 +19,38 @@ from typing import Any, Final
 
 from rlkernel_core.errors import RLKernelError
 
+Process = asyncio.subprocess.Process
 TRIAL: Final = (sys.executable, "-m", "rlkernel_judge.trial")
 HEALTH: Final = (
     sys.executable,
     "-c",
     "import sys; from rlkernel_conformance.health import complaint; print(complaint(sys.argv[1]) or '')",
 )
-KEPT: Final = 1024  # finished cases that can still be asked for
-_GRACE_S: Final = 60.0  # beyond a task's own limit: starting, and ending what is left
+KEPT: Final = 1024  # finished jobs that can still be asked for
+_GRACE_S: Final = 60.0  # beyond a task's own limit: to start, and to end what is left
 _ENDING_S: Final = 10.0
 _HEALTH_S: Final = 120.0
-# After these a device is looked at before it takes another case.
+# After these a device is checked before it takes another job.
 _HARMFUL: Final = frozenset(
     {"illegal_access", "illegal_instruction", "segfault", "abort", "timeout", "killed", "out_of_memory", "jit_error"}
 )
-_USUAL_S: Final = 15.0  # a trial, until some were seen
+_FIRST_ESTIMATE_S: Final = 15.0  # of a trial, until some were seen
 
 
-class Full(RLKernelError):
-    """The line is full; `retry_s` says when it may not be."""
+class QueueFull(RLKernelError):
+    """The device's queue is full; `retry_s` estimates when it may not be."""
 
     def __init__(self, retry_s: float) -> None:
-        super().__init__(f"too many cases are waiting; try again in {retry_s:.0f} s")
+        super().__init__(f"too many jobs are waiting; try again in {retry_s:.0f} s")
         self.retry_s = retry_s
 
 
 class OutOfService(RLKernelError):
-    """The device failed its check, or the docket is closing."""
+    """The device failed its check, or the server is closing."""
 
 
 @dataclass
-class Case:
+class Job:
     """One request, from its arrival to its verdict."""
 
     id: str
@@ -58,25 +58,35 @@ class Case:
     source: bytes
     file: str
     state: str = "waiting"  # waiting | running | done | cancelled
-    answer: dict[str, Any] | None = None  # {"verdict": ...} or {"error": ...}
+    answer: dict[str, Any] = field(default_factory=dict)  # {"verdict": ...} or {"error": ...}
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    process: asyncio.subprocess.Process | None = None
+    process: Process | None = None
+
+    def finish(self, state: str, answer: dict[str, Any]) -> None:
+        """Record the answer and wake who waits for it."""
+        self.state, self.answer, self.source = state, answer, b""
+        self.done.set()
 
 
 @dataclass
 class Device:
-    """One device and its line."""
+    """One device and its queue."""
 
     name: str
-    line: asyncio.Queue[Case]
+    queue: asyncio.Queue[Job]
     complaint: str | None = None  # why it is out of service
-    running: str | None = None  # id of the case
+    running: str | None = None  # id of the job
     finished: int = 0
     faults: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def refusal(self) -> str:
+        """Why it takes no job, or ""."""
+        return "" if self.complaint is None else f"{self.name} is out of service: {self.complaint}"
 
-class Docket:
-    """All cases of a server."""
+
+class JobQueue:
+    """All jobs of a server."""
 
     def __init__(
         self,
@@ -87,138 +97,139 @@ class Docket:
         health: tuple[str, ...] = HEALTH,
     ) -> None:
         self.devices = {name: Device(name, asyncio.Queue(waiting)) for name in devices}
-        self.cases: OrderedDict[str, Case] = OrderedDict()
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
         self.trial, self.health = trial, health
-        self.usual_s, self.closing = _USUAL_S, False
-        self._clerks: list[asyncio.Task[None]] = []
+        self.average_s, self.closing = _FIRST_ESTIMATE_S, False
+        self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """Start to work; needs a running event loop."""
-        self._clerks = [asyncio.create_task(self._work(d)) for d in self.devices.values()]
+        self._tasks = [asyncio.create_task(self._serve(device)) for device in self.devices.values()]
 
     async def close(self) -> None:
-        """Take no more cases, end those that run, tell those that wait."""
+        """Take no more jobs, end those that run, answer those that wait."""
         self.closing = True
-        for clerk in self._clerks:
-            clerk.cancel()
-        await asyncio.gather(*self._clerks, return_exceptions=True)
-        for case in list(self.cases.values()):
-            if not case.done.is_set():
-                self._finish(case, "cancelled", {"error": "the server is closing"})
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in self.jobs.values():
+            if not job.done.is_set():
+                job.finish("cancelled", {"error": "the server is closing"})
 
-    def submit(self, task: dict[str, Any], source: bytes, file: str) -> Case:
-        """Put a case in the line of its device.
+    def submit(self, task: dict[str, Any], source: bytes, file: str) -> Job:
+        """Put a job in the queue of its device.
 
         Raises:
-            Full: the line is full.
-            OutOfService: the device takes no cases.
+            QueueFull: there is no room.
+            OutOfService: the device takes no jobs.
             KeyError: no such device.
         """
         device = self.devices[task["device"]]
         if self.closing:
             raise OutOfService("the server is closing")
-        if device.complaint is not None:
-            raise OutOfService(
-                f"{device.name} is out of service: {device.complaint}; POST /devices/{device.name}/reset"
-            )
-        case = Case(secrets.token_hex(8), task, source, file)
+        if device.refusal:
+            raise OutOfService(f"{device.refusal}; POST /devices/{device.name}/reset")
+        job = Job(secrets.token_hex(8), task, source, file)
         try:
-            device.line.put_nowait(case)
+            device.queue.put_nowait(job)
         except asyncio.QueueFull as error:
-            raise Full(self.usual_s * max(1, device.line.qsize())) from error
-        self.cases[case.id] = case
-        finished = [k for k, c in self.cases.items() if c.done.is_set()]
+            raise QueueFull(self.average_s * max(1, device.queue.qsize())) from error
+        self.jobs[job.id] = job
+        finished = [k for k, j in self.jobs.items() if j.done.is_set()]
         for old in finished[: max(0, len(finished) - KEPT)]:
-            del self.cases[old]
-        return case
+            del self.jobs[old]
+        return job
 
-    def idlest(self) -> str:
-        """The device with the shortest line, of those in service where there are any."""
-        return min(
-            self.devices.values(), key=lambda d: (d.complaint is not None, d.line.qsize(), d.running is not None)
-        ).name
+    def least_busy(self) -> str:
+        """The device with the shortest queue, of those in service where there are any."""
+        devices = self.devices.values()
+        return min(devices, key=lambda d: (d.complaint is not None, d.queue.qsize(), d.running is not None)).name
 
-    async def cancel(self, case: Case) -> None:
+    async def cancel(self, job: Job) -> None:
         """Nobody wants the verdict any more."""
-        if not case.done.is_set():
-            self._finish(case, "cancelled", {"error": "the request was cancelled"})
-            await _end(case.process)
+        if not job.done.is_set():
+            job.finish("cancelled", {"error": "the request was cancelled"})
+            await _end(job.process)
 
     async def reset(self, name: str) -> str | None:
-        """Forget a device's faults and look whether it computes; what is wrong with it, or None.
+        """Forget a device's faults and check it; what is wrong with it, or None.
 
         Raises:
             KeyError: no such device.
         """
         device = self.devices[name]
         device.faults.clear()
-        device.complaint = await self._look(device)
+        device.complaint = await self._check(device)
         return device.complaint
 
-    async def _work(self, device: Device) -> None:
+    async def _serve(self, device: Device) -> None:
+        """Run the jobs of a device, one after another."""
         while True:
-            case = await device.line.get()
-            if case.done.is_set():
+            job = await device.queue.get()
+            if job.done.is_set():
                 continue
-            if device.complaint is not None:
-                self._finish(case, "done", {"error": f"{device.name} is out of service: {device.complaint}"})
+            if device.refusal:
+                job.finish("done", {"error": device.refusal})
                 continue
-            device.running, case.state, began = case.id, "running", time.monotonic()
+            device.running, job.state, began = job.id, "running", time.monotonic()
             try:
-                answer = await self._try(case)
+                answer = await self._run(job)
             finally:
                 device.running = None
-                await _end(case.process)
-            self.usual_s += 0.2 * (time.monotonic() - began - self.usual_s)
+                await _end(job.process)
+            self.average_s += 0.2 * (time.monotonic() - began - self.average_s)
             fault = (answer.get("verdict") or {}).get("fault")
             device.finished += 1
             device.faults.update([fault] if fault else [])
             if fault in _HARMFUL and not device.name.startswith("cpu"):
-                device.complaint = await self._look(device)
-            if not case.done.is_set():
-                self._finish(case, "done", answer)
+                device.complaint = await self._check(device)
+            if not job.done.is_set():
+                job.finish("done", answer)
 
-    async def _try(self, case: Case) -> dict[str, Any]:
+    async def _run(self, job: Job) -> dict[str, Any]:
         """The answer of a trial's process, or what became of it."""
-        asked = {"task": case.task, "source": base64.b64encode(case.source).decode(), "file": case.file}
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        case.process = await asyncio.create_subprocess_exec(
-            *self.trial, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True
-        )
-        try:
-            async with asyncio.timeout(float(case.task["limit_s"]) + _GRACE_S):
-                out, _ = await case.process.communicate(json.dumps(asked).encode())
-            answer = json.loads(out or b"{}")
-        except TimeoutError:
+        asked = {"task": job.task, "source": base64.b64encode(job.source).decode(), "file": job.file}
+        job.process = process = await _start(self.trial, start_new_session=True)
+        out = await _output(process, float(job.task["limit_s"]) + _GRACE_S, json.dumps(asked).encode())
+        if out is None:
             return {"error": "the trial did not end in time"}
+        try:
+            answer = json.loads(out or b"{}")
         except ValueError:
             answer = {}
         if isinstance(answer, dict) and answer.keys() & {"verdict", "error"}:
             return answer
-        return {"error": f"the trial's process ended with {case.process.returncode} and without a verdict"}
+        return {"error": f"the trial's process ended with {process.returncode} and without a verdict"}
 
-    async def _look(self, device: Device) -> str | None:
-        process = await asyncio.create_subprocess_exec(
-            *self.health, device.name, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
+    async def _check(self, device: Device) -> str | None:
+        process = await _start((*self.health, device.name))
         try:
-            async with asyncio.timeout(_HEALTH_S):
-                out, _ = await process.communicate()
-        except TimeoutError:
-            return "its check did not end"
+            out = await _output(process, _HEALTH_S)
         finally:
             await _end(process)
+        if out is None:
+            return "its check did not end"
         return out.decode().strip() or (None if process.returncode == 0 else "its check could not be carried out")
 
-    @staticmethod
-    def _finish(case: Case, state: str, answer: dict[str, Any]) -> None:
-        case.state, case.answer = state, answer
-        case.source = b""
-        case.done.set()
+
+async def _start(command: tuple[str, ...], *, start_new_session: bool = False) -> Process:
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=start_new_session
+    )
 
 
-async def _end(process: asyncio.subprocess.Process | None) -> None:
-    """Ask a process to end its hosts and itself; then see to it."""
+async def _output(process: Process, limit_s: float, given: bytes = b"") -> bytes | None:
+    """What a process writes until it ends; None where it does not end in time."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return (await process.communicate(given))[0]
+    except TimeoutError:
+        return None
+
+
+async def _end(process: Process | None) -> None:
+    """Ask a process to end its workers and itself; kill it where it does not."""
     if process is None or process.returncode is not None:
         return
     with suppress(ProcessLookupError):
@@ -228,5 +239,5 @@ async def _end(process: asyncio.subprocess.Process | None) -> None:
             await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         await process.wait()

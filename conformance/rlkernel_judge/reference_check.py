@@ -20,14 +20,14 @@ _ERROR: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 4e-2,
 _SHARE: Final = 0.01  # of integers, such as drawn tokens, that may differ: sums in another order round another way
 
 
-def definition(op: str) -> Callable[..., Any]:
+def reference_of(op: str) -> Callable[..., Any]:
     """The reference implementation of an operator, as a function of its arguments."""
     found: Callable[..., Any] = getattr(direct, op)
     return found
 
 
 def difference(found: Any, expected: Any, dtype: str) -> str:
-    """The first result that is not the reference's, in words, or "".
+    """The first result that is not the reference's, described, or "".
 
     Results that the candidate leaves out are not compared; the clauses know which must be there.
     """
@@ -62,7 +62,7 @@ def _differs(y: Tensor, x: Tensor, dtype: torch.dtype) -> str:
     return f"is off by {worst:.3g}" if worst > allowed else ""
 
 
-def by_value(given: Mapping[str, Any]) -> dict[str, Any]:
+def copied(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments on memory of their own, so that nothing that happens to them reaches the originals."""
     from rlkernel_core.tree import flatten
 

@@ -1,4 +1,4 @@
-"""What a host may answer, by request: read strictly, for the candidate's process can say anything.
+"""What a worker may reply, by request: read strictly, for the candidate's process can send anything.
 
 Numbers must be finite: a NaN would pass every comparison.
 """
@@ -13,13 +13,13 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names = Annotated[list[str], Field(max_length=10_000)]
 
 
-class _Answer(BaseModel):
+class _Reply(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     number: int
 
 
-class _Ready(_Answer):
+class _Ready(_Reply):
     facts: dict[str, bool]
     complaint: str | None
 
@@ -33,7 +33,7 @@ class _Conduct(BaseModel):
     stray_s: Seconds
 
 
-class _Call(_Answer):
+class _Call(_Reply):
     result: Any
     results: Annotated[int, Field(ge=0)]
     written: list[Annotated[int, Field(ge=0)]]
@@ -42,37 +42,37 @@ class _Call(_Answer):
     call: bool
 
 
-class _Result(_Answer):
+class _Result(_Reply):
     result: Any
 
 
-class _Burst(_Answer):
+class _Burst(_Reply):
     seconds: list[Seconds]
 
 
-class _Look(_Answer):
+class _Look(_Reply):
     touched: Names
     imported: Names
 
 
-ANSWERS: Final[dict[str, type[_Answer]]] = {
+REPLIES: Final[dict[str, type[_Reply]]] = {
     "ready": _Ready,
-    "load": _Answer,
+    "load": _Reply,
     "call": _Call,
     "backward": _Result,
     "fetch": _Result,
     "burst": _Burst,
     "look": _Look,
-    "keep": _Answer,
-    "draw": _Answer,
-    "ping": _Answer,
+    "keep": _Reply,
+    "draw": _Reply,
+    "ping": _Reply,
 }
 
 
-def read(request: str, said: Any) -> dict[str, Any]:
-    """An answer to a request, every field of the type it must have.
+def read(request: str, reply: Any) -> dict[str, Any]:
+    """A reply to a request, every field of the type it must have.
 
     Raises:
         pydantic.ValidationError: it is none.
     """
-    return ANSWERS[request].model_validate(said, strict=True).model_dump()
+    return REPLIES[request].model_validate(reply, strict=True).model_dump()

@@ -10,7 +10,7 @@ At every level: limits on CPU time, address space, file size, processes and open
 that holds nothing of ours; where the judge runs as root, the code runs as nobody. What is in force is measured inside
 the judged process before the candidate is loaded (`facts`) and reported with the verdict.
 
-Reading is not taken away: files that the user may read can be read. Standard library only.
+Reading stays possible: files that the user may read can be read. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final, NoReturn
@@ -40,16 +40,16 @@ LEVELS: Final = ("namespaces", "bubblewrap", "limits")
 NOBODY: Final = 65534
 _OWN_NET: Final = Path("/proc/self/ns/net")
 _PROBE_S: Final = 20.0
-_WATCH_S: Final = 0.02
-_SWEEPING_S: Final = 10.0
+_POLL_S: Final = 0.02
+_KILLING_S: Final = 10.0
 # Variables that judged code may see: where things are, how many threads, which devices. No token, no key, no home.
-_KEPT: Final = (
+_PASSED_ON: Final = (
     "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_PATH",
     "HIP_VISIBLE_DEVICES", "PYTHONPATH", "CC", "CXX", "TRITON_INTERPRET", "TORCH_CUDA_ARCH_LIST",
 )  # fmt: skip
 
 # Variables that name folders to write to: all the private one.
-_HOMES: Final = (
+_FOLDERS: Final = (
     "HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
     "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "JUDGE_SCRATCH",
 )  # fmt: skip
@@ -75,14 +75,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Cage:
+class Sandbox:
     """How judged processes are started on this machine."""
 
     level: str
     as_nobody: bool
 
     def command(self, module: str, scratch: Path, *words: str) -> list[str]:
-        """Arguments that start a module in the cage; it calls `enter` first."""
+        """Arguments that start a module in the sandbox; it calls `enter` first."""
         python = [sys.executable, "-m", module, self.level, str(scratch), *words]
         if self.level != "bubblewrap":
             return python
@@ -95,7 +95,7 @@ class Cage:
     def start(
         self, module: str, scratch: Path, *words: str, keep: tuple[int, ...] = (), **more: str
     ) -> subprocess.Popen[bytes]:
-        """Start a module in the cage, in a session of its own, with its output thrown away."""
+        """Start a module in the sandbox, in a session of its own, with its output thrown away."""
         return subprocess.Popen(  # noqa: S603 our own interpreter and module
             self.command(module, scratch, *words),
             pass_fds=keep,
@@ -105,29 +105,28 @@ class Cage:
             cwd=scratch,
             env=environment(scratch, **more),
             start_new_session=True,
-            **self._user(),
+            user=NOBODY if self.as_nobody else None,
+            group=NOBODY if self.as_nobody else None,
+            extra_groups=[] if self.as_nobody else None,
         )
-
-    def _user(self) -> dict[str, object]:
-        return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.as_nobody else {}
 
 
 def environment(scratch: Path, **more: str) -> dict[str, str]:
     """The whole environment of a judged process."""
-    kept = {k: os.environ[k] for k in _KEPT if k in os.environ}
+    kept = {k: os.environ[k] for k in _PASSED_ON if k in os.environ}
     path = os.pathsep.join(p for p in (*sys.path, kept.get("PYTHONPATH", "")) if p)  # the folder we started in, too
-    homes = {name: str(scratch) for name in _HOMES}
+    homes = {name: str(scratch) for name in _FOLDERS}
     homes["JUDGE_NET"] = str(_OWN_NET.readlink())
     return {**kept, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "USER": "nobody", **homes, **more}
 
 
 @contextmanager
-def private_folder(cage: Cage) -> Iterator[Path]:
+def private_folder(box: Sandbox) -> Iterator[Path]:
     """An empty folder for one judged process, removed afterwards; in namespaces its memory file system covers it."""
     outer = Path(tempfile.mkdtemp(prefix="rlkernel-judge-"))
     scratch = outer / "scratch"
     scratch.mkdir()
-    if cage.as_nobody:
+    if box.as_nobody:
         for path in (outer, scratch):
             os.chown(path, NOBODY, NOBODY)
     try:
@@ -136,7 +135,7 @@ def private_folder(cage: Cage) -> Iterator[Path]:
         shutil.rmtree(outer, ignore_errors=True)
 
 
-def end(process: subprocess.Popen[bytes], scratch: Path) -> None:
+def kill(process: subprocess.Popen[bytes], scratch: Path) -> None:
     """End a judged process and whatever it started, also what left its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -144,15 +143,15 @@ def end(process: subprocess.Popen[bytes], scratch: Path) -> None:
         pass
     finally:
         process.wait()
-    until = time.monotonic() + _SWEEPING_S
-    while (left := started(scratch)) and time.monotonic() < until:
+    until = time.monotonic() + _KILLING_S
+    while (left := processes_of(scratch)) and time.monotonic() < until:
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_WATCH_S)
+        time.sleep(_POLL_S)
 
 
-def started(scratch: Path) -> list[int]:
+def processes_of(scratch: Path) -> list[int]:
     """Processes that run with this private folder, by their environment."""
     marker, found = f"JUDGE_SCRATCH={scratch}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -163,8 +162,8 @@ def started(scratch: Path) -> list[int]:
 
 
 @cache
-def cage(wanted: str = "auto") -> Cage:
-    """The strongest cage that works on this machine, or the wanted one.
+def choose(wanted: str = "auto") -> Sandbox:
+    """The strongest sandbox that works on this machine, or the wanted one.
 
     Raises:
         ConfigError: no such level, or it does not work here.
@@ -173,20 +172,20 @@ def cage(wanted: str = "auto") -> Cage:
         raise ConfigError(f"sandbox {wanted!r}: choose auto, {', '.join(LEVELS)}")
     for as_nobody in (True, False) if os.geteuid() == 0 else (False,):
         for level in LEVELS if wanted == "auto" else (wanted,):
-            found = Cage(level, as_nobody)
+            found = Sandbox(level, as_nobody)
             if _works(found):
                 return found
     raise ConfigError(f"sandbox {wanted!r} does not work on this machine; --sandbox auto takes the strongest that does")
 
 
-def weaker(found: Cage) -> Cage | None:
-    """The next cage that works, for a device that cannot be used in this one."""
-    rest = (Cage(level, found.as_nobody) for level in LEVELS[LEVELS.index(found.level) + 1 :])
+def weaker(found: Sandbox) -> Sandbox | None:
+    """The next level that works, for a device that cannot be used in this one."""
+    rest = (Sandbox(level, found.as_nobody) for level in LEVELS[LEVELS.index(found.level) + 1 :])
     return next((c for c in rest if _works(c)), None)
 
 
-def _works(candidate: Cage) -> bool:
-    """Start a process in the cage and ask it what it can do."""
+def _works(candidate: Sandbox) -> bool:
+    """Start a process in the sandbox and ask it what it can do."""
     if candidate.level == "bubblewrap" and shutil.which("bwrap") is None:
         return False
     with private_folder(candidate) as scratch:
@@ -200,22 +199,22 @@ def _works(candidate: Cage) -> bool:
                 theirs.close()
             ours.settimeout(_PROBE_S)
             try:
-                told: Mapping[str, bool] = json.loads(ours.recv(4096) or b"{}")
+                found: Mapping[str, bool] = json.loads(ours.recv(4096) or b"{}")
             except (OSError, ValueError):
-                told = {}
+                found = {}
             finally:
-                end(process, scratch)
+                kill(process, scratch)
     if candidate.level == "limits":
-        return bool(told)
-    return bool(told) and not (told["network"] or told["writes_outside"] or told["capabilities"])
+        return bool(found)
+    return bool(found) and not (found["network"] or found["writes_outside"] or found["capabilities"])
 
 
 def facts(scratch: Path) -> dict[str, bool]:
     """What this process can still do, each tried."""
     return {
-        "network": _routes("192.0.2.1") or str(_OWN_NET.readlink()) == os.environ.get("JUDGE_NET"),
-        "writes_outside": _writes(scratch.parent),
-        "writes_inside": _writes(scratch),
+        "network": _can_route("192.0.2.1") or str(_OWN_NET.readlink()) == os.environ.get("JUDGE_NET"),
+        "writes_outside": _can_write(scratch.parent),
+        "writes_inside": _can_write(scratch),
         "capabilities": int(_status("CapEff"), 16) != 0,
         "root": os.geteuid() == 0,
         "own_processes": os.getpid() <= 2,  # first of its process space, or second, behind bubblewrap's own
@@ -229,7 +228,7 @@ def _is_root_outside() -> bool:
     return os.geteuid() - inside + outside == 0
 
 
-def _routes(address: str) -> bool:
+def _can_route(address: str) -> bool:
     """Whether a packet could leave for an address; none is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -239,7 +238,7 @@ def _routes(address: str) -> bool:
     return True
 
 
-def _writes(folder: Path) -> bool:
+def _can_write(folder: Path) -> bool:
     try:
         (folder / ".probe").write_bytes(b"x")
         (folder / ".probe").unlink()
@@ -261,7 +260,7 @@ def enter(level: str, scratch: Path, limits: Limits) -> None:
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no judge, no judged process
     if level == "namespaces":
-        _leave(scratch, limits)
+        _enter_namespaces(scratch, limits)
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, limits.cpu_s),
@@ -288,31 +287,31 @@ def _tasks() -> int:
     return total
 
 
-def _leave(scratch: Path, limits: Limits) -> None:
+def _enter_namespaces(scratch: Path, limits: Limits) -> None:
     """Into spaces of our own: the file system read-only but for memory at `scratch`, no network, process number 1."""
     libc = _libc()
     uid, gid = os.getuid(), os.getgid()
-    _checked(libc.unshare(_NEW_USER | _NEW_NS | _NEW_NET | _NEW_PID | _NEW_IPC | _NEW_UTS))
+    _check(libc.unshare(_NEW_USER | _NEW_NS | _NEW_NET | _NEW_PID | _NEW_IPC | _NEW_UTS))
     Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
     Path("/proc/self/uid_map").write_text(f"{NOBODY} {uid} 1", encoding="ascii")
     Path("/proc/self/gid_map").write_text(f"{NOBODY} {gid} 1", encoding="ascii")
-    _checked(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
     read_only = (ctypes.c_uint64 * 4)(_ATTR_RDONLY, 0, 0, 0)  # struct mount_attr: set, clear, propagation, userns
-    _checked(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.sizeof(read_only)))
+    _check(libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, b"/", _AT_RECURSIVE, read_only, ctypes.sizeof(read_only)))
     size = f"size={limits.file_bytes},mode=0700".encode()
-    _checked(libc.mount(b"tmpfs", str(scratch).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size))
+    _check(libc.mount(b"tmpfs", str(scratch).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size))
     if first := os.fork():
-        _watch(first, limits.processes)
+        _limit_processes(first, limits.processes)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # Refused in some containers: then the old list of processes stays to be read, and none of them can be reached.
     libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID | _MS_NODEV, None)
     os.chdir(scratch)
     if second := os.fork():  # the first process of a space is deaf to its own signals: it only waits
         os.closerange(3, 4096)
-        os._exit(_exit_code(_waited(second)))
+        os._exit(_exit_code(_reaped(second)))
 
 
-def _waited(child: int) -> int:
+def _reaped(child: int) -> int:
     """Status of a child, with all orphans reaped on the way."""
     while True:
         pid, status = os.wait()
@@ -325,19 +324,19 @@ def _exit_code(status: int) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _watch(child: int, most: int) -> NoReturn:
+def _limit_processes(child: int, most: int) -> NoReturn:
     """Outside the new space: count its processes, for the kernel's limit does not bind root, and end as it ends."""
     os.closerange(3, 4096)
-    before, (done, status) = _listed(), (0, 0)
+    before, (done, status) = _process_count(), (0, 0)
     while not done:
-        if _listed() > before + most:  # the list is that of the new space once it is mounted, and shorter
+        if _process_count() > before + most:  # the list is that of the new space once it is mounted, and shorter
             os.kill(child, signal.SIGKILL)  # the first process of a space takes all others with it
-        time.sleep(_WATCH_S)
+        time.sleep(_POLL_S)
         done, status = os.waitpid(child, os.WNOHANG)
     os._exit(_exit_code(status))
 
 
-def _listed() -> int:
+def _process_count() -> int:
     return sum(entry.name.isdigit() for entry in Path("/proc").iterdir())
 
 
@@ -347,29 +346,24 @@ def _drop_capabilities() -> None:
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # beyond the last one it fails, and there is none to drop
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
-    _checked(libc.capset(header, (ctypes.c_uint32 * 6)()))
+    _check(libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int) -> None:
+def _check(result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{errno.errorcode.get(number, number)}: {os.strerror(number)}")
 
 
 def _main(level: str, scratch: str, descriptor: str) -> None:
-    """The probe: enter, and tell what is left."""
+    """The probe: enter, and report what is left."""
     enter(level, Path(scratch), Limits())
     with socket.socket(fileno=int(descriptor)) as to:
         to.sendall(json.dumps(facts(Path(scratch))).encode())
-
-
-def describe(found: Cage) -> dict[str, object]:
-    """A cage as JSON."""
-    return asdict(found)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""From what was found to one number: a table of weights, and the measures over several candidates.
+"""The score: a table of weights, and the measures over several candidates.
 
     score = compiled                                      it parsed, imported and ran once
           + partial * pass_rate                           share of attacked clauses that hold
           + correct                                       all of them hold, and nothing is faked
-          + speed * clip(s - 1, 0, most)                  where correct; s is the speedup's lower bound, or its median
+          + speed * clip(s - 1, 0, max_gain)              where correct; s is the speedup's lower bound, or its median
 
 A file that does not compile, is refused, or cheats scores 0. Speed counts for correct candidates alone.
 """
@@ -19,7 +19,7 @@ from rlkernel_core.errors import UnknownNameError
 from rlkernel_judge.verdict import Summary, Verdict
 
 FAST_P: Final = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
-WORTHLESS: Final = frozenset({"rejected", "syntax_error", "cheating", "tampering", "too_fast"})
+ZERO_SCORE: Final = frozenset({"rejected", "syntax_error", "cheating", "tampering", "too_fast"})
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Weights:
     partial: float
     correct: float
     speed: float
-    most: float  # speedup beyond 1 that still counts
-    cautious: bool  # the lower bound of the speedup counts, so that noise earns nothing
+    max_gain: float  # speedup beyond 1 that still counts
+    use_lower_bound: bool  # the lower bound of the speedup counts, so that noise earns nothing
 
 
 SCORES: Final = {
-    "rlkernel": Weights(0.1, 0.1, 0.3, 1.0, 2.0, cautious=True),
+    "rlkernel": Weights(0.1, 0.1, 0.3, 1.0, 2.0, use_lower_bound=True),
     # TritonForge: 0.1 for compiling, 0.3 for correct, min(max(speedup - 1, 0), 2)
-    "tritonforge": Weights(0.1, 0.0, 0.3, 1.0, 2.0, cautious=False),
-    "correctness": Weights(0.0, 0.0, 1.0, 0.0, 0.0, cautious=True),
+    "tritonforge": Weights(0.1, 0.0, 0.3, 1.0, 2.0, use_lower_bound=False),
+    "correctness": Weights(0.0, 0.0, 1.0, 0.0, 0.0, use_lower_bound=True),
 }
 
 
@@ -64,18 +64,18 @@ def terms(
     low: float | None,
 ) -> dict[str, float]:
     """The summands of the score."""
-    if not compiled or fault in WORTHLESS:
+    if not compiled or fault in ZERO_SCORE:
         return {"compiled": 0.0, "partial": 0.0, "correct": 0.0, "speed": 0.0}
-    s = (low if row.cautious else speedup) if correct else None
+    s = (low if row.use_lower_bound else speedup) if correct else None
     return {
         "compiled": row.compiled,
         "partial": row.partial * pass_rate,
         "correct": row.correct * correct,
-        "speed": row.speed * min(max((s or 1.0) - 1.0, 0.0), row.most),
+        "speed": row.speed * min(max((s or 1.0) - 1.0, 0.0), row.max_gain),
     }
 
 
-def fast(*, correct: bool, speedup: float | None) -> dict[str, float]:
+def fast_p_of(*, correct: bool, speedup: float | None) -> dict[str, float]:
     """fast_p of one candidate; fast_0 asks for correctness alone."""
     return {f"{p:g}": float(correct and (p == 0 or (speedup is not None and speedup > p))) for p in FAST_P}
 

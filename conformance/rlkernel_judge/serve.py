@@ -1,8 +1,7 @@
-"""Starting the judge's server: on the loopback address unless told otherwise, elsewhere with a token only."""
+"""Starting the judge's server: on the loopback address unless another is given, elsewhere with a token only."""
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import socket
 from contextlib import suppress
@@ -12,8 +11,8 @@ from typing import Final
 import typer
 
 from rlkernel_core.errors import ConfigError
+from rlkernel_judge.cli import require
 
-_NEEDED: Final = ("hypothesis", "numpy", "starlette", "torch", "uvicorn")
 _STOPPING_S: Final = 10
 
 
@@ -27,16 +26,14 @@ def serve(
             work here.
     """
     token = token_of(host, token_file)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"rlkernel judge serve needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+    require("rlkernel judge serve", "hypothesis", "numpy", "starlette", "torch", "uvicorn")
     import uvicorn
 
-    from rlkernel_judge.job_queue import Docket
-    from rlkernel_judge.sandbox import cage
+    from rlkernel_judge import sandbox as sandboxes
+    from rlkernel_judge.job_queue import JobQueue
     from rlkernel_judge.server import app
 
-    level = cage(sandbox).level
+    level = sandboxes.choose(sandbox).level
 
     class Server(uvicorn.Server):
         """Says where it listens once it does: port 0 is a free one."""
@@ -44,11 +41,11 @@ def serve(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                told = f"{host}:{self.servers[0].sockets[0].getsockname()[1]}"
-                typer.echo(f"rlkernel judge on http://{told}, devices {', '.join(devices)}, sandbox {level}", err=True)
+                at = f"http://{host}:{self.servers[0].sockets[0].getsockname()[1]}"
+                typer.echo(f"rlkernel judge on {at}, devices {', '.join(devices)}, sandbox {level}", err=True)
 
     config = uvicorn.Config(
-        app(Docket(devices, waiting=waiting), token, sandbox),
+        app(JobQueue(devices, waiting=waiting), token, sandbox),
         host=host,
         port=port,
         log_level="warning",

@@ -1,10 +1,10 @@
 """The judge over HTTP: JSON in, verdicts out.
 
-    POST /judge                     a source and a task; waits for the verdict, or with "wait": false gives a case id
-    GET  /jobs/{id}                 a case: waiting, running, done, cancelled
+    POST /judge                     a source and a task; waits for the verdict, or with "wait": false gives a job's id
+    GET  /jobs/{id}                 a job: waiting, running, done, cancelled
     GET  /health                    the server lives; needs no token
     GET  /devices                   what each device does, has done, and what is wrong with it
-    POST /devices/{id}/reset        forget its faults and look whether it computes
+    POST /devices/{id}/reset        forget its faults and check whether it computes
     GET  /faults                    names of faults, what they mean, how often they were seen
 
 Built on Starlette; imports no torch.
@@ -21,19 +21,20 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlkernel_core import __version__
 from rlkernel_core.spec import OPERATORS
-from rlkernel_judge.job_queue import Case, Docket, Full, OutOfService
-from rlkernel_judge.source import MOST_BYTES
-from rlkernel_judge.verdict import FAULTS, SCHEMA, Task, said
+from rlkernel_judge.job_queue import Device, Job, JobQueue, OutOfService, QueueFull
+from rlkernel_judge.source import MAX_BYTES
+from rlkernel_judge.verdict import FAULTS, SCHEMA, Task, complaints
 
-MOST_REQUEST: Final = 4 * MOST_BYTES  # JSON spells a character with up to six
-Answer = Callable[[Request], Awaitable[Response]]
-_WATCH_S: Final = 0.25  # how often a waiting client is looked for
+MAX_REQUEST: Final = 4 * MAX_BYTES  # JSON spells a character with up to six
+Handler = Callable[[Request], Awaitable[Response]]
+_DISCONNECT_POLL_S: Final = 0.25  # how often a waiting client is looked for
 
 
 class Asked(Task):
@@ -41,9 +42,9 @@ class Asked(Task):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: str = Field(max_length=MOST_BYTES, description="the file's text")
+    source: str = Field(max_length=MAX_BYTES, description="the file's text")
     file: str = Field(default="candidate.py", max_length=256, description="its name, for messages")
-    wait: bool = Field(default=True, description="answer with the verdict; else at once, with a case id")
+    wait: bool = Field(default=True, description="answer with the verdict; else at once, with a job's id")
 
 
 class Refusal(BaseModel):
@@ -53,148 +54,151 @@ class Refusal(BaseModel):
     error: str
 
 
-def app(docket: Docket, token: str | None = None, sandbox: str = "auto") -> Starlette:
-    """The application over a docket, which it opens and closes with itself; the sandbox is the server's to choose."""
+def app(queue: JobQueue, token: str | None = None, sandbox: str = "auto") -> Starlette:
+    """The application over a queue, which it opens and closes with itself; the sandbox is the server's to choose."""
 
     @asynccontextmanager
-    async def alive(_: Starlette) -> AsyncIterator[None]:
-        docket.open()
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        queue.open()
         try:
             yield
         finally:
-            await docket.close()
+            await queue.close()
 
-    def guarded(answer: Answer) -> Answer:
-        """Let in who bears the token."""
+    def with_token(handler: Handler) -> Handler:
+        """Serve requests that carry the token."""
 
         async def checked(request: Request) -> Response:
-            kind, _, borne = request.headers.get("authorization", "").partition(" ")
-            right = token is None or hmac.compare_digest(borne.strip().encode(), token.encode())
+            kind, _, given = request.headers.get("authorization", "").partition(" ")
+            right = token is None or hmac.compare_digest(given.strip().encode(), token.encode())
             if token is not None and not (right and kind.lower() == "bearer"):
-                return refused(
-                    401, "bear the server's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
+                raise HTTPException(
+                    401, "send the server's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
                 )
-            return await answer(request)
+            return await handler(request)
 
         return checked
 
-    async def judge(request: Request) -> Response:
-        body = await whole(request)
-        if body is None:
-            return refused(413, f"a request has at most {MOST_REQUEST} bytes")
-        try:
-            asked = Asked.model_validate_json(body)
-        except ValidationError as error:
-            return refused(422, said(error)[:2000])
-        if asked.op not in OPERATORS:
-            return refused(422, f"op: unknown operator {asked.op!r}")
-        if "sandbox" in asked.model_fields_set:
-            return refused(422, "sandbox: the server decides; it was started with it")
-        device = asked.device if "device" in asked.model_fields_set else docket.idlest()
-        if device not in docket.devices:
-            return refused(422, f"device: this server has {', '.join(docket.devices)}, not {device}")
-        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"}) | {
-            "device": device,
-            "sandbox": sandbox,
-        }
-        try:
-            case = docket.submit(task, asked.source.encode(), asked.file)
-        except Full as error:
-            return refused(429, str(error), {"Retry-After": str(max(1, round(error.retry_s)))})
-        except OutOfService as error:
-            return refused(503, str(error), {"Retry-After": "60"})
-        if not asked.wait:
-            return JSONResponse(told(case), 202, headers={"Location": f"/jobs/{case.id}"})
-        if not await waited(request, case, docket):
-            return refused(499, "the client went away")
-        return answered(case)
+    def device_of(name: str) -> Device:
+        if name not in queue.devices:
+            raise HTTPException(404, f"this server has {', '.join(queue.devices)}")
+        return queue.devices[name]
 
-    async def job(request: Request) -> Response:
-        case = docket.cases.get(request.path_params["id"])
-        return refused(404, "no such case, or it is long finished") if case is None else JSONResponse(told(case))
+    def submitted(asked: Asked) -> Job:
+        if asked.op not in OPERATORS:
+            raise HTTPException(422, f"op: unknown operator {asked.op!r}")
+        if "sandbox" in asked.model_fields_set:
+            raise HTTPException(422, "sandbox: the server decides; it was started with it")
+        device = asked.device if "device" in asked.model_fields_set else queue.least_busy()
+        if device not in queue.devices:
+            raise HTTPException(422, f"device: this server has {', '.join(queue.devices)}, not {device}")
+        task = asked.model_dump(mode="json", exclude={"source", "file", "wait"})
+        try:
+            return queue.submit(task | {"device": device, "sandbox": sandbox}, asked.source.encode(), asked.file)
+        except QueueFull as error:
+            raise HTTPException(429, str(error), {"Retry-After": str(max(1, round(error.retry_s)))}) from error
+        except OutOfService as error:
+            raise HTTPException(503, str(error), {"Retry-After": "60"}) from error
+
+    async def judge(request: Request) -> Response:
+        try:
+            asked = Asked.model_validate_json(await body_of(request))
+        except ValidationError as error:
+            raise HTTPException(422, complaints(error)[:2000]) from error
+        job = submitted(asked)
+        if not asked.wait:
+            return JSONResponse(job_state(job), 202, headers={"Location": f"/jobs/{job.id}"})
+        await finished(request, job, queue)
+        if "verdict" not in job.answer:
+            raise HTTPException(503 if job.state == "cancelled" else 500, str(job.answer.get("error")))
+        return JSONResponse(job.answer["verdict"], headers={"X-Job": job.id})
+
+    async def show_job(request: Request) -> Response:
+        job = queue.jobs.get(request.path_params["id"])
+        if job is None:
+            raise HTTPException(404, "no such job, or it finished long ago")
+        return JSONResponse(job_state(job))
 
     async def health(_: Request) -> Response:
-        return JSONResponse(
-            {"status": "closing" if docket.closing else "ok", "rlkernel": __version__, "schema": SCHEMA}
-        )
+        status = "closing" if queue.closing else "ok"
+        return JSONResponse({"status": status, "rlkernel": __version__, "schema": SCHEMA})
 
-    async def devices(request: Request) -> Response:
-        return JSONResponse({name: state(docket, name) for name in docket.devices})
+    async def devices(_: Request) -> Response:
+        return JSONResponse({name: device_state(device) for name, device in queue.devices.items()})
 
     async def reset(request: Request) -> Response:
-        name = request.path_params["id"]
-        if name not in docket.devices:
-            return refused(404, f"this server has {', '.join(docket.devices)}")
-        complaint = await docket.reset(name)
-        return JSONResponse(state(docket, name), 200 if complaint is None else 503)
+        device = device_of(request.path_params["id"])
+        complaint = await queue.reset(device.name)
+        return JSONResponse(device_state(device), 200 if complaint is None else 503)
 
-    async def faults(request: Request) -> Response:
-        seen: Counter[str] = sum((d.faults for d in docket.devices.values()), Counter())
+    async def faults(_: Request) -> Response:
+        seen: Counter[str] = sum((d.faults for d in queue.devices.values()), Counter())
         return JSONResponse({name: {"meaning": text, "seen": seen[name]} for name, text in FAULTS.items()})
 
     routes = [
-        Route("/judge", guarded(judge), methods=["POST"]),
-        Route("/jobs/{id}", guarded(job)),
+        Route("/judge", with_token(judge), methods=["POST"]),
+        Route("/jobs/{id}", with_token(show_job)),
         Route("/health", health),
-        Route("/devices", guarded(devices)),
-        Route("/devices/{id}/reset", guarded(reset), methods=["POST"]),
-        Route("/faults", guarded(faults)),
+        Route("/devices", with_token(devices)),
+        Route("/devices/{id}/reset", with_token(reset), methods=["POST"]),
+        Route("/faults", with_token(faults)),
     ]
-    return Starlette(routes=routes, lifespan=alive)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
 
 
-def refused(status: int, error: str, headers: dict[str, str] | None = None) -> Response:
-    """An answer that is no success."""
-    return JSONResponse(Refusal(error=error).model_dump(), status, headers=headers)
+async def refusal(_: Request, error: Exception) -> Response:
+    """An HTTPException as JSON."""
+    if not isinstance(error, HTTPException):
+        raise error
+    return JSONResponse(Refusal(error=error.detail).model_dump(), error.status_code, headers=error.headers)
 
 
-async def whole(request: Request) -> bytes | None:
-    """The body, or None of one that is too large, which is not read to its end."""
+async def body_of(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        HTTPException: it is too large; it is not read to its end.
+    """
     announced = request.headers.get("content-length", "0")
-    if not announced.isdigit() or int(announced) > MOST_REQUEST:
-        return None
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MOST_REQUEST:
-            return None
+    body, fits = bytearray(), announced.isdigit() and int(announced) <= MAX_REQUEST
+    if fits:
+        async for chunk in request.stream():
+            body += chunk
+            if not (fits := len(body) <= MAX_REQUEST):
+                break
+    if not fits:
+        raise HTTPException(413, f"a request has at most {MAX_REQUEST} bytes")
     return bytes(body)
 
 
-async def waited(request: Request, case: Case, docket: Docket) -> bool:
-    """Wait for a verdict; a client that goes away takes its case with it."""
-    while not case.done.is_set():
+async def finished(request: Request, job: Job, queue: JobQueue) -> None:
+    """Wait for a verdict.
+
+    Raises:
+        HTTPException: the client went away, and its job was cancelled.
+    """
+    while not job.done.is_set():
         try:
-            async with asyncio.timeout(_WATCH_S):
-                await case.done.wait()
+            async with asyncio.timeout(_DISCONNECT_POLL_S):
+                await job.done.wait()
         except TimeoutError:
             if await request.is_disconnected():
-                await docket.cancel(case)
-                return False
-    return True
+                await queue.cancel(job)
+                raise HTTPException(499, "the client went away") from None
 
 
-def answered(case: Case) -> Response:
-    """A finished case as the answer to POST /judge."""
-    answer = case.answer or {"error": "no answer"}
-    if "verdict" in answer:
-        return JSONResponse(answer["verdict"], headers={"X-Case": case.id})
-    return refused(503 if case.state == "cancelled" else 500, str(answer.get("error")))
+def job_state(job: Job) -> dict[str, Any]:
+    """A job as JSON."""
+    return {"schema_version": SCHEMA, "id": job.id, "state": job.state, **job.answer}
 
 
-def told(case: Case) -> dict[str, Any]:
-    """A case as JSON."""
-    return {"schema_version": SCHEMA, "id": case.id, "state": case.state, **(case.answer or {})}
-
-
-def state(docket: Docket, name: str) -> dict[str, Any]:
+def device_state(device: Device) -> dict[str, Any]:
     """A device as JSON."""
-    d = docket.devices[name]
     return {
-        "in_service": d.complaint is None,
-        "complaint": d.complaint,
-        "running": d.running,
-        "waiting": d.line.qsize(),
-        "finished": d.finished,
-        "faults": dict(d.faults),
+        "in_service": device.complaint is None,
+        "complaint": device.complaint,
+        "running": device.running,
+        "waiting": device.queue.qsize(),
+        "finished": device.finished,
+        "faults": dict(device.faults),
     }

@@ -1,7 +1,7 @@
-"""Reading a candidate before anything of it runs: is it Python, does it hold the function, what does it reach for.
+"""Static checks before anything of a candidate runs: is it Python, does it hold the function, what does it use.
 
-What is found here scores and explains. It protects nothing: whoever wants to can spell a forbidden name in pieces.
-The sandbox and the separate processes protect.
+Findings explain, and may refuse the file. They protect nothing: a forbidden name can be spelled in pieces. The sandbox
+and the separate processes protect.
 """
 
 from __future__ import annotations
@@ -15,51 +15,32 @@ from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
 
-MOST_BYTES: Final = 256 << 10
+MAX_BYTES: Final = 256 << 10
 RECORD: Final = "call"  # first parameter of a candidate that takes a call's record, not its arguments one by one
 
-# dotted prefix -> why a kernel has no use for it
-FORBIDDEN: Final[Mapping[str, str]] = {
-    "rlkernel": "the operators themselves: a candidate is to replace one, not to call one",
-    "rlkernel_conformance": "the clauses that a candidate is attacked with",
-    "rlkernel_judge": "the judge's own code",
-    "rlkernel_core.definitions": "the definitions that a candidate is compared with",
-    "rlkernel_common": "code of the backends in plain torch",
-    "rlkernel_torch": "the implementation in plain torch",
-    "subprocess": "starts processes",
-    "multiprocessing": "starts processes",
-    "socket": "reaches the network",
-    "urllib": "reaches the network",
-    "requests": "reaches the network",
-    "http": "reaches the network",
-    "ctypes": "calls arbitrary machine code",
-    "gc": "walks the objects of its process",
-    "signal": "changes how its process ends",
-    "os.fork": "starts processes",
-    "os.forkpty": "starts processes",
-    "os.system": "starts processes",
-    "os.popen": "starts processes",
-    "os.exec": "replaces its process",
-    "os.spawn": "starts processes",
-    "os.posix_spawn": "starts processes",
-    "os.kill": "ends processes",
-    "os._exit": "ends its process without a word",
-    "os.abort": "ends its process",
-    "sys.exit": "ends its process",
-    "sys.settrace": "watches what runs in its process",
-    "sys.setprofile": "watches what runs in its process",
-    "sys.modules": "replaces modules",
-    "sys._getframe": "reads the frames of its callers",
-    "inspect.stack": "reads the frames of its callers",
-    "inspect.currentframe": "reads the frames of its callers",
-    "threading": "leaves work behind that no clock sees",
-    "concurrent": "leaves work behind that no clock sees",
-    "importlib": "imports what cannot be read here",
-    "builtins": "replaces what every module uses",
-    "eval": "runs what cannot be read here",
-    "exec": "runs what cannot be read here",
-    "__import__": "imports what cannot be read here",
-}
+# why a kernel has no use for it -> dotted prefixes
+_USELESS: Final[Mapping[str, tuple[str, ...]]] = {
+    "the operators themselves: a candidate is to replace one, not to call one": ("rlkernel",),
+    "the clauses that a candidate is attacked with": ("rlkernel_conformance",),
+    "the judge's own code": ("rlkernel_judge",),
+    "the definitions that a candidate is compared with": ("rlkernel_core.definitions",),
+    "code of the backends in plain torch": ("rlkernel_common", "rlkernel_torch"),
+    "starts processes": (
+        "subprocess", "multiprocessing", "os.fork", "os.forkpty", "os.system", "os.popen", "os.spawn", "os.posix_spawn",
+    ),
+    "replaces its process": ("os.exec",),
+    "ends processes": ("os.kill", "os._exit", "os.abort", "sys.exit"),
+    "changes how its process ends": ("signal",),
+    "reaches the network": ("socket", "urllib", "requests", "http"),
+    "calls arbitrary machine code": ("ctypes",),
+    "walks the objects of its process": ("gc",),
+    "observes what runs in its process": ("sys.settrace", "sys.setprofile"),
+    "reads the frames of its callers": ("sys._getframe", "inspect.stack", "inspect.currentframe"),
+    "replaces what every module uses": ("sys.modules", "builtins"),
+    "leaves work behind that no clock sees": ("threading", "concurrent"),
+    "runs what cannot be read here": ("importlib", "eval", "exec", "__import__"),
+}  # fmt: skip
+FORBIDDEN: Final = {prefix: why for why, prefixes in _USELESS.items() for prefix in prefixes}
 # What a kernel is made with; a candidate with none of these only calls torch's own operators.
 _KERNELS: Final = (
     "triton.jit", "triton.experimental.gluon.jit", "torch.utils.cpp_extension.load", "torch.cuda._compile_kernel",
@@ -77,7 +58,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceReport:
     """What reading a candidate's source found."""
 
     fault: str | None = None  # why it is not run: syntax_error or rejected
@@ -115,7 +96,7 @@ class _Names:
         return ""
 
 
-def read(data: bytes, op: str) -> Reading:
+def read(data: bytes, op: str) -> SourceReport:
     """Read a candidate for an operator.
 
     Args:
@@ -126,28 +107,28 @@ def read(data: bytes, op: str) -> Reading:
         UnknownNameError: no such operator.
     """
     spec = OPERATORS[op]
-    if len(data) > MOST_BYTES:
-        return Reading("rejected", f"the file has {len(data)} bytes; at most {MOST_BYTES} are read")
+    if len(data) > MAX_BYTES:
+        return SourceReport("rejected", f"the file has {len(data)} bytes; at most {MAX_BYTES} are read")
     try:
         text = data.decode("utf-8")
         if "\0" in text:
-            return Reading("rejected", "the file is binary: it holds a zero byte")
+            return SourceReport("rejected", "the file is binary: it holds a zero byte")
         tree = ast.parse(text)
     except UnicodeDecodeError as error:
-        return Reading("rejected", f"the file is binary: byte {error.start} is no UTF-8")
+        return SourceReport("rejected", f"the file is binary: byte {error.start} is no UTF-8")
     except SyntaxError as error:
-        return Reading("syntax_error", f"line {error.lineno}: {error.msg}")
+        return SourceReport("syntax_error", f"line {error.lineno}: {error.msg}")
     except (RecursionError, MemoryError, ValueError) as error:
-        return Reading("rejected", f"the source cannot be parsed: {error!r}")
+        return SourceReport("rejected", f"the source cannot be parsed: {error!r}")
     findings = tuple(sorted(set(_findings(tree)), key=lambda f: (f.line, f.code)))
-    problem = _no_function(tree, spec) or None
+    problem = _function_problem(tree, spec) or None
     claims, dtypes, odd = _claims(tree, spec)
     if problem or odd:
-        return Reading("rejected", problem or odd, findings)
-    return Reading(None, "", findings, claims, dtypes)
+        return SourceReport("rejected", problem or odd, findings)
+    return SourceReport(None, "", findings, claims, dtypes)
 
 
-def _no_function(tree: ast.Module, spec: OpSpec[Any, Any]) -> str:
+def _function_problem(tree: ast.Module, spec: OpSpec[Any, Any]) -> str:
     """Why the operator's function is missing or cannot be called as the operator is."""
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == spec.name]
     if not found:
@@ -173,25 +154,25 @@ def _no_function(tree: ast.Module, spec: OpSpec[Any, Any]) -> str:
 
 def _claims(tree: ast.Module, spec: OpSpec[Any, Any]) -> tuple[frozenset[str], tuple[str, ...], str]:
     """CLAIMS and DTYPES, which must be literals, and what is wrong with them."""
-    told: dict[str, tuple[str, ...]] = {"CLAIMS": (), "DTYPES": ()}
+    found: dict[str, tuple[str, ...]] = {"CLAIMS": (), "DTYPES": ()}
     for node in tree.body:
         names = [t.id for t in node.targets if isinstance(t, ast.Name)] if isinstance(node, ast.Assign) else []
-        for name in set(names) & told.keys():
+        for name in set(names) & found.keys():
             try:
                 value = ast.literal_eval(node.value)  # type: ignore[attr-defined]
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 value = None
             if not isinstance(value, set | list | tuple) or not all(isinstance(v, str) for v in value):
                 return frozenset(), (), f"line {node.lineno}: {name} must be a literal set of strings"
-            told[name] = tuple(value)
-    for feature in told["CLAIMS"]:
+            found[name] = tuple(value)
+    for feature in found["CLAIMS"]:
         if feature not in spec.feature_names:
             return frozenset(), (), str(UnknownNameError(f"feature of {spec.name}", feature, spec.feature_names))
     floats = {"float32", "bfloat16", "float16", "float64"}
-    for dtype in told["DTYPES"]:
+    for dtype in found["DTYPES"]:
         if dtype not in floats:
             return frozenset(), (), str(UnknownNameError("dtype", dtype, floats))
-    return frozenset(told["CLAIMS"]), told["DTYPES"], ""
+    return frozenset(found["CLAIMS"]), found["DTYPES"], ""
 
 
 def _findings(tree: ast.Module) -> Iterator[Finding]:
@@ -199,14 +180,14 @@ def _findings(tree: ast.Module) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for whole in names.add(node):
-                yield from _reach(whole, node.lineno)
+                yield from _forbidden(whole, node.lineno)
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Load):
             dotted = names.of(node)
             kernels = kernels or dotted.startswith(_KERNELS)
             if isinstance(node, ast.Attribute) or dotted in FORBIDDEN:
-                yield from _reach(dotted, line)
+                yield from _forbidden(dotted, line)
             if dotted in {"torch.cuda.Stream", "torch.cuda.stream"}:
                 yield Finding("stream", line, "uses streams of its own; work left on them counts against it")
         elif isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
@@ -227,7 +208,7 @@ def _findings(tree: ast.Module) -> Iterator[Finding]:
         yield Finding("no_kernel", 0, "uses no kernel: only operators that torch has already")
 
 
-def _reach(dotted: str, line: int) -> Iterator[Finding]:
+def _forbidden(dotted: str, line: int) -> Iterator[Finding]:
     for prefix, why in FORBIDDEN.items():
         family = prefix in {"os.exec", "os.spawn"} and dotted.startswith(prefix)  # os.execv, os.spawnl
         if family or dotted == prefix or dotted.startswith(f"{prefix}."):

@@ -1,8 +1,8 @@
-"""Functions that a candidate has no business to replace, and which of them it has.
+"""Functions that a candidate must not replace, and which of them it did.
 
-The judge does not depend on them staying whole: it bound its own before the candidate came, and its clock and its
-definitions run in another process. A candidate that touches them is told all the same, for it tries to be judged by
-something else than its kernel.
+The judge does not depend on them: the worker bound its own before the candidate was loaded, and the clock and the
+reference run in another process. A candidate that replaces one is refuted all the same, for it tries to be judged by
+something other than its kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 # module or class -> attributes whose identity is compared
-_WATCHED: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
+_GUARDED: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
     (time, ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns", "process_time")),
     (builtins, ("isinstance", "type", "len", "getattr", "open", "__import__", "float", "sum", "abs", "min", "max")),
     (socket, ("socket", "socketpair")),
@@ -45,9 +45,9 @@ _OURS: Final = ("worker", "wire", "tamper_check", "workloads", "sandbox")  # mod
 
 
 def snapshot() -> dict[str, Any]:
-    """What stands where, by dotted name."""
+    """What each name stands for now."""
     found: dict[str, Any] = {}
-    for home, names in _WATCHED:
+    for home, names in _GUARDED:
         for name in names:
             found[f"{_name(home)}.{name}"] = _raw(home, name)
     for ours in _OURS:

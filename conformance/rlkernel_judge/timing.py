@@ -1,9 +1,9 @@
-"""How long candidate and baseline take: each in its own process, in turn, in random order, on the same fresh inputs.
+"""How long candidate and baseline take: each in its own worker, in turn, in random order, on the same fresh inputs.
 
-A round draws new arguments in both hosts, from seeds that nobody can know before, and then runs each side once through
-all of them, in an order that is drawn too. The clock that decides runs here, around the whole burst: no function that
-a candidate may have replaced is asked. The host's own clock (device events on a GPU) must tell the same story, or the
-time is not believed. Results of every timed burst, drawn by lot, are compared with the reference.
+A round draws new arguments in both workers, from secret seeds, and then runs each side once through all of them, in a
+random order. The clock that decides runs here, around the whole burst: no function that a candidate may have replaced
+is asked. The worker's own clock (device events on a GPU) must agree, or the time is not believed. Results of every
+timed burst, chosen at random, are compared with the reference.
 
     floor    bytes of arguments and results / copy bandwidth of this device, measured here, times a margin:
              what is faster has not read its arguments
@@ -21,46 +21,46 @@ from typing import Any, Final
 
 import torch
 
-from rlkernel_judge.reference_check import definition, difference
+from rlkernel_judge.reference_check import difference, reference_of
 from rlkernel_judge.verdict import Spread, Times
-from rlkernel_judge.worker_client import Seat
+from rlkernel_judge.worker_client import Worker
 from rlkernel_judge.workloads import Workload, defaults, draw, nbytes
 
 ROUNDS: Final = 12
 WARM_UP: Final = 2
-_LOOKED_AT: Final = 2  # results of every round; nobody knows which
+_CHECKED: Final = 2  # results of every round; nobody knows which
 _PINGS: Final = 5
 _RESAMPLES: Final = 1000
 # Share of the time of a copy of the same bytes below which a time is impossible. A GPU reads a little faster than it
 # copies (4.6 against 4.3 TB/s on an H200); toy sizes of a CPU lie in caches that read several times as fast.
 FLOOR: Final = {"cuda": 0.85, "cpu": 0.25}
-# The host's clock must account for this share of the time outside, beyond what a call costs in Python.
+# The worker's clock must account for this share of the time outside, beyond what a call costs in Python.
 _ACCOUNTED: Final = 0.5
 _PER_CALL_S: Final = 1e-4
 
 
 @dataclass
 class _Side:
-    """One host in a measurement."""
+    """One worker in a measurement."""
 
-    seat: Seat
+    worker: Worker
     outside: list[float] = field(default_factory=list)  # seconds per call, this process's clock
-    inside: list[float] = field(default_factory=list)  # the host's
+    inside: list[float] = field(default_factory=list)  # the worker's
 
-    def burst(self, order: Sequence[int], plain: dict[str, Any], silence: float) -> None:
-        """One burst, timed from here; `silence` is what a request without work takes."""
+    def burst(self, order: Sequence[int], plain: dict[str, Any], round_trip_s: float) -> None:
+        """One burst, timed from here; `round_trip_s` is what a request without work takes."""
         began = time.perf_counter()
-        said, _, _ = self.seat.ask("burst", order=list(order), defaults=plain)
-        took = time.perf_counter() - began - silence
+        reply, _, _ = self.worker.ask("burst", order=list(order), defaults=plain)
+        took = time.perf_counter() - began - round_trip_s
         self.outside.append(max(took, 1e-9) / len(order))
-        self.inside.append(sum(float(s) for s in said["seconds"]) / len(order))
+        self.inside.append(sum(float(s) for s in reply["seconds"]) / len(order))
 
     def ping(self) -> float:
         """Seconds of a round trip without work."""
         spans = []
         for _ in range(_PINGS):
             began = time.perf_counter()
-            self.seat.ask("ping")
+            self.worker.ask("ping")
             spans.append(time.perf_counter() - began)
         return min(spans)
 
@@ -80,50 +80,49 @@ class Measured:
     message: str = ""
 
 
-def measure(candidate: Seat, baseline: Seat, work: Workload, *, rounds: int = ROUNDS) -> Measured:
-    """Time two loaded hosts on a workload.
+def measure(candidate: Worker, baseline: Worker, work: Workload, *, rounds: int = ROUNDS) -> Measured:
+    """Time two loaded workers on a workload.
 
     Raises:
-        Lost, CandidateError: as the hosts end.
+        WorkerLost, CandidateError: as the workers end.
     """
-    device, plain, run = candidate.device, defaults(work.op), definition(work.op)
-    sides, chance = (_Side(candidate), _Side(baseline)), random.Random(secrets.randbits(64))
-    silence, moved = 0.0, 0
+    device, plain, run = candidate.device, defaults(work.op), reference_of(work.op)
+    sides, rng = (_Side(candidate), _Side(baseline)), random.Random(secrets.randbits(64))
+    round_trip_s, moved = 0.0, 0
     for turn in range(-WARM_UP, rounds):
         seeds = [secrets.randbelow(1 << 30) for _ in range(work.sets)]
-        order = chance.sample(range(work.sets), work.sets)
+        order = rng.sample(range(work.sets), work.sets)
         for side in sides:
-            side.seat.ask("draw", workload=work, seeds=seeds, new=turn == -WARM_UP)
+            side.worker.ask("draw", workload=work, seeds=seeds, new=turn == -WARM_UP)
         if turn == 0:
-            silence = min(side.ping() for side in sides)
+            round_trip_s = min(side.ping() for side in sides)
             for side in sides:
                 side.outside.clear()
                 side.inside.clear()
-        for side in chance.sample(sides, 2):
-            side.burst(order, plain, silence)
-        for at in chance.sample(range(work.sets), min(_LOOKED_AT, work.sets)):
+        for side in rng.sample(sides, 2):
+            side.burst(order, plain, round_trip_s)
+        for at in rng.sample(range(work.sets), min(_CHECKED, work.sets)):
             given = draw(work, seeds[at], device)
             with torch.no_grad():
                 expected = run(**given)
             moved = nbytes(given) + nbytes(expected)
-            said, blocks, _ = candidate.ask("fetch", index=at)
-            if wrong := difference(candidate.result(said, blocks), expected, work.dtype):
+            if wrong := difference(candidate.fetched(at), expected, work.dtype):
                 return Measured(None, fault="cheating", message=f"in a timed call {wrong}")
             del given, expected
-        _settle(device)
-    return _judged(sides, work, moved, rounds)
+        _release(device)
+    return _concluded(sides, work, moved, rounds)
 
 
-def _settle(device: str) -> None:
-    """Leave the device to the hosts: nothing of ours may run beside them."""
+def _release(device: str) -> None:
+    """Leave the device to the workers: nothing of ours may run beside them."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def _judged(sides: tuple[_Side, _Side], work: Workload, moved: int, rounds: int) -> Measured:
+def _concluded(sides: tuple[_Side, _Side], work: Workload, moved: int, rounds: int) -> Measured:
     candidate, baseline = sides
-    device = candidate.seat.device
+    device = candidate.worker.device
     floor = FLOOR[device.partition(":")[0]] * moved / copy_bandwidth(device, moved)
     times = Times(
         workload=str(work),
@@ -134,30 +133,30 @@ def _judged(sides: tuple[_Side, _Side], work: Workload, moved: int, rounds: int)
         moved_bytes=moved,
         floor_s=floor,
     )
-    if text := unaccounted(candidate.outside, candidate.inside):
+    if text := clock_mismatch(candidate.outside, candidate.inside):
         return Measured(times, fault="cheating", message=text)
     if times.candidate.median < floor:
         text = f"{times.candidate.median:.3g} s a call; moving its {moved} bytes takes {floor:.3g} s at the least"
         return Measured(times, fault="too_fast", message=text)
     speedup = times.baseline.median / times.candidate.median
-    return Measured(times, speedup, interval(candidate.outside, baseline.outside))
+    return Measured(times, speedup, bootstrap_interval(candidate.outside, baseline.outside))
 
 
-def unaccounted(outside: Sequence[float], inside: Sequence[float]) -> str:
-    """Why two clocks do not tell one story, or "": work after the call's end, or a clock that was changed."""
-    took, told = statistics.median(outside), statistics.median(inside)
-    if told < _ACCOUNTED * took - _PER_CALL_S:
-        return f"a call takes {took:.3g} s by the judge's clock and {told:.3g} s by the clock beside it"
-    if told > 2 * took + _PER_CALL_S:
-        return f"the clock beside the candidate tells {told:.3g} s, the judge's {took:.3g} s"
+def clock_mismatch(outside: Sequence[float], inside: Sequence[float]) -> str:
+    """How two clocks disagree, or "": work after the call's end, or a clock that was changed."""
+    took, inner = statistics.median(outside), statistics.median(inside)
+    if inner < _ACCOUNTED * took - _PER_CALL_S:
+        return f"a call takes {took:.3g} s by the judge's clock and {inner:.3g} s by the clock beside it"
+    if inner > 2 * took + _PER_CALL_S:
+        return f"the clock beside the candidate shows {inner:.3g} s, the judge's {took:.3g} s"
     return ""
 
 
-def interval(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(candidate: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the ratio of medians, by resampling rounds; the same for the same times."""
-    chance, ratios, n = random.Random(0), [], len(candidate)
+    rng, ratios, n = random.Random(0), [], len(candidate)
     for _ in range(_RESAMPLES):
-        at = [chance.randrange(n) for _ in range(n)]
+        at = [rng.randrange(n) for _ in range(n)]
         ratios.append(statistics.median(baseline[i] for i in at) / statistics.median(candidate[i] for i in at))
     cuts = statistics.quantiles(ratios, n=40)
     return cuts[0], cuts[-1]

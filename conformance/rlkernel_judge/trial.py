@@ -1,4 +1,4 @@
-"""The trial of one candidate: read it, run it where it can do no harm, attack it, probe it, time it, score it.
+"""The trial of one candidate: read it, run it in a sandbox, attack it, probe it, time it, score it.
 
 python -m rlkernel_judge.trial      task and source as JSON on standard input, the verdict on standard
                                                 output; no line of the candidate's runs in this process
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from rlkernel import policy
 from rlkernel_conformance import faults
@@ -32,37 +32,42 @@ from rlkernel_core.errors import ArgumentError, ConfigError, LayoutError, RLKern
 from rlkernel_core.manifest import Impl
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import sandbox, score, timing, workloads
-from rlkernel_judge.probes import REPLACED, probed
-from rlkernel_judge.source import Reading, read
+from rlkernel_judge.probes import REPLACED, run_probes
+from rlkernel_judge.source import read
 from rlkernel_judge.verdict import (
-    ClauseTold,
+    ClauseReport,
     Counterexample,
-    FindingTold,
+    FindingReport,
     Isolation,
-    ProbeTold,
+    ProbeReport,
     Task,
     Verdict,
 )
-from rlkernel_judge.worker_client import BACKEND, BaselineError, CandidateError, Lost, Seat, gathered, seated
+from rlkernel_judge.worker_client import (
+    BACKEND,
+    BaselineError,
+    CandidateError,
+    Worker,
+    WorkerLost,
+    call_candidate,
+    registered_candidate,
+)
 
-# Clauses about the process of the caller, which a candidate in another one cannot be held against.
-_ELSEWHERE: Final = {
-    "LL-05": "memory is measured in the process of the caller",
-    "LL-07": "memory is measured in the process of the caller",
-    "LH-03": "memory is measured in the process of the caller",
-    "LPL-02": "memory is measured in the process of the caller",
-}
-# The same of every operator, by the number that ends a clause's id.
-_OWED: Final = {
+# Clauses about the process of the caller, which a candidate in another one cannot be held against: by clause, and of
+# every operator by the number that ends a clause's id.
+_MEMORY: Final = "memory is measured in the process of the caller"
+_CALLER: Final = "the process of the caller cannot be reached from the judged one"
+_NOT_JUDGED: Final = {
+    **dict.fromkeys(("LL-05", "LL-07", "LH-03", "LPL-02"), _MEMORY),
     "93": "unwritten results: the probe `all written` gives the judged process poisoned memory",
     "94": "results of its own: the probe `results stay` looks at the judged process",
-    "95": "the process of the caller cannot be reached from the judged one",
-    "96": "the process of the caller cannot be reached from the judged one",
+    "95": _CALLER,
+    "96": _CALLER,
 }
 _CAPTURE: Final = "a graph cannot be recorded across processes; `rlkernel conformance run` attacks it"
 _DISTRIBUTED: Final = "a group of processes cannot be sent to the judged one; `rlkernel conformance run` attacks it"
-_LIVES: Final = 3  # hosts that may die under clauses before the rest is given up
-_BROKEN: Final = frozenset(
+_MAX_DEATHS: Final = 3  # workers that may die under clauses before the rest is given up
+_NOT_COMPILED: Final = frozenset(
     {"import_error", "syntax_error", "compile_error", "jit_error", "unsupported_arch", "shared_memory_exceeded"}
 )
 
@@ -83,9 +88,9 @@ class _Trial:
     """What is known so far, stage by stage; the first stage that fails is the last."""
 
     def __init__(self, data: bytes, task: Task, file: str) -> None:
-        if task.op not in workloads.TOY:
+        if task.op not in workloads.ON_CPU:
             what = "operator that can be judged" if task.op in OPERATORS else "operator"
-            raise UnknownNameError(what, task.op, workloads.TOY)
+            raise UnknownNameError(what, task.op, workloads.ON_CPU)
         known = {a.clause.id for a in attacks_on(task.op)}
         for wanted in task.clauses:
             if wanted not in known:
@@ -94,39 +99,40 @@ class _Trial:
         self.weights = score.weights(task.score)
         self.baseline = baseline_of(task)
         self.began = time.monotonic()
-        self.reading: Reading = read(data, task.op)
-        self.claims = self.reading.claims | workloads.needs(task.op)
-        self.dtypes = self.reading.dtypes or ("float32",)
-        self.fault, self.message = self.reading.fault, self.reading.message
+        self.source = read(data, task.op)
+        self.claims = self.source.claims | workloads.needs(task.op)
+        self.dtypes = self.source.dtypes or ("float32",)
+        self.fault, self.message = self.source.fault, self.source.message
         self.compiled = False
         self.outcomes: list[Outcome] = []
-        self.elsewhere: dict[str, str] = {}
-        self.probes: list[ProbeTold] = []
+        self.not_judged: dict[str, str] = {}
+        self.probes: list[ProbeReport] = []
         self.measured = timing.Measured(None)
-        self.cage = sandbox.cage(task.sandbox)
+        self.sandbox = sandbox.choose(task.sandbox)
         self.facts: dict[str, bool] = {}
-        if self.fault is None and task.strict and self.reading.forbidden:
+        self.worker: Worker | None = None
+        if self.fault is None and task.strict and self.source.forbidden:
             self.fault = "rejected"
-            self.message = "; ".join(f"line {f.line}: {f.message}" for f in self.reading.forbidden[:5])
+            self.message = "; ".join(f"line {f.line}: {f.message}" for f in self.source.forbidden[:5])
 
     def run(self) -> None:
         """The stages."""
         if self.fault is not None:
             return
         with ExitStack() as stack:
-            seat: list[Seat] = []
 
-            def current() -> Seat:
-                if not seat or seat[-1].lost is not None:
-                    while seat:
-                        seat.pop().close()
-                    seat.append(self._start(stack))
-                return seat[-1]
+            def current() -> Worker:
+                """The worker with the candidate; a new one where it is lost."""
+                if self.worker is None or self.worker.lost is not None:
+                    if self.worker is not None:
+                        self.worker.close()
+                    self.worker = self._start(stack)
+                return self.worker
 
             for stage in (self._first_call, self._attack, self._probe, self._time):
                 try:
                     stage(current)
-                except Lost as error:
+                except WorkerLost as error:
                     self._fail(error.fault, str(error))
                 except (CandidateError, ArgumentError, LayoutError) as error:
                     self._fail(fault_of(error), str(error))
@@ -134,7 +140,7 @@ class _Trial:
                     self._fail("wrong_result", str(error))
                 if self.fault is not None and stage != self._attack:
                     break
-                if self.fault in _BROKEN:
+                if self.fault in _NOT_COMPILED:
                     break
 
     def _left(self) -> float:
@@ -144,94 +150,93 @@ class _Trial:
         if self.fault is None:
             self.fault, self.message = fault, message
 
-    def _start(self, stack: ExitStack, *, impls: tuple[Impl, ...] = (), compiled: bool = False) -> Seat:
-        """A host with the candidate loaded, or with implementations that are installed."""
+    def _start(self, stack: ExitStack, *, impls: tuple[Impl, ...] = (), compiled: bool = False) -> Worker:
+        """A worker with the candidate loaded, or with implementations that are installed."""
         gpu = not self.task.device.startswith("cpu")
         cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
         limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
-        seat = stack.enter_context(Seat(self.cage, self.task.op, self.task.device, limits, baseline=bool(impls)))
-        seat.until = time.monotonic() + max(1.0, self._left())
-        said, _, _ = seat.ask("ready")
-        if said["complaint"] is not None:
-            seat.close()
-            self._weaken(said["complaint"])
+        worker = stack.enter_context(Worker(self.sandbox, self.task.op, self.task.device, limits, baseline=bool(impls)))
+        worker.deadline = time.monotonic() + max(1.0, self._left())
+        ready, _, _ = worker.ask("ready")
+        if ready["complaint"] is not None:
+            worker.close()
+            self._weaken(ready["complaint"])
             return self._start(stack, impls=impls, compiled=compiled)
         text = None if impls else self.data.decode()
-        seat.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled)
+        worker.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled)
         if not impls:
-            self.facts = said["facts"]
-        return seat
+            self.facts = ready["facts"]
+        return worker
 
     def _weaken(self, complaint: str) -> None:
-        """Take the next cage, for the device cannot be used in this one."""
-        found = sandbox.weaker(self.cage) if self.task.sandbox == "auto" else None
+        """Take the next sandbox, for the device cannot be used in this one."""
+        found = sandbox.weaker(self.sandbox) if self.task.sandbox == "auto" else None
         if found is None:
-            raise ConfigError(f"{complaint} (in sandbox {self.cage.level}); --sandbox says which to use")
-        self.cage = found
+            raise ConfigError(f"{complaint} (in sandbox {self.sandbox.level}); --sandbox says which to use")
+        self.sandbox = found
 
-    def _first_call(self, current: Callable[[], Seat]) -> None:
+    def _first_call(self, current: Callable[[], Worker]) -> None:
         """Load it and call it once."""
-        seat, op = current(), self.task.op
+        worker, op = current(), self.task.op
         self.compiled = True
         given = workloads.draw(workloads.small(op, self.dtypes[0]), 0, self.task.device)
         try:
-            gathered(seat, given)
+            call_candidate(worker, given)
         except (CandidateError, ArgumentError, LayoutError) as error:
-            self.compiled = fault_of(error) not in _BROKEN
+            self.compiled = fault_of(error) not in _NOT_COMPILED
             raise
 
-    def _attack(self, current: Callable[[], Seat]) -> None:
+    def _attack(self, current: Callable[[], Worker]) -> None:
         """Every clause of what is claimed."""
         effort, deaths = profile(self.task.profile), 0
-        with seated(self.task.op, self.claims, self.dtypes, self.task.device, current):
+        with registered_candidate(self.task.op, self.claims, self.dtypes, self.task.device, current):
             subject = Subject(BACKEND, self.task.op, self.task.device)
-            for attack in self._due(subject):
-                if deaths >= _LIVES or self._left() <= 0:
-                    fault = "not_run" if deaths < _LIVES else self.outcomes[-1].fault
-                    clause = attack.clause
-                    self.outcomes.append(
-                        Outcome(subject.op, clause.id, clause.title, "fault", fault, "given up before this clause")
-                    )
+            for attack in self._attacks(subject):
+                clause = attack.clause
+                if deaths >= _MAX_DEATHS or self._left() <= 0:
+                    fault = "not_run" if deaths < _MAX_DEATHS else self.outcomes[-1].fault
+                    why = "given up before this clause"
+                    self.outcomes.append(Outcome(subject.op, clause.id, clause.title, "fault", fault, why))
                     continue
-                seat = current()
-                seat.until = time.monotonic() + max(0.1, min(effort.limit_s, self._left()))
+                worker = current()
+                worker.deadline = time.monotonic() + max(0.1, min(effort.limit_s, self._left()))
                 with subject.chosen():
                     outcome = carry_out(subject, attack, effort)
-                if seat.lost is not None:
+                if worker.lost is not None:
                     deaths += 1
-                    outcome = replace(outcome, status="fault", fault=seat.lost.fault, message=str(seat.lost))
+                    outcome = replace(outcome, status="fault", fault=worker.lost.fault, message=str(worker.lost))
                 self.outcomes.append(outcome)
         if refuted := next((o for o in self.outcomes if o.failed), None):
             self._fail(refuted.fault or "unknown", f"{refuted.clause} {refuted.title}: {refuted.message}")
         elif not self.outcomes:
             self._fail("not_run", "no clause that was asked for applies and can be judged from another process")
 
-    def _due(self, subject: Subject) -> Iterator[Attack]:
+    def _attacks(self, subject: Subject) -> Iterator[Attack]:
         """Attacks that apply and that the task asks for."""
         for attack in clauses_of(subject)[0]:
             clause = attack.clause
             if self.task.clauses and clause.id not in self.task.clauses:
                 continue
-            why = _ELSEWHERE.get(clause.id) or _OWED.get(clause.id.rpartition("-")[2])
+            why = _NOT_JUDGED.get(clause.id) or _NOT_JUDGED.get(clause.id.rpartition("-")[2])
             why = _DISTRIBUTED if clause.feature in {"group", "process_group", "collectives"} else why
             why = _CAPTURE if clause.judges == "capture" else why
             if why is None:
                 yield attack
             else:
-                self.elsewhere[clause.id] = why
+                self.not_judged[clause.id] = why
 
-    def _probe(self, current: Callable[[], Seat]) -> None:
+    def _probe(self, current: Callable[[], Worker]) -> None:
         """Look for cheating; what a wrong candidate does is wrong, not cheating."""
         if self.fault is not None:
             return
-        seat = current()
-        seat.until = time.monotonic() + max(1.0, min(60.0, self._left()))
-        for probe in probed(seat, self.task.op, self.dtypes[0]):
+        worker = current()
+        worker.deadline = time.monotonic() + max(1.0, min(60.0, self._left()))
+        for probe in run_probes(worker, self.task.op, self.dtypes[0]):
             self.probes.append(probe)
         if caught := next((p for p in self.probes if not p.held), None):
             self._fail("tampering" if caught.name == REPLACED else "cheating", f"{caught.name}: {caught.message}")
 
-    def _time(self, current: Callable[[], Seat]) -> None:
+    def _time(self, current: Callable[[], Worker]) -> None:
         """Candidate against baseline."""
         if self.fault is not None or not self.task.timing:
             return
@@ -242,9 +247,9 @@ class _Trial:
         with ExitStack() as stack:
             try:
                 rival = self._start(stack, impls=impls, compiled=compiled)
-                seat = current()
-                seat.until = rival.until = time.monotonic() + max(1.0, self._left())
-                self.measured = timing.measure(seat, rival, work)
+                worker = current()
+                worker.deadline = rival.deadline = time.monotonic() + max(1.0, self._left())
+                self.measured = timing.measure(worker, rival, work)
             except BaselineError as error:
                 self.message = f"no speedup: the baseline {self.task.baseline} failed: {error}"
             if self.measured.fault is not None:
@@ -252,49 +257,34 @@ class _Trial:
 
     def verdict(self) -> Verdict:
         """What was found."""
-        task, held = self.task, sum(o.status == "held" for o in self.outcomes)
+        task, measured, held = self.task, self.measured, sum(o.status == "held" for o in self.outcomes)
         correct = self.fault is None and held > 0
-        rate = held / len(self.outcomes) if self.outcomes else 0.0
-        speedup, bounds = self.measured.speedup, self.measured.interval
-        found = score.terms(
-            self.weights,
-            compiled=self.compiled,
-            correct=correct,
-            pass_rate=rate,
-            fault=self.fault,
-            speedup=speedup,
-            low=bounds[0] if bounds else None,
-        )
+        found: dict[str, Any] = {"compiled": self.compiled, "correct": correct, "fault": self.fault}
+        found |= {"pass_rate": held / max(1, len(self.outcomes)), "speedup": measured.speedup}
+        terms = score.terms(self.weights, **found, low=measured.interval[0] if measured.interval else None)
         return Verdict(
-            op=task.op,
+            **task.model_dump(include={"op", "device", "profile", "baseline"}),
+            **found,
             file=self.file,
             source_hash=hashlib.sha256(self.data).hexdigest(),
-            device=task.device,
-            profile=task.profile,
-            compiled=self.compiled,
-            correct=correct,
-            pass_rate=rate,
             held=held,
             attacked=len(self.outcomes),
-            fault=self.fault,
             message=self.message[:4000],
             counterexample=self._counterexample(),
             claims=tuple(sorted(self.claims)),
             clauses=tuple(
-                ClauseTold(clause=o.clause, title=o.title, status=o.status, fault=o.fault, message=o.message[:2000])
+                ClauseReport(clause=o.clause, title=o.title, status=o.status, fault=o.fault, message=o.message[:2000])
                 for o in self.outcomes
             ),
-            not_judged=self.elsewhere,
+            not_judged=self.not_judged,
             probes=tuple(self.probes),
-            findings=tuple(FindingTold(code=f.code, line=f.line, message=f.message) for f in self.reading.findings),
-            speedup=speedup,
-            speedup_interval=bounds,
-            fast_p=score.fast(correct=correct, speedup=speedup),
-            score=sum(found.values()),
-            score_terms=found,
-            baseline=task.baseline,
-            times=self.measured.times,
-            isolation=Isolation(level=self.cage.level, as_nobody=self.cage.as_nobody, facts=self.facts),
+            findings=tuple(FindingReport(**f._asdict()) for f in self.source.findings),
+            speedup_interval=measured.interval,
+            fast_p=score.fast_p_of(correct=correct, speedup=measured.speedup),
+            score=sum(terms.values()),
+            score_terms=terms,
+            times=measured.times,
+            isolation=Isolation(level=self.sandbox.level, as_nobody=self.sandbox.as_nobody, facts=self.facts),
             environment={k: str(v) for k, v in environment(task.device).items()},
             seconds=round(time.monotonic() - self.began, 3),
         )
@@ -341,7 +331,7 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
 
 def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the hosts on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers on the way out
     asked = json.load(sys.stdin)
     try:
         verdict = judge(base64.b64decode(asked["source"]), Task(**asked["task"]), file=asked["file"])

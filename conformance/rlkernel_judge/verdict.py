@@ -1,4 +1,4 @@
-"""The judge's answer and its question, as they cross the border: frozen pydantic models with a schema version."""
+"""The judge's question and its answer: frozen pydantic models with a schema version."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FAULTS: Final[Mapping[str, str]] = {
 }
 
 
-class _Border(BaseModel):
+class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Task(_Border):
+class Task(_Message):
     """What is asked of the judge, beside the source."""
 
     op: str = Field(description="operator that the file's function implements")
@@ -43,7 +43,7 @@ class Task(_Border):
     score: str = Field(default="rlkernel", description="row of the score table")
 
 
-class FindingTold(_Border):
+class FindingReport(_Message):
     """Something that was read in the source."""
 
     code: str
@@ -51,7 +51,7 @@ class FindingTold(_Border):
     message: str
 
 
-class ClauseTold(_Border):
+class ClauseReport(_Message):
     """How one clause fared."""
 
     clause: str
@@ -61,7 +61,7 @@ class ClauseTold(_Border):
     message: str = ""
 
 
-class ProbeTold(_Border):
+class ProbeReport(_Message):
     """How one probe for cheating fared."""
 
     name: str
@@ -69,7 +69,7 @@ class ProbeTold(_Border):
     message: str = ""
 
 
-class Counterexample(_Border):
+class Counterexample(_Message):
     """The first clause that was refuted, on the smallest case that was found."""
 
     clause: str
@@ -79,7 +79,7 @@ class Counterexample(_Border):
     reproduce: str = Field(description="command that attacks this clause alone; draws are the same every time")
 
 
-class Spread(_Border):
+class Spread(_Message):
     """Seconds per call over the rounds of one side."""
 
     median: float
@@ -88,7 +88,7 @@ class Spread(_Border):
     second_clock: float = Field(description="median by the clock inside the judged process: device events on a GPU")
 
 
-class Times(_Border):
+class Times(_Message):
     """How long candidate and baseline took on the same inputs, in turn."""
 
     workload: str
@@ -100,7 +100,7 @@ class Times(_Border):
     floor_s: float = Field(description="moving those bytes at the copy bandwidth measured here, times a margin")
 
 
-class Isolation(_Border):
+class Isolation(_Message):
     """What was in force while the candidate ran, as its own process measured it before loading it."""
 
     level: str
@@ -108,7 +108,7 @@ class Isolation(_Border):
     facts: dict[str, bool] = {}
 
 
-class Verdict(_Border):
+class Verdict(_Message):
     """The answer for one file."""
 
     schema_version: int = SCHEMA
@@ -126,10 +126,10 @@ class Verdict(_Border):
     message: str = ""
     counterexample: Counterexample | None = None
     claims: tuple[str, ...] = ()
-    clauses: tuple[ClauseTold, ...] = ()
+    clauses: tuple[ClauseReport, ...] = ()
     not_judged: dict[str, str] = Field(default={}, description="clauses that cannot be judged from outside, and why")
-    probes: tuple[ProbeTold, ...] = ()
-    findings: tuple[FindingTold, ...] = ()
+    probes: tuple[ProbeReport, ...] = ()
+    findings: tuple[FindingReport, ...] = ()
     speedup: float | None = Field(default=None, description="median time of the baseline over that of the candidate")
     speedup_interval: tuple[float, float] | None = Field(default=None, description="95 % bootstrap interval")
     fast_p: dict[str, float] = Field(
@@ -144,7 +144,7 @@ class Verdict(_Border):
     seconds: float = 0.0
 
 
-class Summary(_Border):
+class Summary(_Message):
     """Several candidates of one task."""
 
     schema_version: int = SCHEMA
@@ -161,6 +161,6 @@ class Summary(_Border):
     candidates: tuple[Verdict, ...]
 
 
-def said(error: ValidationError) -> str:
-    """The complaints about a question in one line, each with the name of the field."""
+def complaints(error: ValidationError) -> str:
+    """What is wrong with a question, in one line, each with the name of the field."""
     return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}, got {e['input']!r}" for e in error.errors())

@@ -1,7 +1,7 @@
-"""Messages between a trial and a host over a socket: a header and raw blocks of tensor bytes.
+"""Messages between a trial and a worker over a socket: a header and raw blocks of tensor bytes.
 
-What goes to the host is pickled, for the trial is trusted. What comes back is JSON and bytes, of bounded size, and is
-rebuilt from a closed list of kinds: reading it runs no code of the candidate's.
+A request is pickled, for the trial is trusted. A reply is JSON and bytes, of bounded size, and is rebuilt from a closed
+list of kinds: reading it runs no code of the candidate's.
 
     frame    u32 length of header · header · u32 number of blocks · u64 length of each · blocks
 """
@@ -16,6 +16,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final, NoReturn
 
@@ -24,75 +25,75 @@ from torch import Tensor
 
 from rlkernel_core.errors import RLKernelError
 
-MOST_HEADER: Final = 4 << 20  # bytes; a message with all its names
-MOST_BLOCKS: Final = 4096
-MOST_BYTES: Final = 2 << 30  # of all blocks of one answer
-_WORDS: Final = (type(None), bool, int, float, str)
+MAX_HEADER: Final = 4 << 20  # bytes; a message with all its names
+MAX_BLOCKS: Final = 4096
+MAX_BYTES: Final = 2 << 30  # of all blocks of one answer
+_PLAIN: Final = (type(None), bool, int, float, str)
 
 
-class Closed(RLKernelError):
-    """The other side closed the connection, was silent for too long, or spoke out of turn; `fault` says which."""
+class ConnectionLost(RLKernelError):
+    """The other side closed the connection, was silent for too long, or broke the protocol; `fault` says which."""
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(message)
         self.fault = fault
 
 
-def send(to: socket.socket, header: bytes, blocks: list[bytes], until: float | None = None) -> None:
+def send(to: socket.socket, header: bytes, blocks: list[bytes], deadline: float | None = None) -> None:
     """Write one frame.
 
     Raises:
-        Closed: the other side is gone, or takes nothing until then.
+        ConnectionLost: the other side is gone, or reads nothing until the deadline.
     """
     head = struct.pack("<I", len(header)) + header + struct.pack("<I", len(blocks))
     head += b"".join(struct.pack("<Q", len(b)) for b in blocks)
     for part in (head, *blocks):
         left = memoryview(part)
         while left:
-            if until is not None and not select.select([], [to], [], max(0.0, until - time.monotonic()))[1]:
-                raise Closed("timeout", "it takes no more words")
+            if deadline is not None and not select.select([], [to], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise ConnectionLost("timeout", "it reads no more")
             try:
-                left = left[to.send(left, socket.MSG_DONTWAIT if until is not None else 0) :]
+                left = left[to.send(left, socket.MSG_DONTWAIT if deadline is not None else 0) :]
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise Closed("closed", f"the connection broke: {error}") from error
+                raise ConnectionLost("closed", f"the connection broke: {error}") from error
 
 
-def receive(source: socket.socket, until: float | None = None) -> tuple[bytes, list[bytearray]]:
-    """Read one frame; `until` is a time of time.monotonic.
+def receive(source: socket.socket, deadline: float | None = None) -> tuple[bytes, list[bytearray]]:
+    """Read one frame; `deadline` is a time of time.monotonic.
 
     Raises:
-        Closed: it did not come whole in time, or claims a size beyond the limits.
+        ConnectionLost: it did not come whole in time, or claims a size beyond the limits.
     """
-    (length,) = struct.unpack("<I", _exactly(source, 4, until))
-    if length > MOST_HEADER:
-        _odd(f"a header of {length} bytes")
-    header = _exactly(source, length, until)
-    (count,) = struct.unpack("<I", _exactly(source, 4, until))
-    if count > MOST_BLOCKS:
-        _odd(f"{count} tensors")
-    sizes = struct.unpack(f"<{count}Q", _exactly(source, 8 * count, until))
-    if sum(sizes) > MOST_BYTES:
-        _odd(f"{sum(sizes)} bytes of tensors")
-    return bytes(header), [_exactly(source, size, until) for size in sizes]
+    (length,) = struct.unpack("<I", _exactly(source, 4, deadline))
+    if length > MAX_HEADER:
+        _reject(f"a header of {length} bytes")
+    header = _exactly(source, length, deadline)
+    (count,) = struct.unpack("<I", _exactly(source, 4, deadline))
+    if count > MAX_BLOCKS:
+        _reject(f"{count} tensors")
+    sizes = struct.unpack(f"<{count}Q", _exactly(source, 8 * count, deadline))
+    if sum(sizes) > MAX_BYTES:
+        _reject(f"{sum(sizes)} bytes of tensors")
+    return bytes(header), [_exactly(source, size, deadline) for size in sizes]
 
 
-def _odd(what: str) -> NoReturn:
-    raise Closed("protocol_error", f"it sends {what}, which is no answer")
+def _reject(what: str) -> NoReturn:
+    raise ConnectionLost("protocol_error", f"it sends {what}, which is no reply")
 
 
-def _exactly(source: socket.socket, size: int, until: float | None) -> bytearray:
+def _exactly(source: socket.socket, size: int, deadline: float | None) -> bytearray:
     data = bytearray()
     while len(data) < size:
-        if until is not None and not select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise Closed("timeout", "no answer in time")
+        if deadline is not None and not select.select([source], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise ConnectionLost("timeout", "no answer in time")
         try:
             got = source.recv(min(size - len(data), 1 << 24))
         except OSError as error:
-            raise Closed("closed", f"the connection broke: {error}") from error
+            raise ConnectionLost("closed", f"the connection broke: {error}") from error
         if not got:
-            raise Closed("closed", "the connection ended")
+            raise ConnectionLost("closed", "the connection ended")
         data += got
     return data
 
@@ -141,33 +142,33 @@ class _Unpickler(pickle.Unpickler):
         self.blocks, self.device = blocks, device
         self.tensors: dict[int, Tensor] = {}
 
-    def persistent_load(self, told: Any) -> Tensor:
-        number, dtype, shape, strides, wanted = told
+    def persistent_load(self, block: Any) -> Tensor:
+        number, dtype, shape, strides, wanted = block
         if number not in self.tensors:
             whole = from_bytes(self.blocks[number], dtype, self.device)
             self.tensors[number] = whole.as_strided(shape, strides).requires_grad_(wanted)
         return self.tensors[number]
 
 
-def give(words: Any) -> tuple[bytes, list[bytes], list[Tensor]]:
-    """Header and blocks of a message to the host, and its tensors in the order of the blocks."""
+def encode_request(content: Any) -> tuple[bytes, list[bytes], list[Tensor]]:
+    """Header and blocks of a request, and its tensors in the order of the blocks."""
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump(words)
+    pickler.dump(content)
     tensors = list(pickler.tensors.values())
     return file.getvalue(), [to_bytes(flat(x)) for x in tensors], tensors
 
 
-def take(header: bytes, blocks: list[bytearray], device: str) -> tuple[Any, list[Tensor]]:
-    """A message in the host, with its tensors on the device."""
+def decode_request(header: bytes, blocks: list[bytearray], device: str) -> tuple[Any, list[Tensor]]:
+    """A request as the worker reads it, with its tensors on the device."""
     reader = _Unpickler(io.BytesIO(header), blocks, device)
-    words = reader.load()
-    return words, [reader.tensors[i] for i in sorted(reader.tensors)]
+    content = reader.load()
+    return content, [reader.tensors[i] for i in sorted(reader.tensors)]
 
 
-def encode(value: Any, tensors: list[Tensor]) -> Any:
+def encode_result(value: Any, tensors: list[Tensor]) -> Any:
     """A candidate's result as JSON; its tensors are appended to `tensors`. What has no place in it is named."""
-    if type(value) in _WORDS:
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
         if type(value) not in {Tensor, torch.nn.Parameter} or value.layout is not torch.strided:
@@ -180,38 +181,38 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         names = [f.name for f in dataclasses.fields(value) if f.init]
-        return {"dataclass": kind, "of": {n: encode(getattr(value, n), tensors) for n in names}}
+        return {"dataclass": kind, "of": {n: encode_result(getattr(value, n), tensors) for n in names}}
     if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [encode(v, tensors) for v in value]}
+        return {"tuple" if isinstance(value, tuple) else "list": [encode_result(v, tensors) for v in value]}
     if isinstance(value, dict):
-        return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
+        return {"dict": [[encode_result(k, tensors), encode_result(v, tensors)] for k, v in value.items()]}
     return {"odd": f"{type(value).__module__}.{type(value).__name__}"}
 
 
-def decode(told: Any, tensors: list[Tensor]) -> Any:
-    """What `encode` told, with these tensors; dataclasses of the contract alone are built.
+def decode_result(encoded: Any, tensors: list[Tensor]) -> Any:
+    """What `encode_result` wrote, with these tensors; dataclasses of the contract alone are built.
 
     Raises:
         ValueError: it names something that is no part of an operator's result.
     """
-    if type(told) in _WORDS:
-        return told
-    match told:
+    if type(encoded) in _PLAIN:
+        return encoded
+    match encoded:
         case {"tensor": int(number)}:
             return tensors[number]
         case {"torch": str(name)} if isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         case {"dataclass": str(kind), "of": dict(fields)}:
-            return _contract_class(kind)(**{n: decode(v, tensors) for n, v in fields.items()})
+            return _contract_class(kind)(**{n: decode_result(v, tensors) for n, v in fields.items()})
         case {"tuple": list(values)}:
-            return tuple(decode(v, tensors) for v in values)
+            return tuple(decode_result(v, tensors) for v in values)
         case {"list": list(values)}:
-            return [decode(v, tensors) for v in values]
+            return [decode_result(v, tensors) for v in values]
         case {"dict": list(pairs)}:
-            return {decode(k, tensors): decode(v, tensors) for k, v in pairs}
+            return {decode_result(k, tensors): decode_result(v, tensors) for k, v in pairs}
         case {"odd": str(what)}:
             raise ValueError(f"the result holds a {what}, not plain tensors and numbers")
-    raise ValueError(f"{json.dumps(told)[:80]} is no result")
+    raise ValueError(f"{json.dumps(encoded)[:80]} is no result")
 
 
 def _contract_class(kind: str) -> type:
@@ -223,27 +224,27 @@ def _contract_class(kind: str) -> type:
     raise ValueError(f"the result is a {kind}, which is no class of the contract")
 
 
-def tensors_of(told: Any, blocks: list[bytearray], device: str) -> list[Tensor]:
+def tensor_nodes(encoded: Any) -> Iterator[dict[str, Any]]:
+    """The places in an encoded result that name a tensor."""
+    if isinstance(encoded, dict) and "tensor" in encoded:
+        yield encoded
+    else:
+        inner = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
+        for part in inner:
+            yield from tensor_nodes(part)
+
+
+def tensors_of(encoded: Any, blocks: list[bytearray], device: str) -> list[Tensor]:
     """The tensors of an encoded result, in order, from their bytes.
 
     Raises:
         ValueError: shapes and bytes disagree.
     """
     found: dict[int, Tensor] = {}
-
-    def visit(part: Any) -> None:
-        if isinstance(part, dict) and "tensor" in part:
-            dtype = getattr(torch, str(part["dtype"]), None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{part['dtype']} is no dtype")
-            x = from_bytes(blocks[part["tensor"]], dtype, device)
-            found[part["tensor"]] = x.reshape([int(n) for n in part["shape"]])
-        elif isinstance(part, dict):
-            for inner in part.values():
-                visit(inner)
-        elif isinstance(part, list):
-            for inner in part:
-                visit(inner)
-
-    visit(told)
+    for node in tensor_nodes(encoded):
+        dtype = getattr(torch, str(node["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{node['dtype']} is no dtype")  # noqa: TRY004 it is what a result says
+        x = from_bytes(blocks[node["tensor"]], dtype, device)
+        found[node["tensor"]] = x.reshape([int(n) for n in node["shape"]])
     return [found[i] for i in sorted(found)]

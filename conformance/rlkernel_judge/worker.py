@@ -1,9 +1,9 @@
-"""The process in which a candidate lives: python -m rlkernel_judge.worker LEVEL SCRATCH SOCKET JOB.
+"""The process in which a candidate runs: python -m rlkernel_judge.worker LEVEL SCRATCH SOCKET JOB.
 
 It enters the sandbox, loads the candidate and answers requests until the socket closes. Nothing it says is believed
-but what is checked outside: results against definitions, times against the trial's own clock. What it notices itself
-(changed inputs, touched functions, a moved generator) is a hint that honest mistakes are found by; code that rewrites
-this module can silence it, and gains nothing that the trial does not check again.
+but what is checked outside: results against the reference, times against the trial's own clock. What it notices itself
+(changed inputs, replaced functions, a moved generator) is a hint that finds honest mistakes; code that rewrites this
+module can silence it, and gains nothing that the trial does not check again.
 
 Every function that timing and checking need is bound before the candidate is imported.
 """
@@ -27,9 +27,11 @@ from typing import Any, Final
 
 from rlkernel_judge import sandbox
 
-_KEPT_CALLS: Final = 64  # calls whose graphs are kept for a backward
-# Loaded by a candidate that asks ours to do its work, or looks for the answers.
-_STRAY: Final = (
+Request = Mapping[str, Any]
+Reply = tuple[dict[str, Any], list[Any]]  # JSON, and tensors
+_MAX_CALLS: Final = 64  # calls whose graphs are kept for a backward
+# Loaded by a candidate that lets our code do its work, or looks for the expected values.
+_OURS: Final = (
     "rlkernel.dispatch",
     "rlkernel_conformance.clauses",
     "rlkernel_core.definitions",
@@ -40,18 +42,17 @@ _STRAY: Final = (
 
 def main(level: str, scratch: str, descriptor: str, job: str) -> None:
     """Enter the sandbox, then serve."""
-    told = json.loads(job)
-    folder = Path(scratch)
-    sandbox.enter(level, folder, sandbox.Limits(**told["limits"]))
+    settings, folder = json.loads(job), Path(scratch)
+    sandbox.enter(level, folder, sandbox.Limits(**settings["limits"]))
     facts = sandbox.facts(folder)
     import torch
 
-    torch.set_num_threads(told["threads"])
+    torch.set_num_threads(settings["threads"])
     with socket.socket(fileno=int(descriptor)) as channel:
-        _Host(channel, told["device"], folder, facts).serve()
+        _Worker(channel, settings["device"], folder, facts).serve()
 
 
-class _Host:
+class _Worker:
     """Answers one request after another."""
 
     def __init__(self, channel: socket.socket, device: str, folder: Path, facts: Mapping[str, bool]) -> None:
@@ -75,7 +76,7 @@ class _Host:
         self.channel, self.device, self.folder, self.facts = channel, device, folder, facts
         self.run: Callable[..., Any] | None = None
         self.record: Callable[..., Any] | None = None  # of the operator, where `run` takes it
-        self.takes: frozenset[str] | None = None  # keywords of `run`; None: all
+        self.keywords: frozenset[str] | None = None  # of `run`; None: all
         self.scope = ExitStack()  # in which a baseline runs
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
         self.sets: list[dict[str, Any]] = []  # arguments that stay where they are
@@ -88,37 +89,37 @@ class _Host:
         while True:
             try:
                 header, blocks = self.receive(self.channel)
-            except self.wire.Closed:
+            except self.wire.ConnectionLost:
                 return
-            words, tensors = self.wire.take(header, blocks, self.device)
+            request, tensors = self.wire.decode_request(header, blocks, self.device)
             try:
-                answer, error = self.guarded(lambda w=words, t=tensors: self._answer(w, t))
+                reply, error = self.guarded(partial(self._answer, request, tensors))
             except KeyboardInterrupt as interrupt:  # raised by the candidate: nobody is at a keyboard
-                answer, error = None, interrupt
-            said, results = answer or ({"error": _told(error, self.folder)}, [])
-            said["number"] = words["number"]
-            self.send(self.channel, json.dumps(said).encode(), results)
+                reply, error = None, interrupt
+            content, results = reply or ({"error": _described(error, self.folder)}, [])
+            content["number"] = request["number"]
+            self.send(self.channel, json.dumps(content).encode(), results)
 
-    def _answer(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[bytes]]:
-        said, results = getattr(self, f"do_{words['do']}")(words, tensors)
-        return said, [self.wire.to_bytes(x) for x in results]
+    def _answer(self, request: Request, tensors: list[Any]) -> tuple[dict[str, Any], list[bytes]]:
+        content, results = getattr(self, f"do_{request['do']}")(request, tensors)
+        return content, [self.wire.to_bytes(x) for x in results]
 
-    def do_ready(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
-        """What this process can still do, and whether its device can be used from in here."""
+    def do_ready(self, _request: Request, _: list[Any]) -> Reply:
+        """What this process can still do, and whether its device can be used in the sandbox."""
         return {"facts": self.facts, "complaint": self.complaint(self.device) if self.cuda else None}, []
 
-    def do_load(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_load(self, request: Request, _: list[Any]) -> Reply:
         """Import a candidate's source, or the implementations of an installed backend."""
-        op, self.record, self.takes = words["op"], None, None
-        if words["source"] is None:
-            self.run = self._baseline(op, words["impls"], compiled=words["compile"])
+        op, self.record, self.keywords = request["op"], None, None
+        if request["source"] is None:
+            self.run = self._baseline(op, request["impls"], compiled=request["compile"])
             return {}, []
-        run = getattr(self._imported(words["source"]), op)
+        run = getattr(self._imported(request["source"]), op)
         parameters = inspect.signature(run).parameters
         if next(iter(parameters), None) == self.record_name:
             self.record = self.operators[op].record
         elif not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            self.takes = frozenset(parameters)
+            self.keywords = frozenset(parameters)
         self.run = run
         return {}, []
 
@@ -162,48 +163,46 @@ class _Host:
             raise RuntimeError("nothing is loaded")
         if self.record is not None:
             return self.run(self.record(**given))
-        left = {k: v for k, v in given.items() if self.takes is None or k in self.takes or k not in defaults}
+        left = {k: v for k, v in given.items() if self.keywords is None or k in self.keywords or k not in defaults}
         odd = [k for k in given.keys() - left.keys() if given[k] is not defaults[k] and given[k] != defaults[k]]
         if odd:
             raise TypeError(f"it takes no argument {odd[0]!r}")
         return self.run(**left)
 
-    def do_call(self, words: Mapping[str, Any], tensors: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_call(self, request: Request, tensors: list[Any]) -> Reply:
         """One call, with what it left behind: written inputs, a moved generator, aliases, work on other streams.
 
         `fresh` says what memory holds that the candidate asks for without content: NaN, 1, or whatever was there.
         """
-        torch, flat = self.torch, self.wire.flat
+        torch, flat, given = self.torch, self.wire.flat, request["given"]
         kept = [flat(x).clone() for x in tensors]
         state, modes = torch.get_rng_state(), _modes(torch)
-        fresh = nullcontext() if words["fresh"] is None else self.poisoned(high=words["fresh"])
-        with torch.set_grad_enabled(words["grad"]), fresh:
-            result = self._call(words["given"], words["defaults"])
+        fresh = nullcontext() if request["fresh"] is None else self.poisoned(high=request["fresh"])
+        with torch.set_grad_enabled(request["grad"]), fresh:
+            result = self._call(given, request["defaults"])
         stray = self._stray()
-        told_tensors: list[Any] = []
-        told = self.wire.encode(result, told_tensors)
-        written = [i for i, (x, k) in enumerate(zip(tensors, kept, strict=True)) if not _same(self, flat(x), k)]
+        outputs: list[Any] = []
+        encoded = self.wire.encode_result(result, outputs)
+        written = [i for i, (x, k) in enumerate(zip(tensors, kept, strict=True)) if not self._same(flat(x), k)]
         inputs = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
-        conduct = {
-            "generator": not torch.equal(torch.get_rng_state(), state),
-            "modes": _modes(torch) != modes,
-            "aliases": any(x.untyped_storage().data_ptr() in inputs for x in told_tensors if x.numel()),
-            "stray_s": stray,
-        }
-        if words["grad"]:
-            self.calls[words["number"]] = ([x for x in tensors if x.requires_grad], told_tensors)
-            while len(self.calls) > _KEPT_CALLS:
+        if request["grad"]:
+            self.calls[request["number"]] = ([x for x in tensors if x.requires_grad], outputs)
+            while len(self.calls) > _MAX_CALLS:
                 del self.calls[next(iter(self.calls))]
-        same = next((name for name, value in words["given"].items() if value is result), None)  # as `out` is
-        said = {
-            "result": told,
-            "results": len(told_tensors),
+        reply = {
+            "result": encoded,
+            "results": len(outputs),
             "written": written,
-            "conduct": conduct,
-            "same": same,
+            "conduct": {
+                "generator": not torch.equal(torch.get_rng_state(), state),
+                "modes": _modes(torch) != modes,
+                "aliases": any(x.untyped_storage().data_ptr() in inputs for x in outputs if x.numel()),
+                "stray_s": stray,
+            },
+            "same": next((name for name, value in given.items() if value is result), None),  # as `out` is
             "call": True,
         }
-        return said, [*told_tensors, *(flat(tensors[i]) for i in written)]
+        return reply, [*outputs, *(flat(tensors[i]) for i in written)]
 
     def _stray(self) -> float:
         """Seconds of work that the current stream does not wait for."""
@@ -214,50 +213,54 @@ class _Host:
         self.sync()
         return self.clock() - began
 
-    def do_backward(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def _same(self, a: Any, b: Any) -> bool:
+        """Whether two flat tensors hold the same bytes."""
+        return not a.numel() or bool(self.equal(a.view(self.torch.uint8), b.view(self.torch.uint8)))
+
+    def do_backward(self, request: Request, _: list[Any]) -> Reply:
         """Gradients of an earlier call for upstream gradients; None where the candidate gives none."""
-        inputs, outputs = self.calls[words["call"]]
-        pairs = [(o, g) for o, g in zip(outputs, words["grads"], strict=True) if g is not None and o.requires_grad]
+        inputs, outputs = self.calls[request["call"]]
+        pairs = [(o, g) for o, g in zip(outputs, request["grads"], strict=True) if g is not None and o.requires_grad]
         grads = self.torch.autograd.grad(
             [o for o, _ in pairs], inputs, [g for _, g in pairs], retain_graph=True, allow_unused=True
         )
-        tensors: list[Any] = []
-        return {"result": self.wire.encode(list(grads), tensors)}, tensors
+        return self._result(list(grads))
 
-    def do_keep(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_keep(self, request: Request, _: list[Any]) -> Reply:
         """Arguments of later bursts; `rewrite` changes their values where they lie, unseen by version counters."""
-        leaves = self.workloads.leaves
-        if words["rewrite"]:
-            for old, new in zip(leaves(self.sets), leaves(words["sets"]), strict=True):
-                old.data.copy_(new)
+        if request["rewrite"]:
+            self._overwrite(self.sets, request["sets"])
         else:
-            self.sets, self.results = words["sets"], []
+            self.sets, self.results = request["sets"], []
         return {}, []
 
-    def do_draw(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_draw(self, request: Request, _: list[Any]) -> Reply:
         """Arguments of a workload from seeds: made new, or rewritten where they lie."""
-        leaves, work = self.workloads.leaves, words["workload"]
-        if words["new"]:
+        if request["new"]:
             self.sets = []
-        for i, seed in enumerate(words["seeds"]):
-            drawn = self.workloads.draw(work, seed, self.device)
+        for i, seed in enumerate(request["seeds"]):
+            drawn = self.workloads.draw(request["workload"], seed, self.device)
             if i == len(self.sets):
                 self.sets.append(drawn)
-            for old, new in zip(leaves(self.sets[i]), leaves(drawn), strict=True):
-                old.data.copy_(new)
+            self._overwrite(self.sets[i], drawn)
         self.results = []
         self.sync()
         return {}, []
 
-    def do_burst(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def _overwrite(self, old: Any, new: Any) -> None:
+        leaves = self.workloads.leaves
+        for x, y in zip(leaves(old), leaves(new), strict=True):
+            x.data.copy_(y)
+
+    def do_burst(self, request: Request, _: list[Any]) -> Reply:
         """Calls in an order, as fast as they come; the trial times from outside, `seconds` is the second clock."""
-        defaults = words["defaults"]
+        defaults, order = request["defaults"], request["order"]
         results: list[Any] = [None] * len(self.sets)
-        marks = [(self.event(), self.event()) for _ in words["order"]] if self.cuda else []
+        marks = [(self.event(), self.event()) for _ in order] if self.cuda else []
         self.sync()
         spans = []
         with self.torch.no_grad():
-            for turn, i in enumerate(words["order"]):
+            for turn, i in enumerate(order):
                 began = self.clock()
                 if marks:
                     marks[turn][0].record()
@@ -269,25 +272,22 @@ class _Host:
         self.results = results
         return {"seconds": [self.elapsed(a, b) / 1e3 for a, b in marks] or spans}, []
 
-    def do_fetch(self, words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_fetch(self, request: Request, _: list[Any]) -> Reply:
         """A result of the last burst, as it is now."""
-        tensors: list[Any] = []
-        return {"result": self.wire.encode(self.results[words["index"]], tensors)}, tensors
+        return self._result(self.results[request["index"]])
 
-    def do_look(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def _result(self, value: Any) -> Reply:
+        tensors: list[Any] = []
+        return {"result": self.wire.encode_result(value, tensors)}, tensors
+
+    def do_look(self, _request: Request, _: list[Any]) -> Reply:
         """What the candidate changed outside itself, and which modules of ours it loaded."""
-        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_STRAY)}
+        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_OURS)}
         return {"touched": self.tamper_check.changed(self.before), "imported": sorted(new)}, []
 
-    def do_ping(self, _words: Mapping[str, Any], _: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def do_ping(self, _request: Request, _: list[Any]) -> Reply:
         """What a round trip costs."""
         return {}, []
-
-
-def _same(host: _Host, a: Any, b: Any) -> bool:
-    if not a.numel():
-        return True
-    return bool(host.equal(a.view(host.torch.uint8), b.view(host.torch.uint8)))
 
 
 def _modes(torch: Any) -> tuple[Any, ...]:
@@ -299,14 +299,14 @@ def _modes(torch: Any) -> tuple[Any, ...]:
     )
 
 
-def _told(error: BaseException | None, folder: Path) -> dict[str, Any]:
-    """An exception as words: type, message, where in the candidate."""
+def _described(error: BaseException | None, folder: Path) -> dict[str, Any]:
+    """An exception as JSON: type, message, where in the candidate."""
     frames = traceback.extract_tb(error.__traceback__) if error else ()
     lines = [f.lineno for f in frames if f.filename == str(folder / "candidate.py")]
-    told = {"type": type(error).__name__, "text": str(error)[:2000], "line": lines[-1] if lines else None}
+    found = {"type": type(error).__name__, "text": str(error)[:2000], "line": lines[-1] if lines else None}
     if hasattr(error, "remedy"):  # an ArgumentError of the contract
-        told["argument"] = [str(getattr(error, n, "")) for n in ("argument", "got", "problem", "remedy")]
-    return told
+        return {**found, "argument": [str(getattr(error, n, "")) for n in ("argument", "got", "problem", "remedy")]}
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The trial's side of a host: start it, call the candidate in it, and notice how it ends.
+"""The trial's side of a worker: start it, call the candidate in it, and notice how it ends.
 
-`Seat` is one host. `seated` puts its candidate where the front door of the operators finds it, as one more backend, so
-that the clauses attack it as they attack any other; a gradient that a clause asks for is computed in the host too.
+`registered_candidate` puts a worker's candidate where the front door of the operators finds it, as one more backend, so
+that the clauses attack it as they attack any other; a gradient that a clause asks for is computed in the worker too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final, NoReturn, Self
 
 import torch
@@ -33,10 +34,11 @@ from rlkernel_torch import backend as reference
 
 BACKEND: Final = "candidate"
 STARTING_S: Final = 120.0  # importing torch, and compiling what the candidate compiles on import
+Reply = tuple[dict[str, Any], list[bytearray], list[Tensor]]  # JSON, its blocks, and the tensors of the request
 
 
-class Lost(RLKernelError):
-    """The host is gone or silent; `fault` is a name of the taxonomy."""
+class WorkerLost(RLKernelError):
+    """The worker is gone or silent; `fault` is a name of the taxonomy."""
 
     def __init__(self, fault: str, message: str) -> None:
         super().__init__(message)
@@ -48,30 +50,30 @@ class CandidateError(RLKernelError):
 
 
 class BaselineError(RLKernelError):
-    """The baseline failed, or its host: no fault of the candidate's."""
+    """The baseline failed, or its worker: no fault of the candidate's."""
 
 
-class Seat:
-    """One host process, of a candidate or of the baseline. Not to be shared by threads."""
+class Worker:
+    """One worker process, of a candidate or of the baseline. Not to be shared by threads."""
 
     def __init__(
-        self, cage: sandbox.Cage, op: str, device: str, limits: sandbox.Limits, *, baseline: bool = False
+        self, box: sandbox.Sandbox, op: str, device: str, limits: sandbox.Limits, *, baseline: bool = False
     ) -> None:
         self.op, self.device, self.baseline, self.number = op, device, baseline, 0
-        self.lost: Lost | None = None
-        self.until = time.monotonic() + STARTING_S  # when the next answers must be there
+        self.lost: WorkerLost | None = None
+        self.deadline = time.monotonic() + STARTING_S  # when the next replies must be there
         self._stack = ExitStack()
-        self.scratch = self._stack.enter_context(sandbox.private_folder(cage))
+        self.scratch = self._stack.enter_context(sandbox.private_folder(box))
         self._socket, theirs = socket.socketpair()
         threads = torch.get_num_threads()
         job = json.dumps({"device": device, "limits": asdict(limits), "threads": threads})
         with theirs:
-            self._process: subprocess.Popen[bytes] = cage.start(
+            self._process: subprocess.Popen[bytes] = box.start(
                 "rlkernel_judge.worker", self.scratch, str(theirs.fileno()), job,
                 keep=(theirs.fileno(),), OMP_NUM_THREADS=str(threads),
             )  # fmt: skip
         self._stack.callback(self._socket.close)
-        self._stack.callback(sandbox.end, self._process, self.scratch)
+        self._stack.callback(sandbox.kill, self._process, self.scratch)
 
     def __enter__(self) -> Self:
         return self
@@ -80,83 +82,88 @@ class Seat:
         self.close()
 
     def close(self) -> None:
-        """End the host and all it started; again does nothing."""
+        """End the worker and all it started; again does nothing."""
         self._stack.close()
 
-    def ask(self, what: str, **words: Any) -> tuple[dict[str, Any], list[bytearray], list[Tensor]]:
-        """One request: what was said, its blocks, and the tensors that were sent.
+    def ask(self, what: str, **content: Any) -> Reply:
+        """One request and its reply.
 
         Raises:
-            Lost: there is no answer, now or since an earlier request.
+            WorkerLost: there is no reply, now or since an earlier request.
             CandidateError: the candidate raised.
-            BaselineError: instead of all others, where this is the host of the baseline.
+            BaselineError: instead of all others, where this is the worker of the baseline.
             ArgumentError: the candidate refused an argument as the contract says.
         """
         if self.lost is not None:
             raise self.lost
         self.number += 1
-        header, blocks, sent = wire.give({"do": what, "number": self.number, **words})
+        header, blocks, sent = wire.encode_request({"do": what, "number": self.number, **content})
         try:
-            wire.send(self._socket, header, blocks, self.until)
-            header, answered = wire.receive(self._socket, self.until)
-        except wire.Closed as error:
-            self._lose(self._ended() if error.fault == "closed" else error.fault, str(error))
-        said, error = guarded(lambda: json.loads(header))
-        if error is not None or not isinstance(said, dict) or said.get("number") != self.number:
-            self._lose("protocol_error", "an answer that is none")
-        if "error" in said:
-            self._raise(said["error"])
-        checked, error = guarded(lambda: replies.read(what, said))
-        if error is not None or checked is None:
-            self._lose("protocol_error", f"an answer that is none to {what!r}")
-        if what == "call" and not _fits(checked, answered, sent):
+            wire.send(self._socket, header, blocks, self.deadline)
+            header, received = wire.receive(self._socket, self.deadline)
+        except wire.ConnectionLost as lost:
+            self._lose(self._ended() if lost.fault == "closed" else lost.fault, str(lost))
+        reply, _ = guarded(partial(json.loads, header))
+        if not isinstance(reply, dict) or reply.get("number") != self.number:
+            self._lose("protocol_error", "a reply that is none")
+        if "error" in reply:
+            self._raise(reply["error"])
+        checked, _ = guarded(partial(replies.read, what, reply))
+        if checked is None:
+            self._lose("protocol_error", f"a reply that is none to {what!r}")
+        if what == "call" and not _fits(checked, received, sent):
             self._lose("protocol_error", "tensors that are not those it names")
-        return checked, answered, sent
+        return checked, received, sent
 
-    def result(self, said: Mapping[str, Any], blocks: list[bytearray]) -> Any:
-        """The result in an answer.
+    def tensors(self, reply: Mapping[str, Any], blocks: list[bytearray]) -> list[Tensor]:
+        """The tensors of a result.
 
         Raises:
-            Violation: it is not what an operator returns.
+            Violation: they are not what an operator returns.
         """
-        found, error = guarded(lambda: wire.tensors_of(said["result"], blocks, self.device))
-        if error is not None or found is None:
+        found, error = guarded(lambda: wire.tensors_of(reply["result"], blocks, self.device))
+        if found is None:
             raise Violation(f"not a result of this operator: {error}")
-        return self.built(said, found)
+        return found
 
-    def built(self, said: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
-        """The result in an answer, of these tensors; a dict of its fields becomes the operator's result.
+    def result(self, reply: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """The result in a reply, of these tensors; a dict of its fields becomes the operator's result.
 
         Raises:
             Violation: it is not what an operator returns.
         """
-        found, error = guarded(lambda: wire.decode(said["result"], list(tensors)))
+        found, error = guarded(lambda: wire.decode_result(reply["result"], list(tensors)))
         cls = result_class(self.op)
         if error is None and isinstance(found, dict) and cls is not None:
-            found, error = guarded(lambda: cls(**found))
+            found, error = guarded(partial(cls, **found))
         if error is not None:
             raise Violation(f"not a result of this operator: {error}")
-        if said.get("call") and cls is not None and not isinstance(found, cls):
+        if reply.get("call") and cls is not None and not isinstance(found, cls):
             raise Violation(
                 f"the result is a {type(found).__name__}; {cls.__name__} or a dict of its fields is expected"
             )
         return found
 
-    def _raise(self, told: Any) -> NoReturn:
-        if not isinstance(told, dict):
+    def fetched(self, index: int) -> Any:
+        """A result of the last burst, as it is now."""
+        reply, blocks, _ = self.ask("fetch", index=index)
+        return self.result(reply, self.tensors(reply, blocks))
+
+    def _raise(self, error: Any) -> NoReturn:
+        if not isinstance(error, dict):
             self._lose("protocol_error", "an error that is none")
+        text = f"{error.get('type')}: {error.get('text')}"
         if self.baseline:
-            raise BaselineError(f"{told.get('type')}: {told.get('text')}")
-        if isinstance(told.get("argument"), list):
-            raise ArgumentError(*([str(x) for x in told["argument"]] + [""] * 4)[:4])
-        if told.get("type") == "LayoutError":
-            raise LayoutError(str(told.get("text")))
-        where = f" (line {told['line']})" if told.get("line") else ""
-        raise CandidateError(f"{told.get('type')}: {told.get('text')}{where}")
+            raise BaselineError(text)
+        if isinstance(error.get("argument"), list):
+            raise ArgumentError(*([str(x) for x in error["argument"]] + [""] * 4)[:4])
+        if error.get("type") == "LayoutError":
+            raise LayoutError(str(error.get("text")))
+        raise CandidateError(f"{text} (line {error['line']})" if error.get("line") else text)
 
     def _lose(self, fault: str, message: str) -> NoReturn:
         text = message if fault in {"timeout", "protocol_error"} else faults.FAULTS[fault]
-        self.lost = Lost(fault, text)
+        self.lost = WorkerLost(fault, text)
         if self.baseline:
             raise BaselineError(f"{fault}: {text}")
         raise self.lost
@@ -166,52 +173,52 @@ class Seat:
             status = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return "protocol_error"
-        if status > 128:  # across name spaces a signal is told as shells do
+        if status > 128:  # across name spaces a signal is reported as shells do
             status = 128 - status
         return "timeout" if status == -signal.SIGXCPU else faults.of_exit(status)
 
 
-def gathered(seat: Seat, given: dict[str, Any], *, fresh: bool | None = None) -> Any:
+def call_candidate(worker: Worker, given: dict[str, Any], *, fresh: bool | None = None) -> Any:
     """Call the candidate as an operator of this process: values, gradients, and what it did to its arguments.
 
     Raises:
         Violation: it did something that no operator may.
     """
-    plain, shares = workloads.defaults(seat.op), seat.op in workloads.SHARES
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in workloads.leaves(given))
-    if not wanted:
-        said, blocks, sent = seat.ask("call", given=given, defaults=plain, grad=False, fresh=fresh)
-        result = seat.result(said, blocks)
+    inputs = workloads.leaves(given)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        inputs = list({id(x): x for x in inputs}.values())
+        exchange: dict[str, Any] = {"inputs": [id(x) for x in inputs]}
+        outputs = _RemoteCall.apply(worker, given, exchange, *inputs)  # type: ignore[no-untyped-call]
+        reply, blocks, sent = exchange["reply"]
+        result = worker.result(reply, outputs)
     else:
-        inputs = list({id(x): x for x in workloads.leaves(given)}.values())
-        bridge: dict[str, Any] = {"inputs": [id(x) for x in inputs]}
-        outputs = _Bridge.apply(seat, given, plain, bridge, *inputs)
-        said, blocks, sent = bridge["answer"]
-        result = seat.built(said, outputs)
-    _conduct(said, blocks, sent, shares=shares)
-    return given.get(said["same"], result)
+        defaults = workloads.defaults(worker.op)
+        reply, blocks, sent = worker.ask("call", given=given, defaults=defaults, grad=False, fresh=fresh)
+        result = worker.result(reply, worker.tensors(reply, blocks))
+    _apply_conduct(reply, blocks, sent, may_alias=worker.op in workloads.MAY_ALIAS)
+    return given.get(reply["same"], result)
 
 
-def _conduct(said: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor], *, shares: bool) -> None:
+def _apply_conduct(reply: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor], *, may_alias: bool) -> None:
     """Do to our tensors what the candidate did to its own, and judge the rest."""
-    for number, block in zip(said["written"], blocks[int(said["results"]) :], strict=True):
-        home = wire.flat(sent[number])
-        home.copy_(wire.from_bytes(block, home.dtype, str(home.device)))
-    conduct = said["conduct"]
+    for number, block in zip(reply["written"], blocks[int(reply["results"]) :], strict=True):
+        memory = wire.flat(sent[number])
+        memory.copy_(wire.from_bytes(block, memory.dtype, str(memory.device)))
+    conduct = reply["conduct"]
     if conduct["generator"]:
-        torch.rand(())  # the clause that watches the generator sees it move
+        torch.rand(())  # the clause about the generator sees it move
     if conduct["modes"]:
         raise Violation("a global mode changed: default dtype, default device, gradients or inference")
-    if conduct["aliases"] and not shares:
+    if conduct["aliases"] and not may_alias:
         raise Violation("a result is memory of an input")
 
 
-def _fits(said: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor]) -> bool:
-    """Whether the blocks of an answer to a call are its results and the arguments it wrote to."""
-    if said["results"] + len(said["written"]) != len(blocks) or any(i >= len(sent) for i in said["written"]):
+def _fits(reply: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor]) -> bool:
+    """Whether the blocks of a reply to a call are its results and the arguments it wrote to."""
+    if reply["results"] + len(reply["written"]) != len(blocks) or any(i >= len(sent) for i in reply["written"]):
         return False
-    homes = [wire.flat(sent[i]) for i in said["written"]]
-    return [x.numel() * x.element_size() for x in homes] == [len(b) for b in blocks[said["results"] :]]
+    memories = [wire.flat(sent[i]) for i in reply["written"]]
+    return [x.numel() * x.element_size() for x in memories] == [len(b) for b in blocks[reply["results"] :]]
 
 
 def result_class(op: str) -> type | None:
@@ -221,51 +228,41 @@ def result_class(op: str) -> type | None:
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
-class _Bridge(torch.autograd.Function):
-    """One call in the host, with its backward there too."""
+class _RemoteCall(torch.autograd.Function):
+    """One call in the worker, with its backward there too."""
 
     @staticmethod
-    def forward(ctx: Any, seat: Seat, given: Any, plain: Any, bridge: dict[str, Any], *_: Tensor) -> Any:
-        answer = seat.ask("call", given=given, defaults=plain, grad=True, fresh=None)
-        said, blocks, _ = answer
-        outputs, error = guarded(lambda: wire.tensors_of(said["result"], blocks, seat.device))
-        if error is not None or outputs is None:
-            raise Violation(f"not a result of this operator: {error}")
-        bridge["answer"] = answer
-        wanted = _wanted(said["result"])
-        order = [id(x) for x in answer[2] if x.requires_grad]  # as the host answers
-        ctx.seat, ctx.number = seat, seat.number
-        ctx.places = [order.index(i) if i in order else None for i in bridge["inputs"]]
-        ctx.mark_non_differentiable(*(x for x, w in zip(outputs, wanted, strict=True) if not w))
+    def forward(ctx: Any, worker: Worker, given: Any, exchange: dict[str, Any], *_: Tensor) -> Any:
+        reply, blocks, sent = exchange["reply"] = worker.ask(
+            "call", given=given, defaults=workloads.defaults(worker.op), grad=True, fresh=None
+        )
+        outputs = worker.tensors(reply, blocks)
+        differentiable = [bool(node["grad"]) for node in wire.tensor_nodes(reply["result"])]
+        order = [id(x) for x in sent if x.requires_grad]  # as the worker replies
+        ctx.worker, ctx.number = worker, worker.number
+        ctx.places = [order.index(i) if i in order else None for i in exchange["inputs"]]
+        ctx.mark_non_differentiable(*(x for x, d in zip(outputs, differentiable, strict=True) if not d))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        said, blocks, _ = ctx.seat.ask("backward", call=ctx.number, grads=list(grads))
-        found = ctx.seat.result(said, blocks)
-        return None, None, None, None, *(None if place is None else found[place] for place in ctx.places)
-
-
-def _wanted(told: Any) -> list[bool]:
-    """For each tensor of an encoded result, in order, whether a gradient flows to it."""
-    if isinstance(told, dict) and "tensor" in told:
-        return [bool(told["grad"])]
-    inner = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
-    return [w for part in inner for w in _wanted(part)]
+        reply, blocks, _ = ctx.worker.ask("backward", call=ctx.number, grads=list(grads))
+        found = ctx.worker.result(reply, ctx.worker.tensors(reply, blocks))
+        return None, None, None, *(None if place is None else found[place] for place in ctx.places)
 
 
 @contextmanager
-def seated(
-    op: str, claims: frozenset[str], dtypes: tuple[str, ...], device: str, current: Callable[[], Seat]
+def registered_candidate(
+    op: str, claims: frozenset[str], dtypes: tuple[str, ...], device: str, current: Callable[[], Worker]
 ) -> Iterator[Backend]:
     """Register the candidate as a backend of this process: its operator, and the reference for every other."""
-    spec, plain = OPERATORS[op], workloads.defaults(op)
+    spec, defaults = OPERATORS[op], workloads.defaults(op)
 
     def candidate(call: Any) -> Any:
         # What the caller left out is left out here too: a candidate need not take every argument.
-        given = {n: x for n, x in call.as_dict().items() if n not in plain or x is not plain[n]}
-        return gathered(current(), given)
+        given = {n: x for n, x in call.as_dict().items() if n not in defaults or x is not defaults[n]}
+        return call_candidate(current(), given)
 
     globals()[f"{op}_candidate"] = candidate
     requires = Requires(device=device.partition(":")[0], dtypes=dtypes if spec.primary else ())

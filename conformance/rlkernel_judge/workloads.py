@@ -1,6 +1,6 @@
 """What a candidate is timed on: one call per operator and kind of device, as data, and its arguments from a seed.
 
-The same seed gives the same arguments in every process on one kind of device, so that a host makes its own and the
+The same seed gives the same arguments in every process on one kind of device, so that a worker makes its own and the
 trial checks what came out against its own.
 
 Legend: N rows · V vocabulary · D hidden · B sequences · T time · K columns of a weight.
@@ -36,60 +36,37 @@ class Workload:
         return f"{self.op} {self.dtype} {sizes}"
 
 
-def _work(op: str, dtype: str, sets: int, **sizes: int) -> Workload:
-    return Workload(op, dtype, sets, tuple(sizes.items()))
-
-
-# Toy sizes that a CPU does in milliseconds; sizes of training and serving where there is a GPU.
-TOY: Final = {
-    w.op: w
-    for w in (
-        _work("logprob", "float32", 8, N=64, V=2048),
-        _work("linear_logprob", "float32", 8, N=64, D=128, V=4096),
-        _work("sample", "float32", 8, N=32, V=2048),
-        _work("lm_head_sample", "float32", 8, N=16, D=128, V=4096),
-        _work("verify", "float32", 8, B=8, K=3, V=4096),
-        _work("policy_loss", "float32", 8, B=32, T=2048),
-        _work("linear_policy_loss", "float32", 8, B=4, T=16, D=128, V=4096),
-        _work("quantize", "float32", 8, N=512, K=1024),
-        _work("dequantize", "float32", 8, N=512, K=1024),
-        _work("prepack", "float32", 8, N=512, K=1024),
-        _work("qmatmul", "float32", 8, N=16, D=512, K=1024),
-        _work("advantage", "float32", 8, B=8192),
-        _work("affine_suffix_scan", "float32", 8, B=32, T=2048),
-        _work("whiten", "float32", 8, B=32, T=2048),
-        _work("group_filter", "float32", 8, B=8192),
-        _work("shape_rewards", "float32", 8, B=8192),
-    )
-}
-REAL: Final = {
-    w.op: w
-    for w in (
-        _work("logprob", "bfloat16", 4, N=4096, V=128256),
-        _work("linear_logprob", "bfloat16", 2, N=4096, D=4096, V=128256),
-        _work("sample", "float32", 8, N=256, V=128256),
-        _work("lm_head_sample", "bfloat16", 2, N=64, D=4096, V=128256),
-        _work("verify", "float32", 4, B=64, K=4, V=128256),
-        _work("policy_loss", "float32", 8, B=512, T=8192),
-        _work("linear_policy_loss", "bfloat16", 2, B=8, T=512, D=4096, V=128256),
-        _work("quantize", "bfloat16", 4, N=28672, K=4096),
-        _work("dequantize", "bfloat16", 8, N=28672, K=4096),
-        _work("prepack", "bfloat16", 8, N=28672, K=4096),
-        _work("qmatmul", "bfloat16", 8, N=16, D=28672, K=4096),
-        _work("advantage", "float32", 8, B=1 << 22),
-        _work("affine_suffix_scan", "float32", 8, B=4096, T=8192),
-        _work("whiten", "float32", 8, B=4096, T=8192),
-        _work("group_filter", "float32", 8, B=1 << 22),
-        _work("shape_rewards", "float32", 8, B=1 << 22),
-    )
-}
+# operator -> its sizes on a CPU, which does each call in milliseconds, in float32 with 8 sets of arguments; then the
+# dtype, the sets and the sizes on a GPU, which are those of training and serving
+_SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
+    "logprob": ({"N": 64, "V": 2048}, "bfloat16", 4, {"N": 4096, "V": 128256}),
+    "linear_logprob": ({"N": 64, "D": 128, "V": 4096}, "bfloat16", 2, {"N": 4096, "D": 4096, "V": 128256}),
+    "sample": ({"N": 32, "V": 2048}, "float32", 8, {"N": 256, "V": 128256}),
+    "lm_head_sample": ({"N": 16, "D": 128, "V": 4096}, "bfloat16", 2, {"N": 64, "D": 4096, "V": 128256}),
+    "verify": ({"B": 8, "K": 3, "V": 4096}, "float32", 4, {"B": 64, "K": 4, "V": 128256}),
+    "policy_loss": ({"B": 32, "T": 2048}, "float32", 8, {"B": 512, "T": 8192}),
+    "linear_policy_loss": (
+        {"B": 4, "T": 16, "D": 128, "V": 4096}, "bfloat16", 2, {"B": 8, "T": 512, "D": 4096, "V": 128256},
+    ),
+    "quantize": ({"N": 512, "K": 1024}, "bfloat16", 4, {"N": 28672, "K": 4096}),
+    "dequantize": ({"N": 512, "K": 1024}, "bfloat16", 8, {"N": 28672, "K": 4096}),
+    "prepack": ({"N": 512, "K": 1024}, "bfloat16", 8, {"N": 28672, "K": 4096}),
+    "qmatmul": ({"N": 16, "D": 512, "K": 1024}, "bfloat16", 8, {"N": 16, "D": 28672, "K": 4096}),
+    "advantage": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
+    "affine_suffix_scan": ({"B": 32, "T": 2048}, "float32", 8, {"B": 4096, "T": 8192}),
+    "whiten": ({"B": 32, "T": 2048}, "float32", 8, {"B": 4096, "T": 8192}),
+    "group_filter": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
+    "shape_rewards": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
+}  # fmt: skip
+ON_CPU: Final = {op: Workload(op, "float32", 8, tuple(cpu.items())) for op, (cpu, *_) in _SIZES.items()}
+ON_GPU: Final = {op: Workload(op, dtype, sets, tuple(gpu.items())) for op, (_, dtype, sets, gpu) in _SIZES.items()}
 GROUP: Final = 8  # members of a group
-SHARES: Final = frozenset({"quantize", "prepack"})  # operators whose result may be memory of an argument
+MAY_ALIAS: Final = frozenset({"quantize", "prepack"})  # operators whose result may be memory of an argument
 
 
 def workload(op: str, device: str) -> Workload:
     """The workload of an operator on a kind of device."""
-    return (TOY if device.partition(":")[0] == "cpu" else REAL)[op]
+    return (ON_CPU if device.partition(":")[0] == "cpu" else ON_GPU)[op]
 
 
 def draw(work: Workload, seed: int, device: str) -> dict[str, Any]:
@@ -101,7 +78,7 @@ def draw(work: Workload, seed: int, device: str) -> dict[str, Any]:
 def small(op: str, dtype: str) -> Workload:
     """A call that takes no time, for checks of conduct."""
     shrunk = {"N": 24, "V": 320, "D": 64, "B": 16, "T": 48, "K": 128}
-    sizes = tuple((name, 3 if (op, name) == ("verify", "K") else shrunk[name]) for name, _ in TOY[op].sizes)
+    sizes = tuple((name, 3 if (op, name) == ("verify", "K") else shrunk[name]) for name, _ in ON_CPU[op].sizes)
     return Workload(op, dtype, 2, sizes)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from cdna_simulator import lds
 from cdna_simulator.assembly import Instruction, Operand
 from cdna_simulator.formats import F32, F64, I32, I64, U8, U32, U64, Array
-from cdna_simulator.operands import Step, broadcast, u32, u64, unknown
+from cdna_simulator.operands import Reader, Step, broadcast, u32, u64, unknown
 from cdna_simulator.transfer import WIDTHS, Lanes, put_loaded, stored_bytes
 from cdna_simulator.waves import M0, Waves
 
@@ -41,12 +41,11 @@ def scalar_load(ins: Instruction) -> Step:
     count = int(ins.name.removeprefix("s_load_dword").lstrip("x") or 1)
     to, base, offset = ins.operands
     start = u64(base)
-    plus = I64(((offset.value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000) if offset.kind == "k" else None
-    more = None if plus is not None else u32(offset)
-    extra = ins.number("offset")
+    constant, extra = ((offset.value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000, ins.number("offset")
+    plus: Reader = (lambda _: I64(constant)) if offset.kind == "k" else u32(offset)
 
     def step(w: Waves) -> None:
-        address = np.array(start(w)).astype(I64) + (plus if more is None else more(w).astype(I64)) + extra
+        address = np.array(start(w)).astype(I64) + plus(w).astype(I64) + extra
         got = w.memory.read(address[w.live], 4 * count).view(U32)  # [live waves, count]
         w.s[w.live[:, 0], to.index : to.index + count] = got
 
@@ -57,10 +56,10 @@ def _global_place(ops: tuple[Operand, ...], offset: int) -> Place:
     """A 64-bit address a lane, or a scalar address and 32 bits a lane."""
     if len(ops) > 1 and ops[1].kind == "s":
         base, lane = u64(ops[1]), broadcast(u32(ops[0]))
-        read = lambda w: base(w).astype(I64) + lane(w).astype(I64)  # noqa: E731 one of two readers
+        read: Reader = lambda w: base(w).astype(I64) + lane(w).astype(I64)  # noqa: E731 one of two readers
     else:
-        wide = u64(ops[0])
-        read = lambda w: np.broadcast_to(wide(w), (w.W, 64)).astype(I64)  # noqa: E731
+        wide = broadcast(u64(ops[0]))
+        read = lambda w: wide(w).astype(I64)  # noqa: E731
 
     def place(w: Waves) -> tuple[Lanes, Array, None]:
         lanes = np.nonzero(w.mask)

@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 from cdna_simulator.errors import UnsupportedKernelError
@@ -36,7 +36,8 @@ _LABEL: Final = re.compile(r"([.\w$]+):")
 _WORDS: Final = ("s_waitcnt", "s_setreg", "s_getreg", "s_set_gpr", "s_sendmsg", "s_delay_alu", "s_clause")
 
 
-class Operand(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Operand:
     """One operand: `kind` is v (vector file), s (scalar file), k (constant), scc, none, or symbol."""
 
     kind: str
@@ -165,21 +166,21 @@ def operand(text: str) -> Operand:
     text = text[1:] if negate and not negative else text
     absolute = text.startswith("|")
     text = text.strip("|")
-    marks = {"negate": negate, "absolute": absolute, "extend": extend}
+    marked = partial(Operand, negate=negate, absolute=absolute, extend=extend)
     if found := _REGISTER.match(text):
         first = int(found[2] or found[3])
         count = int(found[4]) - first + 1 if found[4] else 1
         offset = {"a": ACC, "ttmp": _TTMP}.get(found[1], 0)
-        return Operand("v" if found[1] in "va" else "s", first + offset, count, **marks)
+        return marked("v" if found[1] in "va" else "s", first + offset, count)
     if text in NAMED:
         index, count = NAMED[text]
-        return Operand("s", index, count, **marks)
+        return marked("s", index, count)
     if text in {"scc", "vccz", "execz"}:
         return Operand(text)
     if text in {"off", "null"}:
         return Operand("none")
     if text in _FLOATS:
-        return Operand("k", value=_FLOATS[text], floating=True, **marks)
+        return marked("k", value=_FLOATS[text], floating=True)
     if _NUMBER.match(text):
-        return Operand("k", value=int(text, 0) & 0xFFFFFFFFFFFFFFFF, **marks)
+        return marked("k", value=int(text, 0) & 0xFFFFFFFFFFFFFFFF)
     return Operand("symbol", name=text)

@@ -13,11 +13,11 @@ import numpy as np
 
 from cdna_simulator.assembly import Instruction, Operand
 from cdna_simulator.formats import F32, I32, I64, U32, U64, Array, from_f16
+from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import dpp, sdwa
-from cdna_simulator.operands import Reader, Step, broadcast, f32, f64, half, lane_mask, u32, u64, unknown
+from cdna_simulator.operands import Reader, Step, bits32, broadcast, f16, f32, f64, lane_mask, signed, u32, u64, unknown
 from cdna_simulator.waves import EXEC, VCC, Waves
 
-Compute = Callable[..., Any]
 _VCC: Final = Operand("s", VCC, 2)
 
 
@@ -46,9 +46,10 @@ INTEGER_TESTS: Final[Mapping[str, Compute]] = {
 }  # fmt: skip
 
 
-def _class(a: Array, wanted: Array) -> Array:
+def _class(a: Any, wanted: Any) -> Array:
     """v_cmp_class: whether a float is one of the ten kinds that bits 0 to 9 name."""
     a = np.asarray(a)
+    word: Any
     word, mantissa, top = (U32, 23, 255) if a.dtype == F32 else (U64, 52, 2047)
     bits = a.view(word)
     minus = (bits >> word(8 * a.itemsize - 1)).astype(bool)
@@ -71,55 +72,37 @@ def _class(a: Array, wanted: Array) -> Array:
     return found
 
 
-def _halfword(x: Any, *, signed: bool) -> Any:
-    low = np.asarray(x, U32).astype(np.uint16)
-    return low.view(np.int16) if signed else low
-
-
 def _half_of_sdwa(ins: Instruction, source: int) -> Reader:
-    """A float16 that SDWA picks out of a word, as float32 with its sign and its bars."""
+    """A float16 that SDWA picks out of a word, as float32."""
     op = ins.operands[1 + source]
-    part = sdwa(ins, source, u32(op._replace(negate=False, absolute=False)))
+    part = sdwa(ins, source, bits32(op))
+    return signed(op, lambda w: from_f16(np.asarray(part(w))))
 
-    def read(w: Waves) -> Array:
-        x = from_f16(np.asarray(part(w)))
-        x = np.abs(x) if op.absolute else x
-        return -x if op.negate else x
 
-    return read
+# type of the operands -> (how they are read, the integers that are compared)
+_KINDS: Final[Mapping[str, tuple[Callable[[Operand], Reader], Any]]] = {
+    "f16": (f16, None), "f32": (f32, None), "f64": (f64, None), "i64": (u64, I64), "u64": (u64, U64),
+    "i32": (u32, I32), "u32": (u32, U32), "i16": (u32, np.int16), "u16": (u32, np.uint16),
+}  # fmt: skip
+
+
+def _integers(test: Compute, kind: Any) -> Compute:
+    """A test of words, or of their low halves, as integers of a type."""
+    return lambda x, y: test(np.asarray(x).astype(kind), np.asarray(y).astype(kind))
 
 
 def _comparison(ins: Instruction, test: str, kind: str) -> Step:
     to = ins.operands[0].index
-    a, b = ins.operands[1:3]
-    wide = f64 if kind == "f64" else f32
+    read, integer = _KINDS[kind]
+    reads = [read(op) for op in ins.operands[1:3]]
     if test == "class":
-        reads: list[Reader] = [wide(a), u32(b)]
-        compute: Compute = _class
-    elif kind in {"f32", "f64"}:
-        reads, compute = [wide(a), wide(b)], FLOAT_TESTS[test]
-    elif kind == "f16":
-        reads, compute = [half(a), half(b)], FLOAT_TESTS[test]
-    elif kind in {"i64", "u64"}:
-        reads = [u64(a), u64(b)]
-        plain = INTEGER_TESTS[test]
-        compute = (lambda x, y: plain(x.view(I64), y.view(I64))) if kind == "i64" else plain
+        reads[1], compute = u32(ins.operands[2]), _class
     else:
-        reads, plain = [u32(a), u32(b)], INTEGER_TESTS[test]
-        compute = plain
-        if kind == "i32":
-            compute = lambda x, y: plain(np.asarray(x, U32).view(I32), np.asarray(y, U32).view(I32))  # noqa: E731
-        elif kind in {"i16", "u16"}:
-            compute = lambda x, y: plain(  # noqa: E731
-                _halfword(x, signed=kind == "i16"), _halfword(y, signed=kind == "i16")
-            )
+        compute = _integers(INTEGER_TESTS[test], integer) if integer else FLOAT_TESTS[test]
     if ins.encoding == "sdwa":
-        if kind == "f16":
-            reads = [_half_of_sdwa(ins, i) for i in range(2)]
-        elif kind[0] == "f":
+        if kind in {"f32", "f64"}:
             raise unknown(ins)
-        else:
-            reads = [sdwa(ins, i, r) for i, r in enumerate(reads)]
+        reads = [_half_of_sdwa(ins, i) if kind == "f16" else sdwa(ins, i, r) for i, r in enumerate(reads)]
     elif ins.modifiers:
         raise unknown(ins)
     first, second = reads

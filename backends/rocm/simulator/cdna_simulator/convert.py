@@ -6,7 +6,7 @@ Semantics: CDNA3 and CDNA4 ISA. fp8 is FNUZ on gfx942 and OCP elsewhere, in ever
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -30,12 +30,12 @@ from cdna_simulator.formats import (
     to_f16,
     values,
 )
+from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import sdwa
-from cdna_simulator.operands import Reader, Step, f32, half, u32, unknown
-from cdna_simulator.vector import Destination, whole_number
+from cdna_simulator.operands import Reader, Step, f16, f32, u32, unknown
+from cdna_simulator.vector import Destination, three, whole_number
 from cdna_simulator.waves import Waves
 
-Compute = Callable[..., Any]
 FNUZ: Final = frozenset({"gfx940", "gfx941", "gfx942"})
 
 
@@ -58,10 +58,7 @@ TO_F32: Final[Mapping[str, Compute]] = {
     "v_cvt_f16_u16": lambda x: to_f16(np.asarray(x, U32).astype(np.uint16).astype(F32)),
     "v_cvt_f32_f16": lambda x: x,
     "v_cvt_f32_bf16": lambda x: from_bf16(np.asarray(x, U32)),
-    "v_cvt_f32_ubyte0": lambda x: (x & U32(255)).astype(F32),
-    "v_cvt_f32_ubyte1": lambda x: (x >> U32(8) & U32(255)).astype(F32),
-    "v_cvt_f32_ubyte2": lambda x: (x >> U32(16) & U32(255)).astype(F32),
-    "v_cvt_f32_ubyte3": lambda x: (x >> U32(24)).astype(F32),
+    **{f"v_cvt_f32_ubyte{i}": lambda x, i=i: (x >> U32(8 * i) & U32(255)).astype(F32) for i in range(4)},
 }
 # Two float32 -> a word of two halves.
 PACK: Final[Mapping[str, Compute]] = {
@@ -71,8 +68,7 @@ PACK: Final[Mapping[str, Compute]] = {
 PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": np.multiply, "v_pk_fma_f32": fma}
 HALVES: Final[Mapping[str, Compute]] = {
     "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
-    "v_pk_maximum3_f16": lambda a, b, c: np.maximum(np.maximum(a, b), c),
-    "v_pk_minimum3_f16": lambda a, b, c: np.minimum(np.minimum(a, b), c),
+    "v_pk_maximum3_f16": three(np.maximum), "v_pk_minimum3_f16": three(np.minimum),
 }  # fmt: skip
 SHORTS: Final[Mapping[str, Compute]] = {
     "v_pk_add_u16": np.add, "v_pk_sub_u16": np.subtract, "v_pk_min_u16": np.minimum, "v_pk_max_u16": np.maximum,
@@ -161,7 +157,7 @@ def _half_arithmetic(ins: Instruction) -> Step:
     compute, to = HALF[ins.name], ins.operands[0].index
     if ins.modifiers or ins.encoding in {"dpp", "sdwa"}:
         raise unknown(ins)
-    reads = [half(o) for o in ins.operands[1:]]
+    reads = [f16(o) for o in ins.operands[1:]]
     return lambda w: w.put(to, to_f16(np.asarray(compute(*[r(w) for r in reads]), F32)))
 
 
@@ -190,19 +186,13 @@ def _mixed(ins: Instruction) -> Step:
 
     def source(k: int) -> Reader:
         op = ins.operands[k + 1]
-        return half(op, 16 * upper[k]) if wide[k] else f32(op)
+        return f16(op, 16 * upper[k]) if wide[k] else f32(op)
 
     reads, to = [source(k) for k in range(3)], ins.operands[0].index
     if ins.name == "v_fma_mix_f32":
         return lambda w: w.put(to, fma(*[r(w) for r in reads]).view(U32))
-    low = ins.name == "v_fma_mixlo_f16"
-
-    def to_half(w: Waves) -> None:
-        bits = to_f16(fma(*[r(w) for r in reads]))
-        held = w.v[to]
-        w.put(to, (held & U32(0xFFFF0000)) | bits if low else (held & U32(0xFFFF)) | bits << U32(16))
-
-    return to_half
+    high = ins.name == "v_fma_mixhi_f16"
+    return lambda w: w.put_half(to, to_f16(fma(*[r(w) for r in reads])), high=high)
 
 
 def _to_small(ins: Instruction, kind: str) -> Step:
@@ -213,9 +203,7 @@ def _to_small(ins: Instruction, kind: str) -> Step:
     def step(w: Waves) -> None:
         form = small_float(kind, w.arch)
         low8, high8 = (encode(np.asarray(r(w)), form, saturate=w.saturate) for r in (a, b))
-        pair = low8 | high8 << U32(8)
-        held = w.v[to]
-        w.put(to, (held & U32(0xFFFF)) | pair << U32(16) if high else (held & U32(0xFFFF0000)) | pair)
+        w.put_half(to, low8 | high8 << U32(8), high=high)
 
     return step
 
@@ -287,7 +275,7 @@ def bind(ins: Instruction) -> Step | None:
     if name in FROM_F32 or name in TO_F32:
         destination, to_bits = Destination(ins), name in FROM_F32
         compute = (FROM_F32 if to_bits else TO_F32)[name]
-        read = (f32 if to_bits else half if name == "v_cvt_f32_f16" else u32)(ins.operands[1])
+        read = (f32 if to_bits else f16 if name == "v_cvt_f32_f16" else u32)(ins.operands[1])
         if ins.encoding == "sdwa":
             if to_bits and ins.modifiers.get("src0_sel", "DWORD") != "DWORD":
                 raise unknown(ins)

@@ -14,7 +14,7 @@ import numpy as np
 from cdna_simulator.assembly import Instruction
 from cdna_simulator.formats import F32, F64, I32, U32, U64, fma64
 from cdna_simulator.operands import Reader, Step, f32, f64, u32, unknown
-from cdna_simulator.vector import whole_number
+from cdna_simulator.vector import BOTH, whole_number
 from cdna_simulator.waves import Waves
 
 Compute = Callable[..., Any]
@@ -34,20 +34,9 @@ def _ldexp(x: Any, power: Any) -> Any:
 
 # name -> (function, how each source is read); the result has the type that the function gives it
 TABLE: Final[Mapping[str, tuple[Compute, tuple[Callable[..., Reader], ...]]]] = {
-    "v_add_f64": (np.add, (f64, f64)),
-    "v_mul_f64": (np.multiply, (f64, f64)),
-    "v_max_f64": (np.fmax, (f64, f64)),
-    "v_min_f64": (np.fmin, (f64, f64)),
+    **{f"v_{name}_f64": (compute, (f64, f64)) for name, compute in BOTH.items()},
     "v_fma_f64": (fma64, (f64, f64, f64)),
     "v_ldexp_f64": (_ldexp, (f64, u32)),
-    "v_rcp_f64": (lambda x: 1 / x, (f64,)),
-    "v_rsq_f64": (lambda x: 1 / np.sqrt(x), (f64,)),
-    "v_sqrt_f64": (np.sqrt, (f64,)),
-    "v_rndne_f64": (np.rint, (f64,)),
-    "v_floor_f64": (np.floor, (f64,)),
-    "v_ceil_f64": (np.ceil, (f64,)),
-    "v_trunc_f64": (np.trunc, (f64,)),
-    "v_fract_f64": (lambda x: np.minimum(x - np.floor(x), 1 - 2.0**-53), (f64,)),
     "v_frexp_mant_f64": (_mantissa, (f64,)),
     "v_frexp_exp_i32_f64": (_exponent, (f64,)),
     "v_cvt_f64_f32": (lambda x: np.asarray(x, F64), (f32,)),
@@ -61,22 +50,22 @@ TABLE: Final[Mapping[str, tuple[Compute, tuple[Callable[..., Reader], ...]]]] = 
 
 def bind(ins: Instruction) -> Step | None:
     """The function that executes an instruction of this module; None for any other."""
-    to, *sources = ins.operands or (None,)
     if ins.name == "v_fmac_f64":
-        compute, kinds, sources = fma64, (f64, f64, f64), [*sources, to]
+        compute, kinds = TABLE["v_fma_f64"]
+        sources = (*ins.operands[1:], ins.operands[0])
     elif ins.name in TABLE:
-        compute, kinds = TABLE[ins.name]
+        (compute, kinds), sources = TABLE[ins.name], ins.operands[1:]
     else:
         return None
-    if ins.modifiers or ins.encoding in {"dpp", "sdwa"} or to is None:
+    if ins.modifiers or ins.encoding in {"dpp", "sdwa"}:
         raise unknown(ins)
-    reads, index = [kind(op) for kind, op in zip(kinds, sources, strict=True)], to.index
+    reads, to = [kind(op) for kind, op in zip(kinds, sources, strict=False)], ins.operands[0].index
 
     def step(w: Waves) -> None:
         found = np.asarray(compute(*[read(w) for read in reads]))
         if found.dtype == F64:
-            w.put64(index, found.view(U64))
+            w.put64(to, found.view(U64))
         else:
-            w.put(index, found)
+            w.put(to, found)
 
     return step

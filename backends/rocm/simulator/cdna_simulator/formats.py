@@ -124,12 +124,17 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     if between.any():
         t = s - p
         lost = (p - (s - t)) + (c64 - t)
-        odd = between & (lost != 0) & ((s.view(U64) & U64(1)) == 0) & np.isfinite(s)
-        away = np.signbit(lost) == np.signbit(s)
-        nudged = np.where(away, s.view(U64) + U64(1), s.view(U64) - U64(1)).view(F64)
         tiny = np.where(np.signbit(lost), -(2.0**-1074), 2.0**-1074)
-        s = np.where(odd, np.where(s == 0, tiny, nudged), s)
+        odd = np.where((s == 0) & (lost != 0), tiny, _to_odd(s, lost))
+        s = np.where(between & np.isfinite(s), odd, s)
     return s.astype(F32)
+
+
+def _to_odd(s: Array, lost: Array) -> Array:
+    """A float64 sum, given what its rounding lost, rounded to odd: the last bit says that something was lost."""
+    away = np.signbit(lost) == np.signbit(s)
+    nudged = np.where(away, s.view(U64) + U64(1), s.view(U64) - U64(1)).view(F64)
+    return np.where((lost != 0) & ((s.view(U64) & U64(1)) == 0), nudged, s)
 
 
 def _sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -154,8 +159,5 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
     t, low = _sum(c, lost)
     v, mid = _sum(p, t)
     z, rest = _sum(low, mid)
-    odd = (rest != 0) & ((z.view(U64) & U64(1)) == 0)
-    away = np.signbit(rest) == np.signbit(z)
-    nudged = np.where(away, z.view(U64) + U64(1), z.view(U64) - U64(1)).view(F64)
-    r = v + np.where(odd, nudged, z)
+    r = v + _to_odd(z, rest)
     return np.where(np.isfinite(r), r, a * b + c)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def swizzled(words: list[str]) -> Array:
     kind, *rest = words
     if kind == "BITMASK_PERM":
         flags = rest[0].strip('"')[::-1]  # lowest bit last
-        change = {
+        change: dict[str, Callable[[Array], Array]] = {
             "0": lambda bit: 0 * bit,
             "1": lambda bit: 0 * bit + 1,
             "p": lambda bit: bit,
@@ -215,12 +215,13 @@ def swizzled(words: list[str]) -> Array:
         return (LANES & 32) + sum(bits)
     numbers = [int(word) for word in rest]
     group = LANES & -numbers[0]
-    return {
+    patterns: dict[str, Callable[[], Array]] = {
         "SWAP": lambda: LANES ^ numbers[0],
         "REVERSE": lambda: group + numbers[0] - 1 - (LANES - group),
         "BROADCAST": lambda: group + numbers[1],
         "QUAD_PERM": lambda: _quad(numbers)[0],
-    }[kind]()
+    }
+    return patterns[kind]()
 
 
 def _swizzle(ins: Instruction) -> Step:
@@ -254,7 +255,7 @@ def bind_perm(ins: Instruction) -> Step:
 
 
 # name -> how it is bound
-CROSS_LANE: Final[Mapping[str, Callable[[Instruction], Any]]] = {
+CROSS_LANE: Final[Mapping[str, Callable[[Instruction], Step]]] = {
     "v_readfirstlane_b32": _read_lane,
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,

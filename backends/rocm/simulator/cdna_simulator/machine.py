@@ -25,7 +25,7 @@ from cdna_simulator.errors import HangError, SimulationError, UnsupportedKernelE
 from cdna_simulator.formats import U8, U32, Array
 from cdna_simulator.memory import GlobalMemory, Region
 from cdna_simulator.operands import Step, unknown
-from cdna_simulator.waves import VCC, Waves
+from cdna_simulator.waves import EXEC, LANES, VCC, Waves
 
 WAVES_AT_ONCE: Final = 256  # a third of the time of 64; more are no faster, and take more memory
 LIMIT: Final = 20_000_000  # instructions of waves that run in step; a loop that does not end
@@ -36,14 +36,14 @@ _IDLE: Final = frozenset({
     "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol", "buffer_gl0_inv", "v_nop", "s_set_gpr_idx_off",
 })  # fmt: skip
 # Whether a wave jumps: [W, 1].
-BRANCHES: Final[dict[str, Callable[[Waves], Array]]] = {
+BRANCHES: Final[dict[str, Callable[[Waves], Any]]] = {
     "s_branch": lambda w: np.ones((w.W, 1), bool),
     "s_cbranch_scc0": lambda w: ~w.scc,
     "s_cbranch_scc1": lambda w: w.scc,
     "s_cbranch_vccz": lambda w: ~w.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
     "s_cbranch_vccnz": lambda w: w.s[:, VCC : VCC + 2].any(axis=1, keepdims=True),
-    "s_cbranch_execz": lambda w: ~w.s[:, 126:128].any(axis=1, keepdims=True),
-    "s_cbranch_execnz": lambda w: w.s[:, 126:128].any(axis=1, keepdims=True),
+    "s_cbranch_execz": lambda w: ~w.s[:, EXEC : EXEC + 2].any(axis=1, keepdims=True),
+    "s_cbranch_execnz": lambda w: w.s[:, EXEC : EXEC + 2].any(axis=1, keepdims=True),
 }
 _BARRIER, _END = "barrier", "end"  # what a step returns to stop a wave
 
@@ -148,7 +148,7 @@ class Machine:
             if fact(f"system_sgpr_workgroup_id_{name}", int(name == "x")):
                 waves.s[:, at] = places[:, axis]
                 at += 1
-        waves.v[0][...] = lanes.LANES.astype(U32) + 64 * numbers.astype(U32)[:, None]
+        waves.v[0][...] = LANES.astype(U32) + 64 * numbers.astype(U32)[:, None]
 
     def _advance(self, waves: Waves) -> None:
         """Run a waves until every wave stands at a barrier or has ended."""
@@ -236,8 +236,7 @@ def bound(line: str) -> Step:
     if name.startswith("s_load_dword"):
         return access.scalar_load(ins)
     if name in lanes.CROSS_LANE:
-        step: Step = lanes.CROSS_LANE[name](ins)
-        return step
+        return lanes.CROSS_LANE[name](ins)
     if name.startswith("s_"):
         return scalar.bind(ins)
     if name.startswith("ds_"):
@@ -251,7 +250,7 @@ def bound(line: str) -> Step:
     raise unknown(ins)
 
 
-def _branch(target: int, test: Callable[[Waves], Array], *, always: bool) -> Step:
+def _branch(target: int, test: Callable[[Waves], Any], *, always: bool) -> Step:
     if always:
         return lambda _: (target, None)
 

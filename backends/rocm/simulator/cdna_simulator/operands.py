@@ -1,4 +1,4 @@
-"""How an instruction reads its operands: for each operand a function from a team to its value.
+"""How an instruction reads its operands: for each operand a function from waves to its value.
 
 Values broadcast: [W, 64] from a vector register, [W, 1] from a scalar one, a number from a constant.
 """
@@ -6,13 +6,14 @@ Values broadcast: [W, 64] from a vector register, [W, 1] from a scalar one, a nu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cdna_simulator.assembly import Instruction, Operand
 from cdna_simulator.errors import UnknownInstructionError
-from cdna_simulator.formats import F32, F64, I32, U32, U64, Array, from_f16
+from cdna_simulator.formats import F32, F64, U32, U64, Array, from_f16
 from cdna_simulator.waves import Waves, bits
 
 _DECIMALS = {0x3E22F983: 0.15915494309189532}  # as float32 -> the one decimal that float32 does not hold
@@ -21,8 +22,17 @@ Step = Callable[[Waves], Any]  # executes one instruction; what it returns steer
 
 
 def unknown(ins: Instruction) -> UnknownInstructionError:
-    """The error for an instruction that is not modelled."""
+    """The error for an instruction that is not modeled."""
     return UnknownInstructionError(f"`{ins.text}` is not modeled; add {ins.name!r} to a table of cdna_simulator")
+
+
+def signed(op: Operand, read: Reader) -> Reader:
+    """A float with the operand's bars and sign."""
+    if op.negate and op.absolute:
+        return lambda w: -np.abs(read(w))
+    if op.negate:
+        return lambda w: -read(w)
+    return (lambda w: np.abs(read(w))) if op.absolute else read
 
 
 def u32(op: Operand, word: int = 0) -> Reader:
@@ -48,63 +58,36 @@ def bits32(op: Operand, word: int = 0) -> Reader:
     raise UnknownInstructionError(f"operand {op} has no 32-bit value")
 
 
-def i32(op: Operand) -> Reader:
-    """32 bits, signed."""
-    read = u32(op)
-    return lambda w: read(w).view(I32)
-
-
 def f32(op: Operand, word: int = 0) -> Reader:
-    """A float with its sign and its bars."""
-    read, negate, absolute = bits32(op, word), op.negate, op.absolute
-    if not (negate or absolute):
-        return lambda w: read(w).view(F32)
-
-    def signed(w: Waves) -> Array:
-        x = read(w).view(F32)
-        x = np.abs(x) if absolute else x
-        return -x if negate else x
-
-    return signed
+    """A float32."""
+    read = bits32(op, word)
+    return signed(op, lambda w: read(w).view(F32))
 
 
 def f64(op: Operand) -> Reader:
-    """A float64 with its sign and its bars: a pair of registers, a decimal, a small integer's bits, or a high word."""
+    """A float64: a pair of registers, a decimal, a small integer's bits, or a high word."""
     if op.kind == "k":
-        small = op.value <= 64 or op.value >= 2**64 - 16  # inline constants
-        bits = U64(op.value if small else (op.value & 0xFFFFFFFF) << 32)
-        number = _DECIMALS.get(op.value, float(U32(op.value).view(F32))) if op.floating else float(bits.view(F64))
-        number = abs(number) if op.absolute else number
-        constant = F64(-number if op.negate else number)
-        return lambda _: constant
-    low, high, negate, absolute = bits32(op), bits32(op, 1), op.negate, op.absolute
-
-    def value(w: Waves) -> Array:
-        x = (low(w).astype(U64) | (high(w).astype(U64) << U64(32))).view(F64)
-        x = np.abs(x) if absolute else x
-        return -x if negate else x
-
-    return value
+        inline = op.value <= 64 or op.value >= 2**64 - 16
+        word = U64(op.value if inline else (op.value & 0xFFFFFFFF) << 32)
+        number = _DECIMALS.get(op.value, float(U32(op.value).view(F32))) if op.floating else float(word.view(F64))
+        return signed(op, lambda _: F64(number))
+    read = u64(replace(op, negate=False, absolute=False))
+    return signed(op, lambda w: read(w).view(F64))
 
 
-def half(op: Operand, shift: int = 0) -> Reader:
+def f16(op: Operand, shift: int = 0) -> Reader:
     """The float16 in the low or (16) the high half, as float32; a decimal constant stands for itself."""
-    read, negate, absolute = bits32(op), op.negate, op.absolute
-
-    def value(w: Waves) -> Array:
-        x = read(w).view(F32) if op.floating else from_f16(np.asarray(read(w)) >> U32(shift))
-        x = np.abs(x) if absolute else x
-        return -x if negate else x
-
-    return value
+    read = bits32(op)
+    if op.floating:
+        return signed(op, lambda w: read(w).view(F32))
+    return signed(op, lambda w: from_f16(np.asarray(read(w)) >> U32(shift)))
 
 
 def u64(op: Operand) -> Reader:
     """64 bits: a pair of registers, or a constant (a decimal fills the low word)."""
-    if op.kind == "s" and op.count > 1:
-        index = op.index
-        if index % 2 == 0:
-            return lambda w: w.s[:, index : index + 2].view(U64)
+    index = op.index
+    if op.kind == "s" and op.count > 1 and index % 2 == 0:
+        return lambda w: w.s[:, index : index + 2].view(U64)
     if op.kind == "k":
         value = U64(op.value)
         return lambda _: value
@@ -128,7 +111,7 @@ def broadcast(read: Reader) -> Reader:
     """Broadcast to [W, 64]; numpy takes its time to find that there is nothing to do."""
 
     def whole(w: Waves) -> Array:
-        x = read(w)
+        x: Array = read(w)
         return x if x.shape == (w.W, 64) else np.broadcast_to(x, (w.W, 64))
 
     return whole

@@ -11,7 +11,7 @@ from cdna_simulator.assembly import Operand
 from cdna_simulator.formats import I32, U8, U16, U32, Array
 from cdna_simulator.waves import Waves
 
-Lanes = tuple[Array, Array]  # waves [k], lanes [k]
+Lanes = tuple[Array, ...]  # waves [k], lanes [k]
 
 
 class Width(NamedTuple):

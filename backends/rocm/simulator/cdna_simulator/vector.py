@@ -11,13 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from cdna_simulator import integers as ints
 from cdna_simulator.assembly import Instruction, Operand
-from cdna_simulator.formats import F32, F64, I32, I64, U32, U64, Array, fma
+from cdna_simulator.formats import F32, F64, I32, U32, U64, Array, fma
+from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import dpp, sdwa, sdwa_store
 from cdna_simulator.operands import Reader, Step, bits32, broadcast, f32, u32, u64, unknown
 from cdna_simulator.waves import Waves
 
-Compute = Callable[..., Any]
 _H: Final = U32(0xFFFF)
 
 
@@ -25,41 +26,8 @@ def _shift(x: Any, width: int = 31) -> Any:
     return x & U32(width)
 
 
-def _signed(compute: Compute) -> Compute:
-    """An operation on signed words."""
-    return lambda *xs: compute(*[np.asarray(x, U32).view(I32) for x in xs]).astype(I32).view(U32)
-
-
 def _short(x: Any) -> Any:
     return np.asarray(x, U32).astype(np.uint16).view(np.int16)
-
-
-def _bfe_u(a: Any, b: Any, c: Any) -> Any:
-    return (a >> _shift(b)) & ((U64(1) << _shift(c).astype(U64)) - U64(1)).astype(U32)
-
-
-def _bfe_i(a: Any, b: Any, c: Any) -> Any:
-    n = _shift(c)
-    sign = np.where(n > 0, U32(1) << (np.maximum(n, U32(1)) - U32(1)), U32(0)).astype(U32)
-    return (_bfe_u(a, b, c) ^ sign) - sign
-
-
-def _reversed(a: Any) -> Any:
-    x = np.asarray(a, U32)
-    for k, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
-        x = ((x >> U32(k)) & U32(mask)) | ((x & U32(mask)) << U32(k))
-    return x
-
-
-def _leading_zeros(a: Any) -> Any:
-    a = np.asarray(a, U32)
-    top = np.frexp(a.astype(F64))[1]
-    return np.where(a == 0, U32(0xFFFFFFFF), (32 - top).astype(U32))
-
-
-def _first_set(a: Any) -> Any:
-    a = np.asarray(a, U32)
-    return np.where(a == 0, U32(0xFFFFFFFF), np.bitwise_count((a & (~a + U32(1))) - U32(1)).astype(U32))
 
 
 def _low24(x: Any) -> Any:
@@ -74,16 +42,25 @@ def _joined(a: Any, b: Any) -> Any:
     return (np.asarray(a).astype(U64) << U64(32)) | b
 
 
+def three(operate: Compute) -> Compute:
+    """An operation of two, over three."""
+    return lambda a, b, c: operate(operate(a, b), c)
+
+
+def _median(least: Compute, most: Compute) -> Compute:
+    return lambda a, b, c: most(least(a, b), least(most(a, b), c))
+
+
 INTEGER: Final[Mapping[str, Compute]] = {
     "v_mov_b32": lambda a: a,
     "v_accvgpr_read_b32": lambda a: a,
     "v_accvgpr_write_b32": lambda a: a,
     "v_accvgpr_mov_b32": lambda a: a,
     "v_not_b32": np.invert,
-    "v_bfrev_b32": _reversed,
-    "v_ffbh_u32": _leading_zeros,
-    "v_ffbh_i32": lambda a: _leading_zeros(np.where(np.asarray(a).view(I32) < 0, ~a, a)),
-    "v_ffbl_b32": _first_set,
+    "v_bfrev_b32": ints.bit_reversed,
+    "v_ffbh_u32": ints.leading_zeros,
+    "v_ffbh_i32": ints.leading_signs,
+    "v_ffbl_b32": ints.first_set,
     "v_and_b32": np.bitwise_and,
     "v_or_b32": np.bitwise_or,
     "v_xor_b32": np.bitwise_xor,
@@ -91,16 +68,16 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_add_u32": np.add,
     "v_sub_u32": np.subtract,
     "v_subrev_u32": lambda a, b: b - a,
-    "v_lshlrev_b32": lambda a, b: b << _shift(a),
-    "v_lshrrev_b32": lambda a, b: b >> _shift(a),
-    "v_ashrrev_i32": lambda a, b: (np.asarray(b, U32).view(I32) >> _shift(a).astype(I32)).view(U32),
+    "v_lshlrev_b32": lambda a, b: ints.shift_left(b, a),
+    "v_lshrrev_b32": lambda a, b: ints.shift_right(b, a),
+    "v_ashrrev_i32": lambda a, b: ints.shift_right_signed(b, a),
     "v_min_u32": np.minimum,
     "v_max_u32": np.maximum,
-    "v_min_i32": _signed(np.minimum),
-    "v_max_i32": _signed(np.maximum),
+    "v_min_i32": ints.signed(np.minimum),
+    "v_max_i32": ints.signed(np.maximum),
     "v_mul_lo_u32": np.multiply,
-    "v_mul_hi_u32": lambda a, b: ((a.astype(U64) * b) >> U64(32)).astype(U32),
-    "v_mul_hi_i32": lambda a, b: ((a.view(I32).astype(I64) * b.view(I32)) >> I64(32)).astype(U32),
+    "v_mul_hi_u32": ints.high_product,
+    "v_mul_hi_i32": ints.high_product_signed,
     "v_mul_u32_u24": lambda a, b: _low24(a) * _low24(b),
     "v_mul_i32_i24": lambda a, b: _high24(a) * _high24(b),
     "v_mad_u32_u24": lambda a, b, c: _low24(a) * _low24(b) + c,
@@ -120,18 +97,18 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_lshl_add_u32": lambda a, b, c: (a << _shift(b)) + c,
     "v_add_lshl_u32": lambda a, b, c: (a + b) << _shift(c),
     "v_xad_u32": lambda a, b, c: (a ^ b) + c,
-    "v_bfe_u32": _bfe_u,
-    "v_bfe_i32": _bfe_i,
+    "v_bfe_u32": lambda a, b, c: ints.field(a, _shift(b), _shift(c)),
+    "v_bfe_i32": lambda a, b, c: ints.signed_field(a, _shift(b), _shift(c)),
     "v_bfi_b32": lambda a, b, c: (a & b) | (~a & c),
     "v_alignbit_b32": lambda a, b, c: (_joined(a, b) >> _shift(c).astype(U64)).astype(U32),
     "v_alignbyte_b32": lambda a, b, c: (_joined(a, b) >> (U64(8) * (c & U32(3)).astype(U64))).astype(U32),
-    "v_bcnt_u32_b32": lambda a, b: np.bitwise_count(a).astype(U32) + b,
-    "v_max3_u32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
-    "v_min3_u32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
-    "v_max3_i32": _signed(lambda a, b, c: np.maximum(np.maximum(a, b), c)),
-    "v_min3_i32": _signed(lambda a, b, c: np.minimum(np.minimum(a, b), c)),
-    "v_med3_u32": lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),
-    "v_med3_i32": _signed(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))),
+    "v_bcnt_u32_b32": lambda a, b: ints.count(a) + b,
+    "v_max3_u32": three(np.maximum),
+    "v_min3_u32": three(np.minimum),
+    "v_max3_i32": ints.signed(three(np.maximum)),
+    "v_min3_i32": ints.signed(three(np.minimum)),
+    "v_med3_u32": _median(np.minimum, np.maximum),
+    "v_med3_i32": ints.signed(_median(np.minimum, np.maximum)),
     "v_pack_b32_f16": lambda a, b: (a & _H) | (b << U32(16)),
 }
 
@@ -142,43 +119,45 @@ def whole_number(low: int, high: int, kind: Any) -> Compute:
 
 
 def _exact(compute: Compute) -> Compute:
-    """A function of one float, computed in float64 and rounded."""
-    return lambda a: compute(np.asarray(a, F64)).astype(F32)
+    """A function of one float, computed in float64 and rounded to its type."""
+    return lambda a: compute(np.asarray(a, F64)).astype(a.dtype)
 
 
-def _med3(a: Any, b: Any, c: Any) -> Any:
-    return np.fmax(np.fmin(a, b), np.fmin(np.fmax(a, b), c))
+# v_<name>_f32 and v_<name>_f64
+BOTH: Final[Mapping[str, Compute]] = {
+    "add": np.add,
+    "mul": np.multiply,
+    "max": np.fmax,
+    "min": np.fmin,
+    "rcp": _exact(lambda x: 1 / x),
+    "rsq": _exact(lambda x: 1 / np.sqrt(x)),
+    "sqrt": _exact(np.sqrt),
+    "rndne": np.rint,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "fract": lambda a: np.minimum(a - np.floor(a), 1 - np.finfo(a.dtype).epsneg),
+}
+FLOAT: Final[Mapping[str, Compute]] = {
+    **{f"v_{name}_f32": compute for name, compute in BOTH.items()},
+    "v_sub_f32": np.subtract,
+    "v_subrev_f32": lambda a, b: b - a,
+    "v_max3_f32": three(np.fmax),
+    "v_min3_f32": three(np.fmin),
+    "v_med3_f32": _median(np.fmin, np.fmax),
+    "v_maximum3_f32": three(np.maximum),
+    "v_minimum3_f32": three(np.minimum),
+    "v_fma_f32": fma,
+    "v_exp_f32": _exact(np.exp2),
+    "v_log_f32": _exact(np.log2),
+    "v_rcp_iflag_f32": BOTH["rcp"],
+}
 
 
 def _ldexp(a: Any, b: Any) -> Any:
     return np.ldexp(np.asarray(a, F64), np.clip(b.view(I32), -400, 400)).astype(F32)
 
 
-FLOAT: Final[Mapping[str, Compute]] = {
-    "v_add_f32": np.add,
-    "v_sub_f32": np.subtract,
-    "v_subrev_f32": lambda a, b: b - a,
-    "v_mul_f32": np.multiply,
-    "v_max_f32": np.fmax,
-    "v_min_f32": np.fmin,
-    "v_max3_f32": lambda a, b, c: np.fmax(np.fmax(a, b), c),
-    "v_min3_f32": lambda a, b, c: np.fmin(np.fmin(a, b), c),
-    "v_med3_f32": _med3,
-    "v_maximum3_f32": lambda a, b, c: np.maximum(np.maximum(a, b), c),
-    "v_minimum3_f32": lambda a, b, c: np.minimum(np.minimum(a, b), c),
-    "v_fma_f32": fma,
-    "v_exp_f32": _exact(np.exp2),
-    "v_log_f32": _exact(np.log2),
-    "v_rcp_f32": _exact(lambda x: 1 / x),
-    "v_rcp_iflag_f32": _exact(lambda x: 1 / x),
-    "v_rsq_f32": _exact(lambda x: 1 / np.sqrt(x)),
-    "v_sqrt_f32": _exact(np.sqrt),
-    "v_rndne_f32": np.rint,
-    "v_floor_f32": np.floor,
-    "v_ceil_f32": np.ceil,
-    "v_trunc_f32": np.trunc,
-    "v_fract_f32": lambda a: np.minimum(a - np.floor(a), F32(1 - 2.0**-24)),
-}
 # Accumulating into the destination: name -> where the constant of the k forms stands among (a, b, c).
 MULTIPLY_ADD: Final[Mapping[str, tuple[int, ...]]] = {
     "v_fmac_f32": (1, 2, 0),
@@ -191,9 +170,9 @@ MULTIPLY_ADD: Final[Mapping[str, tuple[int, ...]]] = {
 # 64-bit: name -> (function, operands that are 32 bits wide)
 WIDE: Final[Mapping[str, tuple[Compute, tuple[int, ...]]]] = {
     "v_mov_b64": (lambda a: a, ()),
-    "v_lshlrev_b64": (lambda a, b: b << (a & U32(63)).astype(U64), (0,)),
-    "v_lshrrev_b64": (lambda a, b: b >> (a & U32(63)).astype(U64), (0,)),
-    "v_ashrrev_i64": (lambda a, b: (np.asarray(b, U64).view(I64) >> (a & U32(63)).astype(I64)).view(U64), (0,)),
+    "v_lshlrev_b64": (lambda a, b: ints.shift_left(b, a), (0,)),
+    "v_lshrrev_b64": (lambda a, b: ints.shift_right(b, a), (0,)),
+    "v_ashrrev_i64": (lambda a, b: ints.shift_right_signed(b, a), (0,)),
     "v_lshl_add_u64": (lambda a, b, c: (a << (b & U32(7)).astype(U64)) + c, (1,)),
 }
 

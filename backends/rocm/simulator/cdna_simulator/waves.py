@@ -1,12 +1,13 @@
 """Waves that run in step: their registers, which of them and which of their lanes are active, and where each stands.
 
-Legend: W waves of a team; 64 lanes. A vector register is [W, 64], a scalar register [W, 1], both uint32. A team takes
-one instruction at a time for all its waves; waves that branch apart wait for the one furthest behind.
+Legend: W waves; 64 lanes. A vector register is [W, 64], a scalar register [W, 1], both uint32; what is written to
+one broadcasts to it. All waves
+take one instruction at a time; those that branch apart wait for the one furthest behind.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -52,47 +53,48 @@ class Waves:
 
     # Vector registers.
 
-    def put(self, index: int, value: Array, enable: Array | None = None) -> None:
+    def put(self, index: int, value: Any, enable: Array | None = None) -> None:
         """Write a vector register in the active lanes; `value` broadcasts to [W, 64]."""
         if enable is None and self.whole:
             self.v[index][...] = value
         else:
             np.copyto(self.v[index], value, where=self.mask if enable is None else self.mask & enable)
 
-    def put64(self, index: int, value: Array) -> None:
+    def put_half(self, index: int, value: Any, *, high: bool) -> None:
+        """Write 16 bits to one half of a vector register."""
+        held = self.v[index]
+        self.put(index, (held & U32(0xFFFF)) | value << U32(16) if high else (held & U32(0xFFFF0000)) | value)
+
+    def put64(self, index: int, value: Any) -> None:
         """Write a pair of vector registers."""
         self.put(index, (value & U64(0xFFFFFFFF)).astype(U32))
         self.put(index + 1, (value >> U64(32)).astype(U32))
 
     def put_all_lanes(self, index: int, value: Array) -> None:
         """Write a vector register in all lanes, as matrix instructions do."""
-        if self.all_waves:
-            self.v[index][...] = value
-        else:
-            np.copyto(self.v[index], value, where=self.live)
+        self._put_live(self.v[index], value)
 
     # Scalar registers.
 
-    def put_s(self, index: int, value: Array) -> None:
+    def put_s(self, index: int, value: Any) -> None:
         """Write a scalar register; `value` broadcasts to [W, 1]."""
-        if self.all_waves:
-            self.s[:, index : index + 1] = value
-        else:
-            np.copyto(self.s[:, index : index + 1], value, where=self.live)
+        self._put_live(self.s[:, index : index + 1], value)
         if index >= EXEC:
             self.refresh()
 
-    def put_s64(self, index: int, value: Array) -> None:
+    def put_s64(self, index: int, value: Any) -> None:
         """Write a pair of scalar registers."""
-        pair = self.s[:, index : index + 2].view(U64)
-        if self.all_waves:
-            pair[...] = value
-        else:
-            np.copyto(pair, value, where=self.live)
+        self._put_live(self.s[:, index : index + 2].view(U64), value)
         if index >= EXEC:
             self.refresh()
 
-    def put_scc(self, value: Array) -> None:
+    def _put_live(self, register: Array, value: Any) -> None:
+        if self.all_waves:
+            register[...] = value
+        else:
+            np.copyto(register, value, where=self.live)
+
+    def put_scc(self, value: Any) -> None:
         """Write the condition bit."""
         self.scc = np.where(self.live, value, self.scc)
 
