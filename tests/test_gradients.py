@@ -145,6 +145,15 @@ def test_second_derivatives_are_refused(example: Example) -> None:
 
 
 @pytest.mark.parametrize("example", SCORED, ids=[f"{e.name}-{at}" for at, e in enumerate(SCORED)])
+def test_a_second_backward_pass_gives_the_same_bits(example: Example) -> None:
+    inputs = arguments(example)
+    wanted = [inputs[at] for at in example.wanted]
+    total = sum(t.sum() for t in tensors_of(example.run(*inputs)) if t.requires_grad)
+    first, second = (torch.autograd.grad(total, wanted, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("example", SCORED, ids=[f"{e.name}-{at}" for at, e in enumerate(SCORED)])
 def test_calls_without_gradients_record_nothing(example: Example) -> None:
     with torch.no_grad():
         assert {t.grad_fn for t in tensors_of(example.run(*arguments(example)))} == {None}
