@@ -25,17 +25,10 @@ from rlkernel_core.errors import (
 from rlkernel_core.spec import OPERATORS
 from tests.implementations import acme
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LOGITS = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([0, 3, 6, 2])
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Every test starts without decisions, warnings given or configuration."""
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def answered_by_acme(**kwargs) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -83,11 +83,8 @@ def ones(check: str, name: str = "acme") -> Backend:
 
 
 @pytest.fixture(autouse=True)
-def fresh_process_state() -> Iterator[None]:
-    rlk.refresh()
+def nothing_counted(fresh: None) -> None:
     ASKED.clear()
-    yield
-    rlk.refresh()
 
 
 def served(op: str = "logprob") -> str:
