@@ -50,60 +50,10 @@ def test_outputs_that_a_bucket_cannot_cut_are_refused():
         g(torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("mode", ["clone", "view"])
-def test_gradients_reach_inputs_and_static_parameters(mode):
-    lin = nn.Linear(3, 2)
-
-    def fn(x, scale):
-        y = lin(x) * scale
-        return y, (y > 0)
-
-    bucket = Bucket({"x": 0}, (2, 4))
-    g = capture(
-        fn,
-        (torch.ones(2, 3, requires_grad=True), torch.tensor(2.0)),
-        static=(lin,),
-        buckets=(bucket,),
-        outputs=mode,
-        autograd=True,
-        pad={"x": float("nan")},
-    )
-    for n in (3, 4, 1):
-        x = torch.randn(n, 3, requires_grad=True)
-        y, positive = g(x, torch.tensor(2.0))
-        assert (y.requires_grad, positive.requires_grad) == (True, False)
-        weights = torch.randn(n, 2)
-        mine = torch.autograd.grad((y * weights).sum(), [x], retain_graph=False)
-        plain = torch.autograd.grad((fn(x, torch.tensor(2.0))[0] * weights).sum(), [x])
-        torch.testing.assert_close(mine, plain)
-    x = torch.randn(4, 3, requires_grad=True)
-    g(x, torch.tensor(2.0))[0].square().sum().backward()
-    mine = lin.weight.grad.clone()
-    lin.zero_grad()
-    fn(x, torch.tensor(2.0))[0].square().sum().backward()
-    torch.testing.assert_close(mine, lin.weight.grad)
-
-
-def test_backward_after_the_next_replay_is_refused():
-    g = capture(lambda x: x.exp(), (torch.ones(2, requires_grad=True),), autograd=True)
-    x = torch.ones(2, requires_grad=True)
-    first = g(x)
-    g(x)
-    with pytest.raises(CaptureError, match="after the next replay"):
-        first.sum().backward()
-
-
-def test_nothing_is_detached_silently():
+def test_a_weight_that_is_neither_an_input_nor_static_gets_no_gradient_silently():
     lin = nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="output requires grad"):
-        capture(lin, (torch.ones(1, 2),))
-    with pytest.raises(CaptureError, match="input requires grad"):
-        capture(double, (torch.ones(2, requires_grad=True),))
     with pytest.raises(CaptureError, match="neither an input nor in static"):
         capture(lambda x: lin(x) * 2, (torch.ones(1, 2),), autograd=True)
-    with torch.no_grad():
-        g = capture(lin, (torch.ones(1, 2),))
-        assert not g(torch.ones(1, 2)).requires_grad
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)

@@ -1,4 +1,4 @@
-"""The table of operators by backends says what the committed reports say, and README says what the table says."""
+"""The table of operators by backends says what reports say."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ def test_a_file_without_markers_is_an_error(tmp_path) -> None:
     page.write_text("nothing\n")
     with pytest.raises(ConfigError, match="has no place for the table"):
         table.write(page, tmp_path)
-
-
-def test_the_readme_says_what_the_reports_say() -> None:
-    between = (ROOT / "README.md").read_text().partition(table.BEGIN)[2].partition(table.END)[0]
-    assert between.strip() == table.table(ROOT / "conformance" / "reports")
 
 
 def test_the_reference_has_a_report_of_the_standard_profile_without_a_waiver() -> None:
