@@ -245,16 +245,6 @@ def test_a_check_speaks_of_shapes_alone() -> None:
             rlk.logprob(LOGITS, IDS)
 
 
-def test_explain_asks_the_check_too() -> None:
-    with rlk.registered(acme(check="even_rows")), rlk.use("acme", "auto"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        for rows in (4, 3):
-            args = torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64)
-            explained = rlk.explain("logprob", *args).decision
-            rlk.logprob(*args)
-            assert explained == rlk.last_decision("logprob")
-
-
 def test_binding_names_arguments_as_it_likes() -> None:
     with rlk.registered(ones("few")), rlk.use("acme", "auto"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
