@@ -1,7 +1,29 @@
 """Fixtures of the whole suite."""
 
+from collections.abc import Iterator
+
+import pytest
+
+import rlkernel as rlk
 from tests.command_line import cli
 from tests.plugins import plug
 from tests.process_groups import alone
 
 __all__ = ["alone", "cli", "plug"]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """The test starts, and the next one too, without decisions, warnings given or configuration."""
+    rlk.refresh()
+    yield
+    rlk.configure()
+    rlk.refresh()
+
+
+@pytest.fixture
+def untraced(fresh: None) -> None:
+    """And without graphs of torch.compile."""
+    import torch
+
+    torch._dynamo.reset()

@@ -1,8 +1,7 @@
-"""Rows that the log-probability tests share."""
+"""Rows and heads that the log-probability tests share."""
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from rlkernel_core.spec.logprob import Support
@@ -18,13 +17,8 @@ def rows(N, V, *, seed=0, dtype=torch.float32, peak=0.0):
 
 
 def ragged(lists):
-    offsets = torch.tensor([0, *np.cumsum([len(k) for k in lists])])
+    offsets = torch.tensor([0, *(len(k) for k in lists)]).cumsum(0)
     return Support(torch.tensor([i for k in lists for i in k], dtype=torch.int64), offsets)
-
-
-def same(a, b):
-    """Equal bits, NaN included."""
-    return torch.equal(torch.nan_to_num(a, nan=7e7), torch.nan_to_num(b, nan=7e7))
 
 
 class Operands(NamedTuple):

@@ -7,8 +7,6 @@ import torch
 
 from rlkernel_torch.direct import policy_loss
 
-REQUIRED = {"dppo_tv": {"clip": (0.06, 0.05)}, "dppo_kl": {"clip": (0.01, 0.012)}, "dro": {"dro_beta": 0.7}}
-
 
 @dataclass
 class Batch:

@@ -198,7 +198,7 @@ def fresh(code: str) -> str:
 HEAVY = {"torch", "triton", "pydantic", "pluggy", "typer", "rich", "numpy"}
 
 
-@pytest.mark.parametrize("package", ["rlkernel_core", "rlkernel_core.spec", "rlkernel"])
+@pytest.mark.parametrize("package", ["rlkernel_core", "rlkernel_core.spec", "rlkernel_core.quant", "rlkernel"])
 def test_importing_loads_nothing_heavy(package) -> None:
     assert fresh(f"import sys, {package}; print({HEAVY} & set(sys.modules))") == "set()"
 

@@ -23,20 +23,13 @@ from rlkernel_core.spec.logprob import LogprobResult
 from tests.audited import backend
 from tests.command_line import answer
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 hookimpl = pluggy.HookimplMarker("rlkernel")
 LOGITS = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([0, 3, 6, 2])
 ROWS = torch.arange(64)
 LAWS = torch.randn(64, 50, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Every test starts without decisions, warnings given or configuration."""
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 class Recorder:

@@ -44,17 +44,6 @@ def test_every_operator_and_every_kind_of_advantage_has_a_row() -> None:
     assert {work.op for work in rows("toy", "forward")} == {work.op for work in forward}
 
 
-def test_goals_are_those_of_the_design() -> None:
-    goals = {(w.op, w.task): {(g.number, g.unit) for g in w.goals} for w in suites.works(["host"], "full")}
-    for op in ("logprob", "sample", "qmatmul", "advantage", "policy_loss"):
-        assert goals[op, "forward"] == {(1.5, "times")}
-    assert goals["linear_logprob", "forward"] == {(2.0, "times")}
-    assert goals["policy_loss", "forward+backward"] == {(1.3, "times")}
-    assert goals["capture", "replay"] == goals["logprob", "captured"] == {(3.0, "times")}
-    assert goals["logprob", "dispatch"] == {(4.0, "over")}
-    assert goals["logprob", "first call"] == {(150e3, "us")}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: " ".join([c.op, *map(str, c.options.values())]))
 def test_plain_torch_does_the_same_job(case) -> None:
     problem = host.problem(next(w for w in rows("full", "forward") if host.case_of(w) is case), "cpu")

@@ -10,26 +10,6 @@ from rlkernel_torch.direct import capture
 from tests.recorders import Frozen, Unlucky, graphed
 
 
-def test_an_exception_of_fn_in_warm_up_propagates_and_leaves_nothing():
-    count = torch.zeros(1)
-
-    def fn(x):
-        torch.rand(3)
-        count.add_(1)
-        if x.shape[0] == 2:
-            raise KeyError("mine")
-        return x
-
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    g = capture(fn, (torch.ones(1),), mutates=(count,), on_capture_error="eager")
-    with pytest.raises(KeyError, match="mine"):
-        g(torch.ones(2))
-    assert torch.equal(state, torch.get_rng_state())
-    assert (count.item(), g.stats.graphs, g.stats.last_error) == (0, 1, None)
-    assert g(torch.ones(1)).item() == 1
-
-
 def test_a_failed_recording_raises_and_restores():
     count = torch.zeros(1)
 
@@ -63,15 +43,9 @@ def test_a_failed_recording_runs_eagerly_once_warned_and_always_counted():
 @pytest.mark.parametrize(
     "fn, why",
     [
-        (lambda x: x * x.sum().item(), "_local_scalar_dense reads a value"),
-        (lambda x: x if x.sum() > 0 else -x, "reads a value"),
-        (lambda x: x + len(x.tolist()), "Tensor.tolist"),
         (lambda x: torch.from_numpy(x.numpy()), "Tensor.numpy"),
         (lambda x: x[x > 0], "bool index has a result whose shape"),
-        (lambda x: x.nonzero(), "nonzero"),
         (lambda x: torch.where(x > 0), "nonzero"),
-        (lambda x: torch.masked_select(x, x > 0), "masked_select"),
-        (lambda x: x.unique(), "unique"),
         (lambda x: x.repeat_interleave(x.long()), "repeat_interleave"),
         (lambda x: x * torch.equal(x, x), "equal"),
         (lambda x: x + torch.rand(2, generator=torch.Generator()), "generator that is not declared"),
@@ -84,15 +58,6 @@ def test_work_that_a_graph_cannot_record_is_refused_without_a_gpu(fn, why):
         g = capture(fn, (torch.ones(2),), on_capture_error="eager")
     g(torch.ones(2))
     assert g.stats.eager_calls == {"capture failed": 1}
-
-
-def test_what_looks_alike_but_can_be_recorded_is_not_refused():
-    def fn(x):
-        y = x.clone()
-        y[y < 0] = 0  # a masked fill
-        return torch.where(x > 0, y, 1).repeat_interleave(torch.tensor([1, 2]), output_size=3).masked_fill(x[0] > 0, 2)
-
-    assert capture(fn, (torch.ones(2),))(torch.ones(2)).tolist() == [2, 2, 2]
 
 
 def test_a_shape_that_changes_between_replays_is_an_error():
@@ -125,14 +90,3 @@ def test_verification_catches_frozen_randomness_and_frozen_state():
 
     with pytest.raises(CaptureError, match="left mutated tensors different"):
         graphed(step, (torch.ones(1),), Frozen(), mutates=(count,))(torch.ones(1))
-
-
-def test_verification_changes_no_result():
-    torch.manual_seed(0)
-    fn = lambda x: x + torch.rand(2)  # noqa: E731
-    plain = [fn(torch.zeros(2)) for _ in range(3)]
-    for verify, checked in (("never", 0), ("first", 1), ("always", 3)):
-        torch.manual_seed(0)
-        g = capture(fn, (torch.zeros(2),), verify=verify)
-        assert all(torch.equal(g(torch.zeros(2)), p) for p in plain)
-        assert g.stats.verified == checked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -145,8 +144,3 @@ def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> N
     assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "plain torch")
     assert (rows["triton"]["state"], rows["triton"]["fix"]) == ("not installed", "pip install 'rlkernel[triton]'")
     assert "pip install 'rlkernel[cuda]'" in cli("backends").stdout
-
-
-def test_the_page_on_explanations_shows_what_is_printed(cli) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "explain.md").read_text()
-    assert f"```text\n{cli('explain', *ON_H100).stdout}```" in page

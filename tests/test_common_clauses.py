@@ -20,14 +20,9 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import common_clauses, prefix_of
 from rlkernel_torch.advantage.estimate import advantage
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 FEW = Profile("test", 2, 60)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    rlk.refresh()
-    yield
-    rlk.refresh()
 
 
 def common(op: str) -> list[Attack]:

@@ -24,17 +24,11 @@ from rlkernel_core.spec import OPERATORS
 from tests.compiled_calls import EXAMPLES, HIDDEN, IDS, LOGITS, WEIGHT, Graphs, arguments, tensors_of
 from tests.implementations import acme
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*recompile.*:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*recompile.*:UserWarning"),
+    pytest.mark.usefixtures("untraced"),
+]
 NAMES = [f"{e.name}-{at}" for at, e in enumerate(EXAMPLES)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    torch._dynamo.reset()
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def gradients(result: object, inputs: list, wanted: tuple[int, ...]) -> list[Tensor]:

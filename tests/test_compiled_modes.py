@@ -11,17 +11,11 @@ from torch.utils.checkpoint import checkpoint
 import rlkernel as rlk
 from tests.compiled_calls import HIDDEN, IDS, WEIGHT, Graphs
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("untraced")]
 
 
 def score(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return rlk.linear_logprob(hidden, weight, ids).logprob
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    torch._dynamo.reset()
-    rlk.refresh()
 
 
 @pytest.fixture

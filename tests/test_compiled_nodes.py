@@ -16,13 +16,7 @@ from rlkernel_core.spec.logprob import Support
 from tests.compiled_calls import EXAMPLES, IDS, LOGITS, Graphs, arguments, tensors_of
 from tests.implementations import acme
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    torch._dynamo.reset()
-    rlk.refresh()
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("untraced")]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{e.name}-{at}" for at, e in enumerate(EXAMPLES)])

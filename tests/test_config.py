@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel import config
 from rlkernel.config import ambient, merge, read_file, validated
 from rlkernel_core.decision import OpPolicy
 from rlkernel_core.errors import ConfigError
@@ -134,10 +133,6 @@ def test_a_bad_variable_is_named() -> None:
 def test_a_configuration_file_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConfigError, match="RLKERNEL_CONFIG: /nowhere"):
         ambient(BACKENDS, {"RLKERNEL_CONFIG": "/nowhere.toml"})
-
-
-def test_there_are_three_variables() -> None:
-    assert set(config.ENVIRONMENT) == {"RLKERNEL_CONFIG", "RLKERNEL_ORDER", "RLKERNEL_FALLBACK"}
 
 
 def test_an_order_without_an_order_is_refused() -> None:

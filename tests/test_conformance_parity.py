@@ -16,12 +16,7 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_torch import backend as reference
 from rlkernel_torch.logprob import logprob
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    rlk.refresh()
-    yield
-    rlk.refresh()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def rounded(call):

@@ -1,4 +1,4 @@
-"""The table of operators by backends says what the committed reports say, and README says what the table says."""
+"""The table of operators by backends says what reports say."""
 
 from __future__ import annotations
 

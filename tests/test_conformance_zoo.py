@@ -5,8 +5,6 @@ Clauses that every operator has are proved in `test_conformance_owed`.
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 from hypothesis import strategies
 from hypothesis.internal.conjecture import providers
@@ -22,6 +20,8 @@ from rlkernel_conformance.zoo import against
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import common_clauses, prefix_of
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 OWED = {c.id for spec in OPERATORS.values() for c in common_clauses(prefix_of(spec))}
 QUICK = Profile("test", 12, 60)
 OFTEN = Profile("test", 24, 60)  # of plain torch, whose semantics are tested here and nowhere else
@@ -33,21 +33,6 @@ def failed(subject: Subject, attacks: list[Attack], effort: Profile) -> dict[str
     with subject.chosen():
         outcomes = [carry_out(subject, a, effort, shrink=False) for a in attacks]
     return {o.clause: o.message for o in outcomes if o.failed}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collected():
-    gc.collect()
-    gc.freeze()  # attacks on memory collect garbage: what is loaded by now need not be looked through each time
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    rlk.refresh()
-    yield
-    rlk.refresh()
 
 
 @pytest.mark.parametrize("op", ATTACKED)

@@ -1,4 +1,4 @@
-"""The reference on a GPU: every operator gives what it gives on the CPU, without a synchronisation, and in a graph.
+"""Plain torch on a GPU, beside its clauses: capture, bits of the CPU, ranks that are threads of one process.
 
 Needs a CUDA or HIP device; elsewhere these tests are skipped, and nothing else stands for them.
 """
@@ -13,13 +13,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.tree import flatten
-from rlkernel_torch import backend
-from tests.compiled_calls import EXAMPLES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
-NAMES = [f"{e.name}-{i}" for i, e in enumerate(EXAMPLES)]
-CLAIMS = {i.op.partition("@")[0]: i.supports for i in backend.impls}
 
 
 @pytest.fixture(autouse=True)
@@ -27,74 +22,6 @@ def by_the_reference():
     """Plain torch, whatever is installed: on a GPU it is a fallback unless the order names it."""
     with rlk.use("torch"):
         yield
-
-
-def on_gpu(value: Any) -> Any:
-    leaves, structure = flatten(value)
-    return structure.build([x.cuda() if hasattr(x, "cuda") else x for x in leaves])
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    return [x for x in flatten(result)[0] if isinstance(x, torch.Tensor)]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    pairs = list(zip(tensors(found), tensors(expected), strict=True))
-    assert pairs != []
-    for x, y in pairs:
-        torch.testing.assert_close(x.cpu(), y.cpu(), rtol=2e-4, atol=2e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
-def test_a_gpu_gives_what_the_cpu_gives(example) -> None:
-    assert_same(example.run(*on_gpu(example.tensors)), example.run(*example.tensors))
-
-
-@pytest.mark.parametrize(
-    "example", [e for e in EXAMPLES if e.wanted], ids=[n for n, e in zip(NAMES, EXAMPLES, strict=True) if e.wanted]
-)
-def test_gradients_on_a_gpu_are_those_of_the_cpu(example) -> None:
-    grads = []
-    for given in (example.tensors, on_gpu(example.tensors)):
-        inputs = [x.detach().clone().requires_grad_() if i in example.wanted else x for i, x in enumerate(given)]
-        outputs = [t for t in tensors(example.run(*inputs)) if t.requires_grad]
-        grads.append(torch.autograd.grad(sum(t.sum() for t in outputs), [inputs[i] for i in example.wanted]))
-    assert_same(grads[1], grads[0])
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
-def test_what_claims_to_be_capturable_does_not_synchronise(example) -> None:
-    if "capturable" not in CLAIMS[example.name]:
-        return
-    given = on_gpu(example.tensors)
-    with torch.no_grad():
-        example.run(*given)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            example.run(*given)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=NAMES)
-def test_what_claims_to_be_capturable_replays_with_new_inputs(example) -> None:
-    if "capturable" not in CLAIMS[example.name]:
-        return
-    given = on_gpu(example.tensors)
-    with torch.no_grad():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            example.run(*given)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = example.run(*given)
-        first = given[0]
-        if isinstance(first, torch.Tensor) and first.is_floating_point():
-            first.mul_(0.5)
-        graph.replay()
-        assert_same(replayed, example.run(*given))
 
 
 def test_capture_on_a_gpu_is_the_eager_model() -> None:

@@ -9,21 +9,15 @@ import sys
 import pytest
 import torch
 
-import rlkernel as rlk
 from rlkernel.demo import task
 from rlkernel.demo.run import Options, run
 from rlkernel.demo.train import Recipe
 from rlkernel_core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 SMALL = Recipe(steps=3, fit_steps=4, prompts=4, group=4)
 OPERATORS_USED = {"advantage", "capture", "linear_logprob", "policy_loss", "qmatmul", "quantize", "sample"}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    rlk.refresh()
-    yield
-    rlk.refresh()
 
 
 def metrics(folder) -> list[dict]:

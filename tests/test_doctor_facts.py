@@ -157,9 +157,7 @@ def test_a_malformed_configuration_is_a_problem_and_not_the_end(cli, tmp_path, m
     monkeypatch.setenv("RLKERNEL_ORDR", "auto")
     result = cli("doctor")
     assert result.exit_code == 1
-    assert "unknown environment variable 'RLKERNEL_ORDR'" in result.stdout
-    assert "unknown key 'ordr'; did you mean 'order'?" in result.stdout
-    assert "backend torch" in result.stdout
+    assert all(word in result.stdout for word in ("'RLKERNEL_ORDR'", "'ordr'", "'order'", "backend torch"))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_warning(cli, tmp_path, monkeypatch) -> None:
@@ -173,21 +171,25 @@ def test_a_plugin_that_cannot_be_loaded_is_named_with_its_reason(cli, plug) -> N
     plug("acme", "raise RuntimeError('driver too old')")
     plug("zeta", good("zeta"))
     result = cli("doctor")
-    assert "backend acme (acme 1.0): load/import-error: acme_plugin:backend raised RuntimeError" in result.stdout
-    assert (result.exit_code, "backend zeta (zeta 1.0): 1 operator(s)" in result.stdout) == (0, True)
+    assert (result.exit_code, "load/import-error" in result.stdout) == (0, True)
+    assert all(word in result.stdout for word in ("acme 1.0", "acme_plugin:backend", "RuntimeError", "zeta 1.0"))
+
+
+def probed(cli, *words: str) -> tuple[int, set[str]]:
+    """The exit status of `doctor`, and what it says of self-tests."""
+    result = cli("doctor", *words, "--json")
+    found = [f for section in answer(result)["findings"].values() for f in section if "acme" in f["text"]]
+    return result.exit_code, {f["code"] for f in found if f["code"].startswith("probe/")}
 
 
 def test_self_tests_are_recalled_and_run_on_request(cli, plug, monkeypatch) -> None:
     site = plug("acme", SELF_TEST.format(body="raise ValueError('wrong result')"))
     monkeypatch.setenv("PYTHONPATH", str(site))
-    assert "the self-test of acme has not run on cpu yet" in cli("doctor").stdout
-    probed = cli("doctor", "--probe")
-    assert (probed.exit_code, "probe/failed on cpu: self-test of acme 1.0: ValueError" in probed.stdout) == (1, True)
-    assert "probe/failed on cpu" in cli("doctor").stdout
+    assert probed(cli) == (0, {"probe/untested"})
+    assert probed(cli, "--probe") == probed(cli) == (1, {"probe/failed"})
     plug("acme", SELF_TEST.format(body="return None"))
-    assert cli("doctor").exit_code == 1
-    assert "the self-test of acme passed on cpu" in cli("doctor", "--probe").stdout
-    assert "the self-test of acme passed on cpu" in cli("doctor").stdout
+    assert probed(cli) == (1, {"probe/failed"})
+    assert probed(cli, "--probe") == probed(cli) == (0, {"probe/passed"})
 
 
 def test_the_facts_of_this_machine_make_a_diagnosis(cli) -> None:

@@ -16,18 +16,11 @@ from rlkernel_core.spec import OPERATORS
 from tests.command_line import answer
 from tests.limited import backend
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LOGITS = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([0, 3, 6, 2])
 SMALL = Limits(max_rows=4, max_vocab=7, layouts=("contiguous_last_dim",))
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Every test starts without decisions, warnings given or configuration."""
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def refused(logits: torch.Tensor, ids: torch.Tensor = IDS, manifest=None, **options) -> str | None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlkernel_core.errors import ArgumentError
 from rlkernel_torch import logprob as logprob_module
 from rlkernel_torch.direct import linear_logprob, logprob
 from rlkernel_torch.linear_logprob import workspace
@@ -45,16 +44,9 @@ def extra(N, *, dtype=torch.bfloat16, **options):
     return most - results - sum(t.grad.nbytes for t in leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_recomputing_needs_a_few_numbers_per_row_and_no_more(dtype):
-    small, middle, large = (extra(N, dtype=dtype, backward="recompute") for N in (128, 384, 1152))
-    assert (middle - small) / (384 - 128) < 24 * 8
-    assert (large - middle) / (1152 - 384) < 24 * 8  # one row of logits would be 8000 bytes
-
-
 @pytest.mark.parametrize("supported", [False, True])
 @pytest.mark.parametrize("backward", ["recompute", "save"])
-@pytest.mark.parametrize("N", [1, 100, 600])
+@pytest.mark.parametrize("N", [1, 600])
 def test_the_stated_workspace_is_kept(N, backward, supported):
     nnz = 10 * N if supported else 0
     stated = workspace(backward, N, D, V, 4, nnz)
@@ -69,15 +61,6 @@ def test_auto_saves_where_that_fits():
     assert extra(512, max_workspace_bytes=much) == saving
     assert extra(512, max_workspace_bytes=much - 1) < saving / 2
     assert extra(512) < saving / 2
-
-
-def test_too_small_a_limit_names_the_least():
-    x = head(512, D, V)
-    for backward, remedy in (("auto", "or None"), ("recompute", "or None"), ("save", "or backward='recompute'")):
-        least = workspace("save" if backward == "save" else "recompute", 512, D, V)
-        with pytest.raises(ArgumentError, match=f"max_workspace_bytes: .* Pass at least {least}, {remedy}"):
-            linear_logprob(x.hidden, x.weight, x.ids, backward=backward, max_workspace_bytes=least - 1)
-        linear_logprob(x.hidden, x.weight, x.ids, backward=backward, max_workspace_bytes=least)
 
 
 def test_a_forward_pass_without_gradients_saves_nothing():

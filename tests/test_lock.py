@@ -14,14 +14,9 @@ from rlkernel import lock
 from rlkernel_core.errors import ConfigError, LockError
 from tests.implementations import acme
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LOGITS, IDS = torch.zeros(2, 3), torch.tensor([0, 1])
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    rlk.refresh()
-    yield
-    rlk.refresh()
 
 
 def test_a_lock_of_what_ran_lets_it_run_again(tmp_path) -> None:

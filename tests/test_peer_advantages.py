@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.spec.advantage_presets import PRESETS, advantage_preset
 from rlkernel_torch.direct import advantage, whiten
 
@@ -82,3 +83,18 @@ def test_every_source_names_the_version_that_was_recorded():
     for record in RECORDS:
         source = PRESETS[record["framework"]][record["estimator"]].source
         assert all(word in source for word in record["of"].split()), (source, record["of"])
+
+
+def test_frameworks_that_refuse_a_group_of_one():
+    for framework, estimator in (("openrlhf", "group_norm"), ("openrlhf", "rloo"), ("verl", "grpo_passk")):
+        with pytest.raises(ArgumentError, match="fewer than two"):
+            advantage(torch.zeros(3), group=torch.tensor([0, 0, 1]), **advantage_preset(framework, estimator))
+
+
+def test_unknown_names_suggest_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'openrlhf'"):
+        advantage_preset("open_rlhf", "grpo")
+    with pytest.raises(UnknownNameError, match="did you mean 'group_norm'"):
+        advantage_preset("openrlhf", "groupnorm")
+    advantage_preset("verl", "grpo")["eps"] = 1.0  # a copy
+    assert advantage_preset("verl", "grpo")["eps"] == 1e-6

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.spec.policy_presets import PRESETS, policy_loss_preset
 from rlkernel_torch.direct import policy_loss
 
@@ -47,3 +48,10 @@ def test_a_preset_gives_the_recorded_loss_and_gradient_of_its_framework(record):
 
 def test_no_preset_is_without_a_record():
     assert {name for record in RECORDS for name in record["presets"]} == set(PRESETS)
+
+
+def test_an_unknown_preset_suggests_the_nearest_and_two_kinds_clash():
+    with pytest.raises(UnknownNameError, match="trl_grpo"):
+        policy_loss_preset("trl_grop")
+    with pytest.raises(ArgumentError, match="kind"):
+        policy_loss_preset("trl_grpo", "verl_ppo")

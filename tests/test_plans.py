@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -37,12 +37,8 @@ PREPARED: list[tuple[int, ...]] = []
 
 
 @pytest.fixture(autouse=True)
-def fresh_process_state() -> Iterator[None]:
-    rlk.refresh()
+def nothing_counted(fresh: None) -> None:
     PREPARED.clear()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def misaligned(x: Tensor) -> Tensor:

@@ -41,3 +41,12 @@ def test_horizon_defaults_to_the_padded_length():
     same(run(b, kind="dr_grpo")[0].loss, run(b, kind="dr_grpo", horizon=5.0)[0].loss)
     with pytest.raises(ArgumentError, match="horizon"):
         policy_loss(torch.zeros(3), None, torch.zeros(3), kind="dr_grpo", cu_seqlens=torch.tensor([0, 3]))
+
+
+def test_coefficients_may_live_on_the_device():
+    b = batch(1, B=5, T=8, spread=0.5, empty=True)
+    numbers = {"kl_coef": 0.2, "entropy_coef": 0.1}
+    tensors = {"kl_coef": torch.tensor(0.2).double(), "entropy_coef": torch.tensor(0.1, dtype=torch.float64)}
+    (one, *grads), (other, *others) = (run(b, ref=True, entropy=True, **given) for given in (numbers, tensors))
+    for want, found in zip((one.loss.detach(), *grads), (other.loss.detach(), *others), strict=True):
+        same(found, want, rtol=1e-6)

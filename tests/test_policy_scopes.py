@@ -18,15 +18,9 @@ from rlkernel import policy
 from rlkernel_core.errors import ConfigError, FallbackWarning
 from tests.implementations import acme
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LOGITS, IDS = torch.zeros(4, 7), torch.tensor([0, 3, 6, 2])
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state() -> Iterator[None]:
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def answered() -> str:

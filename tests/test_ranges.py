@@ -16,20 +16,13 @@ from rlkernel_core.decision import Call, Decision, OpPolicy
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
+pytestmark = pytest.mark.usefixtures("fresh")
+
 LOGITS = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([0, 3, 6, 2])
 DECISION = Decision(
     Call("logprob@1", "cuda", "float32", arch="sm90"), OpPolicy(profile=True), "acme", "a:b", "acme 1.0", ()
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    """Every test starts without decisions or configuration."""
-    rlk.refresh()
-    yield
-    rlk.configure()
-    rlk.refresh()
 
 
 def shown(run) -> dict[str, int]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from rlkernel_core.errors import ArgumentError, UnknownNameError
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.rollouts import Field, GroupRules, RolloutBuffer, Slots
+from rlkernel_core.spec.rollouts import GroupRules
 from tests.rollouts import balanced, buffer, fill, tokens
 
 
@@ -47,63 +44,3 @@ def test_several_rewards_for_each_sequence():
     buf = buffer(rewards=2)
     fill(buf, [0, 0], [1, 1], reward=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert buf.pop(groups=1, rows_multiple_of=3).reward.tolist() == [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"tokens": 63}, "max_tokens"),
-        ({"tokens": 0}, "max_tokens"),
-        ({"seqs": 0}, "max_seqs"),
-        ({"seqs": 1.5}, "max_seqs"),
-        ({"page_tokens": 0}, "page_tokens"),
-        ({"rewards": 0}, "rewards"),
-        ({"group_size": 0}, "group_size"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens"),
-        ({"on_full": "block"}, "on_full"),
-        ({"fields": {"x": "float32"}}, "fields['x']"),
-        ({"fields": {"x": Field("float31")}}, "fields"),
-    ],
-)
-def test_a_bad_size_is_named(change, name):
-    with pytest.raises(ArgumentError) as caught:
-        buffer(**change)
-    assert caught.value.argument == name
-
-
-def test_a_bad_call_is_named_and_changes_nothing():
-    buf = buffer(max_seq_tokens=8)
-    slots = buf.reserve(4, [0, 0])
-    before = buf.stats
-    calls = {
-        "limits": lambda: buf.reserve(9, [1]),
-        "groups": lambda: buf.reserve(1, [-1]),
-        "values": lambda: buf.append(slots, {}),
-        "values['token']": lambda: buf.append(slots, tokens(1)),
-        "alive": lambda: buf.append(slots, tokens(1, 2), alive=torch.tensor([1, 1])),
-        "cu_seqlens": lambda: buf.append(slots, tokens(1, 2), cu_seqlens=torch.tensor([0, 2])),
-        "status": lambda: buf.finish(slots, status="done"),
-        "reward": lambda: buf.finish(slots, [1.0]),
-        "slots": lambda: buf.finish(Slots(slots.ids[:1].repeat(2), slots.stamps[:1].repeat(2))),
-        "groups, tokens": buf.pop,
-        "order": lambda: buf.pop(groups=1, order="lifo"),
-        "weighting": lambda: buf.pop(groups=1, weighting="two"),
-        "rows_multiple_of": lambda: buf.pop(groups=1, rows_multiple_of=9),
-    }
-    for name, call in calls.items():
-        with pytest.raises(ArgumentError) as caught:
-            call()
-        assert caught.value.argument == name
-    with pytest.raises(UnknownNameError, match="field 'tok'"):
-        buf.append(slots, {"tok": torch.zeros(2)})
-    assert buf.stats == before
-
-
-def test_the_spec_is_whole():
-    spec = OPERATORS["rollout_buffer"]
-    buf = buffer()
-    assert isinstance(buf, RolloutBuffer)
-    assert len(spec.clauses) == len({c.id for c in spec.clauses})
-    assert {c.feature for c in spec.clauses} - {None} <= spec.feature_names
-    assert spec.needs(spec.call(8, 2)) == {"on_full:raise"}
-    assert spec.where(spec.call(8, 2, device="meta")) == "meta"

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((Path(__file__).parent / "kernels").glob("test_*.py"))
-SHARES = 5
+CLAUSES, *FILES = sorted(
+    (Path(__file__).parent / "kernels").glob("test_*.py"), key=lambda p: (p.stem != "test_clauses", p)
+)
+SHARES = ([CLAUSES], *(FILES[share::4] for share in range(4)))
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-def test_the_kernels_pass_in_the_interpreter(share) -> None:
-    files = [str(path) for path in FILES[share::SHARES]]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+@pytest.mark.parametrize("files", SHARES, ids=range(len(SHARES)))
+def test_the_kernels_pass_in_the_interpreter(files) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *map(str, files)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

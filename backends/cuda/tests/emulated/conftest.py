@@ -9,6 +9,9 @@ import os
 import pytest
 import torch
 
+from tests.interpreted import language_replaced_once_a_launch
+
+__all__ = ["language_replaced_once_a_launch"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FAR = -1e30
 

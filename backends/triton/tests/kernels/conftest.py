@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rlkernel_triton.interpreted import backend as interpreted
+from tests.interpreted import language_replaced_once_a_launch
 
+__all__ = ["language_replaced_once_a_launch"]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,6 +1,6 @@
-"""A part of the conformance clauses of the training operators, attacked in Triton's interpreter at toy sizes.
+"""The conformance clauses of the operators that the kernels serve, attacked in Triton's interpreter at toy sizes.
 
-The whole set: `rlkernel conformance run` on a machine with a GPU, or `TRITON_INTERPRET=1` and an hour.
+At length: `rlkernel conformance run` on a machine with a GPU, or with `TRITON_INTERPRET=1` and an hour.
 """
 
 import os
@@ -12,22 +12,31 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_triton.interpreted import backend
 
-# Those that the direct tests beside this file do not repeat: side effects, refusals, odd layouts, bits.
-CLAUSES = {
-    "affine_suffix_scan": ("SC-03", "SC-05", "SC-06", "SC-07", "SC-09", "SC-10", "SC-11"),
-    "advantage": ("AD-02", "AD-05", "AD-07", "AD-15", "AD-18", "AD-19", "AD-20", "AD-21", "AD-22", "AD-24"),
-    "whiten": ("WH-01", "WH-02"),
-    "policy_loss": ("PL-05", "PL-08", "PL-11", "PL-15", "PL-27", "PL-29", "PL-30", "PL-31"),
-    "linear_policy_loss": ("LPL-08", "LPL-13", "LPL-14", "LPL-15"),
+# Operator -> clauses that are left to GPUs, besides those that every operator has: many draws or rows, bytes that are
+# counted, and graphs take minutes here.
+LEFT = {
+    "affine_suffix_scan": ("SC-14",),
+    "advantage": ("AD-26",),
+    "whiten": ("WH-13",),
+    "policy_loss": ("PL-26", "PL-33"),
+    "linear_policy_loss": ("LPL-02", "LPL-03", "LPL-04", "LPL-05", "LPL-17"),
+    "logprob": ("LP-23",),
+    "linear_logprob": ("LL-05", "LL-17", "LL-29"),
+    "lm_head_sample": ("LH-03", "LH-04", "LH-13", "LH-14", "LH-16", "LH-17", "LH-19", "LH-20"),
+    "quantize": ("QZ-08", "QZ-13", "QZ-16"),
+    "dequantize": ("DQ-09",),
+    "prepack": (),
+    "qmatmul": ("QM-26",),
 }
-EFFORT = Profile("toy", 2, 60)
+EFFORT = Profile("toy", 2, 120)
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU all clauses are attacked")
 
 
-@pytest.mark.parametrize("op", CLAUSES)
+@pytest.mark.parametrize("op", LEFT)
 def test_clauses_hold_in_the_interpreter(op) -> None:
     subject = Subject(backend.name, op)
-    due = {a.clause.id: a for a in clauses_of(subject)[0]}
+    owed = {f"{a.clause.id[:-2]}{n}" for a in clauses_of(subject)[0] for n in range(91, 97)}
+    due = [a for a in clauses_of(subject)[0] if a.clause.id not in {*LEFT[op], *owed}]
     with subject.chosen():
-        outcomes = [carry_out(subject, due[clause], EFFORT, shrink=False) for clause in CLAUSES[op]]
-    assert {o.clause: o.message for o in outcomes if o.status != "held"} == {}
+        outcomes = [carry_out(subject, attack, EFFORT, shrink=False) for attack in due]
+    assert {o.clause: o.message for o in outcomes if o.failed} == {}

@@ -9,7 +9,6 @@ from torch import distributed
 
 import rlkernel as rlk
 from rlkernel import policy as policies
-from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage import SPEC
 from rlkernel_core.spec.advantage_presets import PRESETS
 from rlkernel_torch.direct import advantage as definition
@@ -173,28 +172,6 @@ def test_rewards_per_token_in_every_layout(device, kind, layout) -> None:
     agree(given, device)
 
 
-def test_layouts_give_the_same_bits(device) -> None:
-    rewards, lengths = random(B, T, seed=4).to(device), (torch.arange(B) * 5 % (T + 1)).to(device)
-    keep = torch.arange(T, device=device) < lengths[:, None]
-    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    given = {"kind": "grpo", "group": 6, "reward_level": "token"}
-    masked = rlk.advantage(rewards, mask=keep, **given).advantages
-    assert torch.equal(rlk.advantage(rewards, lengths=lengths, **given).advantages, masked)
-    assert torch.equal(rlk.advantage(rewards[keep], cu_seqlens=bounds, **given).advantages, masked)
-
-
-@pytest.mark.parametrize("group", [4, torch.arange(8) // 4], ids=["size", "ids"])
-@pytest.mark.parametrize("value", [12.3, 1e5 + 0.1, 1e-20, 3e38, -0.0])
-def test_a_constant_group_gets_exactly_0(device, value, group) -> None:
-    x = torch.tensor([value] * 4 + [0.0, 1.0, 2.0, 3.0], device=device)
-    group = group.to(device) if isinstance(group, torch.Tensor) else group
-    for kind in ("grpo", "maxrl", "reinforce_pp_baseline"):
-        more = {"whiten": "none"} if kind == "reinforce_pp_baseline" else {}
-        out = rlk.advantage(x, kind=kind, group=group, **more)
-        assert out.advantages[:4].tolist() == [0.0] * 4
-        assert out.stats.constant.tolist() == [True] * 4 + [False] * 4
-
-
 def test_invalid_rewards_harm_no_other(device, compared) -> None:
     x = random(12).to(device)
     x[0], x[5] = torch.nan, torch.inf
@@ -211,46 +188,12 @@ def test_a_large_group_keeps_the_precision_of_its_sums(device) -> None:
     agree({"rewards": x, "kind": "grpo", "group": 200}, device)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int64", "int8", "uint8", "bool"])
-def test_rewards_of_every_dtype(device, dtype) -> None:
-    x = (LEVELS * 4).round().to(getattr(torch, dtype)).to(device)
-    want = rlk.advantage(x.float(), kind="grpo", group=4)
-    assert torch.equal(rlk.advantage(x, kind="grpo", group=4).advantages, want.advantages)
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "uint8"])
 def test_ids_of_every_dtype(device, dtype, compared) -> None:
     ids = (torch.arange(B) % 7 - (3 if dtype != "uint8" else 0)).to(device)
     x = random(B).to(device)
     want = rlk.advantage(x, kind="grpo", group=ids).advantages
     assert torch.equal(rlk.advantage(x, kind="grpo", group=ids.to(getattr(torch, dtype))).advantages, want)
-
-
-def test_rewards_that_are_not_contiguous(device) -> None:
-    x, ids = random(B, 2).to(device), torch.stack([IDS, IDS], 1).to(device)
-    want = rlk.advantage(x[:, 0].clone(), kind="grpo", group=IDS.to(device)).advantages
-    assert torch.equal(rlk.advantage(x[:, 0], kind="grpo", group=ids[:, 0]).advantages, want)
-
-
-def test_nothing_to_do(device) -> None:
-    none = torch.zeros(0, device=device)
-    for kind in ("grpo", "gdpo", "gigpo", "gpg"):
-        given = {n: x[:0].to(device) if isinstance(x, torch.Tensor) else x for n, x in batch(kind).items()}
-        given |= {"reward_weights": None} if kind == "gdpo" else {}
-        out = rlk.advantage(**given)
-        assert out.advantages.shape == none.shape
-    out = rlk.advantage(torch.zeros(4, 0, device=device), kind="gdpo", group=2)
-    assert (out.advantages.tolist(), out.stats.invalid.tolist()) == ([0.0] * 4, [True] * 4)
-
-
-def test_a_group_of_one_may_be_refused(device) -> None:
-    x = random(6).to(device)
-    ids = torch.tensor([0, 0, 1, 1, 1, 2], device=device)
-    with pytest.raises(ArgumentError, match=r"group.*\[5\]"):
-        rlk.advantage(x, kind="grpo", group=ids, singleton="error")
-    chosen = torch.arange(6, device=device) < 5
-    out = rlk.advantage(x, kind="grpo", group=ids, singleton="error", in_loss=chosen)
-    assert float(out.advantages[5]) == 0.0
 
 
 @pytest.mark.parametrize("more", [{"scale": "batch"}, {"whiten": "global"}, {"whiten": "defer"}], ids=str)

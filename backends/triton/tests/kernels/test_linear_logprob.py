@@ -1,4 +1,4 @@
-"""linear_logprob on Triton against the float64 reference: options, gradients, modes, limits, bits."""
+"""linear_logprob on Triton over several blocks and tiles, against plain torch in float64; the rest: test_clauses.py."""
 
 import pytest
 import torch
@@ -52,14 +52,14 @@ def agree(operands, ids, **options):
     return out, mine
 
 
-@pytest.mark.parametrize(("N", "D", "V"), [(1, 1, 1), (5, 7, 1000), (3, 16, 2049), (70, 33, 1300)])
-def test_any_size(device, N, D, V) -> None:
+@pytest.mark.parametrize(("N", "D", "V"), [(3, 16, 2049), (70, 33, 1300)])
+def test_sizes_at_the_borders_of_tiles_and_blocks(device, N, D, V) -> None:
     agree(*head(N, D, V, device, bias=True), entropy=True)
 
 
 @pytest.mark.parametrize(
     ("dtype", "backward"),
-    [(torch.bfloat16, "save"), (torch.bfloat16, "recompute"), (torch.float16, "recompute"), (torch.float32, "save")],
+    [(torch.bfloat16, "save"), (torch.float16, "recompute")],
 )
 def test_every_dtype_with_every_option(device, dtype, backward) -> None:
     operands, ids = head(12, 24, 1300, device, dtype, bias=True)
@@ -71,22 +71,6 @@ def test_every_dtype_with_every_option(device, dtype, backward) -> None:
     options = {"entropy": True, "softcap": 9.0, "logit_scale": 0.5, "temperature": T}
     _, (d_hidden, _, _) = agree(operands, ids, mask=mask, support=support, backward=backward, **options)
     assert not d_hidden[~mask].any()
-
-
-def test_operands_of_two_dtypes(device) -> None:
-    (hidden, weight, _), ids = head(6, 16, 700, device)
-    out, (_, d_weight, _) = agree([hidden.bfloat16(), weight, None], ids)
-    assert d_weight.dtype == torch.float32
-    assert out.logprob.dtype == torch.float32
-
-
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
-def test_a_frozen_operand_gets_nothing_and_changes_no_other(device, frozen) -> None:
-    operands, ids = head(9, 12, 600, device, bias=True)
-    _, every = called(rlk.linear_logprob, operands, ids)
-    _, some = called(rlk.linear_logprob, operands, ids, frozen)
-    for i in range(3):
-        assert some[i] is None if i in frozen else torch.equal(some[i], every[i])
 
 
 def test_blocks_move_no_bit_of_results_and_dx(device, monkeypatch) -> None:
@@ -103,56 +87,6 @@ def test_blocks_move_no_bit_of_results_and_dx(device, monkeypatch) -> None:
             assert torch.equal(dx_cut, dx)
         torch.testing.assert_close(dx_cut, dx, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(dw_cut, dw, atol=1e-5, rtol=1e-5)
-
-
-def test_neither_batch_nor_layout_moves_a_bit(device) -> None:
-    operands, ids = head(11, 20, 1100, device)
-    want, (dx, _, _) = called(rlk.linear_logprob, operands, ids, (1,))
-    wide = torch.zeros(11, 23, device=device)
-    wide[:, 1:21] = operands[0]
-    cases = {
-        "reversed": ([operands[0].flip(0), operands[1], None], ids.flip(0), list(range(10, -1, -1))),
-        "one row": ([operands[0][4:5], operands[1], None], ids[4:5], [4]),
-        "transposed head": ([operands[0], operands[1].t().contiguous().t(), None], ids, list(range(11))),
-        "two dimensions": ([operands[0].view(1, 11, 20), operands[1], None], ids.view(1, 11), list(range(11))),
-    }
-    for name, (given, chosen, places) in cases.items():
-        out, (slope, _, _) = called(rlk.linear_logprob, given, chosen, (1,), entropy=False)
-        assert torch.equal(out.logprob.view(-1), want.logprob[places]), name
-        if name not in {"reversed", "one row"}:  # there the rows have other upstream gradients
-            assert torch.equal(slope.view(-1, 20), dx[places]), name
-    padded = rlk.linear_logprob(wide[:, 1:21], operands[1], ids)
-    assert torch.equal(padded.logprob, want.logprob)
-
-
-def test_a_bad_row_spoils_its_own(device) -> None:
-    operands, ids = head(5, 8, 500, device)
-    want, (dx, _, _) = called(rlk.linear_logprob, operands, ids, (1,))
-    operands[0][2] = torch.nan
-    out, (slope, _, _) = called(rlk.linear_logprob, operands, ids, (1,))
-    others = [0, 1, 3, 4]
-    assert out.logprob.isnan().tolist() == [False, False, True, False, False]
-    assert torch.equal(out.logprob[others], want.logprob[others])
-    assert torch.equal(slope[others], dx[others])
-
-
-def test_a_limit_is_kept_or_refused_with_the_least(device) -> None:
-    operands, ids = head(40, 16, 3000, device)
-    with pytest.raises(rlk.ArgumentError, match=r"Pass at least (\d+)") as refused:
-        rlk.linear_logprob(operands[0], operands[1], ids, max_workspace_bytes=1000)
-    least = int(str(refused.value).split("Pass at least ")[1].split(",")[0])
-    agree(operands, ids, max_workspace_bytes=least)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_no_rows_give_zero_gradients(device, masked) -> None:
-    operands, ids = head(4 if masked else 0, 8, 300, device, bias=True)
-    options = {"mask": torch.zeros(4, dtype=torch.bool, device=device)} if masked else {}
-    leaves = [x.clone().requires_grad_() for x in operands]
-    out = rlk.linear_logprob(leaves[0], leaves[1], ids, bias=leaves[2], **options)
-    grads = torch.autograd.grad(out.logprob.sum(), leaves)
-    assert out.logprob.tolist() == [0.0] * len(ids)
-    assert [bool(g.any()) for g in grads] == [False] * 3
 
 
 def test_a_backward_pass_may_run_twice(device) -> None:

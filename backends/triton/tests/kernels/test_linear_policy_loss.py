@@ -55,15 +55,12 @@ def agree(given, device):
 @pytest.mark.parametrize(
     "more",
     [
-        {"kind": "grpo"},
         {"kind": "gspo"},
         {"kind": "cispo", "entropy": True, "entropy_coef": 0.1, "softcap": 5.0, "logit_scale": 0.7, "temperature": 0.8},
-        {"kind": "dapo", "old_logprob": None},
-        {"kind": "ppo", "old_logprob": None, "rollout_logprob": random(B, T, seed=7) - 4},
     ],
-    ids=["token", "sequence", "options of the head", "on policy", "compared with a rollout"],
+    ids=["sequence", "options of the head"],
 )
-def test_loss_and_gradients(device, more) -> None:
+def test_loss_and_gradients_of_several_blocks_of_rows(device, more) -> None:
     agree(step() | more, device)
 
 
@@ -93,37 +90,10 @@ def test_the_workspace_of_a_large_head_does_not_grow_with_the_number_of_rows() -
     assert max(sizes.values()) * 128256 * 6 <= DEFAULT_WORKSPACE
 
 
-def test_a_frozen_operand_gets_nothing_and_changes_nothing(device) -> None:
-    given = step() | {"kind": "grpo"}
-    _, every = run(rlk.linear_policy_loss, given, device)
-    for frozen in OPERANDS:
-        _, some = run(rlk.linear_policy_loss, given, device, frozen=(frozen,))
-        assert some[frozen] is None
-        assert all(torch.equal(some[n], every[n]) for n in OPERANDS if n != frozen)
-
-
-def test_returned_log_probabilities_make_the_ratio_exactly_one(device) -> None:
-    given = step()
-    for level in ("token", "sequence"):
-        here = {n: x.to(device) for n, x in given.items()} | {"kind": "grpo", "level": level}
-        with torch.no_grad():
-            first = rlk.linear_policy_loss(**here).logprob
-        out, _ = run(rlk.linear_policy_loss, {**here, "old_logprob": first}, device)
-        assert (out.stats.ratio_min.item(), out.stats.ratio_max.item()) == (1.0, 1.0)
-
-
-def test_plain_and_fused_losses_agree_on_the_same_log_probabilities(device) -> None:
-    given = step() | {"kind": "grpo"}
-    out, _ = run(rlk.linear_policy_loss, given, device)
-    plain = rlk.policy_loss(
-        out.logprob, *(given[n].to(device) for n in ("old_logprob", "advantages")), mask=given["mask"].to(device)
-    )
-    torch.testing.assert_close(out.loss, plain.loss, atol=1e-7, rtol=1e-6)
-
-
 def test_an_upstream_gradient_is_not_rounded_to_16_bits(device) -> None:
     """A factor without dimensions may take the dtype of what it scales, as in an earlier reference: 0.3 was 0.30078."""
-    given = {n: x.to(device) for n, x in step().items()} | {"kind": "grpo"}
+    given = {n: x[:1, :9] if x.shape[:2] == (B, T) else x for n, x in step().items()}
+    given = {n: x.to(device) for n, x in given.items()} | {"kind": "grpo"}
     given = {n: x.bfloat16() if n in OPERANDS else x for n, x in given.items()}
     gradients = []
     for factor in (1.0, 0.3):

@@ -1,4 +1,4 @@
-"""logprob on Triton against the float64 reference: options, gradients, rows that go wrong, layouts, bits."""
+"""logprob on Triton at the borders of its tiles, and rows that start anywhere; the rest: test_clauses.py."""
 
 import pytest
 import torch
@@ -42,12 +42,12 @@ def agree(x, ids, **options):
     return out, mine.grad
 
 
-@pytest.mark.parametrize("V", [1, 2, 7, 8, 1000, 2048, 2049, 16384, 16385, 40001])
-def test_any_vocabulary_size(device, V) -> None:
-    agree(*rows(4, V, device), entropy=True)
+@pytest.mark.parametrize("V", [2048, 2049, 16384, 16385, 40001])
+def test_sizes_at_the_borders_of_tiles_and_chunks(device, V) -> None:
+    agree(*rows(2, V, device), entropy=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_dtype_with_every_option(device, dtype) -> None:
     x, ids = rows(6, 3000, device, dtype)
     support = rlk.Support(torch.arange(600, device=device) * 5, torch.arange(7, device=device) * 100)
@@ -57,78 +57,16 @@ def test_every_dtype_with_every_option(device, dtype) -> None:
     agree(x, ids, entropy=True, temperature=T, softcap=20.0, mask=mask, support=support)
 
 
-def test_gradients_arrive_from_each_result_alone(device) -> None:
-    for name in ("logprob", "lse", "entropy"):
-        grads = []
-        for run, dtype in ((rlk.logprob, torch.float32), (definition, torch.float64)):
-            x, ids = rows(3, 700, device)
-            x = x.to(dtype).requires_grad_()
-            getattr(run(x, ids, entropy=True), name).sum().backward()
-            grads.append(x.grad.double())
-        torch.testing.assert_close(grads[0], grads[1], atol=1e-6, rtol=1e-5)
-
-
-def test_a_confident_row_keeps_its_precision(device) -> None:
-    x = torch.zeros(1, 5000, device=device)
-    x[0, 17] = 40.0
-    out = rlk.logprob(x, torch.tensor([17], device=device))
-    want = definition(x.double(), torch.tensor([17], device=device))
-    torch.testing.assert_close(out.logprob.double(), want.logprob, atol=0.0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shift", [-1e5, -1000.0, 1000.0])
-def test_rows_far_from_zero(device, shift) -> None:
+def test_rows_far_from_zero(device) -> None:
     """A largest logit that starts at 0 would underflow every exponential of a row far below."""
-    x, ids = rows(3, 2000, device)
-    agree((x * 64).round() / 64 + shift, ids, entropy=True)
-
-
-def test_forbidden_ids_take_no_part(device) -> None:
-    x, ids = rows(4, 3000, device)
-    x[:, ::3] = -torch.inf
-    ids[:] = torch.tensor([1, 2, 4, 2999 - 2999 % 3 + 1], device=device)
-    _, grad = agree(x, ids, entropy=True)
-    assert not grad[:, ::3].any()
-    agree(x, ids, entropy=True, softcap=5.0)
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_without_a_law_is_nan_and_harms_no_other(device, poison) -> None:
-    x, ids = rows(4, 2500, device)
-    want = rlk.logprob(x, ids, entropy=True)
-    x[1] = poison
-    out = rlk.logprob(x, ids, entropy=True)
-    others = torch.tensor([0, 2, 3], device=device)
-    assert out.logprob.isnan().tolist() == [False, True, False, False]
-    assert out.entropy.isnan().tolist() == [False, True, False, False]
-    assert torch.equal(out.logprob[others], want.logprob[others])
-    assert out.lse[1].item() == poison or (poison != poison and out.lse[1].isnan())
+    x, ids = rows(2, 2000, device)
+    agree((x * 64).round() / 64 - 1e5, ids, entropy=True)
 
 
 def test_a_temperature_without_meaning_spoils_its_own_row(device) -> None:
     x, ids = rows(4, 100, device)
     T = torch.tensor([1.0, 0.0, torch.inf, torch.nan], device=device)
     assert rlk.logprob(x, ids, temperature=T).logprob.isnan().tolist() == [False, True, True, True]
-
-
-def test_masked_and_invalid_rows_ignore_what_they_hold(device) -> None:
-    x, ids = rows(5, 2100, device)
-    x[1] = torch.nan
-    ids[1], ids[3] = 2**40, -1
-    mask = torch.tensor([True, False, True, True, True], device=device)
-    leaf = x.clone().requires_grad_()
-    out = rlk.logprob(leaf, ids, mask=mask, entropy=True)
-    assert out.invalid.tolist() == [False, False, False, True, False]
-    assert out.logprob[1].item() == out.lse[1].item() == out.entropy[1].item() == 0.0
-    assert out.logprob[3].isnan()
-    assert out.lse[3].isfinite()
-    assert out.entropy[3].isfinite()
-    upstream = torch.ones(5, device=device)
-    upstream[1] = upstream[3] = torch.nan
-    (grad,) = torch.autograd.grad(out.logprob, leaf, upstream)
-    assert not grad[1].any()
-    assert not grad[3].any()
-    assert grad.isfinite().all()
 
 
 def test_a_kept_id_out_of_range_flags_its_row_and_leaves_its_entropy(device) -> None:
@@ -142,27 +80,14 @@ def test_a_kept_id_out_of_range_flags_its_row_and_leaves_its_entropy(device) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neither_batch_nor_layout_moves_a_bit(device, dtype) -> None:
-    """Rows that start anywhere: Triton loads them otherwise, and must add them in the same order."""
-    x, ids = rows(7, 2600, device, dtype)
-    options = {"entropy": True, "temperature": 0.7}
-    want = rlk.logprob(x, ids, **options)
-    padded = torch.zeros(7, 2607, device=device, dtype=dtype)
-    padded[:, 3:2603] = x
+def test_rows_that_start_anywhere_give_the_same_bits(device, dtype) -> None:
+    """Triton loads them otherwise, and must add them in the same order."""
+    x, ids = rows(3, 2600, device, dtype)
     shifted = torch.zeros(1 + x.numel(), device=device, dtype=dtype)
     shifted[1:] = x.view(-1)
-    views = {
-        "alone": (x[3:4], ids[3:4], slice(3, 4)),
-        "reversed": (x.flip(0), ids.flip(0), [6, 5, 4, 3, 2, 1, 0]),
-        "padded": (padded[:, 3:2603], ids, slice(None)),
-        "unaligned": (shifted[1:].view(7, 2600), ids, slice(None)),
-        "transposed": (x.t().contiguous().t(), ids, slice(None)),
-        "repeated": (x[:1].expand(5, -1), ids[:1].expand(5), [0] * 5),
-    }
-    for name, (view, chosen, places) in views.items():
-        out = rlk.logprob(view, chosen, **options)
-        for result in ("logprob", "lse", "entropy"):
-            assert torch.equal(getattr(out, result), getattr(want, result)[places]), (name, result)
+    want, found = (rlk.logprob(v, ids, entropy=True) for v in (x, shifted[1:].view(3, 2600)))
+    for result in ("logprob", "lse", "entropy"):
+        assert torch.equal(getattr(found, result), getattr(want, result)), result
 
 
 def test_shifted_batches_are_read_where_they_lie(device) -> None:
@@ -176,14 +101,6 @@ def test_shifted_batches_are_read_where_they_lie(device) -> None:
     agree(x[0], ids[0])
 
 
-def test_gradients_on_and_off_agree(device) -> None:
-    x, ids = rows(5, 2600, device)
-    on = rlk.logprob(x.clone().requires_grad_(), ids).logprob
-    with torch.no_grad():
-        off = rlk.logprob(x, ids).logprob
-    assert torch.equal(on.detach(), off)
-
-
 def test_the_best_come_first_and_ties_go_to_the_lowest_id(device) -> None:
     x, ids = rows(4, 2500, device)
     x[1] = (x[1] / 4).round()
@@ -193,13 +110,6 @@ def test_the_best_come_first_and_ties_go_to_the_lowest_id(device) -> None:
     want = definition(x.double(), ids, top_logprobs=9, mask=mask, temperature=0.7)
     assert out.top_ids.tolist() == want.top_ids.tolist()
     torch.testing.assert_close(out.top_logprobs.double(), want.top_logprobs, atol=1e-5, rtol=1e-5)
-
-
-def test_no_rows(device) -> None:
-    leaf = torch.zeros(0, 5, device=device, requires_grad=True)
-    out = rlk.logprob(leaf, torch.zeros(0, dtype=torch.int64, device=device), entropy=True, top_logprobs=2)
-    (grad,) = torch.autograd.grad(out.logprob.sum(), leaf)
-    assert (out.logprob.shape, out.top_ids.shape, grad.shape) == ((0,), (0, 2), (0, 5))
 
 
 def test_a_second_derivative_is_refused(device) -> None:

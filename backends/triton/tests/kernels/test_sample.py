@@ -186,16 +186,6 @@ def test_a_row_has_the_same_bits_in_any_batch_and_layout(device) -> None:
         assert getattr(want, name)[back].tolist() == getattr(found, name).tolist(), name
 
 
-def test_the_winner_without_filters_wins_where_it_is_kept(small, device) -> None:
-    x = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)).to(device)
-    noise = {"seed": torch.arange(6, device=device), "step": 9}
-    free = rlk.sample(x, **noise)
-    kept = rlk.sample(x, top_k=40, kept_capacity=40, **noise)
-    inside = (kept.kept_ids == free.token[:, None]).any(1)
-    assert free.token[inside].tolist() == kept.token[inside].tolist()
-    assert inside.any()
-
-
 def test_a_full_vocabulary_with_the_shipped_cuts(device) -> None:
     x = 3 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(3))
     agree(x, {"top_k": 50, "top_p": 0.95, "seed": torch.arange(2), "step": 0, "raw_logprob": True}, device)
