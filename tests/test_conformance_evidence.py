@@ -11,7 +11,7 @@ import pytest
 from rlkernel_conformance import documents, evidence
 from rlkernel_conformance import report as reports
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import importable, known, load
 from rlkernel_conformance.profiles import PROFILES
 from rlkernel_conformance.subject import Subject

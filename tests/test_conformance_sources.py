@@ -8,11 +8,11 @@ import pytest
 
 import rlkernel as rlk
 from rlkernel_conformance import sources
+from rlkernel_conformance.example_calls import base
 from rlkernel_conformance.manifests import sources_of, targets_of
 from rlkernel_core.manifest import Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 from rlkernel_torch import backend as plain_torch
-from tests.base_calls import BASES
 
 PACKAGE = {
     "__init__.py": "from .scan import scan_kernel as exported\n",
@@ -160,7 +160,7 @@ def test_an_implementation_for_another_device_does_not_count() -> None:
     assert sources_of(of("cpu"), "whiten@1", "cpu") == sources_of(of("cpu", "cuda"), "whiten@1", "cpu")
 
 
-@pytest.mark.parametrize("op", BASES)
+@pytest.mark.parametrize("op", OPERATORS)
 def test_every_function_that_plain_torch_runs_is_among_the_sources_of_its_operator(op) -> None:
     ran = set()
 
@@ -171,7 +171,7 @@ def test_every_function_that_plain_torch_runs_is_among_the_sources_of_its_operat
             ran.add(f"{module}:{code.co_qualname.partition('.')[0]}")
 
     with rlk.use("torch"):
-        first, second = BASES[op](), BASES[op]()
+        first, second = base(op), base(op)
         getattr(rlk, op)(**first)  # which imports what it needs
         sys.setprofile(profile)
         try:

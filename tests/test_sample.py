@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rlkernel_conformance.goodness import independent
 from torch import Tensor
 
+from rlkernel_conformance.goodness_of_fit import independent
 from rlkernel_conformance.sampling_batches import Batch, random_batch
 from rlkernel_core.definitions.sampling import sample_row
 from rlkernel_core.errors import ArgumentError

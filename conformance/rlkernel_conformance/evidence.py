@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rlkernel.resolve import claims
 from rlkernel_conformance.documents import FILE, read
-from rlkernel_conformance.leftovers import CLAUSE
+from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import here, known, sources_of
 from rlkernel_conformance.profiles import PROFILES
 from rlkernel_core.decision import ALIASES
