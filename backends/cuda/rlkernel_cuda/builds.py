@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from triton.experimental.gluon import language as gl
 
-from rlkernel_cuda.common import quantize_tokens as tokens
+from rlkernel_cuda.common import quantize_tokens
 from rlkernel_cuda.common.tiles import SINGLE, Tile
-from rlkernel_cuda.linear_logprob import row_kernels as rows
+from rlkernel_cuda.linear_logprob import row_kernels
 from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 
 
@@ -99,22 +99,29 @@ def builds() -> Iterator[Build]:
     }  # fmt: skip
     for counted, flag in product((False, True), (False, True)):
         some = {"COUNTED": counted, "ROWS": 256}
-        yield Build(rows.rows_kernel, f"rows each={flag} counted={counted}", entered, {"EACH": flag, **some})
+        yield Build(row_kernels.rows_kernel, f"rows each={flag} counted={counted}", entered, {"EACH": flag, **some})
         yield Build(
-            rows.results_kernel, f"results entropy={flag} counted={counted}", entered, {"ENTROPY": flag, **some}
+            row_kernels.results_kernel, f"results entropy={flag} counted={counted}", entered, {"ENTROPY": flag, **some}
         )
         there = dict.fromkeys(("G", "G_LSE", "G_ENTROPY"), flag)
-        yield Build(rows.upstream_kernel, f"upstream all={flag} counted={counted}", entered, {**there, **some})
+        yield Build(row_kernels.upstream_kernel, f"upstream all={flag} counted={counted}", entered, {**there, **some})
     for part in (False, True):
-        yield Build(rows.join_kernel, "join a part" if part else "join", types, {"ROWS": 32, "TILES": 32, "PART": part})
-    yield Build(rows.gather_kernel, "gather", types, {"COLS": 1024})
-    yield Build(rows.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})
-    yield Build(rows.clear_kernel, "clear", types, {"BM": 128, "ROWS": 64, "COLS": 256})
+        yield Build(
+            row_kernels.join_kernel, "join a part" if part else "join", types, {"ROWS": 32, "TILES": 32, "PART": part}
+        )
+    yield Build(row_kernels.gather_kernel, "gather", types, {"COLS": 1024})
+    yield Build(row_kernels.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})
+    yield Build(row_kernels.clear_kernel, "clear", types, {"BM": 128, "ROWS": 64, "COLS": 256})
     for counted in (False, True):
-        yield Build(rows.chosen_kernel, f"chosen counted={counted}", types, {"ROWS": 256, "COUNTED": counted})
+        yield Build(row_kernels.chosen_kernel, f"chosen counted={counted}", types, {"ROWS": 256, "COUNTED": counted})
         for cap in (False, True):
             some = {"CAP": cap, "COUNTED": counted}
-            yield Build(rows.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
-            yield Build(rows.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})
+            yield Build(row_kernels.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
+            yield Build(row_kernels.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})
     coded = {"x": "*bf16", "codes": "*u8", "scale": "*fp32", "M": "i32", "K": "i32", "stride": "i32"}
-    yield Build(tokens.code_blocks, "tokens by blocks", coded, {"ROWS": 16, "COLUMNS": tokens.BLOCK, "CAST": True})
+    yield Build(
+        quantize_tokens.code_blocks,
+        "tokens by blocks",
+        coded,
+        {"ROWS": 16, "COLUMNS": quantize_tokens.BLOCK, "CAST": True},
+    )

@@ -23,8 +23,8 @@ class StubDriver:
         self.forms = {
             "head": (2, 10, [*[ctypes.c_int] * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int]),
             "product": (2, 4, [ctypes.c_int] * 5),
-            "narrow": (1, 5, [ctypes.c_int] * 3),
-            "wide": (2, 6, [ctypes.c_int] * 4),
+            "w4a16_small_m": (1, 5, [ctypes.c_int] * 3),
+            "w4a16_wgmma": (2, 6, [ctypes.c_int] * 4),
         }
         self.structures = {}  # kernel -> bytes of the one structure that it takes in place of all that
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel_cuda.common import driver
-from rlkernel_cuda.common import tiles as variants
+from rlkernel_cuda.common import driver, tiles
 from rlkernel_cuda.linear_logprob import logits, products
 
 GATE = Path(__file__).parents[1] / "tools" / "compile_gate.py"
@@ -63,13 +62,13 @@ CUDA = [
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
 @pytest.mark.parametrize("source, flags", CUDA)
 def test_cuda_kernels_compile_without_spills(source, flags, tmp_path) -> None:
-    macros = [f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(variants.PAIR)}.items()]
+    macros = [f"-D{n}={int(v)}" for n, v in {**flags, **driver.shape(tiles.PAIR)}.items()]
     target = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-Xptxas", "-v", f"-I{driver.ROOT}"]
     command = ["nvcc", *target, *macros, "-o", str(tmp_path / "kernel.cubin"), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [spilled] = re.findall(r"(\d+) bytes spill stores", done.stderr)
     assert int(spilled) <= 32
-    tile = variants.PAIR
+    tile = tiles.PAIR
     ring = tile.stages * (tile.consumers * tile.rows + tile.cols) * tile.depth * 2
     assert ring + 1024 <= driver.SHARED

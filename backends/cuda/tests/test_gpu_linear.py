@@ -18,13 +18,13 @@ VARIANTS = ("shipped", "single", "pair")
 
 @pytest.fixture(params=VARIANTS)
 def variant(request, monkeypatch):
-    from rlkernel_cuda.common import tiles as variants
+    from rlkernel_cuda.common import tiles
 
     if request.param != "shipped":
-        tile = variants.SINGLE if request.param == "single" else variants.PAIR
-        monkeypatch.setattr(variants, "FORWARD", tile)
-        monkeypatch.setattr(variants, "GRADIENT", tile)
-        monkeypatch.setattr(variants, "PRODUCT", None)
+        tile = tiles.SINGLE if request.param == "single" else tiles.PAIR
+        monkeypatch.setattr(tiles, "FORWARD", tile)
+        monkeypatch.setattr(tiles, "GRADIENT", tile)
+        monkeypatch.setattr(tiles, "PRODUCT", None)
     return request.param
 
 
@@ -122,12 +122,12 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
 
 
 def test_tiles_may_be_freed_at_once(monkeypatch) -> None:
-    from rlkernel_cuda.common import tiles as variants
+    from rlkernel_cuda.common import tiles
 
     given = case()
-    monkeypatch.setattr(variants, "FORWARD", variants.PAIR)
+    monkeypatch.setattr(tiles, "FORWARD", tiles.PAIR)
     late = linear_logprob(**given).logprob
-    monkeypatch.setattr(variants, "FORWARD", dataclasses.replace(variants.PAIR, lag=False))
+    monkeypatch.setattr(tiles, "FORWARD", dataclasses.replace(tiles.PAIR, lag=False))
     assert torch.equal(linear_logprob(**given).logprob, late)
 
 

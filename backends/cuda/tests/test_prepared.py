@@ -17,7 +17,7 @@ from rlkernel_cuda.linear_logprob import launch as linear_logprob
 from rlkernel_cuda.linear_logprob import products
 from rlkernel_cuda.linear_policy_loss import launch as linear_policy_loss
 from rlkernel_cuda.qmatmul import launch as qmatmul
-from rlkernel_cuda.qmatmul import pdl as early
+from rlkernel_cuda.qmatmul import pdl
 from rlkernel_cuda.sample import launch as sampling
 from rlkernel_cuda.sample.kernel import PARAMS
 from rlkernel_triton.common.host import INTERPRETED
@@ -233,7 +233,7 @@ def test_parameters_that_the_kernel_cannot_read_are_converted_at_each_call(drawn
     assert (address not in {0, temperature.data_ptr()}, number, stride, wide) == (True, 0, 1, 0)
 
 
-@pytest.mark.parametrize(("M", "kernel"), [(1, "narrow"), (256, "wide")])
+@pytest.mark.parametrize(("M", "kernel"), [(1, "w4a16_small_m"), (256, "w4a16_wgmma")])
 def test_a_product_with_a_quantized_weight_is_cut_once(stub, monkeypatch, M, kernel) -> None:
     from rlkernel_core.quant import QuantSpec
 
@@ -253,7 +253,7 @@ def test_a_product_with_a_quantized_weight_is_cut_once(stub, monkeypatch, M, ker
         assert parts["scale"].data_ptr() in held[:5]
 
 
-@pytest.mark.parametrize("launch", [driver.Launch, early.Early])
+@pytest.mark.parametrize("launch", [driver.Launch, pdl.OverlappedLaunch])
 @pytest.mark.parametrize("answer", [0, 500])
 def test_a_launch_hands_over_descriptions_words_and_numbers_and_tells_what_the_driver_says(
     stub_driver, launch, answer

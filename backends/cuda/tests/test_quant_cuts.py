@@ -10,8 +10,7 @@ import torch
 from rlkernel_core import quant as reference
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda.common import driver
-from rlkernel_cuda.qmatmul import choice
-from rlkernel_cuda.qmatmul import kernels as launch
+from rlkernel_cuda.qmatmul import choice, kernels
 from rlkernel_cuda.qmatmul.launch import fits
 
 SHAPES = [(28672, 4096), (6144, 4096), (4096, 14336), (57344, 8192), (128256, 4096), (19456, 2560), (5120, 17408)]
@@ -36,12 +35,12 @@ def test_cuts_divide_the_depth_and_fit_a_block(kind, shape) -> None:
     w = Weight(kind, shape)
     for M in (1, 8, 9, 16, 33, 65, 256, 257, 100_000):
         cut = choice.cut(M, w)
-        declared = DECLARED + (cut.stages * launch.scales(cut, w.spec) if isinstance(cut, launch.Wide) else 0)
-        if isinstance(cut, launch.Wide):
+        declared = DECLARED + (cut.stages * kernels.scales(cut, w.spec) if isinstance(cut, kernels.W4Wgmma) else 0)
+        if isinstance(cut, kernels.W4Wgmma):
             assert (M > 16, w.spec.element) == (True, "int4")
         elif cut is not None:
             assert (shape[1] % (256 * cut.parts), cut.threads <= 1024, cut.tokens >= M) == (0, True, True)
-        assert cut is None or launch.shared(cut) + declared <= driver.SHARED
+        assert cut is None or kernels.shared(cut) + declared <= driver.SHARED
         assert cut is None or cut.stages >= choice.LEAST_STAGES
 
 
@@ -66,7 +65,7 @@ def test_tokens_of_a_class_have_one_cut() -> None:
 )
 def test_blocks_share_a_tile_where_whole_tiles_would_leave_multiprocessors_idle(shape, M, expected) -> None:
     cut = choice.cut(M, Weight("int4_g128", shape))
-    assert (cut.tokens, cut.teams, cut.split) == expected
+    assert (cut.tokens, cut.warpgroups, cut.split) == expected
 
 
 def test_small_weights_with_few_tokens_are_left_to_the_portable_kernel() -> None:
@@ -83,15 +82,15 @@ def tiled(x, element, of):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_stage_is_one_box_of_x_and_one_of_codes(shape, M) -> None:
     (N, K), w = shape, Weight("int4_g128", shape)
-    cut = choice.many4(N, K, M, w.spec, 132) or launch.Wide(64, 2, 5, split=False)
+    cut = choice.many4(N, K, M, w.spec, 132) or kernels.W4Wgmma(64, 2, 5, split=False)
     x = torch.arange(5 * 256, dtype=torch.int16).view(5, 256)
-    of = launch.tokens_of(5, 256, cut)
+    of = kernels.tokens_of(5, 256, cut)
     assert torch.equal(tiled(x, 2, of), x.view(5, 4, 64).transpose(0, 1))
     assert (of.box, of.swizzle) == ((64, cut.tokens, cut.steps), driver.SWIZZLE_128B)
     codes = torch.arange(3 * 4 * 128, dtype=torch.int32).view(3, 4, 128)
-    of = launch.words_of(48, 256, 4 * cut.teams, cut.steps)
+    of = kernels.words_of(48, 256, 4 * cut.warpgroups, cut.steps)
     assert torch.equal(tiled(codes, 4, of), codes.view(3, 512))
-    assert (of.box, max(of.box) <= 256, of.swizzle) == ((128 * cut.steps, 4 * cut.teams), True, 0)
+    assert (of.box, max(of.box) <= 256, of.swizzle) == ((128 * cut.steps, 4 * cut.warpgroups), True, 0)
 
 
 def refused(w, M=3, dtype=torch.bfloat16, **rest):
@@ -120,19 +119,19 @@ def test_weights_as_the_kernels_read_them_fit(w) -> None:
 
 
 CUTS = [
-    ("int4_g64_asym", launch.Narrow(16, 3, 2, 1, 4)),
-    ("int4_g128", launch.Narrow(16, 24, 1, 1, 8, cluster=2, ahead=4)),
-    ("int4_g128", launch.Wide(128, 2, 5, split=True)),
-    ("int4_g128_asym", launch.Wide(64, 2, 5, split=False, teams=4)),
-    ("int4_g32", launch.Wide(256, 1, 5, split=False)),
-    ("fp8_block128", launch.Narrow8(8, 3, 4, 4)),
+    ("int4_g64_asym", kernels.W4SmallM(16, 3, 2, 1, 4)),
+    ("int4_g128", kernels.W4SmallM(16, 24, 1, 1, 8, cluster=2, ahead=4)),
+    ("int4_g128", kernels.W4Wgmma(128, 2, 5, split=True)),
+    ("int4_g128_asym", kernels.W4Wgmma(64, 2, 5, split=False, warpgroups=4)),
+    ("int4_g32", kernels.W4Wgmma(256, 1, 5, split=False)),
+    ("fp8_block128", kernels.W8SmallM(8, 3, 4, 4)),
 ]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
 @pytest.mark.parametrize(("kind", "cut"), CUTS, ids=str)
 def test_kernels_compile_without_spills(kind, cut, tmp_path) -> None:
-    source, options, _ = launch.build(cut, Weight(kind, (1024, 4096)), torch.bfloat16)
+    source, options, _ = kernels.build(cut, Weight(kind, (1024, 4096)), torch.bfloat16)
     target = [
         "-cubin",
         "-gencode=arch=compute_90a,code=sm_90a",

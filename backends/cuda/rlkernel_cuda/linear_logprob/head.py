@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common.vocab_parallel import gathered
-from rlkernel_cuda.common import tiles as variants
+from rlkernel_cuda.common import tiles
 from rlkernel_cuda.linear_logprob import logits
 from rlkernel_cuda.linear_logprob.logits import LOG2E, Form, Into, Kind, Operands
 from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS
@@ -239,7 +239,7 @@ class Head:
     def made_again(self, of: Operands, coef: Tensor, rows: slice, ids: slice, dz: Tensor) -> None:
         """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
         n, width = dz.shape
-        form = Form(GRAD, variants.GRADIENT, n, width, coef.stride(0))
+        form = Form(GRAD, tiles.GRADIENT, n, width, coef.stride(0))
         self._logits(form)(of, rows, ids, Into(coef=coef[0, rows.start :] if rows.start else coef, out=dz))
         if of.counted is not None:
             clear = self._plan.get(
@@ -329,7 +329,7 @@ class Head:
             out = None
             if saved is not None:
                 out = saved.logits[rows, : kind.V].view(torch.float16)
-            launch = self._logits(Form(mode, variants.FORWARD, n, kind.V, stride))
+            launch = self._logits(Form(mode, tiles.FORWARD, n, kind.V, stride))
             launch(of, rows, _all(kind.V), Into(top, sums, some.chosen, None, out))
             self._join(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
 

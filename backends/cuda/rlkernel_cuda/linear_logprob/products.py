@@ -14,8 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_cuda.common import driver
-from rlkernel_cuda.common import tiles as variants
+from rlkernel_cuda.common import driver, tiles
 from rlkernel_cuda.common.tiles import Tile
 from rlkernel_cuda.linear_logprob.plan import SPLIT_BELOW
 
@@ -79,8 +78,8 @@ def _decided(
 ) -> ByPairs | None:
     # Sums that go on from an earlier one wait for it at every tile: there cuBLAS is ahead, unless rows can be skipped.
     alone = since is None and (out.numel() >= LARGE or b.shape[0] >= DEEP)
-    if variants.PRODUCT is not None and (alone or count is not None) and _fits(a, b, out):
-        return by_pairs(variants.PRODUCT, a, b, out, since, count, transposed=transposed)
+    if tiles.PRODUCT is not None and (alone or count is not None) and _fits(a, b, out):
+        return by_pairs(tiles.PRODUCT, a, b, out, since, count, transposed=transposed)
     return None
 
 

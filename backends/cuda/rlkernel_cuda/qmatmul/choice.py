@@ -16,11 +16,11 @@ from typing import Final
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda.common import driver
-from rlkernel_cuda.qmatmul import kernels as launch
-from rlkernel_cuda.qmatmul.kernels import Narrow, Narrow8, Wide
+from rlkernel_cuda.qmatmul import kernels
+from rlkernel_cuda.qmatmul.kernels import W4SmallM, W4Wgmma, W8SmallM
 
-FEW: Final = (8, 16)  # most tokens of the classes of `narrow` and `narrow8`
-FROM: Final = 32  # tokens up to which the portable kernel is ahead of `wide`
+FEW: Final = (8, 16)  # most tokens of the classes of the kernels for a small M
+FROM: Final = 32  # tokens up to which the portable kernel is ahead of w4a16_wgmma
 LARGE: Final = 45_000_000  # codes of a weight below which it is ahead up to 64 tokens too
 WARPS: Final = {4: 28, 8: 16}  # most of a block there, by bits
 BUSY: Final = {4: 20, 8: 12}  # that draw all of a multiprocessor's share of the memory
@@ -66,33 +66,33 @@ def _shares(N: int, K: int, multiprocessors: int, bits: int) -> Iterator[tuple[f
                 yield waves * (sets * 2 * bits * K / cluster * idle + START), cluster, parts, sets
 
 
-def _ring(one: Narrow, K: int) -> Narrow | None:
+def _ring(one: W4SmallM, K: int) -> W4SmallM | None:
     """With as many stages as there is room for, and pieces; None where that is too few."""
     stage = one.parts * 4 * one.tokens * 128
     pieces = K // (256 * one.parts * one.cluster)
-    stages = min(MOST_STAGES, (RING - launch.shared(one._replace(stages=0))) // stage // 2 * 2, pieces + pieces % 2)
+    stages = min(MOST_STAGES, (RING - kernels.shared(one._replace(stages=0))) // stage // 2 * 2, pieces + pieces % 2)
     return one._replace(stages=stages) if stages >= LEAST_STAGES else None
 
 
-def few4(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow | None:
+def few4(N: int, K: int, tokens: int, multiprocessors: int) -> W4SmallM | None:
     """The cut for few tokens and 4 bits; None where K is no multiple of 256."""
     if (N, K, tokens) in MEASURED:
         sets, parts, joined, cluster, ahead = MEASURED[N, K, tokens]
-        return _ring(Narrow(tokens, sets, parts, joined, 0, cluster, ahead), K)
+        return _ring(W4SmallM(tokens, sets, parts, joined, 0, cluster, ahead), K)
     for _, cluster, parts, sets in sorted(_shares(N, K, multiprocessors, 4)):
         ahead = 4 if sets * parts > 16 else 8
-        found = _ring(Narrow(tokens, sets, parts, 1, 0, cluster, ahead), K)
+        found = _ring(W4SmallM(tokens, sets, parts, 1, 0, cluster, ahead), K)
         if found is not None:
             return found
     return None
 
 
-def few8(N: int, K: int, tokens: int, multiprocessors: int) -> Narrow8 | None:
+def few8(N: int, K: int, tokens: int, multiprocessors: int) -> W8SmallM | None:
     """The cut for few tokens and 8 bits."""
     for _, cluster, parts, sets in sorted(_shares(N, K, multiprocessors, 8)):
         stages = min(8, RING // (parts * 4 * tokens * 128))
         if cluster == 1 and stages >= 3:
-            return Narrow8(tokens, sets, parts, stages)
+            return W8SmallM(tokens, sets, parts, stages)
     return None
 
 
@@ -103,14 +103,14 @@ def _whole(tokens: int, tiles: int, K: int, multiprocessors: int) -> bool:
     return ceil(tiles / multiprocessors) * steps <= shared
 
 
-def _wide(tokens: int, steps: int, teams: int, spec: QuantSpec, *, split: bool) -> Wide:
+def _wide(tokens: int, steps: int, warpgroups: int, spec: QuantSpec, *, split: bool) -> W4Wgmma:
     """With as many stages as there is room for, and no more than have something to do."""
-    one = Wide(tokens, steps, 1, split, teams)
-    stage = launch.shared(one) - launch.staging(one) + launch.scales(one, spec)
-    return one._replace(stages=min(8, (driver.SHARED - DECLARED - launch.staging(one)) // stage))
+    one = W4Wgmma(tokens, steps, 1, split, warpgroups)
+    stage = kernels.shared(one) - kernels.staging(one) + kernels.scales(one, spec)
+    return one._replace(stages=min(8, (driver.SHARED - DECLARED - kernels.staging(one)) // stage))
 
 
-def many4(N: int, K: int, M: int, spec: QuantSpec, multiprocessors: int) -> Wide | None:
+def many4(N: int, K: int, M: int, spec: QuantSpec, multiprocessors: int) -> W4Wgmma | None:
     """The cut for more than FEW tokens and 4 bits; None where no tile divides it, or another kernel is ahead."""
     if (FROM if N * K >= LARGE else 64) >= M or N % 128 or K % 128:
         return None
@@ -125,7 +125,7 @@ def many4(N: int, K: int, M: int, spec: QuantSpec, multiprocessors: int) -> Wide
     return _wide(SHARED, 2, 2, spec, split=True)
 
 
-def cut(M: int, w: QuantTensor, multiprocessors: int = 132) -> Narrow | Narrow8 | Wide | None:
+def cut(M: int, w: QuantTensor, multiprocessors: int = 132) -> W4SmallM | W8SmallM | W4Wgmma | None:
     """The cut for a weight in `triton_w4`, or a canonical one of 8 bits; None where no kernel here takes it."""
     (N, K), spec = w.shape, w.spec
     tokens = next((c for c in FEW if c >= M), None)

@@ -97,6 +97,6 @@ __device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, 
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
-__device__ __forceinline__ void meet(int id, int threads) {
+__device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,8 +1,8 @@
 """The kernels of products with quantised weights: how they are cut, built and launched. Compiled by NVRTC at first use.
 
-    narrow    int4 and at most 16 tokens: bound by the bytes of the weight
-    narrow8   8 bits and at most 16 tokens
-    wide      int4 and more tokens: bound by the matrix units
+    w4a16_small_m  int4 and at most 16 tokens: bound by the bytes of the weight
+    w8a16_small_m  8 bits and at most 16 tokens
+    w4a16_wgmma    int4 and more tokens: bound by the matrix units
 
 Each may begin while the kernel before it ends.
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda.common import driver
-from rlkernel_cuda.qmatmul import pdl as early
+from rlkernel_cuda.qmatmul import pdl
 from rlkernel_triton.quant.splitk_counters import tickets
 
 _HERE: Final = Path(__file__).parent
 SCALE_SHIFT: Final = {0: 31, 1: 0, 128: 7}  # rows of a scale, all where 0, as a power of two
 
 
-class Narrow(NamedTuple):
+class W4SmallM(NamedTuple):
     """One way to cut a product; see w4a16_small_m.cu."""
 
     tokens: int  # 8 or 16
@@ -47,7 +47,7 @@ class Narrow(NamedTuple):
         return 32 * self.sets * self.parts
 
 
-class Narrow8(NamedTuple):
+class W8SmallM(NamedTuple):
     """One way to cut a product; see w8a16_small_m.cu."""
 
     tokens: int  # 8 or 16
@@ -61,41 +61,41 @@ class Narrow8(NamedTuple):
         return 32 * (self.sets * self.parts + 1)
 
 
-class Wide(NamedTuple):
+class W4Wgmma(NamedTuple):
     """One way to cut a product; see w4a16_wgmma.cu."""
 
     tokens: int  # of a tile: 16, 32, 64, 128, 256
     steps: int  # 1 or 2 times 64 of depth a stage
     stages: int
     split: bool  # the depth of a tile may be shared by blocks
-    teams: int = 2  # warpgroups that multiply, 64 rows of the weight each
+    warpgroups: int = 2  # warpgroups that multiply, 64 rows of the weight each
 
     @property
     def threads(self) -> int:
         """Of a block: the warpgroups that multiply, and one that fetches."""
-        return 128 * (self.teams + 1)
+        return 128 * (self.warpgroups + 1)
 
 
-Cut = Narrow | Narrow8 | Wide
+Cut = W4SmallM | W8SmallM | W4Wgmma
 
 
-def staging(cut: Wide) -> int:
+def staging(cut: W4Wgmma) -> int:
     """Bytes of the results of a block, 64 tokens of each warpgroup."""
-    return cut.teams * min(cut.tokens, 64) * 144
+    return cut.warpgroups * min(cut.tokens, 64) * 144
 
 
-def scales(cut: Wide, spec: QuantSpec) -> int:
+def scales(cut: W4Wgmma, spec: QuantSpec) -> int:
     """Bytes of scales and zero-points of a stage, which the kernel declares."""
     deep = 64 * cut.steps
-    return max(1, deep // spec.group if spec.group else 1) * (2 if spec.symmetric else 3) * 64 * cut.teams
+    return max(1, deep // spec.group if spec.group else 1) * (2 if spec.symmetric else 3) * 64 * cut.warpgroups
 
 
 def shared(cut: Cut) -> int:
     """Bytes of a block, beside what a kernel declares."""
-    if isinstance(cut, Wide):
-        return cut.stages * cut.steps * (cut.tokens * 128 + 2048 * cut.teams) + staging(cut)
+    if isinstance(cut, W4Wgmma):
+        return cut.stages * cut.steps * (cut.tokens * 128 + 2048 * cut.warpgroups) + staging(cut)
     ring = cut.stages * cut.parts * 4 * cut.tokens * 128
-    if isinstance(cut, Narrow):
+    if isinstance(cut, W4SmallM):
         deep = cut.parts * cut.cluster
         return ring + (deep > 1) * -(-cut.sets * cut.joined // cut.cluster) * deep * (cut.tokens // 8) * 512
     return max(ring, (cut.parts - 1) * cut.sets * (cut.tokens // 8) * 512)
@@ -105,24 +105,24 @@ def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[Path, tuple[str
     """(source file, macros, the kernel's name) for x of a dtype."""
     spec = w.spec
     flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16, "GROUP": 1, "LAG": 1}
-    if isinstance(cut, Wide):
-        flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "TEAMS": cut.teams}
+    if isinstance(cut, W4Wgmma):
+        flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "WARPGROUPS": cut.warpgroups}
         flags |= {"GROUP_": spec.group, "ZEROS": not spec.symmetric}
-        source, name = _HERE / "w4a16_wgmma.cu", "wide"
+        source, name = _HERE / "w4a16_wgmma.cu", "w4a16_wgmma"
     else:
         flags |= {"SETS": cut.sets, "PARTS": cut.parts, "GROUP_": spec.group}
-        if isinstance(cut, Narrow):
+        if isinstance(cut, W4SmallM):
             flags |= {"JOINED": cut.joined, "ZEROS": not spec.symmetric, "CLUSTER": cut.cluster, "AHEAD": cut.ahead}
-            source, name = _HERE / "w4a16_small_m.cu", "narrow"
+            source, name = _HERE / "w4a16_small_m.cu", "w4a16_small_m"
         else:
             flags |= {"FLOAT8": spec.element != "int8", "SCALE_SHIFT": SCALE_SHIFT[spec.rows]}
-            source, name = _HERE / "w8a16_small_m.cu", "narrow8"
+            source, name = _HERE / "w8a16_small_m.cu", "w8a16_small_m"
     return source, tuple(f"-D{n}={int(v)}" for n, v in flags.items()), name
 
 
 def tokens_of(M: int, K: int, cut: Cut) -> driver.Boxes:
     """Rows of x as [K / 64, M, 64], in boxes of a stage."""
-    box = (64, cut.tokens, cut.steps if isinstance(cut, Wide) else 4 * cut.parts)
+    box = (64, cut.tokens, cut.steps if isinstance(cut, W4Wgmma) else 4 * cut.parts)
     return driver.Boxes(driver.BITS16, (64, M, K // 64), (2 * K, 128), box, driver.SWIZZLE_128B)
 
 
@@ -132,10 +132,10 @@ def words_of(N: int, K: int, tiles: int, steps: int) -> driver.Boxes:
 
 
 class Product:
-    """The launch of products of M tokens with weights of one kind; `wide` rounds them to the dtype of x, others do not.
+    """The launch of products of M tokens with weights of one kind; only `w4a16_wgmma` rounds them to the dtype of x.
 
     Args:
-        M: tokens; at most `cut.tokens`, unless `cut` is a `Wide`.
+        M: tokens; at most `cut.tokens`, unless `cut` is a `W4Wgmma`.
         dtype: of x.
         w: the first weight: int4 with scales of the dtype of x, or 8 bits with scales in fp32.
         cut: from `choice`.
@@ -147,10 +147,10 @@ class Product:
         self._device, self._tokens = device, driver.Description(tokens_of(M, K, cut))
         self._words: driver.Description | None = None
         self._partial = self._tiles = 0
-        self._zeros = not isinstance(cut, Narrow8)
+        self._zeros = not isinstance(cut, W8SmallM)
         numbers: list[int] = []
-        if isinstance(cut, Wide):
-            rows = 64 * cut.teams
+        if isinstance(cut, W4Wgmma):
+            rows = 64 * cut.warpgroups
             tiles = N // rows * -(-M // cut.tokens)
             blocks = torch.cuda.get_device_properties(device).multi_processor_count
             blocks = min(blocks, tiles * (K // 128) if cut.split else tiles)
@@ -158,14 +158,14 @@ class Product:
                 self._partial, self._tiles = 2 * blocks * rows * cut.tokens, tiles
             self._words = driver.Description(words_of(N, K, rows // 16, cut.steps))
             numbers.append(spec.group.bit_length() - 1 if spec.group else 31)
-        elif isinstance(cut, Narrow):
+        elif isinstance(cut, W4SmallM):
             blocks = -(-(N // 16) // (cut.sets * cut.joined)) * cut.cluster
         else:
             blocks = -(-(N // 16) // cut.sets)
             numbers.append(-(-K // spec.group) if spec.group else 1)
         kernel = driver.function(*build(cut, w, dtype), shared(cut), index)
         grid = driver.Blocks(blocks, cut.threads, shared(cut))
-        self._launch = early.Early(kernel, grid, index, [ctypes.c_int(n) for n in (*numbers, M, N, K)])
+        self._launch = pdl.OverlappedLaunch(kernel, grid, index, [ctypes.c_int(n) for n in (*numbers, M, N, K)])
 
     def __call__(self, x: Tensor, w: QuantTensor, bias: Tensor | None, y: Tensor) -> None:
         """Store x w' + bias in y.

@@ -17,8 +17,7 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_cuda.qmatmul import choice
-from rlkernel_cuda.qmatmul import kernels as launch
+from rlkernel_cuda.qmatmul import choice, kernels
 from rlkernel_triton.quant import storage
 
 
@@ -56,7 +55,7 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
     cut = choice.cut(M, w, torch.cuda.get_device_properties(device).multi_processor_count)
     if cut is None:
         raise RLKernelError(f"The cuda backend multiplies {M} tokens by no weight {w.spec} of {w.shape}.")
-    product = launch.Product(M, dtype, w, cut, device)
+    product = kernels.Product(M, dtype, w, cut, device)
     as_it_is = x.is_contiguous() and x.data_ptr() % 16 == 0
     bias_as_it_is = call.bias is None or call.bias.is_contiguous()
 

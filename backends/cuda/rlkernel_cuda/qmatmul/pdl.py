@@ -1,4 +1,4 @@
-"""Launches of kernels that may begin while the one before them ends: programmatic edges, where they are captured.
+"""Launches of kernels that may begin while the one before them ends: programmatic dependent launch (PDL).
 
 Such a kernel waits (`griddepcontrol.wait`) before it reads or writes what others write or read.
 """
@@ -32,15 +32,15 @@ class _Config(ctypes.Structure):
     )
 
 
-_EARLY: Final = _Attribute(_PROGRAMMATIC, 0, (1,))
+_OVERLAPPED: Final = _Attribute(_PROGRAMMATIC, 0, (1,))
 
 
-class Early(driver.Launch):
-    """As `driver.Launch`, early."""
+class OverlappedLaunch(driver.Launch):
+    """As `driver.Launch`; may begin while the kernel before it ends."""
 
     def launched(self, places: Any, stream: ctypes.c_void_p) -> int:
         """What the driver answers."""
         blocks, threads, shared = self.grid
-        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_EARLY), 1)
+        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, stream, ctypes.pointer(_OVERLAPPED), 1)
         result: int = self.library.cuLaunchKernelEx(ctypes.byref(config), self.kernel, places, None)
         return result

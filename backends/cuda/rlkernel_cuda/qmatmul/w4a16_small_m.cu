@@ -54,7 +54,7 @@ extern "C" __global__ void
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(WARPS * 32, 1)
-narrow(const __grid_constant__ Map x_map, const uint4* words, const unsigned short* scale, const unsigned char* zero,
+w4a16_small_m(const __grid_constant__ Map x_map, const uint4* words, const unsigned short* scale, const unsigned char* zero,
        const unsigned short* bias, unsigned short* y, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(8) u64 full_[STAGES];
@@ -126,7 +126,7 @@ narrow(const __grid_constant__ Map x_map, const uint4* words, const unsigned sho
     for (int turn = 0; turn < TURNS; turn++) {
       if (piece + turn < pieces) {
         if (piece + turn > 0 && (piece + turn) % (STAGES / 2) == 0 && piece + turn + STAGES / 2 < pieces) {
-          meet(1, WARPS * 32);  // half of the ring has been read
+          named_barrier(1, WARPS * 32);  // half of the ring has been read
           if (threadIdx.x == 0)
             for (int i = 0; i < STAGES / 2 && piece + turn + STAGES / 2 + i < pieces; i++)
               fetch_piece(piece + turn + STAGES / 2 + i, (piece + turn + STAGES / 2 + i) % STAGES);
@@ -231,7 +231,7 @@ narrow(const __grid_constant__ Map x_map, const uint4* words, const unsigned sho
 #if CLUSTER > 1
   cluster_sync();
 #else
-  meet(1, WARPS * 32);
+  named_barrier(1, WARPS * 32);
 #endif
 #pragma unroll 1
   for (int of = warp * CLUSTER + rank; of < TILES; of += WARPS * CLUSTER) {

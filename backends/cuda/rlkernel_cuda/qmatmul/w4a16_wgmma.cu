@@ -3,19 +3,19 @@
 // the weight each, one thread that fetches: few large boxes, since it takes some 120 cycles to ask for one.
 //
 //   BM      tokens of a tile, of STEPS x 64 of depth a stage
-//   TEAMS   warpgroups that multiply, of 64 rows of the weight each: 2, or 4 where BM is at most 64
+//   WARPGROUPS   warpgroups that multiply, of 64 rows of the weight each: 2, or 4 where BM is at most 64
 //   SPLIT   blocks take equal shares of all tiles' depth: a tile that several blocks share is added up, in the order of its
 //           depth, by the last of them to arrive. Else a block takes whole tiles
 //   GROUP_  columns of a scale: 32, 64, 128, 256; 0: one a row
 //   ZEROS   zero-points, uint8; else 8
 //
-// N is a multiple of 64 TEAMS, K of 128.
+// N is a multiple of 64 WARPGROUPS, K of 128.
 #include "qmatmul/wgmma.cuh"
 
-#define ROWS_ (64 * TEAMS)
-#define WORKERS (128 * TEAMS)
+#define ROWS_ (64 * WARPGROUPS)
+#define WORKERS (128 * WARPGROUPS)
 #define X_BYTES (BM * 128)
-#define WORD_BYTES (2048 * TEAMS)
+#define WORD_BYTES (2048 * WARPGROUPS)
 #define STAGE (STEPS * (X_BYTES + WORD_BYTES))
 #define LINES (GROUP_ && GROUP_ < 64 * STEPS ? 64 * STEPS / (GROUP_ ? GROUP_ : 1) : 1)  // groups of a stage
 #define LINE_BYTES ((2 + ZEROS) * ROWS_)  // scales, then zero-points
@@ -25,7 +25,7 @@
 #define COUNT (BM / 2)  // accumulators of a thread
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
-wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
+w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
      const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(128) char scales_[STAGES * SCALE_BYTES];
@@ -37,7 +37,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4 * TEAMS);  // warps that multiply
+      barrier_init(empty + 8 * s, 4 * WARPGROUPS);  // warps that multiply
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -56,7 +56,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
   u32 phase = 0;
 
   if (warpgroup == 0) {
-#if TEAMS == 4
+#if WARPGROUPS == 4
     asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #else
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -85,7 +85,7 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
     }
     __syncwarp();
   } else {
-#if TEAMS == 4
+#if WARPGROUPS == 4
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #else
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
@@ -150,9 +150,9 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
           asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
           seen_ = now;
         }
-        meet(1, WORKERS);
+        named_barrier(1, WORKERS);
         int arrived = seen_;
-        meet(1, WORKERS);
+        named_barrier(1, WORKERS);
         float4* mine = partial + (long long)(2 * blockIdx.x + (part == 0)) * (COUNT / 4 * WORKERS) + me;
         if (arrived != parts - 1 || part > 1) {
 #pragma unroll
@@ -161,11 +161,11 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
         }
         if (arrived != parts - 1) {
           __threadfence();
-          meet(1, WORKERS);
+          named_barrier(1, WORKERS);
           if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
-          meet(1, WORKERS);
+          named_barrier(1, WORKERS);
           arrived = seen_;
-          meet(1, WORKERS);
+          named_barrier(1, WORKERS);
         }
         if (arrived != parts - 1) continue;
         __threadfence();
@@ -200,14 +200,14 @@ wide(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, co
                            "r"(rounded_pair(v[2] + b1, v[3] + b1)), "r"(rounded_pair(v[4] + b0, v[5] + b0)),
                            "r"(rounded_pair(v[6] + b1, v[7] + b1)) : "memory");
           }
-          meet(2 + group, 128);
+          named_barrier(2 + group, 128);
 #pragma unroll
           for (int i = 0; i < CHUNK / 16; i++) {
             const int at = i * 128 + me % 128, m = token + c * CHUNK + at / 8;
             const uint4 v = shared_quad(staging + at / 8 * PITCH + at % 8 * 16);
             if (m < M) *(uint4*)(y + (long long)m * N + row + at % 8 * 8) = v;
           }
-          meet(2 + group, 128);
+          named_barrier(2 + group, 128);
         }
       }
     }

@@ -54,7 +54,7 @@ __device__ __forceinline__ u32 two_values(u32 word) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
-narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale, const unsigned short* bias,
+w8a16_small_m(const __grid_constant__ Map x_map, const char* codes, const float* scale, const unsigned short* bias,
         unsigned short* y, int scale_row, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(8) u64 full_[STAGES], empty_[STAGES];
@@ -179,7 +179,7 @@ narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale
     }
 
 #if PARTS > 1
-  meet(1, WARPS * 32);  // every piece has been read: the ring holds sums now
+  named_barrier(1, WARPS * 32);  // every piece has been read: the ring holds sums now
   float4* sums = (float4*)ring + set * BLOCKS * 32 + lane;
   const int stride = SETS * BLOCKS * 32;
   if (part > 0) {
@@ -187,7 +187,7 @@ narrow8(const __grid_constant__ Map x_map, const char* codes, const float* scale
     for (int n = 0; n < BLOCKS; n++)
       sums[(part - 1) * stride + n * 32] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
   }
-  meet(1, WARPS * 32);
+  named_barrier(1, WARPS * 32);
   if (part > 0) return;
 #pragma unroll
   for (int p = 0; p < PARTS - 1; p++)

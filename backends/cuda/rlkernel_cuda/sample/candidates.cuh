@@ -1,11 +1,11 @@
-// The quick way to what a row keeps: the groups with the largest maxima hold the best tokens, certified.
+// Candidates of a top-k, top-p or min-p row: the groups with the largest maxima hold its best tokens.
 //
 // The n groups with the largest maxima contain the n first tokens of the order: each of them supplies one at or above the
 // n-th maximum. So the groups that reach a level are read again, 256 bytes each, and what reaches it there are candidates.
 // A level that n groups reach is found among the tiles' best tokens, since a tile has as many groups at a level as tokens
 // in different groups: in rows whose popular tokens stand apart it lets few more through. Other rows count their groups.
 //
-// By the team that finishes a row: all threads of a block, or its first warps.
+// By the threads that finish a row: all of a block, or its first warps.
 #pragma once
 #include "sample/write.cuh"
 
@@ -114,19 +114,19 @@ __device__ __forceinline__ int by_tiles(const Params& P, const Stored* src, cons
   const int warp = threadIdx.x >> 5;
   if (!last) {
     const float level = sm.level;
-    list_groups(P, st, warp, TEAM / 32 - 1, sm, [&](float v) { return v >= level; });
+    list_groups(P, st, warp, FINISHING_THREADS / 32 - 1, sm, [&](float v) { return v >= level; });
   }
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
   MARK(4);
   const float level = sm.level;
   const int again = sm.n_again;
   if (again > want + max(64, want / 2)) return -1;
 #pragma unroll 1
-  for (int i = warp * 2; i < again; i += TEAM / 16 * E) {
+  for (int i = warp * 2; i < again; i += FINISHING_THREADS / 16 * E) {
     float x[E][4];
     int id[E];
 #pragma unroll
-    for (int e = 0; e < E; ++e) id[e] = group_again(x[e], P, src, i + e * (TEAM / 16), again, sm);
+    for (int e = 0; e < E; ++e) id[e] = group_again(x[e], P, src, i + e * (FINISHING_THREADS / 16), again, sm);
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       int n = 0;
@@ -142,7 +142,7 @@ __device__ __forceinline__ int by_tiles(const Params& P, const Stored* src, cons
         }
     }
   }
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
   return sm.n_found > CANDIDATES ? -1 : sm.n_found;
 }
 __device__ __forceinline__ bool passes(float v, float M, float inv, int cut) { return v > -INF && to_int((M - v) * inv) <= cut; }
@@ -172,11 +172,11 @@ __device__ __forceinline__ void count_at(float at, Shared& sm) {
   atomicAdd(&sm.bins[(bin % (COARSE / 32)) * 32 + bin / (COARSE / 32)], 1u);
 }
 __device__ __forceinline__ void clear_bins(Shared& sm) {
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < COARSE; i += TEAM) sm.bins[i] = 0;
+  for (int i = threadIdx.x; i < COARSE; i += FINISHING_THREADS) sm.bins[i] = 0;
   if (threadIdx.x == 0) sm.n_found = sm.n_again = 0;
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
 }
 // How many candidates there are, by a histogram of the maxima of the groups; -1: more than there is room for.
 __device__ __noinline__ int by_groups(const Params& P, const Row& R, const Stored* src, const Stats& st, int want, Shared& sm) {
@@ -196,47 +196,47 @@ __device__ __noinline__ int by_groups(const Params& P, const Row& R, const Store
     inv = M > low ? (COARSE - 2) / (M - low) : 0.f;
     clear_bins(sm);
 #pragma unroll 1
-    for (int i = tid; i < groups; i += TEAM) {
+    for (int i = tid; i < groups; i += FINISHING_THREADS) {
       const float v = st.group[i], at = (M - v) * inv;
       if (v > -INF && to_int(at) < COARSE) count_at(at, sm);
     }
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     cut = coarse_cut(want, sm, upto);
     if (upto <= want + max(64, want / 2) || cut >= COARSE / 2 || round == 3) break;
     low = M - (cut + 1) / inv;  // an outlier far below: again over the range that qualified
   }
   if (cut == COARSE) cut = 0x7fffffff;
-  list_groups(P, st, warp, TEAM / 32, sm, [&](float v) { return passes(v, M, inv, cut); });
-  sync<TEAM>();
+  list_groups(P, st, warp, FINISHING_THREADS / 32, sm, [&](float v) { return passes(v, M, inv, cut); });
+  sync<FINISHING_THREADS>();
   const int again = sm.n_again;
   if (again > REREAD) return -1;
   if (again > 4 && inv > 0.f) {  // popular tokens share groups: a finer cut, by all tokens of the groups read again
     const int enough = R.k ? R.k : 4 * want;
     const float wide = inv, inv2 = (COARSE - 1) / (cut < COARSE ? (cut + 1) / inv : M - low);
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
 #pragma unroll 1
-    for (int i = tid; i < COARSE; i += TEAM) sm.bins[i] = 0;
-    sync<TEAM>();
+    for (int i = tid; i < COARSE; i += FINISHING_THREADS) sm.bins[i] = 0;
+    sync<FINISHING_THREADS>();
 #pragma unroll 1
-    for (int i = warp * 2; i < again; i += TEAM / 16) {
+    for (int i = warp * 2; i < again; i += FINISHING_THREADS / 16) {
       float x[4];
       group_again(x, P, src, i, again, sm);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         if (passes(x[j], M, wide, cut)) count_at((M - x[j]) * inv2, sm);
     }
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     const int fine = min(coarse_cut(enough, sm, upto), COARSE - 1);
     if (fine < COARSE - 1) inv = inv2, cut = fine;
   }
 #pragma unroll 1
-  for (int i = warp * 2; i < again; i += TEAM / 16) {
+  for (int i = warp * 2; i < again; i += FINISHING_THREADS / 16) {
     float x[4];
     const int id = group_again(x, P, src, i, again, sm);
 #pragma unroll
     for (int j = 0; j < 4; ++j) append(passes(x[j], M, inv, cut), make_key(x[j], id + j), &sm.n_found, sm);
   }
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
   return sm.n_found > CANDIDATES ? -1 : sm.n_found;
 }
 // Cuts n sorted candidates, by one warp: how many are kept, their mass, the last of them. False: they do not tell.
@@ -330,7 +330,7 @@ __device__ __forceinline__ void conclude_few(const Params& P, const Row& R, int 
 __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, int n, Shared& sm) {
   const int tid = threadIdx.x, lane = tid & 31;
   const Merged& m = sm.merged;
-  constexpr int RANKING = TEAM < 512 ? TEAM / 2 : TEAM / 128 * 96;
+  constexpr int RANKING = FINISHING_THREADS < 512 ? FINISHING_THREADS / 2 : FINISHING_THREADS / 128 * 96;
   static_assert(RANKING % 32 == 0, "whole warps order candidates, the others draw their noise");
   const bool certain = R.k && !(R.m > 0.f);
   Cut c = {};
@@ -350,9 +350,9 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
       }
     } else {              // its noise, by the others
 #pragma unroll 1
-      for (int i = tid - RANKING; i < n; i += TEAM - RANKING) sm.score[i] = score_of(P, R, m.top, sm.found[i]);
+      for (int i = tid - RANKING; i < n; i += FINISHING_THREADS - RANKING) sm.score[i] = score_of(P, R, m.top, sm.found[i]);
     }
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     MARK(6);
     if (tid < 32) {
       if (certain && R.k <= 64) {
@@ -363,7 +363,7 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
       }
     }
     if (certain) return true;
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     return sm.sure;
   }
   if (!certain && R.m == 0.f) {  // a nucleus that they do not hold needs no order of theirs
@@ -372,18 +372,18 @@ __device__ __forceinline__ bool end_by(const Params& P, const Row& R, int row, i
     for (int i = lane; i < n; i += 32) sum += weight(key_value(sm.found[i]), m.top, R);
     if (n < m.tokens && warp_sum(sum) < 0.999f * R.p * m.Z) return false;
   }
-  sort_descending<TEAM>(sm.found, n);
+  sort_descending<FINISHING_THREADS>(sm.found, n);
   if (!cut_of(P, R, m, sm.found, n, c)) return false;
   u64 best = 0;
 #pragma unroll 1
-  for (int i = tid; i < c.kept; i += TEAM) {
+  for (int i = tid; i < c.kept; i += FINISHING_THREADS) {
     const u64 score = score_of(P, R, m.top, sm.found[i]);
     if (score > best) best = score, c.x = key_value(sm.found[i]);
   }
-  const u64 winner = team_max<TEAM>(best, sm);
+  const u64 winner = finishers_max<FINISHING_THREADS>(best, sm);
   c.token = key_id(winner);
   if (best == winner) sm.cut = c;
-  sync<TEAM>();
+  sync<FINISHING_THREADS>();
   if (tid < 32) write(P, R, row, m, sm.cut, 0);
   return true;
 }

@@ -1,4 +1,4 @@
-// The exact way to what a row keeps, whatever it keeps: all blocks of the row (the crew) read it again, tile by tile.
+// Exact threshold search for top-k, top-p and min-p: all blocks of the cluster read the row again, tile by tile.
 //
 // A filter keeps a prefix of the order, so it ends at a token: found by a histogram of the row, then by sorting the tokens
 // of the one bin where it ends. The first histogram is linear in the logits that matter, then come three over the bits of all;
@@ -8,7 +8,7 @@
 #include "sample/tile.cuh"
 
 enum { LEAVE, COUNT, FILL, PASS };
-struct Order {          // what the crew does next
+struct Order {          // what the blocks does next
   int kind, level, bin, by_mass, draw;
   float top, inv, log_m, scale;
   u32 prefix, shift;    // levels 0 to 2: bits of the logit above `shift + bits` are `prefix`
@@ -61,15 +61,15 @@ __device__ __forceinline__ Stats& stats_in(Shared& sm) { return sm.st[BUFFERS > 
 __device__ __forceinline__ Row& row_in(Shared& sm) { return sm.row[BUFFERS > 1 ? sm.buffer : 0]; }
 __device__ __forceinline__ u32& best_in(Shared& sm) { return sm.best[BUFFERS > 1 ? sm.buffer : 0]; }
 
-__device__ __forceinline__ void meet(int crew) {
-  if (crew > 1) cluster_arrive(), cluster_wait();
+__device__ __forceinline__ void cluster_barrier(int blocks) {
+  if (blocks > 1) cluster_arrive(), cluster_wait();
   else __syncthreads();
 }
 __device__ __forceinline__ u64 warp_max(u64 v) {
   const u32 high = lanes_max(u32(v >> 32));
   return u64(high) << 32 | lanes_max(u32(v >> 32) == high ? u32(v) : 0u);
 }
-template <int SIZE> __device__ u64 team_max(u64 v, Shared& sm) {
+template <int SIZE> __device__ u64 finishers_max(u64 v, Shared& sm) {
   v = warp_max(v);
   sync<SIZE>();
   if ((threadIdx.x & 31) == 0) sm.red[0][threadIdx.x >> 5] = v;
@@ -130,8 +130,8 @@ __device__ __noinline__ int bin_of(const Order& o, float x, int id) {
 __device__ __forceinline__ int id_at(int tile, int i) {  // of what a lane holds at x[i / 4][i % 4]
   return tile * TILE + (i >> 2) * WIDTH + (threadIdx.x & 31) * 4 + (i & 3);
 }
-// What one block of the crew does for an order; the answers go to the block that finishes.
-__device__ __noinline__ void work(const Params& P, const Stored* src, int rank, int crew, Shared& sm, Shared& head) {
+// What one block of the blocks does for an order; the answers go to the block that finishes.
+__device__ __noinline__ void run_share(const Params& P, const Stored* src, int rank, int blocks, Shared& sm, Shared& head) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Order& o = sm.order;
   const Row& R = row_in(sm);
@@ -147,7 +147,7 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     __syncthreads();
   }
 #pragma unroll 1
-  for (int tile = rank + crew * warp; tile < tiles; tile += crew * WARPS) {
+  for (int tile = rank + blocks * warp; tile < tiles; tile += blocks * WARPS) {
     Tile x;
     load_tile(x, P, src, tile);
     clean(x, P, tile);
@@ -219,19 +219,19 @@ __device__ __noinline__ void work(const Params& P, const Stored* src, int rank, 
     for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] += reinterpret_cast<u32*>(sm.found)[i];
   }
 }
-// One order, carried out by the crew. By the block that finishes, whose threads agree on `o`.
-__device__ __noinline__ void command(const Params& P, const Stored* src, const Order& o, int crew, Shared& sm) {
+// One order, carried out by the blocks. By the block that finishes, whose threads agree on `o`.
+__device__ __noinline__ void run_order(const Params& P, const Stored* src, const Order& o, int blocks, Shared& sm) {
   __syncthreads();
-  if (int(threadIdx.x) < crew) {
+  if (int(threadIdx.x) < blocks) {
     Shared* to = in_block(&sm, threadIdx.x);
     to->order = o, best_in(*to) = 0;
   }
   if (threadIdx.x == 0) sm.n_found = 0;
-  meet(crew);
+  cluster_barrier(blocks);
   if (o.kind == LEAVE) return;
-  work(P, src, 0, crew, sm, sm);
-  meet(crew);
-  if (o.kind == FILL && crew > 1) {
+  run_share(P, src, 0, blocks, sm, sm);
+  cluster_barrier(blocks);
+  if (o.kind == FILL && blocks > 1) {
     for (int i = threadIdx.x; i < BINS; i += NT) {
       u32 n = sm.bins[i];
 #pragma unroll
@@ -241,13 +241,13 @@ __device__ __noinline__ void command(const Params& P, const Stored* src, const O
     __syncthreads();
   }
 }
-// The other blocks of the crew.
+// The other blocks of the blocks.
 __device__ __noinline__ void serve(const Params& P, const Stored* src, int rank, Shared& sm) {
   for (;;) {
-    meet(CLUSTER);
+    cluster_barrier(CLUSTER);
     if (sm.order.kind == LEAVE) return;
-    work(P, src, rank, CLUSTER, sm, *in_block(&sm, 0));
-    meet(CLUSTER);
+    run_share(P, src, rank, CLUSTER, sm, *in_block(&sm, 0));
+    cluster_barrier(CLUSTER);
   }
 }
 
@@ -261,7 +261,7 @@ __device__ __forceinline__ float mass_of_tiles(const Params& P, Shared& sm, int&
   return warp_sum(s);
 }
 // The prefix with `count` tokens or, by mass, the shortest one with the mass `goal`; it ends above `reach`, as a rule.
-__device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, float reach, float Z, bool by_mass, int count, double goal, bool draw, int crew, Shared& sm) {
+__device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, float reach, float Z, bool by_mass, int count, double goal, bool draw, int blocks, Shared& sm) {
   const Row& R = row_in(sm);
   const int tid = threadIdx.x, lane = tid & 31;
   Order o = {};
@@ -274,7 +274,7 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
   float above = 0.f;
   for (;;) {
     o.kind = FILL;
-    command(P, src, o, crew, sm);
+    run_order(P, src, o, blocks, sm);
     find(before, target, sm);
     if (o.level < 0 && sm.at == BINS) {  // it ends below the range
       o.level = 0, o.shift = 21;
@@ -285,7 +285,7 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
     const u64 upto = sm.before;
     bool fits = true;
     for (int tries = 0; tries < 4; ++tries) {
-      command(P, src, o, crew, sm);
+      run_order(P, src, o, blocks, sm);
       above = mass_of_tiles(P, sm, n_above);
       fits = sm.n_found <= CANDIDATES;
       if (!fits) break;
@@ -313,7 +313,7 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
         }
       __syncthreads();
       o.level = 3, o.bin = 0, o.cut = u64(value) << 32 | u32(~sm.at);
-      command(P, src, o, crew, sm);
+      run_order(P, src, o, blocks, sm);
       above = mass_of_tiles(P, sm, n_above);
       break;
     }
@@ -358,7 +358,7 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
       }
   }
   if (draw) {
-    const u64 winner = team_max<NT>(best, sm);
+    const u64 winner = finishers_max<NT>(best, sm);
     __syncthreads();
     if (best == winner) sm.red[1][0] = bits_of(best_x);
     __syncthreads();
@@ -367,22 +367,22 @@ __device__ __noinline__ Cut select(const Params& P, const Stored* src, float M, 
   return c;
 }
 // A row with +inf is uniform over those tokens.
-__device__ __noinline__ int count_peers(const Params& P, const Stored* src, int crew, Shared& sm) {
+__device__ __noinline__ int count_peers(const Params& P, const Stored* src, int blocks, Shared& sm) {
   Order o = {};
   int n;
   o.kind = COUNT, o.top = INF, o.log_m = -INF;
-  command(P, src, o, crew, sm);
+  run_order(P, src, o, blocks, sm);
   mass_of_tiles(P, sm, n);
   return n;
 }
-// The exact way, for rows that need it.
-__device__ __noinline__ void widely(const Params& P, const Stored* src, float top, float low, float Z, int tokens, int crew, Shared& sm) {
+// The search, for rows whose candidates are too few.
+__device__ __noinline__ void exact_search(const Params& P, const Stored* src, float top, float low, float Z, int tokens, int blocks, Shared& sm) {
   const Row& R = row_in(sm);
   int left = tokens;
   if (R.m > 0.f) {
     Order o = {};
     o.kind = COUNT, o.top = top, o.log_m = logf(R.m);
-    command(P, src, o, crew, sm);
+    run_order(P, src, o, blocks, sm);
     mass_of_tiles(P, sm, left);
     left = max(left, 1);
   }
@@ -390,10 +390,10 @@ __device__ __noinline__ void widely(const Params& P, const Stored* src, float to
   const float reach = top < INF ? top - 2.f * (top - low) : 0.f;
   const bool nucleus = R.p < 1.f;
   float mass = Z;
-  if (nucleus && left < tokens) mass = select(P, src, top, reach, Z, false, left, 0., false, crew, sm).mass;
+  if (nucleus && left < tokens) mass = select(P, src, top, reach, Z, false, left, 0., false, blocks, sm).mass;
   // All tokens below (1 - p) / (tokens) of the mass weigh less than what a nucleus leaves out: it ends above them.
   const float least = top + logf(0.5f * (1.f - R.p) * mass / float(left)) * R.T;
-  const Cut c = select(P, src, top, nucleus && top < INF ? least : reach, Z, nucleus, left, double(R.p) * mass, true, crew, sm);
+  const Cut c = select(P, src, top, nucleus && top < INF ? least : reach, Z, nucleus, left, double(R.p) * mass, true, blocks, sm);
   if (threadIdx.x == 0) sm.cut = c;
   __syncthreads();
 }

@@ -18,26 +18,26 @@ __device__ __forceinline__ void quad_again(float (&x)[4], const Params& P, const
     for (int j = 0; j < 4; ++j) x[j] = id + j < P.V ? value_at(src + id + j) : -INF;
   }
 }
-#if RACED
-// The first token to arrive, as what a row draws. By the team.
+#if GUMBEL_RACE
+// The first token to arrive, as what a row draws. By the finishing threads.
 __device__ __forceinline__ Cut race(const Params& P, const Stored* src, const Row& R, const Stats& st, Shared& sm) {
   const int tid = threadIdx.x, lane = tid & 31, groups = P.tiles * PER_TILE;
   const float M = sm.merged.top;
   const auto bound = [&](int group) { return divide(st.group[group], weight(st.top[group / PER_TILE], M, R)); };
   u32 least = bits_of(INF);
 #pragma unroll 2
-  for (int i = tid; i < groups; i += TEAM) {
+  for (int i = tid; i < groups; i += FINISHING_THREADS) {
     const float b = bound(i);
     if (b < INF) least = min(least, bits_of(b));
   }
   // A word of 0 may be that of a token that is not in the race; none arrives before half a word.
-  float until = fminf(fmaxf(32.f * float_of(~u32(team_max<TEAM>(u64(~least) << 32, sm) >> 32)), 16.f), 3e38f);
+  float until = fminf(fmaxf(32.f * float_of(~u32(finishers_max<FINISHING_THREADS>(u64(~least) << 32, sm) >> 32)), 16.f), 3e38f);
   u64 best = 0;
   float x = 0.f;
 #pragma unroll 1
   for (;;) {
 #pragma unroll 1
-    for (int i0 = tid - lane; i0 < groups; i0 += TEAM) {
+    for (int i0 = tid - lane; i0 < groups; i0 += FINISHING_THREADS) {
       u32 near = lanes_where(i0 + lane < groups && bound(i0 + lane) <= until);
 #pragma unroll 1
       while (near) {  // two at a time, by half a warp each
@@ -62,11 +62,11 @@ __device__ __forceinline__ Cut race(const Params& P, const Stored* src, const Ro
       }
     }
     // Whoever has not been looked at arrives after `until`; what rounding makes of bounds is less than the factor.
-    const u64 winner = team_max<TEAM>(best, sm);
+    const u64 winner = finishers_max<FINISHING_THREADS>(best, sm);
     const float time = winner ? ex2(fmaf(-key_value(winner), LOG2E, 32.f)) * 1.001f : INF;
     if (time <= until || until >= 3e38f) {
       if (best == winner) sm.cut = Cut{sm.merged.tokens, sm.merged.Z, x, 0, key_id(winner)};
-      sync<TEAM>();
+      sync<FINISHING_THREADS>();
       return sm.cut;
     }
     until = fminf(winner ? time : 32.f * until, 3e38f);

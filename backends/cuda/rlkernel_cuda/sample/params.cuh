@@ -15,9 +15,9 @@
 #define RANKED 256     // candidates that are ordered by counting
 #define SLACK 6        // tiles more than asked for that a level may let through
 #define WARPS (NT / 32)
-#define TEAM (FINISHERS ? FINISHERS * 32 : NT)  // threads that finish a row, from the first on
+#define FINISHING_THREADS (FINISHERS ? FINISHERS * 32 : NT)  // threads that finish a row, from the first on
 #define BUFFERS (FINISHERS ? 2 : 1)             // rows of which a block has statistics
-#define RACED (PLAIN && CLUSTER == 1)            // rows without a filter are decided at their ends, by gumbel_argmax.cuh
+#define GUMBEL_RACE (PLAIN && CLUSTER == 1)            // rows without a filter are decided at their ends, by gumbel_argmax.cuh
 #define LOG2E 1.4426950408889634f
 #define LARGEST 3.4028234663852886e38f
 #if TYPE == 0

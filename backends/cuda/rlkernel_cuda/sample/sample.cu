@@ -1,4 +1,4 @@
-// sample@1 in one launch: every warp reads tiles of 1024 tokens, a team of warps finishes the row they belong to.
+// sample@1 in one launch: every warp reads tiles of 1024 tokens, the finishing warps end the row they belong to.
 //
 // One warp writes to the finishing block the best logit of each of the 16 groups of a tile, and of the tile sum
 // exp((x - top) / T). What the groups tell is candidates.cuh's; what keeps more than they tell goes the exact way, of
@@ -28,11 +28,11 @@ __device__ __forceinline__ Cut best_of_tiles(const Params& P, const Row& R, cons
   if (R.greedy) return Cut{1, 1.f, x, winner, key_id(winner)};
   return Cut{m.tokens, m.Z, x, 0, key_id(winner)};
 }
-// One row, from its tiles, by the team. False: it must go the exact way. The last warp adds the tiles up; the first looks for
+// One row, from its tiles, by the finishing threads. False: it needs the exact search. The last warp adds the tiles up; the first looks for
 // the level that lets candidates through.
 __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int row, const Row& R, const Stats& st, Shared& sm) {
   const int warp = threadIdx.x >> 5, few = R.k ? R.k : 32;
-  const bool last = warp == TEAM / 32 - 1, off = R.padding || R.bad;
+  const bool last = warp == FINISHING_THREADS / 32 - 1, off = R.padding || R.bad;
   float top;
   int live;
   if (last) {
@@ -40,18 +40,18 @@ __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int r
     top = m.top, live = m.live;
   } else {
     if (warp == 0) look(P, st, off ? 0 : few, sm);
-    sync_apart<TEAM - 32>();
+    sync_apart<FINISHING_THREADS - 32>();
     top = sm.top, live = sm.live;
   }
   MARK(3);
   const bool none = off || top == -INF;
-  if (none || (top < INF && (R.greedy || (!R.filtered && !RACED)))) {
+  if (none || (top < INF && (R.greedy || (!R.filtered && !GUMBEL_RACE)))) {
     if (last) write(P, R, row, sm.merged, none ? Cut{} : best_of_tiles(P, R, st, sm.merged), 0);
     return true;
   }
-#if RACED
+#if GUMBEL_RACE
   if (top < INF && !R.filtered) {
-    sync<TEAM>();  // the tiles have been added up
+    sync<FINISHING_THREADS>();  // the tiles have been added up
     const Cut c = race(P, src, R, st, sm);
     if (warp == 0) write(P, R, row, sm.merged, c, 0);
     return true;
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int r
   if (R.filtered && top < INF && R.k <= ASKED) {
     int n = -1;
     if (few <= live) n = by_tiles(P, src, st, few, last, sm);
-    else sync<TEAM>();
+    else sync<FINISHING_THREADS>();
     // A nucleus without another filter that the largest number of candidates could not hold
     if (!R.k && !(R.m > 0.f) && R.p * sm.merged.Z > float(CANDIDATES)) return false;
 #pragma unroll 1
@@ -76,12 +76,12 @@ __device__ __forceinline__ bool finish(const Params& P, const Stored* src, int r
   return false;
 }
 // A row that the tiles do not settle, by all threads of the block.
-__device__ __noinline__ void exactly(const Params& P, const Stored* src, int row, int crew, Shared& sm) {
+__device__ __noinline__ void finish_exactly(const Params& P, const Stored* src, int row, int blocks, Shared& sm) {
   __syncthreads();
   const Row& R = row_in(sm);
   Merged m = sm.merged;
-  if (m.top == INF) m.tokens = count_peers(P, src, crew, sm), m.Z = m.raw = float(m.tokens);  // uniform over +inf
-  if (!R.greedy) widely(P, src, m.top, m.low, m.Z, m.tokens, crew, sm);
+  if (m.top == INF) m.tokens = count_peers(P, src, blocks, sm), m.Z = m.raw = float(m.tokens);  // uniform over +inf
+  if (!R.greedy) exact_search(P, src, m.top, m.low, m.Z, m.tokens, blocks, sm);
   if (threadIdx.x < 32) write(P, R, row, m, R.greedy ? best_of_tiles(P, R, stats_in(sm), m) : sm.cut, R.greedy ? 0 : 32);
 }
 #ifdef CLOCKS
@@ -101,7 +101,7 @@ __device__ __forceinline__ const Stored* logits_of(const Params& P, int row) { r
 __device__ __noinline__ void exactly_now(const Params& P, int row, int buffer, Shared& sm) {
   __syncthreads();
   if (threadIdx.x == 0) sm.buffer = buffer;
-  exactly(P, logits_of(P, row), row, 1, sm);
+  finish_exactly(P, logits_of(P, row), row, 1, sm);
   __syncthreads();
   if (threadIdx.x == 0) refill(P, row + 2 * gridDim.x, buffer, sm);
   __syncthreads();
@@ -147,10 +147,10 @@ __device__ __forceinline__ void finish_rows(const Params& P, Shared& sm) {
     if (threadIdx.x == 0) sm.n_found = sm.n_again = 0;
     MARK(1);
     if (threadIdx.x < 32) wait_until(&sm.full[b], (i / 2 + 1) * READERS);
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     MARK(2);
     const bool done = finish(P, logits_of(P, row), row, sm.row[b], sm.st[b], sm);
-    sync<TEAM>();
+    sync<FINISHING_THREADS>();
     MARK(9);
     if (threadIdx.x == 0) {
       if (done) refill(P, row + 2 * step, b, sm);
@@ -163,14 +163,14 @@ __device__ __forceinline__ void finish_rows(const Params& P, Shared& sm) {
 extern "C" __global__ void __launch_bounds__(NT, PER_SM) sample(const __grid_constant__ Params P) {
   extern __shared__ __align__(16) char memory[];
   Shared& sm = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x >= TEAM) prefetch(logits_of(P, blockIdx.x) + min(int(threadIdx.x - TEAM) * (TILE / 32), P.V - 1));  // its first tiles
+  if (threadIdx.x >= FINISHING_THREADS) prefetch(logits_of(P, blockIdx.x) + min(int(threadIdx.x - FINISHING_THREADS) * (TILE / 32), P.V - 1));  // its first tiles
   if (threadIdx.x < 2) {
     const int b = threadIdx.x;
     sm.full[b] = sm.empty[b] = 0;
     refill(P, blockIdx.x + b * gridDim.x, b, sm);
   }
   __syncthreads();
-  if (threadIdx.x < TEAM) finish_rows(P, sm);
+  if (threadIdx.x < FINISHING_THREADS) finish_rows(P, sm);
   else read_rows(P, sm);
 }
 #else
@@ -209,7 +209,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   else { READ(true) }
   // Blocks of a row that may need the exact way wait for it; the others leave.
   const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > ASKED);
-  const int crew = stays ? CLUSTER : 1;
+  const int blocks = stays ? CLUSTER : 1;
   MARK(1);
   cluster_arrive();
   if (rank) {
@@ -218,13 +218,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   }
   cluster_wait();
   MARK(2);
-  if (!finish(P, src, row, R, sm.st[0], sm)) exactly(P, src, row, crew, sm);
+  if (!finish(P, src, row, R, sm.st[0], sm)) finish_exactly(P, src, row, blocks, sm);
   MARK(9);
   SHOW_MARKS();
-  if (crew > 1) {
+  if (blocks > 1) {
     __syncthreads();
-    if (tid < crew) in_block(&sm, tid)->order.kind = LEAVE;
-    meet(crew);
+    if (tid < blocks) in_block(&sm, tid)->order.kind = LEAVE;
+    cluster_barrier(blocks);
   }
 }
 #endif

@@ -215,11 +215,11 @@ template <bool NOISY> __device__ __forceinline__ void stream_tile(const Params& 
   float sum = 0.f, raw = 0.f, least = INF;
   if (fabsf(top) < INF) {
     Quads q;
-    sum = sum_of<NOISY && RACED>(x, top, R.s, q);
+    sum = sum_of<NOISY && GUMBEL_RACE>(x, top, R.s, q);
     if (P.raw) raw = R.T == 1.f ? sum : sum_of(x, top, LOG2E);
-    if (NOISY && RACED) least = least_time(P, R, tile, q);
+    if (NOISY && GUMBEL_RACE) least = least_time(P, R, tile, q);
   }
-  if (NOISY && RACED) {
+  if (NOISY && GUMBEL_RACE) {
     const float across = from_across(least, 1);
     if (!(lane & 1)) st->group[tile * PER_TILE + lane / 2] = fminf(least, across);
   }
@@ -234,7 +234,7 @@ template <bool NOISY> __device__ __forceinline__ void stream_tile(const Params& 
     id = lanes_min(id);
     if (lane == 0) st->winner[tile] = Winner{top, 0.f, int(id)};
   }
-  if (!NOISY || RACED) return;
+  if (!NOISY || GUMBEL_RACE) return;
   Winner w = {0.f, 0.f, -1};
   if (fabsf(top) < INF) {
 #if PLAIN

@@ -12,15 +12,14 @@ from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_cuda import QUANTISED
-from rlkernel_cuda.qmatmul import choice
-from rlkernel_cuda.qmatmul import kernels as launch
+from rlkernel_cuda.qmatmul import choice, kernels
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
     pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0"),
     pytest.mark.skipif(not {"cuda", "triton"} <= {*policy.installed()}, reason="the other backend packs weights"),
 ]
-CUTS = {"whole tiles": launch.Wide(256, 1, 4, split=False), "shared tiles": launch.Wide(64, 2, 4, split=True)}
+CUTS = {"whole tiles": kernels.W4Wgmma(256, 1, 4, split=False), "shared tiles": kernels.W4Wgmma(64, 2, 4, split=True)}
 EFFORT = Profile("some", 10, 60, thorough=False)
 
 
