@@ -95,6 +95,13 @@ def test_results_of_several_devices_are_joined_in_order_with_what_each_device_wa
     assert (len(whole["results"]), whole["ended"]) == (2, "logprob on cuda:1 ended with -9")
 
 
+def test_a_report_says_what_each_device_could_do() -> None:
+    first, second = ({**content(candidate()), "device": f"cuda:{i}", "ended": ""} for i in range(2))
+    second["ceilings"] = {**second["ceilings"], "copy": 3e12}
+    text = markdown([joined([first, second])])
+    assert ("copy 4000 GB/s" in text, "copy 3000 GB/s" in text) == (True, True)
+
+
 def test_two_places_share_the_suites_of_a_run(cli) -> None:
     words = "bench run --suite policy_loss --suite verify --device cpu,cpu --backend torch --peers none"
     done = cli(*shlex.split(words), "--seconds", "0.001", "--out", "both")

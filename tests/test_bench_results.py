@@ -15,6 +15,7 @@ from rlkernel_bench.plots import curves, draw
 from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
+from rlkernel_conformance import documents
 from rlkernel_core.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -212,6 +213,17 @@ def test_suites_that_share_backends_share_a_process() -> None:
         (["triton"], ["linear_logprob"]),
         (["triton", "torch"], ["capture"]),
     ]
+
+
+def test_a_run_of_what_is_missing_begins_with_what_the_committed_report_says_of_the_operator(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "x86_64")
+    assert gpu_all().committed("torch", "whiten", "cpu", tmp_path / "whiten") == ["--missing"]
+    assert list(documents.read(tmp_path / "whiten")["operators"]) == ["whiten@1"]
+    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "another")
+    gpu_all().committed("torch", "whiten", "cpu", tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:

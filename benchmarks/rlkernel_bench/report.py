@@ -110,18 +110,17 @@ def markdown(contents: list[Mapping[str, Any]], plots: Iterable[str] = ()) -> st
     return "\n".join(lines) + "\n"
 
 
-def _about(content: Mapping[str, Any]) -> list[str]:
-    """Where and when a run was made, and what the machine could do then."""
-    env, limits = content["environment"], content["ceilings"]
-    driver = next((str(x) for x in (env.get("device_driver") or [])[1:] if x), "none")
-    flops = ", ".join(f"{dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in limits["flops"].items())
-    copy, read = (f"{limits[k] / 1e9:.4g} GB/s" for k in ("copy", "read"))
-    where = f"{env['device_name']}, driver {driver}, torch {env['torch']}, triton {env.get('triton')}"
-    ours = f"rlkernel {env['rlkernel']}, commit {env.get('commit') or 'unknown'}, source {env.get('source', 'unknown')}"
-    return [
-        f"- {', '.join(content['suites'])}: {content.get('measured', content['created'])} on {where}, Python",
-        f"  {env['python']}, {ours}. Ceilings then: copy {copy}, read {read}, {flops}.",
-    ]
+def _about(content: Mapping[str, Any]) -> Iterator[str]:
+    """Where and when a run was made, and what each of its devices could do then."""
+    when = f"{', '.join(content['suites'])}: {content.get('measured', content['created'])}"
+    for place in content.get("devices") or [content]:
+        env, limits = place["environment"], place["ceilings"]
+        driver = next((str(x) for x in (env.get("device_driver") or [])[1:] if x), "none")
+        flops = ", ".join(f"{dtype} {rate / 1e12:.4g} TFLOP/s" for dtype, rate in limits["flops"].items())
+        copy, read = (f"{limits[k] / 1e9:.4g} GB/s" for k in ("copy", "read"))
+        yield f"- {when} on {env['device_name']}, driver {driver}, torch {env['torch']}, triton {env.get('triton')},"
+        yield f"  Python {env['python']}, rlkernel {env['rlkernel']}, commit {env.get('commit') or 'unknown'}, source"
+        yield f"  {env.get('source', 'unknown')}. Ceilings then: copy {copy}, read {read}, {flops}."
 
 
 def _section(result: Mapping[str, Any], present: Present) -> list[str]:

@@ -97,11 +97,12 @@ def older(found: Mapping[str, Any], now: str | None) -> set[str]:
 
 
 def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, at_hand: bool) -> tuple[str, set[str]]:
-    spec = {c.id for c in OPERATORS[op.partition("@")[0]].clauses} | {CLAUSE.id}
+    name = op.partition("@")[0]
+    if name not in OPERATORS or (op not in now and at_hand):
+        return "gone", set()
+    spec = {c.id for c in OPERATORS[name].clauses} | {CLAUSE.id}
     if found is None:
         return "absent", spec
-    if op not in now and at_hand:
-        return "gone", set()
     before = older(found, now.get(op))
     lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] != "not_run"}
     if not before and not at_hand:
