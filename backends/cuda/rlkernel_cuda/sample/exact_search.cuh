@@ -8,7 +8,7 @@
 #include "sample/tile.cuh"
 
 enum { LEAVE, COUNT, FILL, PASS };
-struct Order {          // what the blocks does next
+struct Order {          // what the cluster does next
   int kind, level, bin, by_mass, draw;
   float top, inv, log_m, scale;
   u32 prefix, shift;    // levels 0 to 2: bits of the logit above `shift + bits` are `prefix`
@@ -36,10 +36,10 @@ struct Shared {
   Order order;
   Merged merged;
   Cut cut;
-  int buffer;           // where the exact way finds its row
+  int buffer;           // where the exact search finds its row
 #if FINISHERS
   u32 full[BUFFERS], empty[BUFFERS];  // how often its statistics were complete, and read
-  int pending[BUFFERS];               // whether its row goes the exact way
+  int pending[BUFFERS];               // whether its row needs the exact search
 #endif
 #ifdef CLOCKS
   i64 marks[10];
@@ -130,7 +130,7 @@ __device__ __noinline__ int bin_of(const Order& o, float x, int id) {
 __device__ __forceinline__ int id_at(int tile, int i) {  // of what a lane holds at x[i / 4][i % 4]
   return tile * TILE + (i >> 2) * WIDTH + (threadIdx.x & 31) * 4 + (i & 3);
 }
-// What one block of the blocks does for an order; the answers go to the block that finishes.
+// What one block of the cluster does for an order; the answers go to the block that finishes.
 __device__ __noinline__ void run_share(const Params& P, const Stored* src, int rank, int blocks, Shared& sm, Shared& head) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Order& o = sm.order;
@@ -219,7 +219,7 @@ __device__ __noinline__ void run_share(const Params& P, const Stored* src, int r
     for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] += reinterpret_cast<u32*>(sm.found)[i];
   }
 }
-// One order, carried out by the blocks. By the block that finishes, whose threads agree on `o`.
+// One order, carried out by the cluster. By the block that finishes, whose threads agree on `o`.
 __device__ __noinline__ void run_order(const Params& P, const Stored* src, const Order& o, int blocks, Shared& sm) {
   __syncthreads();
   if (int(threadIdx.x) < blocks) {
@@ -241,7 +241,7 @@ __device__ __noinline__ void run_order(const Params& P, const Stored* src, const
     __syncthreads();
   }
 }
-// The other blocks of the blocks.
+// The other blocks of the cluster.
 __device__ __noinline__ void serve(const Params& P, const Stored* src, int rank, Shared& sm) {
   for (;;) {
     cluster_barrier(CLUSTER);

@@ -1,7 +1,7 @@
 // sample@1 in one launch: every warp reads tiles of 1024 tokens, the finishing warps end the row they belong to.
 //
 // One warp writes to the finishing block the best logit of each of the 16 groups of a tile, and of the tile sum
-// exp((x - top) / T). What the groups tell is candidates.cuh's; what keeps more than they tell goes the exact way, of
+// exp((x - top) / T). What the groups tell is candidates.cuh's; what keeps more than they tell needs the search of
 // exact_search.cuh. A row without a filter takes the best of its tiles' winners or, where rows are many, holds a race (gumbel_argmax.cuh).
 //
 // Few rows: a cluster of blocks reads each, its first block finishes. Many rows: a block reads its rows one after the
@@ -97,7 +97,7 @@ __device__ __forceinline__ void refill(const Params& P, int row, int buffer, Sha
   sm.best[buffer] = 0, sm.pending[buffer] = 0;
 }
 __device__ __forceinline__ const Stored* logits_of(const Params& P, int row) { return static_cast<const Stored*>(P.logits) + row * P.row_stride; }
-// A row the exact way, by all threads, once the next one has been read.
+// A row by the exact search, by all threads, once the next one has been read.
 __device__ __noinline__ void exactly_now(const Params& P, int row, int buffer, Shared& sm) {
   __syncthreads();
   if (threadIdx.x == 0) sm.buffer = buffer;
@@ -207,7 +207,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(NT, PER_SM) sample(const 
   if (R.padding) {}
   else if (R.filtered || R.greedy) { READ(false) }
   else { READ(true) }
-  // Blocks of a row that may need the exact way wait for it; the others leave.
+  // Blocks of a row that may need the exact search wait for it; the others leave.
   const bool stays = CLUSTER > 1 && !R.bad && !R.padding && R.filtered && !R.greedy && (R.k == 0 || R.k > ASKED);
   const int blocks = stays ? CLUSTER : 1;
   MARK(1);
