@@ -66,6 +66,7 @@ def operator(name: str) -> Operator[Any, Any]:
     scope["_self"] = call
     _described(call, spec)
     call.spec, call.last = spec, None
+    policy.PROCESS.operators.append(call)
     call.bind = lambda *args, **kwargs: _described(scope["_bind"](bind(spec, spec.call(*args, **kwargs))), spec)
     return cast("Operator[Any, Any]", call)
 

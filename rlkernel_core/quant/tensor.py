@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_core.quant.codec import codec_of
 from rlkernel_core.quant.spec import QuantSpec, spec_of
 
 if TYPE_CHECKING:
@@ -140,8 +141,6 @@ class QuantTensor:
 
     def validate(self) -> None:
         """Hold sizes and dtypes of a canonical weight's parts against its format; reads metadata only."""
-        from rlkernel_core.quant.codec import codec_of
-
         if self.layout != CANONICAL:
             return
         want = codec_of(self.spec).storage(self.spec, self.shape)

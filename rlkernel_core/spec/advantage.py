@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
+from rlkernel_core.spec.advantage_checks import check
 from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
 from rlkernel_core.spec.form import OpCall, OpSpec, common_clauses
 
@@ -177,18 +178,12 @@ class AdvantageCall(OpCall[AdvantageResult]):
     output: str = "auto"
 
 
-def _check(call: AdvantageCall) -> None:
-    from rlkernel_core.spec.advantage_checks import check  # it takes the defaults from the record above
-
-    check(call)
-
-
 SPEC = OpSpec(
     name="advantage",
     record=AdvantageCall,
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
-    check=_check,
+    check=check,
     needs=needs,
     features=FEATURES,
     clauses=(*CLAUSES, *common_clauses("AD")),

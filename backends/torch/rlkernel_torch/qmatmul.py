@@ -25,8 +25,9 @@ from rlkernel_common.activations import ACTIVATIONS
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
-from rlkernel_core.quant import codec, layouts
+from rlkernel_core.quant import convert, layouts
 from rlkernel_core.quant.activations import QuantActivation, quantize_activation
+from rlkernel_core.quant.codec import row_blocks
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 
@@ -119,12 +120,12 @@ class _Product:
         for expert in range(self.experts):
             start = expert * len(halves) * self.width
             mine = None if self.members is None else self.members[expert]
-            for i, j in codec.row_blocks((self.width, self.w.shape[1])):
+            for i, j in row_blocks((self.width, self.w.shape[1])):
                 yield (i, j), mine, [(start + half + i, start + half + j) for half in halves]
 
     def weight(self, rows: Range) -> Tensor:  # [n, K]
         """Dequantised rows in the dtype of accumulation."""
-        value = codec.decode_rows(self.w, *rows)
+        value = convert.decode_rows(self.w, *rows)
         if self.how.rounded:
             value = value.to(self.x.dtype)
         return value.to(self.wide.dtype)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from rlkernel_bench.peers import Peer
+from rlkernel_bench.peers.decode_chain import chain, dense
 from rlkernel_bench.suites.host_advantage import BY_GROUP
+from rlkernel_bench.suites.rollout import LAW
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 LONGEST_LOOP = 16384  # steps of a Python loop over time; beyond, a call takes seconds
@@ -141,10 +143,9 @@ def lm_head_sample(work: Work) -> Call:
 
 
 def rollout(work: Work) -> Call:
-    """Products of torch and the draw above, launched one by one."""
-    from rlkernel_bench.peers.rollout import eager  # which draws as this module does
-
-    return eager(work)
+    """Products of torch, with quantized weights unpacked before, and the draw above, launched one by one."""
+    draw = sample(Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=LAW))
+    return chain(work, lambda x, _seed, _at: (draw({"logits": x})["token"],), lambda step, _: step, dense)
 
 
 PEERS = (
