@@ -78,6 +78,13 @@ def same_device(name: str, x: Tensor, other: Tensor, of: str) -> None:
         raise ArgumentError(name, describe(x), f"must be on the device of {of}, {other.device}", "Move one of them.")
 
 
+def aligned(name: str, x: Any, want: Sequence[int], of: str, *, kind: str, beside: Tensor, where: str) -> None:
+    """`x`, where it is given, has this kind and the shape of `of`, and lives where `beside`, named `where`, lives."""
+    if x is not None:
+        shape(name, tensor(name, x, kind=kind), want, of)
+        same_device(name, x, beside, where)
+
+
 def real(name: str, x: Any, remedy: str = "") -> None:
     """`x` is a Python number; NaN and inf are."""
     if isinstance(x, bool) or not isinstance(x, (int, float)):

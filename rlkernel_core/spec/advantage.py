@@ -23,8 +23,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlkernel_core.spec.advantage_checks import check
-from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
-from rlkernel_core.spec.form import OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needed
+from rlkernel_core.spec.form import OpCall, OpSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,8 +184,8 @@ SPEC = OpSpec(
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
     check=check,
-    needs=needs,
+    needed=needed,
     features=FEATURES,
-    clauses=(*CLAUSES, *common_clauses("AD")),
+    clauses=CLAUSES,
     tolerances=TOLERANCES,
 )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError
-from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable, check_inputs
 from rlkernel_core.tree import first_tensor
 
@@ -127,25 +127,6 @@ def check(call: CaptureCall) -> None:
     check_inputs(call.pad, buckets=call.buckets, static=call.static, mutates=call.mutates, generators=call.generators)
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"outputs:{call.outputs}": True,
-        f"rng:{call.rng}": True,
-        "buckets": call.buckets is not None,
-        "static": call.static is not None,
-        "mutates": call.mutates is not None,
-        "generators": call.generators is not None,
-        "verify": call.verify in {"first", "always"},
-        f"guard:{call.guard}": call.guard != "sync",
-        f"on_guard_fail:{call.on_guard_fail}": True,
-        f"on_capture_error:{call.on_capture_error}": True,
-        "group": call.group is not None,
-        "collectives": call.collectives,
-        "grad": call.autograd,
-    }
-    return frozenset(name for name, needed in wanted.items() if needed)
-
-
 def _where(call: Any) -> Tensor | None:
     """The first tensor of the example, else of the static tensors, decides the device; None is the CPU."""
     static = call.static if isinstance(call.static, (tuple, list)) else ()  # `check` names anything else
@@ -160,7 +141,7 @@ SPEC = OpSpec(
     where=_where,
     planned=False,
     check=check,
-    needs=_needs,
+    needed=lambda call: {"verify": call.verify in {"first", "always"}, "grad": call.autograd},
     features=(
         Feature("grad", "autograd=True: the backward pass is replayed too"),
         Feature("buckets", "sizes that vary are padded up and cut back"),
@@ -282,6 +263,5 @@ SPEC = OpSpec(
             "accuracy",
             "collectives",
         ),
-        *common_clauses("GC"),
     ),
 )

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import linear_logprob as head
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance, common_clauses
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import LossConfig
-from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needs
+from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needed
 from rlkernel_core.spec.policy_loss import features as loss_features
 
 if TYPE_CHECKING:
@@ -121,10 +121,6 @@ _HEAD = (
 )
 
 
-def _needs(call: LinearPolicyLossCall) -> frozenset[str]:
-    return loss_needs(call) | (head.SPEC.needs(head.LinearLogprobCall.of(call)) & frozenset(_HEAD))
-
-
 CLAUSES = (
     Clause(
         "LPL-01",
@@ -224,9 +220,9 @@ SPEC = OpSpec(
     carrying=("loss",),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=lambda call: {**loss_needed(call), **head.needed(call)},
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
-    clauses=(*CLAUSES, *common_clauses("LPL")),
+    clauses=CLAUSES,
     tolerances=(
         Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),
         Tolerance("loss", "bfloat16", 1e-4, 1e-4, "log p within 1e-4 from fp32-accumulated logits"),

@@ -27,9 +27,9 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
-from rlkernel_core.spec.sample import check_request, request_needs
+from rlkernel_core.spec.linear_logprob import mixed_dtypes
+from rlkernel_core.spec.sample import check_request, needed
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, RequestFields, SampleResult, check_no_gradient
 
@@ -99,10 +99,8 @@ def check(call: LmHeadSampleCall) -> None:
             "weight", checks.describe(weight), f"must be [V, {hidden.shape[1]}], V >= 1", "Pass lm_head.weight."
         )
     checks.same_device("weight", weight, hidden, "hidden")
-    if bias is not None:
-        checks.tensor("bias", bias, kind="floating")
-        checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
-        checks.same_device("bias", bias, hidden, "hidden")
+    of = "weight without its last dimension"
+    checks.aligned("bias", bias, weight.shape[:1], of, kind="floating", beside=hidden, where="hidden")
     checks.number("logit_scale", call.logit_scale, above=0.0)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
@@ -110,17 +108,6 @@ def check(call: LmHeadSampleCall) -> None:
         if x is not None:
             check_no_gradient(name, x)
     check_request(call, hidden, weight.shape[0], bias=call.logit_bias, bias_name="logit_bias")
-
-
-def _needs(call: LmHeadSampleCall) -> frozenset[str]:
-    given = {
-        "mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None),
-        "bias": call.bias is not None,
-        "logit_bias": call.logit_bias is not None,
-        "logit_scale": call.logit_scale != 1.0,
-        "softcap": call.softcap is not None,
-    }
-    return request_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
 def _sizes(call: LmHeadSampleCall) -> dict[str, int]:
@@ -135,7 +122,7 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=lambda call: {**mixed_dtypes(call), **needed(call)},
     features=(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
@@ -168,7 +155,6 @@ SPEC = OpSpec(
         Clause("LH-19", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
-        *common_clauses("LH"),
     ),
     tolerances=(
         *TOLERANCES,

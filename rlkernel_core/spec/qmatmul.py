@@ -45,7 +45,6 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
 from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
 
@@ -131,7 +130,9 @@ def check(call: QmatmulCall) -> None:
     if x.dim() < 1 or x.shape[-1] != inputs:
         raise ArgumentError("x", checks.describe(x), f"needs a last dimension K = {inputs}, as w", "Pass [..., K].")
     _on_device("w", weight.device, x)
-    _check_names(activation, call.weight_rounding)
+    checks.choice("weight_rounding", call.weight_rounding, WEIGHT_ROUNDINGS)
+    if activation is not None:
+        checks.choice("activation", activation, ACTIVATIONS)
     width = outputs if ends is None else _check_ends(ends, x, outputs)
     if activation in PAIRS and width % 2:
         raise ArgumentError(
@@ -165,12 +166,6 @@ def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
         raise ArgumentError("ends", checks.describe(ends), text, "Pass one end an expert.")
     _on_device("ends", ends.device, x)
     return outputs // experts
-
-
-def _check_names(activation: object, weight_rounding: object) -> None:
-    checks.choice("weight_rounding", weight_rounding, WEIGHT_ROUNDINGS)
-    if activation is not None:
-        checks.choice("activation", activation, ACTIVATIONS)
 
 
 def _check_lora(lora: object, w: QuantTensor, x: Tensor) -> None:
@@ -229,17 +224,8 @@ SUMMATION: Final[Mapping[str, float]] = {"float32": 2.0**-19, "float64": 2.0**-4
 UNITS: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def _needs(call: Any) -> frozenset[str]:
-    _check_names(call.activation, call.weight_rounding)  # a misspelt name is no missing feature
-    needed = {
-        "lora": call.lora is not None,
-        "bias": call.bias is not None,
-        "residual": call.residual is not None,
-        "grouped": call.ends is not None,
-        f"activation:{call.activation}": call.activation is not None,
-        f"weight_rounding:{call.weight_rounding}": call.weight_rounding != "any",
-    }
-    return quant_tensor("w", call.w).spec.features(*_MATMUL) | {name for name, wanted in needed.items() if wanted}
+def _needed(call: Any) -> dict[str, object]:
+    return {"grouped": call.ends is not None, **dict.fromkeys(quant_tensor("w", call.w).spec.features(*_MATMUL), True)}
 
 
 _TWO_LEVELS: Final = (
@@ -261,7 +247,7 @@ SPEC = OpSpec(
     carrying=("",),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=_needed,
     features=(
         GRAD,
         DETERMINISTIC,
@@ -338,7 +324,6 @@ SPEC = OpSpec(
         ),
         Clause("QM-30", "wild ends", "ends that fall or exceed M count as the one before, and as M", "law", "grouped"),
         Clause("QM-31", "experts' gradients", "of x, bias and residual match float64", "gradient", "grouped"),
-        *common_clauses("QM"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)

@@ -22,16 +22,7 @@ from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.spec import FORMATS, QuantSpec, option_feature, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    Tolerance,
-    common_clauses,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -190,12 +181,8 @@ def format_features(*options: str) -> tuple[Feature, ...]:
     return (*formats, *found.values())
 
 
-def _needs_quantize(call: Any) -> frozenset[str]:
-    return spec_of(call.format).features(*QUANTISED) | ({"out"} if call.out is not None else frozenset())
-
-
-def _needs_stored(call: Any) -> frozenset[str]:
-    return quant_tensor("w", call.w).spec.features(*STORED)
+def _needed(call: Any) -> dict[str, object]:
+    return dict.fromkeys(quant_tensor("w", call.w).spec.features(*STORED), True)
 
 
 def _device(call: Any) -> Any:
@@ -209,7 +196,7 @@ QUANTIZE = OpSpec(
     primary="weight",
     differentiable=("weight",),
     check=check_quantize,
-    needs=_needs_quantize,
+    needed=lambda call: dict.fromkeys(spec_of(call.format).features(*QUANTISED), True),
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -255,7 +242,6 @@ QUANTIZE = OpSpec(
         ),
         Clause("QZ-15", "no silent detach", "a weight that requires grad is refused unless under no_grad", "refusal"),
         Clause("QZ-16", "capture without out", CAPTURABLE.text, "capture", "capturable"),
-        *common_clauses("QZ"),
     ),
     tolerances=(
         Tolerance("codes", "any", 0.0, 2.0**-20, "relative distance of w / s from a border; a product with 1 / s"),
@@ -267,7 +253,7 @@ DEQUANTIZE = OpSpec(
     record=DequantizeCall,
     summary="the weight that a quantised one stands for, bit for bit the same on every backend",
     check=check_dequantize,
-    needs=_needs_stored,
+    needed=_needed,
     where=_device,
     features=(DETERMINISTIC, CAPTURABLE, *format_features(*STORED)),
     clauses=(
@@ -283,7 +269,6 @@ DEQUANTIZE = OpSpec(
         Clause("DQ-08", "bad arguments", "no QuantTensor, other dtypes raise errors naming the argument", "refusal"),
         Clause("DQ-09", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("DQ-10", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *common_clauses("DQ"),
     ),
     tolerances=(Tolerance("weight", "any", 0.0, 0.0, "the order of operations is fixed: equality of bits"),),
 )
@@ -293,7 +278,7 @@ PREPACK = OpSpec(
     record=PrepackCall,
     summary="a quantised weight rearranged for an implementation of qmatmul, without loss",
     check=check_prepack,
-    needs=_needs_stored,
+    needed=_needed,
     where=_device,
     features=(DETERMINISTIC, *format_features(*STORED)),
     clauses=(
@@ -308,7 +293,6 @@ PREPACK = OpSpec(
         ),
         Clause("PP-05", "unknown layout", "a layout id that is not the implementation's raises LayoutError", "refusal"),
         Clause("PP-06", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *common_clauses("PP"),
     ),
     tolerances=(Tolerance("parts", "any", 0.0, 0.0, "bytes are moved, none is changed"),),
 )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Feature, OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.form import Feature, OpCall, OpSpec
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
@@ -120,38 +120,20 @@ def check_request(call: RequestFields, like: Tensor, width: int, *, bias: Any, b
     checks.integer("stream", call.stream, at_least=0, at_most=2**32 - 1)
 
 
-def law_needs(call: LawFields) -> frozenset[str]:
-    """Features that the law of a draw needs, in all sampling operators."""
-    given = {
-        "per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW),
-        "filter_order:joint": call.filter_order == "joint",
-        "filter_order:topp_topk": call.filter_order == "topp_topk",
-        "tie:keep_all": call.tie == "keep_all",
-        "raw_logprob": bool(call.raw_logprob),
-        **{
-            name: getattr(call, name) is not None
-            for name in ("top_k", "top_p", "min_p", "penalties", "allowed", "banned", "vocab_size")
-        },
-    }
-    return frozenset(name for name, needed in given.items() if needed)
-
-
-def request_needs(call: RequestFields) -> frozenset[str]:
-    """Features that the arguments shared by sample and lm_head_sample need."""
+def needed(call: Any) -> dict[str, object]:
+    """Feature -> whether a sampling operator needs it, where the name of an argument does not say so."""
     ranked = call.top_n > 0 or call.rank
-    given = {
-        "slot": call.slot is not None,
+    return {
+        **needed_of_rows(call),
         "top_n:raw": ranked and call.top_n_from == "raw",
         "top_n:processed": ranked and call.top_n_from == "processed",
-        "entropy": bool(call.entropy),
         "kept_ids": call.kept_capacity > 0,
-        "stream": call.stream > 0,
     }
-    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
-def _needs(call: SampleCall) -> frozenset[str]:
-    return request_needs(call) | (frozenset({"bias"}) if call.bias is not None else frozenset())
+def needed_of_rows(call: LawFields) -> dict[str, object]:
+    """The same of the parameters that may differ by row."""
+    return {"per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW)}
 
 
 def _sizes(call: SampleCall) -> dict[str, int]:
@@ -166,8 +148,8 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=needed,
     features=(*FEATURES, Feature("bias", "values added to some logits")),
-    clauses=(*CLAUSES, *common_clauses("SA")),
+    clauses=CLAUSES,
     tolerances=TOLERANCES,
 )

@@ -22,16 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    Tolerance,
-    common_clauses,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,25 +194,13 @@ def _goes_together(call: Any) -> None:
         raise ArgumentError("running", "a state", "has no effect", "Pass normalise='running'.")
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"kl:{call.kl}": call.kl in KL[1:],
-        f"normalise:{call.normalise}": call.normalise in ("batch", "running"),
-        "overlong": call.max_length is not None,
-        "clip": call.clip is not None,
-        "packed": call.cu_seqlens is not None,
-        "process_group": call.process_group is not None,
-    }
-    return frozenset(n for n, needed in wanted.items() if needed)
-
-
 SPEC = OpSpec(
     name="shape_rewards",
     record=ShapeRewardsCall,
     summary="KL in the reward, overlong penalty, reward clip and normalisation",
     primary="rewards",
     check=check,
-    needs=_needs,
+    needed=lambda call: {"overlong": call.max_length is not None, "packed": call.cu_seqlens is not None},
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -247,7 +226,6 @@ SPEC = OpSpec(
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("SR-13", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
-        *common_clauses("SR"),
     ),
     tolerances=(
         Tolerance("rewards", "float32", 1e-6, 1e-5, "one exp and a handful of roundings"),

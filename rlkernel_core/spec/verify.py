@@ -33,9 +33,8 @@ from rlkernel_core.spec.form import (
     Feature,
     OpCall,
     OpSpec,
-    common_clauses,
 )
-from rlkernel_core.spec.sample import law_needs
+from rlkernel_core.spec.sample import needed_of_rows
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import LawFields, LogitBias, check_edits, check_law, check_no_gradient
 
@@ -138,11 +137,6 @@ def check(call: VerifyCall) -> None:
     checks.integer("invalid_token", call.invalid_token)
 
 
-def _needs(call: VerifyCall) -> frozenset[str]:
-    given = {name: getattr(call, name) is not None for name in ("bias", "draft_probs", "draft_logits")}
-    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
-
-
 _OWN = ("slot", "stream", "entropy", "kept_ids", "top_n:raw", "top_n:processed")
 
 
@@ -158,7 +152,7 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=needed_of_rows,
     features=(
         *(f for f in FEATURES if f.name not in _OWN),
         Feature("bias", "values added to some logits"),
@@ -191,7 +185,6 @@ SPEC = OpSpec(
         Clause("VF-18", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("VF-19", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("VF-20", "padding columns", "columns from vocab_size on change nothing", "invariance", "vocab_size"),
-        *common_clauses("VF"),
     ),
     tolerances=TOLERANCES,
 )
