@@ -7,7 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -131,16 +131,7 @@ _TABLE: Final[dict[str, Kind]] = {
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
-        name: Kind(
-            k.text,
-            k.source,
-            k.family,
-            k.takes,
-            k.requires + (("group",) if "group" in k.takes else ()),
-            k.scale,
-            k.whiten,
-            _ALWAYS | k.takes,
-        )
+        name: replace(k, requires=k.requires + (("group",) if "group" in k.takes else ()), uses=_ALWAYS | k.takes)
         for name, k in _TABLE.items()
     }
 )

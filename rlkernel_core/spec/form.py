@@ -90,8 +90,9 @@ class OpSpec(Generic[P, R_co]):
     differentiable: tuple[str, ...] = ()
     # Fields of the result that carry gradients; an empty name is the result itself.
     carrying: tuple[str, ...] = ()
-    # Feature -> whether a call needs it, for those that no argument's name gives, see `needs`. May look at types, at None,
-    # bools and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one decision.
+    # Feature -> whether a call needs it, for those that no argument's name gives, see `needs`. May look at types, at
+    # None, bools and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one
+    # decision.
     needed: Callable[[Any], Mapping[str, object]] = field(default=lambda _: {})
     # Integers that change from call to call and that no plan may look at, such as the step of a draw.
     varying: tuple[str, ...] = ()

@@ -25,13 +25,13 @@ from rlkernel_core.spec.form import Feature, OpCall, OpSpec
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
-    LawFields,
     LogitBias,
-    RequestFields,
+    RequestParams,
     SampleResult,
+    SamplingParams,
     check_edits,
-    check_law,
     check_no_gradient,
+    check_sampling_params,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class SampleCall(RequestFields, OpCall[SampleResult]):
+class SampleCall(RequestParams, OpCall[SampleResult]):
     """Draw one token per row of `logits`.
 
     A parameter is a number, or a tensor with one entry per row, so that requests of one batch differ; a tensor's
@@ -102,14 +102,14 @@ def check(call: SampleCall) -> None:
     check_request(call, logits, logits.shape[1], bias=call.bias)
 
 
-def check_request(call: RequestFields, like: Tensor, width: int, *, bias: Any, bias_name: str = "bias") -> None:
+def check_request(call: RequestParams, like: Tensor, width: int, *, bias: Any, bias_name: str = "bias") -> None:
     """Everything that sample and lm_head_sample are told about the draw, for one row of logits per row of `like`."""
     rows, slot = like.shape[0], call.slot
     if slot is not None:
         checks.tensor("slot", slot, ndim=1, kind="integer")
         checks.shape("slot", slot, (rows,), "rows")
         checks.same_device("slot", slot, like, "the other tensors")
-    check_law(call, like, rows, width, slots=slot is not None)
+    check_sampling_params(call, like, rows, width, slots=slot is not None)
     vocab = call.vocab_size or width
     check_edits(call, like, rows, vocab, bias=bias, bias_name=bias_name, slots=slot is not None)
     checks.integer("top_n", call.top_n, at_least=0, at_most=vocab)
@@ -131,7 +131,7 @@ def needed(call: Any) -> dict[str, object]:
     }
 
 
-def needed_of_rows(call: LawFields) -> dict[str, object]:
+def needed_of_rows(call: SamplingParams) -> dict[str, object]:
     """The same of the parameters that may differ by row."""
     return {"per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW)}
 

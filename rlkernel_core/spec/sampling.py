@@ -136,7 +136,7 @@ class SampleResult:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LawFields:
+class SamplingParams:
     """Arguments of every sampling operator: the law of a draw, its noise and the edits of its logits. See `sample`."""
 
     temperature: float | Tensor = 1.0
@@ -155,7 +155,7 @@ class LawFields:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RequestFields(LawFields):
+class RequestParams(SamplingParams):
     """What sample and lm_head_sample take besides: state slots and what else a draw returns. See `sample`."""
 
     slot: Tensor | None = None
@@ -168,7 +168,9 @@ class RequestFields(LawFields):
     stream: int = 0
 
 
-def check_law(call: LawFields, like: Tensor, rows: int, width: int, *, slots: bool = False, of: str = "rows") -> None:
+def check_sampling_params(
+    call: SamplingParams, like: Tensor, rows: int, width: int, *, slots: bool = False, of: str = "rows"
+) -> None:
     """What every sampling operator asks of the parameters of its law and of its noise.
 
     `like` says where parameters live; a parameter holds one entry per row, or with `slots` one per state slot; `of`
@@ -227,7 +229,7 @@ def check_parameter(
 
 
 def check_edits(
-    call: LawFields,
+    call: SamplingParams,
     like: Tensor,
     rows: int,
     vocab: int,

@@ -36,7 +36,7 @@ from rlkernel_core.spec.form import (
 )
 from rlkernel_core.spec.sample import needed_of_rows
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
-from rlkernel_core.spec.sampling import LawFields, LogitBias, check_edits, check_law, check_no_gradient
+from rlkernel_core.spec.sampling import LogitBias, SamplingParams, check_edits, check_no_gradient, check_sampling_params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,10 @@ class VerifyResult:
 
 
 @dataclass(slots=True, eq=False)
-class VerifyCall(LawFields, OpCall[VerifyResult]):
+class VerifyCall(SamplingParams, OpCall[VerifyResult]):
     """Accept the longest prefix of each request's drafts that the target's law allows, and draw one more token.
+
+    What is not listed is as in sample.
 
     Args:
         target_logits: [M, W] with M = K + B, the rows of a request together, as in VerifyResult; never written to.
@@ -71,19 +73,11 @@ class VerifyCall(LawFields, OpCall[VerifyResult]):
         draft_probs: [K, >= V] the laws the drafts were drawn from: after the drafter's temperature and filters.
         draft_logits: [K, >= V] the same as logits, with -inf at what its filters dropped: q = softmax(draft_logits).
         temperature: as in sample, one entry per request; so are top_k, top_p, min_p, seed and step.
-        top_k: keep the k best.
-        top_p: keep a nucleus.
-        min_p: keep tokens near the best.
-        seed: unsigned 64-bit key of the request's noise.
         step: count of the tokens the request had drawn before this round; row j draws at step + j.
         penalties: one row per request, on what was there before this round; drafts count in the rows after them.
         bias: values added to some logits, per row of target_logits.
         allowed: [M, >= ceil(V / 32)] int32 bitmask, per row.
         banned: ids that may not be drawn, per row.
-        filter_order: as in sample.
-        tie: as in sample.
-        vocab_size: V where the rows are padded.
-        raw_logprob: also return the log-probability under the raw law.
         invalid_token: what `token` holds behind the last emitted one, and where none could be drawn.
 
     Returns:
@@ -122,7 +116,7 @@ def check(call: VerifyCall) -> None:
             "Run the target on the last token and all drafts of each request.",
         )
     checks.exclusive(draft_probs=draft_probs, draft_logits=draft_logits)
-    check_law(call, target_logits, B, W, of="requests")
+    check_sampling_params(call, target_logits, B, W, of="requests")
     checks.flags(raw_logprob=call.raw_logprob)
     vocab = call.vocab_size or W
     for name, x in (("draft_probs", draft_probs), ("draft_logits", draft_logits)):

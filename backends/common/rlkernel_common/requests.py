@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_core.spec.sampling import LawFields, LogitBias, Penalties, TokenLists
+from rlkernel_core.spec.sampling import LogitBias, Penalties, SamplingParams, TokenLists
 
 
 class Requests(NamedTuple):
@@ -42,7 +42,7 @@ class Edited(NamedTuple):
     bad: Tensor  # [N] bool: the edits made NaN
 
 
-def decode(call: LawFields, N: int, device: torch.device, dtype: torch.dtype, slot: Tensor | None) -> Requests:
+def decode(call: SamplingParams, N: int, device: torch.device, dtype: torch.dtype, slot: Tensor | None) -> Requests:
     """One entry per row of every parameter of a call, gathered by slot where there are slots.
 
     Args:

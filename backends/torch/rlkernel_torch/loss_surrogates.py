@@ -145,7 +145,7 @@ def vespo_weight(log_ratio: Tensor) -> Tensor:
 
 
 def log_correction(weight: Tensor) -> Tensor:
-    """Log of a token correction as VESPO folds it in; a masked-out token weighs 1e-8."""
+    """Log of a token correction as it enters VESPO; a masked-out token weighs 1e-8."""
     return weight.log().clamp(_LOG_FLOOR, 20.0)
 
 

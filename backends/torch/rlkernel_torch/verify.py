@@ -15,7 +15,7 @@ from rlkernel_common.philox import range_words, token_words, uniform
 from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.sampling import STREAMS
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
-from rlkernel_torch.draws import of_law
+from rlkernel_torch.draws import drawn_from
 from rlkernel_torch.sample import best_noised, draw, raw_law
 from rlkernel_torch.truncation import truncate
 
@@ -49,7 +49,7 @@ def verify(call: VerifyCall) -> VerifyResult:
         replacement = best_noised(residual.log(), residual > 0, words)
         token = torch.where(rows.bonus, token, replacement)
     token = torch.where(accept, drafted, token)
-    drawn = of_law(law, edited, requests, token)
+    drawn = drawn_from(law, edited, requests, token)
     B = call.cu_draft.shape[0] - 1
     stop = torch.where(accept & ~drawn.none, given.shape[0], rows.place)
     accepted = stop.new_full((B,), given.shape[0]).scatter_reduce(0, rows.request, stop, "amin")

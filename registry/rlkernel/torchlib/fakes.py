@@ -30,7 +30,7 @@ from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, Po
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
 from rlkernel_core.spec.sample import SampleCall
-from rlkernel_core.spec.sampling import RequestFields, SampleResult
+from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
@@ -116,7 +116,7 @@ def _lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     return _drawn(call, call.hidden, _state(call.hidden, call.weight, call.bias))
 
 
-def _drawn(call: RequestFields, of: Tensor, state: torch.dtype) -> SampleResult:
+def _drawn(call: RequestParams, of: Tensor, state: torch.dtype) -> SampleResult:
     def row(*more: int, dtype: torch.dtype = state) -> Tensor:
         return of.new_empty((of.shape[0], *more), dtype=dtype)
 
