@@ -53,7 +53,7 @@ def tensor(name: str, x: Any, *, ndim: int | Collection[int] | None = None, kind
             "8-bit floats have no scale here: use .bfloat16().",
         )
     if x.is_quantized:
-        raise ArgumentTypeError(name, describe(x), "is a quantised torch tensor", f"Pass {name}.dequantize().")
+        raise ArgumentTypeError(name, describe(x), "is a quantized torch tensor", f"Pass {name}.dequantize().")
     if kind == "integer" and (x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool"):
         raise ArgumentTypeError(name, describe(x), "must be an integer tensor", "Cast it with .long().")
     if kind == "real" and x.is_complex():

@@ -11,7 +11,7 @@ from rlkernel_bench.results import best
 
 _CURVE = 4  # points of a line at least
 _MARKS = "osD^vP*X<>"
-_COLOURS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
+_COLORS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
 
 
 def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
@@ -120,7 +120,7 @@ def _bars(suite: str, results: list[Mapping[str, Any]], file: Path) -> None:
     """Time as a multiple of the floor, or microseconds where a suite has none; a bar for each candidate."""
     import matplotlib.pyplot as plt
 
-    labels, lengths, colours = [], [], []
+    labels, lengths, colors = [], [], []
     for result in results:
         floor = result["floor"]["us"] if result["clock"] == "device" else 0.0
         for c in result["candidates"]:
@@ -129,9 +129,9 @@ def _bars(suite: str, results: list[Mapping[str, Any]], file: Path) -> None:
                 labels.append(f"{result['work']}  {c['name']}")
                 lengths.append(known[1]["median"] / floor if floor else known[1]["median"])
                 plain = c["name"].partition(":")[0] == "reference"
-                colours.append("lightblue" if plain else _COLOURS[c["kind"]])
+                colors.append("lightblue" if plain else _COLORS[c["kind"]])
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.22 * len(labels)))
-    axes.barh(range(len(labels)), lengths, color=colours)
+    axes.barh(range(len(labels)), lengths, color=colors)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     if lengths and min(lengths) > 0:

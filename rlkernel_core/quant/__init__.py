@@ -1,4 +1,4 @@
-"""Quantised formats: for each one the exact codec (quantise, pack, unpack, dequantise) in plain torch.
+"""Quantized formats: for each one the exact codec (quantize, pack, unpack, dequantize) in plain torch.
 
     from rlkernel_core.quant import QuantSpec, dequantize, quantize
 

@@ -37,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def encode_(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
-        """Quantise a weight [Nout, K] into existing parts."""
+        """Quantize a weight [Nout, K] into existing parts."""
         ...
 
     def decode(
@@ -47,7 +47,7 @@ class Codec(Protocol):
         ...
 
     def error_bound(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> Tensor:
-        """Largest |weight - decoded| that a right quantiser may leave, per element, float64 [Nout, K]."""
+        """Largest |weight - decoded| that a right quantizer may leave, per element, float64 [Nout, K]."""
         ...
 
 

@@ -26,7 +26,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """Quantise a weight, a parameter included; see `rlkernel_core.spec.quantize.QuantizeCall` for the contract."""
+    """Quantize a weight, a parameter included; see `rlkernel_core.spec.quantize.QuantizeCall` for the contract."""
     spec = spec_of(format)
     weight = weight.detach()
     if out is not None:
@@ -46,7 +46,7 @@ def quantize(
 
 
 def _constants(codec: Codec, spec: QuantSpec, like: Tensor) -> dict[str, Tensor]:
-    """The codec's constant parts beside `like`; moved there once, since a copy from the host is a synchronisation."""
+    """The codec's constant parts beside `like`; moved there once, since a copy from the host is a synchronization."""
     if type(like) is not Tensor:  # a fake tensor must not meet a real one, nor be remembered
         return codec.constants(spec)
     key = (spec, like.device)
@@ -56,7 +56,7 @@ def _constants(codec: Codec, spec: QuantSpec, like: Tensor) -> dict[str, Tensor]
 
 
 def update_(w: QuantTensor, weight: Tensor) -> None:
-    """Quantise a new weight into the storage of `w`, whatever its layout: no address changes.
+    """Quantize a new weight into the storage of `w`, whatever its layout: no address changes.
 
     Raises:
         ArgumentError: the weight has another shape or device.
@@ -91,6 +91,6 @@ def decode_rows(w: QuantTensor, start: int, stop: int) -> Tensor:  # -> [stop - 
 
 
 def error_bound(w: QuantTensor, weight: Tensor) -> Tensor:  # [Nout, K] -> float64 [Nout, K]
-    """How far the fp32 values of `w`, quantised from `weight`, may be from it: the format's own error, per element."""
+    """How far the fp32 values of `w`, quantized from `weight`, may be from it: the format's own error, per element."""
     w = layouts.unpack(w)
     return codec_of(w.spec).error_bound(w.parts, weight, w.spec)

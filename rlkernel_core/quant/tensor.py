@@ -1,4 +1,4 @@
-"""A quantised weight: packed tensors, the spec that says what they mean, and the layout they are arranged in.
+"""A quantized weight: packed tensors, the spec that says what they mean, and the layout they are arranged in.
 
 Imports no torch until a method needs it.
 """
@@ -39,7 +39,7 @@ _PLAN_KEYS: Final[dict[Any, int]] = {}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantTensor:
-    """A weight [Nout, K] in a quantised format.
+    """A weight [Nout, K] in a quantized format.
 
     Made by `quantize` or `prepack`; never changed except by writing into its storage (`quantize(..., out=w)`), which
     keeps every address, so that recorded graphs see the new values.

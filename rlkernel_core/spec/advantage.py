@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdvantageStats:
-    """What was computed on the way; device tensors all, so that reading them is the caller's synchronisation."""
+    """What was computed on the way; device tensors all, so that reading them is the caller's synchronization."""
 
     invalid: Tensor  # [B] bool: a reward, value or ratio was not finite, or the reward outside valid_range
     group_count: Tensor | None = None  # [B] int64: valid members of the sequence's group
@@ -102,7 +102,7 @@ class AdvantageCall(OpCall[AdvantageResult]):
             threshold 1/std if std > eps else 0.
         min_std: std <= min_std counts as low.
         low_std: what a low std gives: "zero", or "center": x - mean, undivided.
-        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), or "error" (synchronises).
+        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), or "error" (synchronizes).
         constant: "zero": statistics are shifted by the first member, a constant group gives exactly 0; "peer": they
             are not, and the rounding noise of the mean is amplified as in the peers.
         invalid: what an invalid sequence gets: "zero", or its "raw" reward where that is finite.

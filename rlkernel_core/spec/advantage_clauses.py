@@ -35,7 +35,7 @@ FEATURES: Final = (
     Feature("leave_one_out", "statistics over the other members"),
     Feature("scale:batch", "std of the rewards of the whole batch"),
     Feature("peer", "what only a peer does: constant, invalid, singleton, masked_time, masked_out, low_std, min_std"),
-    Feature("singleton_error", "a group of one raises; synchronises with the host"),
+    Feature("singleton_error", "a group of one raises; synchronizes with the host"),
     Feature("whiten", "whitening over the batch, applied or deferred"),
     Feature("process_group", "moments merged across ranks"),
     Feature("token_output", "per-token result of a kind over groups"),

@@ -39,7 +39,7 @@ class Kind:
 
 _TABLE: Final[dict[str, Kind]] = {
     "gae": Kind(
-        "generalised advantage estimation with value targets",
+        "generalized advantage estimation with value targets",
         "arXiv:1506.02438; decoupled and length-adaptive lambda arXiv:2504.05118",
         "steps",
         _STEPS | {"values", "lam", "lam_value", "length_adaptive", "turns", "masked_time"},

@@ -42,7 +42,7 @@ class CaptureCall(OpCall[GraphedCallable]):
     """A callable that gives fn's results by replaying a graph of it; the example's graph is captured at once.
 
     Args:
-        fn: any callable of tensors and hashable values, returning nested tensors. It must not synchronise with the
+        fn: any callable of tensors and hashable values, returning nested tensors. It must not synchronize with the
             host, and no shape in it may depend on values. If it is a module, or a method of one, that module is static.
         example: a tuple of positional arguments, a dict of keyword arguments, or one tensor. Its first tensor decides
             the device. Tensors on the CPU are accepted by graphs of other devices and copied over at each call.
@@ -167,7 +167,7 @@ SPEC = OpSpec(
         Clause("GC-01", "replay is eager", "a replay is bitwise fn on the padded inputs, for new inputs", "accuracy"),
         Clause(
             "GC-02",
-            "inputs are honoured",
+            "inputs are honored",
             "views, strided and reallocated tensors are read anew at every call, whatever the buffers hold",
             "accuracy",
         ),
@@ -241,9 +241,9 @@ SPEC = OpSpec(
             "GC-17", "warm-up is undone", "mutated tensors and generators see one call, not warmup + 1", "side_effect"
         ),
         Clause("GC-18", "exact counts", "stats count every replay, capture, recapture, eviction and eager call", "law"),
-        Clause("GC-19", "illegal work", "host synchronisation or a value-dependent shape fails the capture", "refusal"),
+        Clause("GC-19", "illegal work", "host synchronization or a value-dependent shape fails the capture", "refusal"),
         Clause("GC-20", "verify", "a replay that differs from a plain run is a failed capture", "refusal", "verify"),
-        Clause("GC-21", "threads", "calls from several threads are serialised and each gets its own answer", "law"),
+        Clause("GC-21", "threads", "calls from several threads are serialized and each gets its own answer", "law"),
         Clause(
             "GC-22",
             "gradient",

@@ -36,7 +36,7 @@ class Clause:
     """One numbered, attackable sentence of the contract."""
 
     id: str  # "LP-07"; ids are never reused
-    title: str  # behaviour, in a few words
+    title: str  # behavior, in a few words
     text: str  # what must hold, exactly
     judges: str  # accuracy | gradient | invariance | side_effect | refusal | determinism | capture | law
     feature: str | None = None  # attacked only where this feature is claimed; None: always
@@ -187,7 +187,7 @@ BATCH_INVARIANT = Feature(
     "a row's result is bitwise the same whatever else is in the batch, wherever it stands, "
     "however the call was chunked",
 )
-CAPTURABLE = Feature("capturable", "no host synchronisation and no shape that depends on data: may run in a graph")
+CAPTURABLE = Feature("capturable", "no host synchronization and no shape that depends on data: may run in a graph")
 
 
 # Clauses of every operator, whatever it computes: the same number means the same sentence in every spec.

@@ -55,7 +55,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
         mask: [...] bool, True where the row counts; rows that do not give 0 and gradient 0 whatever they hold, and
-            their matmuls are skipped where that takes neither a host synchronisation nor a shape that depends on data.
+            their matmuls are skipped where that takes neither a host synchronization nor a shape that depends on data.
         entropy: also return the entropy of softmax(z), differentiable.
         support: kept ids per row, as in logprob.
         backward: "recompute" computes logits again in the backward pass: extra memory that depends neither on N nor on
@@ -233,7 +233,7 @@ SPEC = OpSpec(
         Clause(
             "LL-15",
             "support",
-            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
             "law",
             "support",
         ),

@@ -207,7 +207,7 @@ SPEC = OpSpec(
         Tolerance("stats", "bfloat16", 2e-4, 4e-4, "log p within 2e-4, and e^d with it"),
         Tolerance("stats", "float64", 1e-10, 1e-10, "float64 throughout"),
         Tolerance("grad_hidden", "float32", 1e-6, 1.5e-3, "relative Frobenius error of fp32 matmuls, TF32 excluded"),
-        # The tokens of a sequence share an advantage, their coefficients a neighbourhood: at the lower end of a binade
+        # The tokens of a sequence share an advantage, their coefficients a neighborhood: at the lower end of a binade
         # bf16 errs by 2^-8 / sqrt(3) = 2.26e-3 of it, and by 1.63e-3 of the elements of the result, which are mixed.
         Tolerance("grad_hidden", "bfloat16", 1e-6, 2.8e-3, "relative Frobenius: bf16 dz 2.26e-3, its product 1.63e-3"),
         Tolerance("grad_hidden", "float16", 1e-6, 2.8e-3, "as bfloat16: what linear_logprob rounds is held to"),

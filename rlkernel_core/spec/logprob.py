@@ -10,7 +10,7 @@ log p = -softplus(x): `z_id - lse` would round to exactly 0 on confident rows.
 Three laws, never confused:
     raw        softmax(cap(logits)), temperature 1: what vLLM returns by default
     tempered   softmax(cap(logits) / T): what a trainer computes without knowing the filters
-    processed  the tempered law renormalised over the kept ids of `support`: what a filtered sampler drew from;
+    processed  the tempered law renormalized over the kept ids of `support`: what a filtered sampler drew from;
                log p_processed + log_kept_mass = log p_tempered
 
 Rows that have no law: NaN logits, +inf logits (lse is +inf), all logits -inf (lse is -inf) and a temperature that is
@@ -82,11 +82,11 @@ class LogprobCall(OpCall[LogprobResult]):
         entropy: also return the entropy of softmax(z), differentiable.
         top_logprobs: also return the n most likely ids and their log-probabilities, for reporting: they have no
             gradient.
-        support: kept ids per row (the processed law): log p is then renormalised over the kept ids and
+        support: kept ids per row (the processed law): log p is then renormalized over the kept ids and
             `log_kept_mass` is returned; `logprob + log_kept_mass` is the tempered log-probability. The chosen id
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z).
-        validate: check ids, temperatures and support on the host (synchronises) and raise.
+        validate: check ids, temperatures and support on the host (synchronizes) and raise.
 
     Returns:
         logprob, lse, entropy and log_kept_mass are differentiable with respect to logits, once.
@@ -252,7 +252,7 @@ SPEC = OpSpec(
         Clause(
             "LP-16",
             "support",
-            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
             "law",
             "support",
         ),

@@ -67,7 +67,7 @@ __all__ = [
 class LossStats:
     """What happened in a loss: 0-dim tensors on the device, without gradient; means are over tokens in the loss.
 
-    Nothing here synchronises. With no token in the loss every statistic is 0.
+    Nothing here synchronizes. With no token in the loss every statistic is 0.
     """
 
     tokens: Tensor  # int64: tokens in the loss (after rejection)

@@ -1,4 +1,4 @@
-"""qmatmul@1: x times a quantised weight, with what follows it in a model, rounded once.
+"""qmatmul@1: x times a quantized weight, with what follows it in a model, rounded once.
 
     h = x w'^T + s (x A^T) B^T + bias
     y = act(h) + residual
@@ -12,7 +12,7 @@ implementation: tensor cores want a rounded weight where M is large, and a scale
 small. "none" and "dtype" pin it, for a trainer and a rollout engine that have to agree: "dtype" is the product with
 `dequantize(w, dtype=x.dtype)`.
 
-A format with `act` quantises x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
+A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
 so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
 
 Grouped (mixture of experts): with `ends` [E] the rows of w are those of E experts, one after the other, and the rows
@@ -88,7 +88,7 @@ class QmatmulCall(OpCall["Tensor"]):
 
     Args:
         x: [..., K] bf16, fp16, fp32 (float64 on backends that claim it); any strides; never written to.
-        w: quantised weight [Nout, K], canonical or in a layout of the implementation that runs.
+        w: quantized weight [Nout, K], canonical or in a layout of the implementation that runs.
         bias: [Nout] floating.
         lora: low-rank addition; its A, B and scale.
         activation: a name of `ACTIVATIONS`; pairs halve the width, gate rows (of each expert) first.
@@ -102,7 +102,7 @@ class QmatmulCall(OpCall["Tensor"]):
         row of B reaches the outputs that depend on it and no other.
 
     Gradients reach x, bias, residual, lora.A and lora.B, never w. They use w' as the forward pass does; where x was
-    quantised, the gradient passes through the rounding as if it were not there.
+    quantized, the gradient passes through the rounding as if it were not there.
 
     Raises:
         ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout / E with a pair activation; an E
@@ -196,7 +196,7 @@ def accumulation_bound(
 
     per element before an activation, with e = 2^-19 (2^-48 for float64), t = 2^-126 (2^-25 for fp16, whose subnormal
     numbers are that far from one another's middle), and y_exact computed in float64 from w'
-    ("any", "none") or from w' rounded to the dtype of x ("dtype"), and from x as the format quantises it. The second
+    ("any", "none") or from w' rounded to the dtype of x ("dtype"), and from x as the format quantizes it. The second
     level, against the full-precision weight, adds sum_k |x_k| error_bound(w)[n, k].
 
     Args:
@@ -241,7 +241,7 @@ def _sizes(call: QmatmulCall) -> dict[str, int]:
 SPEC = OpSpec(
     name="qmatmul",
     record=QmatmulCall,
-    summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
+    summary="x times a quantized weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
     carrying=("",),
@@ -263,7 +263,7 @@ SPEC = OpSpec(
         Feature("weight_rounding:dtype", "w' is rounded to the dtype of x, as dequantize does"),
     ),
     clauses=(
-        Clause("QM-01", "the dequantised product", "y is within accumulation_bound of float64 on w'", "accuracy"),
+        Clause("QM-01", "the dequantized product", "y is within accumulation_bound of float64 on w'", "accuracy"),
         Clause(
             "QM-02", "the full product", "y is within accumulation_bound + sum |x| error_bound of x W^T", "accuracy"
         ),
@@ -281,7 +281,7 @@ SPEC = OpSpec(
         Clause(
             "QM-08",
             "per-token scales",
-            "with quantised x, a row's result depends on that row alone",
+            "with quantized x, a row's result depends on that row alone",
             "invariance",
             "format:int8_w8a8",
         ),

@@ -59,7 +59,7 @@ class SampleCall(RequestParams, OpCall[SampleResult]):
         bias: values added to some logits, per row.
         allowed: [N, >= ceil(V / 32)] int32, bit id % 32 of word id // 32 set where the id may be drawn (xgrammar).
         banned: ids per row that may not be drawn.
-        filter_order: "topk_topp": top-k, then top-p on the renormalised survivors; "topp_topk": top-p, then top-k;
+        filter_order: "topk_topp": top-k, then top-p on the renormalized survivors; "topp_topk": top-p, then top-k;
             "joint": both on the tempered law, intersected. min-p comes first; under "joint" it too only intersects.
         tie: "lowest_id" cuts ties by id, so exactly k are kept; "keep_all" keeps everything tied with the last token
             of each filter, as masks that compare values do.

@@ -8,7 +8,7 @@ One law, stated once. With V the vocabulary, T the temperature and every step on
     4. x = x / r if x > 0 else x * r, for tokens seen in prompt or output          (repetition r)
     5. x = (x - frequency * count) - presence * (count > 0)           (count: occurrences in the output)
     6. order all tokens by (x descending, id ascending); y = (x - max x) / T       (tempered law: softmax(y))
-    7. min-p: keep y >= ln(min_p); 8. top-k; 9. top-p on what is left, renormalised: keep a token iff the mass before
+    7. min-p: keep y >= ln(min_p); 8. top-k; 9. top-p on what is left, renormalized: keep a token iff the mass before
        it is below top_p. The first token of the order is always kept.
     10. draw from softmax(y) over the kept tokens                     (processed law)
 

@@ -4,7 +4,7 @@ Request i drafted k_i tokens; the target was run on all of them at once and gave
 law p_j of sample@1 (processed) after j accepted drafts. With q_j the law draft d_j was drawn from:
 
     accept d_j while  u_j q_j(d_j) < p_j(d_j)              u: noise stream 2 at token d_j
-    at the first rejection draw from max(p_j - q_j, 0), renormalised (p_j where that is 0)       noise stream 3
+    at the first rejection draw from max(p_j - q_j, 0), renormalized (p_j where that is 0)       noise stream 3
     after k_i acceptances draw from p_{k_i}                                                      noise stream 0
 
 Then every emitted token has law p_j given the ones before it (Leviathan et al., arXiv 2211.17192). Noise is that of the

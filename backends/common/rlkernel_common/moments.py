@@ -27,7 +27,7 @@ class Moments(NamedTuple):
         """Mean of the values."""
         return self.shift + self.moved
 
-    def centred(self, x: Tensor) -> Tensor:
+    def centered(self, x: Tensor) -> Tensor:
         """Distance from the mean; exactly 0 for a constant."""
         return (x - self.shift) - self.moved
 

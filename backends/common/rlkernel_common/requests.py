@@ -161,14 +161,14 @@ def edit(
         extra = total[:, :n].to(x.dtype)
         x = torch.where((x == -torch.inf) | (extra == -torch.inf), -torch.inf, x + extra)
     if requests.history is not None:
-        x = _penalised(x, ids, requests, requests.history)
+        x = _penalized(x, ids, requests, requests.history)
     dead = requests.bad if requests.padding is None else requests.bad | requests.padding
     broken = x.isnan()
     x = torch.where(broken | dead[:, None], -torch.inf, x)
     return Edited(x, nan.any(1), broken.any(1))
 
 
-def _penalised(x: Tensor, ids: Tensor, requests: Requests, history: Penalties) -> Tensor:
+def _penalized(x: Tensor, ids: Tensor, requests: Requests, history: Penalties) -> Tensor:
     N, n = x.shape
     count = torch.zeros(N, n + 1, dtype=torch.int64, device=x.device)
     if history.output_ids is not None:

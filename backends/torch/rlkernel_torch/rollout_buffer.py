@@ -1,7 +1,7 @@
 """Reference of rollout_buffer@1 in plain torch, on any device.
 
 The host keeps who holds which slot and pages (`SlotAllocator`), the device the tokens; `append` touches those only.
-Host methods are serialised by a lock. `append` takes none: it does not read what they change on the host.
+Host methods are serialized by a lock. `append` takes none: it does not read what they change on the host.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class PagedRolloutBuffer:
 
     @property
     def stats(self) -> BufferStats:
-        """Counters so far; synchronises."""
+        """Counters so far; synchronizes."""
         with self._lock:
             counts, allocator = dict(zip(COUNTERS, self._pages.counts.tolist(), strict=True)), self._allocator
             dropped = Counter(allocator.dropped)  # a caller's reason may have the name of a counter

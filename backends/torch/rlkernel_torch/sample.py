@@ -1,6 +1,6 @@
 """sample@1 in plain torch: edits, total order, filters, Gumbel noise per token, one argmax.
 
-Vectorised over rows, without a host synchronisation or a shape that depends on data. Sums, exponents and noise are
+Vectorized over rows, without a host synchronization or a shape that depends on data. Sums, exponents and noise are
 float64 for every dtype; edits round to fp32 as the contract says.
 
 Legend: N rows · V vocabulary · W stored columns.

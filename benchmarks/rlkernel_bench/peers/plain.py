@@ -96,9 +96,9 @@ def _grpo_by_ids(given: Inputs) -> Any:
     x, ids = given["rewards"], given["group"]
     zeros = x.new_zeros(len(x) // 8)
     counts = zeros.index_add(0, ids, torch.ones_like(x))
-    centred = x - (zeros.index_add(0, ids, x) / counts)[ids]
-    std = (zeros.index_add(0, ids, centred.square()) / (counts - 1)).sqrt()
-    return centred / (std[ids] + 1e-6)
+    centered = x - (zeros.index_add(0, ids, x) / counts)[ids]
+    std = (zeros.index_add(0, ids, centered.square()) / (counts - 1)).sqrt()
+    return centered / (std[ids] + 1e-6)
 
 
 def ratio_kl(_work: Work) -> Call:
@@ -132,7 +132,7 @@ def sample(work: Work) -> Call:
 
 
 def _race(law: Any) -> Any:
-    """An index of each row with its probability, without a host synchronisation."""
+    """An index of each row with its probability, without a host synchronization."""
     return (law / torch.empty_like(law).exponential_()).argmax(-1)
 
 

@@ -135,7 +135,7 @@ def loss(
     if name == "gpg":
         return result.loss * times, {}
     numbers = [said.approx_kl_k1, said.clip_low + said.clip_high, said.clip_dual]
-    kl, clipped, dual = torch.stack([x.float() for x in numbers]).tolist()  # one synchronisation
+    kl, clipped, dual = torch.stack([x.float() for x in numbers]).tolist()  # one synchronization
     metrics = {"actor/ppo_kl": kl}
     if name not in NOT_WEIGHTED:  # geo_mean: verl counts clipped tokens by sign, whether they are held or not
         metrics |= {"actor/pg_clipfrac": clipped, "actor/pg_clipfrac_lower": dual}

@@ -1,7 +1,7 @@
-"""vLLM: models on our packed weights, as a quantisation method of the name `rlkernel`, by its general plugins.
+"""vLLM: models on our packed weights, as a quantization method of the name `rlkernel`, by its general plugins.
 
-    vllm serve quantised                                   # a folder of save_pretrained or of rlkernel quant convert
-    vllm serve Qwen/Qwen2.5-0.5B --quantization rlkernel   # dense weights, quantised while they are read
+    vllm serve quantized                                   # a folder of save_pretrained or of rlkernel quant convert
+    vllm serve Qwen/Qwen2.5-0.5B --quantization rlkernel   # dense weights, quantized while they are read
 
 vLLM imports `plugin` by its entry-point group `vllm.general_plugins`, which adds a name to its table of methods and
 replaces nothing. Its linear layers keep what a rank has of their weights in `rlkernel.nn.sharded`, and their product is
@@ -128,7 +128,7 @@ def _method() -> type:
     parent = import_module(_LINEAR).LinearMethodBase
 
     class RLKernelLinearMethod(parent):  # type: ignore[misc, valid-type]
-        """A linear layer of vLLM on a quantised weight."""
+        """A linear layer of vLLM on a quantized weight."""
 
         def __init__(self, spec: QuantSpec, *, prepack: bool) -> None:
             super().__init__()
@@ -223,7 +223,7 @@ def _configuration(method: type) -> type:  # noqa: C901  the methods that vLLM n
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             linear = import_module(_LINEAR)
             if isinstance(layer, import_module(_HEAD).ParallelLMHead) and self.policy.format_of(prefix) is not None:
-                raise HostError(f"vllm: {prefix} is a head, which is not read quantised; add it to skip=")
+                raise HostError(f"vllm: {prefix} is a head, which is not read quantized; add it to skip=")
             if not isinstance(layer, linear.LinearBase):
                 return None
             spec = format_of(self.policy, prefix, self.packed_modules_mapping)

@@ -235,7 +235,7 @@ def _shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
 
     by_token = tokens is not None and tuple(x.shape) == tokens and tuple(x.shape) != (B,)
     whole = tokens is not None and (by_token or call.kl != "none" or call.output == "token")
-    running = not by_token and call.normalise == "running"
+    running = not by_token and call.normalize == "running"
     return ShapedRewards(
         rewards=new(tokens if whole and tokens is not None else (B,)),
         kl=new((B,)) if call.kl != "none" else None,

@@ -28,13 +28,13 @@ def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     penalty = None
     if not by_token:
         x = x if call.clip is None else x.clamp(*call.clip)
-        if call.normalise != "none":
+        if call.normalize != "none":
             whole = across_ranks(moments(x, x.isfinite()), call.process_group)
-            if call.normalise == "running":
+            if call.normalize == "running":
                 if call.running is not None:
                     whole = merged(_moments(call.running, state), whole)
                 kept = RunningMoments(whole.n, whole.mean, whole.m2)
-            x = (whole.centred(x) if call.center else x) * reciprocal(whole.variance(call.ddof), call.eps, "std_add")
+            x = (whole.centered(x) if call.center else x) * reciprocal(whole.variance(call.ddof), call.eps, "std_add")
         if call.max_length is not None and call.overlong_buffer is not None:
             length = _lengths(layout, call.lengths, call.cu_seqlens, call.mask)
             penalty = _overlong(length.to(state), call.max_length, call.overlong_buffer, call.overlong_factor)

@@ -1,7 +1,7 @@
 """sample@1 of logits whose vocabulary is split over the ranks of a process group: the bits of the joined rows' draw.
 
 Each rank edits its own columns and sends, in one all-gather, its sums of each row and its best ids: with filters those
-of the largest logits, without a filter the two that its noise favours. Every rank joins that in rank order, so all get
+of the largest logits, without a filter the two that its noise favors. Every rank joins that in rank order, so all get
 the same bits.
 
 Sums that are joined may differ from the sums of a whole row in their last bits (of float64), and ids that were not sent
