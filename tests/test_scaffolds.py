@@ -50,7 +50,7 @@ INTEGRATION = '''"""Acme: the log-probabilities of its trainer through `rlkernel
 
 from rlkernel.integrations.host import Host, Symbol, replaced
 
-SCORE = Symbol("acme_trainer", "score", ("logits", "ids"))
+SCORE = Symbol("acme_trainer", "score", "logits, ids")
 HOST = Host("acme", "acme-trainer", ">=2,<3", "2.1", "logprob under its trainer, inside a block", (SCORE,))
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCORE: Final = Symbol("openrlhf.models.actor", "log_probs_from_logits", ("logits", "labels", "temperature"))
+SCORE: Final = Symbol("openrlhf.models.actor", "log_probs_from_logits", "logits, labels, temperature")
 HOST: Final = Host(
     name="openrlhf",
     distribution="openrlhf",

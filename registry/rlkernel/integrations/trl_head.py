@@ -39,20 +39,10 @@ HOST: Final = Host(
         Symbol(
             "trl.trainer.utils",
             "_ChunkedLogProbFunction.forward",
-            (
-                "ctx",
-                "hidden",
-                "weight",
-                "bias",
-                "targets",
-                "temperature",
-                "chunk_size",
-                "final_logit_softcapping",
-                "logit_scale",
-                "outputs",
-            ),
+            "ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, "
+            "outputs",
         ),
-        Symbol("trl.trainer.utils", "add_fused_lm_head", ("model", "temperature", "cast_lm_head_to_fp32", "outputs")),
+        Symbol("trl.trainer.utils", "add_fused_lm_head", "model, temperature, cast_lm_head_to_fp32, outputs"),
     ),
 )
 ROWS: Final = 4096  # tokens of a tile, as in TRL

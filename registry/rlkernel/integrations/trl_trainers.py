@@ -53,23 +53,15 @@ GRPO: Final = replace(
     HOST,
     symbols=(
         *HOST.symbols,
-        Symbol("trl.trainer.utils", "_use_triton", ("device",)),
+        Symbol("trl.trainer.utils", "_use_triton", "device"),
         *(
-            Symbol("trl.trainer.grpo_trainer", f"GRPOTrainer.{name}", ("self", *parameters))
-            for name, parameters in {
-                "_compute_loss": ("model", "inputs"),
-                "_generate_and_score_completions": ("inputs",),
-                "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-                "_get_per_token_logps_and_entropies": (
-                    "model",
-                    "input_ids",
-                    "attention_mask",
-                    "logits_to_keep",
-                    "batch_size",
-                    "compute_entropy",
-                    "compute_aux_loss",
-                    *IMAGES,
-                ),
+            Symbol("trl.trainer.grpo_trainer", f"GRPOTrainer.{name}", f"self, {takes}")
+            for name, takes in {
+                "_compute_loss": "model, inputs",
+                "_generate_and_score_completions": "inputs",
+                "_calculate_rewards": "inputs, prompts, completions, completion_ids_list",
+                "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, "
+                f"compute_entropy, compute_aux_loss, {', '.join(IMAGES)}",
             }.items()
         ),
     ),

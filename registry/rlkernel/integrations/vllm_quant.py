@@ -36,41 +36,33 @@ _QUANT: Final = "vllm.model_executor.layers.quantization"
 _BASE: Final = f"{_QUANT}.base_config"
 _LINEAR: Final = "vllm.model_executor.layers.linear"
 _HEAD: Final = "vllm.model_executor.layers.vocab_parallel_embedding"
-_LOADER: Final = ("self", "param", "loaded_weight", "loaded_shard_id")
+_LOADER: Final = "self, param, loaded_weight, loaded_shard_id"
 HOST: Final = replace(
     vllm.HOST,
     name="vllm quantization",
     does="models on our formats, qmatmul under linear layers",
     symbols=(
-        Symbol(_QUANT, "register_quantization_config", ("quantization",)),
-        Symbol(_BASE, "QuantizationConfig.get_quant_method", ("self", "layer", "prefix")),
+        Symbol(_QUANT, "register_quantization_config", "quantization"),
+        Symbol(_BASE, "QuantizationConfig.get_quant_method", "self, layer, prefix"),
         Symbol(_BASE, "QuantizationConfig.from_config"),
-        Symbol(_BASE, "QuantizationConfig.get_checkpoint_weight_mapper", ()),
-        Symbol(_BASE, "QuantizeMethodBase.process_weights_after_loading", ("self", "layer")),
-        Symbol(_BASE, "QuantizeMethodBase.dequantize_weight", ("self", "layer")),
+        Symbol(_BASE, "QuantizationConfig.get_checkpoint_weight_mapper", ""),
+        Symbol(_BASE, "QuantizeMethodBase.process_weights_after_loading", "self, layer"),
+        Symbol(_BASE, "QuantizeMethodBase.dequantize_weight", "self, layer"),
         Symbol(
             _LINEAR,
             "LinearMethodBase.create_weights",
-            (
-                "self",
-                "layer",
-                "input_size_per_partition",
-                "output_partition_sizes",
-                "input_size",
-                "output_size",
-                "params_dtype",
-                "extra_weight_attrs",
-            ),
+            "self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, "
+            "params_dtype, extra_weight_attrs",
         ),
-        Symbol(_LINEAR, "LinearMethodBase.apply", ("self", "layer", "x", "bias")),
+        Symbol(_LINEAR, "LinearMethodBase.apply", "self, layer, x, bias"),
         Symbol(_LINEAR, "LinearBase"),
         Symbol(_LINEAR, "UnquantizedLinearMethod"),
         Symbol(_LINEAR, "QKVParallelLinear.weight_loader", _LOADER),
-        Symbol(_LINEAR, "QKVParallelLinear.load_weights", ("self", "weights")),
+        Symbol(_LINEAR, "QKVParallelLinear.load_weights", "self, weights"),
         Symbol(_LINEAR, "MergedColumnParallelLinear.weight_loader", _LOADER),
-        Symbol(_LINEAR, "MergedColumnParallelLinear.load_weights", ("self", "weights")),
+        Symbol(_LINEAR, "MergedColumnParallelLinear.load_weights", "self, weights"),
         Symbol(_HEAD, "ParallelLMHead"),
-        Symbol("vllm.model_executor.models.utils", "AutoWeightsLoader.load_weights", ("self", "weights", "mapper")),
+        Symbol("vllm.model_executor.models.utils", "AutoWeightsLoader.load_weights", "self, weights, mapper"),
         Symbol("vllm.model_executor.models.utils", "WeightsMapper"),
     ),
 )
