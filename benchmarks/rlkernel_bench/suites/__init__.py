@@ -25,7 +25,7 @@ SUITES: Final[Mapping[str, str]] = {
     "quantize": "quantizing weights on the device",
     "capture": "replaying graphs",
     "rollout": "a decode chain under one graph, tokens a second",
-    "dispatch": "what a call costs beyond its kernel, and importing",
+    "dispatch": "what an operator costs in a compiled graph, and importing",
     "host": "host time of every operator beside plain torch: eager, bound, captured; first calls",
     "ranks": "operators that several GPUs of a host take part in",
     "trainers": "a step of TRL and of verl, by their own code and with rlkernel inside",
