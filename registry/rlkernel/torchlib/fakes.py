@@ -7,6 +7,7 @@ Each function stands for its operator while torch traces: the sizes may be symbo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -81,31 +82,19 @@ def _stats(call: LossFields, of: Tensor, state: torch.dtype, *, entropy: bool) -
     def number(dtype: torch.dtype = state) -> Tensor:
         return of.new_empty((), dtype=dtype)
 
-    def where(condition: object) -> Tensor | None:
-        return number() if condition else None
-
     rollout, correction = call.rollout_logprob is not None, call.correction is not None
-    return LossStats(
-        tokens=number(torch.int64),
-        sequences=None if of.dim() == 1 and call.cu_seqlens is None else number(torch.int64),
-        policy_loss=number(),
-        ratio_mean=number(),
-        ratio_min=number(),
-        ratio_max=number(),
-        clip_low=number(),
-        clip_high=number(),
-        clip_dual=number(),
-        approx_kl_k1=number(),
-        approx_kl_k3=number(),
-        effective_sample_size=number(),
-        entropy=where(entropy),
-        kl_ref=where(call.ref_logprob is not None),
-        rollout_kl=where(rollout),
-        rollout_missing=where(rollout),
-        correction_mean=where(correction),
-        correction_clipped=where(correction),
-        rejected=where(call.rejection is not None),
-    )
+    optional = {
+        "entropy": entropy,
+        "kl_ref": call.ref_logprob is not None,
+        "rollout_kl": rollout,
+        "rollout_missing": rollout,
+        "correction_mean": correction,
+        "correction_clipped": correction,
+        "rejected": call.rejection is not None,
+    }
+    found: dict[str, Any] = {f.name: number() for f in fields(LossStats) if optional.get(f.name, True)}
+    sequences = None if of.dim() == 1 and call.cu_seqlens is None else number(torch.int64)
+    return LossStats(**found | {"tokens": number(torch.int64), "sequences": sequences})
 
 
 def _sample(call: SampleCall) -> SampleResult:
