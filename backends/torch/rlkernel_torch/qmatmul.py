@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlkernel_common.activations import ACTIVATIONS
 from rlkernel_common.precision import full_precision
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant import convert, layouts
@@ -76,7 +77,7 @@ class _Product:
     @cached_property
     def wide(self) -> Tensor:  # [M, K]
         """The input in the dtype of accumulation."""
-        return _fresh(self.x, torch.float64 if self.x.dtype == torch.float64 else torch.float32)
+        return _fresh(self.x, accumulator(self.x))
 
     @cached_property
     def quantized(self) -> QuantActivation | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlkernel_common.philox import gumbel, range_words
 from rlkernel_common.requests import Requests, decode, edit
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_torch.draws import Draw, drawn_from
@@ -25,7 +26,7 @@ def sample(call: SampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
-    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    given = given.to(accumulator(given))
     requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)

@@ -13,6 +13,7 @@ from torch import Tensor
 from rlkernel_common.drafts import DraftRows, with_drafts
 from rlkernel_common.philox import range_words, token_words, uniform
 from rlkernel_common.requests import decode, edit
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.sampling import STREAMS
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_torch.draws import drawn_from
@@ -24,7 +25,7 @@ def verify(call: VerifyCall) -> VerifyResult:
     """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
     V = call.vocab_size or call.target_logits.shape[1]
     given = call.target_logits[:, :V]
-    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    given = given.to(accumulator(given))
     rows = _layout(call.cu_draft, call.draft_ids)
     requests = decode(call, given.shape[0], given.device, given.dtype, rows.request)
     requests = requests._replace(step=requests.step + rows.place, padding=None)

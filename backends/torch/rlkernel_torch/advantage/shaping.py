@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.moments import Moments, across_ranks, merged, moments, reciprocal
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
 from rlkernel_torch.advantage.layout import Layout
 
@@ -16,7 +17,7 @@ def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     rewards, logprob, ref_logprob = call.rewards, call.logprob, call.ref_logprob
     sequences, tokens = sizes(call)
     given = [x for x in (rewards, logprob, ref_logprob) if x is not None]
-    state = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    state = accumulator(*given)
     x = rewards.detach().to(state, copy=True)  # the result is the caller's own
     layout = None
     if tokens is not None:
