@@ -14,7 +14,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
-from rlkernel_core.quant.codec import decode_rows
+from rlkernel_core.quant.convert import decode_rows
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, dynamic_map, nearest
 from rlkernel_torch.direct import prepack
 
