@@ -53,7 +53,7 @@ def tensor(name: str, x: Any, *, ndim: int | Collection[int] | None = None, kind
             "8-bit floats have no scale here: use .bfloat16().",
         )
     if x.is_quantized:
-        raise ArgumentTypeError(name, describe(x), "is a quantised torch tensor", f"Pass {name}.dequantize().")
+        raise ArgumentTypeError(name, describe(x), "is a quantized torch tensor", f"Pass {name}.dequantize().")
     if kind == "integer" and (x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool"):
         raise ArgumentTypeError(name, describe(x), "must be an integer tensor", "Cast it with .long().")
     if kind == "real" and x.is_complex():
@@ -76,6 +76,13 @@ def same_device(name: str, x: Tensor, other: Tensor, of: str) -> None:
     """`x` lives where `other` lives."""
     if x.device != other.device:
         raise ArgumentError(name, describe(x), f"must be on the device of {of}, {other.device}", "Move one of them.")
+
+
+def aligned(name: str, x: Any, want: Sequence[int], of: str, *, kind: str, beside: Tensor, where: str) -> None:
+    """`x`, where it is given, has this kind and the shape of `of`, and lives where `beside`, named `where`, lives."""
+    if x is not None:
+        shape(name, tensor(name, x, kind=kind), want, of)
+        same_device(name, x, beside, where)
 
 
 def real(name: str, x: Any, remedy: str = "") -> None:

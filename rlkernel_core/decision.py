@@ -1,4 +1,4 @@
-"""A call to be decided, the policy it is decided under, and the decision: frozen values without behaviour.
+"""A call to be decided, the policy it is decided under, and the decision: frozen values without behavior.
 
 Imports nothing outside the standard library.
 """

@@ -22,7 +22,7 @@ STAGES: Final[dict[str, dict[str, str]]] = {
     "load": {
         "import-error": "importing the plugin's manifest raised",
         "not-a-manifest": "the entry point does not lead to a rlkernel_core.Backend",
-        "invalid-manifest": "the manifest contradicts itself or the catalogue of operators and features",
+        "invalid-manifest": "the manifest contradicts itself or the catalog of operators and features",
         "duplicate-name": "two installed distributions claim this backend name",
         "not-installed": "the policy names it or `auto` would use it, and no installed distribution provides it",
         "target-missing": "the manifest names a function that cannot be imported",

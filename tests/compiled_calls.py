@@ -76,7 +76,7 @@ EXAMPLES = (
     example("affine_suffix_scan"),
     example("whiten", mask=tokens()),
     example("group_filter"),
-    example("shape_rewards", mask=tokens(), clip=(-1.0, 1.0), normalise="running"),
+    example("shape_rewards", mask=tokens(), clip=(-1.0, 1.0), normalize="running"),
 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.integrations import hosts
-from rlkernel.integrations.trl import GRPO
+from rlkernel.integrations.trl_trainers import GRPO
 
 FILE = Path(__file__).with_suffix(".json")
 

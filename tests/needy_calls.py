@@ -79,7 +79,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         ],
         "whiten": [{"process_group": group}],
         "group_filter": [{"group": GROUP_IDS}, {"rule": "distinct"}],
-        "shape_rewards": [*({**kl, "kl": k} for k in ("abs", "k2")), {"normalise": "batch", "process_group": group}],
+        "shape_rewards": [*({**kl, "kl": k} for k in ("abs", "k2")), {"normalize": "batch", "process_group": group}],
     }
 
 

@@ -242,10 +242,10 @@ def test_a_format_that_does_not_exist_is_refused_by_name(monkeypatch) -> None:
     assert "unknown format 'mxfp4'" in content["results"][0]["message"]
 
 
-def test_the_way_to_a_kernel_is_measured_in_four_ways_over_the_same_kernel() -> None:
-    content = run(["dispatch"], only=["9 float32"], effort=QUICK)
+def test_the_way_to_a_kernel_in_a_compiled_graph_is_measured_beside_an_addition() -> None:
+    content = run(["dispatch"], size="full", only=["compiled backend=eager"], effort=QUICK)
     said = {c["name"]: c["status"] for c in content["results"][0]["candidates"]}
-    assert said == dict.fromkeys(("direct", "dispatch", "bound", "by shape"), "measured")
+    assert said == dict.fromkeys(("direct", "dispatch"), "measured")
 
 
 def test_an_absent_peer_says_what_is_missing_and_whether_its_adapter_ever_ran() -> None:

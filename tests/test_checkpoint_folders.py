@@ -70,7 +70,7 @@ def test_a_conversion_from_folder_to_folder_takes_all_with_it_and_says_what_the_
     out = tmp_path / "out"
     size = 2 * N * K * 4 // 3
     done = checkpoints.convert(path, out, format="int4_g64", shard_bytes=size)
-    assert (done.quantised, done.dense, done.note) == (2, 3, "")
+    assert (done.quantized, done.dense, done.note) == (2, 3, "")
     shards = sorted(file.name for file in out.glob("*.safetensors"))
     assert shards == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
     told = json.loads((out / "model.safetensors.index.json").read_text())
@@ -213,6 +213,6 @@ def test_a_conversion_that_fails_midway_leaves_no_folder(folder, tmp_path) -> No
 
 def test_the_commands_take_a_folder(cli, folder, tmp_path) -> None:
     out = str(tmp_path / "out")
-    assert "2 quantised" in cli("quant", "convert", str(folder[0]), out, "--format", "int4_g64").stdout
+    assert "Quantized 2 weights" in cli("quant", "convert", str(folder[0]), out, "--format", "int4_g64").stdout
     assert "3 dense, 2 rlkernel" in cli("quant", "inspect", out).stdout
     assert footprint.footprint(out).total == sum(t.nbytes for t in tensors(tmp_path / "out").values())

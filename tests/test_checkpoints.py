@@ -179,7 +179,7 @@ def dense(tmp_path):
 
 def test_a_conversion_quantises_what_no_pattern_skips_and_comes_back(dense, tmp_path) -> None:
     there = checkpoints.convert(dense, tmp_path / "q.safetensors", format="int4_g64", scheme="gptq_v2")
-    assert (there.quantised, there.dense, there.kept) == (1, 2, 0)
+    assert (there.quantized, there.dense, there.kept) == (1, 2, 0)
     # The file says which of the two formats it is.
     back = checkpoints.convert(tmp_path / "q.safetensors", tmp_path / "d.safetensors", scheme="dense")
     assert (back.kept, back.dense) == (1, 2)
@@ -191,7 +191,7 @@ def test_a_conversion_quantises_what_no_pattern_skips_and_comes_back(dense, tmp_
 def test_quantising_anew_starts_from_the_value_in_full_and_leaves_what_is_skipped(dense, tmp_path) -> None:
     first, second, kept = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "kept"))
     checkpoints.convert(dense, first, format="fp8_channel", scheme="scaled")
-    assert checkpoints.convert(first, second, format="nf4").quantised == 1
+    assert checkpoints.convert(first, second, format="nf4").quantized == 1
     assert checkpoints.convert(first, kept, format="nf4", skip=("a*",)).kept == 1
     value = dequantize(quantize(load_file(dense)["a.weight"], "fp8_channel"), dtype=torch.float32)
     with checkpoints.opened(second) as source:
@@ -275,7 +275,7 @@ def test_the_command_inspects_and_converts(cli, dense, tmp_path) -> None:
     target = tmp_path / "q.safetensors"
     done = cli("quant", "convert", str(dense), str(target), "--format", "int4_g64", "--scheme", "awq", "--json")
     assert "AWQ has no" not in done.output
-    assert json.loads(done.stdout)["quantised"] == 1
+    assert json.loads(done.stdout)["quantized"] == 1
     said = json.loads(cli("quant", "inspect", str(target), "--check", "--json").stdout)["weights"]
     (row,) = [row for row in said if row["scheme"] == "awq"]
     assert (row["weight"], row["shape"]) == ("a", [N, K])

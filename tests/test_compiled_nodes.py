@@ -31,7 +31,7 @@ def test_nodes_pass_torchs_own_check(example) -> None:
     )
     constants = [[t.detach() for t in args[0]], *args[1:]]
     torch.library.opcheck(forward, constants)
-    saved = nodes.kept(example.name, constants[0], *constants[3:], forward(*constants))
+    saved = nodes.kept(nodes.Node(example.name, *constants), forward(*constants))
     torch.library.opcheck(backward, (grads, saved, *constants))
 
 

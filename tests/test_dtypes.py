@@ -49,7 +49,7 @@ def test_any_other_dtype_is_refused_by_name(operator) -> None:
         if operator in ANY and dtype == "float8_e4m3fn" and ANY[operator] is REAL:
             continue  # 8-bit floats are real numbers: rewards may be stored so
         with pytest.raises(
-            (rlk.ArgumentTypeError, rlk.ResolutionError), match=r"must be|is quantised|dtype/unsupported"
+            (rlk.ArgumentTypeError, rlk.ResolutionError), match=r"must be|is quantized|dtype/unsupported"
         ):
             getattr(rlk, operator)(**cast(operator, dtype))
 

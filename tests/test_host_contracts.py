@@ -26,8 +26,8 @@ def test_the_symbols_are_those_of_the_hosts_source(host) -> None:
     for symbol in host.symbols:
         said = source["symbols"][str(symbol)]
         assert said != "gone", symbol
-        if symbol.parameters is not None:
-            assert said == list(symbol.parameters), symbol
+        if symbol.takes is not None:
+            assert said == ([*filter(None, symbol.takes.split(", "))]), symbol
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: f"{h.name}-{len(h.symbols)}")
@@ -122,7 +122,7 @@ def test_an_absent_host_is_refused_with_the_line_that_installs_it(name) -> None:
 def stand_in(ours, monkeypatch) -> ModuleType:
     """A module in the place of the host's, whose scoring function tells its name."""
     module = ModuleType(ours.SCORE.module)
-    exec(f"def {ours.SCORE.name}({', '.join(ours.SCORE.parameters)}): return 'theirs'", vars(module))
+    exec(f"def {ours.SCORE.name}({ours.SCORE.takes}): return 'theirs'", vars(module))
     module.Actor = module.DeepSpeedPPOTrainer = SimpleNamespace(train_rlhf=lambda self, inputs: None)
     monkeypatch.setitem(sys.modules, ours.SCORE.module, module)
     monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: ours.HOST.tested)
@@ -146,7 +146,7 @@ def test_tokens_are_scored_by_logprob_inside_the_block(ours, monkeypatch) -> Non
     assert torch.equal(logits.detach(), before)
     out.sum().backward()
     assert logits.grad is not None
-    assert getattr(host, ours.SCORE.name)(*ours.SCORE.parameters) == "theirs"
+    assert getattr(host, ours.SCORE.name)(*ours.SCORE.takes.split(", ")) == "theirs"
 
 
 def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from rlkernel.integrations import Host, Symbol, active, hosts
 from rlkernel.integrations.host import replaced
 from rlkernel.integrations.trl_head import LinearHead, Wanted
 
-SCORE = Symbol("acme_host", "score", ("x", "y"))
+SCORE = Symbol("acme_host", "score", "x, y")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_global_is_replaced_for_the_block_and_the_calls_are_counted(acme) -> N
         (host("<1"), r"acme \d.* is installed, and this integration was made for <1; pip install .*force=True"),
         (host(symbols=(Symbol("acme_host", "gone"),)), "acme_host.gone is gone .*Nothing was changed"),
         (host(symbols=(Symbol("acme_absent", "x"),)), "acme_absent.x is gone"),
-        (host(symbols=(Symbol("acme_host", "score", ("x", "z")),)), r"score takes \(x, y\), not \(x, z\)"),
+        (host(symbols=(Symbol("acme_host", "score", "x, z"),)), r"score takes \(x, y\), not \(x, z\)"),
     ],
 )
 def test_a_host_that_is_not_what_it_was_is_refused_before_anything_is_touched(acme, wanted, said) -> None:

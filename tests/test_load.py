@@ -134,7 +134,7 @@ def test_a_file_that_does_not_fit_the_model_is_refused_before_anything_is_loaded
 
 def test_a_quantised_weight_that_is_no_linear_of_the_model_is_refused(dense, tmp_path) -> None:
     checkpoints.convert(dense[1], tmp_path / "own.safetensors", format="int4_g32", skip=("lm_head*", "norm*"))
-    with pytest.raises(ArgumentError, match="embed.*is quantised, and no Linear"):
+    with pytest.raises(ArgumentError, match="embed.*is quantized, and no Linear"):
         nn.load_quantized(empty(), tmp_path / "own.safetensors", POLICY)
 
 

@@ -43,7 +43,6 @@ AFTER = replace(
     BEFORE,
     record=ShiftedCall,
     check=check,
-    needs=lambda call: BEFORE.needs(call) | ({"shift"} if call.shift != 0 else frozenset()),
     features=(*BEFORE.features, Feature("shift", "a number added to every log-probability")),
 )
 

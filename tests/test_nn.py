@@ -132,7 +132,7 @@ def test_weights_are_renewed_in_place(model, prepack) -> None:
     nn.quantize_model(model, nn.QuantPolicy("int4_g32", prepack=prepack))
     before = addresses(model)
     report = nn.requantize_(model, trainer.state_dict())
-    assert (report.quantised, before) == (4, addresses(model))
+    assert (report.quantized, before) == (4, addresses(model))
     assert report.gb_per_s > 0
     assert report.bytes_read == sum(p.numel() * 4 for p in trainer.parameters())
     nn.quantize_model(trainer, nn.QuantPolicy("int4_g32", prepack=prepack))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlkernel_conformance.quantised import SPECS, is_nan_or_equal
 
 import rlkernel as rlk
 from rlkernel_conformance.clauses import dequantize as clause
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.mutants import mutants_of
+from rlkernel_conformance.quantized_weights import SPECS, is_nan_or_equal
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
-from rlkernel_core.quant.codec import decode_rows
+from rlkernel_core.quant.convert import decode_rows
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, dynamic_map, nearest
 from rlkernel_torch.direct import prepack
 

@@ -196,7 +196,7 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch) -> None:
 
 def damaged(content: dict[str, Any]) -> dict[str, Any]:
     """Files that are not what `save` wrote, by what is wrong with them."""
-    ledger, held_by = content["ledger"], content["ledger"]["sequences"]
+    held, held_by = content["allocator"], content["allocator"]["sequences"]
     return {
         "no dict": [1, 2],
         "another schema": content | {"schema": 0},
@@ -206,12 +206,12 @@ def damaged(content: dict[str, Any]) -> dict[str, Any]:
         "a tensor less wide": content | {"tensors": {k: x[..., :1] for k, x in content["tensors"].items()}},
         "another dtype": content | {"tensors": {k: x.double() for k, x in content["tensors"].items()}},
         "a page too many": content | {"pages": [*content["pages"], 10**6]},
-        "no ledger": content | {"ledger": {}},
-        "a slot twice": content | {"ledger": ledger | {"free_slots": [*ledger["free_slots"], held_by[0]["slot"]]}},
-        "a page lost": content | {"ledger": ledger | {"free_pages": ledger["free_pages"][1:]}},
-        "a group lost": content | {"ledger": ledger | {"groups": {}}},
-        "a sequence of another form": content | {"ledger": ledger | {"sequences": [{"slot": 0}]}},
-        "a count in words": content | {"ledger": ledger | {"counts": dict.fromkeys(ledger["counts"], "many")}},
+        "no allocator": content | {"allocator": {}},
+        "a slot twice": content | {"allocator": held | {"free_slots": [*held["free_slots"], held_by[0]["slot"]]}},
+        "a page lost": content | {"allocator": held | {"free_pages": held["free_pages"][1:]}},
+        "a group lost": content | {"allocator": held | {"groups": {}}},
+        "a sequence of another form": content | {"allocator": held | {"sequences": [{"slot": 0}]}},
+        "a count in words": content | {"allocator": held | {"counts": dict.fromkeys(held["counts"], "many")}},
     }
 
 

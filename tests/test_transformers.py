@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_format_is_refused(folder, tmp_path) -> None:
 def test_an_unknown_format_and_a_policy_that_takes_nothing_are_refused(folder) -> None:
     with pytest.raises(rlk.UnknownNameError, match="did you mean 'int4_g32'"):
         transformers_quant.config("int4_g33")
-    with pytest.raises(rlk.HostError, match="quantises no layer of Qwen2ForCausalLM"):
+    with pytest.raises(rlk.HostError, match="quantizes no layer of Qwen2ForCausalLM"):
         dense(folder, quantization_config=transformers_quant.config("nf4", skip=["*"]))
 
 

@@ -4,7 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlkernel_common.row_statistics import join, law, side_by_side, sweep, temperatures, tile_width
+from rlkernel_common.row_statistics import (
+    join,
+    partial_softmax,
+    side_by_side,
+    softmax_stats,
+    temperatures,
+    tile_width,
+)
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
@@ -36,10 +43,10 @@ def test_joining_any_shards_in_one_process_gives_the_whole(cuts, seed, peak):
     parts = []
     for first, last in zip([0, *cuts], [*cuts, 3000], strict=True):
         y = logits[:, first:last]
-        parts.append(join(sweep(y, ids - first, T, tile_width(last - first), None, moment=True), T))
+        parts.append(join(partial_softmax(y, ids - first, T, tile_width(last - first), None, moment=True), T))
     shards = side_by_side([_column(p) for p in parts])
-    got = law(join(shards, T), T)
-    whole = law(join(sweep(logits, ids, T, tile_width(3000), None, moment=True), T), T)
+    got = softmax_stats(join(shards, T), T)
+    whole = softmax_stats(join(partial_softmax(logits, ids, T, tile_width(3000), None, moment=True), T), T)
     for name in ("logprob", "lse", "entropy"):
         torch.testing.assert_close(getattr(got, name), getattr(whole, name), atol=1e-12, rtol=1e-9)
 

@@ -249,7 +249,7 @@ def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> N
 
 
 def groups(suites: list[str], backends: list[str]) -> list[tuple[list[str], list[str]]]:
-    """Neighbouring suites with the backends that they share: large ones do without plain torch."""
+    """Neighboring suites with the backends that they share: large ones do without plain torch."""
     fast = [b for b in backends if b != "torch"] or backends
     found: list[tuple[list[str], list[str]]] = []
     for suite in suites:

@@ -59,10 +59,7 @@ def command(
         typer.Option(metavar="MODULE:ATTRIBUTE", help="A backend that is not installed; may be given several times."),
     ] = None,
     peers: Annotated[str | None, typer.Option(help="Peers with commas, or none. All, unless given.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="How long to measure a candidate, about; of bits, all calls.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at once, of bits.")] = 1,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="How long to measure a candidate, about.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json; the file, of bits.")] = None,
     threshold: Annotated[str, typer.Option(help="Difference that counts as one, such as 5%.")] = "5%",
     json: Json = False,
@@ -72,8 +69,8 @@ def command(
     Every result is held against its definition first: what is wrong gets
     no number. Ceilings of the machine are measured in the same run, and
     what is faster than they allow is reported as an error. `bits` writes
-    digests of the results of a fixed table of calls, made by the backends
-    named with --backend and no other, or says how two such files differ.
+    digests of the results of the same workloads, or says how two such
+    files differ.
     """
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
@@ -90,7 +87,9 @@ def command(
     elif action == "bits" and given:
         fine = _compare_bits(*map(Path, given), json=json)
     elif action == "bits":
-        fine = _bits(op, size, device, backend, manifest, seconds, jobs, out or Path("bits.json"), json=json)
+        with ExitStack() as scope:
+            _register(manifest or (), scope)
+            fine = _bits(suite, op, work, size, device, backend, out or Path("bits.json"), json=json)
     elif action == "evidence":
         fine = _evidence(Path(given[0]) if given else None, json=json)
     elif action == "compare":
@@ -110,33 +109,32 @@ def _register(manifests: Iterable[str], scope: ExitStack) -> None:
 
 
 def _bits(
+    suites: list[str] | None,
     ops: list[str] | None,
+    only: list[str] | None,
     size: str,
     device: str,
     backend: str | None,
-    manifests: list[str] | None,
-    seconds: float | None,
-    jobs: int,
     out: Path,
     *,
     json: bool,
 ) -> bool:
-    from rlkernel_bench.bits.record import Asked, record
+    from rlkernel_bench.bits import record
+    from rlkernel_bench.run import chosen
+    from rlkernel_bench.suites import SUITES
 
-    order = tuple(_names(backend) or ("torch",))
-    within = {"seconds": seconds} if seconds else {}
-    asked = Asked(device, order, tuple(manifests or ()), tuple(ops or ()), size == "toy", jobs, **within)
-    counts = record(asked, out)
+    works = chosen(suites or list(SUITES), size, _operators(ops), only or ())
+    counts = record(works, device, _names(backend) or (), out)
     if json:
         print_json({**counts, "file": str(out)})
     else:
-        said = "{made} of {asked} calls, {error} refused or failed, {unstable} with unstable outputs".format_map(counts)
+        said = "{made} calls, {error} refused or failed, {unstable} with unstable outputs".format_map(counts)
         typer.echo(f"{said}: {out}")
     return True
 
 
 def _compare_bits(old: Path, new: Path, *, json: bool) -> bool:
-    from rlkernel_bench.bits.compare import compare
+    from rlkernel_bench.bits import compare
 
     found = compare(old, new)
     if json:
@@ -201,11 +199,8 @@ def _run(
     from rlkernel_bench.run import run
     from rlkernel_bench.shared import Shared
     from rlkernel_bench.suites import SUITES, module
-    from rlkernel_core.spec import OPERATORS
 
-    for name in ops or ():
-        if name not in OPERATORS:
-            raise UnknownNameError("operator", name, OPERATORS)
+    _operators(ops)
     for name in suites or ():
         module(name)  # raises where there is none
     asked = suites or list(SUITES)
@@ -223,7 +218,7 @@ def _run(
             asked,
             size=size,
             device=device,
-            ops=ops or (),
+            ops=_operators(ops),
             only=only or (),
             use=_names(backend) or (),
             against=[] if peers == "none" else _names(peers),
@@ -245,6 +240,15 @@ def _told(content: dict[str, Any], *, json: bool) -> bool:
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items()))
         typer.echo("".join(f"{line}\n" for line in wrong), nl=False, err=True)
     return not wrong
+
+
+def _operators(names: list[str] | None) -> list[str]:
+    from rlkernel_core.spec import OPERATORS
+
+    for name in names or ():
+        if name not in OPERATORS:
+            raise UnknownNameError("operator", name, OPERATORS)
+    return names or []
 
 
 def _names(text: str | None) -> list[str] | None:

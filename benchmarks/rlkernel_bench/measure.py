@@ -178,8 +178,8 @@ def memory(problem: Problem, run: Run, device: str, inputs: Inputs) -> dict[str,
             got = once(smaller)
             at[str(value)] = None if got is None else max(0, got[1])
         known = [(int(k), v) for k, v in at.items() if v is not None]
-        slope = (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]) if len(known) > 1 else None
-        found |= {f"extra_bytes_at_{size}": at, f"extra_bytes_per_{size}": slope}
+        per_row = (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0]) if len(known) > 1 else None
+        found |= {f"extra_bytes_at_{size}": at, f"extra_bytes_per_{size}": per_row}
     return found
 
 

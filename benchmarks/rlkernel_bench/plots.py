@@ -11,7 +11,7 @@ from rlkernel_bench.results import best
 
 _CURVE = 4  # points of a line at least
 _MARKS = "osD^vP*X<>"
-_COLOURS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
+_COLORS = {"backend": "tab:blue", "ruler": "0.6", "peer": "tab:orange"}
 
 
 def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
@@ -63,7 +63,7 @@ def _points(results: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float,
         for c in result["candidates"]:
             if c.get("tflop_s") and c.get("gb_s"):
                 found.setdefault(c["name"], []).append((1e3 * c["tflop_s"] / c["gb_s"], c["tflop_s"]))
-            elif c.get("gb_s"):  # one operation a byte: on the slope, where it belongs
+            elif c.get("gb_s"):  # one operation a byte: on the line of the bandwidth
                 found.setdefault(c["name"], []).append((1.0, c["gb_s"] / 1e3))
     return found
 
@@ -72,10 +72,10 @@ def _roofline(ceilings: Mapping[str, Any], results: list[Mapping[str, Any]], fil
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 6))
-    slope = ceilings["copy"] / 1e12
+    bandwidth = ceilings["copy"] / 1e12
     xs = [10 ** (e / 8) for e in range(-8, 33)]
     for dtype, rate in ceilings["flops"].items():
-        axes.plot(xs, [min(slope * x, rate / 1e12) for x in xs], color="0.5", lw=1)
+        axes.plot(xs, [min(bandwidth * x, rate / 1e12) for x in xs], color="0.5", lw=1)
         axes.text(xs[-1], rate / 1e12, dtype, ha="right", va="bottom", fontsize=8, color="0.3")
     for i, (name, points) in enumerate(_points(results).items()):
         axes.scatter(*zip(*points, strict=True), label=name, s=18, marker=_MARKS[i % len(_MARKS)])
@@ -120,7 +120,7 @@ def _bars(suite: str, results: list[Mapping[str, Any]], file: Path) -> None:
     """Time as a multiple of the floor, or microseconds where a suite has none; a bar for each candidate."""
     import matplotlib.pyplot as plt
 
-    labels, lengths, colours = [], [], []
+    labels, lengths, colors = [], [], []
     for result in results:
         floor = result["floor"]["us"] if result["clock"] == "device" else 0.0
         for c in result["candidates"]:
@@ -129,9 +129,9 @@ def _bars(suite: str, results: list[Mapping[str, Any]], file: Path) -> None:
                 labels.append(f"{result['work']}  {c['name']}")
                 lengths.append(known[1]["median"] / floor if floor else known[1]["median"])
                 plain = c["name"].partition(":")[0] == "reference"
-                colours.append("lightblue" if plain else _COLOURS[c["kind"]])
+                colors.append("lightblue" if plain else _COLORS[c["kind"]])
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.22 * len(labels)))
-    axes.barh(range(len(labels)), lengths, color=colours)
+    axes.barh(range(len(labels)), lengths, color=colors)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
     axes.invert_yaxis()
     if lengths and min(lengths) > 0:

@@ -74,13 +74,13 @@ class Rank:
         held = torch.cuda.memory_allocated() if gpu else 0
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        meet, times = torch.zeros(1, device=self.place), []
+        ready, times = torch.zeros(1, device=self.place), []
         for _ in range(ROUNDS[self.device]):
             distributed.barrier()
             if gpu:
                 torch.cuda.synchronize()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                distributed.all_reduce(meet)  # the devices start together, whatever their hosts do
+                distributed.all_reduce(ready)  # the devices start together, whatever their hosts do
                 start.record()
                 call()
                 end.record()

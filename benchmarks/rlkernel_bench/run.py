@@ -58,7 +58,7 @@ def run(
     Raises:
         UnknownNameError: no such suite, size, operator, backend or peer.
     """
-    works = [w for w in suites.works(names, size, ops) if not only or any(text in w.name for text in only)]
+    works = chosen(names, size, ops, only)
     for backend in use:
         policy.installed()[backend]  # raises where there is none
     for peer in against or ():
@@ -88,13 +88,18 @@ def run(
     return sealed()
 
 
+def chosen(names: Sequence[str], size: str, ops: Sequence[str] = (), only: Sequence[str] = ()) -> list[Work]:
+    """Workloads of suites at a size, of some operators and with one of these texts in their names."""
+    return [w for w in suites.works(names, size, ops) if not only or any(text in w.name for text in only)]
+
+
 def _one(
     work: Work, device: str, known: limits.Ceilings, effort: Effort, use: Sequence[str], against: Sequence[str] | None
 ) -> dict[str, Any]:
     def whole() -> dict[str, Any]:
         problem = suites.problem(work, device)
         with problem.within():
-            return measure(problem, _candidates(problem, device, use, against), device, known, effort)
+            return measure(problem, candidates(problem, device, use, against), device, known, effort)
 
     result, error = guarded(whole)
     if result is not None:
@@ -112,7 +117,7 @@ def _stamped(result: dict[str, Any], present: Present) -> dict[str, Any]:
     return {**result, "device": present.device, "date": datetime.now(UTC).date().isoformat()}
 
 
-def _candidates(problem: Problem, device: str, use: Sequence[str], against: Sequence[str] | None) -> list[Candidate]:
+def candidates(problem: Problem, device: str, use: Sequence[str], against: Sequence[str] | None) -> list[Candidate]:
     """What the suite itself brings along, else the backends and the peers."""
     own = getattr(suites.module(problem.work.suite), "candidates", None)
     if own is not None:

@@ -17,11 +17,10 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.sampling import SampleResult
 
-PLAIN: Final = "standins"  # the backend whose claims hold for every shape
-BY_SHAPE: Final = "standins-by-shape"  # the one that looks at the shape of a call before it takes it
+STUB: Final = "stub"  # the backend, which looks at the shape of a call before it takes it
 
 _ROWS = torch.zeros(4)
-RESULTS: Final[dict[str, Any]] = {  # operator -> what its stand-in returns
+RESULTS: Final[dict[str, Any]] = {  # operator -> what its stub returns
     "logprob": LogprobResult(_ROWS, _ROWS, invalid=_ROWS.bool()),
     "sample": SampleResult(*([_ROWS] * 7)),
     "qmatmul": _ROWS,
@@ -61,23 +60,18 @@ def rows_fit(_: Any) -> None:
     """A check that accepts every shape."""
 
 
-def manifest(*, by_shape: bool) -> Backend:
-    """A backend of stand-ins."""
+@contextmanager
+def stubbed() -> Iterator[None]:
+    """The stubs are a backend of this process for this time."""
     impls = tuple(
         Impl(
             op=OPERATORS[op].id,
             target=f"{__name__}:{op}",
             requires=Requires(device="*"),
             supports=OPERATORS[op].feature_names,
-            check=f"{__name__}:rows_fit" if by_shape else None,
+            check=f"{__name__}:rows_fit",
         )
         for op in KERNELS
     )
-    return Backend(name=BY_SHAPE if by_shape else PLAIN, api=API_VERSION, impls=impls)
-
-
-@contextmanager
-def standing_in() -> Iterator[None]:
-    """The stand-ins are installed, for this process and this time."""
-    with rlk.registered(manifest(by_shape=False)), rlk.registered(manifest(by_shape=True)):
+    with rlk.registered(Backend(name=STUB, api=API_VERSION, impls=impls)):
         yield

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-Inputs = dict[str, Any]  # tensors and quantised weights by name; dimension names stand in the suites
+Inputs = dict[str, Any]  # tensors and quantized weights by name; dimension names stand in the suites
 Outputs = dict[str, Any]  # tensors by name
 Call = Callable[[Inputs], Outputs]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,6 +10,7 @@ import typer
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError
+from rlkernel_judge.requirements import require
 
 if TYPE_CHECKING:
     from rlkernel_judge.verdict import Verdict
@@ -95,16 +95,6 @@ def command(
             _compared(found)
     if not all(v.correct for v in verdicts):
         raise typer.Exit(1)
-
-
-def require(what: str, *packages: str) -> None:
-    """See that packages are installed.
-
-    Raises:
-        ConfigError: some are missing; it names the line that installs them.
-    """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
 
 
 def _bytes(file: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Final
 import typer
 
 from rlkernel_core.errors import ConfigError
-from rlkernel_judge.cli import require
+from rlkernel_judge.requirements import require
 
 _STOPPING_S: Final = 10
 

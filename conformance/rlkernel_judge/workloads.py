@@ -125,7 +125,7 @@ class _Draw:
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
     def weight(self, rows: int, columns: int) -> Any:
-        from rlkernel_core.quant.codec import quantize
+        from rlkernel_core.quant import quantize
 
         return quantize(self.normal(rows, columns), "int4_g32")
 

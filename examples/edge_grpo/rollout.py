@@ -1,6 +1,6 @@
 """The rollout on the trainer's own 4-bit weights: one copy in memory, an adapter that the graph reads where it lies.
 
-Nothing is synchronised after an update: the optimizer writes the adapter in place. Legend: B sequences · V vocabulary.
+Nothing is synchronized after an update: the optimizer writes the adapter in place. Legend: B sequences · V vocabulary.
 """
 
 from __future__ import annotations

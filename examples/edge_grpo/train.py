@@ -49,7 +49,7 @@ def base(shape: Shape, steps: int, path: Path, device: str) -> None:
 
 
 def packed(shape: Shape, path: Path, device: str) -> Policy:
-    """The model from its file, each layer quantised as it is read, refused where it would swap."""
+    """The model from its file, each layer quantized as it is read, refused where it would swap."""
     with torch.device("meta"):
         policy = Policy(shape)
     how = nn.QuantPolicy(FORMAT, skip=("head",), lora_rank=RANK, lora_alpha=RANK, lora_dtype=torch.float32)

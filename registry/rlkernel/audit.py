@@ -3,7 +3,7 @@
     [rlkernel]
     audit = 100
 
-Results are compared, not gradients: the reference runs under torch.no_grad. Integers, bools and quantised weights must
+Results are compared, not gradients: the reference runs under torch.no_grad. Integers, bools and quantized weights must
 be equal. A float may be off by twice its tolerance in the operator's spec, since both sides may be off by it; where
 that is relative to a sum which is not at hand, the scale is the largest |expected|, and at least 1. Of draws a few rows
 may hold other tokens, see `_draws`. So an audit is a smoke alarm, and the conformance suite is the proof.

@@ -144,15 +144,15 @@ class Bound:
         """
         decision = self.choice.decision
         asked, was = call_of(self.spec, call), decision.call
-        taking = [impl for impl in self.impls if _takes(impl, asked)]
-        if (asked.device, asked.arch) != (was.device, was.arch) or not taking:
+        claiming = [impl for impl in self.impls if _takes(impl, asked)]
+        if (asked.device, asked.arch) != (was.device, was.arch) or not claiming:
             raise ResolutionError(
                 f"{self.spec.name} was bound to {decision.target} for `{was}`; it does not take `{asked}`. Bind "
                 "a call of that kind, or call the operator itself."
             )
         verdicts = Verdicts(call)
-        refused = [said for impl in taking if (said := verdicts.of(impl)) is not None]
-        if len(refused) == len(taking):
+        refused = [said for impl in claiming if (said := verdicts.of(impl)) is not None]
+        if len(refused) == len(claiming):
             raise ResolutionError(
                 f"{self.spec.name} was bound to {decision.target}, which refuses this call: {refused[0]}"
             )

@@ -1,6 +1,6 @@
 """Which backends are installed: entry points listed without importing them, manifests loaded one by one.
 
-A plugin that raises, exits, lies about its name or was built for another API becomes a Reason; its neighbours are
+A plugin that raises, exits, lies about its name or was built for another API becomes a Reason; its neighbors are
 not disturbed. This module is the only one that catches foreign exceptions, in `guarded`.
 Imports no torch and no backend.
 """
@@ -259,7 +259,7 @@ def _load(entries: list[EntryPoint]) -> Candidate:
 
 
 def _judged(found: Candidate, manifest: object) -> Candidate:
-    """Hold a loaded manifest against its entry point and the catalogue of operators."""
+    """Hold a loaded manifest against its entry point and the catalog of operators."""
     from rlkernel_core.manifest import Backend
 
     if type(manifest) is not Backend:  # a subclass could answer otherwise than its fields say

@@ -3,7 +3,7 @@
 The functions are generated from the records, so that an argument is written down once. A call costs a record, a key and
 one lookup; a key that the table of the current scope does not have goes to `decide.plan_for`, the cold path.
 
-While torch traces, a call takes the compiled lane instead (torchlib), which makes the same decisions.
+While torch traces, a call takes the compiled path instead (torchlib), which makes the same decisions.
 There is no try around a kernel: what an implementation raises is what the caller sees.
 """
 
@@ -66,6 +66,7 @@ def operator(name: str) -> Operator[Any, Any]:
     scope["_self"] = call
     _described(call, spec)
     call.spec, call.last = spec, None
+    policy.PROCESS.operators.append(call)
     call.bind = lambda *args, **kwargs: _described(scope["_bind"](bind(spec, spec.call(*args, **kwargs))), spec)
     return cast("Operator[Any, Any]", call)
 

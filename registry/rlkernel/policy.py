@@ -18,7 +18,6 @@ from importlib import invalidate_caches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
-import rlkernel
 from rlkernel import config, hooks
 from rlkernel.discover import Candidate, Installed, known_names
 from rlkernel.plans import Choice, Table
@@ -84,6 +83,7 @@ class _Process:
             tuple[str, str, str], Reason | None
         ] = {}  # (backend, device, how) -> outcome of its self-test
         self.warned: set[tuple[str, ...]] = set()
+        self.operators: list[Any] = []  # the front door's functions, as `dispatch` makes them
 
     def forget(self) -> None:
         """Forget what was found out about this process's plugins and devices."""
@@ -300,8 +300,8 @@ def _after_fork() -> None:
     # Another process: devices and plugins may differ, and the lock may have been held by a thread that is gone.
     PROCESS.lock = threading.RLock()
     PROCESS.forget()
-    for op in vars(rlkernel).keys() & OPERATORS.keys():
-        vars(rlkernel)[op].last = None
+    for operator in PROCESS.operators:
+        operator.last = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

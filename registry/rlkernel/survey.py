@@ -71,7 +71,7 @@ def foresee(op: str, situation: Situation, *, locked: bool = True, here: bool = 
 def survey(
     situation: Situation, *, ops: Iterable[str] = OPERATORS, locked: bool = True, here: bool = False
 ) -> list[Decision]:
-    """`foresee` for every operator, in the catalogue's order."""
+    """`foresee` for every operator, in the catalog's order."""
     return [foresee(op, situation, locked=locked, here=here) for op in ops]
 
 

@@ -36,7 +36,7 @@ def _mean(values):
 
 
 def kl_value(q, name, clamp):
-    """KL estimate at q; straight-through ones have the value at the real part of q and the slope of k2."""
+    """KL estimate at q; straight-through ones have the value at the real part of q and the derivative of k2."""
     if name.endswith("+"):
         q0 = q.real
         return 0.5 * q * q - 0.5 * q0 * q0 + kl_value(q0, name[:-1], clamp)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlkernel_core.definitions import quant, quantise
+from rlkernel_core.definitions import quant, quantize
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound, smallest_error
 
 STEEP = 1.2  # above every |act'| and |act''| but that of relu
@@ -35,7 +35,7 @@ class Exact:
 
     x: Tensor
     w: Tensor
-    left: Tensor  # x as the format quantises it, gradients passing through
+    left: Tensor  # x as the format quantizes it, gradients passing through
     slack: Tensor  # what another right code of x may change, [M, K]
     h: Tensor
     y: Tensor
@@ -95,7 +95,7 @@ def exact(x, w, *, rounding="any", bias=None, lora=None, activation=None, residu
     left, slack = wide, torch.zeros_like(wide)
     if spec.act != "none":
         kind = x.detach() if dtype == "float64" else x.detach().float()
-        codes, off, _ = quantise.activation(kind.numpy(), spec)
+        codes, off, _ = quantize.activation(kind.numpy(), spec)
         left = wide + (torch.from_numpy(codes) - wide).detach()
         slack = torch.from_numpy(off)
     h = left @ value.t()
@@ -145,7 +145,7 @@ def bounds_of_gradients(e: Exact, dy):
         off = torch.zeros_like(h)
     summed = accumulation_bound(0.0, 1.0, unit=e.unit, inner=max(*e.w.shape, h.shape[0]), weight_rounding="none")
     off = off + (3 * e.unit + 3 * summed) * dh.abs()
-    # Where x is quantised to integers, w' = fl32(q s) does for the gradient.
+    # Where x is quantized to integers, w' = fl32(q s) does for the gradient.
     found = {"x": off @ e.w.abs() + 2.0**-23 * e.integers * dh.abs() @ e.w.abs(), "bias": off.sum(0)}
     if e.lora is not None:
         a, b, s = (abs(t) if isinstance(t, float) else t.detach().abs() for t in e.lora)

@@ -1,4 +1,4 @@
-"""Scales that a quantiser finds by other rules than the largest magnitude over the largest code: numpy, block by block.
+"""Scales that a quantizer finds by other rules than the largest magnitude over the largest code: numpy, block by block.
 
 Powers of two (OCP Microscaling Formats 1.0, section 6.3, and what libraries do instead), NVFP4, the formats of
 llama.cpp. Weights are finite fp32; every function returns part name -> tensor.

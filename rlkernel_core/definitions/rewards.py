@@ -70,10 +70,10 @@ def overlong(lengths, limit, buffer, factor=1.0, cap=True):
     return np.maximum(penalty, -factor) if cap else penalty
 
 
-def per_sequence(x, *, clip=None, normalise=False, center=True, ddof=1, eps=1e-8, penalty=0.0):
-    """Clip, normalise, overlong, in this order; a reward that is not finite is in no moment."""
+def per_sequence(x, *, clip=None, normalize=False, center=True, ddof=1, eps=1e-8, penalty=0.0):
+    """Clip, normalize, overlong, in this order; a reward that is not finite is in no moment."""
     x = np.where(np.isfinite(x), np.clip(x, *clip), x) if clip else x
-    if normalise:
+    if normalize:
         _, mean, var = moments(x, np.isfinite(x), ddof)
         x = (x - mean * center) * rstd(var, eps)
     return x + penalty

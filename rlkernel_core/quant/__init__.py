@@ -1,4 +1,4 @@
-"""Quantised formats: for each one the exact codec (quantise, pack, unpack, dequantise) in plain torch.
+"""Quantized formats: for each one the exact codec (quantize, pack, unpack, dequantize) in plain torch.
 
     from rlkernel_core.quant import QuantSpec, dequantize, quantize
 
@@ -19,7 +19,7 @@ from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 
 if TYPE_CHECKING:
     from rlkernel_core.quant.activations import quantize_activation
-    from rlkernel_core.quant.codec import dequantize, error_bound, quantize, update_
+    from rlkernel_core.quant.convert import dequantize, error_bound, quantize, update_
     from rlkernel_core.quant.layouts import pack, unpack
     from rlkernel_core.quant.stacking import stack
 
@@ -40,14 +40,14 @@ __all__ = [
 
 # name -> module; these load torch.
 _LAZY: Final = {
-    "dequantize": "codec",
-    "error_bound": "codec",
+    "dequantize": "convert",
+    "error_bound": "convert",
     "pack": "layouts",
-    "quantize": "codec",
+    "quantize": "convert",
     "quantize_activation": "activations",
     "stack": "stacking",
     "unpack": "layouts",
-    "update_": "codec",
+    "update_": "convert",
 }
 
 

@@ -1,4 +1,4 @@
-"""Quantising what comes into a matmul: per token to 8-bit integers or floats, or in blocks of 128 columns.
+"""Quantizing what comes into a matmul: per token to 8-bit integers or floats, or in blocks of 128 columns.
 
     s = max |x| / 127  (token_int8),  max |x| / max  (token_fp8, block128_fp8; max is 448 for e4m3fn)
     q = rint(x / s) clamped to -127..127, or the saturating cast of x / s
@@ -20,7 +20,7 @@ from rlkernel_core.quant.spec import QuantSpec
 
 @dataclass(frozen=True)
 class QuantActivation:
-    """A quantised input of a matmul."""
+    """A quantized input of a matmul."""
 
     codes: Tensor  # [M, K] int8, or float8
     scale: Tensor  # [M, 1], or [M, ceil(K / 128)] for blocks; fp32 (float64 for float64 x)
@@ -34,7 +34,7 @@ class QuantActivation:
 
 
 def quantize_activation(x: Tensor, spec: QuantSpec) -> QuantActivation:  # x [M, K] fp32 or float64
-    """Quantise x as `spec.act` says."""
+    """Quantize x as `spec.act` says."""
     size = 128 if spec.act == "block128_fp8" else x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     blocks = blocks.view(x.shape[0], blocks.shape[1] // size, size)

@@ -1,31 +1,28 @@
-"""Quantise and dequantise any format: the drivers around the codecs.
+"""The interface of a codec, and the codec of each format.
 
 A codec is the meaning of one family of formats. It says which tensors hold a weight (`storage`), fills them from a
 weight (`encode_`, in place: recorded graphs keep addresses), gives fp32 rows back (`decode`) and says how far a value
 may be from the weight (`error_bound`). All arithmetic is fp32, in the order that the codec's docstring states, every
 operation rounded to nearest even and none contracted, so that any backend can give the same bits.
 
-Legend: weight [Nout, K]; G groups along K.
+Legend: weight [Nout, K]. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-import torch
-from torch import Tensor
+from rlkernel_core.quant.spec import QuantSpec, row_of
 
-from rlkernel_core.errors import ArgumentError
-from rlkernel_core.quant import layouts
-from rlkernel_core.quant.spec import QuantSpec, row_of, spec_of
-from rlkernel_core.quant.tensor import CANONICAL, QuantTensor, check_layout
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ALIGN: Final = 128  # codecs decode from multiples of this row: a whole number of every group, byte and tile
 _BLOCK: Final = 1 << 20  # weight elements worked on at once: 4 MiB of fp32
-Storage = dict[str, tuple[tuple[int, ...], torch.dtype]]
-_CONSTANTS: Final[dict[tuple[QuantSpec, torch.device], dict[str, Tensor]]] = {}
+Storage = dict[str, tuple[tuple[int, ...], "torch.dtype"]]
 
 
 class Codec(Protocol):
@@ -40,7 +37,7 @@ class Codec(Protocol):
         ...
 
     def encode_(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
-        """Quantise a weight [Nout, K] into existing parts."""
+        """Quantize a weight [Nout, K] into existing parts."""
         ...
 
     def decode(
@@ -50,7 +47,7 @@ class Codec(Protocol):
         ...
 
     def error_bound(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> Tensor:
-        """Largest |weight - decoded| that a right quantiser may leave, per element, float64 [Nout, K]."""
+        """Largest |weight - decoded| that a right quantizer may leave, per element, float64 [Nout, K]."""
         ...
 
 
@@ -58,83 +55,6 @@ def codec_of(spec: QuantSpec) -> Codec:
     """The codec of a format."""
     found: Codec = import_module(f"rlkernel_core.quant.{row_of(spec.format).codec}").CODEC
     return found
-
-
-def quantize(
-    weight: Tensor,  # [Nout, K]
-    format: str | QuantSpec,  # noqa: A002  the operator's argument
-    *,
-    dtype: torch.dtype | None = None,
-    out: QuantTensor | None = None,
-) -> QuantTensor:
-    """Quantise a weight, a parameter included; see `rlkernel_core.spec.quantize.QuantizeCall` for the contract."""
-    spec = spec_of(format)
-    weight = weight.detach()
-    if out is not None:
-        update_(out, weight)
-        return out
-    rows, columns = weight.shape
-    codec = codec_of(spec)
-    parts = {
-        name: torch.empty(size, dtype=kind, device=weight.device)
-        for name, (size, kind) in codec.storage(spec, (rows, columns)).items()
-    }
-    for name, table in _constants(codec, spec, next(iter(parts.values()))).items():
-        parts[name].copy_(table)
-    codec.encode_(parts, weight, spec)
-    default = torch.float32 if weight.dtype == torch.float64 else weight.dtype
-    return QuantTensor(spec, (rows, columns), dtype or default, parts)
-
-
-def _constants(codec: Codec, spec: QuantSpec, like: Tensor) -> dict[str, Tensor]:
-    """The codec's constant parts beside `like`; moved there once, since a copy from the host is a synchronisation."""
-    if type(like) is not Tensor:  # a fake tensor must not meet a real one, nor be remembered
-        return codec.constants(spec)
-    key = (spec, like.device)
-    if key not in _CONSTANTS:
-        _CONSTANTS[key] = {name: table.to(like.device) for name, table in codec.constants(spec).items()}
-    return _CONSTANTS[key]
-
-
-def update_(w: QuantTensor, weight: Tensor) -> None:
-    """Quantise a new weight into the storage of `w`, whatever its layout: no address changes.
-
-    Raises:
-        ArgumentError: the weight has another shape or device.
-        LayoutError: `w` has the layout of another backend.
-    """
-    if tuple(weight.shape) != w.shape or weight.device != w.device:
-        got = f"{list(weight.shape)} on {weight.device}"
-        want = f"must be {list(w.shape)} on {w.device}, as what it replaces"
-        raise ArgumentError("weight", got, want, "Quantize it anew, without out=.")
-    if w.layout == CANONICAL:
-        codec_of(w.spec).encode_(w.parts, weight.detach(), w.spec)
-        return
-    check_layout("out", w, layouts.KNOWN)
-    fresh = layouts.pack(quantize(weight, w.spec), w.layout)
-    for name, part in fresh.parts.items():
-        w.parts[name].copy_(part)
-
-
-def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  # -> [Nout, K]
-    """The weight that `w` stands for; see `rlkernel_core.spec.quantize.DequantizeCall` for the contract."""
-    w = layouts.unpack(w)
-    result = torch.empty(w.shape, dtype=dtype or w.dtype, device=w.device)
-    for start, stop in row_blocks(w.shape):
-        result[start:stop] = decode_rows(w, start, stop)
-    return result
-
-
-def decode_rows(w: QuantTensor, start: int, stop: int) -> Tensor:  # -> [stop - start, K] fp32
-    """Rows of a canonical weight before they are rounded to any other dtype."""
-    aligned = start // ALIGN * ALIGN
-    return codec_of(w.spec).decode(w.parts, w.spec, w.shape, aligned, stop)[start - aligned :]
-
-
-def error_bound(w: QuantTensor, weight: Tensor) -> Tensor:  # [Nout, K] -> float64 [Nout, K]
-    """How far the fp32 values of `w`, quantised from `weight`, may be from it: the format's own error, per element."""
-    w = layouts.unpack(w)
-    return codec_of(w.spec).error_bound(w.parts, weight, w.spec)
 
 
 def row_blocks(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:

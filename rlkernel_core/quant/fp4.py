@@ -1,9 +1,9 @@
-"""FP4 of bitsandbytes: blocks and double quantisation as `nf4` has them, a table of 4-bit floats instead.
+"""FP4 of bitsandbytes: blocks and double quantization as `nf4` has them, a table of 4-bit floats instead.
 
 A code is a sign bit and three bits that stand for 0, 1/192, 2/3, 1, 1/3, 1/2, 1/6, 1/4 in this order. That is not the
 e2m1 of the OCP formats (`mxfp4`, `nvfp4`), whose codes are in ascending order and whose values are others.
 
-Quantise: x = w / a in fp32; the magnitude is the nearest to |x|, a tie takes the lower; the sign bit is set where
+Quantize: x = w / a in fp32; the magnitude is the nearest to |x|, a tie takes the lower; the sign bit is set where
 x < 0, so a small negative value has the code 8, which stands for 0 as code 0 does.
 """
 
@@ -28,7 +28,7 @@ class FP4(NF4):
 
     def code(self, ratio: Tensor, table: Tensor) -> Tensor:
         """Nearest magnitude, and a sign."""
-        ascending, codes = table[:8].sort()  # on the device: a copy from the host would be a synchronisation
+        ascending, codes = table[:8].sort()  # on the device: a copy from the host would be a synchronization
         found = codes.to(torch.uint8).index_select(0, nearest(ratio.abs(), ascending).int())
         return found | ((ratio < 0).to(torch.uint8) << 3)
 

@@ -1,6 +1,6 @@
 """Weights with scales on a grid of row and column groups: 4- and 8-bit integers and 8-bit floats.
 
-Quantise, all in fp32 (a float64 weight is rounded to fp32 first), per group with a = max |w|:
+Quantize, all in fp32 (a float64 weight is rounded to fp32 first), per group with a = max |w|:
     s  = cvt_S(a / 7.5 | a / 7 | a / 127 | a / max)      S the scale's dtype; asymmetric: cvt_S((hi - lo) / 15)
     z  = clamp(rint(-lo / s), 0, 15)                     asymmetric only; lo = min(w, 0), hi = max(w, 0)
     q  = clamp(rint(w / s) + z)                          integers: -8..7 (rule 7: -7..7), -127..127; asymmetric 0..15
@@ -11,16 +11,16 @@ first value of the largest magnitude, r = fl32(1 / d), q = round(fl32(w r)), s =
     rounding: "even" is rint; "away" takes a tie away from zero; "up" takes floor(fl32(x + 1/2)).
 act_order: columns are put into groups in the order of their largest finite |w|, descending, the first of equals first;
 `g_idx` [K] is the group of each column, and codes stay where their columns are.
-Dequantise: w' = fl32(fl32(q - z) * s), then one rounding to the dtype asked for. Integers times 16-bit scales are
+Dequantize: w' = fl32(fl32(q - z) * s), then one rounding to the dtype asked for. Integers times 16-bit scales are
 exact in fp32, so those are rounded once in all; q - z rounds only where z is a float.
 
 A group of zeros, or one whose scale underflows to 0, gives zeros. A group whose scale is not finite (it holds an inf
-or NaN, or S overflows) has scale NaN and dequantises to NaN; no other group is touched. The last group of a row is
+or NaN, or S overflows) has scale NaN and dequantizes to NaN; no other group is touched. The last group of a row is
 short where K is no multiple of the group.
 
 Storage: `codes` uint8 [Nout, ceil(K/2)], the low nibble is the even column, q + 8 if symmetric; or int8 or float8
 [Nout, K]; `scale` [row groups, column groups]; `zero` uint8, or S, like it; `g_idx` int32 [K]. Codes int8 -128 and
-zeros 16, which other quantisers write, are read as they are.
+zeros 16, which other quantizers write, are read as they are.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _scale(span: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _range(spec: QuantSpec) -> tuple[int, int]:
-    """Smallest and largest integer code that the quantiser writes, before the zero-point."""
+    """Smallest and largest integer code that the quantizer writes, before the zero-point."""
     if spec.element == "int8":
         return -127, 127
     if not spec.symmetric:

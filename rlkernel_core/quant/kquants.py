@@ -4,7 +4,7 @@
     w' = fl32(fl32(d sc) (q - 32))              q6_k: sub-blocks of 16; sc of 8 bits, signed; q of 0..63
 d and dmin are fp16, so every product is exact in fp32 unless it is subnormal, and w' is rounded once, fused or not.
 
-Quantise, in fp32, with lo = min(w, 0), hi = max(w, 0) of a sub-block and S = those of its super-block:
+Quantize, in fp32, with lo = min(w, 0), hi = max(w, 0) of a sub-block and S = those of its super-block:
     q4_k, q5_k ("minmax"):  s = (hi - lo) / top, d = fp16(max_S s / 63), sc = clamp(rint(s / d), 0, 63),
                             dmin = fp16(max_S -lo / 63), mn = clamp(rint(-lo / dmin), 0, 63),
                             q = clamp(rint(fl32(w + dmin mn) / fl32(d sc)), 0, top)
@@ -14,7 +14,7 @@ Quantise, in fp32, with lo = min(w, 0), hi = max(w, 0) of a sub-block and S = th
 llama.cpp searches around such a start for a smaller squared error, so its codes differ; what it writes is read bit for
 bit. Ties are to even. What is divided by 0 is 0.
 
-A super-block of zeros gives zeros; one with an inf or NaN, or whose d or dmin overflows, has d = NaN and dequantises to
+A super-block of zeros gives zeros; one with an inf or NaN, or whose d or dmin overflows, has d = NaN and dequantizes to
 NaN, and no other does. The last super-block and sub-block of a row are short where K is no multiple of them.
 
 Storage: `codes` uint8 [Nout, ceil(K/2)], the low four bits of q, low nibble = even column; `high` uint8, the rest of q:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_core.quant.codec import codec_of
 from rlkernel_core.quant.spec import row_of
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor, check_layout
 
@@ -47,8 +48,6 @@ def unpack(w: QuantTensor) -> QuantTensor:
     check_layout("w", w, KNOWN)
     if w.layout == CANONICAL:
         return w
-    from rlkernel_core.quant.codec import codec_of
-
     size, dtype = codec_of(w.spec).storage(w.spec, w.shape)["codes"]
     row_bytes = torch.Size(size).numel() // w.shape[0]
     codes = _untile(w.parts["codes"], w.shape[0], row_bytes).view(dtype).view(size)

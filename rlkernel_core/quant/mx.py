@@ -1,12 +1,12 @@
 """MX formats: small floats with a power of two per 32 columns (OCP Microscaling Formats 1.0).
 
-Quantise, in fp32, per group with a = max |w| = m 2^p, 1 <= m < 2 (p is -127 below the smallest normal number), and the
+Quantize, in fp32, per group with a = max |w| = m 2^p, 1 <= m < 2 (p is -127 below the smallest normal number), and the
 element's largest value M = m' 2^p': scale byte E = clamp(p - p' + 127 + up, 0, 254), where `up` is
     "floor"  0: OCP section 6.3, torchao, ggml. Values above M 2^(E - 127) become that
     "rceil"  1 where m > m': the smallest scale under which nothing saturates; triton_kernels, cuBLAS
     "even"   1 where rounding m to the element's mantissa reaches 2: compressed-tensors, torchao
     q = the element nearest to w / 2^(E - 127), saturated; e2m1 ties take the even code, or ("away") the larger one
-Dequantise: w' = fl32(q 2^(E - 127)). That is exact, or inf where it is beyond the range of fp32.
+Dequantize: w' = fl32(q 2^(E - 127)). That is exact, or inf where it is beyond the range of fp32.
 
 E = 255 is NaN: a group with an inf or NaN gets it. A group of zeros has E = 0 and gives zeros. The last group of a row
 is short where K is no multiple of 32.

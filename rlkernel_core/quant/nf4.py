@@ -1,17 +1,17 @@
-"""NF4: 4-bit codes into a table of normal quantiles, blocks of 64 or 128, scales quantised again if asked for.
+"""NF4: 4-bit codes into a table of normal quantiles, blocks of 64 or 128, scales quantized again if asked for.
 
 The storage of bitsandbytes (QLoRA, arXiv 2305.14314): the weight is flattened row-major, a block is 64 (or 128)
 consecutive elements whatever the row length, and the first code of a byte is its high nibble.
 
-Quantise, in fp32: a = max |w| of the block; x = w / a; code = number of midpoints between table entries that are
+Quantize, in fp32: a = max |w| of the block; x = w / a; code = number of midpoints between table entries that are
 below x (a tie takes the lower code).
-Double quantisation: offset = mean(a) (in float64, rounded to fp32); blocks of 256 of a - offset are divided by their
+Double quantization: offset = mean(a) (in float64, rounded to fp32); blocks of 256 of a - offset are divided by their
 own maximum b and coded into the 256 values of the dynamic map, nearest first, ties to the lower code.
-Dequantise: a = fl32(fl32(map[code] * b) + offset), a multiplication and then an addition, never fused;
+Dequantize: a = fl32(fl32(map[code] * b) + offset), a multiplication and then an addition, never fused;
 w' = fl32(table[code] * a); then one rounding to the dtype asked for.
 
-A block of zeros gives zeros. A block with an inf or NaN has scale NaN and dequantises to NaN; with double
-quantisation that holds for the 256 blocks that share b. Nothing else is touched.
+A block of zeros gives zeros. A block with an inf or NaN has scale NaN and dequantizes to NaN; with double
+quantization that holds for the 256 blocks that share b. Nothing else is touched.
 
 Storage: `codes` uint8 [ceil(Nout K / 2)]; `absmax` fp32 [blocks], or uint8 with `nested_absmax` fp32
 [ceil(blocks / 256)] and `nested_offset` fp32 [1]; the tables `table` fp32 [16] and `nested_table` fp32 [256].
@@ -107,7 +107,7 @@ class NF4:
         return (value * _spread(absmax, spec.group, last - first)).view(stop - start, shape[1])
 
     def error_bound(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> Tensor:
-        """Half the widest gap of the table, times a; and the scale's own error where it was quantised."""
+        """Half the widest gap of the table, times a; and the scale's own error where it was quantized."""
         flat = weight.detach().reshape(-1)
         exact = _absmax(flat, spec.group).double()
         stored = _scales(parts, spec, 0, exact.numel()).double()
@@ -119,7 +119,7 @@ CODEC: Final = NF4()
 
 
 def dynamic_map() -> Tensor:  # -> [256] fp32, ascending
-    """The signed "dynamic" code of 8-bit optimisers (arXiv 2110.02861, section 1.3), with the rounding of bitsandbytes.
+    """The signed "dynamic" code of 8-bit optimizers (arXiv 2110.02861, section 1.3), with the rounding of bitsandbytes.
 
     Decade i of 7 is 10^(i - 6) times the midpoints of 2^i equal bins of [0.1, 1], with both signs; 0 and 1 are added.
     The bin edges are those of an fp32 linspace (one fused multiply-add per edge, counted from the nearer end), here

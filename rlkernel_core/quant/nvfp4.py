@@ -1,14 +1,14 @@
 """NVFP4: e2m1 codes, an e4m3fn scale per 16 columns, one fp32 scale for all.
 
-The storage and the rules of NVIDIA's ModelOpt. Quantise, in fp32, with a = max |w| of a block and A that of all blocks
+The storage and the rules of NVIDIA's ModelOpt. Quantize, in fp32, with a = max |w| of a block and A that of all blocks
 that are finite:
     g = A / 2688                        2688 = 6 * 448, the largest code times the largest scale
     s = saturating cast of a / fl32(6 g)   to e4m3fn; 0 where g is 0
     q = the e2m1 nearest to w / fl32(s g), saturated; ties take the even code, or ("away") the larger one
-Dequantise: w' = fl32(q * fl32(s * g)).
+Dequantize: w' = fl32(q * fl32(s * g)).
 
 A block of zeros, or one so far below A that s underflows, gives zeros. A block with an inf or NaN has s = NaN and
-dequantises to NaN; it has no part in A. The last block of a row is short where K is no multiple of 16.
+dequantizes to NaN; it has no part in A. The last block of a row is short where K is no multiple of 16.
 
 Storage: `codes` uint8 [Nout, ceil(K/2)], the low nibble is the even column; `scale` float8_e4m3fn [Nout, ceil(K/16)];
 `global_scale` fp32 [1].

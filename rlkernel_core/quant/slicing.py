@@ -1,4 +1,4 @@
-"""Rows or columns of a quantised weight, such as those of one rank: their values are those of the whole, bit for bit.
+"""Rows or columns of a quantized weight, such as those of one rank: their values are those of the whole, bit for bit.
 
     rows(w, 0, N // 2)        # [N / 2, K]: half of the outputs
     columns(w, 0, K // 2)     # [N, K / 2]: half of the inputs

@@ -1,4 +1,4 @@
-"""Which quantised formats exist: one table row each, and the frozen `QuantSpec` that says everything about one.
+"""Which quantized formats exist: one table row each, and the frozen `QuantSpec` that says everything about one.
 
 A format is a name in `FORMATS`. Its row holds the default spec, the options a spec of that name may change, and the
 module of this package that holds its codec: a new format is one codec file (or an old one) and one row.
@@ -19,7 +19,7 @@ from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameEr
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a weight is stored: everything that quantising, dequantising and multiplying depend on.
+    """How a weight is stored: everything that quantizing, dequantizing and multiplying depend on.
 
     Build one with `QuantSpec.named("nf4", double_quant=True)`; the plain name stands for the row's defaults.
     """
@@ -30,10 +30,10 @@ class QuantSpec:
     group: int = 0  # columns that share a scale; 0: all. nf4, fp4: elements of the flattened weight
     symmetric: bool = True  # False: a zero-point (k-quants: a minimum) per group
     scale_dtype: str = "float32"  # of the scales; "e8m0": powers of two; "int6", "int8": multiples of another scale
-    scale_rule: str = "absmax"  # how the quantiser finds a scale; dequantising does not depend on it
-    double_quant: bool = False  # scales are quantised themselves (nf4, fp4)
-    act: str = "none"  # how qmatmul quantises x: "none", "token_int8", "token_fp8", "block128_fp8"
-    rounding: str = "even"  # which code a tie takes; dequantising does not depend on it
+    scale_rule: str = "absmax"  # how the quantizer finds a scale; dequantizing does not depend on it
+    double_quant: bool = False  # scales are quantized themselves (nf4, fp4)
+    act: str = "none"  # how qmatmul quantizes x: "none", "token_int8", "token_fp8", "block128_fp8"
+    rounding: str = "even"  # which code a tie takes; dequantizing does not depend on it
     float_zero: bool = False  # zero-points are floats of scale_dtype
     act_order: bool = False  # columns are put into groups in an order of their own, the part g_idx
 
@@ -188,7 +188,7 @@ def _rows() -> tuple[Format, ...]:
         _kquant("gguf_q5_k", "int5", "5-bit integers, a 6-bit scale and minimum per 32 of 256 columns (llama.cpp)"),
         _kquant("gguf_q6_k", "int6", "6-bit integers, an 8-bit scale per 16 of 256 columns (llama.cpp)"),
         _int8("int8_channel", "8-bit integers, a scale per row; x stays as it is", "none"),
-        _int8("int8_w8a8", "8-bit integers, a scale per row; x quantised per token to 8 bits", "token_int8"),
+        _int8("int8_w8a8", "8-bit integers, a scale per row; x quantized per token to 8 bits", "token_int8"),
         _fp8("fp8_tensor", "8-bit floats, one scale", 0, 0, "token_fp8"),
         _fp8("fp8_channel", "8-bit floats, a scale per row", 1, 0, "token_fp8"),
         _fp8("fp8_block128", "8-bit floats, a scale per 128 x 128 block", 128, 128, "block128_fp8"),

@@ -3,8 +3,8 @@
     w = stack((w_q, w_k, w_v))                     # [Nq + Nk + Nv, K]
     q, k, v = rlkernel.qmatmul(x, w).split((Nq, Nk, Nv), -1)
 
-No code changes: the stacked weight dequantises to the stacked values, bit for bit. Where one scale belongs to all rows
-(fp8_tensor, nvfp4, the groups of act_order, double quantisation) it has to be the same in all weights.
+No code changes: the stacked weight dequantizes to the stacked values, bit for bit. Where one scale belongs to all rows
+(fp8_tensor, nvfp4, the groups of act_order, double quantization) it has to be the same in all weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A quantised weight: packed tensors, the spec that says what they mean, and the layout they are arranged in.
+"""A quantized weight: packed tensors, the spec that says what they mean, and the layout they are arranged in.
 
 Imports no torch until a method needs it.
 """
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_core.quant.codec import codec_of
 from rlkernel_core.quant.spec import QuantSpec, spec_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _PLAN_KEYS: Final[dict[Any, int]] = {}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantTensor:
-    """A weight [Nout, K] in a quantised format.
+    """A weight [Nout, K] in a quantized format.
 
     Made by `quantize` or `prepack`; never changed except by writing into its storage (`quantize(..., out=w)`), which
     keeps every address, so that recorded graphs see the new values.
@@ -140,8 +141,6 @@ class QuantTensor:
 
     def validate(self) -> None:
         """Hold sizes and dtypes of a canonical weight's parts against its format; reads metadata only."""
-        from rlkernel_core.quant.codec import codec_of
-
         if self.layout != CANONICAL:
             return
         want = codec_of(self.spec).storage(self.spec, self.shape)

@@ -1,4 +1,4 @@
-"""The catalogue of operators: one file each, found by name through `OPERATORS`.
+"""The catalog of operators: one file each, found by name through `OPERATORS`.
 
 Imports no torch.
 """
@@ -37,7 +37,7 @@ _WHERE: Final[dict[str, str]] = {
 }
 
 
-class _Catalogue(Mapping[str, OpSpec[Any, Any]]):
+class _Catalog(Mapping[str, OpSpec[Any, Any]]):
     """Operator name -> spec, imported on first use."""
 
     def __contains__(self, name: object) -> bool:
@@ -57,4 +57,4 @@ class _Catalogue(Mapping[str, OpSpec[Any, Any]]):
         return len(_WHERE)
 
 
-OPERATORS: Final = _Catalogue()
+OPERATORS: Final = _Catalog()

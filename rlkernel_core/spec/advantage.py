@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needs
-from rlkernel_core.spec.form import OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.advantage_checks import check
+from rlkernel_core.spec.advantage_clauses import CLAUSES, FEATURES, TOLERANCES, needed
+from rlkernel_core.spec.form import OpCall, OpSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdvantageStats:
-    """What was computed on the way; device tensors all, so that reading them is the caller's synchronisation."""
+    """What was computed on the way; device tensors all, so that reading them is the caller's synchronization."""
 
     invalid: Tensor  # [B] bool: a reward, value or ratio was not finite, or the reward outside valid_range
     group_count: Tensor | None = None  # [B] int64: valid members of the sequence's group
@@ -101,7 +102,7 @@ class AdvantageCall(OpCall[AdvantageResult]):
             threshold 1/std if std > eps else 0.
         min_std: std <= min_std counts as low.
         low_std: what a low std gives: "zero", or "center": x - mean, undivided.
-        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), or "error" (synchronises).
+        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), or "error" (synchronizes).
         constant: "zero": statistics are shifted by the first member, a constant group gives exactly 0; "peer": they
             are not, and the rounding noise of the mean is amplified as in the peers.
         invalid: what an invalid sequence gets: "zero", or its "raw" reward where that is finite.
@@ -177,20 +178,14 @@ class AdvantageCall(OpCall[AdvantageResult]):
     output: str = "auto"
 
 
-def _check(call: AdvantageCall) -> None:
-    from rlkernel_core.spec.advantage_checks import check  # it takes the defaults from the record above
-
-    check(call)
-
-
 SPEC = OpSpec(
     name="advantage",
     record=AdvantageCall,
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
-    check=_check,
-    needs=needs,
+    check=check,
+    needed=needed,
     features=FEATURES,
-    clauses=(*CLAUSES, *common_clauses("AD")),
+    clauses=CLAUSES,
     tolerances=TOLERANCES,
 )

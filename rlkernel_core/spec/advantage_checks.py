@@ -6,8 +6,7 @@ They look at metadata only and read no value off the device. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
@@ -33,11 +32,8 @@ _SEQUENCES: Final = {
 _NOT_NEGATIVE: Final = ("eps", "min_std", "whiten_eps")
 
 
-@cache
-def _defaults() -> Mapping[str, Any]:
-    from rlkernel_core.spec.advantage import SPEC  # which needs `check`
-
-    return {n: p.default for n, p in SPEC.parameters.items()}
+def _defaults(call: AdvantageCall) -> Mapping[str, Any]:
+    return {f.name: f.default for f in fields(call)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def check(call: AdvantageCall) -> None:
 
 def _takes(call: Any) -> None:
     """The kind has what it needs and nothing that it would ignore; the types of what is no tensor are known."""
-    kind, defaults = KINDS[call.kind], _defaults()
+    kind, defaults = KINDS[call.kind], _defaults(call)
     for name in kind.requires:
         if getattr(call, name) is None:
             raise ArgumentError(name, None, f"is needed by kind {call.kind!r}", f"Pass {name}.")

@@ -35,39 +35,27 @@ FEATURES: Final = (
     Feature("leave_one_out", "statistics over the other members"),
     Feature("scale:batch", "std of the rewards of the whole batch"),
     Feature("peer", "what only a peer does: constant, invalid, singleton, masked_time, masked_out, low_std, min_std"),
-    Feature("singleton_error", "a group of one raises; synchronises with the host"),
+    Feature("singleton_error", "a group of one raises; synchronizes with the host"),
     Feature("whiten", "whitening over the batch, applied or deferred"),
     Feature("process_group", "moments merged across ranks"),
     Feature("token_output", "per-token result of a kind over groups"),
 )
 
 
-def needs(call: Any) -> frozenset[str]:
-    """Names of the features that a call with these bound arguments needs."""
+def needed(call: Any) -> dict[str, object]:
+    """Feature -> whether a call needs it, where the name of an argument does not say so."""
     kind = KINDS.get(call.kind)
     whiten = kind.whiten if kind and call.whiten == "auto" else call.whiten
-    wanted = {
-        "mask": call.mask is not None,
-        "lengths": call.lengths is not None,
+    return {
         "packed": call.cu_seqlens is not None,
         "group_ids": checks.is_tensor(call.group),
         "lam_tensor": checks.is_tensor(call.lam) or checks.is_tensor(call.lam_value),
-        "lam_value": call.lam_value is not None,
-        "length_adaptive": call.length_adaptive is not None,
-        "bootstrap": call.bootstrap is not None,
-        "dones": call.dones is not None,
-        "turns": call.turns is not None,
         "sequence_masks": any(getattr(call, n) is not None for n in ("in_stats", "in_loss", "valid_range")),
-        "weights": call.weights is not None,
-        "leave_one_out": call.leave_one_out,
-        "scale:batch": call.scale == "batch",
         "peer": any(getattr(call, n) != plain for n, plain in _PLAIN.items()) or call.singleton == "raw",
         "singleton_error": call.singleton == "error",
         "whiten": whiten != "none",
-        "process_group": call.process_group is not None,
         "token_output": call.output == "token",
     }
-    return frozenset({n for n, needed in wanted.items() if needed} | ({f"kind:{call.kind}"} if kind else set()))
 
 
 _PLAIN: Final = {

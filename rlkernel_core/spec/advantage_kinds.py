@@ -7,7 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -39,7 +39,7 @@ class Kind:
 
 _TABLE: Final[dict[str, Kind]] = {
     "gae": Kind(
-        "generalised advantage estimation with value targets",
+        "generalized advantage estimation with value targets",
         "arXiv:1506.02438; decoupled and length-adaptive lambda arXiv:2504.05118",
         "steps",
         _STEPS | {"values", "lam", "lam_value", "length_adaptive", "turns", "masked_time"},
@@ -131,16 +131,7 @@ _TABLE: Final[dict[str, Kind]] = {
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
-        name: Kind(
-            k.text,
-            k.source,
-            k.family,
-            k.takes,
-            k.requires + (("group",) if "group" in k.takes else ()),
-            k.scale,
-            k.whiten,
-            _ALWAYS | k.takes,
-        )
+        name: replace(k, requires=k.requires + (("group",) if "group" in k.takes else ()), uses=_ALWAYS | k.takes)
         for name, k in _TABLE.items()
     }
 )

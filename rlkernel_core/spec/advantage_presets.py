@@ -189,7 +189,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Preset]]] = MappingProxyType(
                 "grpo",
                 _SLIME + "ray/rollout.py:RolloutManager._post_process_rewards",
                 {"eps": 1e-6, "constant": "peer"},
-                "for groups of one size; others it normalises as one group",
+                "for groups of one size; others it normalizes as one group",
             ),
             "dr_grpo": Preset(
                 "dr_grpo",

@@ -26,7 +26,6 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
 
 if TYPE_CHECKING:
@@ -80,42 +79,30 @@ def check(call: AffineSuffixScanCall) -> None:
     b, a, mask, lengths, cu_seqlens, init = call.b, call.a, call.mask, call.lengths, call.cu_seqlens, call.init
     checks.tensor("b", b, ndim=2 if cu_seqlens is None else 1, kind="floating")
     if checks.is_tensor(a):
-        coefficients = checks.tensor("a", a, kind="floating")
-        checks.shape("a", coefficients, b.shape, "b")
-        checks.same_device("a", coefficients, b, "b")
+        checks.aligned("a", a, b.shape, "b", kind="floating", beside=b, where="b")
     else:
         checks.number("a", a)
     checks.exclusive(lengths=lengths, cu_seqlens=cu_seqlens)
     checks.exclusive(lengths=lengths, mask=mask)
-    if mask is not None:
-        checks.shape("mask", checks.tensor("mask", mask, kind="bool"), b.shape, "b")
+    checks.aligned("mask", mask, b.shape, "b", kind="bool", beside=b, where="b")
     sequences = b.shape[0]
     if cu_seqlens is not None:
         sequences = checks.tensor("cu_seqlens", cu_seqlens, ndim=1, kind="integer").shape[0] - 1
         if sequences < 0:
             raise ArgumentError("cu_seqlens", "an empty tensor", "needs B + 1 entries", "Pass [0] for no sequence.")
-    if lengths is not None:
-        checks.shape("lengths", checks.tensor("lengths", lengths, kind="integer"), (sequences,), "the rows [B]")
-    if init is not None:
-        checks.shape("init", checks.tensor("init", init, kind="floating"), (sequences,), "the sequences [B]")
+        checks.same_device("cu_seqlens", cu_seqlens, b, "b")
+    checks.aligned("lengths", lengths, (sequences,), "the rows [B]", kind="integer", beside=b, where="b")
+    checks.aligned("init", init, (sequences,), "the sequences [B]", kind="floating", beside=b, where="b")
     checks.flags(exclusive=call.exclusive)
     checks.choice("masked_out", call.masked_out, ("zero", "carry"))
-    for name, x in (("mask", mask), ("lengths", lengths), ("cu_seqlens", cu_seqlens), ("init", init)):
-        if x is not None:
-            checks.same_device(name, x, b, "b")
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        "mask": call.mask is not None,
-        "lengths": call.lengths is not None,
+def _needed(call: Any) -> dict[str, object]:
+    return {
         "packed": call.cu_seqlens is not None,
-        "init": call.init is not None,
-        "exclusive": call.exclusive,
         "carry": call.masked_out == "carry",
         "a_tensor": checks.is_tensor(call.a),
     }
-    return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
@@ -126,7 +113,7 @@ SPEC = OpSpec(
     differentiable=("b", "a", "init"),
     carrying=("y", "carry"),
     check=check,
-    needs=_needs,
+    needed=_needed,
     features=(
         GRAD,
         DETERMINISTIC,
@@ -157,7 +144,6 @@ SPEC = OpSpec(
         Clause("SC-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SC-13", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("SC-14", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *common_clauses("SC"),
     ),
     tolerances=(
         Tolerance(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError
-from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.form import Clause, Feature, OpCall, OpSpec
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable, check_inputs
 from rlkernel_core.tree import first_tensor
 
@@ -42,7 +42,7 @@ class CaptureCall(OpCall[GraphedCallable]):
     """A callable that gives fn's results by replaying a graph of it; the example's graph is captured at once.
 
     Args:
-        fn: any callable of tensors and hashable values, returning nested tensors. It must not synchronise with the
+        fn: any callable of tensors and hashable values, returning nested tensors. It must not synchronize with the
             host, and no shape in it may depend on values. If it is a module, or a method of one, that module is static.
         example: a tuple of positional arguments, a dict of keyword arguments, or one tensor. Its first tensor decides
             the device. Tensors on the CPU are accepted by graphs of other devices and copied over at each call.
@@ -127,25 +127,6 @@ def check(call: CaptureCall) -> None:
     check_inputs(call.pad, buckets=call.buckets, static=call.static, mutates=call.mutates, generators=call.generators)
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"outputs:{call.outputs}": True,
-        f"rng:{call.rng}": True,
-        "buckets": call.buckets is not None,
-        "static": call.static is not None,
-        "mutates": call.mutates is not None,
-        "generators": call.generators is not None,
-        "verify": call.verify in {"first", "always"},
-        f"guard:{call.guard}": call.guard != "sync",
-        f"on_guard_fail:{call.on_guard_fail}": True,
-        f"on_capture_error:{call.on_capture_error}": True,
-        "group": call.group is not None,
-        "collectives": call.collectives,
-        "grad": call.autograd,
-    }
-    return frozenset(name for name, needed in wanted.items() if needed)
-
-
 def _where(call: Any) -> Tensor | None:
     """The first tensor of the example, else of the static tensors, decides the device; None is the CPU."""
     static = call.static if isinstance(call.static, (tuple, list)) else ()  # `check` names anything else
@@ -160,7 +141,7 @@ SPEC = OpSpec(
     where=_where,
     planned=False,
     check=check,
-    needs=_needs,
+    needed=lambda call: {"verify": call.verify in {"first", "always"}, "grad": call.autograd},
     features=(
         Feature("grad", "autograd=True: the backward pass is replayed too"),
         Feature("buckets", "sizes that vary are padded up and cut back"),
@@ -186,7 +167,7 @@ SPEC = OpSpec(
         Clause("GC-01", "replay is eager", "a replay is bitwise fn on the padded inputs, for new inputs", "accuracy"),
         Clause(
             "GC-02",
-            "inputs are honoured",
+            "inputs are honored",
             "views, strided and reallocated tensors are read anew at every call, whatever the buffers hold",
             "accuracy",
         ),
@@ -260,9 +241,9 @@ SPEC = OpSpec(
             "GC-17", "warm-up is undone", "mutated tensors and generators see one call, not warmup + 1", "side_effect"
         ),
         Clause("GC-18", "exact counts", "stats count every replay, capture, recapture, eviction and eager call", "law"),
-        Clause("GC-19", "illegal work", "host synchronisation or a value-dependent shape fails the capture", "refusal"),
+        Clause("GC-19", "illegal work", "host synchronization or a value-dependent shape fails the capture", "refusal"),
         Clause("GC-20", "verify", "a replay that differs from a plain run is a failed capture", "refusal", "verify"),
-        Clause("GC-21", "threads", "calls from several threads are serialised and each gets its own answer", "law"),
+        Clause("GC-21", "threads", "calls from several threads are serialized and each gets its own answer", "law"),
         Clause(
             "GC-22",
             "gradient",
@@ -282,6 +263,5 @@ SPEC = OpSpec(
             "accuracy",
             "collectives",
         ),
-        *common_clauses("GC"),
     ),
 )

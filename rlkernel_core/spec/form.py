@@ -36,7 +36,7 @@ class Clause:
     """One numbered, attackable sentence of the contract."""
 
     id: str  # "LP-07"; ids are never reused
-    title: str  # behaviour, in a few words
+    title: str  # behavior, in a few words
     text: str  # what must hold, exactly
     judges: str  # accuracy | gradient | invariance | side_effect | refusal | determinism | capture | law
     feature: str | None = None  # attacked only where this feature is claimed; None: always
@@ -81,7 +81,7 @@ class OpSpec(Generic[P, R_co]):
     record: Callable[P, OpCall[R_co]]  # the class of its calls
     summary: str  # one line, for tables
     features: tuple[Feature, ...]
-    clauses: tuple[Clause, ...]
+    clauses: tuple[Clause, ...]  # the operator's own; those of every operator are added
     tolerances: tuple[Tolerance, ...] = ()
     version: int = 1
     # The tensor argument that decides device and dtype of a call; None where `where` does.
@@ -90,9 +90,10 @@ class OpSpec(Generic[P, R_co]):
     differentiable: tuple[str, ...] = ()
     # Fields of the result that carry gradients; an empty name is the result itself.
     carrying: tuple[str, ...] = ()
-    # Features that a call needs. May look at types, at None, bools and strings, and at the *sign* of numbers, never at
-    # their size: calls that differ in size share one decision.
-    needs: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
+    # Feature -> whether a call needs it, for those that no argument's name gives, see `needs`. May look at types, at
+    # None, bools and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one
+    # decision.
+    needed: Callable[[Any], Mapping[str, object]] = field(default=lambda _: {})
     # Integers that change from call to call and that no plan may look at, such as the step of a draw.
     varying: tuple[str, ...] = ()
     # Whether calls of one shape share a plan; not those that make something which lives on, such as a buffer.
@@ -103,6 +104,10 @@ class OpSpec(Generic[P, R_co]):
     sizes: Callable[[Any], Mapping[str, int]] = field(default=lambda _: {})
     # For operators without a primary tensor: call -> the tensor-like object (or device) that decides.
     where: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        common = common_clauses(self.clauses[0].id.rpartition("-")[0])
+        object.__setattr__(self, "clauses", tuple(dict.fromkeys((*self.clauses, *common))))
 
     @property
     def id(self) -> str:
@@ -126,6 +131,22 @@ class OpSpec(Generic[P, R_co]):
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Parameters of the signature in order."""
         return self.signature.parameters
+
+    def needs(self, call: Any) -> frozenset[str]:
+        """Names of the features that a call needs.
+
+        A feature named as an argument is needed where that argument is not its default (a default of None, False or a
+        number), `argument:value` where it has that value, any other where `needed` says so.
+        """
+        found = {name for name, needed in self.needed(call).items() if needed}
+        for name, parameter in self.parameters.items():
+            value, default = getattr(call, name), parameter.default
+            if isinstance(value, str):
+                found |= {f"{name}:{value}"} & self.feature_names
+            given = value is not default and (checks.is_tensor(value) or value != default)
+            if given and name in self.feature_names and not isinstance(default, str):
+                found.add(name)
+        return frozenset(found)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The record of a call with these arguments.
@@ -166,7 +187,7 @@ BATCH_INVARIANT = Feature(
     "a row's result is bitwise the same whatever else is in the batch, wherever it stands, "
     "however the call was chunked",
 )
-CAPTURABLE = Feature("capturable", "no host synchronisation and no shape that depends on data: may run in a graph")
+CAPTURABLE = Feature("capturable", "no host synchronization and no shape that depends on data: may run in a graph")
 
 
 # Clauses of every operator, whatever it computes: the same number means the same sentence in every spec.

@@ -119,7 +119,7 @@ def _dimensions(name: str, dims: Any) -> None:
 class CaptureGroup:
     """Graphs that share memory and therefore never replay at the same time.
 
-    `lock` serialises captures and replays; `pools` is where an implementation keeps its memory pool. By default
+    `lock` serializes captures and replays; `pools` is where an implementation keeps its memory pool. By default
     there is one group per process and device; two streams that really run at once need two groups.
 
     Where functions with collectives are captured (`collectives=True`), all ranks of `process_group` (None: all there

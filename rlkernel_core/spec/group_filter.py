@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import (
-    BATCH_INVARIANT,
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    common_clauses,
-)
+from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,9 +81,8 @@ def check(call: GroupFilterCall) -> None:
         raise ArgumentError("low", call.low, f"must be below high = {call.high}", "Pass low < high.")
     checks.integer("ddof", call.ddof, at_least=0)
     checks.integer("min_members", call.min_members, at_least=1)
-    if valid is not None:
-        checks.shape("valid", checks.tensor("valid", valid, kind="bool"), rewards.shape[:1], "the sequences [B]")
-        checks.same_device("valid", valid, rewards, "rewards")
+    of = "the sequences [B]"
+    checks.aligned("valid", valid, rewards.shape[:1], of, kind="bool", beside=rewards, where="rewards")
     if not isinstance(call.group, int):
         checks.same_device("group", call.group, rewards, "rewards")
 
@@ -112,22 +102,13 @@ def check_group(group: Any, sequences: int) -> None:
         )
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"rule:{call.rule}": call.rule in RULES,
-        "group_ids": checks.is_tensor(call.group),
-        "valid": call.valid is not None,
-    }
-    return frozenset(n for n, needed in wanted.items() if needed)
-
-
 SPEC = OpSpec(
     name="group_filter",
     record=GroupFilterCall,
     summary="which groups of rollouts carry a signal",
     primary="rewards",
     check=check,
-    needs=_needs,
+    needed=lambda call: {"group_ids": checks.is_tensor(call.group)},
     features=(
         DETERMINISTIC,
         BATCH_INVARIANT,
@@ -151,6 +132,5 @@ SPEC = OpSpec(
         Clause("GF-10", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("GF-11", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("GF-12", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *common_clauses("GF"),
     ),
 )

@@ -32,7 +32,6 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
 from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
 
@@ -56,7 +55,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
         mask: [...] bool, True where the row counts; rows that do not give 0 and gradient 0 whatever they hold, and
-            their matmuls are skipped where that takes neither a host synchronisation nor a shape that depends on data.
+            their matmuls are skipped where that takes neither a host synchronization nor a shape that depends on data.
         entropy: also return the entropy of softmax(z), differentiable.
         support: kept ids per row, as in logprob.
         backward: "recompute" computes logits again in the backward pass: extra memory that depends neither on N nor on
@@ -107,21 +106,15 @@ def check(call: LinearLogprobCall) -> None:
             "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
         )
     checks.same_device("weight", weight, hidden, "hidden")
+    beside: Any = {"beside": hidden, "where": "hidden"}
     checks.tensor("ids", ids, kind="integer")
-    checks.shape("ids", ids, rows, "hidden without its last dimension")
-    checks.same_device("ids", ids, hidden, "hidden")
-    if bias is not None:
-        checks.tensor("bias", bias, kind="floating")
-        checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
-        checks.same_device("bias", bias, hidden, "hidden")
+    checks.aligned("ids", ids, rows, "hidden without its last dimension", kind="integer", **beside)
+    checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
     check_temperature(call.temperature, rows, hidden)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
     checks.number("logit_scale", call.logit_scale, above=0.0)
-    if mask is not None:
-        checks.tensor("mask", mask, kind="bool")
-        checks.shape("mask", mask, rows, "ids")
-        checks.same_device("mask", mask, hidden, "hidden")
+    checks.aligned("mask", mask, rows, "ids", kind="bool", **beside)
     if call.support is not None:
         check_support(call.support, rows, hidden)
     checks.flags(entropy=call.entropy)
@@ -131,22 +124,14 @@ def check(call: LinearLogprobCall) -> None:
     checks.process_group("group", call.group)
 
 
-def _needs(call: Any) -> frozenset[str]:
-    given = {
-        "per_row_temperature": checks.is_tensor(call.temperature),
-        "mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None),
-        "bias": call.bias is not None,
-        "softcap": call.softcap is not None,
-        "logit_scale": call.logit_scale != 1.0,
-        "mask": call.mask is not None,
-        "entropy": bool(call.entropy),
-        "support": call.support is not None,
-        "max_workspace_bytes": call.max_workspace_bytes is not None,
-        "group": call.group is not None,
-        "backward:save": call.backward == "save",
-        "backward:recompute": call.backward == "recompute",
-    }
-    return frozenset(name for name, needed in given.items() if needed)
+def needed(call: Any) -> dict[str, object]:
+    """Feature -> whether operators on a head and with a temperature need it, where no argument's name says so."""
+    return {"per_row_temperature": checks.is_tensor(call.temperature), **mixed_dtypes(call)}
+
+
+def mixed_dtypes(call: Any) -> dict[str, object]:
+    """Whether the head has another dtype than the hidden states."""
+    return {"mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None)}
 
 
 def _sizes(call: LinearLogprobCall) -> dict[str, int]:
@@ -162,7 +147,7 @@ SPEC = OpSpec(
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=needed,
     features=(
         GRAD,
         DETERMINISTIC,
@@ -248,7 +233,7 @@ SPEC = OpSpec(
         Clause(
             "LL-15",
             "support",
-            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
             "law",
             "support",
         ),
@@ -327,7 +312,6 @@ SPEC = OpSpec(
             "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
             "law",
         ),
-        *common_clauses("LL"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

@@ -3,7 +3,7 @@
 It is policy_loss@1 on the log-probability and entropy of linear_logprob@1. Where a token's gradient depends on that
 token's log-probability alone, it is made together with the loss: logits of a block of rows, their gradient, dX and dW,
 three matmuls in all. Sequence-level ratios need every log-probability of a sequence first, hence a second pass over
-the logits: one more matmul (two where dX and dW are swept apart), or none where the logits are kept.
+the logits: one more matmul (two where dX and dW read them separately), or none where the logits are kept.
 
 Legend: N tokens ([N] packed or [B, T] padded) · D hidden · V vocabulary.
 Imports no torch.
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import linear_logprob as head
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance, common_clauses
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import LossConfig
-from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needs
+from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needed
 from rlkernel_core.spec.policy_loss import features as loss_features
 
 if TYPE_CHECKING:
@@ -31,44 +31,17 @@ if TYPE_CHECKING:
 class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
     """Policy loss of one batch, differentiable in `hidden`, `weight` and `bias`; no tensor of [N, V] by default.
 
+    What is not listed is as in linear_logprob where it is about the head, else as in policy_loss.
+
     Args:
         hidden: [N, D] packed or [B, T, D] padded, as in linear_logprob.
         weight: [V, D], the output head.
         ids: [N] or [B, T] integer, the tokens that were chosen: hidden[t] predicts ids[t].
         old_logprob: as ids, as in policy_loss: under the same temperature, softcap, scale and support.
-        advantages: as in policy_loss.
-        bias: as in linear_logprob.
-        temperature: as in linear_logprob.
-        softcap: as in linear_logprob.
-        logit_scale: as in linear_logprob.
         support: as in linear_logprob: the loss is then that of the law over the kept ids.
         mask: as in policy_loss; hidden and ids may hold anything where it is False.
-        cu_seqlens: as in policy_loss.
-        kind: as in policy_loss, with all options that follow.
-        level: as in policy_loss.
-        clip: as in policy_loss.
-        dual_clip: as in policy_loss.
-        log_ratio_limit: as in policy_loss.
-        tau: as in policy_loss.
-        gamma: as in policy_loss.
-        ratio_cap: as in policy_loss.
-        dro_beta: as in policy_loss.
-        aggregate: as in policy_loss.
-        denominator: as in policy_loss.
-        horizon: as in policy_loss.
-        count_empty: as in policy_loss.
-        ref_logprob: as in policy_loss.
-        kl: as in policy_loss.
-        kl_coef: as in policy_loss.
-        kl_clamp: as in policy_loss.
-        kl_importance: as in policy_loss.
         entropy: compute the entropy: for the bonus, the statistics and the result.
         entropy_coef: as in policy_loss; needs entropy=True.
-        entropy_aggregate: as in policy_loss.
-        entropy_denominator: as in policy_loss.
-        rollout_logprob: as in policy_loss.
-        correction: as in policy_loss.
-        rejection: as in policy_loss.
         max_workspace_bytes: most extra memory beyond result and gradients. It decides which of the ways to the same
             numbers is taken; below the minimum of all of them it is refused.
         group: the vocabulary is split over this process group, as in linear_logprob.
@@ -119,10 +92,6 @@ _HEAD = (
     "max_workspace_bytes",
     "group",
 )
-
-
-def _needs(call: LinearPolicyLossCall) -> frozenset[str]:
-    return loss_needs(call) | (head.SPEC.needs(head.LinearLogprobCall.of(call)) & frozenset(_HEAD))
 
 
 CLAUSES = (
@@ -224,9 +193,9 @@ SPEC = OpSpec(
     carrying=("loss",),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=lambda call: {**loss_needed(call), **head.needed(call)},
     features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
-    clauses=(*CLAUSES, *common_clauses("LPL")),
+    clauses=CLAUSES,
     tolerances=(
         Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),
         Tolerance("loss", "bfloat16", 1e-4, 1e-4, "log p within 1e-4 from fp32-accumulated logits"),
@@ -238,7 +207,7 @@ SPEC = OpSpec(
         Tolerance("stats", "bfloat16", 2e-4, 4e-4, "log p within 2e-4, and e^d with it"),
         Tolerance("stats", "float64", 1e-10, 1e-10, "float64 throughout"),
         Tolerance("grad_hidden", "float32", 1e-6, 1.5e-3, "relative Frobenius error of fp32 matmuls, TF32 excluded"),
-        # The tokens of a sequence share an advantage, their coefficients a neighbourhood: at the lower end of a binade
+        # The tokens of a sequence share an advantage, their coefficients a neighborhood: at the lower end of a binade
         # bf16 errs by 2^-8 / sqrt(3) = 2.26e-3 of it, and by 1.63e-3 of the elements of the result, which are mixed.
         Tolerance("grad_hidden", "bfloat16", 1e-6, 2.8e-3, "relative Frobenius: bf16 dz 2.26e-3, its product 1.63e-3"),
         Tolerance("grad_hidden", "float16", 1e-6, 2.8e-3, "as bfloat16: what linear_logprob rounds is held to"),

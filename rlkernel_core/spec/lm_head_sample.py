@@ -27,22 +27,22 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
-from rlkernel_core.spec.sample import check_request, request_needs
+from rlkernel_core.spec.linear_logprob import mixed_dtypes
+from rlkernel_core.spec.sample import check_request, needed
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
-from rlkernel_core.spec.sampling import LogitBias, RequestFields, SampleResult, check_no_gradient
+from rlkernel_core.spec.sampling import LogitBias, RequestParams, SampleResult, check_no_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
-class LmHeadSampleCall(RequestFields, OpCall[SampleResult]):
+class LmHeadSampleCall(RequestParams, OpCall[SampleResult]):
     """Draw one token per row of `hidden`.
 
     Where top_k, top_p and min_p are None and neither top_n, rank, entropy nor kept_capacity asks for the whole row, no
-    tensor of [N, V] exists. Otherwise the logits are stored.
+    tensor of [N, V] exists. Otherwise the logits are stored. What is not listed is as in sample.
 
     Args:
         hidden: [N, D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
@@ -50,28 +50,8 @@ class LmHeadSampleCall(RequestFields, OpCall[SampleResult]):
         bias: [W], added before everything else.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
         softcap: c > 0 for c * tanh(x / c), after the scale; part of the raw law.
-        temperature: as in sample, and so are all arguments below.
-        top_k: keep the k best.
-        top_p: keep a nucleus.
-        min_p: keep tokens near the best.
-        seed: unsigned 64-bit key of the request's noise.
-        step: unsigned 64-bit count of the tokens the request has drawn.
-        penalties: on tokens of the prompt and of the output so far.
         logit_bias: what sample calls `bias`: values added to some logits, per row.
-        allowed: bitmask of the tokens that may be drawn.
-        banned: ids per row that may not be drawn.
-        filter_order: how top-k and top-p combine.
-        tie: what happens to ties.
         vocab_size: V where the head is padded, W > V.
-        slot: row -> state slot.
-        raw_logprob: also return the log-probability under the raw law.
-        top_n: also return the n best ids.
-        top_n_from: the law of the n best ids and of the rank.
-        rank: also return the token's place.
-        entropy: also return the entropy of the processed law.
-        kept_capacity: also return up to this many kept ids per row.
-        invalid_token: what `token` holds where none could be drawn.
-        stream: number of the noise stream.
 
     Returns:
         SampleResult; fp32, or float64 for float64 hidden.
@@ -99,10 +79,8 @@ def check(call: LmHeadSampleCall) -> None:
             "weight", checks.describe(weight), f"must be [V, {hidden.shape[1]}], V >= 1", "Pass lm_head.weight."
         )
     checks.same_device("weight", weight, hidden, "hidden")
-    if bias is not None:
-        checks.tensor("bias", bias, kind="floating")
-        checks.shape("bias", bias, weight.shape[:1], "weight without its last dimension")
-        checks.same_device("bias", bias, hidden, "hidden")
+    of = "weight without its last dimension"
+    checks.aligned("bias", bias, weight.shape[:1], of, kind="floating", beside=hidden, where="hidden")
     checks.number("logit_scale", call.logit_scale, above=0.0)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
@@ -110,17 +88,6 @@ def check(call: LmHeadSampleCall) -> None:
         if x is not None:
             check_no_gradient(name, x)
     check_request(call, hidden, weight.shape[0], bias=call.logit_bias, bias_name="logit_bias")
-
-
-def _needs(call: LmHeadSampleCall) -> frozenset[str]:
-    given = {
-        "mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None),
-        "bias": call.bias is not None,
-        "logit_bias": call.logit_bias is not None,
-        "logit_scale": call.logit_scale != 1.0,
-        "softcap": call.softcap is not None,
-    }
-    return request_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
 def _sizes(call: LmHeadSampleCall) -> dict[str, int]:
@@ -135,7 +102,7 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=lambda call: {**mixed_dtypes(call), **needed(call)},
     features=(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
@@ -168,7 +135,6 @@ SPEC = OpSpec(
         Clause("LH-19", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
-        *common_clauses("LH"),
     ),
     tolerances=(
         *TOLERANCES,

@@ -10,7 +10,7 @@ log p = -softplus(x): `z_id - lse` would round to exactly 0 on confident rows.
 Three laws, never confused:
     raw        softmax(cap(logits)), temperature 1: what vLLM returns by default
     tempered   softmax(cap(logits) / T): what a trainer computes without knowing the filters
-    processed  the tempered law renormalised over the kept ids of `support`: what a filtered sampler drew from;
+    processed  the tempered law renormalized over the kept ids of `support`: what a filtered sampler drew from;
                log p_processed + log_kept_mass = log p_tempered
 
 Rows that have no law: NaN logits, +inf logits (lse is +inf), all logits -inf (lse is -inf) and a temperature that is
@@ -39,7 +39,6 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
 
 if TYPE_CHECKING:
@@ -83,11 +82,11 @@ class LogprobCall(OpCall[LogprobResult]):
         entropy: also return the entropy of softmax(z), differentiable.
         top_logprobs: also return the n most likely ids and their log-probabilities, for reporting: they have no
             gradient.
-        support: kept ids per row (the processed law): log p is then renormalised over the kept ids and
+        support: kept ids per row (the processed law): log p is then renormalized over the kept ids and
             `log_kept_mass` is returned; `logprob + log_kept_mass` is the tempered log-probability. The chosen id
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z).
-        validate: check ids, temperatures and support on the host (synchronises) and raise.
+        validate: check ids, temperatures and support on the host (synchronizes) and raise.
 
     Returns:
         logprob, lse, entropy and log_kept_mass are differentiable with respect to logits, once.
@@ -116,15 +115,11 @@ def check(call: LogprobCall) -> None:
         raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [..., V].")
     rows = logits.shape[:-1]
     checks.tensor("ids", ids, kind="integer")
-    checks.shape("ids", ids, rows, "logits without its last dimension")
-    checks.same_device("ids", ids, logits, "logits")
+    checks.aligned("ids", ids, rows, "logits without its last dimension", kind="integer", beside=logits, where="logits")
     check_temperature(call.temperature, rows, logits)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
-    if mask is not None:
-        checks.tensor("mask", mask, kind="bool")
-        checks.shape("mask", mask, rows, "ids")
-        checks.same_device("mask", mask, logits, "logits")
+    checks.aligned("mask", mask, rows, "ids", kind="bool", beside=logits, where="logits")
     checks.integer("top_logprobs", call.top_logprobs, at_least=0, at_most=logits.shape[-1])
     checks.flags(entropy=call.entropy, validate=call.validate)
     if call.support is not None:
@@ -164,22 +159,6 @@ def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) ->
         )
 
 
-def _needs(call: Any) -> frozenset[str]:
-    return frozenset(
-        name
-        for name, needed in {
-            "per_row_temperature": checks.is_tensor(call.temperature),
-            "softcap": call.softcap is not None,
-            "mask": call.mask is not None,
-            "entropy": call.entropy,
-            "top_logprobs": call.top_logprobs > 0,
-            "support": call.support is not None,
-            "validate": call.validate,
-        }.items()
-        if needed
-    )
-
-
 def _sizes(call: LogprobCall) -> dict[str, int]:
     return {"rows": call.ids.numel(), "vocab": call.logits.shape[-1]}
 
@@ -191,7 +170,7 @@ SPEC = OpSpec(
     primary="logits",
     differentiable=("logits",),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
-    needs=_needs,
+    needed=lambda call: {"per_row_temperature": checks.is_tensor(call.temperature)},
     check=check,
     sizes=_sizes,
     features=(
@@ -273,7 +252,7 @@ SPEC = OpSpec(
         Clause(
             "LP-16",
             "support",
-            "log p renormalised over the kept ids; log p + log_kept_mass is the tempered log p",
+            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
             "law",
             "support",
         ),
@@ -329,7 +308,6 @@ SPEC = OpSpec(
             "gradient",
             "grad",
         ),
-        *common_clauses("LP"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-5, 1e-6, "fp32 ulp of an lse near 32 is 3.8e-6; two roundings and a sum"),

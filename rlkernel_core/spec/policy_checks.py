@@ -207,19 +207,13 @@ def check_tensors(
     checks.tensor(name, first, ndim=(1, 2), kind="floating" if name == "logprob" else "integer")
     shape = tuple(first.shape)
     for other, x in others.items():
-        if x is not None:
-            checks.tensor(other, x, kind="floating")
-            checks.shape(other, x, shape, name)
-            checks.same_device(other, x, first, name)
-            if other != "entropy":
-                _constant(other, x)
+        checks.aligned(other, x, shape, name, kind="floating", beside=first, where=name)
+        if x is not None and other != "entropy":
+            _constant(other, x)
     for scalar in _SCALARS:
         if checks.is_tensor(getattr(call, scalar)):
             checks.same_device(scalar, getattr(call, scalar), first, name)
-    if mask is not None:
-        checks.tensor("mask", mask, kind="bool")
-        checks.shape("mask", mask, shape, name)
-        checks.same_device("mask", mask, first, name)
+    checks.aligned("mask", mask, shape, name, kind="bool", beside=first, where=name)
     _check_sequences(first, cu_seqlens, config, name)
     checks.tensor("advantages", advantages, ndim=(1, 2), kind="floating")
     checks.same_device("advantages", advantages, first, name)

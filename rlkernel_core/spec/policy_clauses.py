@@ -74,7 +74,7 @@ CLAUSES: Final = (
     Clause(
         "PL-15",
         "mask selects",
-        "NaN, inf and uninitialised memory under the mask change no bit and get gradient 0",
+        "NaN, inf and uninitialized memory under the mask change no bit and get gradient 0",
         "law",
         "mask",
     ),
@@ -119,7 +119,7 @@ CLAUSES: Final = (
         "law",
         "rollout",
     ),
-    Clause("PL-25", "statistics", "each statistic is its formula; none carries a gradient or synchronises", "accuracy"),
+    Clause("PL-25", "statistics", "each statistic is its formula; none carries a gradient or synchronizes", "accuracy"),
     Clause("PL-26", "large log-ratios", "log-ratios of +-1e4 give finite loss and gradient", "accuracy"),
     Clause("PL-27", "any layout", "strided and expanded tensors give the bits of contiguous ones", "invariance"),
     Clause(

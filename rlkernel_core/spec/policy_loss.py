@@ -27,7 +27,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpCall, OpSpec, Tolerance, common_clauses
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, GRAD, Feature, OpCall, OpSpec, Tolerance
 from rlkernel_core.spec.policy_clauses import CLAUSES
 from rlkernel_core.spec.policy_kinds import (
     AGGREGATES,
@@ -58,7 +58,7 @@ __all__ = [
     "check",
     "configure",
     "features",
-    "loss_needs",
+    "loss_needed",
     "policy_loss_preset",
 ]
 
@@ -67,7 +67,7 @@ __all__ = [
 class LossStats:
     """What happened in a loss: 0-dim tensors on the device, without gradient; means are over tokens in the loss.
 
-    Nothing here synchronises. With no token in the loss every statistic is 0.
+    Nothing here synchronizes. With no token in the loss every statistic is 0.
     """
 
     tokens: Tensor  # int64: tokens in the loss (after rejection)
@@ -203,31 +203,19 @@ def check(call: PolicyLossCall) -> None:
     policy_checks.check_tensors(call, configure(call), call.logprob, name="logprob", entropy=call.entropy)
 
 
-def loss_needs(call: PolicyLossCall | LinearPolicyLossCall) -> frozenset[str]:
-    """Features that the loss arguments of policy_loss and linear_policy_loss need."""
+def loss_needed(call: PolicyLossCall | LinearPolicyLossCall) -> dict[str, object]:
+    """Feature -> whether the loss arguments need it, where the name of an argument does not say so."""
     kind = KINDS.get(call.kind)
     level = call.level or (kind.levels[0] if kind else "token")
     aggregate = call.aggregate or (kind.aggregate if kind else "token_mean")
-    return frozenset(
-        name
-        for name, needed in {
-            f"kind:{call.kind}": True,
-            f"aggregate:{aggregate}": True,
-            f"kl:{call.kl or 'k3'}": call.ref_logprob is not None,
-            "level:sequence": level == "sequence",
-            "mask": call.mask is not None,
-            "packed": call.cu_seqlens is not None,
-            "on_policy": call.old_logprob is None,
-            "dual_clip": call.dual_clip is not None,
-            "kl_importance": call.kl_importance,
-            "entropy": call.entropy is not None and call.entropy is not False,
-            "entropy_aggregate": call.entropy_aggregate is not None,
-            "rollout": call.rollout_logprob is not None,
-            "correction": call.correction is not None,
-            "rejection": call.rejection is not None,
-        }.items()
-        if needed
-    )
+    return {
+        f"aggregate:{aggregate}": True,
+        f"kl:{call.kl or 'k3'}": call.ref_logprob is not None,
+        "level:sequence": level == "sequence",
+        "packed": call.cu_seqlens is not None,
+        "on_policy": call.old_logprob is None,
+        "rollout": call.rollout_logprob is not None,
+    }
 
 
 features: tuple[Feature, ...] = (
@@ -258,9 +246,9 @@ SPEC = OpSpec(
     differentiable=("logprob", "entropy"),
     carrying=("loss",),
     check=check,
-    needs=loss_needs,
+    needed=loss_needed,
     features=features,
-    clauses=(*CLAUSES, *common_clauses("PL")),
+    clauses=CLAUSES,
     tolerances=(
         Tolerance("loss", "float32", 1e-6, 1e-5, "relative to the sum of |omega l|; fp32 sums of up to 1e6 tokens"),
         Tolerance("loss", "float64", 1e-12, 1e-10, "float64 throughout"),

@@ -14,6 +14,17 @@ from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.spec.policy_kinds import Correction, GammaGate
 
 _INF: Final = math.inf
+
+
+def _trl(kind: str, aggregate: str, **options: Any) -> Mapping[str, Any]:
+    counted = {"count_empty": True} if aggregate.startswith("seq_") else {}
+    return {"kind": kind, "aggregate": aggregate, "log_ratio_limit": _INF, **counted, **options}
+
+
+def _verl(kind: str, aggregate: str = "token_mean", **options: Any) -> Mapping[str, Any]:
+    return {"kind": kind, "aggregate": aggregate, "log_ratio_limit": 20.0, **options}
+
+
 # trl_*: TRL 1.16.0 trl/trainer/grpo_trainer.py:GRPOTrainer._compute_loss with the defaults of grpo_config.py: no clamp
 # on the log-ratio, sequence means over all rows, empty ones included. In cispo, dapo and vespo the sum is divided by
 # num_items_in_batch / num_processes, in training times gradient_accumulation_steps / steps_per_generation: pass that
@@ -24,52 +35,22 @@ _INF: Final = math.inf
 # tests/test_peer_losses.py holds the losses and gradients that these functions computed.
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "trl_grpo": {
-            "kind": "grpo",
-            "clip": (0.2, 0.2),
-            "aggregate": "seq_mean_token_mean",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
-        "trl_bnpo": {"kind": "grpo", "clip": (0.2, 0.2), "aggregate": "token_mean", "log_ratio_limit": _INF},
+        "trl_grpo": _trl("grpo", "seq_mean_token_mean", clip=(0.2, 0.2)),
+        "trl_bnpo": _trl("grpo", "token_mean", clip=(0.2, 0.2)),
         # TRL divides by max_completion_length: pass it as `horizon`.
-        "trl_dr_grpo": {
-            "kind": "dr_grpo",
-            "clip": (0.2, 0.2),
-            "aggregate": "seq_mean_token_sum_norm",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
+        "trl_dr_grpo": _trl("dr_grpo", "seq_mean_token_sum_norm", clip=(0.2, 0.2)),
         # TRL's default loss.
-        "trl_dapo": {"kind": "dapo", "clip": (0.2, 0.2), "aggregate": "token_mean", "log_ratio_limit": _INF},
+        "trl_dapo": _trl("dapo", "token_mean", clip=(0.2, 0.2)),
         # importance_sampling_level="sequence" with loss_type="grpo"; its documentation's epsilons.
-        "trl_gspo": {
-            "kind": "gspo",
-            "clip": (3e-4, 4e-4),
-            "aggregate": "seq_mean_token_mean",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
+        "trl_gspo": _trl("gspo", "seq_mean_token_mean", clip=(3e-4, 4e-4)),
         # importance_sampling_level="sequence" too, which TRL recommends for it; its default is "token".
-        "trl_luspo": {
-            "kind": "luspo",
-            "clip": (0.2, 0.2),
-            "aggregate": "seq_mean_token_sum",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
+        "trl_luspo": _trl("luspo", "seq_mean_token_sum", clip=(0.2, 0.2)),
         # TRL's epsilon_high is the bound itself; 5.0 is the value it recommends, without it the bound is epsilon, 0.2.
         # Here bounds are 1 - low and 1 + high.
-        "trl_cispo": {"kind": "cispo", "clip": (_INF, 4.0), "aggregate": "token_mean", "log_ratio_limit": _INF},
-        "trl_sapo": {
-            "kind": "sapo",
-            "tau": (1.0, 1.05),
-            "aggregate": "seq_mean_token_mean",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
+        "trl_cispo": _trl("cispo", "token_mean", clip=(_INF, 4.0)),
+        "trl_sapo": _trl("sapo", "seq_mean_token_mean", tau=(1.0, 1.05)),
         # get_gamma_weights.
-        "trl_vespo": {"kind": "vespo", "gamma": GammaGate(), "aggregate": "token_mean", "log_ratio_limit": 20.0},
+        "trl_vespo": _trl("vespo", "token_mean", gamma=GammaGate(), log_ratio_limit=20.0),
         # beta > 0: k3 times the importance ratio (use_bias_correction_kl, the default since 1.16); pass `kl_coef`.
         "trl_kl": {"kl": "k3", "kl_importance": True},
         # entropy_coef > 0: the bonus is a token mean whatever the loss type; pass `entropy` and `entropy_coef`.
@@ -78,58 +59,19 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         # pass `rollout_logprob`.
         "trl_rollout": {"correction": Correction("sequence", "mask", high=3.0)},
         # compute_policy_loss_vanilla.
-        "verl_ppo": {
-            "kind": "ppo",
-            "clip": (0.2, 0.2),
-            "dual_clip": 3.0,
-            "aggregate": "token_mean",
-            "log_ratio_limit": 20.0,
-        },
+        "verl_ppo": _verl("ppo", clip=(0.2, 0.2), dual_clip=3.0),
         # verl clamps log s from above only, at 10: the same wherever log s >= -10.
-        "verl_gspo": {
-            "kind": "gspo_token",
-            "clip": (0.2, 0.2),
-            "aggregate": "token_mean",
-            "log_ratio_limit": 10.0,
-        },
+        "verl_gspo": _verl("gspo_token", clip=(0.2, 0.2), log_ratio_limit=10.0),
         # At b178a3c and 1dda039 it forces seq_mean_token_mean; 0.9.1 takes loss_agg_mode.
-        "verl_gspo_seq_mean": {
-            "kind": "gspo_token",
-            "clip": (0.2, 0.2),
-            "aggregate": "seq_mean_token_mean",
-            "log_ratio_limit": 10.0,
-        },
+        "verl_gspo_seq_mean": _verl("gspo_token", "seq_mean_token_mean", clip=(0.2, 0.2), log_ratio_limit=10.0),
         # It forces seq_mean_token_mean.
-        "verl_sapo": {
-            "kind": "sapo",
-            "tau": (1.0, 1.05),
-            "aggregate": "seq_mean_token_mean",
-            "log_ratio_limit": 20.0,
-        },
-        "verl_cispo": {"kind": "cispo", "clip": (0.2, 0.2), "aggregate": "token_mean", "log_ratio_limit": 20.0},
+        "verl_sapo": _verl("sapo", "seq_mean_token_mean", tau=(1.0, 1.05)),
+        "verl_cispo": _verl("cispo", clip=(0.2, 0.2)),
         # The mean over all rows, empty ones included.
-        "verl_geo_mean": {
-            "kind": "gmpo",
-            "clip": (0.2, 0.2),
-            "aggregate": "seq_mean_token_mean",
-            "count_empty": True,
-            "log_ratio_limit": _INF,
-        },
+        "verl_geo_mean": _verl("gmpo", "seq_mean_token_mean", clip=(0.2, 0.2), count_empty=True, log_ratio_limit=_INF),
         # clip_ratio_c of the actor config (3.0) caps the ratio; the paper recommends 20.
-        "verl_dppo_tv": {
-            "kind": "dppo_tv",
-            "clip": (0.2, 0.2),
-            "ratio_cap": 3.0,
-            "aggregate": "token_mean",
-            "log_ratio_limit": 20.0,
-        },
-        "verl_dppo_kl": {
-            "kind": "dppo_kl",
-            "clip": (0.2, 0.2),
-            "ratio_cap": 3.0,
-            "aggregate": "token_mean",
-            "log_ratio_limit": 20.0,
-        },
+        "verl_dppo_tv": _verl("dppo_tv", clip=(0.2, 0.2), ratio_cap=3.0),
+        "verl_dppo_kl": _verl("dppo_kl", clip=(0.2, 0.2), ratio_cap=3.0),
         # Pass `dro_beta`.
         "verl_dro": {"kind": "dro", "aggregate": "token_mean"},
         # compute_policy_loss_reinforce, of bypass_mode with loss_type="reinforce": pass old_logprob=None,

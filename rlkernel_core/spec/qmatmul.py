@@ -1,4 +1,4 @@
-"""qmatmul@1: x times a quantised weight, with what follows it in a model, rounded once.
+"""qmatmul@1: x times a quantized weight, with what follows it in a model, rounded once.
 
     h = x w'^T + s (x A^T) B^T + bias
     y = act(h) + residual
@@ -12,7 +12,7 @@ implementation: tensor cores want a rounded weight where M is large, and a scale
 small. "none" and "dtype" pin it, for a trainer and a rollout engine that have to agree: "dtype" is the product with
 `dequantize(w, dtype=x.dtype)`.
 
-A format with `act` quantises x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
+A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
 so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
 
 Grouped (mixture of experts): with `ends` [E] the rows of w are those of E experts, one after the other, and the rows
@@ -45,7 +45,6 @@ from rlkernel_core.spec.form import (
     OpCall,
     OpSpec,
     Tolerance,
-    common_clauses,
 )
 from rlkernel_core.spec.quantize import STORED, format_features, quant_tensor
 
@@ -89,7 +88,7 @@ class QmatmulCall(OpCall["Tensor"]):
 
     Args:
         x: [..., K] bf16, fp16, fp32 (float64 on backends that claim it); any strides; never written to.
-        w: quantised weight [Nout, K], canonical or in a layout of the implementation that runs.
+        w: quantized weight [Nout, K], canonical or in a layout of the implementation that runs.
         bias: [Nout] floating.
         lora: low-rank addition; its A, B and scale.
         activation: a name of `ACTIVATIONS`; pairs halve the width, gate rows (of each expert) first.
@@ -103,7 +102,7 @@ class QmatmulCall(OpCall["Tensor"]):
         row of B reaches the outputs that depend on it and no other.
 
     Gradients reach x, bias, residual, lora.A and lora.B, never w. They use w' as the forward pass does; where x was
-    quantised, the gradient passes through the rounding as if it were not there.
+    quantized, the gradient passes through the rounding as if it were not there.
 
     Raises:
         ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout / E with a pair activation; an E
@@ -131,7 +130,9 @@ def check(call: QmatmulCall) -> None:
     if x.dim() < 1 or x.shape[-1] != inputs:
         raise ArgumentError("x", checks.describe(x), f"needs a last dimension K = {inputs}, as w", "Pass [..., K].")
     _on_device("w", weight.device, x)
-    _check_names(activation, call.weight_rounding)
+    checks.choice("weight_rounding", call.weight_rounding, WEIGHT_ROUNDINGS)
+    if activation is not None:
+        checks.choice("activation", activation, ACTIVATIONS)
     width = outputs if ends is None else _check_ends(ends, x, outputs)
     if activation in PAIRS and width % 2:
         raise ArgumentError(
@@ -167,12 +168,6 @@ def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
     return outputs // experts
 
 
-def _check_names(activation: object, weight_rounding: object) -> None:
-    checks.choice("weight_rounding", weight_rounding, WEIGHT_ROUNDINGS)
-    if activation is not None:
-        checks.choice("activation", activation, ACTIVATIONS)
-
-
 def _check_lora(lora: object, w: QuantTensor, x: Tensor) -> None:
     if not isinstance(lora, LoRA):
         raise ArgumentTypeError("lora", checks.describe(lora), "must be a LoRA", "Pass LoRA(A, B, scale).")
@@ -201,7 +196,7 @@ def accumulation_bound(
 
     per element before an activation, with e = 2^-19 (2^-48 for float64), t = 2^-126 (2^-25 for fp16, whose subnormal
     numbers are that far from one another's middle), and y_exact computed in float64 from w'
-    ("any", "none") or from w' rounded to the dtype of x ("dtype"), and from x as the format quantises it. The second
+    ("any", "none") or from w' rounded to the dtype of x ("dtype"), and from x as the format quantizes it. The second
     level, against the full-precision weight, adds sum_k |x_k| error_bound(w)[n, k].
 
     Args:
@@ -229,17 +224,8 @@ SUMMATION: Final[Mapping[str, float]] = {"float32": 2.0**-19, "float64": 2.0**-4
 UNITS: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def _needs(call: Any) -> frozenset[str]:
-    _check_names(call.activation, call.weight_rounding)  # a misspelt name is no missing feature
-    needed = {
-        "lora": call.lora is not None,
-        "bias": call.bias is not None,
-        "residual": call.residual is not None,
-        "grouped": call.ends is not None,
-        f"activation:{call.activation}": call.activation is not None,
-        f"weight_rounding:{call.weight_rounding}": call.weight_rounding != "any",
-    }
-    return quant_tensor("w", call.w).spec.features(*_MATMUL) | {name for name, wanted in needed.items() if wanted}
+def _needed(call: Any) -> dict[str, object]:
+    return {"grouped": call.ends is not None, **dict.fromkeys(quant_tensor("w", call.w).spec.features(*_MATMUL), True)}
 
 
 _TWO_LEVELS: Final = (
@@ -255,13 +241,13 @@ def _sizes(call: QmatmulCall) -> dict[str, int]:
 SPEC = OpSpec(
     name="qmatmul",
     record=QmatmulCall,
-    summary="x times a quantised weight with LoRA, bias, activation and residual, rounded once",
+    summary="x times a quantized weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
     differentiable=("x", "bias", "lora", "residual"),
     carrying=("",),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=_needed,
     features=(
         GRAD,
         DETERMINISTIC,
@@ -277,7 +263,7 @@ SPEC = OpSpec(
         Feature("weight_rounding:dtype", "w' is rounded to the dtype of x, as dequantize does"),
     ),
     clauses=(
-        Clause("QM-01", "the dequantised product", "y is within accumulation_bound of float64 on w'", "accuracy"),
+        Clause("QM-01", "the dequantized product", "y is within accumulation_bound of float64 on w'", "accuracy"),
         Clause(
             "QM-02", "the full product", "y is within accumulation_bound + sum |x| error_bound of x W^T", "accuracy"
         ),
@@ -295,7 +281,7 @@ SPEC = OpSpec(
         Clause(
             "QM-08",
             "per-token scales",
-            "with quantised x, a row's result depends on that row alone",
+            "with quantized x, a row's result depends on that row alone",
             "invariance",
             "format:int8_w8a8",
         ),
@@ -338,7 +324,6 @@ SPEC = OpSpec(
         ),
         Clause("QM-30", "wild ends", "ends that fall or exceed M count as the one before, and as M", "law", "grouped"),
         Clause("QM-31", "experts' gradients", "of x, bias and residual match float64", "gradient", "grouped"),
-        *common_clauses("QM"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)

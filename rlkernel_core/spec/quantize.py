@@ -5,7 +5,7 @@
     w' = (d c) q - (e m)      c and m integers of a sub-block, d and e of a super-block (the k-quants of GGUF)
 
 The formats are the rows of `rlkernel_core.quant.FORMATS`; each codec's docstring there gives the storage, the rule for
-scales, and the order of operations. Dequantising is exact: every backend gives the same bits. Quantising gives the
+scales, and the order of operations. Dequantizing is exact: every backend gives the same bits. Quantizing gives the
 same scales, and the same codes except where w / s is within 2^-20 of the border between two; where s is a power of two
 the quotient is exact, and so is the code.
 
@@ -22,30 +22,21 @@ from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.spec import FORMATS, QuantSpec, option_feature, spec_of
 from rlkernel_core.quant.tensor import QuantTensor
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    Tolerance,
-    common_clauses,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Options of a spec that dequantising and prepacking depend on; quantising depends on its rules as well.
+# Options of a spec that dequantizing and prepacking depend on; quantizing depends on its rules as well.
 STORED: Final = ("element", "scale_dtype", "double_quant", "act_order")
-QUANTISED: Final = (*STORED, "scale_rule", "rounding")
+QUANTIZED: Final = (*STORED, "scale_rule", "rounding")
 _DTYPES: Final = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 @dataclass(slots=True, eq=False)
 class QuantizeCall(OpCall[QuantTensor]):
-    """Quantise a weight, or quantise it again into the storage of an earlier one.
+    """Quantize a weight, or quantize it again into the storage of an earlier one.
 
     Args:
         weight: [Nout, K] bf16, fp16, fp32 or float64 (rounded to fp32 first); any strides; never written to. K need
@@ -57,7 +48,7 @@ class QuantizeCall(OpCall[QuantTensor]):
 
     Returns:
         QuantTensor in the canonical layout (with `out`: `out` itself). A group of zeros stays zero. A group that
-        holds an inf or NaN, or whose scale overflows its dtype, dequantises to NaN, all of it and no other.
+        holds an inf or NaN, or whose scale overflows its dtype, dequantizes to NaN, all of it and no other.
 
     Raises:
         UnknownNameError: no such format.
@@ -78,7 +69,7 @@ class DequantizeCall(OpCall["Tensor"]):
     """The weight [Nout, K] that `w` stands for.
 
     Args:
-        w: any quantised weight whose layout the implementation knows.
+        w: any quantized weight whose layout the implementation knows.
         dtype: fp32, bf16 or fp16; `w.dtype` unless said. The fp32 value is rounded to it once; beyond the range of
             fp16 that is inf.
 
@@ -97,7 +88,7 @@ class PrepackCall(OpCall[QuantTensor]):
     """The same weight, arranged as an implementation of qmatmul reads it fastest; no bit is lost.
 
     Args:
-        w: a quantised weight.
+        w: a quantized weight.
         layout: a layout id; None for the one the implementation prefers, "canonical" to undo an earlier prepack.
 
     Returns:
@@ -116,7 +107,7 @@ class PrepackCall(OpCall[QuantTensor]):
 
 
 def quant_tensor(name: str, w: object) -> QuantTensor:
-    """`w` is a quantised weight."""
+    """`w` is a quantized weight."""
     if not isinstance(w, QuantTensor):
         raise ArgumentTypeError(
             name, checks.describe(w), "must be a QuantTensor", f'Pass quantize({name}, "int4_g128") or another format.'
@@ -131,7 +122,7 @@ def check_quantize(call: QuantizeCall) -> QuantSpec:
     checks.tensor("weight", weight, ndim=2)
     if weight.is_floating_point() and weight.element_size() < 2:
         raise ArgumentTypeError(
-            "weight", checks.describe(weight), "is quantised already", "Pass bf16, fp16, fp32 or float64."
+            "weight", checks.describe(weight), "is quantized already", "Pass bf16, fp16, fp32 or float64."
         )
     checks.tensor("weight", weight, kind="floating")
     if 0 in weight.shape:
@@ -153,7 +144,7 @@ def check_quantize(call: QuantizeCall) -> QuantSpec:
 
 
 def check_dtype(dtype: object) -> None:
-    """A dtype that a weight can be dequantised to."""
+    """A dtype that a weight can be dequantized to."""
     if dtype is not None and str(dtype) not in _DTYPES:
         raise ArgumentTypeError(
             "dtype",
@@ -190,12 +181,8 @@ def format_features(*options: str) -> tuple[Feature, ...]:
     return (*formats, *found.values())
 
 
-def _needs_quantize(call: Any) -> frozenset[str]:
-    return spec_of(call.format).features(*QUANTISED) | ({"out"} if call.out is not None else frozenset())
-
-
-def _needs_stored(call: Any) -> frozenset[str]:
-    return quant_tensor("w", call.w).spec.features(*STORED)
+def _needed(call: Any) -> dict[str, object]:
+    return dict.fromkeys(quant_tensor("w", call.w).spec.features(*STORED), True)
 
 
 def _device(call: Any) -> Any:
@@ -209,12 +196,12 @@ QUANTIZE = OpSpec(
     primary="weight",
     differentiable=("weight",),
     check=check_quantize,
-    needs=_needs_quantize,
+    needed=lambda call: dict.fromkeys(spec_of(call.format).features(*QUANTIZED), True),
     features=(
         DETERMINISTIC,
         CAPTURABLE,
-        *format_features(*QUANTISED),
-        Feature("out", "quantise again into existing storage, in the layout it has"),
+        *format_features(*QUANTIZED),
+        Feature("out", "quantize again into existing storage, in the layout it has"),
     ),
     clauses=(
         Clause("QZ-01", "scales", "scales and zero-points have the bits of the reference codec", "accuracy"),
@@ -241,7 +228,7 @@ QUANTIZE = OpSpec(
         ),
         Clause("QZ-08", "saturation", "8-bit floats saturate: no NaN or inf from finite weights", "accuracy"),
         Clause("QZ-09", "any layout", "strided weights give the bits of contiguous ones", "invariance"),
-        Clause("QZ-10", "in place", "out keeps every address, and has the bits of a fresh quantisation", "law", "out"),
+        Clause("QZ-10", "in place", "out keeps every address, and has the bits of a fresh quantization", "law", "out"),
         Clause(
             "QZ-11", "inputs untouched", "the weight is not written to; global RNG and defaults stay", "side_effect"
         ),
@@ -255,7 +242,6 @@ QUANTIZE = OpSpec(
         ),
         Clause("QZ-15", "no silent detach", "a weight that requires grad is refused unless under no_grad", "refusal"),
         Clause("QZ-16", "capture without out", CAPTURABLE.text, "capture", "capturable"),
-        *common_clauses("QZ"),
     ),
     tolerances=(
         Tolerance("codes", "any", 0.0, 2.0**-20, "relative distance of w / s from a border; a product with 1 / s"),
@@ -265,9 +251,9 @@ QUANTIZE = OpSpec(
 DEQUANTIZE = OpSpec(
     name="dequantize",
     record=DequantizeCall,
-    summary="the weight that a quantised one stands for, bit for bit the same on every backend",
+    summary="the weight that a quantized one stands for, bit for bit the same on every backend",
     check=check_dequantize,
-    needs=_needs_stored,
+    needed=_needed,
     where=_device,
     features=(DETERMINISTIC, CAPTURABLE, *format_features(*STORED)),
     clauses=(
@@ -277,13 +263,12 @@ DEQUANTIZE = OpSpec(
             "DQ-03", "extremes", "scales of 0, subnormal, the largest, inf and NaN multiply as IEEE says", "accuracy"
         ),
         Clause("DQ-04", "nibble order", "codes stand where the format says, odd counts included", "accuracy"),
-        Clause("DQ-05", "layouts agree", "a prepacked weight dequantises to the bits of the canonical one", "law"),
+        Clause("DQ-05", "layouts agree", "a prepacked weight dequantizes to the bits of the canonical one", "law"),
         Clause("DQ-06", "unknown layout", "a layout of another backend raises LayoutError", "refusal"),
         Clause("DQ-07", "inputs untouched", "w is not written to; global RNG and defaults stay", "side_effect"),
         Clause("DQ-08", "bad arguments", "no QuantTensor, other dtypes raise errors naming the argument", "refusal"),
         Clause("DQ-09", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("DQ-10", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *common_clauses("DQ"),
     ),
     tolerances=(Tolerance("weight", "any", 0.0, 0.0, "the order of operations is fixed: equality of bits"),),
 )
@@ -291,9 +276,9 @@ DEQUANTIZE = OpSpec(
 PREPACK = OpSpec(
     name="prepack",
     record=PrepackCall,
-    summary="a quantised weight rearranged for an implementation of qmatmul, without loss",
+    summary="a quantized weight rearranged for an implementation of qmatmul, without loss",
     check=check_prepack,
-    needs=_needs_stored,
+    needed=_needed,
     where=_device,
     features=(DETERMINISTIC, *format_features(*STORED)),
     clauses=(
@@ -308,7 +293,6 @@ PREPACK = OpSpec(
         ),
         Clause("PP-05", "unknown layout", "a layout id that is not the implementation's raises LayoutError", "refusal"),
         Clause("PP-06", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        *common_clauses("PP"),
     ),
     tolerances=(Tolerance("parts", "any", 0.0, 0.0, "bytes are moved, none is changed"),),
 )

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
-from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.form import CAPTURABLE, Clause, Feature, OpCall, OpSpec
 from rlkernel_core.spec.rollouts import DEFAULT_FIELDS, Field, RolloutBuffer
 
 ON_FULL = ("raise", "drop_oldest")
@@ -106,15 +106,6 @@ def _check_field(name: str, entry: Field) -> None:
         checks.real(f"{name}.default", entry.default)
 
 
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"on_full:{call.on_full}": True,
-        "fields": call.fields is not None,
-        "group_size": call.group_size is not None,
-    }
-    return frozenset(name for name, needed in wanted.items() if needed)
-
-
 SPEC = OpSpec(
     name="rollout_buffer",
     record=RolloutBufferCall,
@@ -122,7 +113,6 @@ SPEC = OpSpec(
     where=lambda call: call.device,
     planned=False,
     check=check,
-    needs=_needs,
     features=(
         CAPTURABLE,
         Feature("fields", "per-token fields of the caller's choice"),
@@ -161,6 +151,5 @@ SPEC = OpSpec(
         Clause("RB-16", "invalid members", "aborted, invalid and NaN-rewarded members are kept, with weight 0", "law"),
         Clause("RB-17", "save and load", "a loaded buffer pops what the saved one would", "law"),
         Clause("RB-18", "bad arguments", "a wrong argument raises ArgumentError that names it", "refusal"),
-        *common_clauses("RB"),
     ),
 )

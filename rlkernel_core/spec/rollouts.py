@@ -74,7 +74,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class BufferStats:
-    """Counters since construction; reading them synchronises with the device once.
+    """Counters since construction; reading them synchronizes with the device once.
 
     Nothing is lost: `appended == popped + stored + sum(dropped.values())`, and the same for sequences.
     """
@@ -186,7 +186,7 @@ class RolloutBuffer(Protocol):
         ...
 
     def finish(self, slots: Slots, reward: Any = None, *, status: str | Sequence[str] = "stop") -> None:
-        """End sequences; reads their lengths (synchronises) and frees what they did not use.
+        """End sequences; reads their lengths (synchronizes) and frees what they did not use.
 
         Args:
             slots: open ones.

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.form import Feature, OpCall, OpSpec, common_clauses
+from rlkernel_core.spec.form import Feature, OpCall, OpSpec
 from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
 from rlkernel_core.spec.sampling import (
     LAWS,
-    LawFields,
     LogitBias,
-    RequestFields,
+    RequestParams,
     SampleResult,
+    SamplingParams,
     check_edits,
-    check_law,
     check_no_gradient,
+    check_sampling_params,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class SampleCall(RequestFields, OpCall[SampleResult]):
+class SampleCall(RequestParams, OpCall[SampleResult]):
     """Draw one token per row of `logits`.
 
     A parameter is a number, or a tensor with one entry per row, so that requests of one batch differ; a tensor's
@@ -59,7 +59,7 @@ class SampleCall(RequestFields, OpCall[SampleResult]):
         bias: values added to some logits, per row.
         allowed: [N, >= ceil(V / 32)] int32, bit id % 32 of word id // 32 set where the id may be drawn (xgrammar).
         banned: ids per row that may not be drawn.
-        filter_order: "topk_topp": top-k, then top-p on the renormalised survivors; "topp_topk": top-p, then top-k;
+        filter_order: "topk_topp": top-k, then top-p on the renormalized survivors; "topp_topk": top-p, then top-k;
             "joint": both on the tempered law, intersected. min-p comes first; under "joint" it too only intersects.
         tie: "lowest_id" cuts ties by id, so exactly k are kept; "keep_all" keeps everything tied with the last token
             of each filter, as masks that compare values do.
@@ -102,14 +102,14 @@ def check(call: SampleCall) -> None:
     check_request(call, logits, logits.shape[1], bias=call.bias)
 
 
-def check_request(call: RequestFields, like: Tensor, width: int, *, bias: Any, bias_name: str = "bias") -> None:
+def check_request(call: RequestParams, like: Tensor, width: int, *, bias: Any, bias_name: str = "bias") -> None:
     """Everything that sample and lm_head_sample are told about the draw, for one row of logits per row of `like`."""
     rows, slot = like.shape[0], call.slot
     if slot is not None:
         checks.tensor("slot", slot, ndim=1, kind="integer")
         checks.shape("slot", slot, (rows,), "rows")
         checks.same_device("slot", slot, like, "the other tensors")
-    check_law(call, like, rows, width, slots=slot is not None)
+    check_sampling_params(call, like, rows, width, slots=slot is not None)
     vocab = call.vocab_size or width
     check_edits(call, like, rows, vocab, bias=bias, bias_name=bias_name, slots=slot is not None)
     checks.integer("top_n", call.top_n, at_least=0, at_most=vocab)
@@ -120,38 +120,20 @@ def check_request(call: RequestFields, like: Tensor, width: int, *, bias: Any, b
     checks.integer("stream", call.stream, at_least=0, at_most=2**32 - 1)
 
 
-def law_needs(call: LawFields) -> frozenset[str]:
-    """Features that the law of a draw needs, in all sampling operators."""
-    given = {
-        "per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW),
-        "filter_order:joint": call.filter_order == "joint",
-        "filter_order:topp_topk": call.filter_order == "topp_topk",
-        "tie:keep_all": call.tie == "keep_all",
-        "raw_logprob": bool(call.raw_logprob),
-        **{
-            name: getattr(call, name) is not None
-            for name in ("top_k", "top_p", "min_p", "penalties", "allowed", "banned", "vocab_size")
-        },
-    }
-    return frozenset(name for name, needed in given.items() if needed)
-
-
-def request_needs(call: RequestFields) -> frozenset[str]:
-    """Features that the arguments shared by sample and lm_head_sample need."""
+def needed(call: Any) -> dict[str, object]:
+    """Feature -> whether a sampling operator needs it, where the name of an argument does not say so."""
     ranked = call.top_n > 0 or call.rank
-    given = {
-        "slot": call.slot is not None,
+    return {
+        **needed_of_rows(call),
         "top_n:raw": ranked and call.top_n_from == "raw",
         "top_n:processed": ranked and call.top_n_from == "processed",
-        "entropy": bool(call.entropy),
         "kept_ids": call.kept_capacity > 0,
-        "stream": call.stream > 0,
     }
-    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
-def _needs(call: SampleCall) -> frozenset[str]:
-    return request_needs(call) | (frozenset({"bias"}) if call.bias is not None else frozenset())
+def needed_of_rows(call: SamplingParams) -> dict[str, object]:
+    """The same of the parameters that may differ by row."""
+    return {"per_row_parameters": any(checks.is_tensor(getattr(call, name)) for name in _PER_ROW)}
 
 
 def _sizes(call: SampleCall) -> dict[str, int]:
@@ -166,8 +148,8 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=needed,
     features=(*FEATURES, Feature("bias", "values added to some logits")),
-    clauses=(*CLAUSES, *common_clauses("SA")),
+    clauses=CLAUSES,
     tolerances=TOLERANCES,
 )

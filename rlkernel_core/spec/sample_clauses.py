@@ -15,7 +15,7 @@ FEATURES: Final = (
     CAPTURABLE,
     Feature("per_row_parameters", "temperature, top_k, top_p or min_p as a tensor, one entry per row"),
     Feature("top_k", "exactly k kept, ties to the lowest id"),
-    Feature("top_p", "nucleus on the renormalised survivors, crossing token kept"),
+    Feature("top_p", "nucleus on the renormalized survivors, crossing token kept"),
     Feature("min_p", "tokens below min_p times the best probability dropped"),
     Feature("penalties", "repetition, frequency and presence penalties from a sparse history"),
     Feature("allowed", "bitmask of the tokens that may be drawn"),

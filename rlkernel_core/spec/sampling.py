@@ -8,7 +8,7 @@ One law, stated once. With V the vocabulary, T the temperature and every step on
     4. x = x / r if x > 0 else x * r, for tokens seen in prompt or output          (repetition r)
     5. x = (x - frequency * count) - presence * (count > 0)           (count: occurrences in the output)
     6. order all tokens by (x descending, id ascending); y = (x - max x) / T       (tempered law: softmax(y))
-    7. min-p: keep y >= ln(min_p); 8. top-k; 9. top-p on what is left, renormalised: keep a token iff the mass before
+    7. min-p: keep y >= ln(min_p); 8. top-k; 9. top-p on what is left, renormalized: keep a token iff the mass before
        it is below top_p. The first token of the order is always kept.
     10. draw from softmax(y) over the kept tokens                     (processed law)
 
@@ -136,7 +136,7 @@ class SampleResult:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class LawFields:
+class SamplingParams:
     """Arguments of every sampling operator: the law of a draw, its noise and the edits of its logits. See `sample`."""
 
     temperature: float | Tensor = 1.0
@@ -155,7 +155,7 @@ class LawFields:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RequestFields(LawFields):
+class RequestParams(SamplingParams):
     """What sample and lm_head_sample take besides: state slots and what else a draw returns. See `sample`."""
 
     slot: Tensor | None = None
@@ -168,7 +168,9 @@ class RequestFields(LawFields):
     stream: int = 0
 
 
-def check_law(call: LawFields, like: Tensor, rows: int, width: int, *, slots: bool = False, of: str = "rows") -> None:
+def check_sampling_params(
+    call: SamplingParams, like: Tensor, rows: int, width: int, *, slots: bool = False, of: str = "rows"
+) -> None:
     """What every sampling operator asks of the parameters of its law and of its noise.
 
     `like` says where parameters live; a parameter holds one entry per row, or with `slots` one per state slot; `of`
@@ -227,7 +229,7 @@ def check_parameter(
 
 
 def check_edits(
-    call: LawFields,
+    call: SamplingParams,
     like: Tensor,
     rows: int,
     vocab: int,

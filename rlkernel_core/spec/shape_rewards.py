@@ -3,7 +3,7 @@
 Per sequence, in this order (each step only where asked for):
 
     clip       x = min(max(x, low), high)
-    normalise  x = (x - mean) / (std + eps), moments of this batch ("batch") or of all batches so far ("running")
+    normalize  x = (x - mean) / (std + eps), moments of this batch ("batch") or of all batches so far ("running")
     overlong   x += min(0, -(L - (max_length - buffer)) / buffer * factor), at least -factor if capped
 
 per token, with d = logprob - ref_logprob clamped to +-kl_input_clamp, and the estimate clamped to +-kl_clamp:
@@ -22,16 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_checks import token_shape
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    Tolerance,
-    common_clauses,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +33,7 @@ KL = ("none", "k1", "abs", "k2", "k3")
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """State of a running normalisation: pass what the last call returned, None at the first."""
+    """State of a running normalization: pass what the last call returned, None at the first."""
 
     count: Tensor  # []
     mean: Tensor  # []
@@ -56,12 +47,12 @@ class ShapedRewards:
     rewards: Tensor  # [B], or token-level with a KL term, token-level rewards, or output="token"
     kl: Tensor | None = None  # [B] sum of the KL estimates over the valid tokens, before kl_coef
     penalty: Tensor | None = None  # [B] the overlong term
-    running: RunningMoments | None = None  # new state with normalise="running"; the one passed in is not written to
+    running: RunningMoments | None = None  # new state with normalize="running"; the one passed in is not written to
 
 
 @dataclass(slots=True, eq=False)
 class ShapeRewardsCall(OpCall[ShapedRewards]):
-    """Clip, normalise and penalise rewards. The result is a constant: inputs are detached.
+    """Clip, normalize and penalize rewards. The result is a constant: inputs are detached.
 
     Args:
         rewards: [B] per sequence, or token-level (then only the KL term applies); any real dtype. A reward that is
@@ -70,7 +61,7 @@ class ShapeRewardsCall(OpCall[ShapedRewards]):
         lengths: [B] integer: response lengths.
         cu_seqlens: [B + 1] integer bounds of packed sequences.
         clip: (low, high).
-        normalise: "none", "batch" or "running".
+        normalize: "none", "batch" or "running".
         running: state of "running".
         center: subtract the mean; False divides only.
         ddof: of the std, with `eps` added to it.
@@ -98,7 +89,7 @@ class ShapeRewardsCall(OpCall[ShapedRewards]):
     lengths: Tensor | None = None
     cu_seqlens: Tensor | None = None
     clip: tuple[float, float] | None = None
-    normalise: str = "none"
+    normalize: str = "none"
     running: RunningMoments | None = None
     center: bool = True
     ddof: int = 1
@@ -119,7 +110,7 @@ class ShapeRewardsCall(OpCall[ShapedRewards]):
 
 def check(call: ShapeRewardsCall) -> None:
     """Checks shared by all implementations; reads no value off the device."""
-    checks.choice("normalise", call.normalise, ("none", "batch", "running"))
+    checks.choice("normalize", call.normalize, ("none", "batch", "running"))
     checks.choice("kl", call.kl, KL)
     checks.choice("output", call.output, ("auto", "token"))
     rewards = checks.tensor("rewards", call.rewards, ndim=(1, 2), kind="real")
@@ -172,8 +163,8 @@ def sizes(call: ShapeRewardsCall) -> tuple[int, tuple[int, ...] | None]:
                 raise ArgumentError(
                     name, getattr(call, name), "applies to one reward per sequence", "Pass rewards [B]."
                 )
-        if call.normalise != "none":
-            raise ArgumentError("normalise", call.normalise, "applies to one reward per sequence", "Use `whiten`.")
+        if call.normalize != "none":
+            raise ArgumentError("normalize", call.normalize, "applies to one reward per sequence", "Use `whiten`.")
     if tokens is None and (call.output == "token" or call.kl != "none"):
         raise ArgumentError("output", "no token-level tensor", "the number of tokens is not known", "Pass `mask`.")
     if not packed and tokens is not None and tokens[0] != sequences:
@@ -199,35 +190,23 @@ def _goes_together(call: Any) -> None:
             )
     if call.kl == "none" and call.kl_coef != 0.0:
         raise ArgumentError("kl_coef", call.kl_coef, "has no effect with kl='none'", "Pass kl='k1' or another.")
-    if call.running is not None and call.normalise != "running":
-        raise ArgumentError("running", "a state", "has no effect", "Pass normalise='running'.")
-
-
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        f"kl:{call.kl}": call.kl in KL[1:],
-        f"normalise:{call.normalise}": call.normalise in ("batch", "running"),
-        "overlong": call.max_length is not None,
-        "clip": call.clip is not None,
-        "packed": call.cu_seqlens is not None,
-        "process_group": call.process_group is not None,
-    }
-    return frozenset(n for n, needed in wanted.items() if needed)
+    if call.running is not None and call.normalize != "running":
+        raise ArgumentError("running", "a state", "has no effect", "Pass normalize='running'.")
 
 
 SPEC = OpSpec(
     name="shape_rewards",
     record=ShapeRewardsCall,
-    summary="KL in the reward, overlong penalty, reward clip and normalisation",
+    summary="KL in the reward, overlong penalty, reward clip and normalization",
     primary="rewards",
     check=check,
-    needs=_needs,
+    needed=lambda call: {"overlong": call.max_length is not None, "packed": call.cu_seqlens is not None},
     features=(
         DETERMINISTIC,
         CAPTURABLE,
         *(Feature(f"kl:{k}", f"the {k} estimator in the reward") for k in KL[1:]),
-        Feature("normalise:batch", "moments of this batch"),
-        Feature("normalise:running", "moments of all batches so far"),
+        Feature("normalize:batch", "moments of this batch"),
+        Feature("normalize:running", "moments of all batches so far"),
         Feature("overlong", "penalty near the length limit"),
         Feature("clip", "rewards clipped"),
         Feature("packed", "cu_seqlens"),
@@ -235,11 +214,11 @@ SPEC = OpSpec(
     ),
     clauses=(
         Clause("SR-01", "matches float64", "every step is within tolerance of its formula", "accuracy"),
-        Clause("SR-02", "order", "clip, normalise, overlong, then KL", "law"),
+        Clause("SR-02", "order", "clip, normalize, overlong, then KL", "law"),
         Clause("SR-03", "last valid token", "a reward per sequence stands on its last valid token", "law"),
         Clause("SR-04", "masked tokens", "NaN there changes nothing; the result there is 0", "law"),
         Clause("SR-05", "k3 near 0", "keeps relative precision for small d", "accuracy", "kl:k3"),
-        Clause("SR-06", "running state", "two halves give what one batch gives", "law", "normalise:running"),
+        Clause("SR-06", "running state", "two halves give what one batch gives", "law", "normalize:running"),
         Clause("SR-07", "overlong", "0 up to max_length - buffer, -factor at max_length", "law", "overlong"),
         Clause("SR-08", "not finite is not contagious", "NaN is in no moment and stays NaN", "law"),
         Clause("SR-09", "inputs untouched", "no argument, state included, is written to", "side_effect"),
@@ -247,7 +226,6 @@ SPEC = OpSpec(
         Clause("SR-11", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("SR-12", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("SR-13", "ranks", "k ranks give what one gives; an empty rank takes part", "law", "process_group"),
-        *common_clauses("SR"),
     ),
     tolerances=(
         Tolerance("rewards", "float32", 1e-6, 1e-5, "one exp and a handful of roundings"),

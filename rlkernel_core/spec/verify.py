@@ -4,7 +4,7 @@ Request i drafted k_i tokens; the target was run on all of them at once and gave
 law p_j of sample@1 (processed) after j accepted drafts. With q_j the law draft d_j was drawn from:
 
     accept d_j while  u_j q_j(d_j) < p_j(d_j)              u: noise stream 2 at token d_j
-    at the first rejection draw from max(p_j - q_j, 0), renormalised (p_j where that is 0)       noise stream 3
+    at the first rejection draw from max(p_j - q_j, 0), renormalized (p_j where that is 0)       noise stream 3
     after k_i acceptances draw from p_{k_i}                                                      noise stream 0
 
 Then every emitted token has law p_j given the ones before it (Leviathan et al., arXiv 2211.17192). Noise is that of the
@@ -33,11 +33,10 @@ from rlkernel_core.spec.form import (
     Feature,
     OpCall,
     OpSpec,
-    common_clauses,
 )
-from rlkernel_core.spec.sample import law_needs
+from rlkernel_core.spec.sample import needed_of_rows
 from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
-from rlkernel_core.spec.sampling import LawFields, LogitBias, check_edits, check_law, check_no_gradient
+from rlkernel_core.spec.sampling import LogitBias, SamplingParams, check_edits, check_no_gradient, check_sampling_params
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +61,10 @@ class VerifyResult:
 
 
 @dataclass(slots=True, eq=False)
-class VerifyCall(LawFields, OpCall[VerifyResult]):
+class VerifyCall(SamplingParams, OpCall[VerifyResult]):
     """Accept the longest prefix of each request's drafts that the target's law allows, and draw one more token.
+
+    What is not listed is as in sample.
 
     Args:
         target_logits: [M, W] with M = K + B, the rows of a request together, as in VerifyResult; never written to.
@@ -72,19 +73,11 @@ class VerifyCall(LawFields, OpCall[VerifyResult]):
         draft_probs: [K, >= V] the laws the drafts were drawn from: after the drafter's temperature and filters.
         draft_logits: [K, >= V] the same as logits, with -inf at what its filters dropped: q = softmax(draft_logits).
         temperature: as in sample, one entry per request; so are top_k, top_p, min_p, seed and step.
-        top_k: keep the k best.
-        top_p: keep a nucleus.
-        min_p: keep tokens near the best.
-        seed: unsigned 64-bit key of the request's noise.
         step: count of the tokens the request had drawn before this round; row j draws at step + j.
         penalties: one row per request, on what was there before this round; drafts count in the rows after them.
         bias: values added to some logits, per row of target_logits.
         allowed: [M, >= ceil(V / 32)] int32 bitmask, per row.
         banned: ids that may not be drawn, per row.
-        filter_order: as in sample.
-        tie: as in sample.
-        vocab_size: V where the rows are padded.
-        raw_logprob: also return the log-probability under the raw law.
         invalid_token: what `token` holds behind the last emitted one, and where none could be drawn.
 
     Returns:
@@ -123,7 +116,7 @@ def check(call: VerifyCall) -> None:
             "Run the target on the last token and all drafts of each request.",
         )
     checks.exclusive(draft_probs=draft_probs, draft_logits=draft_logits)
-    check_law(call, target_logits, B, W, of="requests")
+    check_sampling_params(call, target_logits, B, W, of="requests")
     checks.flags(raw_logprob=call.raw_logprob)
     vocab = call.vocab_size or W
     for name, x in (("draft_probs", draft_probs), ("draft_logits", draft_logits)):
@@ -136,11 +129,6 @@ def check(call: VerifyCall) -> None:
             raise ArgumentError(name, checks.describe(x), f"must have shape [{K}, >= {vocab}]", "One law per draft.")
     check_edits(call, target_logits, M, vocab, bias=call.bias, history_rows=B)
     checks.integer("invalid_token", call.invalid_token)
-
-
-def _needs(call: VerifyCall) -> frozenset[str]:
-    given = {name: getattr(call, name) is not None for name in ("bias", "draft_probs", "draft_logits")}
-    return law_needs(call) | frozenset(name for name, needed in given.items() if needed)
 
 
 _OWN = ("slot", "stream", "entropy", "kept_ids", "top_n:raw", "top_n:processed")
@@ -158,7 +146,7 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needs=_needs,
+    needed=needed_of_rows,
     features=(
         *(f for f in FEATURES if f.name not in _OWN),
         Feature("bias", "values added to some logits"),
@@ -191,7 +179,6 @@ SPEC = OpSpec(
         Clause("VF-18", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("VF-19", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("VF-20", "padding columns", "columns from vocab_size on change nothing", "invariance", "vocab_size"),
-        *common_clauses("VF"),
     ),
     tolerances=TOLERANCES,
 )

@@ -11,21 +11,12 @@ merge by (n, mean, M2) in rank order (Chan, Golub and LeVeque 1979). Imports no 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
-from rlkernel_core.spec.form import (
-    CAPTURABLE,
-    DETERMINISTIC,
-    Clause,
-    Feature,
-    OpCall,
-    OpSpec,
-    Tolerance,
-    common_clauses,
-)
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,32 +76,15 @@ def check(call: WhitenCall) -> None:
     checks.flags(shift_mean=call.shift_mean, apply=call.apply)
     checks.process_group("process_group", call.process_group)
     checks.exclusive(mask=mask, lengths=lengths)
-    if mask is not None:
-        checks.shape("mask", checks.tensor("mask", mask, kind="bool"), x.shape, "x")
-        checks.same_device("mask", mask, x, "x")
-    if lengths is not None:
-        if x.dim() != 2:
-            raise ArgumentError("lengths", checks.describe(lengths), "needs x [B, T]", "Pass `mask` instead.")
-        checks.shape("lengths", checks.tensor("lengths", lengths, kind="integer"), x.shape[:1], "the rows of x")
-        checks.same_device("lengths", lengths, x, "x")
-    if counts is not None:
-        checks.shape("counts", checks.tensor("counts", counts, kind="real"), x.shape, "x")
-        checks.same_device("counts", counts, x, "x")
+    if lengths is not None and x.dim() != 2:
+        raise ArgumentError("lengths", checks.describe(lengths), "needs x [B, T]", "Pass `mask` instead.")
+    checks.aligned("mask", mask, x.shape, "x", kind="bool", beside=x, where="x")
+    checks.aligned("lengths", lengths, x.shape[:1], "the rows of x", kind="integer", beside=x, where="x")
+    checks.aligned("counts", counts, x.shape, "x", kind="real", beside=x, where="x")
     checks.integer("ddof", call.ddof, at_least=0)
     checks.number("eps", call.eps, at_least=0.0)
     checks.choice("eps_mode", call.eps_mode, EPS_MODES)
     checks.choice("masked_out", call.masked_out, ("zero", "carry"))
-
-
-def _needs(call: Any) -> frozenset[str]:
-    wanted = {
-        "mask": call.mask is not None,
-        "lengths": call.lengths is not None,
-        "counts": call.counts is not None,
-        "carry": call.masked_out == "carry",
-        "process_group": call.process_group is not None,
-    }
-    return frozenset(n for n, needed in wanted.items() if needed)
 
 
 SPEC = OpSpec(
@@ -119,7 +93,7 @@ SPEC = OpSpec(
     summary="mean 0, variance 1 over everything valid, across ranks",
     primary="x",
     check=check,
-    needs=_needs,
+    needed=lambda call: {"carry": call.masked_out == "carry"},
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -143,7 +117,6 @@ SPEC = OpSpec(
         Clause("WH-11", "bad arguments", "wrong sizes, dtypes, choices raise ArgumentError", "refusal"),
         Clause("WH-12", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("WH-13", "capture", CAPTURABLE.text, "capture", "capturable"),
-        *common_clauses("WH"),
     ),
     tolerances=(
         Tolerance("y", "float32", 1e-5, 1e-5, "two pairwise sums and a division"),

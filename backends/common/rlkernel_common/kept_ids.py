@@ -1,6 +1,6 @@
 """The kept ids of a truncated law, as masks of the block at hand: never [N, V] at once.
 
-Built without host synchronisation: the ragged ids keep their length, entries that do not matter go to a spare row.
+Built without host synchronization: the ragged ids keep their length, entries that do not matter go to a spare row.
 
 Legend: N rows · nnz kept ids in all · n, w rows and columns of a block.
 """

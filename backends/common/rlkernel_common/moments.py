@@ -27,7 +27,7 @@ class Moments(NamedTuple):
         """Mean of the values."""
         return self.shift + self.moved
 
-    def centred(self, x: Tensor) -> Tensor:
+    def centered(self, x: Tensor) -> Tensor:
         """Distance from the mean; exactly 0 for a constant."""
         return (x - self.shift) - self.moved
 
@@ -82,14 +82,11 @@ def across_ranks(local: Moments, process_group: ProcessGroup | None) -> Moments:
     """
     if process_group is None:
         return local
-    from torch import distributed
+    from rlkernel_common.vocab_parallel import gathered
 
-    mine = torch.stack(local)
-    gathered = [torch.empty_like(mine) for _ in range(process_group.size())]
-    distributed.all_gather(gathered, mine, group=process_group)
-    total = Moments(*gathered[0].unbind())
-    for other in gathered[1:]:
-        total = merged(total, Moments(*other.unbind()))
+    total, *others = (Moments(*each.unbind()) for each in gathered(torch.stack(local), process_group))
+    for other in others:
+        total = merged(total, other)
     return total
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_core.spec.sampling import LawFields, LogitBias, Penalties, TokenLists
+from rlkernel_core.spec.sampling import LogitBias, Penalties, SamplingParams, TokenLists
 
 
 class Requests(NamedTuple):
@@ -42,7 +42,7 @@ class Edited(NamedTuple):
     bad: Tensor  # [N] bool: the edits made NaN
 
 
-def decode(call: LawFields, N: int, device: torch.device, dtype: torch.dtype, slot: Tensor | None) -> Requests:
+def decode(call: SamplingParams, N: int, device: torch.device, dtype: torch.dtype, slot: Tensor | None) -> Requests:
     """One entry per row of every parameter of a call, gathered by slot where there are slots.
 
     Args:
@@ -161,14 +161,14 @@ def edit(
         extra = total[:, :n].to(x.dtype)
         x = torch.where((x == -torch.inf) | (extra == -torch.inf), -torch.inf, x + extra)
     if requests.history is not None:
-        x = _penalised(x, ids, requests, requests.history)
+        x = _penalized(x, ids, requests, requests.history)
     dead = requests.bad if requests.padding is None else requests.bad | requests.padding
     broken = x.isnan()
     x = torch.where(broken | dead[:, None], -torch.inf, x)
     return Edited(x, nan.any(1), broken.any(1))
 
 
-def _penalised(x: Tensor, ids: Tensor, requests: Requests, history: Penalties) -> Tensor:
+def _penalized(x: Tensor, ids: Tensor, requests: Requests, history: Penalties) -> Tensor:
     N, n = x.shape
     count = torch.zeros(N, n + 1, dtype=torch.int64, device=x.device)
     if history.output_ids is not None:

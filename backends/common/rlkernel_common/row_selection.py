@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.kept_ids import KeptIds
-from rlkernel_common.row_statistics import Law, Upstream
+from rlkernel_common.row_statistics import SoftmaxStats, Upstream
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import Support
 
@@ -70,7 +70,9 @@ def _refuse(name: str, x: Tensor | None, bad: Tensor, problem: str) -> None:
         raise ArgumentError(name, f"{got} in row {list(first)}", problem, "Mask the row, or correct the value.")
 
 
-def results(row: Law, ids: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def results(
+    row: SoftmaxStats, ids: Tensor, counted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The differentiable results of each row: NaN where the id is invalid, 0 where the row is masked."""
     unusable = ids < 0
     values = row.logprob.masked_fill(unusable, torch.nan)

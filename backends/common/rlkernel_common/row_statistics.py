@@ -1,7 +1,7 @@
-"""What one sweep over a row of logits keeps, how parts of a row join, and what comes out: the softmax mathematics.
+"""Partial softmax statistics of a row of logits, how parts of a row are merged, and the results and gradients.
 
-A row's vocabulary is cut into parts: tiles of one process, shards of several. Each part is swept for the largest
-logit, the sum of exponentials and its first moment, with the chosen id left out; parts join in a fixed order.
+A row's vocabulary is cut into parts: tiles of one process, shards of several. One read of a part gives its largest
+logit, its sum of exponentials and their first moment, with the chosen id left out; parts are merged in a fixed order.
 
     y      capped logits, before the temperature        d = (y - top) / T <= 0
     total  sum of e^d over a set of ids                 moment  sum of e^d d
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Width of the tiles a row is swept in: the unit of every sum, so results do not depend on how a caller slices rows.
+# Width of the tiles of a row: the unit of every sum, so results do not depend on how a caller slices rows.
 TILE = 1024
 
 
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     kept: Sums | None  # kept ids but the chosen one
 
 
-class Law(NamedTuple):
+class SoftmaxStats(NamedTuple):
     """What the complete statistics of each row say; every tensor is [n]."""
 
     logprob: Tensor
@@ -56,9 +56,9 @@ class Law(NamedTuple):
     kept_top: Tensor | None
     kept_log_total: Tensor | None
 
-    def of(self, rows: slice) -> Law:
+    def of(self, rows: slice) -> SoftmaxStats:
         """The values of some rows."""
-        return Law._make(None if x is None else x[rows] for x in self)
+        return SoftmaxStats._make(None if x is None else x[rows] for x in self)
 
 
 def tile_width(V: int) -> int:
@@ -93,13 +93,13 @@ def tree_sum(x: Tensor) -> Tensor:
         return x.sum(-1)
     half = 1 << (width - 1).bit_length() >> 1  # largest power of two below the width; 0 for width 1
     while half:
-        folded = x[..., :half].clone()
-        folded[..., : width - half] += x[..., half:width]
-        x, width, half = folded, half, half >> 1
+        halved = x[..., :half].clone()
+        halved[..., : width - half] += x[..., half:width]
+        x, width, half = halved, half, half >> 1
     return x[..., 0]
 
 
-def sweep(y: Tensor, ids: Tensor, T: Tensor, width: int, kept: Tensor | None, *, moment: bool) -> Part:
+def partial_softmax(y: Tensor, ids: Tensor, T: Tensor, width: int, kept: Tensor | None, *, moment: bool) -> Part:
     """Statistics of each tile of a part of the rows.
 
     Args:
@@ -171,7 +171,7 @@ def _joined(sums: Sums, T: Tensor) -> Sums:
     return Sums(top, tree_sum(sums.total * scale), moment)
 
 
-def law(part: Part, T: Tensor) -> Law:
+def softmax_stats(part: Part, T: Tensor) -> SoftmaxStats:
     """Log-probabilities, logsumexp and entropy from the complete statistics of each row, all [n]."""
     others = part.rest
     if part.kept is not None:
@@ -182,13 +182,13 @@ def law(part: Part, T: Tensor) -> Law:
     lse = torch.where(broken, top, top / T + log_total)
     if part.kept is None:
         gap = (others.top - part.target) / T + others.total.log()
-        return Law(
+        return SoftmaxStats(
             (0 - _softplus(gap)).masked_fill(broken, torch.nan), lse, entropy, None, top, log_total, mean, None, None
         )
     gap = (part.kept.top - part.target) / T + part.kept.total.log()
     kept_top, kept_log_total, _, _ = _with_target(part.kept._replace(moment=None), part.target, T)
     dropped = (part.rest.top - kept_top) / T + part.rest.total.log() - kept_log_total
-    return Law(
+    return SoftmaxStats(
         (0 - _softplus(gap)).masked_fill(broken, torch.nan),
         lse,
         entropy,
@@ -239,7 +239,7 @@ class Upstream(NamedTuple):
         return Upstream._make(None if x is None else x[rows] for x in self)
 
 
-def gradient(y: Tensor, ids: Tensor, T: Tensor, row: Law, g: Upstream, kept: Tensor | None) -> Tensor:
+def gradient(y: Tensor, ids: Tensor, T: Tensor, row: SoftmaxStats, g: Upstream, kept: Tensor | None) -> Tensor:
     """Gradient of the loss with respect to y, [n, w].
 
         dz_j = g_logprob (1[j = id] - q_j) + g_mass (q_j - p_j) + g_lse p_j - g_entropy p_j (d_j - mean),  dy = dz / T
@@ -247,7 +247,7 @@ def gradient(y: Tensor, ids: Tensor, T: Tensor, row: Law, g: Upstream, kept: Ten
     p is the tempered law, q the law over the kept ids (p without a support). The chosen id's own term uses
     1 - q_id = -expm1(log q_id). Ids with y = -inf have p = 0 and take no part.
 
-    Args as in `sweep`; `row` and `g` hold [n].
+    Args as in `partial_softmax`; `row` and `g` hold [n].
     """
     w = y.shape[1]
     absent = y == -torch.inf

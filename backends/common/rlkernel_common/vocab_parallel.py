@@ -1,4 +1,4 @@
-"""A vocabulary split over the ranks of a process group: where a shard stands, and how the ranks' statistics meet.
+"""A vocabulary split over the ranks of a process group: where a shard stands, and how statistics are gathered.
 
 Two collectives on the way forward, one of three integers and one of a few numbers per row. What arrives is joined in
 rank order by the code that joins the tiles of one rank, so every rank gets the same bits. Nothing waits for the host.

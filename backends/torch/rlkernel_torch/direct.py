@@ -18,21 +18,8 @@ def _direct(op: str) -> Callable[..., Any]:
     return OPERATORS[op].taking_arguments(getattr(import_module(module), name))
 
 
-advantage = _direct("advantage")
-affine_suffix_scan = _direct("affine_suffix_scan")
-capture = _direct("capture")
-dequantize = _direct("dequantize")
-group_filter = _direct("group_filter")
-linear_logprob = _direct("linear_logprob")
-linear_policy_loss = _direct("linear_policy_loss")
-lm_head_sample = _direct("lm_head_sample")
-logprob = _direct("logprob")
-policy_loss = _direct("policy_loss")
-prepack = _direct("prepack")
-qmatmul = _direct("qmatmul")
-quantize = _direct("quantize")
-rollout_buffer = _direct("rollout_buffer")
-sample = _direct("sample")
-shape_rewards = _direct("shape_rewards")
-verify = _direct("verify")
-whiten = _direct("whiten")
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in TARGETS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function: Callable[..., Any] = globals().setdefault(name, _direct(name))
+    return function

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel_common.requests import Edited, Requests
 from rlkernel_core.spec.sampling import SampleResult, Status
-from rlkernel_torch.truncation import Law
+from rlkernel_torch.truncation import FilteredSoftmax
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Draw:
         )
 
 
-def of_law(law: Law, edited: Edited, requests: Requests, token: Tensor) -> Draw:
+def drawn_from(law: FilteredSoftmax, edited: Edited, requests: Requests, token: Tensor) -> Draw:
     """The draw of given tokens from a law."""
     bad = requests.bad | edited.bad
     return Draw(

@@ -1,6 +1,6 @@
 """The loss and its gradients out of the head in one pass: a block of rows at a time, from logits to dX and dW.
 
-Each block's logits are made once, swept for its log-probabilities, put through the coefficient function and turned
+Each block's logits are made once, read for its log-probabilities, put through the coefficient function and turned
 into their own gradient: three matmuls in all, against five where logits are made again. It is legal where the
 gradient of a token depends on nothing but that token, once the mask and the token weights are known.
 
@@ -18,13 +18,13 @@ from rlkernel_common import vocab_parallel
 from rlkernel_common.loss_batch import Batch
 from rlkernel_common.row_selection import results, selected
 from rlkernel_common.row_statistics import (
-    Law,
+    SoftmaxStats,
     cap,
     gradient,
     join,
-    law,
+    partial_softmax,
     side_by_side,
-    sweep,
+    softmax_stats,
     tile_width,
     uncap,
 )
@@ -64,7 +64,7 @@ class FusedLoss:
         entropy = torch.zeros_like(logprob) if self.entropy else None
         for rows in head.rows():
             x, logits = head.block(rows), self.T.new_empty(rows.stop - rows.start, head.weight.shape[0])
-            row = self._law(x, logits, rows)
+            row = self._stats(x, logits, rows)
             counted = None if head.counted is None else head.counted[rows]
             values, _, H, _ = results(row, self.ids[rows], counted)
             place = head.place(rows)
@@ -93,20 +93,19 @@ class FusedLoss:
                 into.hidden[place] = dx[: values.shape[0]].to(into.hidden.dtype)
         return logprob, entropy
 
-    def _law(self, x: Tensor, logits: Tensor, rows: slice) -> Law:
-        """Law of a block; its logits are written to `logits`."""
+    def _stats(self, x: Tensor, logits: Tensor, rows: slice) -> SoftmaxStats:
+        """SoftmaxStats of a block; its logits are written to `logits`."""
         head, parts = self.head, []
         width = tile_width(head.weight.shape[0])
         for tile in head.tiles():
             logits[:, tile] = head.logits(x, tile)[: logits.shape[0]]
             local = self.ids[rows] - self.shard.offset - tile.start
-            parts.append(
-                sweep(cap(logits[:, tile], self.softcap), local, self.T[rows], width, None, moment=self.entropy)
-            )
+            y = cap(logits[:, tile], self.softcap)
+            parts.append(partial_softmax(y, local, self.T[rows], width, None, moment=self.entropy))
         part = join(side_by_side(parts), self.T[rows])
         if self.shard.group is not None:
             part = join(vocab_parallel.gather(part, self.shard.group), self.T[rows])
-        return law(part, self.T[rows])
+        return softmax_stats(part, self.T[rows])
 
 
 def workspace(N: int, D: int, V: int, itemsize: int = 4) -> int:

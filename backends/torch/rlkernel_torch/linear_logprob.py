@@ -1,6 +1,6 @@
-"""linear_logprob@1 in plain torch: tiles of logits are made, swept and forgotten.
+"""linear_logprob@1 in plain torch: tiles of logits are made, read and forgotten.
 
-The backward pass makes each tile of logits again, or reads it where it was saved, and sweeps twice: over the vocabulary
+The backward pass makes each tile of logits again, or reads it where it was saved, twice: over the vocabulary
 for each block of rows, which gives dX, then over the rows for each tile of the vocabulary, which gives dW and dbias. So
 both accumulate in fp32 without a buffer that grows with N or V. It costs five matmuls with "recompute", three with
 "save", fewer with frozen operands.
@@ -19,17 +19,17 @@ from rlkernel_common import vocab_parallel
 from rlkernel_common.kept_ids import KeptIds, positions, readable
 from rlkernel_common.row_selection import choose, results, selected
 from rlkernel_common.row_statistics import (
-    Law,
     Part,
+    SoftmaxStats,
     Sums,
     Upstream,
     accumulator,
     cap,
     gradient,
     join,
-    law,
+    partial_softmax,
     side_by_side,
-    sweep,
+    softmax_stats,
     temperatures,
     tile_width,
     uncap,
@@ -116,17 +116,17 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         return _forward(call, save=self._save)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """One sweep of the logits for dX, one for dW and dbias."""
+        """One read of the logits for dX, one for dW and dbias."""
         hidden, weight, bias, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
         value, top, log_total, mean, kept_top, kept_log_total = numbers
         if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
-        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
         up = [None if g is None else g.reshape(-1) for g in grads]
         index, counted = _worked_on(None if mask is None else mask.reshape(-1))
         if index is not None:
-            row, up = Law._make(_some(row, index)), _some(up, index)
+            row, up = SoftmaxStats._make(_some(row, index)), _some(up, index)
             ids, T = ids[index], T[index]
         offset = 0 if first is None else first
         kept = None
@@ -226,8 +226,8 @@ def _statistics(
     saved: Tensor | None,
     *,
     moment: bool,
-) -> Law:
-    """Law of every row, from tiles, blocks of rows and ranks."""
+) -> SoftmaxStats:
+    """SoftmaxStats of every row, from tiles, blocks of rows and ranks."""
     local = ids - shard.offset
     width = tile_width(head.weight.shape[0])
     blocks = []
@@ -239,12 +239,12 @@ def _statistics(
                 saved[head.place(rows), tile] = logits
             among = None if kept is None else kept.block(rows.start, n, tile.start, logits.shape[1])
             y = cap(logits, softcap)
-            parts.append(sweep(y, local[rows] - tile.start, T[rows], width, among, moment=moment))
+            parts.append(partial_softmax(y, local[rows] - tile.start, T[rows], width, among, moment=moment))
         blocks.append(join(side_by_side(parts), T[rows]))
     part = side_by_side(blocks) if blocks else _no_rows(T, kept, moment=moment)
     if shard.group is not None:
         part = join(vocab_parallel.gather(part, shard.group), T)
-    return law(part, T)
+    return softmax_stats(part, T)
 
 
 def _no_rows(T: Tensor, kept: KeptIds | None, *, moment: bool) -> Part:
@@ -261,7 +261,7 @@ class _Back(NamedTuple):
     kept: KeptIds | None
     softcap: float | None
     saved: Tensor | None  # [N, V]
-    row: Law  # [n]
+    row: SoftmaxStats  # [n]
     upstream: Upstream  # [n]
 
     def hidden(self, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""logprob@1 in plain torch: rows are swept in blocks, so the only [N, V] tensor made is the gradient.
+"""logprob@1 in plain torch: rows are read in blocks, so the only [N, V] tensor made is the gradient.
 
 Every row goes through `row_statistics` with tiles that depend on V alone; its bits depend on nothing but the row.
 """
@@ -19,13 +19,13 @@ from rlkernel_common.row_selection import (
     selected,
 )
 from rlkernel_common.row_statistics import (
-    Law,
+    SoftmaxStats,
     accumulator,
     cap,
     gradient,
     join,
-    law,
-    sweep,
+    partial_softmax,
+    softmax_stats,
     temperatures,
     tile_width,
     uncap,
@@ -70,7 +70,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, kept_top, kept_log_total = saved
         if logits is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
-        row = Law(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # no gradient reads lse
+        row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
         support = None if kept_ids is None or offsets is None else KeptIds(Support(kept_ids, offsets), logits.shape[-1])
         counted = None if mask is None else mask.reshape(-1)
@@ -107,7 +107,7 @@ def _arguments(call: LogprobCall) -> Saved:
     return call.logits, call.mask, T if isinstance(T, Tensor) else None, *kept
 
 
-def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Law]:
+def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, SoftmaxStats]:
     """The result, the ids that may be used ([N], -1: none), and the law of every row."""
     logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
     rows, V = ids.shape, logits.shape[-1]
@@ -140,16 +140,16 @@ def _blocks(N: int, V: int) -> Iterator[slice]:
 
 def _statistics(
     flat: Tensor, ids: Tensor, T: Tensor, kept: KeptIds | None, softcap: float | None, *, moment: bool
-) -> Law:
-    """Law of every row, block by block."""
+) -> SoftmaxStats:
+    """SoftmaxStats of every row, block by block."""
     N, V = ids.shape[0], flat.shape[-1]
-    laws = []
+    stats = []
     for rows in _blocks(N, V) if N else (slice(0, 0),):
         y = cap(take(flat, rows).to(T.dtype), softcap)
         among = None if kept is None else kept.block(rows.start, y.shape[0], 0, V)
-        part = sweep(y, ids[rows], T[rows], tile_width(V), among, moment=moment)
-        laws.append(law(join(part, T[rows]), T[rows]))
-    return Law._make(None if column[0] is None else torch.cat(column) for column in zip(*laws, strict=True))
+        part = partial_softmax(y, ids[rows], T[rows], tile_width(V), among, moment=moment)
+        stats.append(softmax_stats(join(part, T[rows]), T[rows]))
+    return SoftmaxStats._make(None if column[0] is None else torch.cat(column) for column in zip(*stats, strict=True))
 
 
 def _best(
@@ -165,7 +165,7 @@ def _best(
         best = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
         y = cap(x, softcap)
         # With the best id as the chosen one, its own log-probability keeps its precision; the others have p <= 1/2.
-        row = law(join(sweep(y, best[:, 0], t, tile_width(x.shape[1]), None, moment=False), t), t)
+        row = softmax_stats(join(partial_softmax(y, best[:, 0], t, tile_width(x.shape[1]), None, moment=False), t), t)
         value = (y.gather(1, best) - row.top[:, None]) / t[:, None] - row.log_total[:, None]
         value[:, 0] = row.logprob
         counted = None if chosen.counted is None else chosen.counted[rows, None]

@@ -104,15 +104,15 @@ def coefficients(
 
     kl = None
     if batch.ref is not None and config.kl is not None:
-        kl, slope = kl_estimate(torch.where(mask, logprob - batch.ref, 0.0), config.kl, config.kl_clamp)
+        kl, derivative = kl_estimate(torch.where(mask, logprob - batch.ref, 0.0), config.kl, config.kl_clamp)
         step = omega * batch.kl_coef
         if config.kl_importance:
             own = config.surrogate not in {"clip", "cispo", "sapo"}
             by = _ratio(d, batch, config, sequences, token=True) if own else ratio
             loss = loss + step * by.value * kl
-            dlogprob = dlogprob + step * by.value * slope + _along(by, step * kl, mask, sequences)
+            dlogprob = dlogprob + step * by.value * derivative + _along(by, step * kl, mask, sequences)
         else:
-            loss, dlogprob = loss + step * kl, dlogprob + step * slope
+            loss, dlogprob = loss + step * kl, dlogprob + step * derivative
 
     dentropy = None
     if entropy is not None:

@@ -145,7 +145,7 @@ def vespo_weight(log_ratio: Tensor) -> Tensor:
 
 
 def log_correction(weight: Tensor) -> Tensor:
-    """Log of a token correction as VESPO folds it in; a masked-out token weighs 1e-8."""
+    """Log of a token correction as it enters VESPO; a masked-out token weighs 1e-8."""
     return weight.log().clamp(_LOG_FLOOR, 20.0)
 
 
@@ -153,16 +153,16 @@ def kl_estimate(q: Tensor, name: str, clamp: tuple[float, float]) -> tuple[Tenso
     """Value and derivative of a KL estimator at q = logprob - ref; "+" takes the derivative of k2."""
     base = name.removesuffix("+")
     if base == "k1":
-        value, slope = q, torch.ones_like(q)
+        value, derivative = q, torch.ones_like(q)
     elif base == "abs":
-        value, slope = q.abs(), q.sign()
+        value, derivative = q.abs(), q.sign()
     elif base == "k2":
-        value, slope = 0.5 * q * q, q
+        value, derivative = 0.5 * q * q, q
     elif base == "k3":
-        value, slope = torch.expm1(-q) + q, -torch.expm1(-q)
+        value, derivative = torch.expm1(-q) + q, -torch.expm1(-q)
     else:
         x = q.clamp(-clamp[0], clamp[0])
         full = torch.expm1(-x) + x
         value = full.clamp(max=clamp[1])
-        slope = torch.where((q.abs() <= clamp[0]) & (full <= clamp[1]), -torch.expm1(-x), 0.0)
-    return value, q if name.endswith("+") else slope
+        derivative = torch.where((q.abs() <= clamp[0]) & (full <= clamp[1]), -torch.expm1(-x), 0.0)
+    return value, q if name.endswith("+") else derivative

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_common.known_gradient import scaled
 from rlkernel_common.loss_batch import prepare
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_common.sequences import Packed, Sequences, layout
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec import policy_loss as spec
@@ -71,7 +72,7 @@ def evaluated(call: PolicyLossCall) -> tuple[LossResult, Coefficients]:
             sequences,
             mask=full_mask(call.mask, shape, sequences, logprob.device),
             before=logprob if old_logprob is None else old_logprob,
-            dtype=torch.float64 if logprob.dtype == torch.float64 else torch.float32,
+            dtype=accumulator(logprob),
         )
         at = coefficients(logprob, entropy, batch, config, sequences)
         value, stats = summary(at, entropy, batch, config, sequences)

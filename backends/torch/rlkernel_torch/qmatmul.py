@@ -1,8 +1,8 @@
-"""qmatmul in plain torch: a block of weight rows is dequantised, multiplied in fp32, finished and rounded once.
+"""qmatmul in plain torch: a block of weight rows is dequantized, multiplied in fp32, finished and rounded once.
 
 Extra memory is one fp32 copy of x, a block of the weight and its columns of the result, whatever the size of the
 weight; a tiled weight is unpacked first, which costs its packed size. The backward pass saves the packed weight and
-dequantises it again, and computes h again where an activation needs it.
+dequantizes it again, and computes h again where an activation needs it.
 
 With experts every row is multiplied with every expert's rows and its own result is taken, which is E times the work: no
 shape may depend on data.
@@ -23,10 +23,12 @@ from torch import Tensor
 
 from rlkernel_common.activations import ACTIVATIONS
 from rlkernel_common.precision import full_precision
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
-from rlkernel_core.quant import codec, layouts
+from rlkernel_core.quant import convert, layouts
 from rlkernel_core.quant.activations import QuantActivation, quantize_activation
+from rlkernel_core.quant.codec import row_blocks
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor, check_layout
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 
@@ -75,17 +77,17 @@ class _Product:
     @cached_property
     def wide(self) -> Tensor:  # [M, K]
         """The input in the dtype of accumulation."""
-        return _fresh(self.x, torch.float64 if self.x.dtype == torch.float64 else torch.float32)
+        return _fresh(self.x, accumulator(self.x))
 
     @cached_property
-    def quantised(self) -> QuantActivation | None:
-        """The input as the format quantises it."""
+    def quantized(self) -> QuantActivation | None:
+        """The input as the format quantizes it."""
         return None if self.w.spec.act == "none" else quantize_activation(self.wide, self.w.spec)
 
     @cached_property
     def left(self) -> Tensor:  # [M, K]
-        """What the dequantised weight is multiplied with."""
-        return self.wide if self.quantised is None else self.quantised.value()
+        """What the dequantized weight is multiplied with."""
+        return self.wide if self.quantized is None else self.quantized.value()
 
     @cached_property
     def xa(self) -> Tensor | None:  # [M, r]
@@ -119,12 +121,12 @@ class _Product:
         for expert in range(self.experts):
             start = expert * len(halves) * self.width
             mine = None if self.members is None else self.members[expert]
-            for i, j in codec.row_blocks((self.width, self.w.shape[1])):
+            for i, j in row_blocks((self.width, self.w.shape[1])):
                 yield (i, j), mine, [(start + half + i, start + half + j) for half in halves]
 
     def weight(self, rows: Range) -> Tensor:  # [n, K]
-        """Dequantised rows in the dtype of accumulation."""
-        value = codec.decode_rows(self.w, *rows)
+        """Dequantized rows in the dtype of accumulation."""
+        value = convert.decode_rows(self.w, *rows)
         if self.how.rounded:
             value = value.to(self.x.dtype)
         return value.to(self.wide.dtype)
@@ -138,13 +140,13 @@ class _Product:
 
     def _exact(self, rows: Range) -> Tensor:  # [M, n]
         """The integer product: float64 holds sums of 2^39 products of two 8-bit integers exactly."""
-        quantised = self.quantised
-        if quantised is None:
+        quantized = self.quantized
+        if quantized is None:
             return self.left @ self.weight(rows).t()
         codes = self.w.parts["codes"][slice(*rows)]
-        total = quantised.codes.double() @ codes.double().t()
+        total = quantized.codes.double() @ codes.double().t()
         of_rows = self.w.parts["scale"][slice(*rows)].to(self.wide.dtype)
-        return total.to(self.wide.dtype) * quantised.scale * of_rows.t()
+        return total.to(self.wide.dtype) * quantized.scale * of_rows.t()
 
     def result(self, residual: Tensor | None) -> Tensor:  # [M, R]
         """Every block, rounded once."""
@@ -209,7 +211,7 @@ class QmatmulPair(Pair[QmatmulCall, Tensor]):
         return _forward(call), self.saved_like(call, call.x, self.wanted)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """Blocks of the weight are dequantised again, and multiplied with the gradient."""
+        """Blocks of the weight are dequantized again, and multiplied with the gradient."""
         (dy,) = grads
         x, bias, a, b, ends, *parts = saved
         if dy is None:

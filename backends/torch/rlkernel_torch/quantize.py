@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.quant import codec, layouts
+from rlkernel_core.quant import convert, layouts
 from rlkernel_core.quant.spec import spec_of
 from rlkernel_core.quant.tensor import QuantTensor, check_layout
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
@@ -21,13 +21,13 @@ def quantize(call: QuantizeCall) -> QuantTensor:
         raise ArgumentError("weight", "a tensor that requires grad", "cannot be differentiated through codes", remedy)
     if out is not None:
         check_layout("out", out, layouts.KNOWN)
-    return codec.quantize(weight, spec, dtype=call.dtype, out=out)
+    return convert.quantize(weight, spec, dtype=call.dtype, out=out)
 
 
 def dequantize(call: DequantizeCall) -> Tensor:  # -> [Nout, K]
     """See `rlkernel_core.spec.quantize.DequantizeCall`."""
     check_layout("w", call.w, layouts.KNOWN)
-    return codec.dequantize(call.w, dtype=call.dtype)
+    return convert.dequantize(call.w, dtype=call.dtype)
 
 
 def prepack(call: PrepackCall) -> QuantTensor:

@@ -1,7 +1,7 @@
 """Reference of rollout_buffer@1 in plain torch, on any device.
 
-The host keeps a ledger (who holds which slot and pages), the device keeps the tokens; `append` touches the device only.
-Host methods are serialised by a lock. `append` takes none: it does not read what they change on the host.
+The host keeps who holds which slot and pages (`SlotAllocator`), the device the tokens; `append` touches those only.
+Host methods are serialized by a lock. `append` takes none: it does not read what they change on the host.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from rlkernel_core.spec.rollouts import (
 from rlkernel_torch.rollout.batch import Batch, Staging
 from rlkernel_torch.rollout.choose import choose, rows_of
 from rlkernel_torch.rollout.files import read, write
-from rlkernel_torch.rollout.ledger import Ledger, Rollout
 from rlkernel_torch.rollout.pages import COUNTERS, Pages
+from rlkernel_torch.rollout.slot_allocator import Rollout, SlotAllocator
 
 
 def rollout_buffer(call: RolloutBufferCall) -> RolloutBuffer:
@@ -69,7 +69,7 @@ class PagedRolloutBuffer:
         self._rewards, page = shape["rewards"], shape["page_tokens"]
         slots, pages, fields = shape["max_seqs"], shape["max_tokens"] // page, shape["fields"]
         self._max_seq_tokens = min(shape["max_seq_tokens"] or shape["max_tokens"], shape["max_tokens"])
-        self._ledger = Ledger(slots, pages, shape["max_groups"] or slots, page, shape["group_size"])
+        self._allocator = SlotAllocator(slots, pages, shape["max_groups"] or slots, page, shape["group_size"])
         self._pages = Pages(fields, pages, page, slots, -(-self._max_seq_tokens // page), device)
         batch_tokens = min(shape["max_batch_tokens"] or shape["max_tokens"], shape["max_tokens"])
         self._staging = Staging(fields, batch_tokens, 2 * slots, self._rewards, device)
@@ -79,9 +79,9 @@ class PagedRolloutBuffer:
         """Room for one sequence per entry of groups."""
         wanted, groups = check_reserve(limits, groups, version, self._max_seq_tokens)
         with self._lock:
-            victims = self._ledger.victims(wanted, groups, drop_oldest=self._on_full == "drop_oldest")
+            victims = self._allocator.victims(wanted, groups, drop_oldest=self._on_full == "drop_oldest")
             self._drop(victims, "oldest")
-            made = self._ledger.reserve(wanted, groups, version)
+            made = self._allocator.reserve(wanted, groups, version)
             slots, stamps = [m.slot for m in made], [m.stamp for m in made]
             return self._pages.open(slots, stamps, wanted, [m.pages for m in made])
 
@@ -105,21 +105,21 @@ class PagedRolloutBuffer:
         each = check_status(status, slots.ids.shape[0])
         rewards = self._rewards_of(reward, len(each))
         with self._lock:
-            ending = self._ledger.open_ones(slots.ids.tolist(), slots.stamps.tolist())
+            ending = self._allocator.open_ones(slots.ids.tolist(), slots.stamps.tolist())
             lengths = self._pages.lengths([r.slot for r in ending])
             self._pages.close([r.slot for r in ending])
             for rollout, length, name, given in zip(ending, lengths, each, rewards, strict=True):
                 rollout.open, rollout.length, rollout.status, rollout.rewards = False, length, name, given
                 finite = reward is None or all(map(math.isfinite, given))
                 rollout.valid = name in VALID_STATUS and finite
-                self._ledger.trim(rollout)
+                self._allocator.trim(rollout)
 
     def groups(self, rules: GroupRules | None = None, *, version: int | None = None) -> tuple[GroupState, ...]:
         """Every group, oldest first."""
         check_rules(rules, version)
         with self._lock:
-            newest = self._ledger.newest_version if version is None else version
-            return tuple(self._ledger.state(g, rules or GroupRules(), newest) for g in self._ledger.groups)
+            newest = self._allocator.newest_version if version is None else version
+            return tuple(self._allocator.state(g, rules or GroupRules(), newest) for g in self._allocator.groups)
 
     def pop(
         self,
@@ -152,16 +152,16 @@ class PagedRolloutBuffer:
             if total > self._staging.capacity:
                 room = f"max_batch_tokens={self._staging.capacity}"
                 raise BufferFullError(f"A batch of {total} tokens does not fit {room}. Pop fewer groups.")
-            members = [[m for m in self._ledger.members(g.id) if not m.open] for g in chosen]
+            members = [[m for m in self._allocator.members(g.id) if not m.open] for g in chosen]
             batch = self._staging.fill(self._pages, rows_of(members, weighting, rows_multiple_of, self._rewards))
-            newest = self._ledger.newest_version if version is None else version
+            newest = self._allocator.newest_version if version is None else version
             self._popped([m for group in members for m in group], newest, total)
             return batch
 
     def discard(self, groups: Iterable[int], reason: str = "discarded") -> None:
         """Drop groups, open members included."""
         with self._lock:
-            self._drop(check_discard(groups, reason, self._ledger.groups), reason)
+            self._drop(check_discard(groups, reason, self._allocator.groups), reason)
 
     def prune(self, rules: GroupRules | None = None, *, version: int | None = None) -> Mapping[str, int]:
         """Drop groups that the rules reject for good."""
@@ -192,35 +192,35 @@ class PagedRolloutBuffer:
     def save(self, path: str) -> None:
         """Write everything stored to a file."""
         with self._lock:
-            write(check_path(path), self._shape, self._ledger, self._pages)
+            write(check_path(path), self._shape, self._allocator, self._pages)
 
     def load(self, path: str) -> None:
         """Take over what a buffer of the same shape saved, in place; a batch that is out becomes stale."""
         with self._lock:
-            read(check_path(path), self._shape, self._ledger, self._pages)
+            read(check_path(path), self._shape, self._allocator, self._pages)
             self._staging.generation += 1
             self._staging.out = False
 
     @property
     def stats(self) -> BufferStats:
-        """Counters so far; synchronises."""
+        """Counters so far; synchronizes."""
         with self._lock:
-            counts, ledger = dict(zip(COUNTERS, self._pages.counts.tolist(), strict=True)), self._ledger
-            dropped = Counter(ledger.dropped)  # a caller's reason may have the name of a counter
+            counts, allocator = dict(zip(COUNTERS, self._pages.counts.tolist(), strict=True)), self._allocator
+            dropped = Counter(allocator.dropped)  # a caller's reason may have the name of a counter
             dropped.update({n: c for n, c in counts.items() if c and n != "appended"})
             return BufferStats(
-                capacity=ledger.capacity,
-                used=ledger.used,
-                high_water=dict(ledger.high_water),
+                capacity=allocator.capacity,
+                used=allocator.used,
+                high_water=dict(allocator.high_water),
                 appended=counts["appended"],
-                popped=ledger.popped,
+                popped=allocator.popped,
                 stored=int(self._pages.length.sum()),
                 dropped=dict(dropped),
-                reserved_seqs=ledger.reserved_seqs,
-                popped_seqs=ledger.popped_seqs,
-                stored_seqs=len(ledger.sequences),
-                dropped_seqs=dict(ledger.dropped_seqs),
-                staleness=dict(ledger.staleness),
+                reserved_seqs=allocator.reserved_seqs,
+                popped_seqs=allocator.popped_seqs,
+                stored_seqs=len(allocator.sequences),
+                dropped_seqs=dict(allocator.dropped_seqs),
+                staleness=dict(allocator.staleness),
                 nbytes=sum(x.nbytes for x in self._storage().values()),
             )
 
@@ -238,22 +238,22 @@ class PagedRolloutBuffer:
         return [tuple(row) for row in given.reshape(count, self._rewards).tolist()]
 
     def _popped(self, rollouts: Sequence[Rollout], newest: int, tokens: int) -> None:
-        ledger = self._ledger
-        ledger.popped += tokens
-        ledger.popped_seqs += len(rollouts)
-        ledger.staleness.update(newest - r.version for r in rollouts)
+        allocator = self._allocator
+        allocator.popped += tokens
+        allocator.popped_seqs += len(rollouts)
+        allocator.staleness.update(newest - r.version for r in rollouts)
         self._pages.clear([r.slot for r in rollouts])
-        ledger.free(rollouts)
+        allocator.free(rollouts)
 
     def _drop(self, groups: Sequence[int], reason: str) -> None:
-        rollouts = [r for g in groups for r in self._ledger.members(g)]
+        rollouts = [r for g in groups for r in self._allocator.members(g)]
         if not rollouts:
             return
         tokens = sum(self._pages.lengths([r.slot for r in rollouts]))
-        self._ledger.dropped[reason] += tokens
-        self._ledger.dropped_seqs[reason] += len(rollouts)
+        self._allocator.dropped[reason] += tokens
+        self._allocator.dropped_seqs[reason] += len(rollouts)
         self._pages.clear([r.slot for r in rollouts])
-        self._ledger.free(rollouts)
+        self._allocator.free(rollouts)
 
     def _storage(self) -> dict[str, Tensor]:
         return {**self._pages.tensors(), **{f"batch.{n}": x for n, x in self._staging.tensors().items()}}

@@ -1,6 +1,6 @@
 """sample@1 in plain torch: edits, total order, filters, Gumbel noise per token, one argmax.
 
-Vectorised over rows, without a host synchronisation or a shape that depends on data. Sums, exponents and noise are
+Vectorized over rows, without a host synchronization or a shape that depends on data. Sums, exponents and noise are
 float64 for every dtype; edits round to fp32 as the contract says.
 
 Legend: N rows · V vocabulary · W stored columns.
@@ -15,21 +15,22 @@ from torch import Tensor
 
 from rlkernel_common.philox import gumbel, range_words
 from rlkernel_common.requests import Requests, decode, edit
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_torch.draws import Draw, of_law
-from rlkernel_torch.truncation import Law, descending, truncate, weigh, whole
+from rlkernel_torch.draws import Draw, drawn_from
+from rlkernel_torch.truncation import FilteredSoftmax, descending, truncate, weigh, whole
 
 
 def sample(call: SampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
-    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    given = given.to(accumulator(given))
     requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
-    drawn = of_law(law, edited, requests, draw(law, requests, call.stream))
+    drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream))
     extra: dict[str, Tensor] = {}
     if call.raw_logprob:
         extra["raw_logprob"] = drawn.rows(raw_law(given).logprob(drawn.token), torch.nan)
@@ -48,7 +49,7 @@ def sample(call: SampleCall) -> SampleResult:
     return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
 
 
-def draw(law: Law, requests: Requests, stream: int) -> Tensor:
+def draw(law: FilteredSoftmax, requests: Requests, stream: int) -> Tensor:
     """[N] the kept token with the best noised score, the lowest id on ties; the best token on greedy rows."""
     words = range_words(requests.seed, requests.step, 0, law.keep.shape[1], stream)
     return best_noised(law.weights.y, law.keep, words)
@@ -59,13 +60,13 @@ def best_noised(score: Tensor, keep: Tensor, words: Tensor) -> Tensor:
     return torch.where(keep, score + gumbel(words, torch.float64), -torch.inf).argmax(1)
 
 
-def raw_law(given: Tensor) -> Law:
+def raw_law(given: Tensor) -> FilteredSoftmax:
     """The law of the logits as given [N, V]: nothing edited, T = 1, nothing dropped."""
     given = torch.where(given.isnan(), -torch.inf, given)
     return whole(weigh(given, given.new_ones(given.shape[0])))
 
 
-def _top(law: Law, drawn: Draw, n: int) -> tuple[Tensor, Tensor]:
+def _top(law: FilteredSoftmax, drawn: Draw, n: int) -> tuple[Tensor, Tensor]:
     """The n best ids of a law and their log-probabilities, [N, n]."""
     best = _order(law)[:, :n]
     there = law.keep.gather(1, best) & ~drawn.padding[:, None]
@@ -74,7 +75,7 @@ def _top(law: Law, drawn: Draw, n: int) -> tuple[Tensor, Tensor]:
     return torch.where(there, best, -1), torch.where(there, y, -torch.inf).to(drawn.threshold.dtype)
 
 
-def _kept_ids(law: Law, drawn: Draw, capacity: int) -> Tensor:
+def _kept_ids(law: FilteredSoftmax, drawn: Draw, capacity: int) -> Tensor:
     """[N, capacity] kept ids, best first, -1 behind the last."""
     best = _order(law)[:, :capacity]
     ids = best.new_full((best.shape[0], capacity), -1)
@@ -84,7 +85,7 @@ def _kept_ids(law: Law, drawn: Draw, capacity: int) -> Tensor:
     return ids
 
 
-def _order(law: Law) -> Tensor:
+def _order(law: FilteredSoftmax) -> Tensor:
     return descending(law.weights.x)[1] if law.order is None else law.order
 
 

@@ -34,7 +34,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Law:
+class FilteredSoftmax:
     """The processed law of each row."""
 
     weights: Weights
@@ -83,13 +83,13 @@ def log_total(weights: Weights, keep: Tensor) -> Tensor:
     return torch.log1p(tree_sum(torch.where(keep & (ids != weights.best[:, None]), weights.w, 0.0)))
 
 
-def whole(weights: Weights) -> Law:
+def whole(weights: Weights) -> FilteredSoftmax:
     """The law without a filter."""
     keep = weights.present
     total = log_total(weights, keep)
     none, zero = torch.full_like(weights.best, -1), torch.zeros_like(total)
     top = torch.full_like(weights.x[:, 0], -torch.inf)
-    return Law(weights, keep, keep.sum(1), None, top, none, total, zero, torch.zeros_like(weights.posinf))
+    return FilteredSoftmax(weights, keep, keep.sum(1), None, top, none, total, zero, torch.zeros_like(weights.posinf))
 
 
 def descending(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def descending(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def truncate(x: Tensor, requests: Requests, *, filter_order: str, tie: str) -> Law:
+def truncate(x: Tensor, requests: Requests, *, filter_order: str, tie: str) -> FilteredSoftmax:
     """Steps 6 to 9 of the contract on edited logits x [N, V].
 
     Args:
@@ -135,7 +135,7 @@ def truncate(x: Tensor, requests: Requests, *, filter_order: str, tie: str) -> L
     dropped = tree_sum(torch.where(keep, 0.0, weights.w))
     mass = 0.0 - torch.log1p(dropped * torch.exp(-log_sum))
     threshold = torch.where(weights.posinf, torch.inf, cut[:, 0])
-    return Law(
+    return FilteredSoftmax(
         weights,
         keep,
         count,

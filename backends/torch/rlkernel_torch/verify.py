@@ -13,9 +13,10 @@ from torch import Tensor
 from rlkernel_common.drafts import DraftRows, with_drafts
 from rlkernel_common.philox import range_words, token_words, uniform
 from rlkernel_common.requests import decode, edit
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.sampling import STREAMS
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
-from rlkernel_torch.draws import of_law
+from rlkernel_torch.draws import drawn_from
 from rlkernel_torch.sample import best_noised, draw, raw_law
 from rlkernel_torch.truncation import truncate
 
@@ -24,7 +25,7 @@ def verify(call: VerifyCall) -> VerifyResult:
     """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
     V = call.vocab_size or call.target_logits.shape[1]
     given = call.target_logits[:, :V]
-    given = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
+    given = given.to(accumulator(given))
     rows = _layout(call.cu_draft, call.draft_ids)
     requests = decode(call, given.shape[0], given.device, given.dtype, rows.request)
     requests = requests._replace(step=requests.step + rows.place, padding=None)
@@ -49,7 +50,7 @@ def verify(call: VerifyCall) -> VerifyResult:
         replacement = best_noised(residual.log(), residual > 0, words)
         token = torch.where(rows.bonus, token, replacement)
     token = torch.where(accept, drafted, token)
-    drawn = of_law(law, edited, requests, token)
+    drawn = drawn_from(law, edited, requests, token)
     B = call.cu_draft.shape[0] - 1
     stop = torch.where(accept & ~drawn.none, given.shape[0], rows.place)
     accepted = stop.new_full((B,), given.shape[0]).scatter_reduce(0, rows.request, stop, "amin")

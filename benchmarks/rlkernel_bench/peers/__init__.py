@@ -56,7 +56,7 @@ def without_temperature(work: Work) -> None:
 
 
 _MODULES: Final = (
-    "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantised",
+    "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantized",
     "rl_kernel", "rollout",
 )  # fmt: skip
 

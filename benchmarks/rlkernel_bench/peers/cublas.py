@@ -31,12 +31,12 @@ def logits_fp32(work: Work) -> Call:
 
 
 def dense(work: Work) -> Call:
-    """The product with the weight before it was quantised."""
+    """The product with the weight before it was quantized."""
     return lambda given: {"y_full": given["x"] @ given["weight"].t()}
 
 
 def grouped(work: Work) -> Call:
-    """The experts' product with the weights before they were quantised: the device reads where groups end."""
+    """The experts' product with the weights before they were quantized: the device reads where groups end."""
     del work
 
     def run(given: Inputs) -> Outputs:

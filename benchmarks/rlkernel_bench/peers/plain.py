@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from rlkernel_bench.peers import Peer
+from rlkernel_bench.peers.decode_chain import chain, dense
 from rlkernel_bench.suites.host_advantage import BY_GROUP
+from rlkernel_bench.suites.rollout import LAW
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 LONGEST_LOOP = 16384  # steps of a Python loop over time; beyond, a call takes seconds
@@ -94,9 +96,9 @@ def _grpo_by_ids(given: Inputs) -> Any:
     x, ids = given["rewards"], given["group"]
     zeros = x.new_zeros(len(x) // 8)
     counts = zeros.index_add(0, ids, torch.ones_like(x))
-    centred = x - (zeros.index_add(0, ids, x) / counts)[ids]
-    std = (zeros.index_add(0, ids, centred.square()) / (counts - 1)).sqrt()
-    return centred / (std[ids] + 1e-6)
+    centered = x - (zeros.index_add(0, ids, x) / counts)[ids]
+    std = (zeros.index_add(0, ids, centered.square()) / (counts - 1)).sqrt()
+    return centered / (std[ids] + 1e-6)
 
 
 def ratio_kl(_work: Work) -> Call:
@@ -130,7 +132,7 @@ def sample(work: Work) -> Call:
 
 
 def _race(law: Any) -> Any:
-    """An index of each row with its probability, without a host synchronisation."""
+    """An index of each row with its probability, without a host synchronization."""
     return (law / torch.empty_like(law).exponential_()).argmax(-1)
 
 
@@ -141,10 +143,9 @@ def lm_head_sample(work: Work) -> Call:
 
 
 def rollout(work: Work) -> Call:
-    """Products of torch and the draw above, launched one by one."""
-    from rlkernel_bench.peers.rollout import eager  # which draws as this module does
-
-    return eager(work)
+    """Products of torch, with quantized weights unpacked before, and the draw above, launched one by one."""
+    draw = sample(Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=LAW))
+    return chain(work, lambda x, _seed, _at: (draw({"logits": x})["token"],), lambda step, _: step, dense)
 
 
 PEERS = (

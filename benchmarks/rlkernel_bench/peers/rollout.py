@@ -1,39 +1,20 @@
 """The decode chain of `suites.rollout` under other people's graphs, and with other people's draws.
 
-The chain is the same code in all of them: products, norms and head do not differ.
+Plain torch's own is in `plain`.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlkernel_bench.peers import Peer, plain
+from rlkernel_bench.peers import Peer
+from rlkernel_bench.peers.decode_chain import chain
 from rlkernel_bench.suites import rollout
-from rlkernel_bench.work import Call, Inputs, Outputs, Work
-from rlkernel_core.quant import QuantTensor, dequantize
+from rlkernel_bench.work import Call, Inputs, Work
 from rlkernel_core.tree import flatten
-
-
-def chain(work: Work, sampler: rollout.Sampler, wrap: Any, pack: Any = rollout.packed) -> Call:
-    """Tokens by a sampler, each step as `wrap` has it; made at the first call, for those weights."""
-    held: dict[int, tuple[Inputs, rollout.Step]] = {}
-
-    def run(given: Inputs) -> Outputs:
-        if id(given) not in held:
-            ready = pack(given)
-            held[id(given)] = given, wrap(rollout.step_of(ready, work.sizes, sampler), ready)
-        return rollout.generate(held[id(given)][1], given, work.sizes["T"])
-
-    return run
-
-
-def eager(work: Work) -> Call:
-    """Products of torch, with quantised weights unpacked before, and the draw that one writes without a library."""
-    return chain(work, _plain_draw(work), lambda step, _: step, dense)
 
 
 def compiled(work: Work, *, in_place: bool = False) -> Call:
@@ -76,22 +57,6 @@ def flashinfer(work: Work) -> Call:
         return (token.long(),)
 
     return chain(work, draw, rollout.graphed)
-
-
-def dense(given: Inputs) -> Inputs:
-    """Weights in the dtype of the model."""
-    dtype = given["head"].dtype
-
-    def whole(w: Any) -> Tensor:
-        return dequantize(w, dtype=dtype) if isinstance(w, QuantTensor) else w
-
-    return {**given, "layers": [{name: whole(w) for name, w in layer.items()} for layer in given["layers"]]}
-
-
-def _plain_draw(work: Work) -> rollout.Sampler:
-    law = Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=rollout.LAW)
-    draw = plain.sample(law)
-    return lambda x, _seed, _at: (draw({"logits": x})["token"],)
 
 
 PEERS = (

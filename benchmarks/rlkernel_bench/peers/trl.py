@@ -25,7 +25,7 @@ def logprob(work: Work) -> Call:
 
 
 def linear_logprob(work: Work) -> Call:
-    """CuBLAS tiles folded by a Triton kernel."""
+    """CuBLAS tiles whose statistics a Triton kernel merges."""
     # All it wants of transformers, and of TRL's trainer in the backward pass: nothing is sharded here.
     stubs = {"transformers": {}, "transformers.utils": {"is_triton_available": lambda: find_spec("triton") is not None}}
     beside = {"trainer/utils.py": {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}}

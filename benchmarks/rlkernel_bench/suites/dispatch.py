@@ -1,7 +1,7 @@
-"""dispatch: what calling an operator costs beyond its kernel, and what importing costs; on any CPU.
+"""dispatch: what an operator costs in a compiled graph beyond its kernel, and what importing costs; on any CPU.
 
-Kernels are stand-ins that return a result made beforehand, so that what is measured is the way to them. Each process
-is measured with a warm file cache.
+Kernels are stubs that return a result made beforehand, so that what is measured is the way to them; that of eager calls
+is in the suite `host`. Each process is measured with a warm file cache.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_bench.candidates import Candidate, in_scope
-from rlkernel_bench.stub import BY_SHAPE, KERNELS, PLAIN, RESULTS, standing_in
-from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
+from rlkernel_bench.stub import STUB, stubbed
+from rlkernel_bench.work import Goal, Inputs, Judgment, Outputs, Problem, Work
 
-# us above the direct call: a key, a lookup and a record; no more where a check looks at shapes, asked once a shape.
-_OVER = {"dispatch": 4.0, "bound": 4.0, "by shape": 4.0}
 _CODE = {  # fresh interpreters: what they run; the time they print, in ms, else that of the whole process
     "an empty process": ("-c", "pass"),
     "import rlkernel_core": "rlkernel_core",
@@ -28,13 +26,6 @@ _CODE = {  # fresh interpreters: what they run; the time they print, in ms, else
     "rlkernel explain logprob": ("-m", "rlkernel", "explain", "logprob"),
 }
 _LIMITS = {"import rlkernel_core": 20.0, "import rlkernel": 150.0, "rlkernel explain logprob": 400.0}  # ms
-
-
-def _calls(op: str, parameters: int) -> Work:
-    goals = tuple(Goal(most, "over", variant=name) for name, most in _OVER.items())
-    sizes = {"arguments": parameters}
-    options = {"batch": 500}
-    return Work("dispatch", op, sizes, "float32", "calls", options, goals=goals, ruler="direct", clock="host")
 
 
 def _compiled(backend: str) -> Work:
@@ -47,78 +38,45 @@ def _process(what: str) -> Work:
     return Work("dispatch", "", {}, "", what, goals=goals, clock="process")
 
 
-_EAGER = (_calls("logprob", 9), _calls("sample", 23))
-_ALL = (*_EAGER, _compiled("eager"), _compiled("aot_eager"), *(_process(what) for what in _CODE))
-WORKS: Mapping[str, tuple[Work, ...]] = {"toy": (*_EAGER, _process("import rlkernel")), "full": _ALL}
-
-
-def make(_seed: int) -> Inputs:
-    """Four rows: sizes are no part of the way."""
-    return {"logits": torch.randn(4, 8), "ids": torch.tensor([0, 1, 2, 3]), "p": torch.full((4,), 0.9)}
-
-
-def few(op: Callable[..., Any], given: Inputs) -> Any:
-    """A call of logprob with one option."""
-    return op(given["logits"], given["ids"], temperature=0.7)
-
-
-def many(op: Callable[..., Any], given: Inputs) -> Any:
-    """A call of sample with most options."""
-    p, ids = given["p"], given["ids"]
-    return op(given["logits"], temperature=p, top_k=ids, top_p=p, min_p=p, seed=ids, step=3, raw_logprob=True)
+WORKS: Mapping[str, tuple[Work, ...]] = {
+    "toy": (_process("import rlkernel"),),
+    "full": (_compiled("eager"), _compiled("aot_eager"), *(_process(what) for what in _CODE)),
+}
 
 
 def problem(work: Work, _device: str) -> Problem:
     """See `rlkernel_bench.suites`."""
 
-    def judge(_given: Inputs, want: Any, found: Outputs) -> dict[str, Judgment]:
-        same = want is None or found["result"] is want
-        return {"result": Judgment(0.0, 0.0) if same else Judgment(torch.inf, torch.inf)}
+    def make(_seed: int) -> Inputs:
+        return {"logits": torch.randn(4, 8), "ids": torch.tensor([0, 1, 2, 3])}  # sizes are no part of the way
 
-    expected = RESULTS.get(work.op) if work.task == "calls" else None  # the others make something of their own
-    return Problem(work, make, {}, lambda _: expected, judge, within=standing_in)
+    return Problem(work, make, {}, lambda _: None, lambda *_: {"result": Judgment(0.0, 0.0)}, within=stubbed)
 
 
 def candidates(problem: Problem, _device: str, _use: Sequence[str], _against: Sequence[str] | None) -> list[Candidate]:
-    """Ways to the same kernel."""
+    """A compiled function of one addition, and the same of one operator; or a process."""
     work = problem.work
     if work.clock == "process":
         return [Candidate(work.task, "backend", run=lambda _: {"milliseconds": milliseconds(work.task)})]
-    ways = _compiled_ways(str(work.options["backend"])) if work.task == "compiled" else _eager_ways(work.op)
+    x, backend = torch.zeros(4), str(work.options["backend"])
+    addition = torch.compile(lambda _: x + 1, backend=backend, fullgraph=True)
+    operator = torch.compile(
+        lambda given: rlk.logprob(given["logits"], given["ids"], temperature=0.7).logprob,
+        backend=backend,
+        fullgraph=True,
+    )
+
+    def running(compiled: Callable[[Inputs], Any]) -> Callable[[Inputs], Outputs]:
+        def run(given: Inputs) -> Outputs:
+            with torch.no_grad():
+                return {"result": compiled(given)}
+
+        return in_scope(STUB, run)
+
     return [
-        Candidate(name, "ruler" if name == work.ruler else "backend", run=in_scope(scope, call), ran="anywhere")
-        for name, (scope, call) in ways.items()
+        Candidate("direct", "ruler", run=running(addition), ran="anywhere"),
+        Candidate("dispatch", "backend", run=running(operator), ran="anywhere"),
     ]
-
-
-def _eager_ways(op: str) -> dict[str, tuple[str, Call]]:
-    """The kernel itself, the operator, the operator bound, the operator over a backend that looks at shapes."""
-    operator, call = {"logprob": (rlk.logprob, few), "sample": (rlk.sample, many)}[op]
-    direct = KERNELS[op]
-    with rlk.use(PLAIN):
-        bound = call(operator.bind, make(0))
-    return {
-        "direct": (PLAIN, lambda given: {"result": call(direct, given)}),
-        "dispatch": (PLAIN, lambda given: {"result": call(operator, given)}),
-        "bound": (PLAIN, lambda given: {"result": call(bound, given)}),
-        "by shape": (BY_SHAPE, lambda given: {"result": call(operator, given)}),
-    }
-
-
-def _compiled_ways(backend: str) -> dict[str, tuple[str, Call]]:
-    """A compiled function of one addition, and the same of one operator."""
-    x = torch.zeros(4)
-    addition = torch.compile(lambda: x + 1, backend=backend, fullgraph=True)
-    operator = torch.compile(lambda given: few(rlk.logprob, given).logprob, backend=backend, fullgraph=True)
-
-    def run(compiled: Callable[..., Any], *given: Inputs) -> Outputs:
-        with torch.no_grad():
-            return {"result": compiled(*given)}
-
-    return {
-        "direct": (PLAIN, lambda _: run(addition)),
-        "dispatch": (PLAIN, lambda given: run(operator, given)),
-    }
 
 
 def milliseconds(what: str) -> float:

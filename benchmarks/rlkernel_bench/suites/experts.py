@@ -1,4 +1,4 @@
-"""experts: a layer of a mixture of experts on quantised weights, its rows sorted by expert, some experts empty."""
+"""experts: a layer of a mixture of experts on quantized weights, its rows sorted by expert, some experts empty."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ends_of(tokens: int, experts: int, top: int, device: str, seed: int) -> torc
 
 
 def make(work: Work, device: str, seed: int) -> Inputs:
-    """Rows sorted by expert, the experts' weights, and those quantised by the reference."""
+    """Rows sorted by expert, the experts' weights, and those quantized by the reference."""
     tokens, E, N, K = (work.sizes[s] for s in ("tokens", "E", "N", "K"))
     top = work.options["top"]
     draw = Draw(device, seed)

@@ -26,7 +26,7 @@ from rlkernel import policy
 from rlkernel.discover import guarded
 from rlkernel_bench.candidates import Candidate, claims, in_scope, named, scope_of
 from rlkernel_bench.gates import frobenius
-from rlkernel_bench.stub import BY_SHAPE, KERNELS, RESULTS, standing_in
+from rlkernel_bench.stub import KERNELS, RESULTS, STUB, stubbed
 from rlkernel_bench.suites.common import Draw
 from rlkernel_bench.suites.host_calls import CASES
 from rlkernel_bench.suites.host_case import Case
@@ -115,7 +115,7 @@ def problem(work: Work, device: str) -> Problem:
     if work.task == "first call":
         return Problem(work, make, {}, lambda _: {}, lambda *_: {"seconds": Judgment(0.0, 0.0)})
     if work.task == "dispatch":
-        return Problem(work, make, {}, lambda _: RESULTS[work.op], _judge_stub, within=standing_in)
+        return Problem(work, make, {}, lambda _: RESULTS[work.op], _judge_stub, within=stubbed)
     return Problem(work, make, {}, partial(_defined, case, work), _judge_all)
 
 
@@ -265,14 +265,14 @@ def _packed(case: Case, backend: str, call: Call) -> Call:
 def _to_a_stub(case: Case, problem: Problem) -> list[Candidate]:
     """The implementation itself, the public function over it, the operator bound to it."""
     op, direct = getattr(rlk, case.op), KERNELS[case.op]
-    with rlk.use(BY_SHAPE):
+    with rlk.use(STUB):
         bound = case.call(op.bind, problem.make(0))
     ways = {"direct": direct, "dispatch": op, "bound": bound}
     return [
         Candidate(
             name if name == "direct" else f"stub:{name}",
             "ruler" if name == "direct" else "backend",
-            run=in_scope(BY_SHAPE, lambda given, f=f: {"result": case.call(f, given)}),
+            run=in_scope(STUB, lambda given, f=f: {"result": case.call(f, given)}),
             ran="anywhere",
         )
         for name, f in ways.items()

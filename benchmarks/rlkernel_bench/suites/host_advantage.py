@@ -85,14 +85,14 @@ def groups(draw: Draw, B: int = 64) -> Inputs:
     }
 
 
-def _centred(given: Inputs) -> tuple[Tensor, Tensor]:
+def _centered(given: Inputs) -> tuple[Tensor, Tensor]:
     x = given["rewards"].view(-1, 8)
     return x, x - x.mean(-1, keepdim=True)
 
 
 def _grpo(given: Inputs) -> Tensor:
-    x, centred = _centred(given)
-    return centred / (x.std(-1, keepdim=True) + 1e-6)
+    x, centered = _centered(given)
+    return centered / (x.std(-1, keepdim=True) + 1e-6)
 
 
 def _opo(given: Inputs) -> Tensor:
@@ -115,7 +115,7 @@ def _passk(given: Inputs) -> Tensor:
 
 def _gpg(given: Inputs) -> Tensor:
     x = given["rewards"]
-    return _centred(given)[1] * (len(x) / x.count_nonzero())
+    return _centered(given)[1] * (len(x) / x.count_nonzero())
 
 
 def _gdpo(given: Inputs) -> Tensor:
@@ -127,19 +127,19 @@ def _gdpo(given: Inputs) -> Tensor:
 def _gigpo(given: Inputs) -> Tensor:
     steps, at, zeros = given["step_rewards"], given["by_step"], given["zeros"]
     mean = zeros.index_add(0, at, steps) / zeros.index_add(0, at, given["ones"])
-    return _centred(given)[1].flatten() + steps - mean[at]
+    return _centered(given)[1].flatten() + steps - mean[at]
 
 
 BY_GROUP: Final[Mapping[str, tuple[Callable[[Inputs], Tensor], str]]] = {  # kind -> plain torch, and in words
     "grpo": (_grpo, "view, mean, std, subtract, divide"),
-    "dr_grpo": (lambda g: _centred(g)[1], "view, mean, subtract"),
-    "rloo": (lambda g: _centred(g)[1] * (8 / 7), "view, mean, subtract, multiply"),
+    "dr_grpo": (lambda g: _centered(g)[1], "view, mean, subtract"),
+    "rloo": (lambda g: _centered(g)[1] * (8 / 7), "view, mean, subtract, multiply"),
     "opo": (_opo, "view, two sums, divide, subtract"),
     "maxrl": (_maxrl, "view, mean, subtract, divide"),
     "passk": (_passk, "topk, std, scatter"),
     "gpg": (_gpg, "view, mean, subtract, count_nonzero, multiply"),
     "gdpo": (_gdpo, "GRPO of each of two rewards, their sum, whitened"),
-    "reinforce_pp_baseline": (lambda g: whitened(_centred(g)[1]), "view, mean, subtract, whiten"),
+    "reinforce_pp_baseline": (lambda g: whitened(_centered(g)[1]), "view, mean, subtract, whiten"),
     "gigpo": (_gigpo, "mean of the group, mean of the anchor by two index_add, both subtracted"),
 }
 _MORE: Final[Mapping[str, tuple[str, ...]]] = {"opo": ("lengths",), "gigpo": ("step_rewards", "anchor")}

@@ -326,11 +326,11 @@ CASES: Final[tuple[Case, ...]] = (
         "shape_rewards",
         {"B": 64},
         lambda draw: {"rewards": draw.uniform(64)},
-        lambda op, g: op(g["rewards"], clip=(0.2, 0.8), normalise="batch"),
+        lambda op, g: op(g["rewards"], clip=(0.2, 0.8), normalize="batch"),
         lambda r: {"rewards": r.rewards},
-        lambda g: {"rewards": _normalised(g["rewards"].clamp(0.2, 0.8))},
+        lambda g: {"rewards": _normalized(g["rewards"].clamp(0.2, 0.8))},
         "clamp, mean, std, subtract, divide",
-        options={"normalise": "batch"},
+        options={"normalize": "batch"},
     ),
     Case(
         "rollout_buffer",
@@ -345,7 +345,7 @@ CASES: Final[tuple[Case, ...]] = (
 )
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _normalized(x: Tensor) -> Tensor:
     return (x - x.mean()) / (x.std() + 1e-8)
 
 

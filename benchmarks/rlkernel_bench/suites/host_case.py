@@ -35,7 +35,7 @@ class Case:
     wanted: tuple[str, ...] = ()  # inputs with gradients, in rows with a backward pass
     dtype: str = "float32"
     options: Mapping[str, Any] = field(default_factory=dict)
-    batch: int = 50  # calls between two synchronisations: fewer launches than a stream's queue holds
+    batch: int = 50  # calls between two synchronizations: fewer launches than a stream's queue holds
     graphs: tuple[str, ...] = ()  # of a row of graphs: the inputs that are new in each call; () for no such row
 
 

@@ -1,4 +1,4 @@
-"""qmatmul: a decode step reads the quantised weight once; from a few hundred rows on it is a matmul like any other."""
+"""qmatmul: a decode step reads the quantized weight once; from a few hundred rows on it is a matmul like any other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlkernel_core.quant import QuantSpec, dequantize
 from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
 
-_OWN_QUANTISER = 0.25  # relative Frobenius error that four bits may have against the full weight
+_OWN_QUANTIZER = 0.25  # relative Frobenius error that four bits may have against the full weight
 _GOALS = {  # (K, N, M): us on an H200, weights cold
     (4096, 28672, 1): 20, (4096, 28672, 16): 22, (4096, 28672, 64): 34, (4096, 28672, 128): 50,
     (4096, 28672, 256): 90, (4096, 6144, 1): 7.3, (4096, 6144, 16): 8.2, (4096, 6144, 64): 11.5,
@@ -25,7 +25,7 @@ _GOALS = {  # (K, N, M): us on an H200, weights cold
 def work_of(
     M: int, K: int, N: int, form: str = "int4_g128", suite: str = "qmatmul", why: str = "", **options: str
 ) -> Work:
-    """One row; the seeds' rows are made of it too. `act`: how tokens are quantised."""
+    """One row; the seeds' rows are made of it too. `act`: how tokens are quantized."""
     limit = _GOALS.get((K, N, M)) if form == "int4_g128" else None
     goals = [Goal(limit, "us", "H200")] if limit else []
     if M >= 1024:
@@ -72,12 +72,12 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
 
 
 def spec_of(work: Work) -> QuantSpec:
-    """The format of the workload's weight, with how its tokens are quantised."""
+    """The format of the workload's weight, with how its tokens are quantized."""
     return QuantSpec.named(work.options["format"], **{k: x for k, x in work.options.items() if k == "act"})
 
 
 def make(work: Work, device: str, seed: int) -> Inputs:
-    """Activations, a weight, and the weight quantised by the reference."""
+    """Activations, a weight, and the weight quantized by the reference."""
     m, k, n = (work.sizes[s] for s in "MKN")
     draw = Draw(device, seed)
     weight = draw.normal(n, k, std=k**-0.5, dtype=work.dtype)
@@ -92,7 +92,7 @@ def product(given: Inputs) -> Outputs:
 
 
 def expected(given: Inputs) -> dict[str, torch.Tensor]:
-    """The product in float64, what its bound is a share of, and the product with the weight before it was quantised.
+    """The product in float64, what its bound is a share of, and the product with the weight before it was quantized.
 
     Tokens are rounded as the format says; the third takes them as they are.
     """
@@ -110,12 +110,12 @@ def expected(given: Inputs) -> dict[str, torch.Tensor]:
 
 
 def judge(work: Work, _given: Inputs, want: dict[str, torch.Tensor], found: Outputs) -> dict[str, Judgment]:
-    """By the contract's bound; by the norm where others multiply the whole weight, or quantise it themselves."""
+    """By the contract's bound; by the norm where others multiply the whole weight, or quantize it themselves."""
     unit = UNITS[work.dtype]
     if "y" not in found:
         name = next(iter(found))
-        error = frobenius(found[name], want["full"], _OWN_QUANTISER).error
-        limit = _OWN_QUANTISER if name == "y_own" else 8 * unit
+        error = frobenius(found[name], want["full"], _OWN_QUANTIZER).error
+        limit = _OWN_QUANTIZER if name == "y_own" else 8 * unit
         return {name: Judgment(error, error / limit, error / limit)}
     error = (found["y"].double() - want["y"]).abs()
     allowed = accumulation_bound(want["y"], want["reach"], unit=unit, inner=work.sizes["K"])

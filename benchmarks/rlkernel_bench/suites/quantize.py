@@ -34,7 +34,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
 
 
 def make(work: Work, device: str, seed: int) -> Inputs:
-    """A weight, and the storage that it is quantised into again and again, as a rollout engine does."""
+    """A weight, and the storage that it is quantized into again and again, as a rollout engine does."""
     draw = Draw(device, seed)
     weight = draw.normal(work.sizes["N"], work.sizes["K"], std=0.02, dtype=work.dtype)
     with rlk.use("reference"):

@@ -106,7 +106,7 @@ def make(work: Work, device: str, seed: int) -> Inputs:
 
 
 def product(x: Tensor, w: Tensor | QuantTensor, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
-    """`x w^T`, gated, with a residual added; one kernel where the weight is quantised."""
+    """`x w^T`, gated, with a residual added; one kernel where the weight is quantized."""
     if isinstance(w, QuantTensor):
         found: Tensor = rlk.qmatmul(x, w, residual=residual, activation="swiglu" if gated else None)
         return found

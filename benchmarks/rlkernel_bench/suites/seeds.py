@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -226,8 +225,10 @@ def _decode_problem(work: Work, device: str) -> Problem:
         allowed = layers * 2.0**-7  # each layer rounds its inputs and its result to bf16, and tanh shrinks errors
         return {"x": Judgment(error, error / allowed, error / allowed)}
 
-    inputs = partial(Draw(device, 1).normal, g, k, dtype=work.dtype)
-    return Problem(work, lambda _: {"x": inputs()}, {"": call}, lambda _: None, judge)
+    def make(seed: int) -> Inputs:
+        return {"x": Draw(device, 1 + seed).normal(g, k, dtype=work.dtype)}
+
+    return Problem(work, make, {"": call}, lambda _: None, judge)
 
 
 _CHAINS: Mapping[str, Callable[[Work, str], Problem]] = {

@@ -115,14 +115,13 @@ class Host:
 
     def fused(self, given: Inputs) -> Tensor:
         """Head and loss in one, beside the model's output."""
-        from rlkernel.integrations import trl
-        from rlkernel.integrations.trl_head import Wanted
+        from rlkernel.integrations.trl_head import HEAD, Wanted
 
         mask = given["mask"]
         named = {name: given[name] for name in ("old_logprob", "advantages")}
         preset = rlk.policy_loss_preset("trl_dapo")
         wanted = Wanted(mask, mask, named, preset, packed=self.device.startswith("cuda"))
-        with trl.HEAD.find().fusing(wanted):
+        with HEAD.find().fusing(wanted):
             self.scored(given)
         loss: Tensor = wanted.result.loss
         return loss

@@ -26,7 +26,7 @@ from rlkernel_conformance.qmatmul_calls import (
     tried,
 )
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.definitions import quantise
+from rlkernel_core.definitions import quantize
 from rlkernel_core.quant import error_bound
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, smallest_error
 
@@ -118,7 +118,7 @@ def integer_rows(subject: Subject, case: Product, x: Any, w: Any, rows: slice) -
     kind = np.float64 if case.dtype == "float64" else np.float32
     found = subject(x, w)[rows]
     with np.errstate(invalid="ignore"):
-        want, slack = quantise.integer_product(x[rows].cpu().double().numpy().astype(kind), w.to("cpu"))
+        want, slack = quantize.integer_product(x[rows].cpu().double().numpy().astype(kind), w.to("cpu"))
     ulp = 2.0**-52 if case.dtype == "float64" else 2.0**-23
     rounding = UNITS[case.dtype] if case.dtype in {"bfloat16", "float16"} else 0.0
     within(

@@ -25,7 +25,7 @@ from rlkernel_conformance.quantized_weights import (
     weights,
 )
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.definitions import quant, quantise
+from rlkernel_core.definitions import quant, quantize
 from rlkernel_core.errors import ArgumentError, ResolutionError
 from rlkernel_core.quant import CANONICAL, FORMATS, QuantTensor, error_bound
 from rlkernel_core.quant.float8 import FLOAT8
@@ -67,13 +67,13 @@ def scales_have_the_bits_of_their_rule(subject: Subject, case: Weight) -> None:
     if not claims(subject, case.spec, SCALE_RULES):
         return
     w = quantised(subject, case)
-    for name, expected in quantise.scales(case.full(subject), case.spec).items():
+    for name, expected in quantize.scales(case.full(subject), case.spec).items():
         same = is_nan_or_equal(w.parts[name], expected)
         require(same, f"{name} is {w.parts[name].tolist()}, expected {expected.tolist()}")
     if case.spec.element in quant.TABLES:
         same_bits("table", w.parts["table"], quant.TABLES[case.spec.element], "compared with the published one")
     if case.spec.double_quant:
-        found, want = w.parts["nested_table"].double().numpy(), quantise.dynamic_map()
+        found, want = w.parts["nested_table"].double().numpy(), quantize.dynamic_map()
         # An fp32 linspace rounds its edges: a few units of 2^-24 near 1.
         require(found.shape == want.shape and bool((np.abs(found - want) <= 2.0**-22).all()), "another dynamic map")
 
@@ -84,13 +84,13 @@ def codes_are_nearest(subject: Subject, case: Weight) -> None:
     if not claims(subject, case.spec, SCALE_RULES):
         return
     weight, w = case.full(subject), quantised(subject, case)
-    right = quantise.codes_are_right(weight, w)
+    right = quantize.codes_are_right(weight, w)
     if right.all():
         return
     i, j = np.argwhere(~right)[0]
     raise Violation(
         f"the code of [{i}, {j}] = {weight[i, j].item()!r} stands for {quant.decode(w)[i, j].item()!r}, "
-        f"w / s is {quantise.divided(weight, w)[i, j]!r}"
+        f"w / s is {quantize.divided(weight, w)[i, j]!r}"
     )
 
 
@@ -143,7 +143,7 @@ def groups_of_zeros_are_zeros(subject: Subject, case: Weight) -> None:
     value = quant.decode(w)
     require(bool((value[0] == 0).all()), f"a row of zeros gives {value[0].tolist()}")
     if alone:
-        stored = quantise.scales(weight[2:], case.spec)
+        stored = quantize.scales(weight[2:], case.spec)
         scale = stored.get("absmax", stored.get("d", stored.get("scale"))).double()
         power = case.spec.scale_dtype == "e8m0"  # the least power of two is a scale as good as another
         least = weight[2, 0].item() * (power or (scale != 0).any().item())

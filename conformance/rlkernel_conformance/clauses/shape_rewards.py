@@ -20,7 +20,7 @@ from rlkernel_core.definitions import rewards as oracle
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
 KL = ("k1", "abs", "k2", "k3")
-STEPS = ("clip", "normalise:batch", "normalise:running", "overlong", *(f"kl:{k}" for k in KL))
+STEPS = ("clip", "normalize:batch", "normalize:running", "overlong", *(f"kl:{k}" for k in KL))
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Rewards:
         given["output"] = self.output
         if self.does(subject, "clip"):
             given["clip"] = (-2.5, 2.0)
-        if self.does(subject, "normalise:batch") or self.does(subject, "normalise:running"):
-            kind = "batch" if self.does(subject, "normalise:batch") else "running"
-            given |= {"normalise": kind, "center": self.center, "ddof": self.ddof, "eps": 1e-3}
+        if self.does(subject, "normalize:batch") or self.does(subject, "normalize:running"):
+            kind = "batch" if self.does(subject, "normalize:batch") else "running"
+            given |= {"normalize": kind, "center": self.center, "ddof": self.ddof, "eps": 1e-3}
         if self.does(subject, "overlong"):
             given |= {"max_length": max(1, self.T // 2), "overlong_buffer": max(1, self.T // 4)}
             given |= {"overlong_factor": 0.5, "overlong_cap": self.cap}
@@ -79,11 +79,11 @@ def expected(given: dict[str, Any]) -> tuple[Any, Any]:
     if "max_length" in given:
         rest = (given["max_length"], given["overlong_buffer"], given["overlong_factor"], given["overlong_cap"])
         penalty = oracle.overlong(m.sum(1), *rest)
-    normalise = "normalise" in given
+    normalize = "normalize" in given
     more = {n: given[n] for n in ("clip", "center", "ddof", "eps") if n in given}
-    done = oracle.per_sequence(x, normalise=normalise, penalty=penalty, **more)
+    done = oracle.per_sequence(x, normalize=normalize, penalty=penalty, **more)
     size = np.maximum(1.0, np.abs(done - penalty))
-    if normalise:
+    if normalize:
         kept = oracle.per_sequence(x, clip=given.get("clip"))
         _, _, var = oracle.moments(kept, np.isfinite(kept), given["ddof"])
         size = np.maximum(size, np.abs(kept[np.isfinite(kept)]).max(initial=0.0) * oracle.rstd(var, given["eps"]))
@@ -122,7 +122,7 @@ def cases(subject: Subject) -> st.SearchStrategy[Rewards]:
 
 def full_cases(subject: Subject) -> st.SearchStrategy[Rewards]:
     """All steps that go together at once, in the first claimed dtype: the order shows."""
-    together = [("clip", n, "overlong", f"kl:{k}") for n in ("normalise:batch", "normalise:running") for k in KL]
+    together = [("clip", n, "overlong", f"kl:{k}") for n in ("normalize:batch", "normalize:running") for k in KL]
     return st.builds(lambda c, steps: replace(c, steps=steps, dtype=subject.dtypes[0], B=c.B + 2, T=max(c.T, 4)),
                      cases(subject), st.sampled_from(together))  # fmt: skip
 
@@ -147,7 +147,7 @@ def every_step_is_its_formula(subject: Subject, case: Rewards) -> None:
 
 @attack("SR-02", full_cases)
 def the_steps_have_an_order(subject: Subject, case: Rewards) -> None:
-    """Clip, normalise, overlong, KL, all at once."""
+    """Clip, normalize, overlong, KL, all at once."""
     given = case.arguments(subject)
     holds(subject, given, subject(**given), case.dtype)
 
@@ -203,10 +203,10 @@ def k3_keeps_its_precision_near_zero(subject: Subject, case: Rewards) -> None:
 @attack("SR-06", cases)
 def halves_give_what_the_whole_gives(subject: Subject, case: Rewards) -> None:
     """The state of three batches in a row, one of them empty, against one call with all of them."""
-    case = replace(case, B=case.B + 3, steps=("normalise:running",), output="auto")
+    case = replace(case, B=case.B + 3, steps=("normalize:running",), output="auto")
     given = case.arguments(subject)
     x = given.pop("rewards")
-    given = {n: given[n] for n in ("normalise", "center", "ddof", "eps")}
+    given = {n: given[n] for n in ("normalize", "center", "ddof", "eps")}
     whole = subject(x, **given)
     cut, state, last = 1 + case.seed % (case.B - 1), None, None
     for part in (x[:cut], x[cut:cut], x[cut:]):
@@ -250,7 +250,7 @@ def what_is_not_finite_stays_and_harms_no_other(subject: Subject, case: Rewards)
 @attack("SR-13", full_cases, scale=0.4)
 def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
     """Two and three ranks with shares of any size, one of them empty, against all rewards on one rank."""
-    case = replace(case, steps=tuple(s for s in case.steps if s.startswith("normalise")), output="auto")
+    case = replace(case, steps=tuple(s for s in case.steps if s.startswith("normalize")), output="auto")
     given, B = case.arguments(subject), case.B
     for world, cuts in ((2, (B,)), (2, (case.seed % B,)), (3, (1, 1))):
         bounds = [0, *cuts, B]
@@ -268,8 +268,8 @@ def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
 def with_state(subject: Subject, case: Rewards) -> dict[str, Any]:
     """The call with a running state, where it takes one, and with a reward that is NaN."""
     given = case.arguments(subject)
-    if given.get("normalise") == "running":
-        given["running"] = subject(given["rewards"], normalise="running").running
+    if given.get("normalize") == "running":
+        given["running"] = subject(given["rewards"], normalize="running").running
     given["rewards"][0] = torch.nan
     return given
 

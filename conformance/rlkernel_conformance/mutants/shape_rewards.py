@@ -26,9 +26,9 @@ def biased(reference: Any, rewards: Tensor, **rest: Any) -> Any:
 
 @mutant("SR-02", "SR-04", "SR-08", origin="clipped after the normalisation")
 def clips_last(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    if rest.get("clip") is None or rest.get("normalise", "none") == "none":
+    if rest.get("clip") is None or rest.get("normalize", "none") == "none":
         return reference(rewards, **rest)
-    names = ("normalise", "running", "center", "ddof", "eps", "process_group")
+    names = ("normalize", "running", "center", "ddof", "eps", "process_group")
     first = reference(rewards, **{n: rest[n] for n in names if n in rest})
     other = {n: x for n, x in rest.items() if n not in names}
     return replace(reference(first.rewards.to(rewards.dtype), **other), running=first.running)
@@ -77,7 +77,7 @@ def penalty_starts_late(reference: Any, rewards: Tensor, **rest: Any) -> Any:
 @mutant("SR-08", origin="one NaN in the moments of the batch")
 def nan_is_contagious(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     out = reference(rewards, **rest)
-    return out if rest.get("normalise", "none") == "none" else replace(out, rewards=out.rewards + 0.0 * rewards.sum())
+    return out if rest.get("normalize", "none") == "none" else replace(out, rewards=out.rewards + 0.0 * rewards.sum())
 
 
 @mutant("SR-08", origin="NaN replaced by 0: the advantage takes a failed verifier for a wrong answer")

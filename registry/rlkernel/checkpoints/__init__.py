@@ -1,4 +1,4 @@
-"""Quantised weights in the files that others write: recognised, read into QuantTensors bit for bit, and written back.
+"""Quantized weights in the files that others write: recognized, read into QuantTensors bit for bit, and written back.
 
     from rlkernel import checkpoints
 

@@ -1,6 +1,6 @@
 """From one spelling of a checkpoint to another: weights one by one, the target at the end, whole or not at all.
 
-Memory: the file that is written, of a folder one shard, and one weight in full precision where it is quantised anew.
+Memory: the file that is written, of a folder one shard, and one weight in full precision where it is quantized anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Summary:
     """What a conversion did."""
 
     kept: int = 0  # weights that stayed in their format
-    quantised: int = 0  # dense weights quantised, or others quantised anew
+    quantized: int = 0  # dense weights quantized, or others quantized anew
     dense: int = 0
     bytes: int = 0  # of tensors written
     note: str = ""  # what the reader of a folder still has to be told
@@ -56,9 +56,9 @@ def convert(
         target: what to write; it appears when it is whole. A name that ends in .safetensors or .gguf is one file, any
             other a folder: shards and their index, what else stands in the folder of the source (tokenizer and so on),
             and a config.json whose `quantization_config` tells transformers and engines what the weights are.
-        scheme: how weights are spelt: a name of TARGETS; "dense" dequantises them, "gguf" writes a GGUF file.
-        format: a name of a format: every weight [N, K] that no pattern of `skip` matches is quantised to it, from its
-            dequantised value where it has another. None leaves each in its own.
+        scheme: how weights are spelt: a name of TARGETS; "dense" dequantizes them, "gguf" writes a GGUF file.
+        format: a name of a format: every weight [N, K] that no pattern of `skip` matches is quantized to it, from its
+            dequantized value where it has another. None leaves each in its own.
         skip: shell patterns of names that stay as they are.
         config: in place of the `quantization_config` beside the source: {"checkpoint_format": "gptq_v2"}.
         shard_bytes: a folder's shards are at most this large, unless one weight is larger.
@@ -130,12 +130,12 @@ def _wanted(
         if format is None or named or all(w.format == format for w in weights):
             summary.kept += len(weights)
             return weights
-        summary.quantised += len(weights)
+        summary.quantized += len(weights)
         return [quantize(dequantize(w, dtype=torch.float32), format, dtype=w.dtype) for w in weights]
     if format is None or named or weights.dim() != 2 or not weights.is_floating_point():
         summary.dense += 1
         return weights
-    summary.quantised += 1
+    summary.quantized += 1
     return [quantize(weights, format)]
 
 
@@ -144,7 +144,7 @@ def _named(item: Item, weights: list[QuantTensor] | Tensor) -> Mapping[str, Quan
 
 
 def _parts(item: Item, weights: list[QuantTensor]) -> dict[str, QuantTensor]:
-    """Quantised weights by name: experts that are stacked have one each."""
+    """Quantized weights by name: experts that are stacked have one each."""
     if len(weights) == 1:
         return {_module(item) + _WEIGHT: weights[0]}
     return {f"{item.name}.{i}{_WEIGHT}": w for i, w in enumerate(weights)}

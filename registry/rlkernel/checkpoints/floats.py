@@ -23,7 +23,7 @@ _NESTED = 256
 
 
 def read_bitsandbytes(name: str, t: Tensors, config: Mapping[str, Any]) -> list[QuantTensor]:
-    """Weight uint8 [N K / 2, 1], absmax, quant_map, and what they mean as JSON; the scales perhaps quantised again."""
+    """Weight uint8 [N K / 2, 1], absmax, quant_map, and what they mean as JSON; the scales perhaps quantized again."""
     import torch
 
     from rlkernel_core.quant.codec import codec_of

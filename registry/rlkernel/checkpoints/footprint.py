@@ -19,7 +19,7 @@ from rlkernel_core.errors import MemoryBudgetError
 from rlkernel_core.host.memory import Memory
 from rlkernel_core.quant.spec import QuantSpec, spec_of
 
-# What quantising takes beside the weight: blocks of rows in fp32, whatever the weight's size (measured at 4096 x 2048:
+# What quantizing takes beside the weight: blocks of rows in fp32, whatever the weight's size (measured at 4096 x 2048:
 # 7 MiB for int4_g128, 20 MiB for nf4).
 WORKSPACE: Final = 24 << 20
 _ADAM: Final = 3  # a gradient and two moments for each trained number
@@ -84,9 +84,9 @@ def footprint(
 
     Args:
         path: a safetensors or GGUF file, or the folder or the index of a sharded checkpoint.
-        format: what weights [N, K] are quantised to as they are read; None leaves each as it is.
+        format: what weights [N, K] are quantized to as they are read; None leaves each as it is.
         skip: shell patterns of names that stay dense.
-        lora_rank: of an adapter in 16 bits beside every quantised weight; 0 for none.
+        lora_rank: of an adapter in 16 bits beside every quantized weight; 0 for none.
         train: count what an AdamW step holds for the adapter in fp32: gradients and two moments.
 
     Raises:

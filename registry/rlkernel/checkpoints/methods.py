@@ -1,4 +1,4 @@
-"""What config.json has to say of quantised weights so that others read them: `quantization_config`, a row per scheme.
+"""What config.json has to say of quantized weights so that others read them: `quantization_config`, a row per scheme.
 
 Keys are those that transformers, vLLM and SGLang read. Imports no torch.
 """

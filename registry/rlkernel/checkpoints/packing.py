@@ -110,7 +110,7 @@ def weight_of(
     from rlkernel_core.quant.codec import codec_of
 
     spec = QuantSpec.named(kind, **options)
-    order = list(codec_of(spec).storage(spec, shape))  # that of a weight quantised here
+    order = list(codec_of(spec).storage(spec, shape))  # that of a weight quantized here
     held = {part: parts[part].contiguous() for part in sorted(parts, key=[*order, *parts].index)}
     w = QuantTensor(spec, shape, dtype, held)
     w.validate()

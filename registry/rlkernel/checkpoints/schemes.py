@@ -1,4 +1,4 @@
-"""How libraries spell a quantised weight: a row per scheme, and which tensors of a file make one weight.
+"""How libraries spell a quantized weight: a row per scheme, and which tensors of a file make one weight.
 
 Imports no torch.
 """
@@ -63,7 +63,7 @@ class Scheme:
     name: str
     text: str
     needs: tuple[str, ...]  # endings of tensor names
-    read: Reader | None = None  # None: nothing to recognise it by, or the reader of another scheme
+    read: Reader | None = None  # None: nothing to recognize it by, or the reader of another scheme
     write: Callable[[str, QuantTensor], dict[str, Tensor]] | None = None
     may: tuple[str, ...] = ()
     fits: Fits = field(default=lambda _: True)
@@ -220,7 +220,7 @@ def items(source: Source) -> Iterator[Item]:
             near = ", ".join(
                 f"{s.name} ({', '.join(s.needs)})" for s in _ROWS if any(name.endswith(n) for n in s.needs)
             )
-            problem = f"is of {entry.dtype}, and with its neighbours no weight of a scheme that is read"
+            problem = f"is of {entry.dtype}, and with its neighbors no weight of a scheme that is read"
             raise ArgumentError(name, f"{entry.dtype}{list(entry.shape)}", problem, f"Nearest: {near or 'none'}.")
         found[name] = Item(name, entry.dtype if entry.dtype not in _DENSE else "dense", {"": entry})
     return iter(found[name] for name in source.entries if name in found)

@@ -93,8 +93,8 @@ def _absent(name: str) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    colour = {_READY: "green", _NOT_LOADED: "dim", _NOT_INSTALLED: "dim"}.get(row["state"], "red")
-    state = f"[{colour}]{row['state']}[/]"
+    color = {_READY: "green", _NOT_LOADED: "dim", _NOT_INSTALLED: "dim"}.get(row["state"], "red")
+    state = f"[{color}]{row['state']}[/]"
     more = [row["text"], row["fix"]]
     state += "".join(f"\n{plain(text)}" for text in more if text)
     operators = ", ".join(op.partition("@")[0] if op.endswith("@1") else op for op in row["operators"])

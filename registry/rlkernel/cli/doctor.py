@@ -48,8 +48,8 @@ def command(
 
 
 def _print(finding: Finding) -> None:
-    mark, colour = _MARKS.get(finding.severity, _PROBLEM)
-    typer.echo(f"  {typer.style(mark, fg=colour)}  {finding.text}")
+    mark, color = _MARKS.get(finding.severity, _PROBLEM)
+    typer.echo(f"  {typer.style(mark, fg=color)}  {finding.text}")
     if finding.severity == "ok":
         return
     if finding.cost:

@@ -10,7 +10,7 @@ import typer
 
 from rlkernel import policy
 from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, features, ordered
-from rlkernel.cli.output import coloured, print_json, print_table
+from rlkernel.cli.output import colored, print_json, print_table
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.survey import Situation, foresee, served, survey
 from rlkernel.wording import explanation, fallbacks, remark
@@ -62,7 +62,7 @@ def command(
     elif op is None:
         _print_all(decisions)
     else:
-        typer.echo(coloured(explanation(decisions[0])))
+        typer.echo(colored(explanation(decisions[0])))
     if not all(served(d) for d in decisions):
         raise typer.Exit(1)
 

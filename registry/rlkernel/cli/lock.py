@@ -120,9 +120,9 @@ def _compare(path: Path, decisions: list[Decision], *, json: bool) -> None:
     else:
         for op, (old, new) in found.items():
             typer.echo(op)
-            for mark, colour, pins in (("-", "red", old - new), ("+", "green", new - old)):
+            for mark, color, pins in (("-", "red", old - new), ("+", "green", new - old)):
                 for target, provider in sorted(pins):
-                    typer.secho(f"  {mark} {target}  [{provider}]", fg=colour)
+                    typer.secho(f"  {mark} {target}  [{provider}]", fg=color)
         typer.echo(f"{path} does not hold; `rlkernel lock` writes a new one")
     if found:
         raise typer.Exit(1)

@@ -29,9 +29,9 @@ def command(
     ] = None,
     *,
     format: Annotated[  # noqa: A002  the option's name
-        str | None, typer.Option(metavar="NAME", help="What its weights are quantised to; by default each stays.")
+        str | None, typer.Option(metavar="NAME", help="What its weights are quantized to; by default each stays.")
     ] = None,
-    lora_rank: Annotated[int, typer.Option(min=0, help="Rank of an adapter beside every quantised weight.")] = 0,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Rank of an adapter beside every quantized weight.")] = 0,
     train: Annotated[bool, typer.Option("--train", help="Count the adapter's gradients and Adam moments.")] = False,
     extra: Annotated[
         float, typer.Option(min=0.0, metavar="GIB", help="KV cache, activations and logits, as you know them.")

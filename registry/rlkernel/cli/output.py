@@ -1,4 +1,4 @@
-"""What commands print: tables and coloured verdicts for people, JSON for machines."""
+"""What commands print: tables and colored verdicts for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Where output is no terminal its width is nobody's screen: lines are left long enough to stay whole.
 _PIPE_WIDTH: Final = 200
-_COLOURS: Final = {"YES": "green", "no": "red", "TIE": "yellow", "fix:": "cyan"}
+_COLORS: Final = {"YES": "green", "no": "red", "TIE": "yellow", "fix:": "cyan"}
 
 
 def print_json(data: Any) -> None:
@@ -53,13 +53,13 @@ def plain(text: str) -> str:
     return text.replace("[", r"\[")
 
 
-def coloured(explanation: str) -> str:
-    """An explanation with its verdicts coloured; `typer.echo` drops colours where there is no terminal."""
-    return "\n".join(_coloured(line) for line in explanation.splitlines())
+def colored(explanation: str) -> str:
+    """An explanation with its verdicts colored; `typer.echo` drops colors where there is no terminal."""
+    return "\n".join(_colored(line) for line in explanation.splitlines())
 
 
-def _coloured(line: str) -> str:
+def _colored(line: str) -> str:
     word, _, _ = line.strip().partition(" ")
-    if not line.startswith("  ") or word not in _COLOURS:
+    if not line.startswith("  ") or word not in _COLORS:
         return line
-    return line.replace(word, typer.style(word, fg=_COLOURS[word], bold=word == "YES"), 1)
+    return line.replace(word, typer.style(word, fg=_COLORS[word], bold=word == "YES"), 1)

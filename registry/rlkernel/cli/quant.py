@@ -1,4 +1,4 @@
-"""`rlkernel quant`: what a quantised checkpoint holds, and the same weights in another spelling or format."""
+"""`rlkernel quant`: what a quantized checkpoint holds, and the same weights in another spelling or format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES: Final = (
     ),
     (
         "rlkernel quant convert runs/bf16.safetensors runs/int4.safetensors --format int4_g128 --scheme gptq",
-        "quantise what no --skip pattern matches, and spell it as GPTQ does",
+        "quantize what no --skip pattern matches, and spell it as GPTQ does",
     ),
     (
         "rlkernel quant convert runs/model runs/model-int4 --format int4_g128",
@@ -52,7 +52,7 @@ def command(
     ] = None,
     format: Annotated[  # noqa: A002  the option's name
         str | None,
-        typer.Option(metavar="NAME", help="convert: quantise to this format; by default each keeps its own."),
+        typer.Option(metavar="NAME", help="convert: quantize to this format; by default each keeps its own."),
     ] = None,
     skip: Annotated[
         list[str] | None,
@@ -67,7 +67,7 @@ def command(
     check: Annotated[bool, typer.Option("--check", help="inspect: read every weight too.")] = False,
     json: Json = False,
 ) -> None:
-    """Read quantised weights of GPTQ, AWQ, compressed-tensors, bitsandbytes, HQQ, gpt-oss, ModelOpt, DeepSeek and GGUF.
+    """Read quantized weights of GPTQ, AWQ, compressed-tensors, bitsandbytes, HQQ, gpt-oss, ModelOpt, DeepSeek and GGUF.
 
     Nothing is downloaded, and no model is built. Weights are read one at a
     time; a target appears when it is whole: one file, or a folder of shards
@@ -98,10 +98,9 @@ def command(
     if json:
         print_json({"source": str(source), "target": str(target), "scheme": chosen, **vars(done)})
         return
-    typer.echo(
-        f"{target}: {done.kept} weight(s) as they were, {done.quantised} quantised, {done.dense} dense, "
-        f"{done.bytes / 2**20:.1f} MiB as {chosen}"
-    )
+    kept = f", kept {done.kept} as stored" if done.kept else ""
+    counts = f"Quantized {done.quantized} weights, left {done.dense} dense{kept}"
+    typer.echo(f"{counts}, {done.bytes / 2**20:.1f} MiB written to {target} as {chosen}")
     if done.note:
         typer.echo(done.note, err=True)
 

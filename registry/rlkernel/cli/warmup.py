@@ -34,7 +34,7 @@ class Sizes:
     hidden: int = 4096
     length: int = 1024  # tokens of a sequence
     dtype: str = "bfloat16"  # of logits, hidden states and weights
-    format: str = "int4_g128"  # of quantised weights
+    format: str = "int4_g128"  # of quantized weights
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class _Maker:
         return self.torch.zeros(shape, dtype=self.torch.int64, device=self.device)
 
     def weight(self) -> Any:
-        """A quantised square weight."""
+        """A quantized square weight."""
         return rlkernel.quantize(self.floats(self.sizes.hidden, self.sizes.hidden), self.sizes.format)
 
 
@@ -216,7 +216,7 @@ def command(
     hidden: Annotated[int, typer.Option(min=1, help="Width of hidden states and of square weights.")] = Sizes.hidden,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = Sizes.length,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of logits, hidden states and weights.")] = Sizes.dtype,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="Of quantised weights.")] = Sizes.format,  # noqa: A002
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="Of quantized weights.")] = Sizes.format,  # noqa: A002
     device: Annotated[
         str | None,
         typer.Option(metavar="DEVICE", help="A device that is here; default cuda if torch sees one, else cpu."),

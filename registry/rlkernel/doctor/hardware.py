@@ -19,7 +19,7 @@ from rlkernel_core.host.board import Board, board
 from rlkernel_core.host.memory import Memory, memory
 from rlkernel_core.host.power import PowerState, nvpmodel, power
 
-_NVIDIA_SMI_TIMEOUT_S: Final = 20.0  # it initialises the driver where no process holds it
+_NVIDIA_SMI_TIMEOUT_S: Final = 20.0  # it initializes the driver where no process holds it
 _QUERY: Final = "--query-gpu=name,compute_cap,driver_version"
 
 

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TRAINER: Final = "dschat.rlhf.ppo_trainer"
-SCORE: Final = Symbol(_TRAINER, "gather_log_probs", ("logits", "labels"))
+SCORE: Final = Symbol(_TRAINER, "gather_log_probs", "logits, labels")
 HOST: Final = Host(
     name="deepspeed-chat",
     distribution="deepspeed-chat",
     versions="==0.1",  # as its setup.py has called itself since 2023: the symbols say more
     tested="0.1",
     does="logprob under its PPO trainer, inside a block",
-    symbols=(SCORE, Symbol(_TRAINER, "DeepSpeedPPOTrainer.train_rlhf", ("self", "inputs"))),
+    symbols=(SCORE, Symbol(_TRAINER, "DeepSpeedPPOTrainer.train_rlhf", "self, inputs")),
     ran=False,
     source="-e applications/DeepSpeed-Chat in a clone of deepspeedai/DeepSpeedExamples",
 )

@@ -27,7 +27,7 @@ class Symbol:
 
     module: str
     name: str  # dotted within the module
-    parameters: tuple[str, ...] | None = None  # in order; None for what is no function
+    takes: str | None = None  # parameters in order, "logits, labels"; None for what is no function
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -47,12 +47,10 @@ class Symbol:
             found = self.find()
         except (AttributeError, ImportError) as error:
             return f"{self} is gone ({error})"
-        if self.parameters is None:
+        if self.takes is None:
             return None
-        now = tuple(inspect.signature(found).parameters)
-        return (
-            None if now == self.parameters else f"{self} takes ({', '.join(now)}), not ({', '.join(self.parameters)})"
-        )
+        now = ", ".join(inspect.signature(found).parameters)
+        return None if now == self.takes else f"{self} takes ({now}), not ({self.takes})"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ OpenRLHF has no registry, so that this is a patch, made because the user names i
 
     ray.init(runtime_env={"worker_process_setup_hook": "rlkernel.integrations.openrlhf.worker"})
 
-before `openrlhf.cli.train_ppo_ray.train(args)`, which takes a Ray that is initialised as it is; or of one process by
+before `openrlhf.cli.train_ppo_ray.train(args)`, which takes a Ray that is initialized as it is; or of one process by
 `with openrlhf.enabled()`. Policy, reference and the loss's recomputation all score tokens there.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-SCORE: Final = Symbol("openrlhf.models.actor", "log_probs_from_logits", ("logits", "labels", "temperature"))
+SCORE: Final = Symbol("openrlhf.models.actor", "log_probs_from_logits", "logits, labels, temperature")
 HOST: Final = Host(
     name="openrlhf",
     distribution="openrlhf",

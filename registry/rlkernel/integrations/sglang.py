@@ -29,11 +29,11 @@ HOST: Final = Host(
     tested="0.5.23",
     does="sample as --sampling-backend rlkernel",
     symbols=(
-        Symbol(SAMPLER, "register_sampler_backend", ("backend", "factory")),
+        Symbol(SAMPLER, "register_sampler_backend", "backend, factory"),
         Symbol(
             SAMPLER,
             "Sampler._sample_from_probs",
-            ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+            "self, probs, sampling_info, positions, simple_sampling_case",
         ),
     ),
     ran=False,

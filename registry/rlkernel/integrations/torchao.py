@@ -35,9 +35,9 @@ HOST: Final = Host(
     tested="0.18.0",
     does="quantize_ that makes our packed weights, qmatmul under linear layers",
     symbols=(
-        Symbol(_HANDLERS, "register_quantize_module_handler", ("config_type",)),
+        Symbol(_HANDLERS, "register_quantize_module_handler", "config_type"),
         Symbol("torchao.core.config", "AOBaseConfig"),
-        Symbol("torchao.quantization.quant_api", "quantize_", ("model", "config", "filter_fn", "device")),
+        Symbol("torchao.quantization.quant_api", "quantize_", "model, config, filter_fn, device"),
     ),
 )
 

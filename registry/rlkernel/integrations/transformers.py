@@ -38,18 +38,18 @@ HOST: Final = Host(
         Symbol(
             _MIXIN,
             "GenerationMixin._prefill",
-            ("self", "input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+            "self, input_ids, generation_config, model_kwargs, is_first_iteration",
         ),
         Symbol(
             _MIXIN,
             "GenerationMixin._update_model_kwargs_for_generation",
-            ("self", "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
+            "self, outputs, model_kwargs, is_encoder_decoder, num_new_tokens",
         ),
         Symbol(_MIXIN, "GenerationMixin.prepare_inputs_for_generation"),
         Symbol(
             "transformers.loss.loss_utils",
             "ForCausalLMLoss",
-            ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels", "kwargs"),
+            "logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, kwargs",
         ),
         Symbol("transformers.modeling_utils", "PreTrainedModel.loss_function"),
     ),

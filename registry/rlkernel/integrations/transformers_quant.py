@@ -1,12 +1,12 @@
-"""transformers: models on quantised weights by `from_pretrained`, as a quantisation method of the name `rlkernel`.
+"""transformers: models on quantized weights by `from_pretrained`, as a quantization method of the name `rlkernel`.
 
     from rlkernel.integrations import transformers_quant
 
     AutoModelForCausalLM.from_pretrained(path, quantization_config=transformers_quant.config("int4_g128"))
 
-Weights are quantised one by one as they are read; `save_pretrained` writes what `rlkernel quant convert` writes, and
+Weights are quantized one by one as they are read; `save_pretrained` writes what `rlkernel quant convert` writes, and
 after `register()` that loads again, bit for bit. Linear layers become `rlkernel.nn.QuantLinear`; which ones is the
-policy of `rlkernel.nn`. transformers registers quantisers by name, so that nothing is replaced.
+policy of `rlkernel.nn`. transformers registers quantizers by name, so that nothing is replaced.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ HOST: Final = replace(
     name="transformers quantizer",
     does="from_pretrained on our formats, qmatmul under linear layers",
     symbols=(
-        Symbol(_AUTO, "register_quantizer", ("name",)),
-        Symbol(_AUTO, "register_quantization_config", ("method",)),
+        Symbol(_AUTO, "register_quantizer", "name"),
+        Symbol(_AUTO, "register_quantization_config", "method"),
         Symbol(_AUTO, "AUTO_QUANTIZER_MAPPING"),
-        Symbol(_BASE, "HfQuantizer.param_needs_quantization", ("self", "model", "param_name", "kwargs")),
-        Symbol(_BASE, "HfQuantizer.get_quantize_ops", ("self",)),
-        Symbol(_BASE, "HfQuantizer.get_state_dict_and_metadata", ("self", "model")),
-        Symbol(_BASE, "HfQuantizer._process_model_before_weight_loading", ("self", "model", "kwargs")),
-        Symbol(_BASE, "HfQuantizer._process_model_after_weight_loading", ("self", "model", "kwargs")),
+        Symbol(_BASE, "HfQuantizer.param_needs_quantization", "self, model, param_name, kwargs"),
+        Symbol(_BASE, "HfQuantizer.get_quantize_ops", "self"),
+        Symbol(_BASE, "HfQuantizer.get_state_dict_and_metadata", "self, model"),
+        Symbol(_BASE, "HfQuantizer._process_model_before_weight_loading", "self, model, kwargs"),
+        Symbol(_BASE, "HfQuantizer._process_model_after_weight_loading", "self, model, kwargs"),
         Symbol("transformers.core_model_loading", "ConversionOps"),
         Symbol("transformers.utils.quantization_config", "QuantizationConfigMixin"),
     ),

@@ -1,4 +1,4 @@
-"""The classes that transformers wants of a quantisation method: its configuration, and an `HfQuantizer`.
+"""The classes that transformers wants of a quantization method: its configuration, and an `HfQuantizer`.
 
 Derived from transformers' own when asked for, since this module may not import transformers when it is imported.
 """
@@ -28,7 +28,7 @@ def spec_of(format: str | Mapping[str, Any]) -> QuantSpec:  # noqa: A002  the fi
 
 
 def policy_of(config: Any) -> QuantPolicy:
-    """Which layers a configuration quantises, and how."""
+    """Which layers a configuration quantizes, and how."""
     from rlkernel.nn import QuantPolicy
 
     formats = {pattern: spec_of(said) for pattern, said in config.formats.items()}
@@ -36,7 +36,7 @@ def policy_of(config: Any) -> QuantPolicy:
 
 
 def layers_of(model: Any) -> dict[str, QuantLinear]:
-    """The quantised layers of a model."""
+    """The quantized layers of a model."""
     from rlkernel.nn import QuantLinear
 
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
@@ -44,7 +44,7 @@ def layers_of(model: Any) -> dict[str, QuantLinear]:
 
 @cache
 def classes() -> tuple[type, type]:
-    """The configuration and the quantiser, registered with transformers under `METHOD`."""
+    """The configuration and the quantizer, registered with transformers under `METHOD`."""
     auto = import_module("transformers.quantizers.auto")
     configuration, quantizer = _configuration(), _quantizer()
     auto.register_quantization_config(METHOD)(configuration)
@@ -116,7 +116,7 @@ def _quantizer() -> type:  # noqa: C901  the methods that transformers names, a 
     operation = _operation()
 
     class RLKernelQuantizer(parent):  # type: ignore[misc, valid-type]
-        """Linear layers on our formats: quantised while they are read, or read as they were saved."""
+        """Linear layers on our formats: quantized while they are read, or read as they were saved."""
 
         chosen: Mapping[str, QuantSpec]  # module -> format
 
@@ -150,7 +150,7 @@ def _quantizer() -> type:  # noqa: C901  the methods that transformers names, a 
 
         @property
         def is_trainable(self) -> bool:
-            return True  # what is dense, and LoRA: the product has gradients, quantised weights have none
+            return True  # what is dense, and LoRA: the product has gradients, quantized weights have none
 
         @property
         def is_qat_trainable(self) -> bool:
@@ -160,14 +160,14 @@ def _quantizer() -> type:  # noqa: C901  the methods that transformers names, a 
 
 
 def prepared(model: Any, policy: QuantPolicy, *, stored: bool) -> dict[str, QuantSpec]:
-    """Module -> format of what will be quantised; with `stored`, those modules wait for quantised weights."""
+    """Module -> format of what will be quantized; with `stored`, those modules wait for quantized weights."""
     from rlkernel.nn.model import selected
     from rlkernel.nn.stored import Stored
 
     tied = {key for pair in model.all_tied_weights_keys.items() for key in pair}
     found = {n: choice for n, choice in selected(model, policy).items() if f"{n}.weight" not in tied}
     if not found:
-        raise HostError(f"transformers: the configuration quantises no layer of {type(model).__name__}; change skip=")
+        raise HostError(f"transformers: the configuration quantizes no layer of {type(model).__name__}; change skip=")
     if stored:
         for name, (linear, spec) in found.items():
             model.set_submodule(name, Stored(linear, spec))
@@ -203,7 +203,7 @@ def canonical_state(model: Any) -> dict[str, Tensor]:
 
 
 def dense(model: Any, dtype: Any) -> Any:
-    """The model with linear layers on dequantised weights."""
+    """The model with linear layers on dequantized weights."""
     import torch
 
     for name, layer in layers_of(model).items():

@@ -19,12 +19,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from rlkernel.integrations.host import Active, Host, Symbol, replaced
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.policy_loss import LossResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+HEAD: Final = Symbol("trl.trainer.utils", "_ChunkedLogProbFunction")
+
+HOST: Final = Host(
+    name="trl",
+    distribution="trl",
+    versions=">=1.16.0,<1.17",
+    tested="1.16.0",
+    does="linear_logprob under GRPO, RLOO, DPO, KTO and SFT; advantage and policy_loss in grpo_trainer()",
+    symbols=(
+        HEAD,
+        Symbol(
+            "trl.trainer.utils",
+            "_ChunkedLogProbFunction.forward",
+            "ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, "
+            "outputs",
+        ),
+        Symbol("trl.trainer.utils", "add_fused_lm_head", "model, temperature, cast_lm_head_to_fp32, outputs"),
+    ),
+)
 ROWS: Final = 4096  # tokens of a tile, as in TRL
 _METRICS: Final = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -143,6 +163,24 @@ class LinearHead:
         self.calls["linear_policy_loss"] += 1
         logprob, entropy = wanted.result.logprob, wanted.result.entropy
         return None if logprob is None else logprob.view(-1), None if entropy is None else entropy.view(-1), *[None] * 3
+
+
+@contextmanager
+def enabled(*, force: bool = False) -> Iterator[Active]:
+    """TRL's trainers score tokens by `rlkernel.linear_logprob` inside the block; which kernel that is, policy says.
+
+    Args:
+        force: take a version of TRL outside the window, too, if its symbols are what they were.
+
+    Raises:
+        HostError: TRL is absent, of a version that this was not made for, or has changed.
+    """
+
+    def make(_: Any, calls: Counter[str]) -> Any:
+        return LinearHead(calls)
+
+    with replaced(HOST, HEAD, make, force=force) as entry:
+        yield entry
 
 
 def _is_top1(

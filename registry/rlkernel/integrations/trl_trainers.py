@@ -8,12 +8,13 @@ Legend: B sequences of this rank · T completion length.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel import record
-from rlkernel.integrations import trl
-from rlkernel.integrations.trl_head import Wanted
+from rlkernel.integrations.host import Symbol
+from rlkernel.integrations.trl_head import HEAD, HOST, Wanted, enabled
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.advantage_presets import advantage_preset
 from rlkernel_core.spec.policy_presets import policy_loss_preset
@@ -46,6 +47,24 @@ IMAGES: Final = (  # what a vision model's forward takes beside tokens, by the n
     "token_type_ids",
     "mm_token_type_ids",
     "image_position_ids",
+)
+# What grpo_trainer overrides and calls beside.
+GRPO: Final = replace(
+    HOST,
+    symbols=(
+        *HOST.symbols,
+        Symbol("trl.trainer.utils", "_use_triton", "device"),
+        *(
+            Symbol("trl.trainer.grpo_trainer", f"GRPOTrainer.{name}", f"self, {takes}")
+            for name, takes in {
+                "_compute_loss": "model, inputs",
+                "_generate_and_score_completions": "inputs",
+                "_calculate_rewards": "inputs, prompts, completions, completion_ids_list",
+                "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, "
+                f"compute_entropy, compute_aux_loss, {', '.join(IMAGES)}",
+            }.items()
+        ),
+    ),
 )
 ADVANTAGES: Final = {"group": "grpo", "batch": "grpo_batch", "none": "dr_grpo"}  # by scale_rewards
 
@@ -132,8 +151,8 @@ def loss(trainer: Any, model: Any, inputs: dict[str, Any], *, fused: bool) -> Te
     old, adv = inputs.get("old_per_token_logps"), inputs["advantages"]
     reference = inputs["ref_per_token_logps"] if trainer.beta else None
     if fused and torch.is_grad_enabled():
-        head = trl.HEAD.find()
-        packed = import_module(trl.HEAD.module)._use_triton(mask.device)
+        head = HEAD.find()
+        packed = import_module(HEAD.module)._use_triton(mask.device)
         per_token = {"old_logprob": old, "advantages": adv, "ref_logprob": reference}
         with head.fusing(wanted := Wanted(counted, mask, per_token, known, packed)):
             logprob, entropy = _scored(trainer, model, inputs)
@@ -207,11 +226,11 @@ def grpo(base: Any, *, fused: bool, force: bool) -> Any:
             loss_arguments(self)
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            with trl.enabled(force=force) as self.rlkernel:
+            with enabled(force=force) as self.rlkernel:
                 return super().train(*args, **kwargs)
 
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            with trl.enabled(force=force) as self.rlkernel:
+            with enabled(force=force) as self.rlkernel:
                 return super().evaluate(*args, **kwargs)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +264,7 @@ def callback(*, force: bool) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 theirs
             self.close()  # a training that failed before
-            self.stack.enter_context(trl.enabled(force=force))
+            self.stack.enter_context(enabled(force=force))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 theirs
             self.close()

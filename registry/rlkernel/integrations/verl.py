@@ -26,15 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CORE: Final = "verl.trainer.ppo.core_algos"
-_LOSS: Final = (
-    "old_log_prob",
-    "log_prob",
-    "advantages",
-    "response_mask",
-    "loss_agg_mode",
-    "config",
-    "rollout_is_weights",
-)
+_LOSS: Final = "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights"
 
 HOST: Final = Host(
     name="verl",
@@ -43,13 +35,13 @@ HOST: Final = Host(
     tested="0.9.1",
     does="advantage and policy_loss in its registries as rlkernel_*; linear_logprob as its fused kernel",
     symbols=(
-        Symbol(CORE, "register_policy_loss", ("name",)),
-        Symbol(CORE, "register_adv_est", ("name_or_enum",)),
+        Symbol(CORE, "register_policy_loss", "name"),
+        Symbol(CORE, "register_adv_est", "name_or_enum"),
         Symbol(CORE, "compute_policy_loss_vanilla", _LOSS),
         Symbol(
             CORE,
             "compute_grpo_outcome_advantage",
-            ("token_level_rewards", "response_mask", "index", "epsilon", "norm_adv_by_std_in_grpo", "config"),
+            "token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config",
         ),
     ),
 )
@@ -135,7 +127,7 @@ def loss(
     if name == "gpg":
         return result.loss * times, {}
     numbers = [said.approx_kl_k1, said.clip_low + said.clip_high, said.clip_dual]
-    kl, clipped, dual = torch.stack([x.float() for x in numbers]).tolist()  # one synchronisation
+    kl, clipped, dual = torch.stack([x.float() for x in numbers]).tolist()  # one synchronization
     metrics = {"actor/ppo_kl": kl}
     if name not in NOT_WEIGHTED:  # geo_mean: verl counts clipped tokens by sign, whether they are held or not
         metrics |= {"actor/pg_clipfrac": clipped, "actor/pg_clipfrac_lower": dual}

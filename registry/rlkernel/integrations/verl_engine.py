@@ -32,7 +32,7 @@ HOST: Final = replace(
         Symbol(
             KERNEL.module,
             "LinearCrossEntropy.forward",
-            ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
+            "ctx, hidden, weight, labels, temperature, reduction, dist_process_group",
         ),
     ),
 )

@@ -28,19 +28,8 @@ if TYPE_CHECKING:
 DRAW: Final = Symbol(
     "vllm.v1.worker.gpu.sample.sampler",
     "gumbel_sample",
-    (
-        "logits",
-        "expanded_idx_mapping",
-        "temperature",
-        "seed",
-        "pos",
-        "apply_temperature",
-        "is_drafting",
-        "logits_cache",
-        "logits_cache_col",
-        "use_fp64",
-        "logits_cache_source",
-    ),
+    "logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, "
+    "logits_cache, logits_cache_col, use_fp64, logits_cache_source",
 )
 HOST: Final = Host(
     name="vllm",

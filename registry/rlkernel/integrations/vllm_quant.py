@@ -1,7 +1,7 @@
-"""vLLM: models on our packed weights, as a quantisation method of the name `rlkernel`, by its general plugins.
+"""vLLM: models on our packed weights, as a quantization method of the name `rlkernel`, by its general plugins.
 
-    vllm serve quantised                                   # a folder of save_pretrained or of rlkernel quant convert
-    vllm serve Qwen/Qwen2.5-0.5B --quantization rlkernel   # dense weights, quantised while they are read
+    vllm serve quantized                                   # a folder of save_pretrained or of rlkernel quant convert
+    vllm serve Qwen/Qwen2.5-0.5B --quantization rlkernel   # dense weights, quantized while they are read
 
 vLLM imports `plugin` by its entry-point group `vllm.general_plugins`, which adds a name to its table of methods and
 replaces nothing. Its linear layers keep what a rank has of their weights in `rlkernel.nn.sharded`, and their product is
@@ -36,41 +36,33 @@ _QUANT: Final = "vllm.model_executor.layers.quantization"
 _BASE: Final = f"{_QUANT}.base_config"
 _LINEAR: Final = "vllm.model_executor.layers.linear"
 _HEAD: Final = "vllm.model_executor.layers.vocab_parallel_embedding"
-_LOADER: Final = ("self", "param", "loaded_weight", "loaded_shard_id")
+_LOADER: Final = "self, param, loaded_weight, loaded_shard_id"
 HOST: Final = replace(
     vllm.HOST,
     name="vllm quantization",
     does="models on our formats, qmatmul under linear layers",
     symbols=(
-        Symbol(_QUANT, "register_quantization_config", ("quantization",)),
-        Symbol(_BASE, "QuantizationConfig.get_quant_method", ("self", "layer", "prefix")),
+        Symbol(_QUANT, "register_quantization_config", "quantization"),
+        Symbol(_BASE, "QuantizationConfig.get_quant_method", "self, layer, prefix"),
         Symbol(_BASE, "QuantizationConfig.from_config"),
-        Symbol(_BASE, "QuantizationConfig.get_checkpoint_weight_mapper", ()),
-        Symbol(_BASE, "QuantizeMethodBase.process_weights_after_loading", ("self", "layer")),
-        Symbol(_BASE, "QuantizeMethodBase.dequantize_weight", ("self", "layer")),
+        Symbol(_BASE, "QuantizationConfig.get_checkpoint_weight_mapper", ""),
+        Symbol(_BASE, "QuantizeMethodBase.process_weights_after_loading", "self, layer"),
+        Symbol(_BASE, "QuantizeMethodBase.dequantize_weight", "self, layer"),
         Symbol(
             _LINEAR,
             "LinearMethodBase.create_weights",
-            (
-                "self",
-                "layer",
-                "input_size_per_partition",
-                "output_partition_sizes",
-                "input_size",
-                "output_size",
-                "params_dtype",
-                "extra_weight_attrs",
-            ),
+            "self, layer, input_size_per_partition, output_partition_sizes, input_size, output_size, "
+            "params_dtype, extra_weight_attrs",
         ),
-        Symbol(_LINEAR, "LinearMethodBase.apply", ("self", "layer", "x", "bias")),
+        Symbol(_LINEAR, "LinearMethodBase.apply", "self, layer, x, bias"),
         Symbol(_LINEAR, "LinearBase"),
         Symbol(_LINEAR, "UnquantizedLinearMethod"),
         Symbol(_LINEAR, "QKVParallelLinear.weight_loader", _LOADER),
-        Symbol(_LINEAR, "QKVParallelLinear.load_weights", ("self", "weights")),
+        Symbol(_LINEAR, "QKVParallelLinear.load_weights", "self, weights"),
         Symbol(_LINEAR, "MergedColumnParallelLinear.weight_loader", _LOADER),
-        Symbol(_LINEAR, "MergedColumnParallelLinear.load_weights", ("self", "weights")),
+        Symbol(_LINEAR, "MergedColumnParallelLinear.load_weights", "self, weights"),
         Symbol(_HEAD, "ParallelLMHead"),
-        Symbol("vllm.model_executor.models.utils", "AutoWeightsLoader.load_weights", ("self", "weights", "mapper")),
+        Symbol("vllm.model_executor.models.utils", "AutoWeightsLoader.load_weights", "self, weights, mapper"),
         Symbol("vllm.model_executor.models.utils", "WeightsMapper"),
     ),
 )
@@ -128,7 +120,7 @@ def _method() -> type:
     parent = import_module(_LINEAR).LinearMethodBase
 
     class RLKernelLinearMethod(parent):  # type: ignore[misc, valid-type]
-        """A linear layer of vLLM on a quantised weight."""
+        """A linear layer of vLLM on a quantized weight."""
 
         def __init__(self, spec: QuantSpec, *, prepack: bool) -> None:
             super().__init__()
@@ -223,7 +215,7 @@ def _configuration(method: type) -> type:  # noqa: C901  the methods that vLLM n
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             linear = import_module(_LINEAR)
             if isinstance(layer, import_module(_HEAD).ParallelLMHead) and self.policy.format_of(prefix) is not None:
-                raise HostError(f"vllm: {prefix} is a head, which is not read quantised; add it to skip=")
+                raise HostError(f"vllm: {prefix} is a head, which is not read quantized; add it to skip=")
             if not isinstance(layer, linear.LinearBase):
                 return None
             spec = format_of(self.policy, prefix, self.packed_modules_mapping)

@@ -1,4 +1,4 @@
-"""Modules: a linear layer on a quantised weight, a model made of them, and its weights renewed in place.
+"""Modules: a linear layer on a quantized weight, a model made of them, and its weights renewed in place.
 
     from rlkernel import nn
 

@@ -33,7 +33,7 @@ class QuantLinear(torch.nn.Module):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, format: str | QuantSpec) -> QuantLinear:  # noqa: A002  as quantize
-        """The layer with its weight quantised; prepack it by `layer.weight = rlkernel.prepack(layer.weight)`."""
+        """The layer with its weight quantized; prepack it by `layer.weight = rlkernel.prepack(layer.weight)`."""
         with torch.no_grad():
             return cls(rlk.quantize(linear.weight, format), linear.bias)
 
@@ -61,7 +61,7 @@ class QuantLinear(torch.nn.Module):
         return result
 
     def update_(self, weight: Tensor) -> None:  # [Nout, K]
-        """Quantise a new weight into the storage of the old one: recorded graphs see it, no address changes."""
+        """Quantize a new weight into the storage of the old one: recorded graphs see it, no address changes."""
         with torch.no_grad():
             rlk.quantize(weight, self.weight.spec, out=self.weight)
 

@@ -1,4 +1,4 @@
-"""A model filled from files, quantised on the way: the peak is what stays and one layer."""
+"""A model filled from files, quantized on the way: the peak is what stays and one layer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LoadReport:
     """What a model was filled with."""
 
     formats: dict[str, str]  # name of a layer -> its format
-    dense: int  # tensors that are not quantised
+    dense: int  # tensors that are not quantized
     bytes: int  # of all that was placed
 
 
@@ -42,10 +42,10 @@ def load_quantized(
     place: Place | torch.device | str = "cpu",
     within: Memory | None = None,
 ) -> LoadReport:
-    """Fill a model from a checkpoint, one weight at a time; a dense weight goes when its quantised form is made.
+    """Fill a model from a checkpoint, one weight at a time; a dense weight goes when its quantized form is made.
 
     Build the model on the meta device (`with torch.device("meta"):`), where its weights take nothing. Linear layers
-    that the policy takes become QuantLinear; weights that the file has quantised already stay in their format, bit for
+    that the policy takes become QuantLinear; weights that the file has quantized already stay in their format, bit for
     bit. On the CPU, dense tensors of a safetensors file stay mapped: the kernel reads pages when they are used, and
     takes them back when it is short.
 
@@ -60,7 +60,7 @@ def load_quantized(
 
     Raises:
         MemoryBudgetError: the peak is more than the budget of `within`. Nothing was loaded.
-        ArgumentError: a tensor of the model is not in the files, or has another shape; a weight that is quantised in
+        ArgumentError: a tensor of the model is not in the files, or has another shape; a weight that is quantized in
             the file belongs to no Linear. All of it is checked before anything is loaded.
         UnknownNameError: the files have a tensor that the model has not, or there is no such format.
     """
@@ -91,9 +91,9 @@ def load_quantized(
             spec = chosen.get(item.name)
             if not isinstance(weights, Tensor):
                 parts, meta = weights[0].flatten()
-                quantised = QuantTensor.unflatten([put(part) for part in parts], meta)
+                quantized = QuantTensor.unflatten([put(part) for part in parts], meta)
             elif spec is not None:
-                quantised = rlk.quantize(put(weights), spec)
+                quantized = rlk.quantize(put(weights), spec)
             else:
                 placed = put(weights)
                 for slot in slots[item.name]:
@@ -101,9 +101,9 @@ def load_quantized(
                 dense, nbytes = dense + 1, nbytes + placed.nbytes
                 continue
             del weights  # before the next layer is read
-            layer = _layer(quantised, layers[name], policy)
+            layer = _layer(quantized, layers[name], policy)
             model.set_submodule(name, layer)
-            formats[name] = quantised.spec.kind
+            formats[name] = quantized.spec.kind
             nbytes += layer.weight.nbytes
     return LoadReport(formats, dense, nbytes)
 
@@ -118,7 +118,7 @@ def _footprint(found: list[Item], chosen: Mapping[str, QuantSpec | None], policy
             rows, columns = next(iter(item.entries.values())).shape
             packed = packed_bytes(spec, (rows, columns))
             told.add("LoRA", policy.lora_rank * (rows + columns) * policy.lora_dtype.itemsize)
-        told.add("quantised weights" if spec is not None or item.scheme != "dense" else "dense weights", packed)
+        told.add("quantized weights" if spec is not None or item.scheme != "dense" else "dense weights", packed)
         largest = max(largest, held + packed)
     told.passing = largest + WORKSPACE
     return told
@@ -168,7 +168,7 @@ def _check(
             name = item.name.removesuffix(_WEIGHT)
             if name not in layers:
                 remedy = "Convert it: rlkernel quant convert FILE TARGET --scheme dense."
-                raise ArgumentError(item.name, item.scheme, "is quantised, and no Linear of the model", remedy)
+                raise ArgumentError(item.name, item.scheme, "is quantized, and no Linear of the model", remedy)
             given.add(name + _WEIGHT)
             continue
         if item.name not in slots:

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised, and to what: a policy, and the model changed by it."""
+"""Which layers of a model are quantized, and to what: a policy, and the model changed by it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec
     """Replace linear layers by QuantLinear, in place and one at a time; name -> format of what was replaced.
 
     With `lora_rank` every replaced layer gets a LoRA, and all other parameters stop requiring gradients: QLoRA.
-    A weight that two modules share is quantised where its owner is no Linear of its own: tied heads stay dense.
+    A weight that two modules share is quantized where its owner is no Linear of its own: tied heads stay dense.
 
     Raises:
         ArgumentError: nothing matches, or a layer is a Linear of another kind; the model is as it was.

@@ -39,7 +39,7 @@ class Share:
     def of(self, shape: tuple[int, int], pieces: Sequence[int]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
         """Columns, and rows of each piece, that the rank takes of a weight of this shape in the checkpoint.
 
-        Pieces that have fewer parts than there are ranks (the heads of k and v) go to neighbouring ranks.
+        Pieces that have fewer parts than there are ranks (the heads of k and v) go to neighboring ranks.
 
         Raises:
             ArgumentError: the shape is none that these ranks can share.
@@ -66,7 +66,7 @@ class ShardedWeight(torch.nn.Module):
     """A weight [sum of rows, columns] of a rank. Its tensors are parameters, empty until they are read.
 
     Args:
-        spec: the format. A checkpoint of another one is refused; dense tensors are quantised to it.
+        spec: the format. A checkpoint of another one is refused; dense tensors are quantized to it.
         share: what the rank takes.
         dtype: of the products; a packed checkpoint brings its own.
         device: where it will be.

@@ -1,4 +1,4 @@
-"""A layer whose quantised weight lies in a file that somebody else reads, tensor by tensor, into a module's buffers."""
+"""A layer whose quantized weight lies in a file that somebody else reads, tensor by tensor, into a module's buffers."""
 
 from __future__ import annotations
 

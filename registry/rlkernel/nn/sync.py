@@ -1,4 +1,4 @@
-"""After an update of the policy: every weight of a quantised model renewed on its device, in place, and how fast."""
+"""After an update of the policy: every weight of a quantized model renewed on its device, in place, and how fast."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlkernel_core.errors import ArgumentError, UnknownNameError
 class SyncReport:
     """What a renewal moved."""
 
-    quantised: int  # weights
-    copied: int  # tensors that are not quantised
+    quantized: int  # weights
+    copied: int  # tensors that are not quantized
     bytes_read: int
     bytes_written: int
     seconds: float  # the device's, waited for at both ends
@@ -32,13 +32,13 @@ class SyncReport:
 def requantize_(model: torch.nn.Module, weights: Mapping[str, Tensor], *, partial: bool = False) -> SyncReport:
     """Renew a model of QuantLinear layers from full-precision weights by name, such as a trainer's state dict.
 
-    Weights of QuantLinear are quantised into the storage they have, whatever its layout; other parameters and buffers
+    Weights of QuantLinear are quantized into the storage they have, whatever its layout; other parameters and buffers
     are copied. No address changes: graphs that were recorded see the new policy. A tensor on another device is copied
     over first, one at a time. LoRA's A and B are copied where `weights` has them and stay where it has not.
 
     Args:
         model: what `quantize_model` returned.
-        weights: name -> tensor; a quantised layer's name ends in `.weight`, as it did before it was quantised.
+        weights: name -> tensor; a quantized layer's name ends in `.weight`, as it did before it was quantized.
         partial: weights that are missing stay; otherwise they are an error.
 
     Raises:
@@ -62,8 +62,8 @@ def requantize_(model: torch.nn.Module, weights: Mapping[str, Tensor], *, partia
                 others[name].copy_(weight)
                 written += others[name].numel() * others[name].element_size()
     _wait(devices)
-    quantised = len(layers.keys() & weights.keys())
-    return SyncReport(quantised, len(weights) - quantised, read, written, time.perf_counter() - start)
+    quantized = len(layers.keys() & weights.keys())
+    return SyncReport(quantized, len(weights) - quantized, read, written, time.perf_counter() - start)
 
 
 def _check(

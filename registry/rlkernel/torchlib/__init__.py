@@ -1,4 +1,4 @@
-"""The compiled lane: every operator as one opaque node of a graph, with the chosen implementation in its arguments.
+"""The compiled path: every operator as one opaque node of a graph, with the chosen implementation in its arguments.
 
     torch.ops.rlkernel.logprob([logits, ids], [0], [0.7], 'reference rlkernel_torch.logprob:logprob [...] ...',
                                '{"logits": {"g": 0}, "ids": {"t": 1}, "temperature": {"f": 0}, ...}')

@@ -7,6 +7,7 @@ Each function stands for its operator while torch traces: the sizes may be symbo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, Po
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
 from rlkernel_core.spec.sample import SampleCall
-from rlkernel_core.spec.sampling import RequestFields, SampleResult
+from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
@@ -81,31 +82,19 @@ def _stats(call: LossFields, of: Tensor, state: torch.dtype, *, entropy: bool) -
     def number(dtype: torch.dtype = state) -> Tensor:
         return of.new_empty((), dtype=dtype)
 
-    def where(condition: object) -> Tensor | None:
-        return number() if condition else None
-
     rollout, correction = call.rollout_logprob is not None, call.correction is not None
-    return LossStats(
-        tokens=number(torch.int64),
-        sequences=None if of.dim() == 1 and call.cu_seqlens is None else number(torch.int64),
-        policy_loss=number(),
-        ratio_mean=number(),
-        ratio_min=number(),
-        ratio_max=number(),
-        clip_low=number(),
-        clip_high=number(),
-        clip_dual=number(),
-        approx_kl_k1=number(),
-        approx_kl_k3=number(),
-        effective_sample_size=number(),
-        entropy=where(entropy),
-        kl_ref=where(call.ref_logprob is not None),
-        rollout_kl=where(rollout),
-        rollout_missing=where(rollout),
-        correction_mean=where(correction),
-        correction_clipped=where(correction),
-        rejected=where(call.rejection is not None),
-    )
+    optional = {
+        "entropy": entropy,
+        "kl_ref": call.ref_logprob is not None,
+        "rollout_kl": rollout,
+        "rollout_missing": rollout,
+        "correction_mean": correction,
+        "correction_clipped": correction,
+        "rejected": call.rejection is not None,
+    }
+    found: dict[str, Any] = {f.name: number() for f in fields(LossStats) if optional.get(f.name, True)}
+    sequences = None if of.dim() == 1 and call.cu_seqlens is None else number(torch.int64)
+    return LossStats(**found | {"tokens": number(torch.int64), "sequences": sequences})
 
 
 def _sample(call: SampleCall) -> SampleResult:
@@ -116,7 +105,7 @@ def _lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     return _drawn(call, call.hidden, _state(call.hidden, call.weight, call.bias))
 
 
-def _drawn(call: RequestFields, of: Tensor, state: torch.dtype) -> SampleResult:
+def _drawn(call: RequestParams, of: Tensor, state: torch.dtype) -> SampleResult:
     def row(*more: int, dtype: torch.dtype = state) -> Tensor:
         return of.new_empty((of.shape[0], *more), dtype=dtype)
 
@@ -235,7 +224,7 @@ def _shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
 
     by_token = tokens is not None and tuple(x.shape) == tokens and tuple(x.shape) != (B,)
     whole = tokens is not None and (by_token or call.kl != "none" or call.output == "token")
-    running = not by_token and call.normalise == "running"
+    running = not by_token and call.normalize == "running"
     return ShapedRewards(
         rewards=new(tokens if whole and tokens is not None else (B,)),
         kl=new((B,)) if call.kl != "none" else None,

@@ -89,7 +89,7 @@ def _define(op: str) -> None:
 def _choose(
     op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], grad: bool, rules: str
 ) -> str:
-    """Decide as the eager lane does and name the outcome; a refusal is named too, and raised when the graph runs."""
+    """Decide as the eager path does and name the outcome; a refusal is named too, and raised when the graph runs."""
     with _disable_current_modes(), torch.set_grad_enabled(grad):
         try:
             name, run, pair = _chosen(op, call, facts, integers, floats, rules)

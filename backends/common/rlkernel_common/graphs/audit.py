@@ -1,4 +1,4 @@
-"""Refuses, without a GPU, what a graph cannot record: host synchronisation, value-dependent shapes, foreign generators.
+"""Refuses, without a GPU, what a graph cannot record: host synchronization, value-dependent shapes, foreign generators.
 
 Two modes watch one run: one sees operators below autograd, the other sees Python calls: the tensor methods that read
 memory without an operator (`tolist`, `numpy`), and generators, which lose their identity below.
@@ -20,7 +20,7 @@ from rlkernel_core.errors import CaptureError
 
 _SYNC: Final = "reads a value to the host, which a graph cannot"
 _SHAPE: Final = "has a result whose shape depends on values, which a graph cannot"
-# aten operator -> why it cannot be recorded. Each of these synchronises the stream on CUDA and HIP.
+# aten operator -> why it cannot be recorded. Each of these synchronizes the stream on CUDA and HIP.
 FORBIDDEN: Final[Mapping[str, str]] = {
     "_local_scalar_dense": _SYNC,
     "equal": _SYNC,
@@ -74,7 +74,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "repeat_interleave" and "output_size" not in kwargs and len(args) < 4:
             return f"without output_size {_SHAPE}"
         if name == "_to_copy" and torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type:
-            return "copies between devices, which synchronises"
+            return "copies between devices, which synchronizes"
         return FORBIDDEN.get(name)
 
 

@@ -61,7 +61,7 @@ class StaticSet:
         return tuple(sorted(n for n in now.keys() | self._prints.keys() if now.get(n) != self._prints.get(n)))
 
     def training(self) -> tuple[bool, ...]:
-        """Training flags of the modules: dropout and normalisation read them."""
+        """Training flags of the modules: dropout and normalization read them."""
         return tuple([m.training for m in self.modules])
 
 
@@ -81,7 +81,7 @@ def _walk(name: str, source: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(source, dict):
         for key, item in source.items():
             yield from _walk(f"{name}.{key}", item)
-    elif dataclasses.is_dataclass(source):  # a quantised weight: tensors among other things
+    elif dataclasses.is_dataclass(source):  # a quantized weight: tensors among other things
         leaves, structure = flatten(source)
         yield from ((n, x) for n, x in zip(structure.names(name), leaves, strict=True) if checks.is_tensor(x))
     elif callable(source):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
@@ -28,7 +29,7 @@ class Prepared:
         """The arguments of a call, prepared."""
         args, extent = call.as_dict(), extent_of(call)
         tensors = [x for x in args.values() if isinstance(x, Tensor)]
-        state = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+        state = accumulator(*tensors)
         kind = KINDS[args["kind"]]
         auto = {n: getattr(kind, n) for n in ("scale", "whiten") if args[n] == "auto"}
         ready = {n: _ready(n, x, state) for n, x in args.items()} | auto

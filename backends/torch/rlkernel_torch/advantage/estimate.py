@@ -60,7 +60,7 @@ def _finished(call: Prepared, estimate: Estimate) -> AdvantageResult:
         rstd = whole.rstd(call["whiten_ddof"], call["whiten_eps"], call["whiten_eps_mode"])
         stats = {"count": whole.n, "mean": whole.mean, "var": var, "rstd": rstd}
         if call["whiten"] == "global":
-            a = whole.centred(a) * rstd
+            a = whole.centered(a) * rstd
     if by_token and layout is not None:
         keep = layout.spread(in_loss & ~invalid)
         a = torch.where(keep if call["masked_out"] == "carry" else keep & layout.valid, a, 0.0)

@@ -78,7 +78,7 @@ class _Adjacent(Groups):
         self._shape = (sequences // size, size)
 
     def total(self, x: Tensor) -> Tensor:  # [..., B] -> [..., B]
-        """Sum over the group, neighbours first, as a suffix scan adds them up."""
+        """Sum over the group, neighbors first, as a suffix scan adds them up."""
         y = x.reshape(*x.shape[:-1], *self._shape)
         while y.shape[-1] > 1:
             if y.shape[-1] % 2:

@@ -118,8 +118,8 @@ def inclusive(layout: Layout, a: Tensor, b: Tensor, end: Tensor | None = None, *
     if end is None:
         return suffix_scan(a, b, layout.segment)
     beyond = layout.spread(end)
-    folded = torch.where(last, b + torch.where(last, a, 0.0) * beyond, b)
-    y = suffix_scan(torch.where(last, 0.0, a), folded, layout.segment)
+    shifted = torch.where(last, b + torch.where(last, a, 0.0) * beyond, b)
+    y = suffix_scan(torch.where(last, 0.0, a), shifted, layout.segment)
     return torch.where(behind, beyond, y)
 
 

@@ -77,7 +77,7 @@ def _stats(call: Prepared, d: Deviations) -> dict[str, Tensor]:
 
 
 def _per_reward(call: Prepared) -> Estimate:
-    """GDPO: every reward normalised on its own, then summed; a reward that is not finite counts for nothing."""
+    """GDPO: every reward normalized on its own, then summed; a reward that is not finite counts for nothing."""
     rewards = call.rewards
     weights = rewards.new_ones(rewards.shape[1]) if call["reward_weights"] is None else call["reward_weights"]
     a = raw = rewards.new_zeros(rewards.shape[0])

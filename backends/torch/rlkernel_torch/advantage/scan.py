@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, carried, gradient_wanted, recording_gradients
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
@@ -72,7 +73,7 @@ def _forward(call: AffineSuffixScanCall) -> ScanResult:
     b, a, init = call.b, call.a, call.init
     sequences = sequences_of(call)
     given = [x for x in (b, a, init) if isinstance(x, Tensor)]
-    state = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    state = accumulator(*given)
     layout = Layout.of(
         tuple(b.shape), sequences, b.device, mask=call.mask, lengths=call.lengths, cu_seqlens=call.cu_seqlens
     )

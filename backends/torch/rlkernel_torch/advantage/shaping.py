@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.moments import Moments, across_ranks, merged, moments, reciprocal
+from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
 from rlkernel_torch.advantage.layout import Layout
 
@@ -16,7 +17,7 @@ def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     rewards, logprob, ref_logprob = call.rewards, call.logprob, call.ref_logprob
     sequences, tokens = sizes(call)
     given = [x for x in (rewards, logprob, ref_logprob) if x is not None]
-    state = torch.float64 if any(x.dtype == torch.float64 for x in given) else torch.float32
+    state = accumulator(*given)
     x = rewards.detach().to(state, copy=True)  # the result is the caller's own
     layout = None
     if tokens is not None:
@@ -28,13 +29,13 @@ def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     penalty = None
     if not by_token:
         x = x if call.clip is None else x.clamp(*call.clip)
-        if call.normalise != "none":
+        if call.normalize != "none":
             whole = across_ranks(moments(x, x.isfinite()), call.process_group)
-            if call.normalise == "running":
+            if call.normalize == "running":
                 if call.running is not None:
                     whole = merged(_moments(call.running, state), whole)
                 kept = RunningMoments(whole.n, whole.mean, whole.m2)
-            x = (whole.centred(x) if call.center else x) * reciprocal(whole.variance(call.ddof), call.eps, "std_add")
+            x = (whole.centered(x) if call.center else x) * reciprocal(whole.variance(call.ddof), call.eps, "std_add")
         if call.max_length is not None and call.overlong_buffer is not None:
             length = _lengths(layout, call.lengths, call.cu_seqlens, call.mask)
             penalty = _overlong(length.to(state), call.max_length, call.overlong_buffer, call.overlong_factor)

@@ -4,7 +4,7 @@
     b_t = sum_j G_j,t W_j,t / (sum_j W_j,t + eps) over the members j that have a valid token at t
     A_t = G_t - b_t;  b = 0 for a group of one
 
-W estimates the squared norm of the score, so b minimises the variance of the gradient at time t.
+W estimates the squared norm of the score, so b minimizes the variance of the gradient at time t.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def whiten(call: WhitenCall) -> WhitenResult:
     rstd = whole.rstd(call.ddof, call.eps, call.eps_mode)
     y = x
     if call.apply:
-        y = whole.centred(x) * rstd
+        y = whole.centered(x) * rstd
         y = y if call.shift_mean else y + whole.mean
     carried = member if call.masked_out == "zero" else member | ~valid
     return WhitenResult(torch.where(carried, y, 0.0), whole.n, whole.mean, var, rstd)

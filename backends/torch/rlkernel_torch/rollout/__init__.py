@@ -1,1 +1,1 @@
-"""Parts of the rollout buffer: the ledger on the host, the pages on the device, the batch handed out."""
+"""Parts of the rollout buffer: allocation on the host, pages on the device, the batch handed out."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.rollouts import STATUS, GroupState
 from rlkernel_torch.rollout.batch import Row
-from rlkernel_torch.rollout.ledger import Rollout
+from rlkernel_torch.rollout.slot_allocator import Rollout
 
 
 def choose(ready: Sequence[GroupState], groups: int | None, tokens: int | None, order: str) -> list[GroupState] | None:

@@ -1,4 +1,4 @@
-"""A rollout buffer on disk: the ledger, the cursors, and the pages in use."""
+"""A rollout buffer on disk: the allocator, the cursors, and the pages in use."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, Final
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_torch.rollout.ledger import Ledger
 from rlkernel_torch.rollout.pages import Pages
+from rlkernel_torch.rollout.slot_allocator import SlotAllocator
 
 SCHEMA: Final = 1  # of the file
 
 
-def write(path: str, shape: Mapping[str, Any], ledger: Ledger, pages: Pages) -> None:
+def write(path: str, shape: Mapping[str, Any], allocator: SlotAllocator, pages: Pages) -> None:
     """Save; only pages in use are written. An earlier file of this name stays until the new one is whole."""
-    used = sorted(p for r in ledger.sequences.values() for p in r.pages)
+    used = sorted(p for r in allocator.sequences.values() for p in r.pages)
     rows = _rows(used, pages)
     tensors = {name: x.index_select(0, rows) if name.startswith("field.") else x for name, x in pages.tensors().items()}
     content = {
         "schema": SCHEMA,
         "shape": _plain(shape),
-        "ledger": ledger.to_dict(),
+        "allocator": allocator.to_dict(),
         "pages": used,
         "tensors": {name: x.cpu() for name, x in tensors.items()},
     }
@@ -45,7 +45,7 @@ def write(path: str, shape: Mapping[str, Any], ledger: Ledger, pages: Pages) -> 
         raise ArgumentError("path", path, problem, "Name a file in a folder that exists and has room.") from error
 
 
-def read(path: str, shape: Mapping[str, Any], ledger: Ledger, pages: Pages) -> None:
+def read(path: str, shape: Mapping[str, Any], allocator: SlotAllocator, pages: Pages) -> None:
     """Load in place. Nothing changes if the file is damaged, or of another schema or shape."""
     saved = _loaded(path)
     if saved.get("schema") != SCHEMA:
@@ -57,7 +57,7 @@ def read(path: str, shape: Mapping[str, Any], ledger: Ledger, pages: Pages) -> N
             raise ArgumentError("path", path, f"was saved with another {', '.join(other)}", "Build the buffer alike.")
         rows = _rows(saved["pages"], pages)
         values = {n: _value(n, saved["tensors"][n], x, rows) for n, x in pages.tensors().items()}
-        state = ledger.state_of(saved["ledger"])
+        state = allocator.state_of(saved["allocator"])
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         if isinstance(error, ArgumentError):
             raise
@@ -67,7 +67,7 @@ def read(path: str, shape: Mapping[str, Any], ledger: Ledger, pages: Pages) -> N
             x.index_copy_(0, rows, values[name])
         else:
             x.copy_(values[name])
-    ledger.take(state)
+    allocator.take(state)
 
 
 def _loaded(path: str) -> dict[str, Any]:

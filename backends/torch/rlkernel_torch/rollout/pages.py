@@ -68,7 +68,7 @@ class Pages:
         self.length[ids] = 0
 
     def lengths(self, slots: Sequence[int]) -> list[int]:
-        """Tokens that slots hold; synchronises."""
+        """Tokens that slots hold; synchronizes."""
         ids = torch.tensor(slots, dtype=torch.int64, device=self.length.device)
         found: list[int] = self.length[ids].tolist()
         return found

@@ -1,7 +1,7 @@
 """sample@1 of logits whose vocabulary is split over the ranks of a process group: the bits of the joined rows' draw.
 
 Each rank edits its own columns and sends, in one all-gather, its sums of each row and its best ids: with filters those
-of the largest logits, without a filter the two that its noise favours. Every rank joins that in rank order, so all get
+of the largest logits, without a filter the two that its noise favors. Every rank joins that in rank order, so all get
 the same bits.
 
 Sums that are joined may differ from the sums of a whole row in their last bits (of float64), and ids that were not sent
@@ -39,8 +39,8 @@ from rlkernel_torch.sharded.statistics import (
     gathered,
     inside,
     joined,
+    merged,
     statistics,
-    together,
 )
 from rlkernel_torch.truncation import descending
 
@@ -85,7 +85,7 @@ def sample_shard(
     edited = edit(given, at.first, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     mine = statistics(given, edited, at.first, requests, call.stream, candidates if filtered else 0)
     every = gathered(mine, group)
-    said = together(every, requests)
+    said = merged(every, requests)
     extras: dict[str, Any] = {
         "raw_logprob": call.raw_logprob,
         "entropy": call.entropy,
@@ -95,7 +95,7 @@ def sample_shard(
     if filtered:
         found = _filtered(said, requests, call.stream, extras, **how)
     else:
-        found = _race(said, requests, call.stream, extras)
+        found = _unfiltered(said, requests, call.stream, extras)
     sure = found.certain | found.draw.none | found.draw.padding
     # The same on every rank, whose joined statistics are the same bits.
     return (
@@ -110,7 +110,7 @@ def _may_look() -> bool:
     return not recording() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _race(said: Known, requests: Requests, stream: int, extras: dict[str, Any]) -> Outcome:
+def _unfiltered(said: Known, requests: Requests, stream: int, extras: dict[str, Any]) -> Outcome:
     """Without a filter: the best noised of the ids that won on their ranks."""
     keys = _scores(said, requests, stream)
     best = keys.amax(1, keepdim=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlkernel_common import vocab_parallel
 from rlkernel_common.philox import gumbel, range_words
 from rlkernel_common.requests import Edited, Requests
 from rlkernel_common.row_statistics import tree_sum
@@ -74,14 +75,8 @@ def joined(logits: Tensor, at: Columns) -> Tensor:
         return logits
     mine = logits.new_zeros(logits.shape[0], max(at.sizes))
     mine[:, : logits.shape[1]] = logits
-    every = _all_gather(mine.view(torch.uint8), at.group)  # bytes: every backend sends those
+    every = vocab_parallel.gathered(mine.view(torch.uint8), at.group)  # bytes: every backend sends those
     return torch.cat([x.view(logits.dtype)[:, :size] for x, size in zip(every, at.sizes, strict=True)], 1)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((group.size(), *x.shape))
-    dist.all_gather(list(out.unbind()), x.contiguous(), group=group)
-    return out
 
 
 def inside(logits: Tensor, at: Columns, vocab_size: int | None) -> Tensor:
@@ -146,7 +141,7 @@ def filled(x: Tensor, width: int, value: float) -> Tensor:
 def gathered(mine: Statistics, group: dist.ProcessGroup) -> Statistics:
     """What all ranks say, beside each other: one all-gather of [N, 8 + 3 C] numbers."""
     packed = torch.cat([x if x.dim() == 2 else x[:, None] for x in mine], 1)
-    every = _all_gather(packed, group).transpose(0, 1)  # [N, R, 8 + 3 C]
+    every = vocab_parallel.gathered(packed, group).transpose(0, 1)  # [N, R, 8 + 3 C]
     parts, first = [], 0
     for x in mine:
         width = x.shape[1] if x.dim() == 2 else 1
@@ -176,7 +171,7 @@ class Known(NamedTuple):
     ends: Tensor  # [N, M] bool: the last that a rank sent, which has more
 
 
-def together(every: Statistics, requests: Requests) -> Known:
+def merged(every: Statistics, requests: Requests) -> Known:
     """Join what all ranks said; finite logits no longer count where one of them saw +inf."""
     T = requests.temperature.double()
     top, posinf, scale, winner = _side_by_side(every.top, T)

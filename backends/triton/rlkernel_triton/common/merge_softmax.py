@@ -1,7 +1,7 @@
 """The kernel that joins the parts of a row and says what they mean: log-probability, lse, entropy, kept mass.
 
 Shared by logits, by hidden states and a head, and by the shards of a vocabulary: whoever swept the parts, they are
-joined here in their order, as rlkernel_common.row_statistics.law does it.
+joined here in their order, as rlkernel_common.row_statistics.softmax_stats does it.
 
 Legend: N rows · P parts of a row · W the next power of two.
 """

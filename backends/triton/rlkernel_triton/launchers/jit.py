@@ -3,7 +3,7 @@
 At every launch the JIT asks of every argument what may be assumed of it: 27 µs for 14 arguments on one H100 machine.
 A bound launch belongs to a plan, made for one shape: types, sizes, strides and alignments of tensors are the same at
 every run. So only numbers passed at run time are asked, and the compiled kernel's own launcher is called: 9 µs
-(benchmarks/results/h100/launchers.json).
+(benchmarks/notes/host.md).
 
 As through the JIT: the current stream of the tensors' device, whichever device is current; graph capture; launch hooks
 (profilers such as proton). Unlike there, a kernel whose Python globals change after it was compiled is not refused.

@@ -12,7 +12,7 @@ import torch
 from rlkernel_conformance.mutants import mutant
 from rlkernel_conformance.mutants.rollout_buffer.planting import counted, replaced
 from rlkernel_core.spec.rollouts import STATUS, GroupRules
-from rlkernel_torch.rollout.ledger import Ledger, Rollout
+from rlkernel_torch.rollout.slot_allocator import Rollout, SlotAllocator
 
 
 @mutant("RB-10", origin="the last token of a full sequence is written over")
@@ -80,24 +80,24 @@ def a_full_buffer_drops(reference: Any, max_tokens: int, max_seqs: int, **rest: 
     return reference(max_tokens, max_seqs, **{**rest, "on_full": "drop_oldest"})
 
 
-def choosing(buffer: Any, order: Callable[[Ledger, list[int]], list[int]], *, open_too: bool = False) -> Any:
-    """A ledger that looks for victims in another order."""
-    ledger = buffer._ledger
-    victims = ledger.victims
+def choosing(buffer: Any, order: Callable[[SlotAllocator, list[int]], list[int]], *, open_too: bool = False) -> Any:
+    """A allocator that looks for victims in another order."""
+    allocator = buffer._allocator
+    victims = allocator.victims
 
     def other(limits: Any, groups: Any, *, drop_oldest: bool) -> Any:
-        kept, asked = ledger.groups, ledger._open
-        ledger.groups = {g: kept[g] for g in order(ledger, list(kept))}
+        kept, asked = allocator.groups, allocator._open
+        allocator.groups = {g: kept[g] for g in order(allocator, list(kept))}
         if open_too:
-            ledger._open = lambda group: False
+            allocator._open = lambda group: False
         try:
             return victims(limits, groups, drop_oldest=drop_oldest)
         finally:
-            ledger.groups = kept
+            allocator.groups = kept
             if open_too:
-                ledger._open = asked
+                allocator._open = asked
 
-    ledger.victims = other
+    allocator.victims = other
     return buffer
 
 
@@ -115,9 +115,9 @@ def open_groups_go_too(reference: Any, max_tokens: int, max_seqs: int, **rest: A
 
 
 def ruled(buffer: Any, change: Callable[[GroupRules], GroupRules]) -> Any:
-    """A ledger that judges by other rules."""
-    judge = buffer._ledger._judge
-    buffer._ledger._judge = lambda members, done, valid, age, rules: judge(members, done, valid, age, change(rules))
+    """A allocator that judges by other rules."""
+    judge = buffer._allocator._judge
+    buffer._allocator._judge = lambda members, done, valid, age, rules: judge(members, done, valid, age, change(rules))
     return buffer
 
 
@@ -131,11 +131,11 @@ def age_is_that_of_the_newest(reference: Any, max_tokens: int, max_seqs: int, **
     buffer = reference(max_tokens, max_seqs, **rest)
 
     def state(true: Any, group: int, rules: GroupRules, version: int) -> Any:
-        members: list[Rollout] = buffer._ledger.members(group)
+        members: list[Rollout] = buffer._allocator.members(group)
         oldest, newest = min(m.version for m in members), max(m.version for m in members)
         return true(group, rules, version - (newest - oldest))
 
-    replaced(buffer._ledger, "state", state)
+    replaced(buffer._allocator, "state", state)
     return buffer
 
 
@@ -209,7 +209,7 @@ def open_sequences_are_not_saved(reference: Any, max_tokens: int, max_seqs: int,
 
     def load(true: Any, path: str) -> None:
         true(path)
-        for r in buffer._ledger.sequences.values():
+        for r in buffer._allocator.sequences.values():
             if r.open:
                 buffer._pages.stamp[r.slot] = -1
 
@@ -222,7 +222,7 @@ def counters_are_not_saved(reference: Any, max_tokens: int, max_seqs: int, **res
 
     def load(true: Any, path: str) -> None:
         true(path)
-        buffer._ledger.dropped, buffer._ledger.reserved_seqs = Counter(), 0
+        buffer._allocator.dropped, buffer._allocator.reserved_seqs = Counter(), 0
 
     return replaced(buffer, "load", load)
 

@@ -70,25 +70,25 @@ def popped_groups_come_again(reference: Any, max_tokens: int, max_seqs: int, **r
 
 
 def with_room(buffer: Any, **less: int) -> Any:
-    """A ledger that believes in more or less room than there is."""
-    ledger = buffer._ledger
-    victims = ledger.victims
+    """A allocator that believes in more or less room than there is."""
+    allocator = buffer._allocator
+    victims = allocator.victims
 
     def believes(limits: Any, groups: Any, *, drop_oldest: bool) -> Any:
-        slots, pages = list(ledger._free_slots), list(ledger._free_pages)
+        slots, pages = list(allocator._free_slots), list(allocator._free_pages)
         for _ in range(less.get("seqs", 0)):
-            ledger._free_slots and ledger._free_slots.pop()
+            allocator._free_slots and allocator._free_slots.pop()
         for _ in range(less.get("pages", 0)):
-            ledger._free_pages and ledger._free_pages.pop()
+            allocator._free_pages and allocator._free_pages.pop()
         try:
             return victims(limits, groups, drop_oldest=drop_oldest)
         finally:
-            ledger._free_slots.clear()
-            ledger._free_slots.extend(slots)
-            ledger._free_pages.clear()
-            ledger._free_pages.extend(pages)
+            allocator._free_slots.clear()
+            allocator._free_slots.extend(slots)
+            allocator._free_pages.clear()
+            allocator._free_pages.extend(pages)
 
-    ledger.victims = believes
+    allocator.victims = believes
     return buffer
 
 
@@ -130,7 +130,7 @@ def pages_leak(reference: Any, max_tokens: int, max_seqs: int, **rest: Any) -> A
             r.pages.clear()
         true(rollouts)
 
-    replaced(buffer._ledger, "free", free)
+    replaced(buffer._allocator, "free", free)
     return buffer
 
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights by others: torch, bitsandbytes, Humming, Marlin, gemlite, TritonLLM."""
+"""Products with quantized weights by others: torch, bitsandbytes, Humming, Marlin, gemlite, TritonLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Product:
     formats: tuple[str, ...]  # that they have, in the suite's words
     pack: Callable[[Inputs], Any]  # the suite's inputs -> their weight
     multiply: Callable[[Inputs, Any], torch.Tensor]  # (inputs, their weight) -> y
-    own: bool = False  # they quantise the full weight themselves, and are held to that; else the suite's very codes
+    own: bool = False  # they quantize the full weight themselves, and are held to that; else the suite's very codes
 
     def call(self, work: Work) -> Call:
         """The forward call of a workload; packs each set of inputs the first time it is met."""
@@ -149,7 +149,7 @@ def _pack_fp8(given: Inputs) -> Any:
 
 
 def _multiply_fp8(given: Inputs, packed: Any) -> torch.Tensor:
-    """torch._scaled_mm with rows of scales: fp8 on both sides, the activation quantised in the call."""
+    """torch._scaled_mm with rows of scales: fp8 on both sides, the activation quantized in the call."""
     w, ws = packed
     x, xs = _rowwise(given["x"])
     return torch._scaled_mm(x, w.t(), xs, ws.t(), out_dtype=given["x"].dtype)  # noqa: SLF001
@@ -166,7 +166,7 @@ def _pack_blocks(given: Inputs) -> Any:
 
 
 def _multiply_flashinfer(given: Inputs, packed: Any) -> torch.Tensor:
-    """DeepGEMM as FlashInfer carries it: bf16 tokens, which it quantises itself, 128 columns at a time."""
+    """DeepGEMM as FlashInfer carries it: bf16 tokens, which it quantizes itself, 128 columns at a time."""
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
 
     y: torch.Tensor = fp8_blockscale_gemm_sm90(given["x"], packed[0], None, packed[1])

@@ -31,7 +31,7 @@ class Rollout:
     rewards: tuple[float, ...] = ()
 
 
-class Ledger:
+class SlotAllocator:
     """Free lists, sequences by slot, groups in order of first reservation."""
 
     def __init__(self, slots: int, pages: int, groups: int, page_tokens: int, group_size: int | None) -> None:
@@ -177,7 +177,7 @@ class Ledger:
         """Attributes as `to_dict` gave them; nothing is changed.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: the values are not those of a ledger of this capacity.
+            KeyError, TypeError, AttributeError, ValueError: the values are not those of a allocator of this capacity.
         """
         sequences = {s["slot"]: Rollout(**s) for s in saved["sequences"]}
         groups = {g: list(s) for g, s in saved["groups"].items()}

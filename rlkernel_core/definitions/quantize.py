@@ -1,4 +1,4 @@
-"""How a weight, or the input of a matmul, is to be quantised, from the rules of the formats: numpy, group by group.
+"""How a weight, or the input of a matmul, is to be quantized, from the rules of the formats: numpy, group by group.
 
 Scales are fp32 divisions, so their bits are known. Codes are known but where w / s is within 2^-20 of a border.
 """
@@ -196,7 +196,7 @@ def tied(ratio, spec):
 
 
 def activation(x, spec):
-    """The input [M, K] as the format quantises it, how far another right choice may be, and the scales [M, groups].
+    """The input [M, K] as the format quantizes it, how far another right choice may be, and the scales [M, groups].
 
     `x` is fp32 or float64, and its scales are computed in that.
     """
