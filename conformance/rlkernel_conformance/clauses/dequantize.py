@@ -39,7 +39,7 @@ EXTREMES: Final = (0.0, 1e-45, 3e-39, 1.1754944e-38, 6e-8, 1 / 3, 771.5, 6.5e4, 
 class Codes:
     """A weight [N, K] of stored bytes: every byte, or random ones; scales by name."""
 
-    kind: str  # of quantised.SPECS
+    kind: str  # of quantized.SPECS
     N: int
     K: int
     seed: int
@@ -59,7 +59,7 @@ class Codes:
             elif name == "g_idx":
                 part.copy_(part[torch.randperm(part.numel(), generator=g)])
             elif name == "codes" or part.element_size() == 1:
-                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantisers
+                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantizers
                 raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
             elif name == "zero":
                 part.copy_(torch.rand(part.shape, generator=g) * 15)

@@ -64,7 +64,7 @@ def losses_match_float64(subject: Subject, case: Batch) -> None:
 
 @attack("PL-02", batches)
 def gradients_match_float64(subject: Subject, case: Batch) -> None:
-    """Gradients of logprob and entropy, stop-gradients honoured."""
+    """Gradients of logprob and entropy, stop-gradients honored."""
     check_gradient(subject, case, call(subject, case))
 
 
