@@ -19,10 +19,6 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.policy_kinds import KINDS
 
 
-def leaf(*shape: int) -> torch.Tensor:
-    return torch.ones(shape, requires_grad=True)
-
-
 def bucket(dims: Any, sizes: tuple[int, ...], **options: Any) -> dict[str, Any]:
     return {"buckets": (rlk.Bucket(dims, sizes, **options),)}
 
