@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlkernel_conformance.quantised import SPECS, is_nan_or_equal
 
 import rlkernel as rlk
 from rlkernel_conformance.clauses import dequantize as clause
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.mutants import mutants_of
+from rlkernel_conformance.quantized_weights import SPECS, is_nan_or_equal
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
