@@ -88,10 +88,10 @@ def test_a_child_of_the_tested_code_has_no_say() -> None:
 
 
 def test_a_backend_that_never_answers_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr(isolation, "LOST_CAUSE", 1)
+    monkeypatch.setattr(isolation, "MAX_TIMEOUTS", 1)
     outcomes = carried_out("hangs", "LP-05", "LP-06", effort=Profile("test", 2, 3))
     assert [o.fault for o in outcomes] == ["timeout", "timeout"]
-    assert outcomes[1].message.startswith("not waited for")
+    assert outcomes[1].message.startswith("not attacked")
 
 
 def test_what_a_device_that_fails_could_not_run_is_no_fault_of_the_backend() -> None:

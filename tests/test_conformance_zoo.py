@@ -1,6 +1,6 @@
 """The suite proves itself: the reference keeps every attacked clause; every mutant dies on just what it names.
 
-Clauses that every operator has are proved in `test_conformance_owed`.
+Clauses that every operator has are proved in `test_common_clauses`.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def tokens() -> Tensor:
 
 
 def rewards(count: int = B, seed: int = 0) -> Tensor:
-    """Rewards [count] of five values from 0 to 1, never all equal among three neighbours."""
+    """Rewards [count] of five values from 0 to 1, never all equal among three neighbors."""
     return torch.tensor([1.0, 0.0, 0.75, 1.0, 0.5, 0.25])[(torch.arange(count) + seed) % 6]
 
 

@@ -1,7 +1,7 @@
 """Attacking "may run in a graph": record a call once, replay it on other values, compare with plain calls.
 
 On a CUDA device the graph is a real one. Elsewhere the engine of the reference stands in: it runs the call under an
-audit that refuses host synchronisation and shapes that depend on values, and replays it from static buffers.
+audit that refuses host synchronization and shapes that depend on values, and replays it from static buffers.
 """
 
 from __future__ import annotations
@@ -70,16 +70,23 @@ def recorded(
         raise Violation(f"cannot be captured: {error}") from error
 
 
-def _cuda_recorded(fn: Callable[..., Any], first: Mapping[str, Tensor]) -> Callable[..., None]:
-    buffers = {k: x.clone() for k, x in first.items()}
+def _record(fn: Callable[..., Any], buffers: Mapping[str, Tensor], *, warmup: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the call on static buffers, after plain calls on a side stream, and its results."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        fn(**buffers)
+        for _ in range(warmup):
+            fn(**buffers)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fn(**buffers)
+        out = fn(**buffers)
+    return graph, out
+
+
+def _cuda_recorded(fn: Callable[..., Any], first: Mapping[str, Tensor]) -> Callable[..., None]:
+    buffers = {k: x.clone() for k, x in first.items()}
+    graph, _ = _record(fn, buffers, warmup=1)
 
     def replay(**given: Tensor) -> None:
         for k, x in given.items():
@@ -103,16 +110,10 @@ def _audited(fn: Callable[..., Any], first: Mapping[str, Tensor], second: Mappin
 
 
 def _cuda(fn: Callable[..., Any], first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Any]:
-    buffers = {k: x.clone() for k, x in first.items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), torch.no_grad():
-        for _ in range(2):
-            fn(**buffers)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, found = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph), torch.no_grad():
-        out = leaves(fn(**buffers))
+    buffers, found = {k: x.clone() for k, x in first.items()}, []
+    with torch.no_grad():
+        graph, result = _record(fn, buffers, warmup=2)
+    out = leaves(result)
     for given in (first, second, first):
         for k, x in given.items():
             buffers[k].copy_(x)

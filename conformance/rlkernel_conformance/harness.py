@@ -93,18 +93,18 @@ def carry_out(
 
     began = time.perf_counter()
     _, error = guarded(attacked)
-    told: dict[str, Any] = {"executed": len(seen) - len(rejected), "measures": worst}
-    told["seconds"] = time.perf_counter() - began
+    common: dict[str, Any] = {"executed": len(seen) - len(rejected), "measures": worst}
+    common["seconds"] = time.perf_counter() - began
     clause = attack.clause
     if error is None:
-        return Outcome(subject.op, clause.id, clause.title, "held", **told)
+        return Outcome(subject.op, clause.id, clause.title, "held", **common)
     if isinstance(error, Unsatisfiable) and len(rejected) == len(seen) > 0:
         text = f"refused at selection, every case of {len(rejected)}: {rejected[-1]}"
-        return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=told["seconds"])
-    told["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""
+        return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=common["seconds"])
+    common["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""
     if isinstance(error, Violation):
         fault = "nan" if " is nan," in str(error) else "wrong_result"
-        return Outcome(subject.op, clause.id, clause.title, "violated", fault, str(error), **told)
+        return Outcome(subject.op, clause.id, clause.title, "violated", fault, str(error), **common)
     return Outcome(
-        subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.message_of(error), **told
+        subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.message_of(error), **common
     )

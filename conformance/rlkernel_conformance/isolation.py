@@ -27,7 +27,7 @@ from rlkernel_conformance.subject import Subject
 # Address space of a worker on the CPU; torch alone maps a few GiB. A GPU process maps far more than it uses: no limit.
 MEMORY: Final = 16 << 30
 STARTING_S: Final = 180.0  # importing torch, with sixty others that do the same
-LOST_CAUSE: Final = 3  # clauses in a row without an answer, after which the operator's others are not waited for
+MAX_TIMEOUTS: Final = 3  # clauses in a row without an answer, after which the operator's others are not attacked
 _ENDING_S: Final = 3.0  # for a reaper to end what its worker has started
 
 
@@ -55,30 +55,30 @@ def attack_in_processes(
     outcomes: list[Outcome] = []
     left = list(attacks)
     while left:
-        if _hopeless(outcomes):
-            told = _lost(left, profile)
+        if _too_many_timeouts(outcomes):
+            found = _not_attacked(left, profile)
         elif time.monotonic() >= until:
-            told = _late(left)
+            found = _out_of_time(left)
         else:
-            told = _one_worker(subject, left, profile, manifest, until)
-        for outcome in told:
+            found = _one_worker(subject, left, profile, manifest, until)
+        for outcome in found:
             outcomes.append(outcome)
             watch(outcome)
             left = [a for a in left if a.clause.id != outcome.clause]
     return outcomes
 
 
-def _hopeless(outcomes: list[Outcome]) -> bool:
-    last = outcomes[-LOST_CAUSE:]
-    return len(last) == LOST_CAUSE and all(o.fault == "timeout" for o in last)
+def _too_many_timeouts(outcomes: list[Outcome]) -> bool:
+    last = outcomes[-MAX_TIMEOUTS:]
+    return len(last) == MAX_TIMEOUTS and all(o.fault == "timeout" for o in last)
 
 
-def _lost(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
-    text = f"not waited for: the {LOST_CAUSE} clauses before gave no answer within {profile.limit_s:g} s each"
+def _not_attacked(left: list[Attack], profile: Profile) -> Iterator[Outcome]:
+    text = f"not attacked: the {MAX_TIMEOUTS} clauses before it gave no answer within {profile.limit_s:g} s each"
     return (_failed(a, "timeout", text) for a in left)
 
 
-def _late(left: list[Attack]) -> Iterator[Outcome]:
+def _out_of_time(left: list[Attack]) -> Iterator[Outcome]:
     text = "the run's time was over: give it more with --within, or more processes with --jobs"
     return (not_run(a, text) for a in left)
 
@@ -103,33 +103,33 @@ def _one_worker(
         healthy, begun, limit = False, False, STARTING_S
         try:
             while True:
-                word = channel.next(max(0.0, min(limit, until - time.monotonic())))
-                if isinstance(word, str) and time.monotonic() >= until:
-                    yield from _late(left)
+                message = channel.next(max(0.0, min(limit, until - time.monotonic())))
+                if isinstance(message, str) and time.monotonic() >= until:
+                    yield from _out_of_time(left)
                     return
-                if isinstance(word, str):  # the last it said
-                    text = _last_words(worker, word, limit)
+                if isinstance(message, str):  # no more will come
+                    text = _why_it_ended(worker, message, limit)
                     if not healthy:
                         yield from (not_run(a, f"no health check of {subject.device}: {text}") for a in attacks)
                     else:  # one that never began will not begin for the other clauses either
-                        fault = _fault(worker, word)
+                        fault = _fault(worker, message)
                         yield from (_failed(a, fault, text, case) for a in (left[:1] if begun else left))
                     return
-                if word["kind"] == "healthy":
+                if message["kind"] == "healthy":
                     healthy = True
-                elif word["kind"] == "sick":
-                    yield from (not_run(a, word["message"]) for a in attacks)
+                elif message["kind"] == "device_error":
+                    yield from (not_run(a, message["message"]) for a in attacks)
                     return
-                elif word["kind"] == "unable":
-                    yield from (_failed(a, word["fault"], word["message"]) for a in attacks)
+                elif message["kind"] == "no_backend":
+                    yield from (_failed(a, message["fault"], message["message"]) for a in attacks)
                     return
-                elif word["kind"] == "begin":
+                elif message["kind"] == "begin":
                     begun, limit = True, profile.limit_s
-                elif word["kind"] == "end" and left:
-                    told = word["outcome"]
-                    yield Outcome(**{**told, "clause": left.pop(0).clause.id, "features": tuple(told["features"])})
+                elif message["kind"] == "end" and left:
+                    found = message["outcome"]
+                    yield Outcome(**{**found, "clause": left.pop(0).clause.id, "features": tuple(found["features"])})
                 else:
-                    if len(left) == len(attacks):  # not even one: nothing that a worker does
+                    if len(left) == len(attacks):  # a worker reports at least one
                         yield from (_failed(a, "protocol_error", "the worker was done before it began") for a in left)
                     return
         finally:
@@ -154,14 +154,14 @@ def _start(job: dict[str, Any], case: IO[bytes]) -> tuple[subprocess.Popen[bytes
     )
     os.close(write)
     if worker.stdin is not None:
-        with suppress(BrokenPipeError):  # its silence will tell
+        with suppress(BrokenPipeError):  # no message will come
             worker.stdin.write(json.dumps(job).encode())
             worker.stdin.close()
     return worker, _Channel(read, job["secret"])
 
 
 class _Channel:
-    """Words of one worker, in order; anything else ends the conversation."""
+    """Messages of one worker, in order; anything else ends the run of that worker."""
 
     def __init__(self, descriptor: int, secret: str) -> None:
         self.descriptor, self.secret = descriptor, secret
@@ -170,7 +170,7 @@ class _Channel:
         self.selector.register(descriptor, selectors.EVENT_READ)
 
     def next(self, limit: float) -> dict[str, Any] | str:
-        """The next word, or "timeout", "closed" or "protocol_error"."""
+        """The next message, or "timeout", "closed" or "protocol_error"."""
         until = time.monotonic() + limit
         while b"\n" not in self.buffer:
             if not self.selector.select(max(0.0, until - time.monotonic())):
@@ -181,15 +181,15 @@ class _Channel:
             self.buffer += data
         line, _, self.buffer = self.buffer.partition(b"\n")
         try:
-            word: dict[str, Any] = json.loads(line)
-            genuine = word["secret"] == self.secret and word["number"] == self.number
+            message: dict[str, Any] = json.loads(line)
+            genuine = message["secret"] == self.secret and message["number"] == self.number
         except (ValueError, KeyError, TypeError):
             return "protocol_error"
         self.number += 1
-        return word if genuine else "protocol_error"
+        return message if genuine else "protocol_error"
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the channel."""
         self.selector.close()
         os.close(self.descriptor)
 
@@ -208,24 +208,24 @@ def not_run(attack: Attack, text: str) -> Outcome:
     return Outcome(attack.op, attack.clause.id, attack.clause.title, "not_run", message=text)
 
 
-def _fault(worker: subprocess.Popen[bytes], word: str) -> str:
-    """The fault of a worker that spoke no more: `word` is what the channel found."""
-    if word != "closed":
-        return word
+def _fault(worker: subprocess.Popen[bytes], message: str) -> str:
+    """The fault of a worker that sends no more messages: `message` is what the channel found."""
+    if message != "closed":
+        return message
     return "protocol_error" if worker.returncode is None else faults.of_exit(worker.returncode)
 
 
-def _last_words(worker: subprocess.Popen[bytes], word: str, limit: float) -> str:
-    """Why a worker speaks no more, for people."""
-    if word == "timeout":
+def _why_it_ended(worker: subprocess.Popen[bytes], message: str, limit: float) -> str:
+    """Why no more messages come from a worker, for people."""
+    if message == "timeout":
         return f"no answer within {limit:g} s"
-    if word == "closed":
+    if message == "closed":
         with suppress(subprocess.TimeoutExpired):
             status = worker.wait(timeout=_ENDING_S)
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             return f"the process ended {how} before it had answered"
         return "the process closed its channel"
-    return "words came on the channel that are no worker's"
+    return "messages came on the channel that no worker sends"
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:

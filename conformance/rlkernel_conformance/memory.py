@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch.autograd.profiler import profile
 
 from rlkernel.discover import guarded
+from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ArgumentError
 
 
 def peak(subject: Subject, run: Callable[[], Any]) -> tuple[int, Any]:
@@ -65,3 +68,27 @@ def room(device: str) -> int:
         return 0
     free, _ = guarded(lambda: torch.cuda.mem_get_info(device)[0])
     return free or 0
+
+
+def least_workspace(call: Callable[[int], object], used: Callable[[int], int]) -> int:
+    """The least limit that a call names when it refuses one byte; within it the call stays.
+
+    Args:
+        call: the operator with `max_workspace_bytes`.
+        used: bytes that a call with a limit takes beyond its results.
+    """
+    try:
+        call(1)
+    except ArgumentError as error:
+        require(error.argument == "max_workspace_bytes", f"a limit of one byte is blamed on {error.argument}")
+        named = sorted({int(n) for n in re.findall(r"\d+", str(error)) if int(n) > 1})
+    else:
+        raise Violation("max_workspace_bytes=1 is accepted")
+    for limit in named:
+        try:
+            taken = used(limit)
+        except ArgumentError:
+            continue
+        require(taken <= limit, f"{taken} bytes are used within a limit of {limit}")
+        return limit
+    raise Violation(f"no number that the refusal names is accepted: {named}")

@@ -92,7 +92,7 @@ def _kill_and_exit(number: int, _: object) -> None:
 
 
 def _prefer_oom_kill() -> None:
-    """Where memory runs out for the whole machine, the worker goes before its neighbours."""
+    """Where memory runs out for the whole machine, the worker goes before its neighbors."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 

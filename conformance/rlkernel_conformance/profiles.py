@@ -12,7 +12,7 @@ from rlkernel_core.errors import UnknownNameError
 class Profile:
     """Effort of a run.
 
-    Draws are derandomised: a subject that gives the same results is shown the same cases. Where a clause climbs towards
+    Draws are derandomized: a subject that gives the same results is shown the same cases. Where a clause climbs towards
     the largest error, what is drawn next depends on the errors of the subject.
     """
 

@@ -28,9 +28,9 @@ INPUTS: Final = ("normal", "positive", "spread", "sparse")
 
 @dataclass(frozen=True)
 class Product:
-    """x [M, K] and a quantised weight [N, K]; LoRA, bias and residual as the attack wants them."""
+    """x [M, K] and a quantized weight [N, K]; LoRA, bias and residual as the attack wants them."""
 
-    kind: str  # of quantised.SPECS
+    kind: str  # of quantized.SPECS
     M: int
     N: int
     K: int
@@ -45,11 +45,11 @@ class Product:
         return SPECS[self.kind]
 
     def full(self, subject: Subject) -> Tensor:
-        """The weight before it is quantised."""
+        """The weight before it is quantized."""
         return Weight(self.kind, self.N, self.K, self.seed, self.weight).full(subject)
 
     def w(self, subject: Subject) -> QuantTensor:
-        """The quantised weight."""
+        """The quantized weight."""
         return Weight(self.kind, self.N, self.K, self.seed, self.weight).stored(subject)
 
     def input(self, subject: Subject) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights, formats and layouts for attacks on the operators of quantised weights.
+"""Weights, formats and layouts for attacks on the operators of quantized weights.
 
 Legend: N rows (outputs) · K columns (inputs).
 """
@@ -86,7 +86,7 @@ def kinds(
 
 
 def claims(subject: Subject, spec: QuantSpec, options: tuple[str, ...]) -> bool:
-    """Some implementation of the subject takes this format; how x is quantised matters where `options` say so."""
+    """Some implementation of the subject takes this format; how x is quantized matters where `options` say so."""
     other = "act" not in options and spec.act.endswith("fp8")  # then it is the same as without
     return not other and any(spec.features(*options) <= i.supports for i in subject.impls)
 
@@ -151,7 +151,7 @@ class Weight:
         return WEIGHTS[self.values](self.N, self.K, g).to(getattr(torch, self.dtype)).to(subject.device)
 
     def stored(self, subject: Subject) -> QuantTensor:
-        """The weight in its format, quantised by the definition."""
+        """The weight in its format, quantized by the definition."""
         return quantize(self.full(subject), self.spec)
 
 

@@ -7,7 +7,7 @@ size and its rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -79,3 +79,14 @@ def on_ranks(
     except RuntimeError:
         _groups.cache_clear()  # a group whose ranks disagree about their collectives is of no further use
         raise
+
+
+def on_shares(subject: Subject, given: Mapping[str, Any], bounds: Sequence[int], **whole: Any) -> list[Any]:
+    """Results of a process group: rank i has rows bounds[i] to bounds[i + 1] of every tensor of `given`."""
+
+    def share(rank: int, group: Any) -> Any:
+        rows = slice(bounds[rank], bounds[rank + 1])
+        mine = {name: x[rows] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        return subject(**mine, **whole, process_group=group)
+
+    return on_ranks(subject, len(bounds) - 1, share)

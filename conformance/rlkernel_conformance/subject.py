@@ -32,7 +32,7 @@ def _as_stored(x: Any) -> bool:
 
 
 def arranged(x: Any) -> Any:
-    """A quantised weight as some installed backend packs it, where one does; all else as it is."""
+    """A quantized weight as some installed backend packs it, where one does; all else as it is."""
     if not _as_stored(x):
         return x
     try:
@@ -80,7 +80,7 @@ class Subject:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator.
 
-        Kernels may want a quantised weight in a layout and in multiples of a tile: one that is refused is prepacked, as
+        Kernels may want a quantized weight in a layout and in multiples of a tile: one that is refused is prepacked, as
         the refusal says. A case whose weight is refused even so is no case.
         """
         run = getattr(rlkernel, self.op)

@@ -9,27 +9,27 @@ from rlkernel_conformance.attack import ATTACKS, Attack
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
-# operator -> module of its attacks; an operator that is not here has none yet, and a report says so.
-MODULES: Final = {
-    "advantage": "advantage",
-    "affine_suffix_scan": "affine_suffix_scan",
-    "group_filter": "group_filter",
-    "shape_rewards": "shape_rewards",
-    "whiten": "whiten",
-    "logprob": "logprob",
-    "linear_logprob": "linear_logprob",
-    "sample": "sample",
-    "lm_head_sample": "lm_head_sample",
-    "verify": "verify",
-    "policy_loss": "policy_loss",
-    "linear_policy_loss": "linear_policy_loss",
-    "quantize": "quantize",
-    "dequantize": "dequantize",
-    "prepack": "prepack",
-    "qmatmul": "qmatmul",
-    "capture": "capture",
-    "rollout_buffer": "rollout_buffer",
-}
+# Operators, each with a module of its name; one that is not here has no attacks yet, and a report says so.
+MODULES: Final = (
+    "advantage",
+    "affine_suffix_scan",
+    "group_filter",
+    "shape_rewards",
+    "whiten",
+    "logprob",
+    "linear_logprob",
+    "sample",
+    "lm_head_sample",
+    "verify",
+    "policy_loss",
+    "linear_policy_loss",
+    "quantize",
+    "dequantize",
+    "prepack",
+    "qmatmul",
+    "capture",
+    "rollout_buffer",
+)
 
 
 def attacks_on(op: str) -> tuple[Attack, ...]:
@@ -40,7 +40,7 @@ def attacks_on(op: str) -> tuple[Attack, ...]:
     """
     if op not in MODULES:
         raise UnknownNameError("operator with attacks" if op in OPERATORS else "operator", op, MODULES)
-    import_module(f"rlkernel_conformance.clauses.{MODULES[op]}")
+    import_module(f"rlkernel_conformance.clauses.{op}")
     import_module("rlkernel_conformance.clauses.common_clauses")
     order = [c.id for c in OPERATORS[op].clauses]
     return tuple(sorted((a for a in ATTACKS.values() if a.op == op), key=lambda a: order.index(a.clause.id)))

@@ -28,7 +28,7 @@ from rlkernel_conformance.clauses.advantage_batches import (
 )
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import require, same_bits
-from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.ranks import on_shares
 from rlkernel_conformance.subject import Subject
 
 __all__ = ["advantage_groups", "advantage_steps"]
@@ -141,13 +141,10 @@ def ranks_agree_with_one(subject: Subject, case: Batch) -> None:
     if "group" in given:
         given["group"] = 3
     want = subject(**given).advantages
+    weights = given.pop("reward_weights", None)  # of rewards, not of sequences
+    whole = {} if weights is None else {"reward_weights": weights}
     for bounds in ((0, 3, 9), (0, 9, 9), (0, 0, 3, 9)):
-
-        def share(rank: int, group: Any, bounds: tuple[int, ...] = bounds) -> Any:
-            mine = sliced(given, slice(bounds[rank], bounds[rank + 1]))
-            return subject(**mine, process_group=group)
-
-        found = torch.cat([out.advantages for out in on_ranks(subject, len(bounds) - 1, share)])
+        found = torch.cat([out.advantages for out in on_shares(subject, given, bounds, **whole)])
         alike(subject, found, want, case.dtype)
 
 

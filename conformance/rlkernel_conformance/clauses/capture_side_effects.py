@@ -316,7 +316,7 @@ ILLEGAL: Final[Mapping[str, Callable[[Tensor], Any]]] = {
 
 @attack("GC-19", cases_of(*ILLEGAL), examples=each(*ILLEGAL), scale=0.3)
 def illegal_work_fails_the_capture(subject: Subject, case: Case) -> None:
-    """Host synchronisation and shapes that depend on values; and work that only looks like it."""
+    """Host synchronization and shapes that depend on values; and work that only looks like it."""
     x = case.x(subject)
     refused(case.word, lambda: subject(ILLEGAL[case.word], (x,), on_capture_error="raise", warmup=case.warmup))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.derived_attacks import derive
+from rlkernel_conformance.clauses.derived_attacks import derive, leaves_inputs_untouched, storage
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.quantized_weights import (
     SPECS,
@@ -39,7 +39,7 @@ EXTREMES: Final = (0.0, 1e-45, 3e-39, 1.1754944e-38, 6e-8, 1 / 3, 771.5, 6.5e4, 
 class Codes:
     """A weight [N, K] of stored bytes: every byte, or random ones; scales by name."""
 
-    kind: str  # of quantised.SPECS
+    kind: str  # of quantized.SPECS
     N: int
     K: int
     seed: int
@@ -59,7 +59,7 @@ class Codes:
             elif name == "g_idx":
                 part.copy_(part[torch.randperm(part.numel(), generator=g)])
             elif name == "codes" or part.element_size() == 1:
-                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantisers
+                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantizers
                 raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
             elif name == "zero":
                 part.copy_(torch.rand(part.shape, generator=g) * 15)
@@ -162,5 +162,13 @@ def a_layout_of_another_backend_is_refused(subject: Subject, case: Weight) -> No
     refuses_layout(subject, of_other_layout(case.stored(subject)))
 
 
-derive("dequantize", lambda s, c: {"w": c.stored(s)}, inputs_untouched=lambda s: weights(s, STORED))
+@attack("DQ-07", lambda s: weights(s, STORED))
+def the_weight_stays_and_results_are_their_own(subject: Subject, case: Weight) -> None:
+    """Codes, scales, the generator and the defaults; two results are two tensors."""
+    given = {"w": case.stored(subject)}
+    leaves_inputs_untouched(subject, given)
+    first, second = subject(**given), subject(**given)
+    require(storage(first) != storage(second), "two results are one tensor")
+
+
 derive("dequantize", lambda s, c: {"w": c.weight(s)}, determinism=cases, scale=0.5)

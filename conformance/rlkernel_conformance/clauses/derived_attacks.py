@@ -61,13 +61,11 @@ def with_gradients(subject: Subject, given: Mapping[str, Any]) -> dict[str, Tens
 
 
 def leaves_inputs_untouched(subject: Subject, given: Mapping[str, Any]) -> None:
-    """No argument is written to, by the call or by its backward pass; results are no memory of arguments or results."""
-    first = leaves(untouched(given, lambda: subject(**given)))
-    taken = {storage(x): f"the argument {name}" for name, x in leaves(dict(given)).items() if x.numel()}
-    taken |= {storage(x): "an earlier result" for x in leaves(subject(**given)).values() if x.numel()}
-    for name, x in first.items():
-        owner = taken.get(storage(x)) if x.numel() else None
-        require(owner is None, f"{name} is memory of {owner}")
+    """No argument is written to, by the call or by its backward pass, and no result is an argument's memory."""
+    theirs = {storage(x): name for name, x in leaves(dict(given)).items() if x.numel()}
+    for name, x in leaves(untouched(given, lambda: subject(**given))).items():
+        owner = theirs.get(storage(x)) if x.numel() else None
+        require(owner is None, f"{name} is memory of the argument {owner}")
     if has_gradients(subject):
         untouched(given, lambda: with_gradients(subject, given))
 

@@ -230,7 +230,7 @@ def entropy_matches_float64(subject: Subject, case: Head) -> None:
 
 
 @attack("LL-15", lambda s: heads(s, plainly=True).map(small), scale=0.5)
-def the_truncated_law_is_renormalised_over_the_kept(subject: Subject, case: Head) -> None:
+def the_truncated_law_is_renormalized_over_the_kept(subject: Subject, case: Head) -> None:
     """Ragged kept ids; log p + log_kept_mass is the tempered log p."""
     given = case.given(subject)
     rng = np.random.default_rng(case.seed)

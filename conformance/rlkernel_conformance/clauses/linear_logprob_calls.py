@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,10 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     small,
     with_leaves,
 )
-from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
-from rlkernel_conformance.memory import peak
+from rlkernel_conformance.compare import close, plain, require, same_bits
+from rlkernel_conformance.memory import least_workspace, peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import ArgumentError
 
 WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
 
@@ -68,24 +66,11 @@ def the_limit_is_kept_and_the_minimum_named(subject: Subject, case: Head) -> Non
     """A limit of one byte is refused with the least that is accepted; within that the call stays."""
     case = a_case(subject, case, 128)
     given = case.given(subject)
-    try:
-        subject(**given, max_workspace_bytes=1)
-    except ArgumentError as error:
-        require(error.argument == "max_workspace_bytes", f"a limit of one byte is blamed on {error.argument}")
-        named = sorted({int(n) for n in re.findall(r"\d+", str(error)) if int(n) > 1})
-    else:
-        raise Violation("max_workspace_bytes=1 is accepted")
-    want = subject(**given)
-    for limit in named:
-        try:
-            out = subject(**given, max_workspace_bytes=limit)
-        except ArgumentError:
-            continue
-        close(subject, "logprob", out.logprob, plain(want.logprob, "logprob"), case.dtype)
-        used = extra(subject, case, max_workspace_bytes=limit)
-        require(used <= limit, f"{used} bytes are used within a limit of {limit}")
-        return
-    raise Violation(f"no number that the refusal names is accepted: {named}")
+    limit = least_workspace(
+        lambda n: subject(**given, max_workspace_bytes=n), lambda n: extra(subject, case, max_workspace_bytes=n)
+    )
+    out, want = subject(**given, max_workspace_bytes=limit), subject(**given)
+    close(subject, "logprob", out.logprob, plain(want.logprob, "logprob"), case.dtype)
 
 
 def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:

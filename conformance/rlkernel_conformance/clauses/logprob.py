@@ -250,7 +250,7 @@ def the_best_come_first_and_ties_go_to_the_lowest_id(subject: Subject, case: Row
 
 
 @attack("LP-16", plain_cases)
-def the_truncated_law_is_renormalised_over_the_kept(subject: Subject, case: Rows) -> None:
+def the_truncated_law_is_renormalized_over_the_kept(subject: Subject, case: Rows) -> None:
     """Ragged kept ids; log p + log_kept_mass is the tempered log p."""
     x, _ = case.tensors(subject)
     rng = np.random.default_rng(case.seed)

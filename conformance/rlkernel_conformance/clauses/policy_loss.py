@@ -18,9 +18,9 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     batches,
     call,
     check_gradient,
-    check_loss,
     claimed,
     expected,
+    judged,
     kind_levels,
     takes,
 )
@@ -54,8 +54,7 @@ def of_kind(subject: Subject, case: Batch, *, level: str | None = None) -> Batch
 @attack("PL-01", lambda s: batches(s).map(lambda c: replace(c, T=5 * c.T)))
 def losses_match_float64(subject: Subject, case: Batch) -> None:
     """Every combination of kind, KL, bonus, correction, rejection, layout and dtype."""
-    found = call(subject, case)
-    check_loss(subject, case, found)
+    found = judged(subject, case, call(subject, case, grad=False))
     args, named = case.definition()
     atol, rtol = subject.tolerance("stats", case.dtype)
     scale = 1 + rtol / atol * expected(case).size
@@ -65,8 +64,8 @@ def losses_match_float64(subject: Subject, case: Batch) -> None:
 
 @attack("PL-02", batches)
 def gradients_match_float64(subject: Subject, case: Batch) -> None:
-    """Gradients of logprob and entropy, stop-gradients honoured."""
-    check_gradient(subject, case, call(subject, case, grad=True))
+    """Gradients of logprob and entropy, stop-gradients honored."""
+    check_gradient(subject, case, call(subject, case))
 
 
 @attack("PL-03", lambda s: clipped(s, per_token=False, on_policy=False), scale=0.5)
@@ -76,7 +75,7 @@ def on_policy_the_gradient_is_minus_omega_times_the_advantage(subject: Subject, 
     if chosen is None:
         return
     x = chosen.arrays()
-    found = call(subject, chosen, grad=True, old=x["lp"])
+    found = call(subject, chosen, old=x["lp"])
     omega = np.zeros(x["lp"].shape)
     for at, token in expected(chosen, old=x["lp"]).tokens.items():
         omega[at] = token.omega
@@ -91,10 +90,7 @@ def every_kind_has_its_own_value_and_gradient(subject: Subject, case: Batch) -> 
         one = replace(case, kind=kind, level=level, spread=(0.2, 1.5)[case.seed % 2])
         limited = "log_ratio_limit" in KINDS[kind].options
         for change in ({}, {"log_ratio_limit": 0.25}) if limited else ({},):
-            found = call(subject, one, grad="grad" in subject.claims, **change)
-            check_loss(subject, one, found, **change)
-            if found.dlogprob is not None:
-                check_gradient(subject, one, found, **change)
+            judged(subject, one, **change)
 
 
 @attack("PL-05", lambda s: clipped(s, spread=1.2), scale=0.5)
@@ -104,8 +100,7 @@ def each_bound_holds_its_own_side(subject: Subject, case: Batch) -> None:
     if chosen is None:
         return
     clip = ((0.1, 0.4), (0.5, 0.13), (0.3, np.inf))[case.seed % 3]
-    found = call(subject, chosen, grad="grad" in subject.claims, clip=clip)
-    check_loss(subject, chosen, found, clip=clip)
+    found = judged(subject, chosen, clip=clip)
     if found.dlogprob is not None:
         for at, token in expected(chosen, clip=clip).tokens.items():
             require(not (token.low or token.high) or found.dlogprob[at] == 0, f"held token {at} has a gradient")
@@ -119,10 +114,7 @@ def the_loss_of_negative_advantages_is_bounded(subject: Subject, case: Batch) ->
     if chosen is None:
         return
     change = {"dual_clip": (1.05, 1.3, 3.0)[case.seed % 3], "clip": (0.1, 0.2)}
-    found = call(subject, chosen, grad="grad" in subject.claims, **change)
-    check_loss(subject, chosen, found, **change)
-    if found.dlogprob is not None:
-        check_gradient(subject, chosen, found, **change)
+    judged(subject, chosen, **change)
 
 
 @attack("PL-07", lambda s: clipped(s, level="sequence", spread=0.15), scale=0.5)
@@ -131,14 +123,12 @@ def a_sequence_has_one_ratio(subject: Subject, case: Batch) -> None:
     chosen = of_kind(subject, case, level="sequence")
     if chosen is None:
         return
-    found = call(subject, chosen, grad="grad" in subject.claims)
-    check_loss(subject, chosen, found)
+    found = judged(subject, chosen)
     every = [t.rho for t in expected(chosen).tokens.values()]
     close(subject, "stats", found.result.stats.ratio_max, max(every), chosen.dtype)
     close(subject, "stats", found.result.stats.ratio_min, min(every), chosen.dtype)
     if found.dlogprob is None:
         return
-    check_gradient(subject, chosen, found)
     mask = chosen.arrays()["mask"]
     for i in range(chosen.B if not KINDS[chosen.kind].own_gradient else 0):
         g = found.dlogprob[i][mask[i]]
@@ -151,7 +141,7 @@ def one_advantage_per_sequence_makes_gspo_token_gspo(subject: Subject, case: Bat
     """Loss and gradient of the two kinds."""
     if not {"kind:gspo", "kind:gspo_token", "grad"} <= subject.claims:
         return
-    one, two = (call(subject, replace(case, kind=k, level="sequence"), grad=True) for k in ("gspo", "gspo_token"))
+    one, two = (call(subject, replace(case, kind=k, level="sequence")) for k in ("gspo", "gspo_token"))
     close(subject, "loss", two.result.loss, one.result.loss.item(), case.dtype)
     size = 1 + 1e4 * np.abs(one.dlogprob).max()
     close(subject, "grad_logprob", torch.from_numpy(two.dlogprob), one.dlogprob, case.dtype, scale=size)
@@ -163,10 +153,7 @@ def kl_estimators_have_their_values_and_slopes(subject: Subject, case: Batch) ->
     nothing = np.zeros(case.arrays()["adv"].shape)
     for kl in claimed(subject, "kl:"):
         one = replace(case, kl=kl)
-        found = call(subject, one, grad="grad" in subject.claims, adv=nothing)
-        check_loss(subject, one, found, adv=nothing)
-        if found.dlogprob is not None:
-            check_gradient(subject, one, found, adv=nothing)
+        judged(subject, one, adv=nothing)
 
 
 @attack("PL-20", batches, scale=0.5)
@@ -176,15 +163,13 @@ def the_kl_term_is_differentiated_as_a_product(subject: Subject, case: Batch) ->
     if not kls or "grad" not in subject.claims:
         return
     case = replace(case, kl=kls[case.seed % len(kls)], kl_importance=True)
-    found = call(subject, case, grad=True)
-    check_loss(subject, case, found)
-    check_gradient(subject, case, found)
+    judged(subject, case)
     one = of_kind(subject, case, level="token")
     if one is None or "kl:k3" not in subject.claims:
         return
     one = replace(one, kl="k3", correction="", rejection="", bonus=False)
     x = one.arrays()
-    found = call(subject, one, grad=True, adv=np.zeros(x["adv"].shape))
+    found = call(subject, one, adv=np.zeros(x["adv"].shape))
     old = x["lp"] if one.on_policy else x["old"]
     want = np.zeros(x["lp"].shape)
     for at, token in expected(one).tokens.items():
@@ -200,7 +185,7 @@ def the_bonus_lowers_the_loss_by_the_aggregated_entropy(subject: Subject, case: 
     way = {"entropy_aggregate": ways[case.seed % len(ways)], "horizon": 7.0} if ways else {}
     if way and "seq_mean_token_sum_norm" not in {case.aggregate, way["entropy_aggregate"]}:
         way.pop("horizon")
-    with_bonus = call(subject, case, grad="grad" in subject.claims, **way)
+    with_bonus = call(subject, case, **way)
     without = call(subject, case, entropy_coef=0.0, **way)
     want = expected(case, **way)
     bonus = sum(t.omega_entropy * t.entropy for t in want.tokens.values()) * 0.125
@@ -216,30 +201,24 @@ def a_correction_weighs_the_policy_term_alone(subject: Subject, case: Batch) -> 
     """Every correction, with a KL term and a bonus beside it, off policy and on."""
     names = [n for n in CORRECTIONS if takes(case.kind, n)]
     case = replace(case, correction=names[case.seed % len(names)])
-    found = call(subject, case, grad="grad" in subject.claims)
-    check_loss(subject, case, found)
-    if found.dlogprob is not None:
-        check_gradient(subject, case, found)
+    judged(subject, case)
 
 
 @attack("PL-23", lambda s: batches(s, masked=True, on_policy=False), scale=0.5)
 def rejected_tokens_are_as_masked(subject: Subject, case: Batch) -> None:
     """A rejection against a mask without the tokens that it takes out."""
     case = replace(case, rejection=sorted(REJECTIONS)[case.seed % len(REJECTIONS)])
-    found = call(subject, case, grad="grad" in subject.claims)
-    check_loss(subject, case, found)
+    found = judged(subject, case)
     kept = np.zeros((case.B, case.T), bool)
     for at in expected(case).tokens:
         kept[at] = True
     require(found.result.stats.tokens.item() == kept.sum(), f"{found.result.stats.tokens.item()} tokens are left")
     if "mask" not in subject.claims:
         return
-    masked = call(subject, replace(case, rejection="", rollout=True), grad="grad" in subject.claims, mask=kept)
+    masked = call(subject, replace(case, rejection="", rollout=True), mask=kept)
     atol, rtol = subject.tolerance("loss", case.dtype)
     size = 1 + rtol / atol * expected(case).size
     close(subject, "loss", found.result.loss, masked.result.loss.item(), case.dtype, scale=size)
-    if found.dlogprob is not None:
-        check_gradient(subject, case, found)
 
 
 @attack("PL-24", lambda s: batches(s, masked=True), scale=0.5)
@@ -251,11 +230,9 @@ def an_unknown_rollout_counts_as_old(subject: Subject, case: Batch) -> None:
     unknown = np.random.default_rng(case.seed).random(x["lp"].shape) < 0.4
     unknown[:, 0] = True
     old = x["lp"] if case.on_policy else x["old"]
-    found = call(subject, case, grad="grad" in subject.claims, roll=np.where(unknown, np.nan, x["roll"]))
+    found = call(subject, case, roll=np.where(unknown, np.nan, x["roll"]))
     same = {"roll": np.where(unknown, old, x["roll"])}
-    check_loss(subject, case, found, **same)
-    if found.dlogprob is not None:
-        check_gradient(subject, case, found, **same)
+    judged(subject, case, found, **same)
     have = found.result.stats.rollout_missing
     if have is None:
         raise Violation("rollout_logprob was given and rollout_missing is None")
@@ -266,7 +243,7 @@ def an_unknown_rollout_counts_as_old(subject: Subject, case: Batch) -> None:
 def statistics_are_their_formulas(subject: Subject, case: Batch) -> None:
     """All of them; without a gradient; those of inputs that were not given are None."""
     change = {"dual_clip": 1.3} if KINDS[case.kind].surrogate == "clip" and "dual_clip" in subject.claims else {}
-    found = call(subject, case, grad="grad" in subject.claims, **change)
+    found = call(subject, case, **change)
     args, named = case.definition(**change)
     want = oracle.statistics(*args, **named)
     stats = vars(found.result.stats)
@@ -284,7 +261,6 @@ def statistics_are_their_formulas(subject: Subject, case: Batch) -> None:
 def huge_log_ratios_stay_finite(subject: Subject, case: Batch) -> None:
     """Log-ratios of +-1e4 under every kind, with the limit of the kind and with none."""
     dtypes = [d for d in subject.dtypes if d != "float16"]  # which holds no such log-ratio
-    grad = "grad" in subject.claims
     for kind, level in kind_levels(subject) if dtypes else ():
         one = replace(case, kind=kind, level=level, dtype=dtypes[0], B=2, T=2)
         x, limited = one.arrays(), "log_ratio_limit" in KINDS[kind].options
@@ -293,7 +269,7 @@ def huge_log_ratios_stay_finite(subject: Subject, case: Batch) -> None:
             if limited and (gap < 0 or KINDS[kind].surrogate == "clip"):  # what bounds a gain bounds no loss
                 ways += [{"log_ratio_limit": np.inf, "adv": adv} for adv in (np.abs(x["adv"]), 0 * x["adv"])]
             for way in ways:
-                found = call(subject, one, grad=grad, old=x["lp"] - gap, **way)
+                found = call(subject, one, old=x["lp"] - gap, **way)
                 require(bool(found.result.loss.isfinite()), f"{kind} at {gap:+g} has loss {found.result.loss.item()!r}")
                 if found.dlogprob is not None:
                     finite = bool(np.isfinite(found.dlogprob).all())

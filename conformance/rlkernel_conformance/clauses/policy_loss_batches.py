@@ -183,8 +183,9 @@ def arguments(
     return {**out, **case.options(), **{k: v for k, v in change.items() if k not in ARRAYS}}
 
 
-def call(subject: Subject, case: Batch, *, grad: bool = False, **change: Any) -> Found:
-    """The subject's answer, where asked for with the gradients of logprob and of entropy; `change` as in arguments."""
+def call(subject: Subject, case: Batch, *, grad: bool | None = None, **change: Any) -> Found:
+    """The subject's answer, with the gradients of logprob and of entropy where claimed; `change` as in arguments."""
+    grad = "grad" in subject.claims if grad is None else grad
     given = arguments(subject, case, **change)
     leaves = [given[n].requires_grad_(grad) for n in ("logprob", "entropy") if n in given]
     result = subject(**given)
@@ -215,6 +216,15 @@ def check_gradient(subject: Subject, case: Batch, found: Found, **change: Any) -
         atol, rtol = subject.tolerance(name, case.dtype)
         scale = 1 + rtol / atol * np.abs(want).max(initial=0.0)  # terms of either sign may cancel in one token
         close(subject, name, torch.from_numpy(have), want, case.dtype, scale=scale)
+
+
+def judged(subject: Subject, case: Batch, found: Found | None = None, **change: Any) -> Found:
+    """A call, its loss and its gradients the definition's; `found` is judged in place of a call."""
+    found = found or call(subject, case, **change)
+    check_loss(subject, case, found, **change)
+    if found.dlogprob is not None:
+        check_gradient(subject, case, found, **change)
+    return found
 
 
 def expected_gradient(case: Batch, of: str = "lp", **change: Any) -> Any:

@@ -23,6 +23,7 @@ from rlkernel_conformance.clauses.policy_loss_batches import (
     check_gradient,
     check_loss,
     expected,
+    judged,
     kind_levels,
 )
 from rlkernel_conformance.compare import close, require
@@ -134,14 +135,14 @@ def losses_of_ranks_add_up(subject: Subject, case: Batch) -> None:
     x = case.arrays()
     counted = x["mask"].sum() if case.aggregate == "token_mean" else x["mask"].any(1).sum()
     cut = 1 + case.seed % (case.B - 1)
-    whole = call(subject, case, grad=grad(subject))
+    whole = call(subject, case)
     total, slopes = 0.0, []
     for rows in (slice(0, cut), slice(cut, case.B)):
         part = replace(case, B=len(x["mask"][rows]))
         count: Any = float(counted)
         if case.seed % 2:
             count = torch.tensor(count, device=subject.device)
-        found = call(subject, part, grad=grad(subject), denominator=count, **{n: a[rows] for n, a in x.items()})
+        found = call(subject, part, denominator=count, **{n: a[rows] for n, a in x.items()})
         total += found.result.loss.item()
         slopes.append(found.dlogprob)
     agree(subject, case, whole.result.loss, total)
@@ -183,7 +184,7 @@ def empty_sequences_count_only_where_asked(subject: Subject, case: Batch) -> Non
     if not mask.any():
         return
     for change in ({}, {"count_empty": True}):
-        check_loss(subject, case, call(subject, case, mask=mask, **change), mask=mask, **change)
+        check_loss(subject, case, call(subject, case, mask=mask, grad=False, **change), mask=mask, **change)
 
 
 @attack("PL-14", lambda s: batches(s, masked=True), scale=0.5)
@@ -216,7 +217,7 @@ def what_a_mask_hides_changes_no_bit(subject: Subject, case: Batch) -> None:
         if dirty[name].ndim == 2:
             dirty[name] = np.where(hidden, poison, dirty[name])
     del dirty["mask"]
-    want, found = (call(subject, case, grad=grad(subject), **change) for change in ({}, dirty))
+    want, found = (call(subject, case, **change) for change in ({}, dirty))
     same_results(found.result, want.result, "with poison under the mask")
     for one, two in ((found.dlogprob, want.dlogprob), (found.dentropy, want.dentropy)):
         if one is not None:
@@ -227,11 +228,9 @@ def what_a_mask_hides_changes_no_bit(subject: Subject, case: Batch) -> None:
 @attack("PL-16", lambda s: batches(s, packed=True), scale=0.5)
 def packed_is_padded(subject: Subject, case: Batch) -> None:
     """The rows of a padded batch end to end; sequences of one token, and empty ones."""
-    one, two = (call(subject, replace(case, packed=packed), grad=grad(subject)) for packed in (True, False))
+    one, two = (call(subject, replace(case, packed=packed)) for packed in (True, False))
     agree(subject, case, one.result.loss, two.result.loss.item())
-    check_loss(subject, case, one)
-    if one.dlogprob is not None:
-        check_gradient(subject, case, one)
+    judged(subject, case, one)
     size = 4 + 10 * expected(case).size
     for name, value in leaves(two.result.stats).items():
         close(subject, "stats", getattr(one.result.stats, name), value.item(), case.dtype, scale=size)
@@ -240,17 +239,14 @@ def packed_is_padded(subject: Subject, case: Batch) -> None:
 @attack("PL-17", lambda s: batches(s, packed=True), scale=0.5)
 def the_tail_of_a_packed_batch_does_not_count(subject: Subject, case: Batch) -> None:
     """Tokens of no sequence that hold NaN and are not masked."""
-    found = call(subject, case, grad=grad(subject), tail=1 + case.seed % 5)
-    check_loss(subject, case, found)
-    if found.dlogprob is not None:
-        check_gradient(subject, case, found)
+    judged(subject, case, call(subject, case, tail=1 + case.seed % 5))
 
 
 @attack("PL-18", lambda s: batches(s, on_policy=True, rollout=False, correction="", rejection=""), scale=0.5)
 def without_old_log_probabilities_the_current_ones_are_old(subject: Subject, case: Batch) -> None:
     """None against the same numbers."""
     same = replace(case, on_policy=False)
-    found, want = call(subject, case, grad=grad(subject)), call(subject, same, old=case.arrays()["lp"])
+    found, want = call(subject, case), call(subject, same, old=case.arrays()["lp"])
     agree(subject, case, found.result.loss, want.result.loss.item())
     if found.dlogprob is not None:
         check_gradient(subject, case, found)
@@ -276,8 +272,8 @@ def the_order_of_sequences_means_nothing(subject: Subject, case: Batch) -> None:
     """The sequences in another order."""
     order = np.random.default_rng(case.seed).permutation(case.B)
     x = case.arrays()
-    one = call(subject, case, grad=grad(subject))
-    two = call(subject, case, grad=grad(subject), **{n: a[order] for n, a in x.items()})
+    one = call(subject, case)
+    two = call(subject, case, **{n: a[order] for n, a in x.items()})
     agree(subject, case, two.result.loss, one.result.loss.item())
     if one.dlogprob is not None:
         want = one.dlogprob[order]

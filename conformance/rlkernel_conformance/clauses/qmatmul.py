@@ -34,8 +34,8 @@ ELSEWHERE: Final = (qmatmul_experts, qmatmul_gradients, qmatmul_laws)  # modules
 
 
 @attack("QM-01", cases, examples=EVERY)
-def it_is_the_product_with_the_dequantised_weight(subject: Subject, case: Product) -> None:
-    """Within accumulation_bound of float64 on w', x as the format quantises it."""
+def it_is_the_product_with_the_dequantized_weight(subject: Subject, case: Product) -> None:
+    """Within accumulation_bound of float64 on w', x as the format quantizes it."""
     case = tried(subject, case)
     judged(subject, case, case.input(subject), case.w(subject))
 
@@ -93,7 +93,7 @@ def an_unrounded_weight_is_not_rounded(subject: Subject, case: Product) -> None:
 
 
 @attack("QM-06", lambda s: cases(s, outputs=80).map(lambda c: replace(c, x="normal")))
-def a_rounded_weight_is_the_dequantised_one(subject: Subject, case: Product) -> None:
+def a_rounded_weight_is_the_dequantized_one(subject: Subject, case: Product) -> None:
     """weight_rounding="dtype": c = 0 around the product with dequantize(w, x.dtype)."""
     judged(subject, case, case.input(subject), case.w(subject), weight_rounding="dtype")
 
@@ -137,11 +137,11 @@ def integer_sums_are_exact(subject: Subject, case: Product) -> None:
 
 
 @attack("QM-08", integer_cases)
-def a_token_is_quantised_on_its_own(subject: Subject, case: Product) -> None:
+def a_token_is_quantized_on_its_own(subject: Subject, case: Product) -> None:
     """The first token beside tokens that are huge, zero or NaN."""
     x, w = case.input(subject), case.w(subject)
-    for neighbour in (1e4, 0.0, torch.nan):
-        x[1:] = neighbour
+    for neighbor in (1e4, 0.0, torch.nan):
+        x[1:] = neighbor
         integer_rows(subject, case, x, w, slice(0, 1))
     if case.seed % 2:
         x[1:] = 0

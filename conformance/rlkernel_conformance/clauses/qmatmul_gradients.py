@@ -53,7 +53,7 @@ def gradients(
     lora = (kept["A"], kept["B"], 0.5) if "A" in kept else None
     size = oracle.exact(kept["x"], w, lora=lora, activation=activation, **more)
     bounds = oracle.bounds_of_gradients(size, dy.cpu())
-    # The same, with the leaves in float64: x as the format quantises it is a constant away.
+    # The same, with the leaves in float64: x as the format quantizes it is a constant away.
     left = mine["x"] + (size.left - size.x).detach()
     h = left @ size.w.t()
     if lora is not None:

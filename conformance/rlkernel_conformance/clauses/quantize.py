@@ -50,7 +50,7 @@ def law_cases(subject: Subject) -> st.SearchStrategy[Weight]:
     )
 
 
-def quantised(subject: Subject, case: Weight, weight: Tensor | None = None) -> QuantTensor:
+def quantized(subject: Subject, case: Weight, weight: Tensor | None = None) -> QuantTensor:
     """The subject's answer, which must be canonical."""
     w = subject(case.full(subject) if weight is None else weight, case.spec)
     require(isinstance(w, QuantTensor), f"the result is a {type(w).__name__}, not a QuantTensor")
@@ -66,7 +66,7 @@ def scales_have_the_bits_of_their_rule(subject: Subject, case: Weight) -> None:
     """Scales, zero-points, nested scales, the groups of columns; and the tables of nf4 and fp4."""
     if not claims(subject, case.spec, SCALE_RULES):
         return
-    w = quantised(subject, case)
+    w = quantized(subject, case)
     for name, expected in quantize.scales(case.full(subject), case.spec).items():
         same = is_nan_or_equal(w.parts[name], expected)
         require(same, f"{name} is {w.parts[name].tolist()}, expected {expected.tolist()}")
@@ -83,7 +83,7 @@ def codes_are_nearest(subject: Subject, case: Weight) -> None:
     """Every code against w / s, with the scale that was stored."""
     if not claims(subject, case.spec, SCALE_RULES):
         return
-    weight, w = case.full(subject), quantised(subject, case)
+    weight, w = case.full(subject), quantized(subject, case)
     right = quantize.codes_are_right(weight, w)
     if right.all():
         return
@@ -96,7 +96,7 @@ def codes_are_nearest(subject: Subject, case: Weight) -> None:
 
 def bounded(subject: Subject, case: Weight) -> None:
     """The decoded weight is within error_bound of the full one; groups whose scale overflows are NaN."""
-    weight, w = case.full(subject), quantised(subject, case)
+    weight, w = case.full(subject), quantized(subject, case)
     expected, found = weight.cpu().double(), quant.decode(w)
     lost = found.isnan() if case.spec.scale_dtype == "float16" else torch.zeros_like(found, dtype=torch.bool)
     allowed = error_bound(w, weight.cpu()).masked_fill(lost, 0) + 1e-300
@@ -114,7 +114,7 @@ def no_value_is_further_away_than_the_bound(subject: Subject, case: Weight) -> N
 def powers_of_two_scale_scales_alone(subject: Subject, case: Weight) -> None:
     """2^1 to 2^5 times the weight: the same codes, the scales times that."""
     weight, factor = case.full(subject), 2.0 ** (1 + case.seed % 5)
-    once, more = quantised(subject, case, weight), quantised(subject, case, weight * factor)
+    once, more = quantized(subject, case, weight), quantized(subject, case, weight * factor)
     for name, part in once.parts.items():
         scale = part.dtype in {torch.float32, torch.bfloat16, torch.float16} and name in _FLOATING
         if scale and part.dtype == torch.float16 and bool((part.abs() < 2.0**-14).any()):
@@ -139,7 +139,7 @@ def groups_of_zeros_are_zeros(subject: Subject, case: Weight) -> None:
     weight[0], weight[2] = 0, torch.finfo(weight.dtype).smallest_normal * torch.finfo(weight.dtype).eps
     # The scale of another row is none of theirs.
     alone = case.spec.rows == 1 and not case.spec.double_quant and case.spec.format != "nvfp4"
-    w = quantised(subject, replace(case, N=3, K=K), weight)
+    w = quantized(subject, replace(case, N=3, K=K), weight)
     value = quant.decode(w)
     require(bool((value[0] == 0).all()), f"a row of zeros gives {value[0].tolist()}")
     if alone:
@@ -148,7 +148,7 @@ def groups_of_zeros_are_zeros(subject: Subject, case: Weight) -> None:
         power = case.spec.scale_dtype == "e8m0"  # the least power of two is a scale as good as another
         least = weight[2, 0].item() * (power or (scale != 0).any().item())
         require(bool((value[2].double().abs() <= 2 * least).all()), f"a row that underflows gives {value[2].tolist()}")
-    nothing = quantised(subject, replace(case, N=3, K=K), torch.zeros_like(weight))
+    nothing = quantized(subject, replace(case, N=3, K=K), torch.zeros_like(weight))
     require(bool((quant.decode(nothing) == 0).all()), "a weight of zeros does not give zeros")
 
 
@@ -160,9 +160,9 @@ def what_is_not_finite_stays_in_its_group(subject: Subject, case: Weight) -> Non
     sized = replace(case, N=N, K=K)
     weight = sized.full(subject)
     i, j = case.seed % N, case.seed % K
-    clean = quant.decode(quantised(subject, sized, weight.clone()))
+    clean = quant.decode(quantized(subject, sized, weight.clone()))
     weight[i, j] = (torch.nan, torch.inf, -torch.inf)[case.seed % 3]
-    w = quantised(subject, sized, weight)
+    w = quantized(subject, sized, weight)
     found = quant.decode(w)
     group = torch.zeros(N, K, dtype=torch.bool)
     if spec.act_order:
@@ -192,7 +192,7 @@ def eight_bit_floats_saturate(subject: Subject, case: Weight | None) -> None:
         return
     case = replace(case, N=300, K=3, values="normal")
     weight = case.full(subject) * 2.0 ** (120 * (case.seed % 2))
-    found = quant.decode(quantised(subject, case, weight))
+    found = quant.decode(quantized(subject, case, weight))
     require(bool(found.isfinite().all()), f"{int((~found.isfinite()).sum())} finite elements became NaN or inf")
 
 
@@ -205,13 +205,13 @@ def strides_change_no_bit(subject: Subject, case: Weight) -> None:
     """Padded rows, transposed storage, every second row, one row repeated."""
     weight = case.full(subject)
     views = (draw.strided(weight), weight.t().contiguous().t(), weight.repeat_interleave(2, 0)[::2])
-    want = quantised(subject, case, weight)
+    want = quantized(subject, case, weight)
     for view in views:
         require(
-            want.same_bits(quantised(subject, case, view)), f"a view with strides {view.stride()} is another weight"
+            want.same_bits(quantized(subject, case, view)), f"a view with strides {view.stride()} is another weight"
         )
     same = weight[:1].expand(case.N, -1)
-    require(quantised(subject, case, same.contiguous()).same_bits(quantised(subject, case, same)), "an expanded row")
+    require(quantized(subject, case, same.contiguous()).same_bits(quantized(subject, case, same)), "an expanded row")
 
 
 @attack("QZ-10", law_cases)

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.ranks import on_shares
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
 from rlkernel_core.spec.shape_rewards import RunningMoments
@@ -252,14 +251,8 @@ def ranks_agree_with_one(subject: Subject, case: Rewards) -> None:
     """Two and three ranks with shares of any size, one of them empty, against all rewards on one rank."""
     case = replace(case, steps=tuple(s for s in case.steps if s.startswith("normalize")), output="auto")
     given, B = case.arguments(subject), case.B
-    for world, cuts in ((2, (B,)), (2, (case.seed % B,)), (3, (1, 1))):
-        bounds = [0, *cuts, B]
-
-        def share(rank: int, group: Any, bounds: list[int] = bounds) -> Any:
-            mine = {k: v[bounds[rank] : bounds[rank + 1]] if isinstance(v, Tensor) else v for k, v in given.items()}
-            return subject(**mine, process_group=group)
-
-        found = on_ranks(subject, world, share)
+    for cuts in ((B,), (case.seed % B,), (1, 1)):
+        found = on_shares(subject, given, (0, *cuts, B))
         holds(subject, given, replace(found[0], rewards=torch.cat([o.rewards for o in found])), case.dtype)
         counts = [float(o.running.count) for o in found if o.running is not None]
         require(all(n == B for n in counts), f"the running states are of {counts} rewards, there are {B}")

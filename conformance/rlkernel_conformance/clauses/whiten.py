@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import close, plain, require
-from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.ranks import on_ranks, on_shares
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import rewards as oracle
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
@@ -192,14 +191,8 @@ def ranks_agree_with_one(subject: Subject, case: Values) -> None:
     given = replace(case, layout="mask").arguments(subject)
     whole = expected(given)
     B = case.B
-    for world, cuts in ((2, (B,)), (2, (case.seed % B,)), (3, (1, 1))):
-        bounds = [0, *cuts, B]
-
-        def share(rank: int, group: Any, bounds: list[int] = bounds) -> Any:
-            mine = {k: v[bounds[rank] : bounds[rank + 1]] if isinstance(v, Tensor) else v for k, v in given.items()}
-            return subject(**mine, process_group=group)
-
-        found = on_ranks(subject, world, share)
+    for cuts in ((B,), (case.seed % B,), (1, 1)):
+        found = on_shares(subject, given, (0, *cuts, B))
         for out in found:
             results(subject, replace(out, y=torch.cat([o.y for o in found])), whole, case.dtype)
 

@@ -78,7 +78,7 @@ def the_nucleus_ends_with_the_crossing_token(subject: Subject, case: Draws) -> N
         for row in batch.rows:
             row.temperature = row.temperature or 1.0
         kept_as_defined(subject, batch)
-    kept_as_defined(subject, case.batch(subject))  # and behind the other filters, renormalised
+    kept_as_defined(subject, case.batch(subject))  # and behind the other filters, renormalized
 
 
 @attack("SA-11", plain_draws, scale=SCALE)

@@ -29,7 +29,7 @@ from rlkernel_core.definitions.sampling import Row, sample_row
 # draws of these rows have n KL = 108 to 300 for a temperature wrong by 40 % (1 for 0.7), 98 in the median for 25 %, 215
 # in the median for one token of middling mass lost; a filter ignored draws what has no mass, which refutes at once.
 # Finer errors of a law are those of single tokens, which SA-02 sees.
-# Pairs have 16 classes, limit = 58: equal neighbours (KL = log 4) show in 100 pairs, 20 % of them equal in 2048.
+# Pairs have 16 classes, limit = 58: equal neighbors (KL = log 4) show in 100 pairs, 20 % of them equal in 2048.
 DRAWS = 4096
 
 
