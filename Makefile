@@ -55,7 +55,7 @@ fresh: build ## the same from the built wheels, in a new environment without the
 	$(PYTHON) -m venv $(FRESH)/env
 	$(FRESH)/env/bin/python -m pip install --quiet "$(TORCH)+cpu" || $(FRESH)/env/bin/python -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
 	$(FRESH)/env/bin/python -m pip install --quiet "$$(ls dist/rlkernel-*.whl)[dev]"
-	for page in $(PAGES) backends/*/README.md; do mkdir -p $(FRESH)/clone/$$(dirname $$page) && cp -r $$page $(FRESH)/clone/$$page || exit 1; done
+	for page in $(PAGES) backends/*/README.md backends/rocm/simulator/README.md; do mkdir -p $(FRESH)/clone/$$(dirname $$page) && cp -r $$page $(FRESH)/clone/$$page || exit 1; done
 	cd $(FRESH)/clone && ../env/bin/python -c "import rlkernel, rlkernel_core, sys; assert all(m.__file__.startswith(sys.prefix) for m in (rlkernel, rlkernel_core))"
 	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "(block_runs or page) and not jetson.md and not rocm.md" tests/test_docs.py tests/test_docs_ops.py tests/test_new_backend_page.py
 	$(FRESH)/env/bin/python -m pip install --quiet --no-deps dist/rlkernel_triton-*.whl dist/rlkernel_rocm-*.whl dist/cdna_simulator-*.whl dist/rlkernel_jetson-*.whl

@@ -57,7 +57,7 @@ _WORDS: Final = (
     ("CUDA error", "jit_error"),
     ("HIP error", "jit_error"),
 )
-_SIGNALS: Final = {
+_SIGNALS: Final[dict[int, str]] = {
     signal.SIGSEGV: "segfault",
     signal.SIGBUS: "segfault",
     signal.SIGABRT: "abort",
@@ -69,8 +69,8 @@ _SIGNALS: Final = {
 _HARMLESS: Final = frozenset({"import_error", "syntax_error", "nondeterminism", "protocol_error"})
 
 
-def of_error(error: BaseException) -> str:
-    """The fault that an exception stands for."""
+def of_error(error: BaseException | None) -> str:
+    """The fault that an exception stands for; `unknown` of none."""
     text = f"{type(error).__name__}: {error}"
     return next((fault for word, fault in _WORDS if word in text), "unknown")
 

@@ -79,8 +79,8 @@ def carry_out(
         subject.measures.clear()
         try:
             attack.prop(subject, case)
-        except UnsatisfiedAssumption as error:
-            rejected.append(str(error))
+        except UnsatisfiedAssumption as rejection:
+            rejected.append(str(rejection))
             raise
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))

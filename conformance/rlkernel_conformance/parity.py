@@ -68,7 +68,8 @@ def _compared(pair: tuple[Subject, Subject], calls: int, rows: int) -> Row:
         given = case.given(pair[0])  # one side's arguments are both sides' arguments
         results.append(tuple(_answered(s, case, given) for s in pair))
     if pair[0].op in LOG_PROBABILITIES:
-        return drift(*(torch.cat([side["logprob"] for side in sides]) for sides in zip(*results, strict=True)), results)
+        first, second = (torch.cat([found["logprob"] for found in side]) for side in zip(*results, strict=True))
+        return drift(first, second, results)
     return _largest(results)
 
 

@@ -20,11 +20,11 @@ FRESH: Final = frozenset(
 )
 
 
-class Poisoned(TorchDispatchMode):  # type: ignore[misc]
+class Poisoned(TorchDispatchMode):
     """Within it, storage that is asked for without content holds NaN and the largest integers, or 1."""
 
     def __init__(self, *, high: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._high = high
 
     def __torch_dispatch__(

@@ -25,7 +25,7 @@ PATIENCE = timedelta(seconds=50)
 
 @cache
 def _groups(world: int, devices: tuple[torch.device, ...] = ()) -> tuple[Any, ...]:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in its __all__
     make = _nccl if devices else _gloo
     with ThreadPoolExecutor(world) as pool:
         return tuple(pool.map(lambda rank: make(store, rank, world), range(world)))
@@ -33,7 +33,7 @@ def _groups(world: int, devices: tuple[torch.device, ...] = ()) -> tuple[Any, ..
 
 def _nccl(store: Any, rank: int, world: int) -> Any:
     group = dist.ProcessGroup(store, rank, world)
-    nccl = dist.ProcessGroupNCCL(store, rank, world, PATIENCE)
+    nccl = dist.ProcessGroupNCCL(store, rank, world, PATIENCE)  # type: ignore[arg-type]  # it takes a time limit, too
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)  # noqa: SLF001
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)  # noqa: SLF001
     return group

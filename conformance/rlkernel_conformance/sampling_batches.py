@@ -70,7 +70,8 @@ def to(device: str, value: Any) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {n: to(device, v) for n, v in value.items()}
-    return type(value)(**to(device, vars(value))) if is_dataclass(value) else value
+    kind: Any = type(value)
+    return kind(**to(device, vars(value))) if is_dataclass(value) else value
 
 
 def pack(masks: Any) -> torch.Tensor:

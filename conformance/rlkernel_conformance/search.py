@@ -59,7 +59,8 @@ def _no_constants() -> dict[str, Any]:
     """Hypothesis's sources of numbers, with none; empty where it has no such thing."""
     if not hasattr(providers, "_get_local_constants"):  # before 6.131
         return {}
-    none = providers.Constants(**{n: providers.SortedSet() for n in ("integers", "floats", "bytes", "strings")})
+    made: Any = providers  # names that it imports and does not promise
+    none = made.Constants(**{n: made.SortedSet() for n in ("integers", "floats", "bytes", "strings")})
     return {"_get_local_constants": lambda: none, "CONSTANTS_CACHE": type(providers.CONSTANTS_CACHE)(1024)}
 
 

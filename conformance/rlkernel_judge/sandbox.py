@@ -81,9 +81,9 @@ class Sandbox:
     level: str
     as_nobody: bool
 
-    def command(self, module: str, scratch: Path, *words: str) -> list[str]:
+    def command(self, module: str, scratch: Path, *arguments: str) -> list[str]:
         """Arguments that start a module in the sandbox; it calls `enter` first."""
-        python = [sys.executable, "-m", module, self.level, str(scratch), *words]
+        python = [sys.executable, "-m", module, self.level, str(scratch), *arguments]
         if self.level != "bubblewrap":
             return python
         return [
@@ -93,11 +93,11 @@ class Sandbox:
         ]  # fmt: skip
 
     def start(
-        self, module: str, scratch: Path, *words: str, keep: tuple[int, ...] = (), **more: str
+        self, module: str, scratch: Path, *arguments: str, keep: tuple[int, ...] = (), **more: str
     ) -> subprocess.Popen[bytes]:
         """Start a module in the sandbox, in a session of its own, with its output thrown away."""
         return subprocess.Popen(  # noqa: S603 our own interpreter and module
-            self.command(module, scratch, *words),
+            self.command(module, scratch, *arguments),
             pass_fds=keep,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -320,7 +320,7 @@ def _reaped(child: int) -> int:
 
 
 def _exit_code(status: int) -> int:
-    """A status as shells tell it: 128 and the number of the signal."""
+    """A status as shells report it: 128 and the number of the signal."""
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 

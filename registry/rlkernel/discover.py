@@ -212,7 +212,7 @@ def load_target(target: str) -> Callable[..., Any] | Reason:
     return Reason("load", "target-missing", f"{target} {why}", "reinstall or update the plugin")
 
 
-def brief(error: BaseException) -> str:
+def brief(error: BaseException | None) -> str:
     """`ValueError: first line of the message`."""
     text, _ = guarded(lambda: str(error))
     lines = (text or "").strip().splitlines()

@@ -54,7 +54,8 @@ def launched(op: str, workload: Workload, target: str) -> tuple[Build, ...]:
 def made(op: str, workload: Workload) -> None:
     """Make a call of the table of workloads, and its gradients, with what launches in this scope."""
     call = OPERATORS[op].call(**workload.arguments)
-    OPERATORS[op].check(call)
+    if (check := OPERATORS[op].check) is not None:
+        check(call)
     result = _implementation(op)(call)
     if workload.upstream:
         roots = [getattr(result, name) for name in workload.upstream]

@@ -228,7 +228,7 @@ def _head(B: int, V: int = _V, dtype: torch.dtype = BF16, **more: Any) -> dict[s
 
 
 def _heads(name: str, dtype: torch.dtype) -> dict[str, Workload]:
-    B, once = 260, {"backward": "recompute"}
+    B, once = 260, dict[str, Any](backward="recompute")
     every = {n: x for n, x in _rows(B, _V, dtype).items() if n != "logits"}
     return {
         f"{name}, entropy": Workload(_head(B, dtype=dtype, **once), ("logprob", "entropy")),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
@@ -50,3 +51,8 @@ def test_a_limit_that_is_too_low_is_the_calls_own_error(needed) -> None:
 
 def test_saved_logits_count() -> None:
     assert head(backward="save") - head(backward="recompute") >= N * V * 4
+
+
+def test_a_loss_over_a_split_vocabulary_needs_what_its_log_probabilities_need() -> None:
+    ranks = dist.ProcessGroup(dist.HashStore(), 0, 2)  # asked for its size alone
+    assert loss(group=ranks) > head(group=ranks)

@@ -14,7 +14,6 @@ from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.clauses import advantage_groups, advantage_steps
 from rlkernel_conformance.clauses.advantage_batches import (
     BY_SEQUENCE,
-    KINDS,
     OVER_TIME,
     TOKENS,
     Batch,
@@ -30,6 +29,7 @@ from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import require, same_bits
 from rlkernel_conformance.ranks import on_shares
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.advantage_kinds import KINDS
 
 __all__ = ["advantage_groups", "advantage_steps"]
 EACH = tuple(Batch(kind, seed=3) for kind in KINDS)  # every kind at least once

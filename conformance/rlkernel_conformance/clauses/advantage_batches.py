@@ -87,14 +87,15 @@ class Batch:
             return {"group": torch.arange(self.B, device=device) // 2, "singleton": "raw"}
         if option == "out of range":
             return {"valid_range": (0.0, 1.0), "invalid": "raw", "ddof": 0, "eps": 1e-8, "min_std": 1e-8}
-        return {
+        options: dict[str, dict[str, Any]] = {
             "others": {"leave_one_out": True, "low_std": "center"},
             "others' mean": {"leave_one_out": True},
             "length_adaptive": {"length_adaptive": 0.4, "lam": 1.0},
             "masked steps": {"masked_time": "step"},
             "carry": {"masked_out": "carry"},
             "unclipped": {name: None for name in ("ratio_clip", "trace_clip") if self.takes(name)},
-        }.get(option, {})
+        }
+        return options.get(option, {})
 
     def noise(self, shape: tuple[int, ...], salt: int, subject: Subject) -> Tensor:
         """Normal values of the case's dtype."""

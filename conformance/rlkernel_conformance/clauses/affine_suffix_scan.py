@@ -168,7 +168,7 @@ def a_scan_may_be_split(subject: Subject, case: Scan) -> None:
     given = case.arguments(subject)
     cut = case.seed % (case.T + 1)
     whole = subject(**given)
-    parts = []
+    parts: list[Tensor] = []
     carry = given.get("init", torch.zeros(case.B, dtype=given["b"].dtype, device=subject.device))
     for part in (slice(cut, None), slice(0, cut)):
         cut_out = {k: v[:, part] if isinstance(v, Tensor) and v.dim() == 2 else v for k, v in given.items()}

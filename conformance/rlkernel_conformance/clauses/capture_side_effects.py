@@ -87,7 +87,7 @@ def drawing_is_refused(subject: Subject, case: Case) -> None:
     """From the default generator and from a declared one, whatever on_capture_error says; what draws nothing passes."""
     own = torch.Generator(subject.device)
     given = optional(subject, generators=(own,)) if case.word == "own" else {}
-    by = {"generator": own} if given else {}
+    by: dict[str, Any] = {"generator": own} if given else {}
     options = {"rng": "forbid", "on_capture_error": case.policy, "warmup": case.warmup, **given}
     x = case.x(subject)
     refused(

@@ -19,14 +19,13 @@ from rlkernel_conformance.clauses.linear_policy_loss_steps import (
     check_factor,
     check_loss,
     check_operands,
-    kind_levels,
     one_of_each,
     run,
     size_of,
     steps,
     where_claimed,
 )
-from rlkernel_conformance.clauses.policy_loss_batches import Batch
+from rlkernel_conformance.clauses.policy_loss_batches import Batch, kind_levels
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.memory import least_workspace, peak
 from rlkernel_conformance.ranks import on_ranks

@@ -268,7 +268,7 @@ def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
 def results_of_whole_rows_match_float64(subject: Subject, case: Heads) -> None:
     """Entropy, kept ids, the best tokens and the rank, as far as no allowed error of the logits changes them."""
     made = case.operands(subject)
-    asked = {"entropy": {"entropy": True}, "kept_ids": {"kept_capacity": case.V}}
+    asked: dict[str, dict[str, Any]] = {"entropy": {"entropy": True}, "kept_ids": {"kept_capacity": case.V}}
     more: dict[str, Any] = {n: v for f, given in asked.items() if f in subject.claims for n, v in given.items()}
     n = min(3, case.V)
     # Each set of results that is asked for may be kernels of its own, which take seconds to compile: most cases ask for

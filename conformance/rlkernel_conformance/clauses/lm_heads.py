@@ -158,7 +158,7 @@ class Largest(TorchDispatchMode):
     """The size of the largest tensor that torch makes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -23,7 +23,7 @@ from rlkernel_core.spec.qmatmul import LoRA
 
 def everything(subject: Subject, case: Product) -> dict[str, Any]:
     """A call with every claimed addition."""
-    activation = (activations(subject, pairs=False) or [None])[0]
+    activation = next(iter(activations(subject, pairs=False)), None)
     found: dict[str, Any] = {"x": case.input(subject), "w": case.w(subject)}
     wanted = {
         "bias": case.bias(subject),

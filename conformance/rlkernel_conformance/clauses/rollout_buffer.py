@@ -172,7 +172,8 @@ def _first(queue: list[Any], wanted: int, *, by_groups: bool) -> Any:
     """The groups of a full batch; None if there is none, words where the next group never fits."""
     if by_groups:
         return queue[:wanted] if len(queue) >= wanted else None
-    chosen, total = [], 0
+    chosen: list[Any] = []
+    total = 0
     for group in queue:
         tokens = len(group[1][0])
         if tokens > wanted:

@@ -119,5 +119,5 @@ def invalid_members_weigh_nothing(subject: Subject, case: Judged) -> None:
             torch.allclose(batch.weight.cpu(), want), f"weights are {batch.weight.tolist()}, expected {want.tolist()}"
         )
         require(batch.valid.tolist() == valid, f"valid is {batch.valid.tolist()}, expected {valid}")
-        status = [STATUS[s] for s, *_ in case.members]
-        require(batch.status.tolist() == status, f"status is {batch.status.tolist()}, expected {status}")
+        codes = [STATUS[s] for s, *_ in case.members]
+        require(batch.status.tolist() == codes, f"status is {batch.status.tolist()}, expected {codes}")

@@ -74,8 +74,8 @@ def equal_laws_accept_every_draft(subject: Subject, case: Rounds) -> None:
     made = case.round(subject, "logits")
     rng, laws = np.random.default_rng(case.seed), []
     for i, row in enumerate(made.rows):
-        x = made.target[made.slices(i)[0]]
-        x = x.numpy() if x.dtype == torch.float64 else x.float().numpy()
+        logits = made.target[made.slices(i)[0]]
+        x = logits.numpy() if logits.dtype == torch.float64 else logits.float().numpy()
         with np.errstate(all="ignore"):
             laws += [np.exp(sample_row(x[j], row, x.dtype.type).log_p) for j in range(4)]
     made.q = np.stack(laws)
@@ -243,7 +243,7 @@ def edits_belong_to_rows_of_the_target(subject: Subject, case: Rounds) -> None:
     lists = TokenLists(torch.from_numpy(np.concatenate(bans)), torch.tensor([0, *np.cumsum([len(b) for b in bans])]))
     bias = ragged_bias([{int(t): float(row[t]) for t in np.flatnonzero(row)} for row in shift])
     work = made.target.dtype if made.target.dtype == torch.float64 else torch.float32
-    ways = {
+    ways: dict[str, tuple[Any, Tensor, Any]] = {
         "allowed": (pack(~hole), torch.from_numpy(hole), 0.0),
         "banned": (lists, torch.from_numpy(ban), 0.0),
         "bias": (bias, torch.zeros(shape, dtype=torch.bool), torch.from_numpy(shift)),

@@ -158,6 +158,6 @@ def _logprob(
 
 def _update(policy: Policy, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()

@@ -24,7 +24,7 @@ from rlkernel_core.gradients import Pair, carried, gradients, recording_gradient
 from rlkernel_core.spec import OPERATORS
 
 NAMESPACE: Final = "rlkernel"
-_LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LEAVES: Final = "Tensor[] tensors, SymInt[] integers, float[] floats, str implementation, str call"
 # Integers that no result's size depends on: they may stay symbols, so that a decoding loop traces once.
 _SIZELESS: Final = frozenset({"seed", "step", "stream"})

@@ -45,7 +45,7 @@ def recording() -> bool:
     return _RECORDING.get()
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(TorchDispatchMode):
     def __init__(self, *, collectives: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._collectives = collectives

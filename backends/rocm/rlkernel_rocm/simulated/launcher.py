@@ -65,7 +65,8 @@ class SimulatedLaunch:
         build = build_of(self.binding, args)
         values, passed = {**self.binding.fixed, **self.binding.by_name(args)}, dict(build.types)
         given = [values[p.name] for p in self.binding.parameters if p.name in passed]
-        machine(build, self.arch).launch((*grid, 1, 1)[:3], _arguments(given), self._order)
+        x, y, z = (*grid, 1, 1)[:3]
+        machine(build, self.arch).launch((x, y, z), _arguments(given), self._order)
 
 
 @cache

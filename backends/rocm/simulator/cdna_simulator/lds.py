@@ -19,7 +19,7 @@ from cdna_simulator.waves import Waves
 
 
 def at(w: Waves, lanes: Lanes, addresses: Array, size: int) -> Array:
-    """Addresses within the workgroup as places in the team's LDS."""
+    """Addresses within the workgroup as places in the LDS of all its waves."""
     if len(addresses) and (addresses.min() < 0 or addresses.max() + size > w.lds_bytes):
         raise OutOfBoundsError(f"{size} bytes at {int(addresses.max())} of {w.lds_bytes} bytes of LDS")
     return addresses + w.lds_base[lanes[0], 0]

@@ -100,11 +100,11 @@ class Machine:
             raise SimulationError(f"{self.kernel.name} takes {len(shown)} arguments, {len(arguments)} were given")
         size = max([a.offset + a.size for a in layout] + [self.kernel.facts.get("kernarg_size", 0), 8])
         segment = np.zeros(-(-size // 64) * 64 + 64, U8)  # hardware rounds up, and scalar loads read ahead
-        told = {f"hidden_block_count_{axis}": n for axis, n in zip("xyz", grid, strict=True)}
-        told |= {"hidden_group_size_x": 64 * self.warps, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
-        told |= {"hidden_grid_dims": 3, "hidden_dynamic_lds_size": self.lds}
+        hidden = {f"hidden_block_count_{axis}": n for axis, n in zip("xyz", grid, strict=True)}
+        hidden |= {"hidden_group_size_x": 64 * self.warps, "hidden_group_size_y": 1, "hidden_group_size_z": 1}
+        hidden |= {"hidden_grid_dims": 3, "hidden_dynamic_lds_size": self.lds}
         given = list(zip(shown, arguments, strict=False))
-        given += [(place, told[place.kind]) for place in layout if place.kind in told]
+        given += [(place, hidden[place.kind]) for place in layout if place.kind in hidden]
         for place, value in given:
             number, region = _argument(value)
             if region is not None:

@@ -1,6 +1,6 @@
 """Memory in which every access is held against what the launch was given: global memory and LDS.
 
-A `Region` is one stretch of bytes that waves gather from and scatter to; `GlobalMemory` is several, at addresses.
+A `Region` is a range of bytes that waves gather from and scatter to; `GlobalMemory` is several, at addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Region:
         if addresses.min() < self.low or addresses.max() + size > self.high:
             bad = addresses[(addresses < self.low) | (addresses + size > self.high)][0]
             raise OutOfBoundsError(
-                f"{size} bytes at {int(bad) - self.low:+d} of a stretch of {self.high - self.low} bytes"
+                f"{size} bytes at {int(bad) - self.low:+d} of a region of {self.high - self.low} bytes"
             )
         offset = addresses - self.base
         together = int(np.bitwise_or.reduce(offset)) | size
@@ -49,7 +49,7 @@ class Region:
 
 
 class GlobalMemory:
-    """The stretches of memory that a launch may touch."""
+    """The regions of memory that a launch may touch."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -57,7 +57,7 @@ class GlobalMemory:
         self._high = np.empty(0, I64)
 
     def add(self, region: Region) -> None:
-        """Allow a stretch; the same one may come twice, others may touch and may not overlap."""
+        """Allow a region; the same one may come twice, others may touch and may not overlap."""
         if region.low == region.high or any(region is b for b in self._regions):
             return
         self._regions = sorted([*self._regions, region], key=lambda b: b.low)

@@ -49,7 +49,7 @@ class Columns:
         in_stats = None if call.in_stats is None else call.in_stats.contiguous()
 
         def bound(launcher: Launcher) -> tuple[Launch, Launch, tuple[int, int, int]]:
-            size = 1 if isinstance(call.group, Tensor) else call.group
+            size = 1 if call.group is None or isinstance(call.group, Tensor) else call.group
             shared: dict[str, Any] = {"T": T, "MASK": rows.mask is not None, "ENDS": rows.ends is not None}
             shared["SIZE"] = SIZE
             return (

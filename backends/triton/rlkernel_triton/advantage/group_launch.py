@@ -88,7 +88,7 @@ class Groups:
         self._counted = described and (kind == "opo" or by_token)
         x = call.rewards
         self._K = x.shape[1] if x.dim() == 2 and not extent.token_rewards else 1
-        self._size = 1 if isinstance(call.group, Tensor) else call.group
+        self._size = 1 if call.group is None or isinstance(call.group, Tensor) else call.group
         self._ids = isinstance(call.group, Tensor)
         self._programs, self._form = _programs(kind, self._B, self._size, ids=self._ids)
         self._of_batch = scale == "batch" or kind == "gpg"
@@ -182,7 +182,8 @@ class Groups:
             )
         floats = torch.empty_strided((3, B), (-(-B // 4) * 4, 1), dtype=torch.float32, device=device)
         flags = torch.empty_strided((2, B), (-(-B // 16) * 16, 1), dtype=torch.bool, device=device)
-        return *floats.unbind(), *flags.unbind(), torch.empty(B, dtype=torch.int64, device=device)
+        (adv, mean, std), (invalid, constant) = floats.unbind(), flags.unbind()
+        return adv, mean, std, invalid, constant, torch.empty(B, dtype=torch.int64, device=device)
 
 
 _WIDTH: Final = 8 if INTERPRETED else 128  # partial moments that a program merges at a time
@@ -271,8 +272,8 @@ def _by_sequence(
                     MASK=rows.mask is not None, ENDS=rows.ends is not None, PACKED=rows.bounds is not None, SIZE=BLOCK,
                 ),
             )  # fmt: skip
-            mask, ends, bounds = (_or(t, x) for t in (rows.mask, rows.ends, rows.bounds))
-            launch((sequences, 1, 1), x, mask, ends, bounds, totals, counts)
+            described = [_or(t, x) for t in (rows.mask, rows.ends, rows.bounds)]
+            launch((sequences, 1, 1), x, *described, totals, counts)
         totals = totals if token_rewards else None
     if not counted:
         return totals, _NO_LENGTHS

@@ -174,7 +174,7 @@ class Recursion:
         if self._rows:
             each = triton.cdiv(C, B) if packed and B else C
             stages = next(k for fewest, k in STAGES if each >= fewest)
-            self._launches = (launcher.bind(scan_kernel, **fixed, STAGE="rows", STAGES=stages),)
+            self._launches: tuple[Launch, ...] = (launcher.bind(scan_kernel, **fixed, STAGE="rows", STAGES=stages),)
             return
         scale = gamma if rule in {"gae", "retrace"} else 1.0
         self._launches = (

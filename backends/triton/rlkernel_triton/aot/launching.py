@@ -318,7 +318,11 @@ class Lookup(Launcher):
     def launch_of(self, binding: Binding) -> Launch:
         """See `Launcher`; the launch raises BundleError where there is no build."""
         bound = self._launcher.launch_of(binding)
-        return lambda _, *args: bound.entry(args) and None
+
+        def find(grid: Grid, *args: Any) -> None:
+            bound.entry(args)
+
+        return find
 
 
 def _missing(wanted: Wanted, arguments: Mapping[str, Argument], launcher: FromBundle) -> str:

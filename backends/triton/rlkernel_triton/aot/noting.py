@@ -49,7 +49,7 @@ class Noting(Launcher):
         """See `Launcher`."""
         wanted = Wanted(binding)
 
-        def note(_: Grid, *args: Any) -> None:
+        def note(grid: Grid, *args: Any) -> None:
             binding.by_name(args)
             build = wanted.build(wanted.arguments(tuple(map(described, args))))
             if (wanted.op, build) not in self.seen:

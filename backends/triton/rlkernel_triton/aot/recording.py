@@ -171,6 +171,6 @@ def _follow(given: list[Any], hollow: Any, out: Any) -> Any:
                 torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
             return upstream
 
-    tapped = dict(zip([id(x) for _, x in there], Tap.apply(*(x for _, x in there)), strict=True))
+    tapped = dict(zip([id(x) for _, x in there], Tap.apply(*(x for _, x in there)), strict=True))  # type: ignore[no-untyped-call]
     leaves, structure = flatten(out)
     return structure.build([tapped.get(id(x), x) for x in leaves])

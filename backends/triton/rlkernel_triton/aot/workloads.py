@@ -176,7 +176,8 @@ def _advantage(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
 def _loss(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     import torch
 
-    for shape, kind, ref, entropy, per_row in product(BATCHES, KINDS, *[(False, True)] * 3):
+    both = (False, True)
+    for shape, kind, ref, entropy, per_row in product(BATCHES, KINDS, both, both, both):
         mask = torch.ones(shape, dtype=torch.bool)
         logprob, old = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
         more: dict[str, Any] = {"ref_logprob": old, "kl_coef": 0.01} if ref else {}

@@ -13,8 +13,8 @@ from typing import Any
 tl: Any
 triton: Any
 try:
-    import triton
-    import triton.language as tl
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
 except ImportError:
     from rlkernel_triton.aot.fake_triton import tl, triton
 

@@ -37,7 +37,7 @@ class LaunchError(RLKernelError, RuntimeError):
 class Device(NamedTuple):
     """One GPU as launches see it."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a field, in place of the method of tuples
     current: Callable[[], int]  # index of the current device
     stream: Callable[[int], int]  # handle of the current stream of a device
     guard: Callable[[int], AbstractContextManager[object]]  # the scope in which a device is current

@@ -33,8 +33,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 class Order(NamedTuple):
     """The rows that count first; the device alone knows how many they are."""
 
-    index: Tensor  # [N] int64, a permutation
-    count: Tensor  # [1] int64
+    index: Tensor  # type: ignore[assignment]  # [N] int64, a permutation; in place of the method of tuples
+    count: Tensor  # type: ignore[assignment]  # [1] int64; the same
 
     @classmethod
     def of(cls, mask: Tensor) -> Self:
@@ -164,7 +164,7 @@ class Head:
         x_stride = rows.stride(0) if self._in_place else self.D
         self._x_strides = {"b_stride": x_stride, "b_step": 1}
         self._weight_strides = {"b_stride": weight.stride(0), "b_step": weight.stride(1)}
-        cut = {"first": 0, "n": N} if self._alone else {}  # passed where there are several blocks
+        cut: dict[str, Any] = {"first": 0, "n": N} if self._alone else {}  # passed where there are several blocks
         self._fixed = {
             **cut, **({} if T is None else {"T": T}), "D": self.D, "V": self.V, "x_stride": x_stride,
             "head_stride": weight.stride(0), "head_step": weight.stride(1), "kept_stride": kept_row_bytes or 0,
@@ -182,7 +182,7 @@ class Head:
         numbers = (self.planes * min(plan.block, N) * self._P, self.planes * N)
         self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
         self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
-        self._products: dict[tuple[str | int, ...], Launch] = {}
+        self._products: dict[tuple[object, ...], Launch] = {}
 
     def _bind(self, kernel: Any, tile: Tile, **fixed: Any) -> Launch:
         shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP, "INTERPRETED": INTERPRETED}

@@ -92,8 +92,9 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, and with "save" the logits."""
         del wanted
         ids, N, V, T = call.ids, call.ids.numel(), call.weight.shape[0], call.temperature
-        (B, *rest), logits = ids.shape or (1,), (None, None)
+        B, *rest = ids.shape or (1,)
         order: Saved = (None, None)
+        logits: Saved = (None, None)
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:

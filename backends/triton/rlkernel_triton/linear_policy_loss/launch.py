@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from rlkernel_triton.common import merge_softmax as law_kernel
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.row_layout import places_of
 from rlkernel_triton.launchers import Launcher, Plan, launcher_for
-from rlkernel_triton.linear_logprob import workspace as head_memory
 from rlkernel_triton.linear_logprob.launch import LinearLogprobPair, linear_logprob
+from rlkernel_triton.linear_logprob.launch import workspace as head_memory
 from rlkernel_triton.logprob.launch import Gradient, Join, Kind, Law, Sweep, is_per_row, per_row
 from rlkernel_triton.policy_loss.batch import LossBatch, scaled
 from rlkernel_triton.policy_loss.launch import Host as LossHost
@@ -293,8 +293,8 @@ class _Head:
         ids = call.ids if call.ids.is_contiguous() else call.ids.contiguous()
         T = None
         if self._T_given:
-            T = call.temperature if self._T_as_it_is else per_row(call.temperature, self._shape)
-            T = (T if self._scale == 1.0 else T / self._scale).view(-1)  # type: ignore[union-attr]  # a tensor
+            given: Any = call.temperature if self._T_as_it_is else per_row(call.temperature, self._shape)
+            T = (given if self._scale == 1.0 else given / self._scale).view(-1)
         hidden = call.hidden.detach()
         return _Operands(
             hidden if hidden.dim() == 2 else hidden.reshape(-1, self.D), call.weight.detach(),
@@ -377,7 +377,7 @@ class _Gradients:
 def product(a: Tensor, b: Tensor, into: Tensor | None = None, *, first: bool = True) -> Tensor:
     """A b in fp32, added to `into` unless it is the first; operands of 16 bits keep fp32 sums and are not rounded."""
     wide = a.dtype == torch.float32 or not a.is_cuda
-    more: dict[str, torch.dtype] = {} if wide else {"out_dtype": torch.float32}
+    more: dict[str, Any] = {} if wide else {"out_dtype": torch.float32}
     with full_precision(a):
         if wide:
             a, b = a.float(), b.float()

@@ -65,7 +65,7 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
             return drawing[0](drawn)
 
         return of_logits
-    if call.penalties is call.logit_bias is call.banned is None:
+    if all(x is None for x in (call.penalties, call.logit_bias, call.banned)):
         draw = _Draw(launcher, call, V, head.cuts(N), softcap=call.softcap, edited=False)
         allowed_as_it_is = call.allowed is None or call.allowed.is_contiguous()
 
@@ -190,11 +190,11 @@ class _Head:
         grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
         if of.described is not None and not has_cap:
             # Through Triton, which makes the copy engine's descriptors of what is passed.
-            launch = plain_launcher_for(self.device).bind(
+            described = plain_launcher_for(self.device).bind(
                 described_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
                 scale=self._scale, HAS_BIAS=of.bias is not None, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
             )  # fmt: skip
-            launch(grid, *of.described, of.bias, out, first, width)
+            described(grid, *of.described, of.bias, out, first, width)
             return out
         weight, bias = of.weight, of.bias
         if first:
@@ -266,12 +266,14 @@ class _Draw:
         self._groups = N * S * 4
         self._sizes = [self._groups, self._groups if self.raw else 0, -(-2 * N * P // 4) * 4]
         allowed = None if edited else call.allowed
-        fixed = {
+        fixed: dict[str, Any] = {
             **({} if isinstance(T, Tensor) else {"temperature": T}), **each, "N": N, "S": S, "P": P,
             "last_slot": min(entries, default=2**31) - 1, "noise_stream": call.stream,
             "HAS_SLOT": call.slot is not None, "RAW": self.raw,
         }  # fmt: skip
-        one = {"first": 0, "width": V, "piece": 0} if len(cut) == 1 else {}  # passed where there are several slabs
+        one: dict[str, Any] = (
+            {"first": 0, "width": V, "piece": 0} if len(cut) == 1 else {}
+        )  # passed where there are several slabs
 
         def bound(*, whole: bool) -> Launch:
             return launcher.bind(

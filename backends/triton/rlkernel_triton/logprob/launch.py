@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ class Sweep:
         self.numbers = self.planes * kind.N * self.P  # of what it writes
         self._grid = (kind.N, self.P, 1)
         inner, outer_stride, inner_stride, stride = places
-        fixed = {} if kind.T is None else {"T": kind.T}
+        fixed: dict[str, Any] = {} if kind.T is None else {"T": kind.T}
         self._T_passed = kind.T is None
         self._launch = launcher.bind(
             logprob_kernels.sweep, num_warps=logprob_kernels.SWEEP_WARPS, **fixed, softcap=kind.softcap or 0.0,
@@ -258,7 +258,7 @@ class Join:
         self._mass, self._keep, self._T_passed = kind.kept_row_bytes is not None, keep, kind.T is None
         self._planes = planes((1, 1, *[1] * moment, *[1] * self._mass, *[law_kernel.SAVED] * keep), shape, device)
         self._grid = (triton.cdiv(kind.N, block), 1, 1)
-        fixed = {} if kind.T is None else {"T": kind.T}
+        fixed: dict[str, Any] = {} if kind.T is None else {"T": kind.T}
         self._launch = launcher.bind(
             law_kernel.law, num_warps=law_kernel.WARPS, **fixed, N=kind.N, P=P, whole=whole, HAS_MASK=kind.masked,
             HAS_T=kind.T is None, SUPPORT=self._mass, MOMENT=moment, ROWS=block, WIDTH=width,
@@ -314,7 +314,7 @@ class Gradient:
 
     def _bound(self, wanted: tuple[bool, ...]) -> Launch:
         kind, (inner, outer_stride, inner_stride, stride) = self._kind, self._places
-        fixed = {} if kind.T is None else {"T": kind.T}
+        fixed: dict[str, Any] = {} if kind.T is None else {"T": kind.T}
         return self._launcher.bind(
             logprob_kernels.gradient, num_warps=logprob_kernels.GRADIENT_WARPS,
             any_alignment=("g", "g_lse", "g_entropy", "g_mass"), **fixed, softcap=kind.softcap or 0.0, N=kind.N,

@@ -8,6 +8,7 @@ Legend: N tokens · B sequences · T padded length · P programs · K statistics
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -139,11 +140,9 @@ class LossBatch:
     @property
     def programs(self) -> int:
         """Programs that one pass over the whole batch takes: rows of the partial statistics."""
-        n = 1
-        for size in self.shape:
-            n *= size
+        n = math.prod(self.shape)
         if self.config.level == "token":
-            return triton.cdiv(n, self.span)
+            return -(-n // self.span)
         return self.sequences if n else 0
 
     def partials(self, device: torch.device) -> Tensor:  # [K, P]

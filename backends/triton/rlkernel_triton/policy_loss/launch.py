@@ -88,14 +88,14 @@ class Host:
             partials = batch.partials(self._device)
             # Tokens outside of all sequences are in no program of a ratio per sequence.
             room = torch.zeros if call.cu_seqlens is not None and self._config.level == "sequence" else torch.empty
-            known = tuple(
+            dlogprob, dentropy = known = tuple(
                 [
                     room(self._shape, dtype=torch.float32, device=self._device) if wants else None
                     for wants in self._wanted
                 ]
             )
             current = None if entropy is None else entropy.detach().contiguous()
-            batch.run(logprob.detach().contiguous(), current, *known, partials)
+            batch.run(logprob.detach().contiguous(), current, dlogprob, dentropy, partials)
             value, stats = batch.summary(partials, entropy=entropy is not None)
         return LossResult(value, stats), known
 

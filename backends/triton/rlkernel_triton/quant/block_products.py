@@ -202,7 +202,7 @@ def dense_product(
 
 
 def _canonical(
-    x: Tensor, parts: tuple[Tensor, ...], after: After, ends: Tensor | None, y: Tensor, *, WIDE: bool, **fixed: int
+    x: Tensor, parts: tuple[Tensor, ...], after: After, ends: Tensor | None, y: Tensor, *, WIDE: bool, **fixed: Any
 ) -> None:
     M = x.shape[0]
     rows = M if ends is None else triton.cdiv(M, ends.shape[0])

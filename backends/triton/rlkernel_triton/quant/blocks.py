@@ -55,7 +55,7 @@ def tiles(spec: QuantSpec, shape: tuple[int, int]) -> bool:
     return spec.element == "e2m1" and shape[0] % 64 == 0 and shape[1] % 64 == 0
 
 
-def form(spec: QuantSpec) -> dict[str, int]:
+def form(spec: QuantSpec) -> dict[str, Any]:
     """The constants of a format."""
     mantissa, bias = (2, 15) if spec.element == "e5m2" else (3, 7)
     return {"FORMAT": KINDS[spec.format].value, "MANTISSA": mantissa, "BIAS": bias}

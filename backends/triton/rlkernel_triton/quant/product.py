@@ -59,7 +59,7 @@ class After:
     @property
     def nothing(self) -> bool:
         """The result is the product."""
-        return self.bias is self.lora is self.activation is self.residual is None
+        return self.bias is None and self.lora is None and self.activation is None and self.residual is None
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         """Keyword arguments of the kernels; `x` stands for what is not there."""
@@ -230,7 +230,7 @@ class WordProduct:
         self._tiles = triton.cdiv(M, cut.BM) * (self._width // cut.BN)
         self._numbers = cut.parts * self._tiles * (2 if after.pair else 1) * cut.BM * cut.BN if cut.parts > 1 else 0
         self._grid = (self._tiles * cut.parts, 1, 1)
-        self._plain = after.bias is after.lora is after.residual is None
+        self._plain = all(part is None for part in (after.bias, after.lora, after.residual))
         self._follow = (blank(x.dtype, x.device),) * 4  # bias, xa, lora_b, residual
         self._parts = storage.part_names(w)
         self._as_they_are = all(w.parts[n].is_contiguous() for n in self._parts)

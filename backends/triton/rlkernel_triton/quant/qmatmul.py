@@ -129,7 +129,7 @@ def _in_one_launch(
     call: QmatmulCall, how: _How, plan: Plan
 ) -> Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None:
     """What multiplies and does nothing more, where x can be read as it is; None for other calls."""
-    plain = call.activation is call.lora is call.bias is call.residual is None
+    plain = all(x is None for x in (call.activation, call.lora, call.bias, call.residual))
     if not plain or call.x.dim() != 2 or not call.x.is_contiguous() or blocks.reads(call.w.spec):
         return None
     return bound_words(plan.launcher, call.x, call.w, NOTHING, how.weight_rounding)
@@ -171,7 +171,7 @@ def _through(
     with recording_gradients():
         leaf = h.requires_grad_()
         given = leaf.chunk(2, 1) if how.activation in PAIRS else (leaf,)
-        y = ACTIVATIONS[how.activation](*given)  # type: ignore[index]
+        y = ACTIVATIONS[how.activation](*given)
     return torch.autograd.grad(y, leaf, dy.float())[0]
 
 

@@ -49,7 +49,7 @@ class _Sampler:
         self._numbers = [None if isinstance(p, Tensor) else p for p in self._law.arguments()]
         self._tensors = [(i, name) for i, (name, value) in enumerate(law.items()) if isinstance(value, Tensor)]
         self._seed, self._step = (not isinstance(x, Tensor) for x in (call.seed, call.step))
-        self._edits = not call.penalties is call.bias is call.banned is None
+        self._edits = any(x is not None for x in (call.penalties, call.bias, call.banned))
         self._ranked_raw = (call.top_n > 0 or call.rank) and call.top_n_from == "raw"
         self._raw = call.raw_logprob or self._ranked_raw
         self._more = bool(call.kept_capacity or call.top_n or call.rank)

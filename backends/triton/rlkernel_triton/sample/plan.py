@@ -6,6 +6,7 @@ Legend: N rows · V vocabulary · S tiles a row. Imports torch and Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -240,7 +241,7 @@ class Plan:
         self,
         x: Tensor,  # [N, V]
         raw: Tensor | None,  # [N, V]
-        parameters: tuple[Any, ...],
+        parameters: Sequence[Any],
         stream: int,
         allowed: Tensor | None,  # [N, words] int32
         spoiled: Tensor | None,  # [N] int32
@@ -270,8 +271,8 @@ class Plan:
         if N == 0:
             return drawn
         work = torch.empty((self.works, N * self.words), dtype=torch.float32, device=device)
-        *asked, slot = parameters
-        asked = (slot, *asked, stream)
+        *others, slot = parameters
+        asked = (slot, *others, stream)
         self.tiles(self.grid, x, allowed, *asked, work)
         if raw is not None:
             self.raw_tiles(self.grid, raw, None, *asked, work[1])

@@ -83,7 +83,7 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
 
 def _edits(call: VerifyCall) -> bool:
     """Whether logits are edited before they are drawn from."""
-    return not call.penalties is call.bias is call.banned is None
+    return any(x is not None for x in (call.penalties, call.bias, call.banned))
 
 
 class _Laws:
@@ -156,13 +156,13 @@ class _Chain:
         if q is None:
             return
         K, S, W = M - B, triton.cdiv(V, BLOCK), triton.cdiv(V, WIDE)
-        view = {"row_stride": x.stride(0), "column_stride": x.stride(1), "M": M, "V": V}
-        common = {
+        view: dict[str, Any] = {"row_stride": x.stride(0), "column_stride": x.stride(1), "M": M, "V": V}
+        common: dict[str, Any] = {
             **view, "allowed_stride": 0 if allowed is None else allowed.shape[1], "HAS_ALLOWED": allowed is not None,
             "q_row_stride": q.stride(0), "q_column_stride": q.stride(1), "LOGITS": self.logits,
             "SEED_EACH": _parameter(call.seed)[1],
         }  # fmt: skip
-        strides = {"row_stride": q.stride(0), "column_stride": q.stride(1)}
+        strides: dict[str, Any] = {"row_stride": q.stride(0), "column_stride": q.stride(1)}
         self._weighed = self.logits and K > 0
         if self._weighed:
             self._weigh = launcher.bind(kernels.weigh_drafts, **strides, V=V, W=W, WIDE=WIDE, BLOCK=BLOCK)

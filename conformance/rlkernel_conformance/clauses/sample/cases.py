@@ -86,7 +86,11 @@ def call(subject: Subject, batch: Batch, **more: Any) -> SampleResult:
 
 def everything(subject: Subject, V: int) -> dict[str, Any]:
     """Arguments that ask for every claimed result."""
-    asked = {"kept_ids": {"kept_capacity": V}, "raw_logprob": {"raw_logprob": True}, "entropy": {"entropy": True}}
+    asked: dict[str, dict[str, Any]] = {
+        "kept_ids": {"kept_capacity": V},
+        "raw_logprob": {"raw_logprob": True},
+        "entropy": {"entropy": True},
+    }
     asked |= {"top_n:raw": {"top_n": min(3, V), "rank": True}}
     return {n: v for feature, given in asked.items() if feature in subject.claims for n, v in given.items()}
 

@@ -149,9 +149,9 @@ def rare_tokens_keep_their_frequency(subject: Subject, case: Tail) -> None:
         row = torch.full((V,), -float(case.gap), device=subject.device)
         row[100] = 0.0
         step = torch.arange(n, device=subject.device)
-        token = plain(subject(row.expand(n, V), seed=case.seed, step=step).token, "token")
+        tokens = plain(subject(row.expand(n, V), seed=case.seed, step=step).token, "token")
         mass = (V - 1) * np.exp(-float(case.gap))
-        share("tokens 6 nats below the best", int((token != 100).sum()), n, float(mass / (1 + mass)))
+        share("tokens 6 nats below the best", int((tokens != 100).sum()), n, float(mass / (1 + mass)))
 
 
 @attack("SA-07", lambda s: plain_draws(s, kinds="tied"), scale=SCALE)

@@ -141,7 +141,7 @@ def weights_are_those_of_the_capture(reference: Any, fn: Any, example: Any, **re
     def frozen(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(fn, kept, args, kwargs)
 
-    frozen.__self__ = fn  # type: ignore[attr-defined]  the module stays static
+    frozen.__self__ = fn  # type: ignore[attr-defined]  # the module stays static
     return reference(frozen, example, **rest)
 
 
