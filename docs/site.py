@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rlkernel_core import Backend
 
 ROOT = Path(__file__).resolve().parents[1]
+# What tests read behind the language of a fence ("console exit=1") is nothing that a renderer knows.
+FENCE = re.compile(r"^(?P<fence>```\w+) [^\n`]*$", re.MULTILINE)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 # page of the site -> file of the repository
 ELSEWHERE = {
@@ -66,7 +68,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 mkdocs names them
-    """Links between files of the repository become links of the site; those that leave it become paths."""
+    """Links between files of the repository become links of the site or paths; fences lose their options."""
     uri = page.file.src_uri
     at = ELSEWHERE.get(uri, f"docs/{uri}")
     places = {source: page for page, source in (ELSEWHERE | PLOTS).items()}
@@ -82,7 +84,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         place = posixpath.relpath(place, posixpath.dirname(uri) or ".")
         return f"{found['image']}[{found['text']}]({place}{'#' * bool(anchor)}{anchor})"
 
-    return LINK.sub(link, markdown)
+    return FENCE.sub(r"\g<fence>", LINK.sub(link, markdown))
 
 
 def listed(nav: Any, pages: list[str]) -> Any:
