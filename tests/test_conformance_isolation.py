@@ -12,7 +12,7 @@ from rlkernel_conformance import isolation
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.faults import FAULTS
 from rlkernel_conformance.harness import Outcome
-from rlkernel_conformance.hostile import hostiles, meet
+from rlkernel_conformance.hostile import attack_hostile, hostile_backends
 from rlkernel_conformance.isolation import attack_in_processes
 from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.process_reaper import own_descendants
@@ -50,10 +50,10 @@ def test_a_clause_that_the_end_of_the_run_cuts_short_is_not_run() -> None:
     assert [(o.clause, o.status) for o in outcomes] == [("LP-01", "not_run"), ("LP-02", "not_run")]
 
 
-@pytest.mark.parametrize("hostile", hostiles(), ids=lambda h: h.name)
+@pytest.mark.parametrize("hostile", hostile_backends(), ids=lambda h: h.name)
 def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostile) -> None:
     before = set(own_descendants())  # such as the resource tracker that Python keeps once a test has spawned
-    verdict = meet(hostile)
+    verdict = attack_hostile(hostile)
     assert verdict.faults == (hostile.fault,) * len(hostile.clauses)
     assert set(own_descendants()) - before == set()
 
@@ -61,7 +61,7 @@ def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostil
 def test_every_fault_that_a_cpu_can_show_is_shown_by_a_hostile_backend() -> None:
     of_gpus = {"unsupported_arch", "shared_memory_exceeded", "illegal_access", "compile_error", "jit_error"}
     of_chance = {"killed", "unknown", "illegal_instruction"}
-    assert {h.fault for h in hostiles()} == set(FAULTS) - of_gpus - of_chance
+    assert {h.fault for h in hostile_backends()} == set(FAULTS) - of_gpus - of_chance
 
 
 def test_a_backend_that_works_holds() -> None:

@@ -151,7 +151,7 @@ def test_an_unknown_backend_or_operator_is_an_error() -> None:
 def test_a_counterexample_comes_with_a_script_that_shows_it_alone() -> None:
     bug = next(m for m in mutants_of("logprob") if m.name == "entropy_in_bits")
     with rlk.registered(bug.manifest):
-        subject = Subject(bug.manifest.name, "logprob")
+        subject = bug.subject
         attack = next(a for a in clauses_of(subject)[0] if a.clause.id == "LP-12")
         with subject.chosen():
             outcome = carry_out(subject, attack, Profile("test", 20, 60), manifest=bug.where)

@@ -76,7 +76,7 @@ def logprob(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     rlk.refresh()
     monkeypatch.setattr("rlkernel_core.spec.logprob.SPEC", AFTER)
     plans.key_function.cache_clear()
-    yield dispatch.operator("logprob")
+    yield dispatch.operator(AFTER)
     monkeypatch.undo()
     plans.key_function.cache_clear()
     rlk.refresh()

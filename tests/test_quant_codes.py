@@ -10,7 +10,6 @@ from rlkernel_conformance.clauses import dequantize as clause
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.mutants import mutants_of
 from rlkernel_conformance.quantized_weights import SPECS, is_nan_or_equal
-from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
 from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
@@ -84,7 +83,7 @@ def test_the_suite_names_the_value_whose_sign_of_zero_was_lost() -> None:
     """It looked for a value that differs, of which there is none, and died of that."""
     [mutant] = [m for m in mutants_of("dequantize") if m.name == "loses_the_sign_of_zero"]
     case = clause.Codes("fp8_channel[element=e5m2]", 300, 64, 3, "exponents")
-    with rlk.registered(mutant.manifest), (subject := Subject(mutant.manifest.name, "dequantize")).chosen():
+    with rlk.registered(mutant.manifest), (subject := mutant.subject).chosen():
         with pytest.raises(Violation, match=r"is 0\.0, expected -0\.0"):
             clause.check(subject, case)
 

@@ -45,7 +45,7 @@ class ClauseRunner:
     def __init__(self, job: dict[str, Any], last_case: int, scope: ExitStack) -> None:
         self.attacks = leak_check.attacks_with_leak_check(job["op"])
         self.profile = Profile(**job["profile"])
-        self.subject = RecordingSubject(job["backend"], job["op"], job["device"])
+        self.subject = RecordingSubject(job["backend"], job["op"], job["device"], job["check"])
         self.last_case = last_case  # descriptor of the file that tells it
         self.case: Any = None
         self.manifest: str | None = job["manifest"]

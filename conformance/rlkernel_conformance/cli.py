@@ -19,6 +19,7 @@ from rlkernel_core.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rlkernel_conformance.mutation_run import MutantResult
     from rlkernel_conformance.profiles import Profile
     from rlkernel_conformance.run import Progress
 
@@ -31,8 +32,11 @@ EXAMPLES: Final = (
     ),
     ("rlkernel conformance run acme --manifest acme.kernels:backend", "a backend that is not installed yet"),
     ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),
-    ("rlkernel conformance mutants --op logprob", "backends with planted bugs: does the suite find them all?"),
-    ("rlkernel conformance mutants --hostile", "backends that crash, hang, leak and lie: is each called what it is?"),
+    ("rlkernel conformance mutants --op logprob", "backends with one planted bug each: does the suite find them all?"),
+    (
+        "rlkernel conformance mutants --hostile",
+        "backends that crash, hang, leak and lie: is each reported as what it is?",
+    ),
     ("rlkernel conformance tolerances --op qmatmul", "how close is close, and where each number comes from"),
     ("rlkernel conformance report from-gpu.json --report reports/acme", "renew a report with one of another machine"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
@@ -41,8 +45,8 @@ EXAMPLES: Final = (
     ("rlkernel conformance evidence", "which reports are of other sources than are here, and what renews them"),
 )
 EXITS: Final = {
-    0: "every attacked clause holds or is waived; every mutant died as stated; the reports agree",
-    1: "a clause is refuted, could not be attacked or was not run; a mutant lives; the reports differ",
+    0: "every attacked clause holds or is waived; every mutant is killed; the reports agree",
+    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; the reports differ",
 }
 # action -> how few and how many words may follow
 _ACTIONS: Final = {
@@ -215,34 +219,36 @@ def _report(path: str, *, effort: _Effort) -> bool:
 
 
 def _mutants(*, effort: _Effort) -> bool:
-    from rlkernel_conformance.hostile import hostiles, meet
-    from rlkernel_conformance.mutants import MODULES
-    from rlkernel_conformance.zoo import zoo
+    from rlkernel_conformance.hostile import attack_hostile, hostile_backends
+    from rlkernel_conformance.mutation_run import mutation_run
+    from rlkernel_core.spec import OPERATORS
 
-    def tell(as_stated: bool, op: str, name: str, found: tuple[str, ...]) -> None:
+    rows: list[dict[str, object]] = []
+
+    def tell(op: str, name: str, wrong: str, expected: str, found: tuple[str, ...], *, killed: bool) -> None:
+        rows.append(
+            {"op": op, "mutant": name, "wrong": wrong, "expected": expected, "found": list(found), "killed": killed}
+        )
         if not effort.json:
-            mark = typer.style("dead ", fg="green") if as_stated else typer.style("ALIVE", fg="red")
-            typer.echo(f"{mark}  {op:20} {name:36} by {', '.join(dict.fromkeys(found)) or 'nothing'}", err=True)
+            mark = typer.style("killed  ", fg="green") if killed else typer.style("SURVIVED", fg="red")
+            said = ", ".join(dict.fromkeys(found)) or "nothing"
+            typer.echo(f"{mark}  {op:20} {name:36} {said}{'' if killed else f', expected {expected}'}", err=True)
 
-    rows = []
-    for op in () if effort.hostile else effort.ops or MODULES:
-        for death in zoo(
-            op, effort.profile, watch=lambda d: tell(d.as_stated, d.mutant.op, d.mutant.name, d.killed_by)
-        ):
-            bug = death.mutant
-            about = {"op": op, "mutant": bug.name, "origin": bug.origin, "planted": bug.planted}
-            rows.append({**about, "killed_by": list(death.killed_by), "as_stated": death.as_stated})
-    for one in () if effort.ops else hostiles():
-        verdict = meet(one)
-        tell(verdict.as_stated, "hostile", one.name, verdict.faults)
-        about = {"op": "hostile", "mutant": one.name, "origin": one.does, "planted": one.fault}
-        rows.append({**about, "killed_by": list(verdict.faults), "as_stated": verdict.as_stated})
-    dead = sum(bool(row["as_stated"]) for row in rows)
+    def told(result: MutantResult) -> None:
+        mutant = result.mutant
+        tell(mutant.op, mutant.name, mutant.bug.wrong, mutant.clause, result.failed, killed=result.killed)
+
+    for op in () if effort.hostile else effort.ops or OPERATORS:
+        mutation_run(op, effort.profile, watch=told)
+    for backend in () if effort.ops else hostile_backends():
+        verdict = attack_hostile(backend)
+        tell("hostile", backend.name, backend.does, backend.fault, verdict.faults, killed=verdict.as_expected)
+    killed = sum(bool(row["killed"]) for row in rows)
     if effort.json:
-        print_json({"score": f"{dead}/{len(rows)}", "mutants": rows})
+        print_json({"killed": killed, "of": len(rows), "mutants": rows})
     else:
-        typer.echo(f"{dead} of {len(rows)} mutants died as stated")
-    return dead == len(rows)
+        typer.echo(f"{killed} of {len(rows)} mutants killed")
+    return killed == len(rows)
 
 
 def _compare(old: str, new: str, *, effort: _Effort) -> bool:

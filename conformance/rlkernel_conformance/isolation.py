@@ -93,6 +93,7 @@ def _one_worker(
         "backend": subject.backend,
         "op": subject.op,
         "device": subject.device,
+        "check": subject.check,
         "profile": asdict(profile),
         "clauses": {a.clause.id: a.scale for a in attacks},
         "manifest": manifest,

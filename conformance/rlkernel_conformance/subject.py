@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from hypothesis.errors import UnsatisfiedAssumption
@@ -13,6 +14,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 import rlkernel
 from rlkernel import decide, policy, resolve
 from rlkernel.discover import PackageVersions
+from rlkernel.dispatch import Operator, operator
 from rlkernel_core.errors import ArgumentError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
@@ -25,6 +27,13 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 @cache
 def _installed(packages: tuple[str, ...]) -> bool:
     return resolve.environment("", packages, PackageVersions()) is None
+
+
+@cache
+def _with_check(op: str, check: str) -> Operator[Any, Any]:
+    """The front-door function of an operator with another check, "module:function", in place of its own."""
+    module, _, name = check.partition(":")
+    return operator(replace(OPERATORS[op], check=getattr(import_module(module), name)))
 
 
 def _as_stored(x: Any) -> bool:
@@ -44,17 +53,28 @@ def arranged(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Subject:
-    """One backend, one operator, one device. Calls go through the front door with every fallback an error."""
+    """One backend, one operator, one device. Calls go through the front door with every fallback an error.
+
+    The front door checks a call before any backend sees it. A mutant that passes what should be refused therefore names
+    a check of its own, which stands in place of the operator's.
+    """
 
     backend: str
     op: str
     device: str = "cpu"
+    check: str | None = None  # "module:function" in place of the operator's check; None: the operator's
     measures: dict[str, float] = field(default_factory=dict, compare=False)  # worst error over tolerance, by output
 
     @property
     def spec(self) -> OpSpec[Any, Any]:
         """The operator's spec."""
         return OPERATORS[self.op]
+
+    @property
+    def operator(self) -> Operator[Any, Any]:
+        """The function of the front door that calls go through."""
+        front: Operator[Any, Any] = getattr(rlkernel, self.op)
+        return front if self.check is None else _with_check(self.op, self.check)
 
     @property
     def impls(self) -> tuple[Impl, ...]:
@@ -83,7 +103,7 @@ class Subject:
         Kernels may want a quantized weight in a layout and in multiples of a tile: one that is refused is prepacked, as
         the refusal says. A case whose weight is refused even so is no case.
         """
-        run = getattr(rlkernel, self.op)
+        run = self.operator
         try:
             return run(*args, **kwargs)
         except ResolutionError as error:

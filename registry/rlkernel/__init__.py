@@ -196,7 +196,7 @@ def __getattr__(name: str) -> Any:
     if name in OPERATORS:
         from rlkernel.dispatch import operator
 
-        found: Any = operator(name)
+        found: Any = operator(OPERATORS[name])
     else:
         home = next((module for module, names in _HOMES.items() if name in names), None)
         if home is None:

@@ -41,15 +41,17 @@ class Operator(Protocol[P, R_co]):
 
 def typed(record: Callable[P, OpCall[R_co]]) -> Operator[P, R_co]:
     """The front-door operator of a record, with its types kept."""
-    return operator(next(name for name, spec in OPERATORS.items() if spec.record is record))
+    return operator(next(spec for spec in OPERATORS.values() if spec.record is record))
 
 
-def operator(name: str) -> Operator[Any, Any]:
-    """Generate the front-door function of an operator."""
+def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
+    """Generate the front-door function of a spec.
+
+    It is one of `OPERATORS`, but for the conformance suite, which also asks for one with a faulty `check`.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    spec = OPERATORS[name]
     scope: dict[str, Any] = {
         "_Fake": FakeTensor,
         "_SCOPE": policy.SCOPE.get,
@@ -61,8 +63,8 @@ def operator(name: str) -> Operator[Any, Any]:
         "_plan_for": partial(plan_for, spec),
         "_record": spec.record,
     }
-    exec(compile(source(spec), f"<rlkernel.{name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
-    call = scope[name]
+    exec(compile(source(spec), f"<rlkernel.{spec.name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
+    call = scope[spec.name]
     scope["_self"] = call
     _described(call, spec)
     call.spec, call.last = spec, None

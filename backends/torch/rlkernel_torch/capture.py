@@ -17,10 +17,18 @@ from rlkernel_core.spec.graphed import GraphedCallable
 from rlkernel_core.tree import first_tensor
 
 
-def capture(call: CaptureCall) -> GraphedCallable:
-    """See `rlkernel_core.spec.capture.CaptureCall`."""
+def capture(
+    call: CaptureCall, kind: type[Graphed] = Graphed, recorder: type[EagerRecorder] = EagerRecorder
+) -> GraphedCallable:
+    """See `rlkernel_core.spec.capture.CaptureCall`.
+
+    Args:
+        call: its record.
+        kind: what is made; the conformance suite puts faulty subclasses in its place.
+        recorder: what records, likewise.
+    """
     options = Options.of(call)
     tensor = first_tensor([call.example, *options.static])
     host = torch.default_generator.device
     device = host if tensor is None else tensor.device
-    return Graphed(call.fn, call.example, options, call.group or default_group(device), EagerRecorder(), device)
+    return kind(call.fn, call.example, options, call.group or default_group(device), recorder(), device)

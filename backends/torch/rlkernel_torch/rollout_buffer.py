@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,35 +44,22 @@ from rlkernel_torch.rollout.pages import COUNTERS, Pages
 from rlkernel_torch.rollout.slot_allocator import Rollout, SlotAllocator
 
 
-def rollout_buffer(call: RolloutBufferCall) -> RolloutBuffer:
-    """See `rlkernel_core.spec.rollout_buffer.RolloutBufferCall`."""
-    shape: dict[str, Any] = {
-        "max_tokens": call.max_tokens,
-        "max_seqs": call.max_seqs,
-        "fields": DEFAULT_FIELDS if call.fields is None else call.fields,
-        "rewards": call.rewards,
-        "group_size": call.group_size,
-        "max_groups": call.max_groups,
-        "max_seq_tokens": call.max_seq_tokens,
-        "max_batch_tokens": call.max_batch_tokens,
-        "page_tokens": call.page_tokens,
-    }
-    place = torch.default_generator.device if call.device is None else torch.device(call.device)
-    return PagedRolloutBuffer(shape, call.on_full, place)
-
-
 class PagedRolloutBuffer:
-    """See `rlkernel_core.spec.rollouts.RolloutBuffer`."""
+    """See `rlkernel_core.spec.rollouts.RolloutBuffer`. Subclasses may name other parts."""
+
+    allocator: ClassVar[type[SlotAllocator]] = SlotAllocator
+    pages: ClassVar[type[Pages]] = Pages
+    staging: ClassVar[type[Staging]] = Staging
 
     def __init__(self, shape: Mapping[str, Any], on_full: str, device: torch.device) -> None:
         self._shape, self._on_full, self._device = shape, on_full, device
         self._rewards, page = shape["rewards"], shape["page_tokens"]
         slots, pages, fields = shape["max_seqs"], shape["max_tokens"] // page, shape["fields"]
         self._max_seq_tokens = min(shape["max_seq_tokens"] or shape["max_tokens"], shape["max_tokens"])
-        self._allocator = SlotAllocator(slots, pages, shape["max_groups"] or slots, page, shape["group_size"])
-        self._pages = Pages(fields, pages, page, slots, -(-self._max_seq_tokens // page), device)
+        self._allocator = self.allocator(slots, pages, shape["max_groups"] or slots, page, shape["group_size"])
+        self._pages = self.pages(fields, pages, page, slots, -(-self._max_seq_tokens // page), device)
         batch_tokens = min(shape["max_batch_tokens"] or shape["max_tokens"], shape["max_tokens"])
-        self._staging = Staging(fields, batch_tokens, 2 * slots, self._rewards, device)
+        self._staging = self.staging(fields, batch_tokens, 2 * slots, self._rewards, device)
         self._lock = threading.RLock()
 
     def reserve(self, limits: int | Sequence[int], groups: Sequence[int], *, version: int = 0) -> Slots:
@@ -265,3 +252,25 @@ class PagedRolloutBuffer:
         """Bytes allocated on the device, where it counts them."""
         count = getattr(torch.get_device_module(self._device), "memory_allocated", None)
         return int(count(self._device)) if count else 0
+
+
+def rollout_buffer(call: RolloutBufferCall, kind: type[PagedRolloutBuffer] = PagedRolloutBuffer) -> RolloutBuffer:
+    """See `rlkernel_core.spec.rollout_buffer.RolloutBufferCall`.
+
+    Args:
+        call: its record.
+        kind: what is made; the conformance suite puts faulty subclasses in its place.
+    """
+    shape: dict[str, Any] = {
+        "max_tokens": call.max_tokens,
+        "max_seqs": call.max_seqs,
+        "fields": DEFAULT_FIELDS if call.fields is None else call.fields,
+        "rewards": call.rewards,
+        "group_size": call.group_size,
+        "max_groups": call.max_groups,
+        "max_seq_tokens": call.max_seq_tokens,
+        "max_batch_tokens": call.max_batch_tokens,
+        "page_tokens": call.page_tokens,
+    }
+    place = torch.default_generator.device if call.device is None else torch.device(call.device)
+    return kind(shape, call.on_full, place)

@@ -8,7 +8,9 @@ Legend: N rows · V vocabulary · W stored columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,16 +23,35 @@ from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_torch.draws import Draw, drawn_from
 from rlkernel_torch.truncation import FilteredSoftmax, descending, truncate, weigh, whole
 
+# Scores, kept ids and random words, [N, V] each, to the token of each row, [N].
+Best: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-def sample(call: SampleCall) -> SampleResult:
-    """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract."""
+
+def best_noised(score: Tensor, keep: Tensor, words: Tensor) -> Tensor:
+    """[N] argmax of score + g over the kept ids; g is the Gumbel noise of the words."""
+    return torch.where(keep, score + gumbel(words, torch.float64), -torch.inf).argmax(1)
+
+
+def draw(law: FilteredSoftmax, requests: Requests, stream: int, best: Best = best_noised) -> Tensor:
+    """[N] the kept token with the best noised score, the lowest id on ties; the best token on greedy rows."""
+    words = range_words(requests.seed, requests.step, 0, law.keep.shape[1], stream)
+    return best(law.weights.y, law.keep, words)
+
+
+def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
+    """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract.
+
+    Args:
+        call: its record.
+        best: the token of each row; the conformance suite puts faulty ones in its place.
+    """
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
     given = given.to(accumulator(given))
     requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
-    drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream))
+    drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream, best))
     extra: dict[str, Tensor] = {}
     if call.raw_logprob:
         extra["raw_logprob"] = drawn.rows(raw_law(given).logprob(drawn.token), torch.nan)
@@ -47,17 +68,6 @@ def sample(call: SampleCall) -> SampleResult:
         if top_n:
             extra["top_ids"], extra["top_logprobs"] = _top(ranked, drawn, top_n)
     return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
-
-
-def draw(law: FilteredSoftmax, requests: Requests, stream: int) -> Tensor:
-    """[N] the kept token with the best noised score, the lowest id on ties; the best token on greedy rows."""
-    words = range_words(requests.seed, requests.step, 0, law.keep.shape[1], stream)
-    return best_noised(law.weights.y, law.keep, words)
-
-
-def best_noised(score: Tensor, keep: Tensor, words: Tensor) -> Tensor:
-    """[N] argmax of score + g over the kept ids; g is the Gumbel noise of the words."""
-    return torch.where(keep, score + gumbel(words, torch.float64), -torch.inf).argmax(1)
 
 
 def raw_law(given: Tensor) -> FilteredSoftmax:

@@ -5,23 +5,35 @@ Legend: B requests · K drafts · M = K + B rows · V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rlkernel_common.drafts import DraftRows, with_drafts
 from rlkernel_common.philox import range_words, token_words, uniform
-from rlkernel_common.requests import decode, edit
+from rlkernel_common.requests import Requests, decode, edit
 from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.spec.sampling import STREAMS
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_torch.draws import drawn_from
-from rlkernel_torch.sample import best_noised, draw, raw_law
-from rlkernel_torch.truncation import truncate
+from rlkernel_torch.sample import Best, best_noised, draw, raw_law
+from rlkernel_torch.truncation import FilteredSoftmax, truncate
 
 
-def verify(call: VerifyCall) -> VerifyResult:
+@dataclass(frozen=True)
+class Steps:
+    """The steps of `verify` that the conformance suite puts faulty ones in the place of."""
+
+    count: Callable[[Requests, DraftRows, Tensor], Requests] = with_drafts  # drafts count for the penalties
+    draw: Callable[[FilteredSoftmax, Requests, int], Tensor] = draw  # from the target's law
+    replace: Best = best_noised  # from the residual
+    uniform: Callable[[Tensor], Tensor] = uniform  # of the words of an acceptance
+    streams: Mapping[str, int] = field(default_factory=lambda: STREAMS)
+
+
+def verify(call: VerifyCall, steps: Steps = Steps()) -> VerifyResult:
     """Accept drafts and draw replacements: rlkernel_core.spec.verify.VerifyCall is the contract."""
     V = call.vocab_size or call.target_logits.shape[1]
     given = call.target_logits[:, :V]
@@ -29,25 +41,25 @@ def verify(call: VerifyCall) -> VerifyResult:
     rows = _layout(call.cu_draft, call.draft_ids)
     requests = decode(call, given.shape[0], given.device, given.dtype, rows.request)
     requests = requests._replace(step=requests.step + rows.place, padding=None)
-    requests = with_drafts(requests, rows, call.draft_ids)
+    requests = steps.count(requests, rows, call.draft_ids)
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
 
     inside = (rows.draft >= 0) & (rows.draft < V) & ~rows.bonus
     drafted = rows.draft.clamp(0, V - 1)
-    token = draw(law, requests, STREAMS["target"])
+    token = steps.draw(law, requests, steps.streams["target"])
     if call.draft_probs is None and call.draft_logits is None:
         accept = inside & (token == drafted)
     else:
         q = _draft_law(call.draft_probs, call.draft_logits, V)[rows.source]
         p = law.probabilities()
-        u = uniform(token_words(requests.seed, requests.step, drafted, STREAMS["accept"]))
+        u = steps.uniform(token_words(requests.seed, requests.step, drafted, steps.streams["accept"]))
         at = drafted[:, None]
         accept = inside & (u * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])
-        words = range_words(requests.seed, requests.step, 0, V, STREAMS["residual"])
+        words = range_words(requests.seed, requests.step, 0, V, steps.streams["residual"])
         residual = (p - q).clamp(min=0)
         residual = torch.where((residual > 0).any(1, keepdim=True), residual, p)
-        replacement = best_noised(residual.log(), residual > 0, words)
+        replacement = steps.replace(residual.log(), residual > 0, words)
         token = torch.where(rows.bonus, token, replacement)
     token = torch.where(accept, drafted, token)
     drawn = drawn_from(law, edited, requests, token)

@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-import rlkernel
 from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.bad_arguments import REFUSED, bad_values
@@ -78,7 +77,7 @@ def refuses_what_the_check_refuses(subject: Subject, case: Call) -> None:
     check = spec.check
     check(spec.call(**good))
     subject(**good)
-    raw = getattr(rlkernel, subject.op).bind(**good)
+    raw = subject.operator.bind(**good)
     for name, what, bad in bad_values(subject.op, good):
         given = {**good, name: bad}
         _, expected = guarded(lambda given=given: check(spec.call(**given)))  # type: ignore[misc]

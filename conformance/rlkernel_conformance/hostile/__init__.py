@@ -1,7 +1,7 @@
-"""Backends that do to their process what tested code may do to it: crash it, hang it, fill it, lie to it.
+"""Backends that do to their process what tested code may do: crash it, hang it, fill its memory, report falsely.
 
-Each serves `logprob@1` and names the fault under which the suite must report it, in bounded time, while the run goes
-on. They prove the isolation as `mutants` proves the clauses.
+Each serves `logprob@1` and names the fault as which the suite must report it, in bounded time, while the run goes on.
+They prove the isolation as `mutants` prove the clauses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULES: Final = ("processes", "results", "sources")
 
 @dataclass(frozen=True)
 class Hostile:
-    """A backend that misbehaves, and what the suite must call it."""
+    """A backend that misbehaves, and the fault that the suite must report."""
 
     name: str
     does: str  # one sentence
@@ -40,7 +40,7 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the suite called a hostile backend."""
+    """What the suite reported of a hostile backend."""
 
     hostile: Hostile
     outcomes: tuple[Outcome, ...]
@@ -51,12 +51,12 @@ class Verdict:
         return tuple(o.fault or o.status for o in self.outcomes)
 
     @property
-    def as_stated(self) -> bool:
-        """Every clause got an answer, and it was the stated one."""
+    def as_expected(self) -> bool:
+        """Every clause got an answer, and it was the expected fault."""
         return self.faults == (self.hostile.fault,) * len(self.hostile.clauses)
 
 
-HOSTILES: Final[dict[str, Hostile]] = {}
+BACKENDS: Final[dict[str, Hostile]] = {}
 
 
 def hostile(
@@ -65,7 +65,7 @@ def hostile(
     """Register a backend: its function of a call's record, which has the docstring that says what it does.
 
     Args:
-        fault: what the suite must call it.
+        fault: what the suite must report.
         target: the implementation, where it is not the function itself.
         clauses: what it is attacked with.
         limit_s: for one clause.
@@ -78,20 +78,20 @@ def hostile(
         manifest = Backend(name=f"hostile-{name.replace('_', '-')}", api=API_VERSION, impls=(impl,))
         import_module(module).__dict__[f"{name}_manifest"] = manifest
         does = " ".join((function.__doc__ or "").split())
-        HOSTILES[name] = Hostile(name, does, fault, manifest, f"{module}:{name}_manifest", clauses, limit_s)
+        BACKENDS[name] = Hostile(name, does, fault, manifest, f"{module}:{name}_manifest", clauses, limit_s)
         return function
 
     return register
 
 
-def hostiles() -> tuple[Hostile, ...]:
+def hostile_backends() -> tuple[Hostile, ...]:
     """All of them."""
     for module in _MODULES:
         import_module(f"rlkernel_conformance.hostile.{module}")
-    return tuple(HOSTILES.values())
+    return tuple(BACKENDS.values())
 
 
-def meet(one: Hostile) -> Verdict:
+def attack_hostile(one: Hostile) -> Verdict:
     """Attack one."""
     attacks = attacks_with_leak_check(OP)
     with policy.registered(one.manifest):

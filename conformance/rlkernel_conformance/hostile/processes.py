@@ -1,4 +1,4 @@
-"""Backends that end, hang, fill or multiply their process."""
+"""Backends that crash their process, hang, fill its memory, or start others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_torch.logprob import logprob as right
 
-_HOARD: Final[list[Any]] = []
-_FOR_GOOD_S: Final = 600  # longer than anybody waits
+_KEPT: Final[list[Any]] = []
+_FOREVER_S: Final = 600  # longer than anybody waits
 
 
 @hostile("segfault", clauses=("LP-05", "LP-06"))
@@ -41,15 +41,15 @@ def hangs(call: LogprobCall) -> Any:
 
 
 @hostile("out_of_memory")
-def eats_memory(call: LogprobCall) -> Any:
+def fills_memory(call: LogprobCall) -> Any:
     """Asks for more and more memory."""
     while True:  # address space: the pages are never touched
-        _HOARD.append(np.empty(1 << 31, np.uint8))
+        _KEPT.append(np.empty(1 << 31, np.uint8))
 
 
 @hostile("protocol_error")
 def leaves(call: LogprobCall) -> Any:
-    """Ends the process with status 0, as if all had gone well."""
+    """Ends the process with status 0, as a run that succeeds does."""
     os._exit(0)
 
 
@@ -82,7 +82,7 @@ def leaves_a_child(call: LogprobCall) -> Any:
 @hostile("leak", clauses=(CLAUSE.id,))
 def leaves_a_thread(call: LogprobCall) -> Any:
     """Every call starts a thread that does not end."""
-    threading.Thread(target=time.sleep, args=(_FOR_GOOD_S,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(_FOREVER_S,), daemon=True).start()
     return right(call)
 
 
@@ -96,7 +96,7 @@ def leaves_a_file_open(call: LogprobCall) -> Any:
 @hostile("leak", clauses=(CLAUSE.id,))
 def keeps_every_result(call: LogprobCall) -> Any:
     """Every call leaves 64 KiB of memory behind."""
-    _HOARD.append(torch.zeros(1 << 14))
+    _KEPT.append(torch.zeros(1 << 14))
     return right(call)
 
 
@@ -104,6 +104,6 @@ def _daemon() -> None:
     if os.fork() == 0:
         if os.fork() == 0:
             os.setsid()
-            time.sleep(_FOR_GOOD_S)
+            time.sleep(_FOREVER_S)
         os._exit(0)
     os.wait()

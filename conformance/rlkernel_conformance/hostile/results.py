@@ -1,4 +1,4 @@
-"""Backends that lie about results, clocks and what they have proved."""
+"""Backends that report false results, or change clocks and the suite's own functions."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_torch.logprob import logprob as right
 
 _CALLS: Final = count()
-_WORD: Final = json.dumps({"secret": "guess", "number": 1, "kind": "done"})
+_RESULT: Final = json.dumps({"secret": "guess", "number": 1, "kind": "done"})
 
 
 class Lazy(torch.Tensor):
-    """A tensor that would rather do its work later."""
+    """A tensor that could compute when it is looked at."""
 
 
 @hostile("protocol_error")
 def prints_a_result(call: LogprobCall) -> Any:
-    """Prints a result on standard output, and leaves with status 0."""
+    """Prints a result on standard output, and ends the process with status 0."""
     print(json.dumps({"kind": "end", "clause": "LP-05", "outcome": {"status": "held"}}), flush=True)  # noqa: T201
     os._exit(0)
 
 
 @hostile("protocol_error")
 def writes_to_every_descriptor(call: LogprobCall) -> Any:
-    """Writes a last word to every open descriptor, the channel of its worker too."""
+    """Writes a result to every open descriptor, the channel of its worker too."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  descriptors, not files
         try:
-            os.write(int(name), f"{_WORD}\n".encode())
+            os.write(int(name), f"{_RESULT}\n".encode())
         except OSError:
             continue
     return right(call)
@@ -50,7 +50,7 @@ def stops_the_clock(call: LogprobCall) -> Any:
 
 
 @hostile("tampering")
-def replaces_the_judge(call: LogprobCall) -> Any:
+def replaces_the_comparisons(call: LogprobCall) -> Any:
     """Replaces the suite's comparisons by ones that accept anything."""
     compare.require = compare.within = lambda *_: None  # type: ignore[assignment]
     return right(call)

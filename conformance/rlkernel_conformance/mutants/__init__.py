@@ -1,147 +1,114 @@
-"""The zoo: backends with one planted bug each, which prove the suite. A clause that kills none of them proves nothing.
+"""Mutants: backends with one planted bug each, which prove the suite. A clause that no mutant fails proves nothing.
 
-    @mutant("LP-08", origin="temperature applied twice")
-    def temperature_twice(reference, logits, ids, **rest): ...
+A module per operator holds its bugs as a table, name -> `Bug`: the clause that must refute it, what is wrong, and how:
 
-Every mutant must die on the clause it was planted for, the first one it names, and on no other than those it names,
-while the reference passes everything.
+    "entropy_in_bits": Bug("LP-12", "entropy in bits", answers(entropy=lambda c, o: o.entropy * 1.4427)),
 
-An implementation is a function of a call's record; a bug is written as a function of the arguments, like the reference
-that it is given, and `mutant` turns it into an implementation. No implementation sees arguments that the operator's
-check refuses, so a bug in refusals is planted in the front door as well: see `unchecked`.
+`how` is a function of plain torch's implementation, which is right, and of the record of a call. It changes the record
+that goes in or the result that comes out (`plant` has the usual ways), or computes the result itself. What can go
+wrong inside only goes through a parameter of plain torch's own functions, such as `best` of `rlkernel_torch.sample`.
+
+The front door refuses bad calls before an implementation sees them. A mutant that passes them has a `check` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any, Final
 
-from rlkernel import decide, policy
-from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import OpSpec
-from rlkernel_torch import backend as reference
+from rlkernel_core.spec.form import prefix_of
+from rlkernel_torch import backend as plain
 
-# operator -> module of its mutants
-MODULES: Final = {
-    "advantage": "advantage",
-    "affine_suffix_scan": "affine_suffix_scan",
-    "group_filter": "group_filter",
-    "shape_rewards": "shape_rewards",
-    "whiten": "whiten",
-    "logprob": "logprob",
-    "linear_logprob": "linear_logprob",
-    "policy_loss": "policy_loss",
-    "linear_policy_loss": "linear_policy_loss",
-    "sample": "sample",
-    "lm_head_sample": "lm_head_sample",
-    "verify": "verify",
-    "quantize": "quantize",
-    "dequantize": "dequantize",
-    "prepack": "prepack",
-    "qmatmul": "qmatmul",
-    "capture": "capture",
-    "rollout_buffer": "rollout_buffer",
-}
+TARGETS: Final = "rlkernel_conformance.mutants.targets"
+
+Run = Callable[[Any], Any]  # of a record
+How = Callable[[Run, Any], Any]  # of plain torch's implementation and a record
+Check = Callable[[Any], object]  # of a record; raises ArgumentError
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One planted bug."""
+
+    clause: str  # that must refute it
+    wrong: str  # what is wrong, and where it was seen
+    how: How
+    check: Callable[[Check], Check] | None = None  # the operator's check to the one in its place
+    claims: frozenset[str] = frozenset()  # features it claims though plain torch does not
+    fits: str | None = None  # "module:function", its own word on the calls that it takes
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A known-bad backend."""
+    """Plain torch with one bug in one operator."""
 
-    name: str
     op: str
-    planted: str  # the clause it was planted for, which must refute it
-    kills: frozenset[str]  # that one, and every other that may
-    origin: str  # where the bug was seen
-    manifest: Backend
-    where: str  # the manifest as "module:attribute", for a worker
+    name: str
+    bug: Bug
 
+    @property
+    def clause(self) -> str:
+        """The clause that must refute it."""
+        return self.bug.clause
 
-ZOO: Final[dict[str, Mutant]] = {}
+    @cached_property
+    def manifest(self) -> Backend:
+        """The backend: right in everything but the operator."""
+        op = OPERATORS[self.op].id
+        changes = {"target": self._named(""), "gradient": None, "check": self.bug.fits}
+        impls = [
+            i.model_copy(update={**changes, "supports": i.supports | self.bug.claims}) if i.op == op else i
+            for i in plain.impls
+        ]
+        return Backend(name=f"mutant-{self.name.replace('_', '-')}", api=API_VERSION, impls=tuple(impls))
 
+    @property
+    def where(self) -> str:
+        """The manifest as "module:attribute", for a worker."""
+        return self._named("__manifest")
 
-def mutant(
-    *kills: str, origin: str, claims: frozenset[str] = frozenset(), check: str | None = None, unchecked: bool = False
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register a planted bug: a function of the reference's implementation and the operator's arguments.
+    @property
+    def subject(self) -> Subject:
+        """What is attacked, once the manifest is registered."""
+        return Subject(self.manifest.name, self.op, check=self._named("__check") if self.bug.check else None)
 
-    Args:
-        *kills: ids of the clauses that must refute it, the one it was planted for first.
-        origin: where the bug was seen, or why it is thinkable.
-        claims: features it claims though the reference does not.
-        check: its own word on what it can do, as "module:function".
-        unchecked: once it has run, the front door lets calls through to it that the operator's check refuses.
-    """
-    spec = next(spec for spec in OPERATORS.values() if any(c.id == kills[0] for c in spec.clauses))
-    op = spec.name
-    (impl,) = (i for i in reference.impls if i.op == spec.id)
-    module, _, function = impl.target.partition(":")
+    def implementation(self) -> Run:
+        """The function of a record that the manifest names."""
+        module, _, name = self._plain.target.partition(":")
+        run, check = getattr(import_module(module), name), OPERATORS[self.op].check
 
-    def register(bug: Callable[..., Any]) -> Callable[..., Any]:
-        def planted(call: Any) -> Any:
-            if unchecked:
-                _skip_the_check(spec, call)
-            right = spec.taking_arguments(getattr(import_module(module), function))
-            given = call.as_dict()
-            positional = [given.pop(n) for n, p in spec.parameters.items() if p.kind is not p.KEYWORD_ONLY]
-            return bug(right, *positional, **given)
+        def right(call: Any) -> Any:
+            if check is not None:
+                check(call)  # the bug may have made it of another
+            return run(call)
 
-        name = bug.__name__
-        space = import_module(bug.__module__).__dict__
-        target = f"{bug.__module__}:{name}_impl"
-        claimed = Impl(op=impl.op, target=target, requires=impl.requires, supports=impl.supports | claims, check=check)
-        impls = tuple(claimed if i is impl else i for i in reference.impls)  # right in everything else
-        manifest = Backend(name=f"mutant-{name.replace('_', '-')}", api=API_VERSION, impls=impls)
-        space[f"{name}_impl"], space[f"{name}_manifest"] = planted, manifest
-        ZOO[f"{op}.{name}"] = Mutant(
-            name, op, kills[0], frozenset(kills), origin, manifest, f"{bug.__module__}:{name}_manifest"
-        )
-        return bug
+        return lambda call: self.bug.how(right, call)
 
-    return register
+    @property
+    def _plain(self) -> Impl:
+        return next(i for i in plain.impls if i.op == OPERATORS[self.op].id)
 
-
-_CALL_OF: Final = decide.call_of
-
-
-class _Unchecked:
-    """`decide.call_of` where what was found out about a good call stands for refused ones too, under one policy."""
-
-    def __init__(self, spec: OpSpec[Any, Any], good: Any) -> None:
-        self.spec, self.scope, self.known = spec, policy.current(), _CALL_OF(spec, good)
-
-    def __call__(self, spec: OpSpec[Any, Any], call: Any) -> Any:
-        if policy.current() is not self.scope:  # the mutant's time is over
-            decide.call_of = _CALL_OF
-            return _CALL_OF(spec, call)
-        try:
-            return _CALL_OF(spec, call)
-        except RLKernelError:
-            if spec is not self.spec:
-                raise
-            return self.known
-
-
-def _skip_the_check(spec: OpSpec[Any, Any], call: Any) -> None:
-    """Let refused calls of an operator through from now on, as long as the policy in force is this one."""
-    now: Any = decide.call_of
-    if not isinstance(now, _Unchecked) or (now.spec, now.scope) != (spec, policy.current()):
-        decide.call_of = _Unchecked(spec, call)
+    def _named(self, what: str) -> str:
+        return f"{TARGETS}:{self.op}__{self.name}{what}"
 
 
 def mutants_of(op: str) -> tuple[Mutant, ...]:
-    """The mutants of an operator.
+    """The mutants of an operator: its own, then those that all operators have.
 
     Raises:
-        UnknownNameError: no such operator, or one without mutants.
+        UnknownNameError: no such operator.
     """
-    if op not in MODULES:
-        raise UnknownNameError("operator with mutants" if op in OPERATORS else "operator", op, MODULES)
-    import_module(f"rlkernel_conformance.mutants.{MODULES[op]}")
-    import_module("rlkernel_conformance.mutants.owed")
-    import_module("rlkernel_conformance.mutants.qmatmul_experts")
-    return tuple(m for m in ZOO.values() if m.op == op)
+    if op not in OPERATORS:
+        raise UnknownNameError("operator", op, OPERATORS)
+    own: dict[str, Bug] = import_module(f"rlkernel_conformance.mutants.{op}").BUGS
+    from rlkernel_conformance.mutants.common import bugs_of
+
+    bugs = {**own, **bugs_of(op, prefix_of(OPERATORS[op]))}
+    return tuple(Mutant(op, name, bug) for name, bug in bugs.items())

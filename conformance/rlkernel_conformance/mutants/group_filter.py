@@ -3,70 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import mutant
+from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 
 
-@mutant("GF-01", origin="biased std declared unbiased")
-def biased(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    return reference(rewards, **{**rest, "ddof": 0})
+def first_member_before(call: GroupFilterCall) -> int | Tensor:
+    if isinstance(call.group, Tensor):
+        return call.group
+    at = torch.arange(call.rewards.shape[0], device=call.rewards.device)
+    return (at - 1).clamp(min=0) // call.group
 
 
-@mutant(
-    "GF-01",
-    "GF-05",
-    "GF-06",
-    "GF-08",
-    "GF-11",
-    origin="group boundary off by one: the first member goes to the group before",
-)
-def boundary_off_by_one(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    group = rest["group"]
-    if isinstance(group, Tensor):
-        return reference(rewards, **rest)
-    at = torch.arange(rewards.shape[0], device=rewards.device)
-    return reference(rewards, **{**rest, "group": (at - 1).clamp(min=0) // group})
-
-
-@mutant("GF-02", origin="a mean that is summed and divided: 12 times 12.3 has a spread")
-def unshifted_mean(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out, size = reference(rewards, **rest), rest["group"]
-    if isinstance(size, Tensor) or rewards.dim() == 2 or rest.get("rule", "std") != "std" or rest.get("threshold"):
+def unshifted_mean(right: Run, call: GroupFilterCall) -> GroupFilterResult:
+    out, size, rewards = right(call), call.group, call.rewards
+    if isinstance(size, Tensor) or rewards.dim() == 2 or call.rule != "std" or call.threshold:
+        return out
+    if call.valid is not None or not rewards.isfinite().all() or call.min_members > size or size < 2:
         return out
     x = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, size)
     spread = ((x - x.cumsum(1)[:, -1:] / size).square().sum(1) > 0).repeat_interleave(size)
-    whole = rest.get("valid") is None and bool(rewards.isfinite().all()) and rest.get("min_members", 1) <= size
-    return replace(out, group_keep=spread, keep=spread) if whole and size > 1 else out
+    return replace(out, group_keep=spread, keep=spread)
 
 
-@mutant("GF-03", "GF-01", "GF-05", origin="rewards added before they are judged (SkyRL #2104)")
-def judges_the_sum(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    return reference(rewards.sum(1) if rewards.dim() == 2 else rewards, **rest)
+def runs(group: Any) -> Any:
+    """Groups numbered by runs of equal ids."""
+    if not isinstance(group, Tensor) or not group.numel() or group.is_floating_point():
+        return group
+    return torch.cat([group[:1] != group[:1], group[1:] != group[:-1]]).long().cumsum(0)
 
 
-@mutant(
-    "GF-04",
-    "GF-01",
-    "GF-05",
-    "GF-06",
-    "GF-08",
-    origin="groups are runs of equal ids: rollouts that return out of order fall apart",
-)
-def groups_are_runs(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    group = rest["group"]
-    if isinstance(group, Tensor) and group.numel():
-        new = torch.cat([group[:1] != group[:1], group[1:] != group[:-1]])
-        rest["group"] = new.long().cumsum(0)
-    return reference(rewards, **rest)
-
-
-@mutant("GF-05", origin="one NaN drops its group")
-def nan_is_contagious(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out, group = reference(rewards, **rest), rest["group"]
+def nan_is_contagious(right: Run, call: GroupFilterCall) -> GroupFilterResult:
+    out, group, rewards = right(call), call.group, call.rewards
     if not isinstance(group, Tensor):
         group = torch.arange(rewards.shape[0], device=rewards.device) // group
     bad = rewards.isnan() if rewards.dim() == 1 else rewards.isnan().any(1)
@@ -74,53 +46,54 @@ def nan_is_contagious(reference: Any, rewards: Tensor, **rest: Any) -> Any:
     return replace(out, keep=out.keep & ~poisoned, group_keep=out.group_keep & ~poisoned)
 
 
-@mutant("GF-06", origin="as many groups as the largest id says")
-def counts_ids(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out, group = reference(rewards, **rest), rest["group"]
-    return replace(out, groups=group.max() + 1) if isinstance(group, Tensor) and group.numel() else out
+def largest_id(call: GroupFilterCall, out: GroupFilterResult) -> Any:
+    return call.group.max() + 1 if isinstance(call.group, Tensor) and call.group.numel() else out.groups
 
 
-@mutant("GF-06", origin="sequences counted for groups")
-def counts_sequences(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out = reference(rewards, **rest)
-    return replace(out, kept_groups=out.kept_sequences)
+def within_reach(call: GroupFilterCall, out: GroupFilterResult) -> Tensor:
+    N = call.rewards.shape[0]
+    return out.keep & (torch.arange(N, device=call.rewards.device) < max(64, N - 4))
 
 
-@mutant("GF-07", origin="a launch of zero blocks")
-def no_sequences_fail(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    if rewards.numel() == 0:
-        raise RuntimeError("CUDA error: invalid configuration argument")
-    return reference(rewards, **rest)
-
-
-@mutant("GF-08", origin="sizes never looked at: what is too long is cut", unchecked=True)
-def cuts_what_is_too_long(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    valid = rest.get("valid")
-    return reference(rewards, **{**rest, "valid": None if valid is None else valid[: rewards.shape[0]]})
-
-
-@mutant("GF-09", "GF-05", origin="NaN replaced in the caller's tensor")
-def replaces_nan_in_place(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out = reference(rewards, **rest)
-    rewards.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    return out
-
-
-@mutant("GF-10", "GF-06", "GF-07", "GF-12", origin="a count by atomics that starts from what the last call left")
-def differs_from_call_to_call(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
-    out = reference(rewards, **rest)
-    return replace(out, kept_groups=out.kept_groups + differs_from_call_to_call.calls % 2)  # type: ignore[attr-defined]
-
-
-@mutant("GF-11", origin="the last block of a large batch is never reached")
-def drops_the_last_block(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out = reference(rewards, **rest)
-    reached = torch.arange(rewards.shape[0], device=rewards.device) < max(64, rewards.shape[0] - 4)
-    return replace(out, keep=out.keep & reached)
-
-
-@mutant("GF-12", origin="the host asks whether a group is left")
-def asks_the_host(reference: Any, rewards: Tensor, **rest: Any) -> Any:
-    out = reference(rewards, **rest)
-    return out if bool(out.keep.any()) else replace(out, keep=torch.zeros_like(out.keep))
+BUGS: Final = {
+    "biased": Bug("GF-01", "biased std declared unbiased", plant.given(ddof=0)),
+    "boundary_off_by_one": Bug(
+        "GF-01",
+        "group boundary off by one: the first member goes to the group before",
+        plant.given(group=first_member_before),
+    ),
+    "unshifted_mean": Bug("GF-02", "a mean that is summed and divided: 12 times 12.3 has a spread", unshifted_mean),
+    "judges_the_sum": Bug(
+        "GF-03",
+        "rewards added before they are judged (SkyRL #2104)",
+        plant.maps(rewards=lambda r: r.sum(1) if r.dim() == 2 else r),
+    ),
+    "groups_are_runs": Bug(
+        "GF-04", "groups are runs of equal ids: rollouts that return out of order fall apart", plant.maps(group=runs)
+    ),
+    "nan_is_contagious": Bug("GF-05", "one NaN drops its group", nan_is_contagious),
+    "counts_ids": Bug("GF-06", "as many groups as the largest id says", plant.returns(groups=largest_id)),
+    "counts_sequences": Bug(
+        "GF-06", "sequences counted for groups", plant.returns(kept_groups=lambda c, o: o.kept_sequences)
+    ),
+    "no_sequences_fail": Bug("GF-07", "a launch of zero blocks", plant.fails_if(lambda c: c.rewards.numel() == 0)),
+    "cuts_what_is_too_long": plant.lenient(
+        "GF-08",
+        "sizes never looked at: what is too long is cut",
+        lambda c: c if c.valid is None else replace(c, valid=c.valid[: c.rewards.shape[0]]),
+    ),
+    "replaces_nan_in_place": Bug(
+        "GF-09",
+        "NaN replaced in the caller's tensor",
+        plant.writes(lambda c: c.rewards.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)),
+    ),
+    "differs_from_call_to_call": Bug(
+        "GF-10",
+        "a count by atomics that starts from what the last call left",
+        plant.alternates(plant.returns(kept_groups=lambda c, o: o.kept_groups + 1)),
+    ),
+    "drops_the_last_block": Bug(
+        "GF-11", "the last block of a large batch is never reached", plant.returns(keep=within_reach)
+    ),
+    "asks_the_host": Bug("GF-12", "the host asks whether a group is left", plant.reads_back(lambda c, o: o.keep.any())),
+}

@@ -2,292 +2,168 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import mutant
-from rlkernel_core.errors import ArgumentError
+from rlkernel_conformance.mutants import Bug, How, Run, plant
+from rlkernel_conformance.mutants.logprob import (
+    clamped,
+    entropy_in_bits,
+    first_of_many,
+    naive_difference,
+    out_of_range_is_zero,
+    raw_entropy,
+    support_ignored,
+    temperature_twice,
+)
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 
-_CALLS: list[None] = []
-_LOG: deque[float] = deque(maxlen=10)
+_NARROW: Final = {torch.bfloat16, torch.float16}
 
 
-def nudged(out: LogprobResult, where: Any = True) -> LogprobResult:
-    """Log-probabilities one step of their dtype lower."""
-    values = out.logprob.detach()
-    step = torch.nextafter(values, torch.full_like(values, -torch.inf)) - values
-    where = torch.as_tensor(where, device=values.device)
-    return replace(out, logprob=out.logprob + torch.where(where & values.isfinite() & (values != 0), step, 0.0))
+def nudges(wanted: Callable[[Any, LogprobResult], Any]) -> How:
+    """Log-probabilities one step of their dtype lower in some calls or rows."""
+    return plant.returns(logprob=lambda c, o: plant.lower(o.logprob, wanted(c, o)))
 
 
-def with_slope(x: Tensor, factor: float) -> Tensor:
-    """The same numbers, whose gradient is multiplied by a factor."""
-    return x.detach() + factor * (x - x.detach())
+def logits_in_16_bits(right: Run, call: LinearLogprobCall) -> LogprobResult:
+    if call.hidden.dtype not in _NARROW or call.weight.dtype != call.hidden.dtype or call.group:
+        return right(call)
+    logits = (call.hidden.float() @ call.weight.float().T).to(call.hidden.dtype)
+    return right(replace(call, hidden=logits, weight=torch.eye(call.weight.shape[0], dtype=call.hidden.dtype)))
 
 
-@mutant(
-    "LL-01",
-    "LL-08",
-    "LL-09",
-    "LL-10",
-    "LL-12",
-    "LL-13",
-    "LL-14",
-    "LL-15",
-    "LL-16",
-    "LL-20",
-    "LL-30",
-    origin="temperature applied twice (RL-Kernel #81)",
-)
-def temperature_twice(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    T = rest.get("temperature", 1.0)
-    return reference(*args, **{**rest, "temperature": T * T})
+def drops_the_tail(right: Run, call: LinearLogprobCall) -> LogprobResult:
+    V = call.weight.shape[0]
+    if V <= 8 or call.group:
+        return right(call)
+    bias = torch.zeros(V, dtype=call.hidden.dtype) if call.bias is None else call.bias
+    tail = (torch.arange(V) >= V - V % 8) & ~torch.isin(torch.arange(V), call.ids)
+    return right(replace(call, bias=torch.where(tail, -torch.inf, bias)))
 
 
-@mutant("LL-02", "LL-01", "LL-08", "LL-14", "LL-16", "LL-17", "LL-27", origin="logits stored in the dtype of hidden")
-def logits_in_16_bits(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, **rest: Any) -> LogprobResult:
-    if hidden.dtype not in {torch.bfloat16, torch.float16} or weight.dtype != hidden.dtype or rest.get("group"):
-        return reference(hidden, weight, ids, **rest)
-    logits = (hidden.float() @ weight.float().T).to(hidden.dtype)
-    return reference(logits, torch.eye(weight.shape[0], dtype=hidden.dtype), ids, **rest)
+def caps_last(right: Run, call: Any) -> Any:
+    if call.softcap is None or isinstance(call.temperature, Tensor):
+        return right(call)
+    return right(replace(call, temperature=1.0, logit_scale=call.logit_scale / call.temperature))
 
 
-@mutant("LL-03", origin="z - lse, which rounds to 0 on confident rows")
-def naive_difference(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return replace(out, logprob=(out.logprob + out.lse) - out.lse)
+def multiplied_mask(right: Run, call: LinearLogprobCall) -> LogprobResult:
+    if call.mask is None:
+        return right(call)
+    out = right(replace(call, ids=torch.where(call.mask, call.ids, 0), mask=None))
+    entropy = None if out.entropy is None else out.entropy * call.mask
+    return replace(out, logprob=out.logprob * call.mask, entropy=entropy)
 
 
-@mutant(
-    "LL-04",
-    "LL-01",
-    "LL-02",
-    "LL-03",
-    "LL-08",
-    "LL-09",
-    "LL-10",
-    "LL-12",
-    "LL-13",
-    "LL-14",
-    "LL-15",
-    "LL-16",
-    "LL-17",
-    "LL-20",
-    "LL-21",
-    "LL-30",
-    origin="tile of 8 columns, the rest dropped (verl #2656)",
-)
-def drops_the_tail(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, **rest: Any) -> LogprobResult:
-    V = weight.shape[0]
-    if V <= 8 or rest.get("group"):
-        return reference(hidden, weight, ids, **rest)
-    bias = rest.get("bias")
-    bias = torch.zeros(V, dtype=hidden.dtype) if bias is None else bias
-    tail = (torch.arange(V) >= V - V % 8) & ~torch.isin(torch.arange(V), ids)
-    return reference(hidden, weight, ids, **{**rest, "bias": torch.where(tail, -torch.inf, bias)})
+def mean_gradient(call: LinearLogprobCall) -> Tensor | None:
+    bias, N = call.bias, call.hidden.shape[0]
+    if bias is None or not N:
+        return bias
+    return torch.where(bias.isfinite(), plant.with_gradient_times(bias, 1 / N), bias)
 
 
-@mutant("LL-05", origin="constant memory claimed, logits kept for the backward pass (RL-Kernel)")
-def keeps_the_logits(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    return reference(*args, **{**rest, "backward": "save"} if rest.get("backward") == "recompute" else rest)
-
-
-@mutant("LL-06", origin="logits saved at half their precision")
-def saved_logits_are_rounded(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return replace(out, logprob=with_slope(out.logprob, 1.002)) if rest.get("backward") == "save" else out
-
-
-@mutant("LL-07", origin="a limit that is accepted and ignored")
-def limit_ignored(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    return reference(*args, **{**rest, "max_workspace_bytes": None})
-
-
-@mutant(
-    "LL-08",
-    "LL-09",
-    "LL-10",
-    "LL-12",
-    "LL-14",
-    "LL-16",
-    origin="entropy of softmax(z) beside log p of softmax(z / T) (OpenRLHF #1319)",
-)
-def raw_entropy(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return out if out.entropy is None else replace(out, entropy=reference(*args, **rest | {"temperature": 1.0}).entropy)
-
-
-@mutant("LL-09", "LL-01", "LL-08", "LL-10", "LL-14", "LL-16", origin="softcap after the temperature")
-def caps_last(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    T = rest.get("temperature", 1.0)
-    if rest.get("softcap") is None or isinstance(T, Tensor):
-        return reference(*args, **rest)
-    return reference(*args, **{**rest, "temperature": 1.0, "logit_scale": rest.get("logit_scale", 1.0) / T})
-
-
-@mutant("LL-10", origin="a finite number for -inf, which a cap brings back")
-def forbidden_ids_return_under_a_cap(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    bias = rest.get("bias")
-    return reference(*args, **rest if bias is None else {**rest, "bias": bias.clamp(min=-1e4)})
-
-
-@mutant("LL-11", "LL-01", "LL-08", "LL-09", "LL-14", "LL-16", origin="logit_scale accepted and ignored")
-def scale_ignored(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    s = rest.get("logit_scale", 1.0)
-    return reference(*args, **{**rest, "logit_scale": 1.0 if s > 0 else s})
-
-
-@mutant("LL-12", origin="batch[0]'s parameter for all rows (RL.cu)")
-def first_rows_temperature(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    T = rest.get("temperature", 1.0)
-    return reference(*args, **{**rest, "temperature": T[:1] if isinstance(T, Tensor) and T.dim() else T})
-
-
-@mutant("LL-13", origin="masks that multiply: NaN * 0 is NaN")
-def multiplied_mask(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, **rest: Any) -> LogprobResult:
-    mask = rest.pop("mask", None)
-    if mask is None:
-        return reference(hidden, weight, ids, **rest)
-    out = reference(hidden, weight, torch.where(mask, ids, 0), **rest)
-    return replace(out, logprob=out.logprob * mask, entropy=None if out.entropy is None else out.entropy * mask)
-
-
-@mutant("LL-14", "LL-08", "LL-09", "LL-10", "LL-12", "LL-16", origin="entropy in bits")
-def entropy_in_bits(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return out if out.entropy is None else replace(out, entropy=out.entropy * 1.4427)
-
-
-@mutant("LL-15", origin="log p of the whole vocabulary for a truncated draw (trl #6789)")
-def support_ignored(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    if rest.get("support") is None:
-        return out
-    return replace(out, logprob=reference(*args, **{**rest, "support": None}).logprob)
-
-
-@mutant("LL-16", origin="the gradient of the bias as a mean over rows")
-def bias_gradient_is_a_mean(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LogprobResult:
-    bias = rest.get("bias")
-    if bias is not None and hidden.shape[0]:
-        rest["bias"] = torch.where(bias.isfinite(), with_slope(bias, 1 / hidden.shape[0]), bias)
-    return reference(hidden, *args, **rest)
-
-
-@mutant("LL-17", origin="dW accumulated over blocks of rows in 16 bits")
-def accumulates_in_16_bits(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, **rest: Any) -> LogprobResult:
-    if hidden.dtype not in {torch.bfloat16, torch.float16} or hidden.shape[0] <= 64 or hidden.dim() != 2:
-        return reference(hidden, weight, ids, **rest)
-    blocks = [reference(h, weight, i, **rest) for h, i in zip(hidden.split(16), ids.split(16), strict=True)]
+def accumulates_in_16_bits(right: Run, call: LinearLogprobCall) -> LogprobResult:
+    if call.hidden.dtype not in _NARROW or call.hidden.shape[0] <= 64 or call.hidden.dim() != 2:
+        return right(call)
+    rows = zip(call.hidden.split(16), call.ids.split(16), strict=True)
+    blocks = [right(replace(call, hidden=hidden, ids=ids)) for hidden, ids in rows]
     parts = {n: [getattr(b, n) for b in blocks] for n in vars(blocks[0])}
     return LogprobResult(**{n: None if p[0] is None else torch.cat(p) for n, p in parts.items()})
 
 
-@mutant("LL-18", origin="a frozen head takes another path, with another dX")
-def a_frozen_head_changes_the_rest(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> Any:
-    out = reference(hidden, weight, *args, **rest)
-    frozen = hidden.requires_grad and not weight.requires_grad
-    return replace(out, logprob=with_slope(out.logprob, 1.05)) if frozen else out
+def frozen_head(call: Any) -> bool:
+    return call.hidden.requires_grad and not call.weight.requires_grad
 
 
-@mutant("LL-19", origin="another kernel when gradients are wanted: on-policy ratios are not 1")
-def another_kernel_for_gradients(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(hidden, *args, **rest)
-    return nudged(out) if out.logprob.requires_grad else out
+def shifted_shards(call: Any) -> Tensor:
+    ids: Tensor = call.ids
+    return ids if call.group is None else ids + call.group.rank()
 
 
-@mutant("LL-20", "LL-22", origin="offsets of shards taken as if all were of one size")
-def shards_of_one_size(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, **rest: Any) -> LogprobResult:
-    group = rest.get("group")
-    return reference(hidden, weight, ids if group is None else ids + group.rank(), **rest)
-
-
-@mutant("LL-21", origin="a merge that rounds, run for one rank as well")
-def the_merge_rounds(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return out if rest.get("group") is None else nudged(out)
-
-
-@mutant("LL-22", origin="every rank sums its own part first")
-def ranks_sum_in_their_own_order(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out, group = reference(*args, **rest), rest.get("group")
-    return out if group is None else nudged(out, group.rank() > 0)
-
-
-@mutant("LL-23", origin="an id out of range gives 0.0 (RL-Kernel)")
-def out_of_range_is_zero(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return replace(out, logprob=torch.where(out.invalid, 0.0, out.logprob))
-
-
-@mutant("LL-24", origin="a tied embedding read as if it were contiguous")
-def ignores_strides(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LogprobResult:
-    if not weight.is_contiguous() and not weight.requires_grad:
-        weight = weight.as_strided(weight.shape, (weight.shape[1], 1))
-    return reference(hidden, weight, *args, **rest)
-
-
-@mutant("LL-25", origin="a launch of zero blocks")
-def no_rows_fail(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LogprobResult:
-    if hidden.numel() == 0:
-        raise RuntimeError("CUDA error: invalid configuration argument")
-    return reference(hidden, *args, **rest)
-
-
-@mutant("LL-26", origin="a kernel that reseeds or draws from the user's generator (AITER)")
-def draws_from_the_global_generator(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    torch.rand(1)
-    return reference(*args, **rest)
-
-
-@mutant("LL-27", "LL-24", origin="reduction order that depends on the batch, declared invariant")
-def depends_on_the_batch(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LogprobResult:
-    return nudged(reference(hidden, *args, **rest), hidden.shape[0] % 4 == 1)
-
-
-@mutant(
-    "LL-28",
-    "LL-19",
-    "LL-21",
-    "LL-23",
-    "LL-24",
-    "LL-27",
-    "LL-29",
-    "LL-31",
-    origin="floating atomics, declared deterministic (RL.cu)",
-)
-def differs_from_call_to_call(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    _CALLS.append(None)
-    return nudged(reference(*args, **rest), len(_CALLS) % 2 == 0)
-
-
-@mutant("LL-29", origin="the largest logit logged from inside the wrapper")
-def reads_a_value_back(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    _LOG.append(out.lse.sum().item())
-    return out
-
-
-@mutant("LL-30", origin="temperature 0 clamped instead of refused", unchecked=True)
-def temperatures_are_clamped(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    T = rest.get("temperature", 1.0)
-    return reference(*args, **{**rest, "temperature": T if isinstance(T, Tensor) else max(T, 1e-6)})
-
-
-@mutant("LL-30", "LL-07", origin="an error without a name", unchecked=True)
-def anonymous_errors(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    try:
-        return reference(*args, **rest)
-    except ArgumentError as error:
-        raise ArgumentError("input", error.got, "is wrong", "") from error
-
-
-@mutant("LL-31", origin="one NaN row poisons the batch: a maximum over the block")
-def shared_maximum(reference: Any, *args: Any, **rest: Any) -> LogprobResult:
-    out = reference(*args, **rest)
-    return replace(out, logprob=torch.where(out.lse.isnan().any(), torch.nan, out.logprob))
+BUGS: Final = {
+    "temperature_twice": Bug("LL-01", "temperature applied twice (RL-Kernel #81)", temperature_twice),
+    "logits_in_16_bits": Bug("LL-02", "logits stored in the dtype of hidden", logits_in_16_bits),
+    "naive_difference": Bug("LL-03", "z - lse, which rounds to 0 on confident rows", naive_difference),
+    "drops_the_tail": Bug("LL-04", "tile of 8 columns, the rest dropped (verl #2656)", drops_the_tail),
+    "keeps_the_logits": Bug(
+        "LL-05",
+        "constant memory claimed, logits kept for the backward pass (RL-Kernel)",
+        plant.maps(backward={"recompute": "save"}),
+    ),
+    "saved_logits_are_rounded": Bug(
+        "LL-06",
+        "logits saved at half their precision",
+        plant.returns(
+            logprob=lambda c, o: plant.with_gradient_times(o.logprob, 1.002 if c.backward == "save" else 1.0)
+        ),
+    ),
+    "limit_ignored": Bug("LL-07", "a limit that is accepted and ignored", plant.ignores("max_workspace_bytes")),
+    "raw_entropy": Bug("LL-08", "entropy of softmax(z) beside log p of softmax(z / T) (OpenRLHF #1319)", raw_entropy),
+    "caps_last": Bug("LL-09", "softcap after the temperature", caps_last),
+    "forbidden_ids_return_under_a_cap": Bug(
+        "LL-10", "a finite number for -inf, which a cap brings back", plant.maps(bias=lambda x: x.clamp(min=-1e4))
+    ),
+    "scale_ignored": Bug(
+        "LL-11", "logit_scale accepted and ignored", plant.maps(logit_scale=lambda s: 1.0 if s > 0 else s)
+    ),
+    "first_rows_temperature": Bug(
+        "LL-12", "batch[0]'s parameter for all rows (RL.cu)", plant.maps(temperature=first_of_many)
+    ),
+    "multiplied_mask": Bug("LL-13", "masks that multiply: NaN * 0 is NaN", multiplied_mask),
+    "entropy_in_bits": Bug("LL-14", "entropy in bits", entropy_in_bits),
+    "support_ignored": Bug("LL-15", "log p of the whole vocabulary for a truncated draw (trl #6789)", support_ignored),
+    "bias_gradient_is_a_mean": Bug(
+        "LL-16", "the gradient of the bias as a mean over rows", plant.given(bias=mean_gradient)
+    ),
+    "accumulates_in_16_bits": Bug("LL-17", "dW accumulated over blocks of rows in 16 bits", accumulates_in_16_bits),
+    "a_frozen_head_changes_the_rest": Bug(
+        "LL-18",
+        "a frozen head takes another path, with another dX",
+        plant.returns(logprob=lambda c, o: plant.with_gradient_times(o.logprob, 1.05 if frozen_head(c) else 1.0)),
+    ),
+    "another_kernel_for_gradients": Bug(
+        "LL-19",
+        "another kernel when gradients are wanted: on-policy ratios are not 1",
+        nudges(lambda c, o: o.logprob.requires_grad),
+    ),
+    "shards_of_one_size": Bug(
+        "LL-20", "offsets of shards taken as if all were of one size", plant.given(ids=shifted_shards)
+    ),
+    "the_merge_rounds": Bug(
+        "LL-21", "a merge that rounds, run for one rank as well", nudges(lambda c, o: c.group is not None)
+    ),
+    "ranks_sum_in_their_own_order": Bug(
+        "LL-22", "every rank sums its own part first", nudges(lambda c, o: c.group is not None and c.group.rank() > 0)
+    ),
+    "out_of_range_is_zero": Bug("LL-23", "an id out of range gives 0.0 (RL-Kernel)", out_of_range_is_zero),
+    "ignores_strides": Bug("LL-24", "a tied embedding read as if it were contiguous", plant.ignores_strides("weight")),
+    "no_rows_fail": Bug("LL-25", "a launch of zero blocks", plant.fails_if(lambda c: c.hidden.numel() == 0)),
+    "draws_from_the_global_generator": Bug(
+        "LL-26",
+        "a kernel that reseeds or draws from the user's generator (AITER)",
+        plant.draws_from_the_global_generator,
+    ),
+    "depends_on_the_batch": plant.batch_dependent(
+        "LL-27",
+        "logprob",
+        "reduction order that depends on the batch, declared invariant",
+        lambda c: c.hidden.shape[0] % 4 == 1,
+    ),
+    "differs_from_call_to_call": plant.nondeterministic("LL-28", "logprob"),
+    "reads_a_value_back": Bug(
+        "LL-29", "the largest logit logged from inside the wrapper", plant.reads_back(lambda c, o: o.lse.sum())
+    ),
+    "temperatures_are_clamped": plant.lenient("LL-30", "temperature 0 clamped instead of refused", temperature=clamped),
+    "anonymous_errors": plant.anonymous_errors("LL-30"),
+    "shared_maximum": Bug(
+        "LL-31",
+        "one NaN row poisons the batch: a maximum over the block",
+        plant.returns(logprob=lambda c, o: torch.where(o.lse.isnan().any(), torch.nan, o.logprob)),
+    ),
+}

@@ -2,218 +2,150 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import mutant
-from rlkernel_core.errors import ArgumentError
+from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants.linear_logprob import caps_last, frozen_head, shifted_shards
+from rlkernel_conformance.mutants.logprob import clamped
+from rlkernel_conformance.mutants.policy_loss import mean_of_nothing
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.policy_loss import LossResult
 
-_CALLS: list[None] = []
-_LOG: deque[float] = deque(maxlen=10)
 
-
-class _Ones(torch.autograd.Function):
-    """The same value; its gradient is 1, whatever comes from above."""
+class _Upstream(torch.autograd.Function):
+    """The same value; its gradient is a function of the one from above."""
 
     @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+        ctx.change = change
         return x.clone()
 
     @staticmethod
-    def backward(_ctx: Any, *upstream: Tensor) -> Tensor:
-        return torch.ones_like(upstream[0])
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(upstream[0]), None
 
 
-class _Rounded(torch.autograd.Function):
-    """The same value; the gradient from above is rounded to bfloat16."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, *upstream: Tensor) -> Tensor:
-        return upstream[0].bfloat16().to(upstream[0].dtype)
+def ignored(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
+    return _Upstream.apply(out.loss, torch.ones_like) if out.loss.requires_grad else out.loss  # type: ignore[no-untyped-call]
 
 
-def lower(x: Tensor) -> Tensor:
-    """One step of the dtype towards minus infinity, where x is a number but 0."""
-    step = torch.nextafter(x.detach(), torch.full_like(x, -torch.inf)) - x.detach()
-    return x + torch.where((x != 0) & x.isfinite(), step, 0.0)
+def rounded(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
+    if not out.loss.requires_grad or call.hidden.dtype != torch.bfloat16:
+        return out.loss
+    return _Upstream.apply(out.loss, lambda g: g.bfloat16().to(g.dtype))  # type: ignore[no-untyped-call]
 
 
-@mutant("LPL-01", "LPL-02", "LPL-07", "LPL-12", "LPL-18", origin="the entropy bonus reported and left out of the loss")
-def bonus_left_out(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    return reference(*args, **{**rest, "entropy_coef": 0.0})
+def first_temperature(T: Any) -> Any:
+    return T.flatten()[0].expand(T.shape) if isinstance(T, Tensor) else T
 
 
-VALUES = ("LPL-01", "LPL-02", "LPL-07", "LPL-12")
-
-
-@mutant(*VALUES, origin="dual_clip read by the plain loss only")
-def dual_clip_left_out(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    return reference(*args, **{**rest, "dual_clip": None})
-
-
-@mutant(*VALUES, origin="one weight a token, for the bonus as well")
-def the_bonus_is_aggregated_as_the_loss(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    return reference(*args, **{**rest, "entropy_aggregate": None})
-
-
-@mutant(*VALUES, origin="one temperature passed to the kernel by value")
-def the_first_temperature_is_for_all(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    T = rest.get("temperature", 1.0)
-    return reference(*args, **{**rest, "temperature": T.flatten()[0].expand(T.shape) if isinstance(T, Tensor) else T})
-
-
-@mutant(*VALUES, origin="operands of two dtypes brought to that of hidden")
-def the_head_is_rounded(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LossResult:
-    return reference(hidden, weight.to(hidden.dtype), *args, **rest)
-
-
-@mutant("LPL-02", origin="the gradient made with the loss, the upstream one never applied")
-def upstream_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    out = reference(*args, **rest)
-    return replace(out, loss=_Ones.apply(out.loss)) if out.loss.requires_grad else out  # type: ignore[no-untyped-call]
-
-
-@mutant("LPL-02", origin="a factor without dimensions takes the dtype of what it multiplies (torch)")
-def upstream_rounded(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LossResult:
-    out = reference(hidden, *args, **rest)
-    fits = out.loss.requires_grad and hidden.dtype == torch.bfloat16
-    return replace(out, loss=_Rounded.apply(out.loss)) if fits else out  # type: ignore[no-untyped-call]
-
-
-@mutant("LPL-03", origin="constant memory claimed, logits of all rows made (RL-Kernel)")
-def makes_all_logits(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LossResult:
-    fits = hidden.shape[-1] == weight.shape[-1] and hidden.dtype == weight.dtype
-    logits = hidden.detach() @ weight.detach().T if fits else None
-    out = reference(hidden, weight, *args, **rest)
+def makes_all_logits(right: Run, call: LinearPolicyLossCall) -> LossResult:
+    fits = call.hidden.shape[-1] == call.weight.shape[-1] and call.hidden.dtype == call.weight.dtype
+    logits = call.hidden.detach() @ call.weight.detach().T if fits else None
+    out = right(call)
     del logits
     return out
 
 
-@mutant("LPL-04", origin="a limit that is accepted and ignored")
-def limit_ignored(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    return reference(*args, **{**rest, "max_workspace_bytes": None})
-
-
-@mutant("LPL-05", origin="dW accumulated over blocks of rows in 16 bits")
-def accumulates_in_16_bits(
-    reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, old: Any, A: Tensor, **rest: Any
-) -> Any:
-    def whole() -> LossResult:
-        return reference(hidden, weight, ids, old, A, **rest)
-
-    if hidden.dtype not in {torch.bfloat16, torch.float16} or ids.numel() <= 64 or old is not None or A.dim() != 2:
-        return whole()
+def accumulates_in_16_bits(right: Run, call: LinearPolicyLossCall) -> LossResult:
+    narrow, N = call.hidden.dtype in {torch.bfloat16, torch.float16}, call.ids.numel()
+    if not narrow or N <= 64 or call.old_logprob is not None or call.advantages.dim() != 2:
+        return right(call)
+    columns = zip(*(x.split(6, 1) for x in (call.hidden, call.ids, call.advantages)), strict=True)
     blocks = [
-        reference(h, weight, i, None, a, **{**rest, "denominator": float(ids.numel())})
-        for h, i, a in zip(hidden.split(6, 1), ids.split(6, 1), A.split(6, 1), strict=True)
+        right(replace(call, hidden=hidden, ids=ids, advantages=A, denominator=float(N))) for hidden, ids, A in columns
     ]
     return replace(blocks[0], loss=torch.stack([b.loss for b in blocks]).sum())
 
 
-@mutant("LPL-06", origin="a frozen head takes another path, with another dX")
-def a_frozen_head_changes_the_rest(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> Any:
-    out = reference(hidden, weight, *args, **rest)
-    if weight.requires_grad or not hidden.requires_grad:
-        return out
-    return replace(out, loss=out.loss.detach() + 1.3 * (out.loss - out.loss.detach()))
+def multiplied_mask(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
+    if call.mask is None:
+        return out.loss
+    return out.loss + 0.0 * (call.hidden * ~call.mask[..., None]).sum().to(out.loss.dtype)
 
 
-@mutant("LPL-07", "LPL-14", origin="masks that multiply: NaN * 0 is NaN")
-def multiplied_mask(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LossResult:
-    out, mask = reference(hidden, *args, **rest), rest.get("mask")
-    if mask is None:
-        return out
-    return replace(out, loss=out.loss + 0.0 * (hidden * ~mask[..., None]).sum().to(out.loss.dtype))
+def light_rows_leave_a_trace(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
+    if call.hidden.dtype == torch.float64 or call.mask is not None or not call.weight.requires_grad:
+        return out.loss
+    trace = 1e-6 * call.hidden.detach().sum().to(out.loss.dtype) * call.weight.sum().to(out.loss.dtype)
+    return out.loss + (trace - trace.detach())
 
 
-@mutant(
-    "LPL-08", "LPL-01", "LPL-05", origin="rows without weight go through the matmul with what rounding left of them"
-)
-def light_rows_leave_a_trace(reference: Any, hidden: Tensor, weight: Tensor, *args: Any, **rest: Any) -> LossResult:
-    out = reference(hidden, weight, *args, **rest)
-    if hidden.dtype == torch.float64 or rest.get("mask") is not None or not weight.requires_grad:
-        return out
-    trace = 1e-6 * hidden.detach().sum().to(out.loss.dtype) * weight.sum().to(out.loss.dtype)
-    return replace(out, loss=out.loss + (trace - trace.detach()))
+def level_by_token(call: LinearPolicyLossCall) -> str | None:
+    return None if call.kind in {"ppo", "grpo", "dapo", "dr_grpo"} else call.level
 
 
-@mutant("LPL-09", origin="log-probabilities of another kernel than the loss: on-policy ratios are not 1")
-def another_kernel_returns_them(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    out = reference(*args, **rest)
-    return replace(out, logprob=lower(out.logprob))
-
-
-@mutant("LPL-10", *VALUES, origin="sequence-level ratios made token by token in one pass")
-def sequences_by_token(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    return reference(*args, **{**rest, "level": None} if rest["kind"] in {"ppo", "grpo", "dapo", "dr_grpo"} else rest)
-
-
-@mutant("LPL-11", "LPL-01", "LPL-02", "LPL-07", "LPL-12", origin="softcap after the temperature")
-def caps_last(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    T = rest.get("temperature", 1.0)
-    if rest.get("softcap") is None or isinstance(T, Tensor):
-        return reference(*args, **rest)
-    return reference(*args, **{**rest, "temperature": 1.0, "logit_scale": rest.get("logit_scale", 1.0) / T})
-
-
-@mutant("LPL-12", origin="offsets of shards taken as if all were of one size")
-def shards_of_one_size(reference: Any, hidden: Tensor, weight: Tensor, ids: Tensor, *args: Any, **rest: Any) -> Any:
-    group = rest.get("group")
-    return reference(hidden, weight, ids if group is None else ids + group.rank(), *args, **rest)
-
-
-@mutant("LPL-13", origin="an id out of range counts 0 (RL-Kernel)")
-def out_of_range_counts_nothing(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    out = reference(*args, **rest)
-    return replace(out, loss=torch.where(out.loss.isnan(), 0.0, out.loss))
-
-
-@mutant("LPL-14", origin="0 / 0 where everything is masked")
-def mean_of_nothing(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    out, mask = reference(*args, **rest), rest.get("mask")
-    return out if mask is None else replace(out, loss=torch.where(mask.any(), out.loss, torch.nan))
-
-
-@mutant("LPL-15", origin="hidden states of masked tokens cleared in place")
-def clears_in_place(reference: Any, hidden: Tensor, *args: Any, **rest: Any) -> LossResult:
-    if rest.get("mask") is not None:
-        with torch.no_grad():
-            hidden.masked_fill_(~rest["mask"][..., None], 0.0)
-    return reference(hidden, *args, **rest)
-
-
-@mutant("LPL-16", "LPL-17", origin="floating atomics, declared deterministic (RL.cu)")
-def differs_from_call_to_call(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    _CALLS.append(None)
-    out = reference(*args, **rest)
-    return replace(out, loss=lower(out.loss)) if len(_CALLS) % 2 else out
-
-
-@mutant("LPL-17", origin="the loss logged from inside the wrapper")
-def reads_the_loss_back(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    out = reference(*args, **rest)
-    _LOG.append(out.loss.item())
-    return out
-
-
-@mutant("LPL-18", origin="temperature 0 clamped instead of refused", unchecked=True)
-def temperatures_are_clamped(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    T = rest.get("temperature", 1.0)
-    return reference(*args, **{**rest, "temperature": T if isinstance(T, Tensor) else max(T, 1e-6)})
-
-
-@mutant("LPL-18", "LPL-04", origin="an error without a name", unchecked=True)
-def anonymous_errors(reference: Any, *args: Any, **rest: Any) -> LossResult:
-    try:
-        return reference(*args, **rest)
-    except ArgumentError as error:
-        raise ArgumentError("input", error.got, "is wrong", "") from error
+BUGS: Final = {
+    "bonus_left_out": Bug(
+        "LPL-01", "the entropy bonus reported and left out of the loss", plant.given(entropy_coef=0.0)
+    ),
+    "dual_clip_left_out": Bug("LPL-01", "dual_clip read by the plain loss only", plant.ignores("dual_clip")),
+    "the_bonus_is_aggregated_as_the_loss": Bug(
+        "LPL-01", "one weight a token, for the bonus as well", plant.ignores("entropy_aggregate")
+    ),
+    "the_first_temperature_is_for_all": Bug(
+        "LPL-01", "one temperature passed to the kernel by value", plant.maps(temperature=first_temperature)
+    ),
+    "the_head_is_rounded": Bug(
+        "LPL-01",
+        "operands of two dtypes brought to that of hidden",
+        plant.given(weight=lambda c: c.weight.to(c.hidden.dtype)),
+    ),
+    "upstream_ignored": Bug(
+        "LPL-02", "the gradient made with the loss, the upstream one never applied", plant.returns(loss=ignored)
+    ),
+    "upstream_rounded": Bug(
+        "LPL-02",
+        "a factor without dimensions takes the dtype of what it multiplies (torch)",
+        plant.returns(loss=rounded),
+    ),
+    "makes_all_logits": Bug("LPL-03", "constant memory claimed, logits of all rows made (RL-Kernel)", makes_all_logits),
+    "limit_ignored": Bug("LPL-04", "a limit that is accepted and ignored", plant.ignores("max_workspace_bytes")),
+    "accumulates_in_16_bits": Bug("LPL-05", "dW accumulated over blocks of rows in 16 bits", accumulates_in_16_bits),
+    "a_frozen_head_changes_the_rest": Bug(
+        "LPL-06",
+        "a frozen head takes another path, with another dX",
+        plant.returns(loss=lambda c, o: plant.with_gradient_times(o.loss, 1.3 if frozen_head(c) else 1.0)),
+    ),
+    "multiplied_mask": Bug("LPL-07", "masks that multiply: NaN * 0 is NaN", plant.returns(loss=multiplied_mask)),
+    "light_rows_leave_a_trace": Bug(
+        "LPL-08",
+        "rows without weight go through the matmul with what rounding left of them",
+        plant.returns(loss=light_rows_leave_a_trace),
+    ),
+    "another_kernel_returns_them": Bug(
+        "LPL-09",
+        "log-probabilities of another kernel than the loss: on-policy ratios are not 1",
+        plant.returns(logprob=lambda c, o: plant.lower(o.logprob)),
+    ),
+    "sequences_by_token": Bug(
+        "LPL-10", "sequence-level ratios made token by token in one pass", plant.given(level=level_by_token)
+    ),
+    "caps_last": Bug("LPL-11", "softcap after the temperature", caps_last),
+    "shards_of_one_size": Bug(
+        "LPL-12", "offsets of shards taken as if all were of one size", plant.given(ids=shifted_shards)
+    ),
+    "out_of_range_counts_nothing": Bug(
+        "LPL-13",
+        "an id out of range counts 0 (RL-Kernel)",
+        plant.returns(loss=lambda c, o: torch.where(o.loss.isnan(), 0.0, o.loss)),
+    ),
+    "mean_of_nothing": Bug("LPL-14", "0 / 0 where everything is masked", plant.returns(loss=mean_of_nothing)),
+    "clears_in_place": Bug(
+        "LPL-15",
+        "hidden states of masked tokens cleared in place",
+        plant.writes_first(lambda c: None if c.mask is None else c.hidden.masked_fill_(~c.mask[..., None], 0.0)),
+    ),
+    "differs_from_call_to_call": plant.nondeterministic("LPL-16", "loss"),
+    "reads_the_loss_back": Bug(
+        "LPL-17", "the loss logged from inside the wrapper", plant.reads_back(lambda c, o: o.loss.detach())
+    ),
+    "temperatures_are_clamped": plant.lenient(
+        "LPL-18", "temperature 0 clamped instead of refused", temperature=clamped
+    ),
+    "anonymous_errors": plant.anonymous_errors("LPL-18"),
+}

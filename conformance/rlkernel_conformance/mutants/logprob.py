@@ -3,351 +3,183 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import mutant
-from rlkernel_core.errors import ArgumentError
+from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
-_SEEN: dict[tuple[int, int], Any] = {}
-
-
-@mutant("LP-02", origin="z - lse, which rounds to 0 on confident rows")
-def naive_difference(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=(out.logprob + out.lse) - out.lse)
+_KEPT: Final[dict[tuple[int, int], LogprobResult]] = {}
 
 
-@mutant(
-    "LP-01",
-    "LP-07",
-    "LP-08",
-    "LP-10",
-    "LP-11",
-    "LP-12",
-    "LP-13",
-    "LP-15",
-    "LP-16",
-    origin="temperature applied twice (RL-Kernel #81)",
-)
-def temperature_twice(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    T = rest.get("temperature", 1.0)
-    return reference(logits, ids, **{**rest, "temperature": T * T})
+def raw_entropy(right: Run, call: Any) -> LogprobResult:
+    out = right(call)
+    return out if out.entropy is None else replace(out, entropy=right(replace(call, temperature=1.0)).entropy)
 
 
-@mutant(
-    "LP-08", "LP-07", "LP-12", "LP-13", origin="entropy of softmax(z) beside log p of softmax(z / T) (OpenRLHF #1319)"
-)
-def raw_entropy(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return (
-        out
-        if out.entropy is None
-        else replace(out, entropy=reference(logits, ids, **{**rest, "temperature": 1.0}).entropy)
-    )
+def multiplied_mask(right: Run, call: LogprobCall) -> LogprobResult:
+    if call.mask is None:
+        return right(call)
+    out = right(replace(call, ids=torch.where(call.mask, call.ids, 0), mask=None))
+    return replace(out, logprob=out.logprob * call.mask)
 
 
-@mutant("LP-09", origin="batch[0]'s parameter for all rows (RL.cu)")
-def first_rows_temperature(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    T = rest.get("temperature", 1.0)
-    return reference(logits, ids, **{**rest, "temperature": T[:1] if isinstance(T, Tensor) else T})
-
-
-@mutant("LP-11", "LP-27", origin="masks that multiply: NaN * 0 is NaN")
-def multiplied_mask(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    mask = rest.pop("mask", None)
-    out = reference(logits, torch.where(mask, ids, 0) if mask is not None else ids, **rest)
-    return out if mask is None else replace(out, logprob=out.logprob * mask)
-
-
-@mutant("LP-17", origin="an id out of range gives 0.0 (RL-Kernel)")
-def out_of_range_is_zero(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=torch.where(out.invalid, 0.0, out.logprob))
-
-
-@mutant("LP-17", origin="validate accepted and ignored")
-def validation_ignored(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    return reference(logits, ids, **{**rest, "validate": False})
-
-
-@mutant("LP-01", "LP-04", "LP-13", "LP-25", origin="running maximum that starts at 0 (verl #7439)")
-def maximum_starts_at_zero(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
+def maximum_starts_at_zero(right: Run, call: LogprobCall) -> LogprobResult:
+    out = right(call)
     lost = out.lse < -90
     return replace(out, logprob=torch.where(lost, torch.inf, out.logprob), lse=torch.where(lost, -torch.inf, out.lse))
 
 
-@mutant("LP-07", "LP-12", "LP-13", origin="0 * -inf in the entropy (VeOmni #720)")
-def entropy_of_the_impossible(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    holes = (logits == -torch.inf).any(-1)
-    return out if out.entropy is None else replace(out, entropy=torch.where(holes, torch.nan, out.entropy))
-
-
-@mutant(
-    "LP-20",
-    "LP-02",
-    "LP-05",
-    "LP-08",
-    "LP-09",
-    "LP-11",
-    "LP-13",
-    "LP-14",
-    "LP-17",
-    "LP-18",
-    "LP-19",
-    "LP-21",
-    "LP-22",
-    "LP-25",
-    "LP-27",
-    "LP-23",
-    origin="logits divided by the temperature in place (Triebwerk)",
-)
-def divides_in_place(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
+def detached(right: Run, call: LogprobCall) -> LogprobResult:
     with torch.no_grad():
-        logits.mul_(1.0 + 2**-6)
-    return out
+        return right(call)
 
 
-@mutant("LP-20", origin="a kernel that reseeds or draws from the user's generator (AITER)")
-def draws_from_the_global_generator(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    torch.rand(1)
-    return reference(logits, ids, **rest)
+def gradient_with_an_offset(call: LogprobCall, out: LogprobResult) -> Tensor:
+    first = call.logits[..., 0].float()
+    return out.logprob + 0.01 * (first - first.detach()).nan_to_num()
 
 
-@mutant(
-    "LP-13",
-    "LP-11",
-    "LP-14",
-    "LP-19",
-    "LP-22",
-    "LP-27",
-    origin="gradient detached, and grad claimed all the same (RL-Kernel)",
-)
-def detached(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    with torch.no_grad():
-        return reference(logits, ids, **rest)
+def without_the_tail(call: LogprobCall) -> Tensor:
+    V = call.logits.shape[-1]
+    ids = torch.arange(V)
+    return torch.where((ids >= V - V % 8) & (ids != call.ids[..., None]) & (V > 8), -torch.inf, call.logits)
 
 
-@mutant("LP-13", origin="the temperature missing in the gradient")
-def gradient_without_temperature(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    T = rest.get("temperature", 1.0)
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=out.logprob.detach() + T * (out.logprob - out.logprob.detach()).nan_to_num())
-
-
-@mutant("LP-14", "LP-13", "LP-27", origin="a gradient that is not centred")
-def gradient_with_an_offset(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    first = logits[..., 0].float()
-    return replace(out, logprob=out.logprob + 0.01 * (first - first.detach()).nan_to_num())
-
-
-@mutant(
-    "LP-03",
-    "LP-01",
-    "LP-02",
-    "LP-04",
-    "LP-05",
-    "LP-06",
-    "LP-07",
-    "LP-08",
-    "LP-10",
-    "LP-11",
-    "LP-12",
-    "LP-13",
-    "LP-15",
-    "LP-16",
-    "LP-24",
-    origin="tile of 8 columns, the rest dropped (verl #2656)",
-)
-def drops_the_tail(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    V = logits.shape[-1]
-    outside = (torch.arange(V) >= V - V % 8) & (torch.arange(V) != ids[..., None]) & (V > 8)
-    return reference(torch.where(outside, -torch.inf, logits), ids, **rest)
-
-
-@mutant(
-    "LP-06",
-    "LP-01",
-    "LP-02",
-    "LP-04",
-    "LP-07",
-    "LP-08",
-    "LP-10",
-    "LP-11",
-    "LP-12",
-    "LP-13",
-    "LP-15",
-    "LP-16",
-    origin="a position that counts: the first token favoured",
-)
-def favours_the_first_token(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    bonus = torch.zeros_like(logits[..., :1]).expand_as(logits).clone()
+def first_token_favoured(call: LogprobCall) -> Tensor:
+    bonus = torch.zeros_like(call.logits[..., :1]).expand_as(call.logits).clone()
     bonus[..., 0] = 0.05
-    return reference(logits + bonus, ids, **rest)
+    return call.logits + bonus
 
 
-@mutant("LP-21", origin="reduction order that depends on the batch, declared invariant")
-def depends_on_the_batch(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=out.logprob * (1.0 + 1e-6 * (logits.shape[0] > 100)))
+def ties_to_the_highest_id(call: LogprobCall, out: LogprobResult) -> Tensor:
+    places = torch.sort(call.logits.float().flip(-1), stable=True, descending=True).indices
+    return call.logits.shape[-1] - 1 - places[..., : call.top_logprobs]
 
 
-@mutant(
-    "LP-22",
-    "LP-01",
-    "LP-07",
-    "LP-13",
-    "LP-17",
-    "LP-18",
-    "LP-21",
-    "LP-25",
-    "LP-26",
-    "LP-23",
-    origin="floating atomics, declared deterministic (RL.cu)",
-)
-def differs_from_call_to_call(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=out.logprob * (1.0 + 2**-21 * (differs_from_call_to_call.calls % 2)))  # type: ignore[attr-defined]
+def caps_last(right: Run, call: LogprobCall) -> LogprobResult:
+    if call.softcap is None:
+        return right(call)
+    return right(replace(call, logits=call.logits / call.temperature, temperature=1.0))
 
 
-@mutant("LP-15", origin="topk without a rule for ties")
-def ties_to_the_highest_id(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    if out.top_ids is None:
-        return out
-    V, n = logits.shape[-1], out.top_ids.shape[-1]
-    order = logits.float().flip(-1).argsort(-1, descending=True, stable=True)[..., :n]
-    return replace(out, top_ids=V - 1 - order)
+def support_ignored(right: Run, call: Any) -> LogprobResult:
+    out = right(call)
+    return out if call.support is None else replace(out, logprob=right(replace(call, support=None)).logprob)
 
 
-@mutant("LP-10", origin="softcap after the temperature")
-def caps_last(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    T, cap = rest.get("temperature", 1.0), rest.get("softcap")
-    return (
-        reference(logits / T, ids, **{**rest, "temperature": 1.0})
-        if cap is not None
-        else reference(logits, ids, **rest)
-    )
+def shared_maximum(call: LogprobCall, out: LogprobResult) -> Tensor:
+    bad = out.lse.isnan().any() & torch.tensor(call.mask is None)
+    return torch.where(bad, torch.nan, out.logprob)
 
 
-@mutant("LP-16", origin="log p of the whole vocabulary for a truncated draw (trl #6789)")
-def support_ignored(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    if rest.get("support") is None:
-        return out
-    return replace(out, logprob=reference(logits, ids, **{**rest, "support": None}).logprob)
+def upstream_gradient_leaks(call: LogprobCall, out: LogprobResult) -> Tensor:
+    if call.mask is None or not call.logits.requires_grad:
+        return out.logprob
+    return out.logprob + 0.0 * call.logits.nan_to_num().sum(-1).float()
 
 
-@mutant("LP-18", "LP-05", origin="rows read as if they were contiguous")
-def ignores_strides(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    flat = (
-        logits
-        if logits.requires_grad or logits.is_contiguous()
-        else logits.as_strided(logits.shape, (logits.shape[1], 1))
-    )
-    return reference(flat, ids, **rest)
+def remembers_by_size(right: Run, call: LogprobCall) -> LogprobResult:
+    key = (call.logits.shape[0], call.logits.shape[-1])
+    if key not in _KEPT or call.logits.requires_grad:
+        _KEPT[key] = right(call)
+    return _KEPT[key]
 
 
-@mutant("LP-25", origin="one NaN row poisons the batch")
-def shared_maximum(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    bad = out.lse.isnan().any() & torch.tensor(rest.get("mask") is None)
-    return replace(out, logprob=torch.where(bad, torch.nan, out.logprob))
+def first_of_many(T: Any) -> Any:
+    return T[:1] if isinstance(T, Tensor) and T.dim() else T
 
 
-@mutant("LP-19", origin="a launch of zero blocks")
-def no_rows_fail(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    if ids.numel() == 0:
-        raise RuntimeError("CUDA error: invalid configuration argument")
-    return reference(logits, ids, **rest)
+def clamped(T: Any) -> Any:
+    return max(T, 1e-6) if isinstance(T, float) else T
 
 
-@mutant("LP-24", origin="temperature 0 clamped instead of refused", unchecked=True)
-def temperature_zero_is_taken(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    T = rest.get("temperature", 1.0)
-    return reference(logits, ids, **{**rest, "temperature": max(T, 1e-6) if isinstance(T, float) else T})
+naive_difference: Final = plant.returns(logprob=lambda c, o: (o.logprob + o.lse) - o.lse)
+temperature_twice: Final = plant.maps(temperature=lambda T: T * T)
+out_of_range_is_zero: Final = plant.returns(logprob=lambda c, o: torch.where(o.invalid, 0.0, o.logprob))
+entropy_in_bits: Final = plant.returns(entropy=lambda c, o: o.entropy * 1.4427)
 
-
-@mutant("LP-26", "LP-13", origin="another kernel when gradients are wanted: on-policy ratios are not 1")
-def another_kernel_for_gradients(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=out.logprob * (1.0 + 1e-6)) if logits.requires_grad else out
-
-
-@mutant("LP-27", origin="the mask multiplies the upstream gradient")
-def upstream_gradient_leaks(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    mask = rest.get("mask")
-    out = reference(logits, ids, **rest)
-    if mask is None or not logits.requires_grad:
-        return out
-    return replace(out, logprob=out.logprob + 0.0 * logits.nan_to_num().sum(-1).float())
-
-
-@mutant("LP-12", "LP-07", "LP-08", "LP-13", origin="entropy in bits")
-def entropy_in_bits(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return out if out.entropy is None else replace(out, entropy=out.entropy * 1.4427)
-
-
-@mutant(
-    "LP-05",
-    "LP-01",
-    "LP-02",
-    "LP-04",
-    "LP-07",
-    "LP-08",
-    "LP-10",
-    "LP-11",
-    "LP-13",
-    "LP-16",
-    origin="half precision on the way to the logsumexp",
-)
-def half_precision(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=out.logprob + (out.lse.bfloat16().to(out.lse.dtype) - out.lse).nan_to_num())
-
-
-@mutant("LP-04", "LP-01", "LP-13", origin="a logsumexp without a shift, good to +-88")
-def no_shift(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    out = reference(logits, ids, **rest)
-    return replace(out, logprob=torch.where(out.lse.abs() > 88, torch.nan, out.logprob))
-
-
-@mutant(
-    "LP-21",
-    "LP-01",
-    "LP-02",
-    "LP-04",
-    "LP-05",
-    "LP-07",
-    "LP-08",
-    "LP-09",
-    "LP-10",
-    "LP-12",
-    "LP-15",
-    "LP-16",
-    "LP-17",
-    "LP-24",
-    "LP-25",
-    origin="results remembered by address (KernelBench)",
-)
-def remembers_by_address(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    key = (logits.shape[0], logits.shape[-1])
-    if key not in _SEEN or logits.requires_grad:
-        _SEEN[key] = reference(logits, ids, **rest)
-    return _SEEN[key]
-
-
-@mutant("LP-24", origin="an error without a name", unchecked=True)
-def anonymous_errors(reference: Any, logits: Tensor, ids: Tensor, **rest: Any) -> Any:
-    try:
-        return reference(logits, ids, **rest)
-    except ArgumentError as error:
-        raise ArgumentError("input", error.got, "is wrong", "") from error
+BUGS: Final = {
+    "naive_difference": Bug("LP-02", "z - lse, which rounds to 0 on confident rows", naive_difference),
+    "temperature_twice": Bug("LP-01", "temperature applied twice (RL-Kernel #81)", temperature_twice),
+    "raw_entropy": Bug("LP-08", "entropy of softmax(z) beside log p of softmax(z / T) (OpenRLHF #1319)", raw_entropy),
+    "first_rows_temperature": Bug(
+        "LP-09", "batch[0]'s parameter for all rows (RL.cu)", plant.maps(temperature=first_of_many)
+    ),
+    "multiplied_mask": Bug("LP-11", "masks that multiply: NaN * 0 is NaN", multiplied_mask),
+    "out_of_range_is_zero": Bug("LP-17", "an id out of range gives 0.0 (RL-Kernel)", out_of_range_is_zero),
+    "validation_ignored": Bug("LP-17", "validate accepted and ignored", plant.given(validate=False)),
+    "maximum_starts_at_zero": Bug("LP-01", "running maximum that starts at 0 (verl #7439)", maximum_starts_at_zero),
+    "entropy_of_the_impossible": Bug(
+        "LP-07",
+        "0 * -inf in the entropy (VeOmni #720)",
+        plant.returns(entropy=lambda c, o: torch.where((c.logits == -torch.inf).any(-1), torch.nan, o.entropy)),
+    ),
+    "divides_in_place": Bug(
+        "LP-20",
+        "logits divided by the temperature in place (Triebwerk)",
+        plant.writes(lambda c: c.logits.mul_(1.0 + 2**-6)),
+    ),
+    "draws_from_the_global_generator": Bug(
+        "LP-20",
+        "a kernel that reseeds or draws from the user's generator (AITER)",
+        plant.draws_from_the_global_generator,
+    ),
+    "detached": Bug("LP-13", "gradient detached, and grad claimed all the same (RL-Kernel)", detached),
+    "gradient_without_temperature": Bug(
+        "LP-13",
+        "the temperature missing in the gradient",
+        plant.returns(logprob=lambda c, o: plant.with_gradient_times(o.logprob, c.temperature)),
+    ),
+    "gradient_with_an_offset": Bug(
+        "LP-14", "a gradient that is not centred", plant.returns(logprob=gradient_with_an_offset)
+    ),
+    "drops_the_tail": Bug(
+        "LP-03", "tile of 8 columns, the rest dropped (verl #2656)", plant.given(logits=without_the_tail)
+    ),
+    "favours_the_first_token": Bug(
+        "LP-06", "a position that counts: the first token favoured", plant.given(logits=first_token_favoured)
+    ),
+    "depends_on_the_batch": plant.batch_dependent(
+        "LP-21",
+        "logprob",
+        "reduction order that depends on the batch, declared invariant",
+        lambda c: c.logits.shape[0] > 100,
+    ),
+    "differs_from_call_to_call": plant.nondeterministic("LP-22", "logprob"),
+    "ties_to_the_highest_id": Bug(
+        "LP-15", "topk without a rule for ties", plant.returns(top_ids=ties_to_the_highest_id)
+    ),
+    "caps_last": Bug("LP-10", "softcap after the temperature", caps_last),
+    "support_ignored": Bug("LP-16", "log p of the whole vocabulary for a truncated draw (trl #6789)", support_ignored),
+    "ignores_strides": Bug("LP-18", "rows read as if they were contiguous", plant.ignores_strides("logits")),
+    "shared_maximum": Bug("LP-25", "one NaN row poisons the batch", plant.returns(logprob=shared_maximum)),
+    "no_rows_fail": Bug("LP-19", "a launch of zero blocks", plant.fails_if(lambda c: c.ids.numel() == 0)),
+    "temperature_zero_is_taken": plant.lenient(
+        "LP-24", "temperature 0 clamped instead of refused", temperature=clamped
+    ),
+    "another_kernel_for_gradients": Bug(
+        "LP-26",
+        "another kernel when gradients are wanted: on-policy ratios are not 1",
+        plant.returns(logprob=lambda c, o: o.logprob * (1.0 + 1e-6 * c.logits.requires_grad)),
+    ),
+    "upstream_gradient_leaks": Bug(
+        "LP-27", "the mask multiplies the upstream gradient", plant.returns(logprob=upstream_gradient_leaks)
+    ),
+    "entropy_in_bits": Bug("LP-12", "entropy in bits", entropy_in_bits),
+    "half_precision": Bug(
+        "LP-05",
+        "half precision on the way to the logsumexp",
+        plant.returns(logprob=lambda c, o: o.logprob + (o.lse.bfloat16().to(o.lse.dtype) - o.lse).nan_to_num()),
+    ),
+    "no_shift": Bug(
+        "LP-04",
+        "a logsumexp without a shift, good to +-88",
+        plant.returns(logprob=lambda c, o: torch.where(o.lse.abs() > 88, torch.nan, o.logprob)),
+    ),
+    "remembers_by_size": Bug("LP-21", "results remembered by address (KernelBench)", remembers_by_size),
+    "anonymous_errors": plant.anonymous_errors("LP-24"),
+    "asks_the_host": plant.reads_a_value("LP-23", lambda c: c.logits),
+}

@@ -3,90 +3,98 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import Final
 
 import torch
 
-from rlkernel_conformance.mutants import mutant
+from rlkernel_conformance.mutants import Bug, Run
 from rlkernel_core.errors import ArgumentError, LayoutError
 from rlkernel_core.quant import CANONICAL, QuantTensor
+from rlkernel_core.spec.quantize import PrepackCall
+
+_CALLS: Final = count(1)
 
 
-def _with_codes(w: QuantTensor, codes: torch.Tensor) -> QuantTensor:
-    return replace(w, parts={**w.parts, "codes": codes})
+def with_parts(w: QuantTensor, **parts: torch.Tensor) -> QuantTensor:
+    """A weight with some of its parts replaced."""
+    return replace(w, parts={**w.parts, **parts})
 
 
-@mutant("PP-01", "PP-02", "PP-03", origin="a permutation undone by itself instead of by its inverse")
-def permutation_undone_wrongly(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    out = reference(w, layout=layout)
-    return _with_codes(out, out.parts["codes"].roll(1, 0)) if out.layout != w.layout else out
+def permutation_undone_wrongly(right: Run, call: PrepackCall) -> QuantTensor:
+    out = right(call)
+    return out if out.layout == call.w.layout else with_parts(out, codes=out.parts["codes"].roll(1, 0))
 
 
-@mutant("PP-01", "PP-03", origin="scales cast to half in the packed weight")
-def lowers_scales(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    out = reference(w, layout=layout)
+def lowers_scales(right: Run, call: PrepackCall) -> QuantTensor:
+    out = right(call)
     if out.layout == CANONICAL or "scale" not in out.parts:
         return out
     scale = out.parts["scale"]
-    return replace(out, parts={**out.parts, "scale": scale.half().to(scale.dtype)})
+    return with_parts(out, scale=scale.half().to(scale.dtype))
 
 
-@mutant("PP-02", origin="the layout id of another arrangement")
-def another_layout_s_name(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    if w.layout == CANONICAL:
-        out = reference(w, layout=layout)
-        return out if out.layout == CANONICAL else _with_codes(out, out.parts["codes"].flip(2).contiguous())
-    back = (
-        w
-        if layout != CANONICAL or w.layout != "reference_tiled"
-        else _with_codes(w, w.parts["codes"].flip(2).contiguous())
-    )
-    return reference(back, layout=layout)
+def another_layouts_name(right: Run, call: PrepackCall) -> QuantTensor:
+    def flipped(w: QuantTensor) -> QuantTensor:
+        return with_parts(w, codes=w.parts["codes"].flip(2).contiguous())
+
+    if call.w.layout == CANONICAL:
+        out = right(call)
+        return out if out.layout == CANONICAL else flipped(out)
+    unpacks = call.layout == CANONICAL and call.w.layout == "reference_tiled"
+    return right(replace(call, w=flipped(call.w)) if unpacks else call)
 
 
-@mutant("PP-03", origin="edge tiles left out")
-def drops_edge_tiles(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    out = reference(w, layout=layout)
-    if out.layout != CANONICAL and w.shape[0] % 16:
+def drops_edge_tiles(right: Run, call: PrepackCall) -> QuantTensor:
+    out = right(call)
+    if out.layout != CANONICAL and call.w.shape[0] % 16:
         out.parts["codes"][-1:] = 0
     return out
 
 
-@mutant("PP-03", origin="a shape refused without a reason")
-def refuses_without_a_reason(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    if w.shape[1] % 64:
-        raise ArgumentError("input", w, "bad", "")
-    return reference(w, layout=layout)
+def refuses_without_a_reason(right: Run, call: PrepackCall) -> QuantTensor:
+    if call.w.shape[1] % 64:
+        raise ArgumentError("input", call.w, "bad", "")
+    return right(call)
 
 
-@mutant("PP-04", "PP-02", origin="codes moved in place")
-def packs_in_place(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    out = reference(w, layout=layout)
+def packs_in_place(right: Run, call: PrepackCall) -> QuantTensor:
+    out, w = right(call), call.w
     if out.layout != w.layout and w.layout == CANONICAL and out.parts["codes"].nbytes == w.parts["codes"].nbytes:
         codes = w.parts["codes"].view(torch.uint8)
         codes.copy_(out.parts["codes"].view(codes.shape))
-        return _with_codes(out, codes.view(out.parts["codes"].shape))
+        return with_parts(out, codes=codes.view(out.parts["codes"].shape))
     return out
 
 
-@mutant("PP-05", origin="an unknown layout taken for the preferred one")
-def any_name_will_do(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
+def any_name_will_do(right: Run, call: PrepackCall) -> QuantTensor:
     try:
-        return reference(w, layout=layout)
+        return right(call)
     except LayoutError:
-        return reference(replace(w, layout=CANONICAL))
+        return right(replace(call, w=replace(call.w, layout=CANONICAL), layout=None))
 
 
-@mutant("PP-06", origin="padding left as fresh storage held it, declared deterministic")
-def differs_from_call_to_call(reference: Any, w: QuantTensor, *, layout: Any = None) -> Any:
-    if not isinstance(w, QuantTensor) or "padding" not in w.parts:
-        out = reference(w, layout=layout)
-    else:
-        bare = replace(w, parts={n: x for n, x in w.parts.items() if n != "padding"})
-        out = reference(bare, layout=layout)
-        out = w if out.layout == w.layout else out
-    if out.layout in {w.layout, CANONICAL}:
+def differs_from_call_to_call(right: Run, call: PrepackCall) -> QuantTensor:
+    bare = replace(call.w, parts={n: x for n, x in call.w.parts.items() if n != "padding"})
+    out = right(replace(call, w=bare))
+    if out.layout == call.w.layout:
+        return call.w
+    if out.layout == CANONICAL:
         return out
-    differs_from_call_to_call.calls = getattr(differs_from_call_to_call, "calls", 0) + 1  # type: ignore[attr-defined]
-    padding = torch.full((1,), differs_from_call_to_call.calls, device=w.device)  # type: ignore[attr-defined]
-    return replace(out, parts={**out.parts, "padding": padding})
+    return with_parts(out, padding=torch.full((1,), next(_CALLS), device=call.w.device))
+
+
+BUGS: Final = {
+    "permutation_undone_wrongly": Bug(
+        "PP-01", "a permutation undone by itself instead of by its inverse", permutation_undone_wrongly
+    ),
+    "lowers_scales": Bug("PP-01", "scales cast to half in the packed weight", lowers_scales),
+    "another_layouts_name": Bug("PP-02", "the layout id of another arrangement", another_layouts_name),
+    "drops_edge_tiles": Bug("PP-03", "edge tiles left out", drops_edge_tiles),
+    "refuses_without_a_reason": Bug("PP-03", "a shape refused without a reason", refuses_without_a_reason),
+    "packs_in_place": Bug("PP-04", "codes moved in place", packs_in_place),
+    "any_name_will_do": Bug("PP-05", "an unknown layout taken for the preferred one", any_name_will_do),
+    "differs_from_call_to_call": Bug(
+        "PP-06", "padding left as fresh storage held it, declared deterministic", differs_from_call_to_call
+    ),
+}

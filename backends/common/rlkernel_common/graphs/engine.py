@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +31,10 @@ READY, PAUSED, GUARDED, CLOSED = "ready", "paused", "guarded", "closed"
 
 
 class Graphed:
-    """See `rlkernel_core.spec.graphed.GraphedCallable`."""
+    """See `rlkernel_core.spec.graphed.GraphedCallable`. Subclasses may name other parts."""
+
+    reader: ClassVar[type[Reader]] = Reader
+    table: ClassVar[type[GraphTable]] = GraphTable
 
     def __init__(
         self,
@@ -47,8 +50,8 @@ class Graphed:
         modules = [("fn", m) for m in (fn, getattr(fn, "__self__", None)) if isinstance(m, torch.nn.Module)]
         self._mutated = StaticSet(mutated)
         self._static = StaticSet([*((f"static.{i}", s) for i, s in enumerate(options.static)), *mutated, *modules])
-        self._reader = Reader(fn, options.buckets, options.pad, self._static, device)
-        self._table = GraphTable(fn, options, self._static, self._mutated, group, recorder, device)
+        self._reader = self.reader(fn, options.buckets, options.pad, self._static, device)
+        self._table = self.table(fn, options, self._static, self._mutated, group, recorder, device)
         self._verify = recorder.verify if options.verify == "auto" else options.verify
         self._state, self._moved = READY, tuple[str, ...]()
         self._order, self._looks = recorder.order, options.guard == "call"

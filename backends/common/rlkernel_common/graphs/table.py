@@ -9,7 +9,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 
@@ -33,7 +33,11 @@ _V = TypeVar("_V")
 
 
 class GraphTable:
-    """Key -> graph, with its bound, its failures and its statistics."""
+    """Key -> graph, with its bound, its failures and its statistics. Subclasses may name other parts."""
+
+    inputs: ClassVar[type[StaticInputs]] = StaticInputs
+    graph: ClassVar[type[Graph]] = Graph
+    state: ClassVar[type[DeviceState]] = DeviceState
 
     def __init__(
         self,
@@ -57,6 +61,16 @@ class GraphTable:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All of them."""
+        return tuple(self._graphs.values())
+
+    @property
+    def failures(self) -> int:
+        """Keys that run eagerly because their capture failed."""
+        return len(self._failed)
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +135,7 @@ class GraphTable:
 
     def snapshot(self) -> DeviceState:
         """Generators and mutated tensors as they are now."""
-        return DeviceState(self._device, self._options.generators, self._mutated.held())
+        return self.state(self._device, self._options.generators, self._mutated.held())
 
     def _capture(self, reading: Reading) -> Graph | None:
         after = None
@@ -135,7 +149,7 @@ class GraphTable:
             return None
         self._make_room(reading)
         start = time.perf_counter_ns()
-        inputs = StaticInputs(reading, self._options.buckets, self._device)
+        inputs = self.inputs(reading, self._options.buckets, self._device)
         inputs.fill(reading)
         program = self._program(inputs)
         before = self.snapshot()
@@ -158,7 +172,7 @@ class GraphTable:
         self.tally.capture_ns += time.perf_counter_ns() - start
         if reading.key in self._forgotten:
             self.tally.recaptures[self._forgotten.pop(reading.key)] += 1
-        graph = self._graphs[reading.key] = Graph(inputs, recording, program, self.tally.use())
+        graph = self._graphs[reading.key] = self.graph(inputs, recording, program, self.tally.use())
         return graph
 
     def _record(self, reading: Reading, program: Program, after: Round | None) -> Recording | None:

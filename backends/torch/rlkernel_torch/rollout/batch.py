@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,52 +31,6 @@ class Row:
     slot: int
     length: int
     values: Mapping[str, float | tuple[float, ...]]  # one for each of PER_ROW
-
-
-class Staging:
-    """Storage of the one batch that may be out at a time."""
-
-    def __init__(self, fields: Mapping[str, Field], tokens: int, rows: int, rewards: int, device: torch.device) -> None:
-        self.capacity, self.rows, self._device = tokens, rows, device
-        self.fields = {n: torch.zeros((tokens, *f.shape), dtype=dtype_of(f), device=device) for n, f in fields.items()}
-        self.cu_seqlens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self.per_row = {
-            name: torch.zeros((rows, rewards) if name == "reward" and rewards > 1 else rows, dtype=dtype, device=device)
-            for name, dtype in PER_ROW.items()
-        }
-        self.generation, self.out = 0, False
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All storage, by name."""
-        return {"cu_seqlens": self.cu_seqlens, **self.per_row, **{f"field.{n}": x for n, x in self.fields.items()}}
-
-    def fill(self, pages: Pages, rows: Sequence[Row]) -> Batch:
-        """Gather rows into the storage; fillers have length 0."""
-        ends = torch.tensor([0, *(r.length for r in rows)]).cumsum(0)
-        count, total = len(rows), int(ends[-1])
-        cu_seqlens = self.cu_seqlens[: count + 1]
-        cu_seqlens.copy_(ends)
-        slots = torch.tensor([r.slot for r in rows], device=self._device)
-        fields = {name: x[:total] for name, x in self.fields.items()}
-        pages.gather(slots, cu_seqlens, fields)
-        per_row = {name: x[:count] for name, x in self.per_row.items()}
-        for name, x in per_row.items():
-            x.copy_(torch.tensor([r.values[name] for r in rows], dtype=x.dtype).view(x.shape))
-        self.generation += 1
-        self.out = True
-        return Batch(self, fields, {"cu_seqlens": cu_seqlens, **per_row})
-
-    def release(self, generation: int) -> None:
-        """Take the storage back."""
-        self.check(generation)
-        self.out = False
-
-    def check(self, generation: int) -> None:
-        """The batch of this generation is still out."""
-        if not self.out or generation != self.generation:
-            raise StaleBatchError(
-                "This batch was released; its storage belongs to newer rollouts. Clone what must outlive release()."
-            )
 
 
 class Batch:
@@ -146,3 +100,51 @@ class Batch:
     def version(self) -> Tensor:
         """[R] int64; fillers -1."""
         return self._row("version")
+
+
+class Staging:
+    """Storage of the one batch that may be out at a time. Subclasses may name another kind of batch."""
+
+    batch: ClassVar[type[Batch]] = Batch
+
+    def __init__(self, fields: Mapping[str, Field], tokens: int, rows: int, rewards: int, device: torch.device) -> None:
+        self.capacity, self.rows, self._device = tokens, rows, device
+        self.fields = {n: torch.zeros((tokens, *f.shape), dtype=dtype_of(f), device=device) for n, f in fields.items()}
+        self.cu_seqlens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.per_row = {
+            name: torch.zeros((rows, rewards) if name == "reward" and rewards > 1 else rows, dtype=dtype, device=device)
+            for name, dtype in PER_ROW.items()
+        }
+        self.generation, self.out = 0, False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All storage, by name."""
+        return {"cu_seqlens": self.cu_seqlens, **self.per_row, **{f"field.{n}": x for n, x in self.fields.items()}}
+
+    def fill(self, pages: Pages, rows: Sequence[Row]) -> Batch:
+        """Gather rows into the storage; fillers have length 0."""
+        ends = torch.tensor([0, *(r.length for r in rows)]).cumsum(0)
+        count, total = len(rows), int(ends[-1])
+        cu_seqlens = self.cu_seqlens[: count + 1]
+        cu_seqlens.copy_(ends)
+        slots = torch.tensor([r.slot for r in rows], device=self._device)
+        fields = {name: x[:total] for name, x in self.fields.items()}
+        pages.gather(slots, cu_seqlens, fields)
+        per_row = {name: x[:count] for name, x in self.per_row.items()}
+        for name, x in per_row.items():
+            x.copy_(torch.tensor([r.values[name] for r in rows], dtype=x.dtype).view(x.shape))
+        self.generation += 1
+        self.out = True
+        return self.batch(self, fields, {"cu_seqlens": cu_seqlens, **per_row})
+
+    def release(self, generation: int) -> None:
+        """Take the storage back."""
+        self.check(generation)
+        self.out = False
+
+    def check(self, generation: int) -> None:
+        """The batch of this generation is still out."""
+        if not self.out or generation != self.generation:
+            raise StaleBatchError(
+                "This batch was released; its storage belongs to newer rollouts. Clone what must outlive release()."
+            )

@@ -1,0 +1,345 @@
+"""Graphed callables of plain torch, and parts of them, with one method each that does something else.
+
+The bugs that they plant are described in the table of `capture`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.graphs.autograd import check_graph, run
+from rlkernel_common.graphs.buffers import StaticInputs
+from rlkernel_common.graphs.eager import EagerRecorder, EagerRecording
+from rlkernel_common.graphs.engine import Graphed
+from rlkernel_common.graphs.graph import Graph
+from rlkernel_common.graphs.state import DeviceState
+from rlkernel_common.graphs.table import GraphTable
+from rlkernel_core.spec.graphed import CaptureStats
+from rlkernel_core.tree import flatten
+
+_HELD: Final[dict[int, Tensor]] = {}
+
+
+class LeavesPadding(StaticInputs):
+    def filling(self, reading: Any) -> Any:
+        def fill(leaves: Any) -> None:
+            for i, buffer in zip(self.copied, self.tensors, strict=True):
+                self.cut_input(i, buffer, reading).copy_(leaves[i])
+
+        return fill
+
+
+class KeepsTheFirst(StaticInputs):
+    """The buffers are filled once, when the graph is captured."""
+
+    def fill(self, reading: Any) -> None:
+        super().filling(reading)(reading.leaves)
+
+    def filling(self, reading: Any) -> Any:
+        return lambda leaves: None
+
+
+class KnowsAddresses(StaticInputs):
+    """A first tensor at the address of the call before is not copied."""
+
+    last: Any = None
+
+    def filling(self, reading: Any) -> Any:
+        true = super().filling(reading)
+
+        def fill(leaves: Any) -> None:
+            x, kept = leaves[0], self.tensors[0].clone() if self.tensors else None
+            at = (x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else None
+            true(leaves)
+            if kept is not None and at is not None and at == self.last and x.data_ptr() in _HELD:
+                self.tensors[0].copy_(kept)
+            self.last = at
+
+        return fill
+
+
+class HoldsTheCallers(Graphed):
+    def __call__(self, x: Any, *more: Any, **kwargs: Any) -> Any:
+        _HELD[x.data_ptr()] = x  # it stays alive, so that an address that comes again is the same tensor
+        return super().__call__(x, *more, **kwargs)
+
+
+class ReadsDense(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*map(_dense, args), **kwargs)
+
+
+def _dense(x: Any) -> Any:
+    if not isinstance(x, Tensor) or x.is_contiguous() or x.stride()[:1] == (0,):
+        return x
+    return torch.as_strided(x, x.shape, [x.shape[1], 1])
+
+
+class WritesBack(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        graph = max(self._table.graphs, key=lambda g: g.used, default=None)
+        if graph is not None and not kwargs and len(args) == len(graph.inputs.tensors) == 2:
+            for x, buffer in zip(args, graph.inputs.tensors, strict=True):
+                x.copy_(buffer)
+        return out
+
+
+class FrozenDraws(Graphed):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._start = torch.get_rng_state()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        torch.set_rng_state(self._start)
+        return super().__call__(*args, **kwargs)
+
+
+class GeneratorStays(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = torch.get_rng_state()
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            torch.set_rng_state(before)
+
+
+class NeverLooks(Graphed):
+    def _look(self) -> tuple[str, ...]:
+        return ()
+
+
+class HandsOutInputs(Graph):
+    """An output that is an input is handed out as it is."""
+
+    def replaying(self, *call: Any) -> Any:
+        replay = super().replaying(*call)
+        inputs = {x.data_ptr(): x for x in self.inputs.tensors}
+
+        def own(x: Any, kept: Any) -> Any:
+            found = inputs.get(kept.data_ptr()) if isinstance(kept, Tensor) else None
+            return found if found is not None and found.shape == x.shape else x
+
+        def outputs(leaves: Any) -> Any:
+            found, structure = flatten(replay(leaves))
+            kept, _ = flatten(self.recording.outputs)
+            return structure.build([own(x, k) for x, k in zip(found, kept, strict=True)])
+
+        return outputs
+
+
+class BreaksTheOthers(GraphTable):
+    def _make_room(self, reading: Any) -> None:
+        held = len(self)
+        super()._make_room(reading)
+        if len(self) < held:
+            for graph in self.graphs:
+                graph.recording.replay = lambda: None  # type: ignore[method-assign]
+
+
+class EvictsBadly(Graphed):
+    table = BreaksTheOthers
+
+
+class KeepsOutputs(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        self.kept = [*getattr(self, "kept", ()), out]
+        return out
+
+
+class FailsWithDraws(DeviceState):
+    """After a failure the generators stay where they are."""
+
+    def restore(self) -> None:
+        noise = self.random()
+        super().restore()
+        if FailingTable.failed:
+            for (_, write), kept in zip(self._channels, noise, strict=True):
+                write(kept)
+
+
+class FailsWithWrites(DeviceState):
+    """After a failure the mutated tensors stay as they are."""
+
+    def restore(self) -> None:
+        values = self.mutated()
+        super().restore()
+        if FailingTable.failed:
+            for x, value in zip(self._mutated, values, strict=True):
+                x.copy_(value)
+
+
+class FailingTable(GraphTable):
+    """Knows while it captures whether fn has raised."""
+
+    failed = False
+
+    def _capture(self, reading: Any) -> Any:
+        true = self._fn
+
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            FailingTable.failed = True
+            out = true(*args, **kwargs)
+            FailingTable.failed = False
+            return out
+
+        self._fn = fn
+        try:
+            return super()._capture(reading)
+        finally:
+            self._fn, FailingTable.failed = true, False
+
+
+class Failing(Graphed):
+    table = FailingTable
+
+
+class LeavesGradientsOn(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as failure:
+            failure.callback(torch.set_grad_enabled, True)
+            out = super().__call__(*args, **kwargs)
+            failure.pop_all()
+        return out
+
+
+class GivesUp(Graphed):
+    dead = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dead:
+            return self._fn(*args, **kwargs) * 0
+        self.dead = True
+        out = super().__call__(*args, **kwargs)
+        self.dead = False
+        return out
+
+
+class Silent(GraphTable):
+    def fail(self, reading: Any, error: Exception) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            super().fail(reading, error)
+
+
+class SilentlyEager(Graphed):
+    table = Silent
+
+
+class UncountedEagerCalls(Graphed):
+    @property
+    def stats(self) -> CaptureStats:
+        found = super().stats
+        return replace(found, eager_calls={}) if self._table.failures else found
+
+
+class ExplainsNothing(Graphed):
+    def explain(self, *args: Any, **kwargs: Any) -> str:
+        return "eager"
+
+
+class RunsWhilePaused(Graphed):
+    def _require_open(self, *, paused: bool = False) -> None:
+        """It always is."""
+
+
+class AnswersFromBefore(Graphed):
+    asleep, last = False, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        if self.asleep and self.last is not None:
+            return self.last
+        self.last = copy.copy(out)
+        return out
+
+    def pause(self, mode: str = "keep") -> None:
+        super().pause(mode)
+        self.asleep = self.asleep or mode == "discard"
+
+
+class DrawsOnCapture(GraphTable):
+    def _capture(self, reading: Any) -> Any:
+        graph = super()._capture(reading)
+        if graph is not None:
+            torch.rand(1)
+        return graph
+
+
+class Drawing(Graphed):
+    table = DrawsOnCapture
+
+
+class RecordsAnything(EagerRecorder):
+    """Records without an audit."""
+
+    def record(self, program: Any) -> EagerRecording:
+        outputs, sources = run(program, program.inputs)
+        if program.autograd:
+            check_graph(outputs, sources)
+        return EagerRecording(program, outputs)
+
+
+class Open:
+    """A group without a lock."""
+
+    name, lock, updates = "open", nullcontext(), 0
+
+    def __init__(self, pools: Any) -> None:
+        self.pools = pools
+
+
+class NotKeptApart(Graphed):
+    def __init__(self, fn: Any, example: Any, options: Any, group: Any, *rest: Any) -> None:
+        super().__init__(fn, example, options, Open(group.pools), *rest)  # type: ignore[arg-type]
+
+
+class NeverLater:
+    number = property(lambda self: 0, lambda self, value: None)
+
+
+class AnswersLate(Graph):
+    """No replay is known to have come after another."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.latest = NeverLater()  # type: ignore[assignment]
+
+
+class WithoutGrad(Graphed):
+    def __init__(self, *args: Any) -> None:
+        with torch.no_grad():
+            super().__init__(*args)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+
+class FailsOnNoRows(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
+            raise RuntimeError("CUDA error: invalid configuration argument")
+        return super().__call__(*args, **kwargs)
+
+
+class CutsTheLarge(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x, *rest = args or (None,)
+        cut = x[:8] if isinstance(x, Tensor) and self._options.buckets else x
+        return super().__call__(*((cut, *rest) if args else ()), **kwargs)
+
+
+class FirstAnswers(Graphed):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(*args, **kwargs)
+        self.first = getattr(self, "first", out)
+        return self.first
