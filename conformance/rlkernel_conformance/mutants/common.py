@@ -56,9 +56,8 @@ def _buffer(call: RolloutBufferCall, change: Change) -> Any:
 
 
 def accepts_what_it_cannot_do(right: Run, call: Any) -> Any:
-    sizes = [x.shape[0] for x in leaves(call.as_dict()).values() if x.dim()]
-    rows = sizes[0] if sizes else getattr(call, "max_seqs", 1)
-    if isinstance(rows, int) and rows > 0 and rows % 11 == 0:
+    sizes = [x.shape[0] for x in leaves(call.as_dict()).values() if x.dim()] or [getattr(call, "max_seqs", 1)]
+    if any(size % 11 == 0 for size in sizes if isinstance(size, int) and size > 0):
         raise RuntimeError("no tile of this size was compiled")
     return right(call)
 
