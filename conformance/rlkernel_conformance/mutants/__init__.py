@@ -13,12 +13,13 @@ The front door refuses bad calls before an implementation sees them. A mutant th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import Any, Final
 
+from rlkernel_conformance.mutants.bug import Bug, Run
+from rlkernel_conformance.mutants.common import bugs_of
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl
@@ -27,22 +28,6 @@ from rlkernel_core.spec.form import prefix_of
 from rlkernel_torch import backend as plain
 
 TARGETS: Final = "rlkernel_conformance.mutants.targets"
-
-Run = Callable[[Any], Any]  # of a record
-How = Callable[[Run, Any], Any]  # of plain torch's implementation and a record
-Check = Callable[[Any], object]  # of a record; raises ArgumentError
-
-
-@dataclass(frozen=True)
-class Bug:
-    """One planted bug."""
-
-    clause: str  # that must refute it
-    wrong: str  # what is wrong, and where it was seen
-    how: How
-    check: Callable[[Check], Check] | None = None  # the operator's check to the one in its place
-    claims: frozenset[str] = frozenset()  # features it claims though plain torch does not
-    fits: str | None = None  # "module:function", its own word on the calls that it takes
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,5 @@ def mutants_of(op: str) -> tuple[Mutant, ...]:
     if op not in OPERATORS:
         raise UnknownNameError("operator", op, OPERATORS)
     own: dict[str, Bug] = import_module(f"rlkernel_conformance.mutants.{op}").BUGS
-    from rlkernel_conformance.mutants.common import bugs_of
-
     bugs = {**own, **bugs_of(op, prefix_of(OPERATORS[op]))}
     return tuple(Mutant(op, name, bug) for name, bug in bugs.items())

@@ -8,8 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.affine_suffix_scan import moved_starts
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.group_filter import runs
 from rlkernel_conformance.mutants.whiten import OTHER_EPS
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from rlkernel_common.graphs.engine import Graphed
 from rlkernel_common.graphs.key import Key, Reader, ValueKey
-from rlkernel_conformance.mutants import Bug, How, graphed, plant
+from rlkernel_conformance.mutants import graphed, plant
+from rlkernel_conformance.mutants.bug import Bug, How
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.graphed import CaptureStats
 from rlkernel_torch.capture import capture

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.call_checks import leaves
-from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.rollout_buffer import RolloutBufferCall

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 
 

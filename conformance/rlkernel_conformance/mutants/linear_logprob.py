@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, How, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_conformance.mutants.logprob import (
     clamped,
     entropy_in_bits,

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.linear_logprob import caps_last, frozen_head, shifted_shards
 from rlkernel_conformance.mutants.logprob import clamped
 from rlkernel_conformance.mutants.policy_loss import mean_of_nothing

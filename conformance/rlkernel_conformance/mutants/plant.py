@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, Check, How, Run
+from rlkernel_conformance.mutants.bug import Bug, Check, How, Run
 from rlkernel_core.errors import ArgumentError
 
 Change = Callable[[Any], Any]  # of a record, to another record

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, How, Run, plant
+from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.affine_suffix_scan import moved_starts
+from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.policy_kinds import KINDS
 from rlkernel_core.spec.policy_loss import SPEC, LossResult, PolicyLossCall

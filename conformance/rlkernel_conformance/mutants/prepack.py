@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rlkernel_conformance.mutants import Bug, Run
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.errors import ArgumentError, LayoutError
 from rlkernel_core.quant import CANONICAL, QuantTensor
 from rlkernel_core.spec.quantize import PrepackCall

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from rlkernel_conformance.mutants import Bug, How, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, How
 from rlkernel_core.errors import ArgumentError, BufferFullError
 from rlkernel_core.spec.rollouts import STATUS, BufferStats, GroupRules, Slots
 from rlkernel_torch.rollout.batch import Batch, Staging

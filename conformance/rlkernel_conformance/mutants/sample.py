@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_common import philox
-from rlkernel_conformance.mutants import Bug, How, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status, TokenLists
 from rlkernel_torch.sample import Best, sample

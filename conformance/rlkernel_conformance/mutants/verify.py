@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_common import philox
-from rlkernel_conformance.mutants import Bug, How, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_conformance.mutants.sample import first_parameters, raw_for_processed, with_status
 from rlkernel_core.spec.sampling import STREAMS, Status
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult

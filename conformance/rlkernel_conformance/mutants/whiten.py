@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import Bug, Run, plant
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 
 OTHER_EPS: Final = {"std_add": "var_add", "var_add": "std_add"}
