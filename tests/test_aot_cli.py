@@ -80,4 +80,4 @@ def test_without_a_recording_a_bundle_is_built_of_what_workloads_launch(cli, tmp
     made = cli(*words, "--jobs", "1", "--json")
     assert made.exit_code == 0, made.output
     kernels = {row["kernel"]: row["builds"] for row in json.loads(made.stdout)["kernels"]}
-    assert kernels["rlkernel_triton.quant.decode_kernels:move"] >= 2  # with promises and without
+    assert kernels["rlkernel_triton.quant.dequantize_kernels:repack_kernel"] >= 2  # with promises and without

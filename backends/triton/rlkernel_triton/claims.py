@@ -94,10 +94,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.policy_loss.launch:PolicyLossPair",
     ),
     "quantize": Claim(
-        "rlkernel_triton.quant.codec:prepare_quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
+        "rlkernel_triton.quant.quantize:prepare", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
     ),
-    "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
-    "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.dequantize:prepare", (), only=_FORMATS | _ALWAYS, prepared=True),
+    "prepack": Claim("rlkernel_triton.quant.layouts:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim(
         "rlkernel_triton.quant.qmatmul:prepare",
         only=_FORMATS | _AFTER | _ALWAYS,

@@ -25,7 +25,7 @@ from rlkernel_core.spec.policy_kinds import Correction
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import LogitBias
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import layouts
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, *
     rooms = codec_of(spec).storage(spec, shape)
     w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})
     with using(Recorder()):
-        return storage.packed(w, storage.preferred(w)) if tiles else w
+        return layouts.packed(w, layouts.preferred(w)) if tiles else w
 
 
 _BLOCKS: Final = ("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k")

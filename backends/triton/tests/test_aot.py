@@ -29,7 +29,7 @@ from rlkernel_triton.aot.noting import Noting
 from rlkernel_triton.aot.targets import TARGETS, resident
 from rlkernel_triton.launchers import Scope, current, using
 from rlkernel_triton.policy_loss.kernels import scale_kernel
-from rlkernel_triton.quant.product import machine
+from rlkernel_triton.quant.tile_config import machine
 from tests.aot_calls import Recording, builds, bundle_of, of_rows, run
 
 
@@ -80,7 +80,7 @@ def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_n
     w = noting.planned("quantize")(QuantizeCall(torch.zeros(2048, 2048, **half), "int4_g128"))
     w = noting.planned("prepack")(PrepackCall(w))
     noting.planned("qmatmul")(QmatmulCall(torch.zeros(tokens, 2048, **half), w))
-    (words,) = [b for _, b in noting.seen if b.kernel.endswith(":word_product")]
+    (words,) = [b for _, b in noting.seen if b.kernel.endswith(":w4_product_kernel")]
     promised = [b for alike in closed([words]) for b in alike if b.divisible]
     made = list(compiled(promised, "sm_87"))
     assert made

@@ -18,7 +18,7 @@ from rlkernel_triton.launchers import (
     planning_for,
     using,
 )
-from rlkernel_triton.quant.product import machine
+from rlkernel_triton.quant.tile_config import machine
 from rlkernel_triton.sample.launch import sample
 
 META = torch.device("meta")
