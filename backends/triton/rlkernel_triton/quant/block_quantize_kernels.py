@@ -67,10 +67,18 @@ def store_scales(
 
 @triton.jit
 def quantize_mx_kernel(
-    w, row_stride, column_stride, codes, scale, N, K, GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    FOUR: tl.constexpr, TILED: tl.constexpr, RULE: tl.constexpr, AWAY: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, TOP: tl.constexpr, FRACTION: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    codes,  # out: [N, K] bytes, [N, K / 2] if FOUR, or words of `triton_e2m1` if TILED
+    scale,  # [N, K / GROUP] e8m0 bytes out, in the order of tiles if TILED
+    N, K,
+    GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr, TILED: tl.constexpr,
+    RULE: tl.constexpr,  # 0: floor, 1: rceil, 2: even
+    AWAY: tl.constexpr,  # a tie takes the larger magnitude
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    TOP: tl.constexpr,  # exponent of the element's largest value
+    FRACTION: tl.constexpr,  # bits of its fraction in fp32
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """mxfp4 (FOUR bits) and mxfp8. Grid: row tiles x column tiles."""
     column_tiles = tl.cdiv(K, C)
@@ -110,8 +118,11 @@ def store_float_codes(
 
 @triton.jit
 def absmax_finite_kernel(
-    w, row_stride, column_stride, most, N, K, GROUP: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    most,  # [1] int32, 0 before: the largest bits, out
+    N, K,
+    GROUP: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The largest bits of |w| of all blocks that are finite, into `most` [1], which holds 0. Grid: row tiles."""
     row = tl.program_id(0) * R
@@ -125,11 +136,19 @@ def absmax_finite_kernel(
 
 @triton.jit
 def quantize_nvfp4_kernel(
-    w, row_stride, column_stride, codes, scale, global_scale, most, N, K, GROUP: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, TILED: tl.constexpr, AWAY: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    codes,  # out: [N, K / 2] bytes, or words of `triton_e2m1` if TILED
+    scale,  # [N, K / GROUP] e4m3 bytes out, in the order of tiles if TILED
+    global_scale,  # [1] fp32 out
+    most,  # [1] int32: what `absmax_finite_kernel` found
+    N, K,
+    GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, TILED: tl.constexpr, AWAY: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """nvfp4. `most` holds what `absmax_finite_kernel` found. Grid: row tiles x column tiles, the last ones first."""
     column_tiles = tl.cdiv(K, C)
+    # The tile that `absmax_finite_kernel` read last comes first: it is in L2 still.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = program // column_tiles * R
     column = program % column_tiles * C
@@ -195,8 +214,17 @@ def _largest_of_sub_blocks(per_sub, M: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def quantize_kquants_kernel(
-    w, row_stride, column_stride, codes, high, scale, least, d, dmin, N, K, SUB: tl.constexpr, BITS: tl.constexpr,
-    SIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    codes,  # [N, K / 2] uint8 out: the low four bits
+    high,  # [N, K (BITS - 4) / 8] uint8 out: the others
+    scale,  # [N, K / SUB] uint8, int8 if SIGNED, out
+    least,  # [N, K / SUB] uint8 out, unless SIGNED
+    d,  # [N, K / 256] fp16 out: unit of the scales
+    dmin,  # [N, K / 256] fp16 out: unit of `least`, unless SIGNED
+    N, K,
+    SUB: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """q4_k, q5_k (SUB 32) and q6_k (SUB 16, SIGNED). Grid: row tiles x column tiles; C is a multiple of 256."""
     column_tiles = tl.cdiv(K, C)

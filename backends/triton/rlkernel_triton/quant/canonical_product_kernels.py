@@ -89,14 +89,33 @@ def load_canonical_scales(
 
 @triton.jit(do_not_specialize=["M"])
 def canonical_product_kernel(
-    x, x_row, x_scale, x_scale_row, codes, row_bytes, scale, zero, scale_row, scale_group, table, nested_table,
-    nested_absmax, nested_offset, y, bias, xa, lora_b, lora_row, lora_rank, lora_scale, residual, residual_row, M, N, K,
+    x,  # [M, K], rows x_row apart
+    x_row,
+    x_scale,  # [M, ..] fp32, rows x_scale_row apart, with X_SCALE
+    x_scale_row,
+    codes,  # [N, K], or two a byte [N, row_bytes]
+    row_bytes,
+    scale,  # strides scale_row and scale_group; shared by GROUP columns and SCALE_ROWS rows, all where 0
+    zero,  # as `scale`, unless SYMMETRIC
+    scale_row, scale_group,
+    table,  # [16] fp32, with NF4
+    nested_table,  # [256] fp32, with NESTED
+    nested_absmax,  # [blocks / 256] fp32, with NESTED
+    nested_offset,  # [1] fp32, with NESTED
+    y,  # [M, width] out; width is N // 2 if PAIR, else N
+    bias,  # [N], with BIAS
+    xa,  # [M, lora_rank]: x A^T, with RANK
+    lora_b,  # [N, lora_rank], rows lora_row apart, with RANK
+    lora_row, lora_rank, lora_scale,
+    residual,  # [M, width], rows residual_row apart, with RESIDUAL
+    residual_row, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, ELEMENT: tl.constexpr, SYMMETRIC: tl.constexpr, NESTED: tl.constexpr,
-    MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, FNUZ: tl.constexpr, RAGGED: tl.constexpr, FOLD: tl.constexpr,
-    WIDE: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
-    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
-    CAST: tl.constexpr = False,
+    MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, FNUZ: tl.constexpr,
+    RAGGED: tl.constexpr,  # nf4 whose blocks go on from row to row
+    FOLD: tl.constexpr, WIDE: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr,
+    WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERPRETED: tl.constexpr, CAST: tl.constexpr = False,
 ):  # fmt: skip
     """A canonical weight of any shape. BK divides GROUP, or GROUP is 0; nf4 always folds. WIDE multiplies in fp32.
 
@@ -104,6 +123,7 @@ def canonical_product_kernel(
     """
     m_tiles = tl.cdiv(M, BM)
     width = N // 2 if PAIR else N
+    # Neighboring programs share rows of the weight, which they find in L2.
     n0 = tl.program_id(0) // m_tiles * BN
     X_TYPE: tl.constexpr = x.dtype.element_ty
     DTYPE: tl.constexpr = tl.float32 if WIDE or INTERPRETED else X_TYPE
@@ -113,10 +133,12 @@ def canonical_product_kernel(
     other = acc if PAIR else tl.zeros((1, 1), tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
+        # x^T [BK, BM]; rows of the weight are decoded to [BN, BK] below.
         at = m.to(tl.int64)[None, :] * x_row + k[:, None]
         xt = tl.load(x + at, mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
         if WIDE or INTERPRETED:
             xt = to_float32(xt, INTERPRETED)
+        # The gate's rows, and those of the value, `width` further down.
         for half in tl.static_range(2 if PAIR else 1):
             row = n0 + half * width
             rows = n + half * width
@@ -144,6 +166,7 @@ def canonical_product_kernel(
                 acc = finish_dot(acc + product, acc, k0, K)
             else:
                 other = finish_dot(other + product, other, k0, K)
+    # Scales of rows, or one in all, wait for the whole sum.
     ROW_SCALE: tl.constexpr = 0 if FOLD or GROUP > 0 else (1 if SCALE_ROWS == 1 else 2)
     store_epilogue(
         acc, other, n, m, N, M, y, residual, residual_row, scale, x_scale, bias, xa, lora_b, lora_row, lora_rank,
@@ -162,11 +185,13 @@ def expert_of_tile(tile, ends, M, E, EB: tl.constexpr, BM: tl.constexpr):
 
     Tiles are counted expert by expert, ceil(rows / BM) each. EB: E at most, a power of two.
     """
+    # Where each expert's rows end, never before those of the expert ahead of it.
     e = tl.arange(0, EB)
     last = tl.minimum(tl.maximum(tl.load(ends + e, mask=e < E, other=0), 0), M)
     last = tl.associative_scan(last, 0, _maximum)
     first = tl.minimum(tl.maximum(tl.load(ends + e - 1, mask=(e > 0) & (e <= E), other=0), 0), M)
     first = tl.associative_scan(first, 0, _maximum)
+    # Tiles up to each expert; the tile's expert is the number of experts that end before it.
     tiles = tl.where(e < E, (last - first + BM - 1) // BM, 0)
     upto = tl.cumsum(tiles, 0)
     expert = tl.sum((upto <= tile).to(tl.int32), 0)
@@ -178,11 +203,29 @@ def expert_of_tile(tile, ends, M, E, EB: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def block_product_kernel(
-    x, x_row, codes, high, scale, d, least, dmin, factor, ends, first_expert, y, bias, xa, lora_b, lora_row, lora_rank,
-    lora_scale, residual, residual_row, M, N, K, E, m_tiles, FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
-    FLOAT_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EB: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
-    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    x,  # [M, K], rows x_row apart
+    x_row,
+    codes,  # [E N, K], or two a byte; of DENSE the values
+    high,  # [N, K BITS / 8] uint8: codes' bits beyond the fourth, q5_k and q6_k
+    scale,  # [N, K / block] bytes
+    d,  # [N, K / 256] fp16, k-quants
+    least,  # [N, K / 32] uint8, q4_k and q5_k
+    dmin,  # [N, K / 256] fp16, q4_k and q5_k
+    factor,  # [1] fp32, nvfp4
+    ends,  # [first_expert + E] integer, with EB: one past each expert's last row of x
+    first_expert,
+    y,  # [M, width] out; width is N // 2 if PAIR, else N
+    bias,  # [N], with BIAS
+    xa,  # [M, lora_rank]: x A^T, with RANK
+    lora_b,  # [N, lora_rank], rows lora_row apart, with RANK
+    lora_row, lora_rank, lora_scale,
+    residual,  # [M, width], rows residual_row apart, with RESIDUAL
+    residual_row, M, N, K, E, m_tiles,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+    EB: tl.constexpr,  # experts at most, a power of two; 0: no experts
+    WIDE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr,
+    PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """x times a weight of any shape, its values rounded to the type of x (WIDE: not rounded, multiplied in fp32).
 
@@ -200,6 +243,7 @@ def block_product_kernel(
         DTYPE: tl.constexpr = tl.float32 if WIDE or INTERPRETED else X_TYPE
         m = m0 + tl.arange(0, BM)
         n = n0 + tl.arange(0, BN)
+        # The expert's first row among the weight's.
         above = expert * N
         acc = tl.zeros((BN, BM), tl.float32)
         other = acc if PAIR else tl.zeros((1, 1), tl.float32)

@@ -51,8 +51,18 @@ def load_nested_scales(codes, block, inside, nested_table, nested_absmax, nested
 
 @triton.jit
 def dequantize_kernel(
-    codes, row_bytes, scale, zero, scale_row, scale_group, table, nested_table, nested_absmax, nested_offset, out,
-    first, N, K, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
+    codes,  # [N, K], two a byte [N, row_bytes], or words of `triton_w4` if TILED
+    row_bytes,
+    scale,  # strides scale_row and scale_group; shared by GROUP columns and SCALE_ROWS rows, all where 0
+    zero,  # as `scale`, unless SYMMETRIC
+    scale_row, scale_group,
+    table,  # [16] fp32, with NF4
+    nested_table,  # [256] fp32, with NESTED
+    nested_absmax,  # [blocks / 256] fp32, with NESTED
+    nested_offset,  # [1] fp32, with NESTED
+    out,  # [N - first, K] out
+    first, N, K,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
     TILED: tl.constexpr, SYMMETRIC: tl.constexpr, NESTED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
     FNUZ: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +86,7 @@ def dequantize_kernel(
         else:
             value = code.to(tl.float32) - (8.0 if SYMMETRIC else 0.0)
     # Scales of a tile: [R, G], spread over the columns of their groups.
+    # Columns of the tile that share a scale.
     SPAN: tl.constexpr = C if GROUP == 0 or GROUP > C else GROUP
     G: tl.constexpr = C // SPAN
     group = tl.arange(0, G) * 0
@@ -89,6 +100,7 @@ def dequantize_kernel(
         scale_n = n // SCALE_ROWS
     at = scale_n.to(tl.int64)[:, None] * scale_row + group.to(tl.int64)[None, :] * scale_group
     if NESTED:
+        # Nested scales are counted in the order of the flat weight.
         block = n.to(tl.int64)[:, None] * (K // GROUP) + group[None, :]
         s = load_nested_scales(scale + at, block, inside, nested_table, nested_absmax, nested_offset)
     else:
@@ -107,10 +119,14 @@ def dequantize_kernel(
 
 @triton.jit
 def repack_kernel(
-    source, target, row_bytes, N, K, TO_TILES: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr, FLOATS: tl.constexpr = False,
+    source,  # bytes [N, row_bytes], or words of tiles
+    target,  # the other of the two, out
+    row_bytes, N, K,
+    TO_TILES: tl.constexpr, HIGH_FIRST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    FLOATS: tl.constexpr = False,  # the codes are those of `triton_e2m1`
 ):  # fmt: skip
     """4-bit codes from the canonical layout to tiles, or back."""
+    # Which words `load_bytes` and `store_bytes` know: 1 of integers, 2 of floats.
     TILED: tl.constexpr = 2 if FLOATS else 1
     column_tiles = tl.cdiv(K, C)
     row = tl.program_id(0) // column_tiles * R
@@ -199,8 +215,17 @@ def load_block_values(
 
 @triton.jit
 def dequantize_blocks_kernel(
-    codes, high, scale, d, least, dmin, factor, out, first, N, K, FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr,
+    codes,  # [N, K], or two a byte [N, K / 2]; of DENSE the values
+    high,  # [N, K BITS / 8] uint8: codes' bits beyond the fourth, q5_k and q6_k
+    scale,  # [N, K / block] bytes
+    d,  # [N, K / 256] fp16, k-quants
+    least,  # [N, K / 32] uint8, q4_k and q5_k
+    dmin,  # [N, K / 256] fp16, q4_k and q5_k
+    factor,  # [1] fp32, nvfp4
+    out,  # [N - first, K] out
+    first, N, K,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """A tile of the weight's rows from `first` on."""
     column_tiles = tl.cdiv(K, C)
@@ -217,7 +242,12 @@ def dequantize_blocks_kernel(
 
 @triton.jit
 def dequantize_e2m1_tiles_kernel(
-    codes, scale, factor, out, first, N, K, FORMAT: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr
+    codes,  # [N / 16, K / 64, 128] int32
+    scale,  # [N / 16, K / 64, 8, B / 2] int32
+    factor,  # [1] fp32, nvfp4
+    out,  # [N - first, K] out
+    first, N, K,
+    FORMAT: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """16 rows x C columns of the weight's rows first .. N; `first` is a multiple of 16, K one of C."""
     column_tiles = K // C

@@ -46,6 +46,7 @@ def apply_epilogue(
         at = n if ROW_SCALE == 1 else n * 0
         acc *= to_float32(tl.load(row_scale + at, mask=of_n, other=0.0), INTERPRETED)[:, None]
     if RANK > 0:
+        # B (x A^T)^T, 16 ranks at a time.
         total = tl.zeros_like(acc)
         for first in tl.static_range(0, RANK, 16):
             r = first + tl.arange(0, 16)
@@ -78,6 +79,7 @@ def store_epilogue(
     )  # fmt: skip
     h = activate(acc, ACTIVATION)
     if PAIR:
+        # Rows width .. N of the weight are the pair's second half; N masks what is beyond the first.
         beyond = tl.where(n < width, n + width, N)
         h *= apply_epilogue(
             other, beyond, m, N, M, row_scale, x_scale, bias, xa, lora_b, lora_row, lora_rank, lora_scale, ROW_SCALE,
@@ -98,31 +100,43 @@ def splitk_reduce(
 ):  # fmt: skip
     """(the sums over all parts of K in the order of the parts, the same of the pair's other half, this is the last)."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    # This tile's partial sums: [PARTS, tiles, HALVES, BN, BM].
     HALVES: tl.constexpr = 2 if PAIR else 1
     start = partial + tile.to(tl.int64) * (HALVES * BN * BM)
     stride = tile_count.to(tl.int64) * (HALVES * BN * BM)
     tl.store(start + part * stride + at, acc)
     if PAIR:
         tl.store(start + part * stride + BN * BM + at, other)
+    # Every thread has stored before the program counts itself.
     tl.debug_barrier()
+    # Acquire and release: the last program sees what all others stored before they counted.
     arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
     last = arrived == PARTS - 1
     if last:
         acc = tl.zeros_like(acc)
         other = tl.zeros_like(other)
+        # In the order of the parts, so that the bits do not depend on who came last. Not from L1, which may be stale.
         for i in tl.static_range(PARTS):
             acc += tl.load(start + i * stride + at, cache_modifier=".cg")
             if PAIR:
                 other += tl.load(start + i * stride + BN * BM + at, cache_modifier=".cg")
+        # For the next launch.
         tl.store(counters + tile, 0)
     return acc, other, last
 
 
 @triton.jit(do_not_specialize=["M"])
 def epilogue_kernel(
-    h, y, bias, xa, lora_b, lora_row, lora_rank, lora_scale, residual, residual_row, M, N, BM: tl.constexpr,
-    BN: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr,
-    PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    h,  # [M, N] fp32
+    y,  # [M, width] out; width is N // 2 if PAIR, else N
+    bias,  # [N], with BIAS
+    xa,  # [M, lora_rank]: x A^T, with RANK
+    lora_b,  # [N, lora_rank], rows lora_row apart, with RANK
+    lora_row, lora_rank, lora_scale,
+    residual,  # [M, width], rows residual_row apart, with RESIDUAL
+    residual_row, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
+    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """What follows a product that lies in memory, h [M, N] fp32."""
     width = N // 2 if PAIR else N

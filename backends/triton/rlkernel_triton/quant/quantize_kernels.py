@@ -316,10 +316,21 @@ def group_extremes(x, SYMMETRIC: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantize_groups_kernel(
-    w, row_stride, column_stride, codes, row_bytes, scale, zero, scale_row, scale_group, cells, largest, N, K,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    codes,  # out: [N, K] int8, or two codes a byte [N, row_bytes], or words of `triton_w4` if TILED
+    row_bytes,
+    scale,  # [N, K / GROUP] out, strides scale_row and scale_group
+    zero,  # the same of zero-points, unless SYMMETRIC
+    scale_row, scale_group,
+    cells,  # [2, 64] fp32, see `nearest_code`; with NF4 and FP4
+    largest,  # fp32: what the scale's rule divides by
+    N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
-    FLOAT_ZERO: tl.constexpr = False, ROUNDING: tl.constexpr = 0,
+    SYMMETRIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, WHOLE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    FLOAT_ZERO: tl.constexpr = False,  # zero-points have the type of the scale
+    ROUNDING: tl.constexpr = 0,  # EVEN, AWAY or UP
 ):  # fmt: skip
     """Groups of GROUP columns of a row: integers, nf4 and fp4. Grid: row tiles x column tiles."""
     column_tiles = tl.cdiv(K, C)
@@ -328,6 +339,7 @@ def quantize_groups_kernel(
     G: tl.constexpr = C // GROUP
     x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
     low, high, bits = group_extremes(x, SYMMETRIC, INTERPRETED)
+    # Scales are rounded to the type they are stored in before anything is divided by them.
     SCALE: tl.constexpr = scale.dtype.element_ty
     if ROUNDING == EVEN:
         stored, divisor, z = scale_and_zero(
@@ -427,11 +439,22 @@ def quantize_tile(
 
 @triton.jit
 def quantize_rows_kernel(
-    w, row_stride, column_stride, codes, row_bytes, scale, zero, largest, partial, N, K, parts,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    codes,  # out, as in `quantize_groups_kernel`, or bytes of 8-bit floats
+    row_bytes,
+    scale,  # [N] (ROWS 1), [N / R, K / C] (ROWS 2) or [1] (ROWS 0), out
+    zero,  # [N] uint8 out, unless SYMMETRIC
+    largest,  # fp32: what the scale's rule divides by
+    partial,  # [parts] int32, with ROWS 0: what `absmax_kernel` wrote
+    N, K, parts,
     R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, POWER: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, WHOLE: tl.constexpr,
-    INTERPRETED: tl.constexpr, CAST: tl.constexpr = False,
+    SYMMETRIC: tl.constexpr,
+    POWER: tl.constexpr,  # scales are powers of two
+    LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr,  # of the 8-bit float
+    PARTS: tl.constexpr,  # parts at most, a power of two
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, CAST: tl.constexpr = False,
 ):  # fmt: skip
     """A scale per row (ROWS 1: the row is read twice), per R x C block (ROWS 2: once), or one in all (ROWS 0).
 
@@ -496,8 +519,11 @@ def quantize_rows_kernel(
 
 @triton.jit
 def absmax_kernel(
-    w, row_stride, column_stride, partial, N, K, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    partial,  # [row tiles] int32 out
+    N, K,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The largest bits of |w| of every tile of R rows."""
     row = tl.program_id(0) * R

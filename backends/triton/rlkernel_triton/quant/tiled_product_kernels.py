@@ -59,8 +59,23 @@ def load_group_scales(
 
 @triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["counters"])  # a graph's may start anywhere
 def w4_product_kernel(
-    x, x_row, codes, scale, zero, table, nested_table, nested_absmax, nested_offset, y, partial, counters, bias, xa,
-    lora_b, lora_row, lora_rank, lora_scale, residual,
+    x,  # [M, K], rows x_row apart
+    x_row,
+    codes,  # [N / 16, K / 64, 128] int32
+    scale,  # [K / GROUP, N], or [1, N]
+    zero,  # as `scale`, unless SYMMETRIC
+    table,  # [16] fp32, with NF4
+    nested_table,  # [256] fp32, with NESTED
+    nested_absmax,  # [blocks / 256] fp32, with NESTED
+    nested_offset,  # [1] fp32, with NESTED
+    y,  # [M, width] out; width is N // 2 if PAIR, else N
+    partial,  # [PARTS, tiles, 2 if PAIR, BN, BM] fp32, with PARTS > 1
+    counters,  # [tiles] int32, 0 before and after, with PARTS > 1
+    bias,  # [N], with BIAS
+    xa,  # [M, lora_rank]: x A^T, with RANK
+    lora_b,  # [N, lora_rank], rows lora_row apart, with RANK
+    lora_row, lora_rank, lora_scale,
+    residual,  # [M, width], rows residual_row apart, with RESIDUAL
     residual_row, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, FOLD: tl.constexpr, PERMUTED: tl.constexpr, ASM: tl.constexpr,
@@ -74,6 +89,7 @@ def w4_product_kernel(
     m_tiles = tl.cdiv(M, BM)
     width = N // 2 if PAIR else N
     n_tiles = width // BN
+    # Programs: parts of K, tiles of N, tiles of M; the last change fastest and share the weight's words in L2.
     part = tl.program_id(0) // (m_tiles * n_tiles)
     tile = tl.program_id(0) % (m_tiles * n_tiles)
     n0 = tile // m_tiles * BN
@@ -88,16 +104,19 @@ def w4_product_kernel(
     k0 = first * BK
     m = tile % m_tiles * BM + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
+    # x^T [BK, BM] in the order of columns in which words decode.
     columns = operand_columns(BK, PERMUTED)
     x_at = x + tile % m_tiles * BM * x_row.to(tl.int64) + k0
     x_at += tl.arange(0, BM)[None, :] * x_row + columns[:, None]
     of_m = (m < M)[None, :]
+    # Words of 16 rows of the weight: 128 for 64 columns.
     row_words = K * 2
     words_at = codes + n0 // 16 * row_words.to(tl.int64)
     words_at += tl.arange(0, TN)[:, None] * row_words + word_offsets(BK)[None, :]
     beyond = width // 16 * row_words.to(tl.int64) if PAIR else 0
     acc = tl.zeros((BN, BM), tl.float32)
     other = acc if PAIR else tl.zeros((1, 1), tl.float32)
+    # Scales are [K / GROUP, N]: neighboring rows are neighbors in memory.
     row = N.to(tl.int64) if SCALED else 0  # from group to group
     at_group = first // A_GROUP * row + n
     group = first // A_GROUP
@@ -115,6 +134,7 @@ def w4_product_kernel(
         if not SYMMETRIC:
             z_value = tl.load(zero + at_group + width)
     bytes_ = 0
+    # The table in eight registers of every thread: low and high bytes of its 16 entries.
     if TABLE and ASM:
         bytes_ = (
             load_table_bytes(table, 0, False, DTYPE), load_table_bytes(table, 4, False, DTYPE),
@@ -124,6 +144,7 @@ def w4_product_kernel(
         )  # fmt: skip
     for step in tl.range(0, steps, num_stages=STAGES):
         at = words_at + word_start(BK, k0 + step * BK)
+        # Every word is read once: it need not stay in the cache.
         words = tl.load(at, eviction_policy="evict_first")
         xt = tl.load(x_at + step * BK, mask=of_m, other=0.0)
         if INTERPRETED:
@@ -179,6 +200,7 @@ def w4_product_kernel(
             s = s_next
         if not SYMMETRIC:
             z = z_next
+    # Only the last program of a tile to arrive finishes it.
     last = True
     if PARTS > 1:
         acc, other, last = splitk_reduce(
@@ -232,12 +254,29 @@ def load_tile_values(
 
 @triton.jit(do_not_specialize=["M"])
 def tiled_product_kernel(
-    x, x_row, codes, scale, zero, global_scale, ends, y, partial, counters, bias, xa, lora_b, lora_row, lora_rank,
-    lora_scale, residual, residual_row, M, N, K, rows, E, m_tiles, FORMAT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr, FACTORED: tl.constexpr, EB: tl.constexpr, PERMUTED: tl.constexpr, ASM: tl.constexpr,
-    BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr, PAIR: tl.constexpr,
-    ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    x,  # [M, K], rows x_row apart
+    x_row,
+    codes,  # [rows / 16, K / 64, 128] int32
+    scale,  # [K / GROUP, rows] of int4, else as `load_e2m1_scales`
+    zero,  # as `scale`, of int4 unless SYMMETRIC
+    global_scale,  # [1] fp32, nvfp4
+    ends,  # [E] integer, with EB: one past each expert's last row of x
+    y,  # [M, width] out; width is N // 2 if PAIR, else N
+    partial,  # [PARTS, tiles, 2 if PAIR, BN, BM] fp32, with PARTS > 1
+    counters,  # [tiles] int32, 0 before and after, with PARTS > 1
+    bias,  # [N], with BIAS
+    xa,  # [M, lora_rank]: x A^T, with RANK
+    lora_b,  # [N, lora_rank], rows lora_row apart, with RANK
+    lora_row, lora_rank, lora_scale,
+    residual,  # [M, width], rows residual_row apart, with RESIDUAL
+    residual_row, M, N, K,
+    rows,  # of the weight
+    E,
+    m_tiles,  # of BM rows of x, over all experts
+    FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, FACTORED: tl.constexpr, EB: tl.constexpr,
+    PERMUTED: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
+    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """N (half of it for a pair) is a multiple of BN, K of BK * PARTS; `rows` are those of the weight.
 
