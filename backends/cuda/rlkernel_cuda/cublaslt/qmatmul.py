@@ -20,7 +20,7 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_triton.common.host import on_device_of
+from rlkernel_triton.launchers import on_device_of
 from rlkernel_triton.quant import layouts
 
 BLOCKS: Final = "block128_fp8"

@@ -3,7 +3,7 @@
     targets      what a bundle can be made for
     builds       one compiled configuration, and what an argument says about itself
     bundle       the file: written reproducibly, read lazily, checked
-    noting       a launcher that tells what launches would need; what a bundle is compiled from
+    recorder       a launcher that tells what launches would need; what a bundle is compiled from
     workloads    calls of a run of post-training, whose launches bundles hold
     recording    which configurations a run launches; tables: the file that it writes
     compiling    configurations into a bundle, with the promises that workloads keep and without; imports Triton

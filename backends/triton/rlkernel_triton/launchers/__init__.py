@@ -21,6 +21,7 @@ No module here imports an operator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Final, TypeVar
 
@@ -56,6 +57,7 @@ __all__ = [
     "current",
     "in_pieces_of",
     "launcher_for",
+    "on_device_of",
     "piece_of",
     "plain_launcher_for",
     "planned",
@@ -93,6 +95,19 @@ def plain_launcher_for(device: torch.device) -> Launcher:
     if used is not None:
         return used
     return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """The scope in which kernels on x may be launched.
+
+    Raises:
+        RLKernelError: x is on a CPU, Triton's interpreter is off and no driver of Triton's serves the CPU.
+    """
+    if x.is_cuda:
+        return torch.cuda.device_of(x)
+    if current().launcher is None:
+        require_triton_on(x.device.type)
+    return nullcontext()
 
 
 def planned(plan: Plan | None, place: str, device: torch.device, bind: Callable[[Launcher], T]) -> T:

@@ -13,9 +13,9 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
-from rlkernel_triton.aot.targets import Target
 from rlkernel_triton.launchers.planning import current, within
 from rlkernel_triton.launchers.specialization import Parameter, parameters
+from rlkernel_triton.launchers.targets import Target
 
 T = TypeVar("T")
 Grid = tuple[int, ...]  # one to three numbers of programs

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rlkernel_core.errors import UnknownNameError
-from rlkernel_triton.aot.targets import TARGETS, Target
+from rlkernel_triton.launchers.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from rlkernel_triton.launchers.binding import Launcher
@@ -49,7 +49,7 @@ def within(scope: Scope) -> Iterator[None]:
 
 @contextmanager
 def planning_for(name: str) -> Iterator[None]:
-    """Within this scope host code plans for one of `rlkernel_triton.aot.targets.TARGETS`, whatever the device.
+    """Within this scope host code plans for one of `rlkernel_triton.launchers.targets.TARGETS`, whatever the device.
 
     Raises:
         UnknownNameError: there is no such target.
