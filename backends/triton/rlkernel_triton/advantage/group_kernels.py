@@ -9,7 +9,7 @@ Own elements are the sequences that a program writes; columns are those that it 
 
     MODE "size"   own [R, C]: C neighbours of each of R groups;  columns: the groups themselves, C at a time
     MODE "pairs"  own [R, 1]: R sequences;  columns: C at a time of all that may be in their groups, compared by id
-    MODE "table"  own [R, 1];  no columns: enter_kernel and sum_kernel have put statistics into a table
+    MODE "table"  own [R, 1];  no columns: hash_groups_kernel and table_sums_kernel have put statistics into a table
 
 Bytes: rewards in; 4 (advantage) + 1 (invalid) a sequence out, and 8 (count) + 8 (mean, std) + 1 (constant) a reward.
 
@@ -17,9 +17,9 @@ Legend: B sequences · G group size · K rewards of a sequence · P partial mome
 N packed tokens · M slots of the hash table, a power of two.
 """
 
-from rlkernel_triton.affine_suffix_scan.kernels import _sequence
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.moments import _factor, _merged, _variance
+from rlkernel_triton.common.sequences import sequence_bounds
 
 # Terms are below 2 in units of the largest: 2^24 of them times 2^(1 + 37) stay below 2^63. Squares are below 4.
 SUM_SCALE: tl.constexpr = tl.constexpr(137438953472.0)  # 2^37
@@ -164,17 +164,17 @@ def _unranked(rank):
 
 
 @triton.jit
-def _kept(table, field, owner, B, there):
+def _field(table, field, owner, B, there):
     """A field of the table, of the group that `owner` stands for."""
     return tl.load(table + field * B + owner, mask=there, other=0)
 
 
 @triton.jit
-def _kept_range(table, owner, B, there):
+def _field_range(table, owner, B, there):
     """Count, smallest and largest member of a group in the table; smallest and largest mean nothing without one."""
-    count = _kept(table, COUNT, owner, B, there).to(tl.int32)
-    high = _unranked(_kept(table, HIGH, owner, B, there))
-    return count, _unranked(4294967298 - _kept(table, LOW, owner, B, there)), high
+    count = _field(table, COUNT, owner, B, there).to(tl.int32)
+    high = _unranked(_field(table, HIGH, owner, B, there))
+    return count, _unranked(4294967298 - _field(table, LOW, owner, B, there)), high
 
 
 @triton.jit
@@ -189,19 +189,19 @@ def _statistics(
     `a` and `b` are: tokens and weighted moved mean (OPO); second smallest and second largest member (EXTREMES).
     """
     if MODE == "table":
-        count, lowest, highest = _kept_range(table, owner, B, own_there)
+        count, lowest, highest = _field_range(table, owner, B, own_there)
         lowest, highest, shift, unit, inverse = _shifted(count, lowest, highest, peer)
-        total = _kept(table, SUM, owner, B, own_there)
+        total = _field(table, SUM, owner, B, own_there)
         a, b = lowest, highest
         if OPO:
-            tokens, weighted = _kept(table, TOKENS, owner, B, own_there), _kept(table, WEIGHTED, owner, B, own_there)
+            tokens, weighted = _field(table, TOKENS, owner, B, own_there), _field(table, WEIGHTED, owner, B, own_there)
         if EXTREMES:
-            lows, highs = _kept(table, LOWS, owner, B, own_there), _kept(table, HIGHS, owner, B, own_there)
-            next_low = _unranked(4294967298 - _kept(table, NEXT_LOW, owner, B, own_there))
-            next_high = _unranked(_kept(table, NEXT_HIGH, owner, B, own_there))
+            lows, highs = _field(table, LOWS, owner, B, own_there), _field(table, HIGHS, owner, B, own_there)
+            next_low = _unranked(4294967298 - _field(table, NEXT_LOW, owner, B, own_there))
+            next_high = _unranked(_field(table, NEXT_HIGH, owner, B, own_there))
         moved = _mean(total, count, unit)
         unit2, inverse2 = _deviation_unit(lowest, highest, shift, moved)
-        squares = _kept(table, SQUARES, owner, B, own_there)
+        squares = _field(table, SQUARES, owner, B, own_there)
     else:
         name, state = own, own
         if MODE == "pairs":
@@ -462,7 +462,7 @@ def group_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "K", "programs"])
-def batch_kernel(
+def batch_moments_kernel(
     rewards, steps, in_stats,  # as group_kernel
     partial,  # [K (2 of gigpo), programs, 4] fp32, out
     B, K, programs, low, high,
@@ -540,7 +540,7 @@ def _hashed(name, state, SECOND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "G", "K", "limit", "last"])
-def enter_kernel(
+def hash_groups_kernel(
     rewards, steps, ids, anchor, in_stats, lengths,  # as group_kernel
     slots,  # [M] int32, 0: nobody; else 1 + the sequence that stands for a group
     table,  # [K or 1, fields, B] int64, zeros
@@ -586,8 +586,8 @@ def enter_kernel(
 
 
 @triton.jit(do_not_specialize=["B", "K", "limit", "peer"])
-def sum_kernel(
-    rewards, steps, in_stats, lengths, table, owner,  # as group_kernel and enter_kernel
+def table_sums_kernel(
+    rewards, steps, in_stats, lengths, table, owner,  # as group_kernel and hash_groups_kernel
     B, K, limit, low, high, peer,
     SECOND: tl.constexpr, RANGE: tl.constexpr, IN_STATS: tl.constexpr, OPO: tl.constexpr, EXTREMES: tl.constexpr,
     LENGTHS: tl.constexpr, FIELDS: tl.constexpr, SQUARE: tl.constexpr, SIZE: tl.constexpr,
@@ -600,19 +600,19 @@ def sum_kernel(
     for k in range(1 if SECOND else K):
         x, _, member = _reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
         of = table + k * FIELDS * B
-        count, lowest, highest = _kept_range(of, mine, B, there)
+        count, lowest, highest = _field_range(of, mine, B, there)
         lowest, highest, shift, unit, inverse = _shifted(count, lowest, highest, peer)
         away = x - shift
         to = of + mine
         if SQUARE:
-            moved = _mean(_kept(of, SUM, mine, B, there), count, unit)
+            moved = _mean(_field(of, SUM, mine, B, there), count, unit)
             _, inverse2 = _deviation_unit(lowest, highest, shift, moved)
             dev = (away - moved) * inverse2
             tl.atomic_add(to + SQUARES * B, _fixed(dev * dev, SQUARE_SCALE, member), mask=member, sem="relaxed")
         else:
             tl.atomic_add(to + SUM * B, _fixed(away * inverse, SUM_SCALE, member), mask=member, sem="relaxed")
             if OPO:
-                scale, _ = _token_power(_kept(of, TOKENS, mine, B, there))
+                scale, _ = _token_power(_field(of, TOKENS, mine, B, there))
                 L = _tokens_of(lengths, at, there, limit, LENGTHS)
                 term = _fixed(away * inverse, scale, member) * L
                 tl.atomic_add(to + WEIGHTED * B, term, mask=member, sem="relaxed")
@@ -626,7 +626,7 @@ def sum_kernel(
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def totals_kernel(
+def sequence_sums_kernel(
     rewards,  # token-level real, with SUM
     mask,  # token-level u8, with MASK
     ends,  # [B] integer, with ENDS
@@ -638,7 +638,7 @@ def totals_kernel(
 ):  # fmt: skip
     """Sum and number of the tokens of a sequence that count; reads them twice, once from DRAM if they fit a cache."""
     row = tl.program_id(0).to(tl.int64)
-    start, count, _ = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    start, count, _ = sequence_bounds(row, sequences, T, ends, bounds, ENDS, PACKED)
     valid = tl.zeros((SIZE,), tl.int32)
     largest = tl.zeros((SIZE,), tl.float32)
     for c in range(0, count, SIZE):
@@ -667,7 +667,7 @@ def totals_kernel(
 
 
 @triton.jit(do_not_specialize=["sequences", "chunks", "steps"])
-def spread_kernel(
+def broadcast_kernel(
     adv,  # [B] fp32
     out,  # token-level fp32, out
     mask,  # token-level u8, with MASK
