@@ -83,5 +83,5 @@ def test_nothing_to_do_gives_empty_results(device):
 def test_large_batches_by_ids_are_for_plain_torch(monkeypatch):
     extent = type("Extent", (), {"sequences": B})()
     served = [token_baseline.serves(AdvantageCall(**CALLS[name]), extent) for name in ("by size", "by ids")]
-    monkeypatch.setattr(columns, "MOST", B - 1)
+    monkeypatch.setattr(token_baseline, "MOST", B - 1)
     assert [served, token_baseline.serves(AdvantageCall(**CALLS["by ids"]), extent)] == [[True, True], False]
