@@ -4,7 +4,7 @@ import torch
 
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.bundle import write_bundle
 from rlkernel_triton.aot.compiling import compiled, compiler, with_specializations
 from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 from rlkernel_triton.launchers import Scope
@@ -30,7 +30,9 @@ def of_rows(target="sm_87", **options):
 
 def bundle_of(path, some, target="sm_87"):
     """A bundle of configurations, specialized and not."""
-    return written(path, [code for alike in with_specializations(some) for code in compiled(alike, target)], compiler())
+    return write_bundle(
+        path, [code for alike in with_specializations(some) for code in compiled(alike, target)], compiler()
+    )
 
 
 def run(launcher, op="logprob"):

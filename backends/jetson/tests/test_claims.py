@@ -11,7 +11,7 @@ import pytest
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import RLKernelError
 from rlkernel_jetson import backend
-from rlkernel_triton.aot.bundle import Bundle, written
+from rlkernel_triton.aot.bundle import Bundle, write_bundle
 from rlkernel_triton.aot.configurations import Code, Configuration
 
 HERE = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def bundle(path, *targets) -> None:
         )
         for target in targets
     ]
-    written(path, codes, {})
+    write_bundle(path, codes, {})
 
 
 @pytest.fixture

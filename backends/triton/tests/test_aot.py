@@ -19,10 +19,10 @@ from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_core.spec.quantize import PrepackCall, QuantizeCall
 from rlkernel_triton.aot import compiling
 from rlkernel_triton.aot.backend import BundleBackend
-from rlkernel_triton.aot.bundle import BundleError, written
+from rlkernel_triton.aot.bundle import BundleError, write_bundle
 from rlkernel_triton.aot.bundle_launcher import BundleLauncher, best_code_for
 from rlkernel_triton.aot.command import listed
-from rlkernel_triton.aot.compiling import compiled, compiler, limits, with_specializations
+from rlkernel_triton.aot.compiling import compiled, compiler, exceeded_limits, with_specializations
 from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 from rlkernel_triton.aot.configurations import Argument, Code, Configuration
 from rlkernel_triton.aot.driver import Driver, DriverError
@@ -58,7 +58,7 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
     except ArgumentError as error:
         pytest.skip(str(error))
     made = list(compiled(sweep(target), target))
-    assert limits(made) == []
+    assert exceeded_limits(made) == []
     ((code, files),) = made
     assert code.spilled == 0
     assert code.arguments >= len(code.configuration.types)
@@ -92,7 +92,7 @@ def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_n
 
 def test_a_bundle_built_twice_has_the_same_bytes(orin, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
-    again = written(
+    again = write_bundle(
         tmp_path / "again.zip", list(compiled([c.configuration for c in orin.codes][::-1], "sm_87")), compiler()
     )
     assert again.path.read_bytes() == orin.path.read_bytes()
@@ -110,7 +110,7 @@ def test_code_that_is_the_same_is_there_once_and_packed_with_its_like(orin, tmp_
     twice = files + [
         (replace(c, configuration=replace(c.configuration, options=(("again", 1),))), own) for c, own in files
     ]
-    both = written(tmp_path / "twice.zip", twice, compiler())
+    both = write_bundle(tmp_path / "twice.zip", twice, compiler())
     assert (len(both.codes), {c.files["cubin"] for c in both.codes}) == (
         2 * len(orin.codes),
         {c.files["cubin"] for c in orin.codes},
@@ -194,7 +194,7 @@ def test_a_missing_configuration_is_named_with_the_ways_out(orin) -> None:
 
 def test_what_one_bundle_lacks_another_may_have(orin, tmp_path) -> None:
     capped = [b for b in of_rows(softcap=30.0) if b.kernel.endswith(":sweep")]
-    mine = written(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
+    mine = write_bundle(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
     driver = Recording()
     run = over(orin, driver, mine)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
@@ -206,7 +206,7 @@ def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kern
 ) -> None:
     returns = builds("sm_87", "advantage", rewards=torch.zeros(2, 8), kind="returns")
     scan = [b for b in returns if b.kernel.endswith(":scan_kernel")]
-    written(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
+    write_bundle(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
     driver = Recording()
     monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -216,7 +216,7 @@ def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kern
 
 def test_code_of_another_source_is_refused(orin, tmp_path) -> None:
     old = [(replace(c, source="0" * 16), {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
-    stale = written(tmp_path / "stale.zip", old, compiler())
+    stale = write_bundle(tmp_path / "stale.zip", old, compiler())
     run = over(stale, Recording())
     with pytest.raises(
         BundleError, match=r"built from another rlkernel_triton\.logprob\.kernels:sweep .*build it again"

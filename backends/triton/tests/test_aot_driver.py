@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.bundle import write_bundle
 from rlkernel_triton.aot.bundle_launcher import BundleLauncher
 from rlkernel_triton.aot.configurations import Code, Configuration
 from rlkernel_triton.aot.driver import Driver, DriverError
@@ -45,7 +45,7 @@ def orin(loads):
 def bundle(tmp_path):
     """PTX for sm_80 alone, which an Orin's driver compiles."""
     code = Code(Configuration("m:kernel", (), ()), "sm_80", "kernel", 0, 0, 1, 0, "s", (), {"ptx": ""})
-    return written(tmp_path / "some.zip", [(code, {"ptx": b".version 9.9"})], {})
+    return write_bundle(tmp_path / "some.zip", [(code, {"ptx": b".version 9.9"})], {})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class CompilingBackend(BundleBackend):
 
     def missing(self, request: Any, arguments: Any) -> Any:
         """A launcher over a bundle of the one build that is missing."""
-        from rlkernel_triton.aot.bundle import written
+        from rlkernel_triton.aot.bundle import write_bundle
         from rlkernel_triton.aot.bundle_launcher import BundleLauncher
         from rlkernel_triton.aot.compiling import compiled, compiler, with_specializations
         from rlkernel_triton.aot.recordings import MISSING, append
@@ -33,7 +33,7 @@ class CompilingBackend(BundleBackend):
         path = Path(os.environ[MISSING]).with_suffix("") / f"{uuid4().hex}.zip"
         serving = [b for alike in with_specializations([configuration]) for b in alike if b.serves(arguments)]
         best = max(serving, key=lambda b: b.specialization)
-        made = written(path, list(compiled([best], launcher.chosen)), compiler())
+        made = write_bundle(path, list(compiled([best], launcher.chosen)), compiler())
         found = BundleLauncher(made, launcher.driver, force=self._force)
         launcher.others = (*launcher.others, found)
         return found

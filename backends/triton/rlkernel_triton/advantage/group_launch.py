@@ -24,15 +24,13 @@ from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent
 from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS
-from rlkernel_triton.advantage.group_kernels import (
+from rlkernel_triton.advantage.batch_kernels import (
     batch_moments_kernel,
     broadcast_kernel,
-    group_kernel,
-    hash_groups_kernel,
     sequence_sums_kernel,
-    table_sums_kernel,
     whiten_groups_kernel,
 )
+from rlkernel_triton.advantage.group_kernels import group_kernel, hash_groups_kernel, table_sums_kernel
 from rlkernel_triton.affine_suffix_scan.recursion import SequenceLayout
 from rlkernel_triton.common.host import INTERPRETED, blank
 from rlkernel_triton.common.language import triton

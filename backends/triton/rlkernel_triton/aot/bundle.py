@@ -113,7 +113,7 @@ class Bundle:
         return data
 
 
-def written(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
+def write_bundle(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
     """Write a bundle: compiled configurations with their files by kind, and who compiled them."""
     listed = sorted(codes, key=lambda made: (made[0].target, made[0].configuration.kernel, made[0].configuration.text))
     places, entries = _packed(listed)

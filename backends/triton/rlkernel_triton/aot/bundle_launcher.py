@@ -20,8 +20,8 @@ from rlkernel_triton.aot.configurations import Argument, Code, Configuration, Co
 from rlkernel_triton.aot.driver import DriverError
 from rlkernel_triton.aot.source_digest import digest
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, current
-from rlkernel_triton.launchers.recorder import plain
-from rlkernel_triton.launchers.specialization import ALIGNMENT, POINTER_TYPES, of_number
+from rlkernel_triton.launchers.recorder import plain_constant
+from rlkernel_triton.launchers.specialization import ALIGNMENT, POINTER_TYPES, specialization_of_number
 from rlkernel_triton.launchers.targets import TARGETS
 
 STAGES: Final = 3  # where a launch names none, as Triton on NVIDIA's GPUs
@@ -65,7 +65,7 @@ class KernelRequest:
         self.fusion: bool = options.pop(_FUSION)
         self.options: dict[str, int] = options
         names = [p.name for p in binding.parameters if p.constexpr]
-        self.constants: dict[str, Constant] = {n: plain(binding.fixed[n]) for n in names}
+        self.constants: dict[str, Constant] = {n: plain_constant(binding.fixed[n]) for n in names}
         self.key = key(
             self.kernel, self.constants, self.num_warps, self.num_stages, fusion=self.fusion, options=self.options
         )
@@ -106,7 +106,7 @@ def argument_of(value: Any) -> Argument:
         return _pointer(kind, value.data_ptr() % ALIGNMENT == 0)
     if value is None:
         return Argument("none")
-    found = of_number(value, specialize=value != 1)
+    found = specialization_of_number(value, specialize=value != 1)
     return Argument(found.type, divisible=found.divisible, one=type(value) is int and value == 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
 from rlkernel_triton.aot import recordings
 from rlkernel_triton.aot.backend import OPERATORS, WITH, folder
-from rlkernel_triton.aot.bundle import Bundle, written
+from rlkernel_triton.aot.bundle import Bundle, write_bundle
 from rlkernel_triton.aot.configurations import Code, Configuration
 from rlkernel_triton.launchers.targets import TARGETS
 
@@ -86,7 +86,7 @@ def build(
     ]
     made = _in_processes(compile_part, work, processes, _CHUNK)
     failed = [text for _, texts in made for text in texts]
-    bundle = written(path, [code for codes, _ in made for code in codes], compiler())
+    bundle = write_bundle(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
 
 

@@ -219,7 +219,7 @@ def _without_lines() -> Iterator[None]:
         triton.knobs.compilation.disable_line_info = before
 
 
-def limits(codes: Iterable[tuple[Code, Mapping[str, bytes]]]) -> list[str]:
+def exceeded_limits(codes: Iterable[tuple[Code, Mapping[str, bytes]]]) -> list[str]:
     """Builds that a driver or a chip would refuse: what is wrong with each."""
     wrong = []
     for code, files in codes:

@@ -83,20 +83,20 @@ def dry_run(prepare: Callable[[Any], Callable[[Any], Any]], call: Any) -> Any:
     roots = [(n, x) for n, x in named_tensors(out) if x.requires_grad]
     if inputs and roots and torch.is_grad_enabled():
         entropy = [x for n, x in roots if n == ENTROPY]
-        for begun in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
-            torch.autograd.grad(_begin()(*begun), inputs, retain_graph=True, allow_unused=True)
+        for roots_of_loss in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
+            torch.autograd.grad(_zero_gradients()(*roots_of_loss), inputs, retain_graph=True, allow_unused=True)
     return out
 
 
 @cache
-def _begin() -> Callable[..., Any]:
+def _zero_gradients() -> Callable[..., Any]:
     """One number of some results, whose gradient gives each of them zeros.
 
     Gradients given to autograd by hand make torch import sympy: half a second to two of the first call of a process.
     """
     import torch
 
-    class Begin(torch.autograd.Function):
+    class ZeroGradients(torch.autograd.Function):
         """Zeros both ways."""
 
         @staticmethod
@@ -108,7 +108,7 @@ def _begin() -> Callable[..., Any]:
         def backward(ctx: Any, _: Any) -> Any:
             return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
 
-    found: Callable[..., Any] = Begin.apply
+    found: Callable[..., Any] = ZeroGradients.apply
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
-from rlkernel_triton.launchers.specialization import of, within_32_bits
+from rlkernel_triton.launchers.specialization import specialization_of, within_32_bits
 
 Constant = bool | int | float | str | None
 
@@ -101,9 +101,9 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     for p in binding.parameters:
         value = values[p.name]
         if p.constexpr:
-            constants.append((p.name, plain(value)))
+            constants.append((p.name, plain_constant(value)))
             continue
-        found = of(value, specialize=p.specialize, align=p.align)
+        found = specialization_of(value, specialize=p.specialize, align=p.align)
         if found.type == "constexpr":
             constants.append((p.name, found.constant))
             continue
@@ -119,7 +119,7 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     )  # fmt: skip
 
 
-def plain(value: Any) -> Constant:
+def plain_constant(value: Any) -> Constant:
     """A constexpr as it is written down: `tl.float16` by its name.
 
     Raises:
