@@ -20,7 +20,7 @@ def piece(root: Path = Path("/")) -> int | None:
     """Bytes that work in pieces may take at a time on this board; None where the system does not tell.
 
     `linear_logprob` makes gradients of logits block by block, `logprob` keys of its most likely ids, and products with
-    many tokens dequantise a weight a piece at a time. Elsewhere the sizes of these are fixed; here they follow from
+    many tokens dequantize a weight a piece at a time. Elsewhere the sizes of these are fixed; here they follow from
     `Memory.piece`, which `rlkernel memory` and `rlkernel doctor` show. A process keeps what it began with. The order of
     a sum does not depend on it, but in the gradient of a product's input, whose partial sums are added in fp32 a piece
     at a time.

@@ -306,7 +306,7 @@ _TALL: Final = 28672  # rows of a weight that fill a large GPU with tiles of 128
 
 
 def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, **options: Any) -> QuantTensor:  # noqa: A002
-    """A quantised weight, canonical or as products read it fastest."""
+    """A quantized weight, canonical or as products read it fastest."""
     spec, shape = QuantSpec.named(format, **options), (N, K)
     rooms = codec_of(spec).storage(spec, shape)
     w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})

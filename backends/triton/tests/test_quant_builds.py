@@ -1,4 +1,4 @@
-"""What the compiler makes of products of quantised weights on Hopper, without a GPU."""
+"""What the compiler makes of products of quantized weights on Hopper, without a GPU."""
 
 import re
 

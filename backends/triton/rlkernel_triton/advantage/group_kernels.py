@@ -7,7 +7,7 @@ sum than one in fp32. What is subtracted first is the smallest member, which no 
 
 Own elements are the sequences that a program writes; columns are those that it compares them with:
 
-    MODE "size"   own [R, C]: C neighbours of each of R groups;  columns: the groups themselves, C at a time
+    MODE "size"   own [R, C]: C neighbors of each of R groups;  columns: the groups themselves, C at a time
     MODE "pairs"  own [R, 1]: R sequences;  columns: C at a time of all that may be in their groups, compared by id
     MODE "table"  own [R, 1];  no columns: hash_groups_kernel and table_sums_kernel have put statistics into a table
 

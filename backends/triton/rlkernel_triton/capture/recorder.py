@@ -1,6 +1,6 @@
 """From a program to a graph: warm up, run once under an audit, record.
 
-The audited run finds in Python what a capture would find as an error of CUDA, or would not find: host synchronisation,
+The audited run finds in Python what a capture would find as an error of CUDA, or would not find: host synchronization,
 shapes that depend on values, generators and collectives that were not declared. It runs on the stream of the capture,
 so that handles, workspaces and kernels are there when recording begins, and none of them lies in the pool.
 """
@@ -34,7 +34,7 @@ DRIVER_ERRORS: Final = (
     ("implicit", "it uses the default stream beside the one it is called on"),
     (
         "captur",
-        "it does what no graph may hold: a host synchronisation, an allocation outside torch, or loading a kernel",
+        "it does what no graph may hold: a host synchronization, an allocation outside torch, or loading a kernel",
     ),
 )
 

@@ -53,7 +53,7 @@ def mx_scale(
 def store_scales(
     scale, found, row, column, N, K, GROUP: tl.constexpr, TILED: tl.constexpr, R: tl.constexpr, C: tl.constexpr
 ):
-    """Bytes [R * G] of the blocks of a tile; in the layout `triton_e2m1` those of rows r and r + 8 are neighbours."""
+    """Bytes [R * G] of the blocks of a tile; in the layout `triton_e2m1` those of rows r and r + 8 are neighbors."""
     G: tl.constexpr = C // GROUP
     n, b = row + tl.arange(0, R * G) // G, column // GROUP + tl.arange(0, R * G) % G
     if TILED:

@@ -1,12 +1,12 @@
 """Tiles of packed codes in registers: read from and written to both layouts, and what a code stands for.
 
-Canonical 4-bit codes are bytes [N, K / 2] of two neighbours along K; nf4 is the same with the nibbles swapped. The
+Canonical 4-bit codes are bytes [N, K / 2] of two neighbors along K; nf4 is the same with the nibbles swapped. The
 layout `triton_w4` holds the fragments of a matrix instruction, so that a product needs no exchange between threads:
 
     tiles of 16 rows x 64 columns, [N / 16, K / 64], each 128 words of 32 bits, word 16 r8 + 4 c4 + ks;
     the word holds row r8 + 8 rh, column 16 ks + 8 kh + 2 c4 + p in its nibble 4 p + 2 kh + rh  (rh, kh, p in 0, 1).
 
-`(word >> 4 i) & 0x000f000f` is then a pair of neighbours along K, as two 16-bit halves.
+`(word >> 4 i) & 0x000f000f` is then a pair of neighbors along K, as two 16-bit halves.
 
 Words of 4-bit floats are bent: in each half, sign and magnitude of the four codes stand where one shift brings them to
 the sign and the lowest exponents of bfloat16, `(word << 3 i) & 0x81c081c0` for the first three; the last has the bits
@@ -72,7 +72,7 @@ def pack_words(
 
 @triton.jit
 def words_of_rows(
-    words,  # [R, C / 8] int32: eight neighbours, the first in the lowest nibble
+    words,  # [R, C / 8] int32: eight neighbors, the first in the lowest nibble
     R: tl.constexpr,
     C: tl.constexpr,
 ):

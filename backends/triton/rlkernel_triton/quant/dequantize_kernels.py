@@ -43,7 +43,7 @@ from rlkernel_triton.quant.operand_tiles import decode_e2m1_tile, load_e2m1_scal
 
 @triton.jit
 def load_nested_scales(codes, block, inside, nested_table, nested_absmax, nested_offset):
-    """fp32 scales of nf4 blocks whose scales are quantised."""
+    """fp32 scales of nf4 blocks whose scales are quantized."""
     code = tl.load(codes, mask=inside, other=0).to(tl.int32)
     shared = tl.load(nested_absmax + block // 256, mask=inside, other=0.0)
     return tl.load(nested_table + code) * shared + tl.load(nested_offset)

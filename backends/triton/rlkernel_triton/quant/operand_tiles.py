@@ -207,7 +207,7 @@ def word_start(BK: tl.constexpr, k):
 def operand_columns(BK: tl.constexpr, PERMUTED: tl.constexpr):
     """[BK]: the column of the weight that a product takes at each place.
 
-    `mma.sync` wants four neighbours along K in a thread where a word holds two; any order along K gives the same sum,
+    `mma.sync` wants four neighbors along K in a thread where a word holds two; any order along K gives the same sum,
     so the other operand is permuted instead.
     """
     i = tl.arange(0, BK)

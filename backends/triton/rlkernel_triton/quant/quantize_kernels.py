@@ -254,7 +254,7 @@ def min_or_nan(a, b):
 
 @triton.jit
 def load_run(at, column_stride, column, of_row, K, FIRST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """fp32 of neighbouring columns, FIRST after those at `at`; 0 outside of the weight."""
+    """fp32 of neighboring columns, FIRST after those at `at`; 0 outside of the weight."""
     if WHOLE:
         found = tl.load(at + FIRST * column_stride)
     else:
@@ -269,7 +269,7 @@ def load_groups(
 ):  # fmt: skip
     """[R * G, RUN, 4] fp32 groups of a tile: column k + RUN j of a group at [.., k, j]; 0 outside.
 
-    Four runs of RUN neighbours are joined, so a thread has its part of each, and few threads share a group.
+    Four runs of RUN neighbors are joined, so a thread has its part of each, and few threads share a group.
     """
     G: tl.constexpr = C // GROUP
     MANY: tl.constexpr = 4 if GROUP > 16 else 2

@@ -62,7 +62,7 @@ def same_parts(a, b):
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if is_four_bits(s)], **ids)
-def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, spec) -> None:
+def test_tiles_lose_nothing_and_are_quantized_again_in_place(device, spec) -> None:
     first, second = weight(64, 256, device), 3 * weight(64, 256, device).flip(0)
     w = rlk.quantize(first, spec)
     assert same_parts(w, reference.quantize(first, spec))
@@ -183,7 +183,7 @@ def test_a_plan_multiplies_the_weight_of_each_call(device):
 
 @pytest.mark.parametrize(
     ("M", "activation"), [(5, None), (5, "gelu"), (5, "swiglu"), (1030, "swiglu")]
-)  # 1030: dequantised in pieces
+)  # 1030: dequantized in pieces
 def test_what_follows_the_product_and_its_gradients(device, M, activation) -> None:
     g = torch.Generator().manual_seed(7)
 

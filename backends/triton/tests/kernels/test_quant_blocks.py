@@ -84,7 +84,7 @@ def test_what_is_compiled_divides_exactly(device, spec, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "K"), [("mxfp4", 320), ("nvfp4", 320), ("q4l", 256), ("gguf_q4_0", 256), ("fp4", 256)]
 )
-def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, kind, K) -> None:
+def test_tiles_lose_nothing_and_are_quantized_again_in_place(device, kind, K) -> None:
     w = stored(named(kind), 64, K, device)
     tiles = rlk.prepack(w)
     assert tiles.layout == (E2M1 if is_of_blocks(w.spec) else W4)

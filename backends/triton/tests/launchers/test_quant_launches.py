@@ -37,7 +37,7 @@ def launched(recorder):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_quantises_with_the_same_launches_at_every_call(name):
+def test_a_plan_quantizes_with_the_same_launches_at_every_call(name):
     recorder = Recorder()
     with using(recorder):
         run = quantize.prepare(QuantizeCall(weight(), name))
@@ -49,7 +49,7 @@ def test_a_plan_quantises_with_the_same_launches_at_every_call(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_dequantises_in_one_launch(name):
+def test_a_plan_dequantizes_in_one_launch(name):
     recorder = Recorder()
     with using(recorder):
         w = quantize.quantize(QuantizeCall(weight(), name))
