@@ -47,11 +47,11 @@ def launched(op: str, workload: Workload, target: str) -> tuple[Build, ...]:
     """The builds that one call launches, and that its gradients do."""
     recorder = Recorder()
     with planning_for(target), using(recorder):
-        made(op, workload)
+        run_workload(op, workload)
     return recorder.builds
 
 
-def made(op: str, workload: Workload) -> None:
+def run_workload(op: str, workload: Workload) -> None:
     """Make a call of the table of workloads, and its gradients, with what launches in this scope."""
     call = OPERATORS[op].call(**workload.arguments)
     if (check := OPERATORS[op].check) is not None:

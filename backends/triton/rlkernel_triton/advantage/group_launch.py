@@ -118,7 +118,7 @@ class Groups:
 
     def run(self, call: AdvantageCall) -> AdvantageResult:
         """fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives."""
-        B, K, device, extent, plan = self._B, self._K, self._device, self._extent, self._plan
+        B, device, extent, plan = self._B, self._device, self._extent, self._plan
         rows, totals, sizes = None, None, _NO_LENGTHS
         if extent.tokens is not None:
             rows = SequenceLayout.of(extent.tokens, B, call.mask, call.lengths, call.cu_seqlens)
@@ -128,24 +128,17 @@ class Groups:
         adv, mean, std, invalid, constant, count = self._allocated()
         partial = of_batch = self._no_floats
         nothing = self._nothing
-        steps, members, ids = (
-            _given(call.step_rewards, nothing),
-            _given(call.in_stats, nothing),
-            nothing,
-        )
+        steps, members, ids = _given(call.step_rewards, nothing), _given(call.in_stats, nothing), nothing
         if self._ids:
             ids = call.group.contiguous()  # type: ignore[union-attr]  # a tensor, as in the first call
         if self._of_batch:
-            of_batch = _batch_moments(call, x, steps, members, self._read, K, plan)
+            of_batch = self._batch_moments(call, x, steps, members)
         if self._whitens:
             make = torch.empty if self._programs else torch.zeros
             partial = make((max(self._programs, 1), 4), dtype=torch.float32, device=device)
         table = owner = owner2 = self._no_floats
         if self._form["MODE"] == "table" and B:
-            table, owner, owner2 = _fill_table(
-                call, x, steps, members, self._read, ids if self._ids else None, self._size, sizes, K, self._extremes,
-                plan,
-            )  # fmt: skip
+            table, owner, owner2 = self._fill_table(call, x, steps, members, ids if self._ids else None, sizes)
         if self._programs:
             launch = self._launch
             if launch is None:
@@ -159,10 +152,10 @@ class Groups:
                 _given(sizes.tensor, nothing), of_batch, table, owner, owner2, adv, invalid, count, mean, std, constant,
                 partial,
             )  # fmt: skip
-        stats = _whiten(call, adv, invalid, partial, self._applies, plan) if self._whitens else {}
+        stats = self._whiten(call, adv, invalid, partial) if self._whitens else {}
         if extent.token_output and rows is not None:
             adv = _broadcast(adv, rows, plan)
-        if K:
+        if self._K:
             return AdvantageResult(adv, None, AdvantageStats(invalid, count, mean, std, constant, **stats))
         return AdvantageResult(adv, None, AdvantageStats(invalid, **stats))
 
@@ -188,6 +181,90 @@ class Groups:
         (adv, mean, std), (invalid, constant) = floats.unbind(), flags.unbind()
         return adv, mean, std, invalid, constant, torch.empty(B, dtype=torch.int64, device=device)
 
+    def _fill_table(
+        self, call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, ids: Tensor | None, sizes: _Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo.
+
+        Returns:
+            table: [sets, fields, B] int64, statistics by atomics.
+            owner: [B] int32, who stands for the group of each sequence.
+            owner2: [B] int32, of steps in equal states.
+        """
+        kind, B, K, read, extremes, plan = self._kind, self._B, self._K, self._read, self._extremes, self._plan
+        fields = _fields(kind, extremes=extremes)
+        sets = 2 if kind == "gigpo" else K
+        slots = triton.next_power_of_2(2 * B)
+        passes = 2 if kind == "gigpo" else 1
+        room = torch.zeros(sets * fields * B + passes * slots // 2, dtype=torch.int64, device=x.device)
+        table = room[: sets * fields * B].view(sets, fields, B)
+        claimed = room[sets * fields * B :].view(torch.int32).view(passes, slots)
+        owners = torch.empty((passes, B), dtype=torch.int32, device=x.device)
+        lengths = _given(sizes.tensor, x)
+        grid = (triton.cdiv(B, ENTERED), 1, 1)
+        for second in range(passes):
+            fixed: dict[str, Any] = {
+                **read, "limit": sizes.limit, "K": K, "SECOND": bool(second), "OPO": kind == "opo",
+                "LENGTHS": sizes.form, "FIELDS": fields, "SIZE": ENTERED,
+            }  # fmt: skip
+
+            def enter(launcher: Launcher, fixed: dict[str, Any] = fixed) -> Launch:
+                return launcher.bind(hash_groups_kernel, G=self._size, last=slots - 1, IDS=ids is not None, **fixed)
+
+            def add(launcher: Launcher, fixed: dict[str, Any] = fixed) -> tuple[Launch, Launch]:
+                first, squares = (
+                    launcher.bind(
+                        table_sums_kernel, peer=int(call.constant == "peer"), EXTREMES=extremes, SQUARE=square, **fixed
+                    )
+                    for square in (False, True)
+                )
+                return first, squares
+
+            plan.get(f"enter {second}", enter)(
+                grid, x, steps, _given(ids, x), _given(call.anchor, x), members, lengths, claimed[second],
+                table[second:], owners[second],
+            )  # fmt: skip
+            for launch in plan.get(f"add {second}", add):
+                launch(grid, x, steps, members, lengths, table[second:], owners[second])
+        return table, owners[0], owners[-1]
+
+    def _batch_moments(self, call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor) -> Tensor:
+        """Moments [K or 2, P, 4] of the rewards of the batch (gpg: of which are not 0), merged over ranks."""
+        kind, B, K, read, plan = self._kind, self._B, self._K, self._read, self._plan
+        sets, programs = 2 if kind == "gigpo" else K, triton.cdiv(B, BLOCK)
+        partial = torch.zeros((sets, max(programs, 1), 4), dtype=torch.float32, device=x.device)
+        if B and sets:
+            launch = plan.get(
+                "batch", lambda launcher: launcher.bind(
+                    batch_moments_kernel, **read, K=K, programs=programs, NONZERO=kind == "gpg", STEPS=kind == "gigpo",
+                    SIZE=BLOCK,
+                ),
+            )  # fmt: skip
+            launch((programs, sets, 1), x, steps, members, partial)
+        if call.process_group is None:
+            return partial
+        each = [_of_all_ranks(part, call.process_group, plan) for part in partial.unbind()]
+        return torch.stack(each) if sets else partial
+
+    def _whiten(self, call: AdvantageCall, adv: Tensor, invalid: Tensor, partial: Tensor) -> dict[str, Tensor]:
+        """Whiten `adv` where it is stored, if asked to; the statistics of the batch."""
+        in_loss, weights, apply, plan = call.in_loss, call.weights, self._applies, self._plan
+        if call.process_group is not None:
+            partial = _of_all_ranks(partial, call.process_group, plan)
+        scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
+        B = adv.shape[0]
+        launch = plan.get(
+            "whiten", lambda launcher: launcher.bind(
+                whiten_groups_kernel, B=B, P=partial.shape[0], ddof=call.whiten_ddof, eps=float(call.whiten_eps),
+                eps_mode=EPS_MODES.index(call.whiten_eps_mode), APPLY=apply, IN_LOSS=in_loss is not None,
+                WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH,
+            ),
+        )  # fmt: skip
+        grid = (max(triton.cdiv(B, BLOCK), 1) if apply else 1, 1, 1)
+        launch(grid, adv, invalid, _given(in_loss, adv), _given(weights, adv), partial, scalars)
+        n, mean, var, rstd = scalars.unbind()
+        return {"count": n, "mean": mean, "var": var, "rstd": rstd}
+
 
 _WIDTH: Final = 8 if INTERPRETED else 128  # partial moments that a program merges at a time
 
@@ -208,55 +285,6 @@ def _programs(kind: str, sequences: int, size: int, *, ids: bool) -> tuple[int, 
 def _fields(kind: str, *, extremes: bool) -> int:
     """Fields of a set of the table."""
     return 9 if extremes else 7 if kind == "opo" else 5
-
-
-def _fill_table(
-    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], ids: Tensor | None,
-    size: int, sizes: _Lengths, K: int, extremes: bool, plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo.
-
-    Returns:
-        table: [sets, fields, B] int64, statistics by atomics.
-        owner: [B] int32, who stands for the group of each sequence.
-        owner2: [B] int32, of steps in equal states.
-    """
-    kind, B = call.kind, read["B"]
-    fields = _fields(kind, extremes=extremes)
-    sets = 2 if kind == "gigpo" else K
-    slots = triton.next_power_of_2(2 * B)
-    passes = 2 if kind == "gigpo" else 1
-    room = torch.zeros(sets * fields * B + passes * slots // 2, dtype=torch.int64, device=x.device)
-    table = room[: sets * fields * B].view(sets, fields, B)
-    claimed = room[sets * fields * B :].view(torch.int32).view(passes, slots)
-    owners = torch.empty((passes, B), dtype=torch.int32, device=x.device)
-    lengths = _given(sizes.tensor, x)
-    grid = (triton.cdiv(B, ENTERED), 1, 1)
-    for second in range(passes):
-        fixed: dict[str, Any] = {
-            **read, "limit": sizes.limit, "K": K, "SECOND": bool(second), "OPO": kind == "opo",
-            "LENGTHS": sizes.form, "FIELDS": fields, "SIZE": ENTERED,
-        }  # fmt: skip
-
-        def enter(launcher: Launcher, fixed: dict[str, Any] = fixed) -> Launch:
-            return launcher.bind(hash_groups_kernel, G=size, last=slots - 1, IDS=ids is not None, **fixed)
-
-        def add(launcher: Launcher, fixed: dict[str, Any] = fixed) -> tuple[Launch, Launch]:
-            first, squares = (
-                launcher.bind(
-                    table_sums_kernel, peer=int(call.constant == "peer"), EXTREMES=extremes, SQUARE=square, **fixed
-                )
-                for square in (False, True)
-            )
-            return first, squares
-
-        plan.get(f"enter {second}", enter)(
-            grid, x, steps, _given(ids, x), _given(call.anchor, x), members, lengths, claimed[second], table[second:],
-            owners[second],
-        )  # fmt: skip
-        for launch in plan.get(f"add {second}", add):
-            launch(grid, x, steps, members, lengths, table[second:], owners[second])
-    return table, owners[0], owners[-1]
 
 
 def _sequence_sums(
@@ -293,27 +321,6 @@ def _sequence_sums(
     return totals, _Lengths("bounds", bounds.contiguous(), _UNBOUNDED if rows is None else rows.width)
 
 
-def _batch_moments(
-    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], K: int, plan: Plan
-) -> Tensor:
-    """Moments [K or 2, P, 4] of the rewards of the batch (gpg: of which are not 0), merged over ranks."""
-    kind, B = call.kind, read["B"]
-    sets, programs = 2 if kind == "gigpo" else K, triton.cdiv(B, BLOCK)
-    partial = torch.zeros((sets, max(programs, 1), 4), dtype=torch.float32, device=x.device)
-    if B and sets:
-        launch = plan.get(
-            "batch", lambda launcher: launcher.bind(
-                batch_moments_kernel, **read, K=K, programs=programs, NONZERO=kind == "gpg", STEPS=kind == "gigpo",
-                SIZE=BLOCK,
-            ),
-        )  # fmt: skip
-        launch((programs, sets, 1), x, steps, members, partial)
-    if call.process_group is None:
-        return partial
-    each = [_of_all_ranks(part, call.process_group, plan) for part in partial.unbind()]
-    return torch.stack(each) if sets else partial
-
-
 def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan) -> Tensor:  # [P, 4] -> [1, 4]
     """The moments of all ranks, the same bits on each."""
     mine, P = torch.empty(4, dtype=torch.float32, device=partial.device), partial.shape[0]
@@ -321,28 +328,6 @@ def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan) -> T
     launch = plan.get(f"merge {P}", lambda launcher: launcher.bind(merge_kernel, P=P, SIZE=size))
     launch((1, 1, 1), partial, mine)
     return torch.stack(across_ranks(Moments(*mine.unbind()), process_group))[None]
-
-
-def _whiten(
-    call: AdvantageCall, adv: Tensor, invalid: Tensor, partial: Tensor, apply: bool, plan: Plan
-) -> dict[str, Tensor]:
-    """Whiten `adv` where it is stored, if asked to; the statistics of the batch."""
-    in_loss, weights = call.in_loss, call.weights
-    if call.process_group is not None:
-        partial = _of_all_ranks(partial, call.process_group, plan)
-    scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
-    B = adv.shape[0]
-    launch = plan.get(
-        "whiten", lambda launcher: launcher.bind(
-            whiten_groups_kernel, B=B, P=partial.shape[0], ddof=call.whiten_ddof, eps=float(call.whiten_eps),
-            eps_mode=EPS_MODES.index(call.whiten_eps_mode), APPLY=apply, IN_LOSS=in_loss is not None,
-            WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH,
-        ),
-    )  # fmt: skip
-    grid = (max(triton.cdiv(B, BLOCK), 1) if apply else 1, 1, 1)
-    launch(grid, adv, invalid, _given(in_loss, adv), _given(weights, adv), partial, scalars)
-    n, mean, var, rstd = scalars.unbind()
-    return {"count": n, "mean": mean, "var": var, "rstd": rstd}
 
 
 def _broadcast(adv: Tensor, rows: SequenceLayout, plan: Plan) -> Tensor:

@@ -16,7 +16,7 @@ from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
 from rlkernel_triton.launchers.planning import within
 from rlkernel_triton.launchers.targets import TARGETS
 from rlkernel_triton.prepared import prepared
-from rlkernel_triton.recorded import made
+from rlkernel_triton.recorded import run_workload
 from rlkernel_triton.workloads import WORKLOADS
 
 
@@ -72,5 +72,5 @@ def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Configuratio
     for op in ops:
         with within(recorder.scope._replace(op=op)):
             for workload in WORKLOADS.get(op, {}).values():
-                made(op, workload)
+                run_workload(op, workload)
     return sorted({build for op, build in recorder.seen if op in ops}, key=lambda b: b.text)
