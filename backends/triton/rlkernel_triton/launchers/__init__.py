@@ -14,6 +14,7 @@ first run. Numbers that may change from call to call are passed at run time, and
     planning         what launches and for which GPU, where neither the device nor a caller says
     recorder         written down, not launched
     offline          what was written down, compiled for any architecture
+    targets          architectures as a compiler and a launch see them
 
 No module here imports an operator.
 """
@@ -29,9 +30,10 @@ import torch
 
 from rlkernel_triton.common.host import INTERPRETED, require_triton_on
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
+from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher
 from rlkernel_triton.launchers.plain import PlainLauncher
 from rlkernel_triton.launchers.planning import (
+    Plan,
     Scope,
     current,
     in_pieces_of,

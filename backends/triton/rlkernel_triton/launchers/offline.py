@@ -23,8 +23,8 @@ from rlkernel_triton.launchers.recorder import Build, RecordedLaunch
 _CUOBJDUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class Needs(NamedTuple):
-    """What a build takes on one target."""
+class CompiledBuild(NamedTuple):
+    """A build, compiled for one target, and what it takes there."""
 
     registers: int  # of a thread
     spilled: int  # bytes of local memory of a thread
@@ -47,7 +47,7 @@ def target_of(name: str) -> GPUTarget:
     raise ArgumentError("target", name, "it names no architecture", 'Say "sm_90" or "gfx942", for example.')
 
 
-def compile_recorded(recorded: RecordedLaunch | Build, target: str, *, ptx_version: int | None = None) -> Needs:
+def compile_recorded(recorded: RecordedLaunch | Build, target: str, *, ptx_version: int | None = None) -> CompiledBuild:
     """Compile a recorded launch for an architecture.
 
     Args:
@@ -91,7 +91,7 @@ def compile_recorded(recorded: RecordedLaunch | Build, target: str, *, ptx_versi
     except (triton.TritonError, RuntimeError) as error:
         raise RLKernelError(f"{build.kernel} does not compile for {target}: {error} ({build.document()})") from error
     registers, spilled = _of_cubin(made.asm["cubin"]) if chip.backend == "cuda" else _of_assembly(made.asm["amdgcn"])
-    return Needs(registers, spilled, made.metadata.shared, made)
+    return CompiledBuild(registers, spilled, made.metadata.shared, made)
 
 
 def _constant(value: Any) -> Any:
