@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 Constant = bool | int | float | str | None
 _NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 _OWN: Final = ("target", "entry", "shared", "arguments", "registers", "spilled", "source")  # of a Code, as in JSON
+_PAIRS: Final = ("types", "constants", "options")  # of a Configuration, dicts in JSON
 WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
 
 
@@ -85,30 +86,15 @@ class Configuration:
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "kernel": self.kernel,
-            "types": dict(self.types),
-            "constants": dict(self.constants),
-            "divisible": list(self.divisible),
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": self.enable_fp_fusion,
-            "options": dict(self.options),
-        }
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | {name: dict(own[name]) for name in _PAIRS} | {"divisible": list(self.divisible)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Configuration:
         """From JSON."""
-        return cls(
-            document["kernel"],
-            tuple(document["types"].items()),
-            tuple(document["constants"].items()),
-            tuple(document["divisible"]),
-            document["num_warps"],
-            document["num_stages"],
-            document["enable_fp_fusion"],
-            tuple(document["options"].items()),
-        )
+        own = {f.name: document[f.name] for f in fields(cls)}
+        own |= {name: tuple(own[name].items()) for name in _PAIRS}
+        return cls(**own | {"divisible": tuple(own["divisible"])})
 
     @property
     def text(self) -> str:

@@ -28,23 +28,10 @@ from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.common.host import blank
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, plain_launcher_for, planned
-from rlkernel_triton.quant import code_tiles, tile_config
+from rlkernel_triton.quant import code_tiles, formats, tile_config
 from rlkernel_triton.quant.canonical_product_kernels import block_product_kernel, canonical_product_kernel
 from rlkernel_triton.quant.dequantize import dequantized
 from rlkernel_triton.quant.epilogue import MOST_RANK, NO_EPILOGUE, Epilogue, apply_epilogue, lora_inner
-from rlkernel_triton.quant.formats import (
-    BLOCK_FORMATS,
-    E2M1,
-    W4,
-    Element,
-    as_nf4,
-    block_constants,
-    block_parts,
-    codes_of,
-    is_of_blocks,
-    part_names,
-    scale_grid,
-)
 from rlkernel_triton.quant.layouts import packed
 from rlkernel_triton.quant.quantize import quantize_activation
 from rlkernel_triton.quant.splitk_counters import splitk_workspace
@@ -76,7 +63,7 @@ def product(
         dtype: of the result; None for that of x.
         plan: of calls that all have one shape, format and layout.
     """
-    if ends is None and not is_of_blocks(w.spec):
+    if ends is None and not formats.is_of_blocks(w.spec):
         # A tuple, since a plan takes None for "not bound yet".
         (w4_product,) = planned(plan, "w4", x.device, lambda known: (bind_w4_product(known, x, w, epilogue, rounding),))
         if w4_product is not None:
@@ -96,10 +83,10 @@ def product(
             tiled_product(x, w, epilogue, rounding, ends, y)
         elif ends is None and _is_better_dequantized(x, w, rounding):
             dequantized_product(x, w, epilogue, y)
-        elif is_of_blocks(w.spec):
+        elif formats.is_of_blocks(w.spec):
             block_product(x, w, epilogue, rounding, ends, y)
         elif ends is None:
-            canonical_product(x, packed(as_nf4(w), CANONICAL), epilogue, rounding, y, plan)
+            canonical_product(x, packed(formats.as_nf4(w), CANONICAL), epilogue, rounding, y, plan)
         else:
             dense_experts_product(x, w, epilogue, rounding, ends, y)
     return y
@@ -109,16 +96,16 @@ def _takes_tiles(x: Tensor, w: QuantTensor, rounding: str, ends: Tensor | None, 
     """`tiled_product` takes this product."""
     if x.dtype == torch.float32 or y.shape[1] % 32:
         return False
-    if w.layout == E2M1:  # a product of code and scale is exact but for mxfp4 in float16
+    if w.layout == formats.E2M1:  # a product of code and scale is exact but for mxfp4 in float16
         return rounding != "none" or x.dtype == torch.bfloat16 or w.spec.format == "nvfp4"
-    return ends is not None and w.layout == W4 and w.spec.element == "int4" and rounding != "none"
+    return ends is not None and w.layout == formats.W4 and w.spec.element == "int4" and rounding != "none"
 
 
 def _is_better_dequantized(x: Tensor, w: QuantTensor, rounding: str) -> bool:
     """So many rows, or codes of a table, that a weight is better dequantized; that rounds it."""
     if x.dtype == torch.float32 or w.spec.act != "none" or rounding == "none":
         return False
-    return as_nf4(w).spec.element == "nf4" or tile_config.class_of(x.shape[0], machine(x.device).kind) is None
+    return formats.as_nf4(w).spec.element == "nf4" or tile_config.class_of(x.shape[0], machine(x.device).kind) is None
 
 
 # Weights in `triton_w4`.
@@ -130,11 +117,11 @@ def bind_w4_product(
     """What multiplies contiguous x by weights like this one in one launch; None where that takes more."""
     if not x.shape[0] or (epilogue.lora is not None and epilogue.lora.A.shape[0] > MOST_RANK):
         return None
-    if x.dtype == torch.float32 or w.spec.act != "none" or w.layout != W4:
+    if x.dtype == torch.float32 or w.spec.act != "none" or w.layout != formats.W4:
         return None
     on = machine(x.device)
     # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
-    if as_nf4(w).spec.element == "nf4" and (rounding != "any" or x.shape[0] > MOST_OF_TABLE or not on.tables):
+    if formats.as_nf4(w).spec.element == "nf4" and (rounding != "any" or x.shape[0] > MOST_OF_TABLE or not on.tables):
         return None
     config = tile_config.w4_config(
         x.shape[0], *w.shape, group=w.spec.group, pair=epilogue.pair, rounding=rounding, kind=on.kind,
@@ -150,7 +137,7 @@ class W4Product:
         self, launcher: Launcher, x: Tensor, w: QuantTensor, epilogue: Epilogue, config: W4Config, *,
         permuted: bool | None = None,
     ) -> None:  # fmt: skip
-        w = as_nf4(w)
+        w = formats.as_nf4(w)
         spec, M, (N, K), on = w.spec, x.shape[0], w.shape, machine(x.device)
         self._width = N // 2 if epilogue.pair else N
         self._M, self._device = M, x.device
@@ -160,7 +147,7 @@ class W4Product:
         self._grid = (self._tiles * config.parts, 1, 1)
         self._plain = not epilogue.has_tensors
         self._nothing = (blank(x.dtype, x.device),) * 4  # bias, x A^T, B, residual
-        self._parts = part_names(w)
+        self._parts = formats.part_names(w)
         self._contiguous = all(w.parts[n].is_contiguous() for n in self._parts)
         self._launch = launcher.bind(
             w4_product_kernel, num_warps=config.warps, num_stages=config.stages,
@@ -203,7 +190,7 @@ def canonical_product(
         coded = q.codes if spec.act == "token_int8" else q.codes.float().to(exact)
 
     def bound(launcher: Launcher) -> tuple[Launch, Grid, tuple[str, ...], bool]:
-        element = Element.of(spec)
+        element = formats.Element.of(spec)
         wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
         ragged = spec.element == "nf4" and K % spec.group != 0
         step = 32 if wide else 64 if spec.group else 128
@@ -214,13 +201,14 @@ def canonical_product(
         stages = 3 if step == 128 and on.kind == "sm90" else 2
         launch = launcher.bind(
             canonical_product_kernel, num_warps=4, num_stages=stages, **epilogue.constants(x),
-            **scale_grid(w), x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M, N=N, K=K,
+            **formats.scale_grid(w), x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M,
+            N=N, K=K,
             BM=BM, BN=64, BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric,
             NESTED=spec.double_quant, MANTISSA=element.MANTISSA, FLOAT_BIAS=element.BIAS, FNUZ=element.FNUZ,
             RAGGED=ragged, FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide,
             X_SCALE=x_scale, CAST=spec.element == "e4m3fn" and on.casts,
         )  # fmt: skip
-        names = part_names(w)[1:]
+        names = formats.part_names(w)[1:]
         grid = (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
         return launch, grid, names, all(w.parts[n].is_contiguous() for n in names)
 
@@ -228,16 +216,16 @@ def canonical_product(
     parts = [w.parts[n] for n in names]
     if not contiguous:
         parts = [part.contiguous() for part in parts]
-    launch(grid, coded, scale, codes_of(w), *parts, y, *epilogue.tensors(x))
+    launch(grid, coded, scale, formats.codes_of(w), *parts, y, *epilogue.tensors(x))
 
 
 def block_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor) -> None:
     """Canonical blocks, decoded beside the product."""
     w = packed(w, CANONICAL)
-    form = block_constants(w.spec)
+    form = formats.block_constants(w.spec)
     experts = 1 if ends is None else ends.shape[0]
     _blocks_launched(
-        x, block_parts(w), epilogue, ends, y, N=w.shape[0] // experts, K=w.shape[1], first_expert=0, E=experts,
+        x, formats.block_parts(w), epilogue, ends, y, N=w.shape[0] // experts, K=w.shape[1], first_expert=0, E=experts,
         FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
         WIDE=x.dtype == torch.float32 or rounding == "none",
     )  # fmt: skip
@@ -302,7 +290,8 @@ def tiles_launched(
     launch = plain_launcher_for(x.device).bind(
         tiled_product_kernel, num_warps=config.warps, num_stages=config.stages, **epilogue.constants(x),
         x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
-        FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else BLOCK_FORMATS[spec.format]).value, BM=BM, BN=BN,
+        FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
+        BN=BN,
         BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FACTORED=factored,
         EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
         ASM=on.ptx and exact and not factored,

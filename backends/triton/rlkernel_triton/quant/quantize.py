@@ -28,23 +28,12 @@ from rlkernel_core.spec.quantize import QuantizeCall
 from rlkernel_triton.common.host import INTERPRETED, lasting
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, planned
+from rlkernel_triton.quant import formats
 from rlkernel_triton.quant.block_quantize_kernels import (
     absmax_finite_kernel,
     quantize_kquants_kernel,
     quantize_mx_kernel,
     quantize_nvfp4_kernel,
-)
-from rlkernel_triton.quant.formats import (
-    E2M1,
-    EXACT,
-    W4,
-    Element,
-    as_bytes,
-    block_constants,
-    codes_of,
-    is_of_blocks,
-    scale_grid,
-    scale_name,
 )
 from rlkernel_triton.quant.layouts import check_layout
 from rlkernel_triton.quant.quantize_kernels import (
@@ -155,10 +144,10 @@ def _cells(values: Tensor, codes: Tensor) -> Tensor:  # ascending [V], [V] -> [2
 def _encode(w: QuantTensor, weight: Tensor, plan: Plan | None = None) -> None:
     """Quantize into the storage of `w`. With a plan all weights of it, and all that is given, are of one shape."""
     spec = w.spec
-    scale = w.parts[scale_name(spec)]
+    scale = w.parts[formats.scale_name(spec)]
     if spec.double_quant:  # scales in fp32 first
         scale = torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
-    if is_of_blocks(spec):
+    if formats.is_of_blocks(spec):
         _encode_blocks(w, weight, plan)
     elif spec.group > 0 and spec.rows == 1:
         _encode_groups(w, weight, scale, plan)
@@ -191,7 +180,7 @@ def _tile_arguments(weight: Tensor, N: int, K: int, R: int, C: int, *, aligned: 
     """What every kernel that quantizes is bound with."""
     return {
         "row_stride": weight.stride(0), "column_stride": weight.stride(1), "N": N, "K": K, "R": R, "C": C,
-        "WHOLE": N % R == 0 and K % C == 0 and aligned, "INTERPRETED": INTERPRETED, "options": EXACT,
+        "WHOLE": N % R == 0 and K % C == 0 and aligned, "INTERPRETED": INTERPRETED, "options": formats.EXACT,
     }  # fmt: skip
 
 
@@ -205,16 +194,17 @@ def _encode_groups(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | N
         if K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
     R, C = (1, 2048) if N == 1 else TILE if spec.element == "nf4" else _tile_of(N, K, spec.group)
-    weight, codes = _within_31_bits(weight, R, C), codes_of(w)
+    weight, codes = _within_31_bits(weight, R, C), formats.codes_of(w)
 
     def bound(launcher: Launcher) -> Launch:
-        grid = scale_grid(w)
+        grid = formats.scale_grid(w)
         return launcher.bind(
             quantize_groups_kernel, num_warps=4,
             **_tile_arguments(weight, N, K, R, C, aligned=codes.data_ptr() % 16 == 0), row_bytes=(K + 1) // 2,
             scale_row=grid["scale_row"], scale_group=grid["scale_group"], largest=_LARGEST[spec.scale_rule],
-            GROUP=spec.group, ELEMENT=Element.of(spec).ELEMENT, TILED=w.layout == W4, SYMMETRIC=spec.symmetric,
-            FLOAT_ZERO=spec.float_zero, ROUNDING=_ROUNDINGS[spec.rounding].value, **_integers(spec),
+            GROUP=spec.group, ELEMENT=formats.Element.of(spec).ELEMENT, TILED=w.layout == formats.W4,
+            SYMMETRIC=spec.symmetric, FLOAT_ZERO=spec.float_zero, ROUNDING=_ROUNDINGS[spec.rounding].value,
+            **_integers(spec),
         )  # fmt: skip
 
     launch = planned(plan, "groups", weight.device, bound)
@@ -225,7 +215,7 @@ def _encode_groups(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | N
 def _encode_rows(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | None) -> None:
     """A scale for each row, for each block of 128 x 128, or for the whole weight."""
     spec, (N, K) = w.spec, w.shape
-    R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == W4 else ROW_TILE
+    R, C = (128, 128) if spec.rows == 128 else (16, 256) if w.layout == formats.W4 else ROW_TILE
     tiles, weight = triton.cdiv(N, R), _within_31_bits(weight, R, K)
 
     def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
@@ -237,7 +227,7 @@ def _encode_rows(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | Non
         rows = launcher.bind(
             quantize_rows_kernel, num_warps=8 if spec.rows == 128 else 4, **given, row_bytes=(K + 1) // 2,
             largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
-            ROWS={0: 0, 1: 1, 128: 2}[spec.rows], **Element.of(spec).constants, TILED=w.layout == W4,
+            ROWS={0: 0, 1: 1, 128: 2}[spec.rows], **formats.Element.of(spec).constants, TILED=w.layout == formats.W4,
             SYMMETRIC=spec.symmetric, POWER=spec.scale_rule == "absmax/max_pow2", **_integers(spec),
             LARGEST=form.max if form else 0.0, PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
             CAST=spec.element == "e4m3fn" and machine(weight.device).casts,
@@ -250,7 +240,7 @@ def _encode_rows(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | Non
         partial = torch.empty(tiles, dtype=torch.int32, device=weight.device)
         first((tiles, 1, 1), weight, partial)
     grid = (tiles, triton.cdiv(K, C) if spec.rows == 128 else 1, 1)
-    rows(grid, weight, codes_of(w), scale, w.parts.get("zero", scale), partial)
+    rows(grid, weight, formats.codes_of(w), scale, w.parts.get("zero", scale), partial)
 
 
 def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
@@ -258,10 +248,10 @@ def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
     spec, (N, K) = w.spec, w.shape
     R, C = TILE if spec.format == "nvfp4" else _tile_of(N, K, spec.group)
     weight = _within_31_bits(weight, R, C)
-    parts = {name: as_bytes(part) for name, part in w.parts.items()}
+    parts = {name: formats.as_bytes(part) for name, part in w.parts.items()}
     aligned = all(part.data_ptr() % 16 == 0 for part in parts.values())  # words are written
     given = _tile_arguments(weight, N, K, R, C, aligned=aligned)
-    stored: dict[str, Any] = {"GROUP": spec.group, "TILED": w.layout == E2M1, "AWAY": spec.rounding == "away"}
+    stored: dict[str, Any] = {"GROUP": spec.group, "TILED": w.layout == formats.E2M1, "AWAY": spec.rounding == "away"}
     grid, of_rows = (triton.cdiv(N, R) * triton.cdiv(K, C), 1, 1), (triton.cdiv(N, R), 1, 1)
     codes, scale, device = parts["codes"], w.parts["scale"], weight.device
 
@@ -283,8 +273,8 @@ def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
         element, four = form_of(spec.element), spec.element == "e2m1"
         return launcher.bind(
             quantize_mx_kernel, **given, **stored, FOUR=four, RULE=_MX_RULES[spec.scale_rule],
-            MANTISSA=element.mantissa, BIAS=1 if four else block_constants(spec)["BIAS"], TOP=element.largest_exponent,
-            FRACTION=int((element.largest_fraction - 1) * (1 << 23)), LARGEST=element.max,
+            MANTISSA=element.mantissa, BIAS=1 if four else formats.block_constants(spec)["BIAS"],
+            TOP=element.largest_exponent, FRACTION=int((element.largest_fraction - 1) * (1 << 23)), LARGEST=element.max,
         )  # fmt: skip
 
     if spec.group == SUPER_BLOCK:
@@ -305,7 +295,7 @@ def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
 def _nest(w: QuantTensor, absmax: Tensor) -> None:
     """Quantize the scales of nf4 blocks: 1/64 of the weight's size, in torch, in the order of the flat weight."""
     parts = w.parts
-    tiled = w.layout == W4
+    tiled = w.layout == formats.W4
     flat = absmax.t().reshape(-1) if tiled else absmax
     finite = flat.isfinite()
     total = torch.where(finite, flat, 0).double().sum() / finite.sum().clamp(min=1)
