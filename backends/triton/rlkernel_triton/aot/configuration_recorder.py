@@ -1,4 +1,4 @@
-"""A launcher that tells every build of a bundle that launches would need, and launches nothing."""
+"""A launcher that reports the configurations of a bundle that launches would need, and launches nothing."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rlkernel_triton.workloads import WORKLOADS
 
 
 class ConfigurationRecorder(Launcher):
-    """Binds kernels whose builds it tells, each once an operator; tensors may be of any device that has memory.
+    """Binds kernels and reports their configurations, each once an operator; tensors may be of any device.
 
     Args:
         target: a key of `TARGETS`, which is planned for.
-        tell: takes the operator that launches and the build.
+        report: takes the operator that launches and the configuration.
     """
 
     overlaps = False  # as in bundles
 
-    def __init__(self, target: str, tell: Callable[[str, Configuration], object] = lambda *_: None) -> None:
-        self.target, self._tell = TARGETS[target], tell
+    def __init__(self, target: str, report: Callable[[str, Configuration], object] = lambda *_: None) -> None:
+        self.target, self._report = TARGETS[target], report
         self.seen: set[tuple[str, Configuration]] = set()
 
     @property
@@ -49,14 +49,14 @@ class ConfigurationRecorder(Launcher):
         """See `Launcher`."""
         request = KernelRequest(binding)
 
-        def note(grid: Grid, *args: Any) -> None:
+        def record(_: Grid, *args: Any) -> None:
             binding.by_name(args)
-            build = request.configuration(request.arguments(tuple(map(argument_of, args))))
-            if (request.op, build) not in self.seen:
-                self.seen.add((request.op, build))
-                self._tell(request.op, build)
+            configuration = request.configuration(request.arguments(tuple(map(argument_of, args))))
+            if (request.op, configuration) not in self.seen:
+                self.seen.add((request.op, configuration))
+                self._report(request.op, configuration)
 
-        return note
+        return record
 
 
 def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Configuration]:
