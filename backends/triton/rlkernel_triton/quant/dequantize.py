@@ -58,13 +58,9 @@ def dequantizer(
         launcher: what binds the kernel; None for that of the weight's device.
     """
     launcher = launcher_for(w.device) if launcher is None else launcher
-    bind = (
-        _bind_groups
-        if not formats.is_of_blocks(w.spec)
-        else _bind_e2m1_tiles
-        if w.layout == formats.E2M1
-        else _bind_blocks
-    )
+    bind = _bind_groups
+    if formats.is_of_blocks(w.spec):
+        bind = _bind_e2m1_tiles if w.layout == formats.E2M1 else _bind_blocks
     first, last = rows or (0, w.shape[0])
     shape, device = (last - first, w.shape[1]), w.device
     if _is_ragged(w) and shape != w.shape:  # blocks of nf4 go on from row to row
@@ -93,9 +89,8 @@ def _bind_groups(launcher: Launcher, w: QuantTensor, first: int, last: int) -> _
     R, C = (16, 256) if w.layout == formats.W4 else (1, 2048) if N == 1 else (8, 512)
     grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C), 1, 1)
     launch = launcher.bind(
-        dequantize_kernel, options=formats.EXACT, first=first, row_bytes=(K + 1) // 2, **formats.scale_grid(w), N=N,
-        K=K,
-        R=R, C=C, TILED=w.layout == formats.W4, SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant,
+        dequantize_kernel, options=formats.EXACT, first=first, row_bytes=(K + 1) // 2, **formats.scale_grid(w),
+        N=N, K=K, R=R, C=C, TILED=w.layout == formats.W4, SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant,
         INTERPRETED=INTERPRETED, **formats.Element.of(w.spec).constants,
     )  # fmt: skip
     names = formats.part_names(w)[1:]

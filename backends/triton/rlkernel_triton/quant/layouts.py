@@ -90,10 +90,11 @@ def packed(w: QuantTensor, layout: str) -> QuantTensor:
         need = f"{_HOLDS[layout]}, not {w.spec} of {w.shape}"
         raise ArgumentError("layout", layout, need, "Leave layout=None, which keeps such a weight canonical.")
     rows, columns = w.shape
-    size, kind = ((rows // 16, columns // 64, 128), torch.int32)
     if layout == CANONICAL:
-        size, kind = (rows * columns // 2,) if w.spec.element == "nf4" else (rows, columns // 2), torch.uint8
-    codes = torch.empty(size, dtype=kind, device=w.device)
+        size = (rows * columns // 2,) if w.spec.element == "nf4" else (rows, columns // 2)
+        codes = torch.empty(size, dtype=torch.uint8, device=w.device)
+    else:
+        codes = torch.empty((rows // 16, columns // 64, 128), dtype=torch.int32, device=w.device)
     move_codes(w, codes, to_tiles=layout != CANONICAL)
     parts = {**w.parts, "codes": codes}
     if is_of_blocks(w.spec):

@@ -202,8 +202,7 @@ def canonical_product(
         launch = launcher.bind(
             canonical_product_kernel, num_warps=4, num_stages=stages, **epilogue.constants(x),
             **formats.scale_grid(w), x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M,
-            N=N, K=K,
-            BM=BM, BN=64, BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric,
+            N=N, K=K, BM=BM, BN=64, BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric,
             NESTED=spec.double_quant, MANTISSA=element.MANTISSA, FLOAT_BIAS=element.BIAS, FNUZ=element.FNUZ,
             RAGGED=ragged, FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide,
             X_SCALE=x_scale, CAST=spec.element == "e4m3fn" and on.casts,
@@ -291,9 +290,8 @@ def tiles_launched(
         tiled_product_kernel, num_warps=config.warps, num_stages=config.stages, **epilogue.constants(x),
         x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
         FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
-        BN=BN,
-        BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FACTORED=factored,
-        EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
+        BN=BN, BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
+        FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
         ASM=on.ptx and exact and not factored,
     )  # fmt: skip
     launch(
