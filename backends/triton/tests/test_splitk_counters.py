@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkernel_triton.common.host import lasting
-from rlkernel_triton.quant import splitk_counters as module
+from rlkernel_triton.quant import splitk_counters
 
 GPU = torch.device("cuda", 0)
 
@@ -37,8 +37,8 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     here = World()
-    monkeypatch.setattr(module, "_POOL", 64)
-    monkeypatch.setattr(module, "_lasting", here.lasting)
+    monkeypatch.setattr(splitk_counters, "_POOL", 64)
+    monkeypatch.setattr(splitk_counters, "_lasting", here.lasting)
     for name, empty in (
         ("_of_stream", {}),
         ("_partials", {}),
@@ -46,9 +46,9 @@ def world(monkeypatch):
         ("_running_out", set()),
         ("_pools", []),
     ):
-        monkeypatch.setattr(module, name, empty)
-    monkeypatch.setattr(module, "_stream", lambda index: here.cuda_stream)
-    monkeypatch.setattr(module, "_uninitialized", lambda size, device: torch.empty(size))
+        monkeypatch.setattr(splitk_counters, name, empty)
+    monkeypatch.setattr(splitk_counters, "_stream", lambda index: here.cuda_stream)
+    monkeypatch.setattr(splitk_counters, "_uninitialized", lambda size, device: torch.empty(size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     return here
@@ -58,9 +58,9 @@ def test_what_a_graph_was_given_is_neither_given_again_nor_freed(world) -> None:
     places = []
     for _ in range(4):
         world.capturing = False
-        module.splitk_counters(4, GPU)  # sets more aside
+        splitk_counters.splitk_counters(4, GPU)  # sets more aside
         world.capturing = True
-        given = [module.splitk_counters(20, GPU) for _ in range(3)]
+        given = [splitk_counters.splitk_counters(20, GPU) for _ in range(3)]
         places += [(x.data_ptr(), x.data_ptr() + 4 * len(x)) for x in given]
         del given
     assert all(ref() is not None for ref in world.made)
@@ -68,35 +68,35 @@ def test_what_a_graph_was_given_is_neither_given_again_nor_freed(world) -> None:
 
 
 def test_launches_of_a_stream_share_counters_and_those_of_two_do_not(world) -> None:
-    first, again = module.splitk_counters(4, GPU), module.splitk_counters(9, GPU)
+    first, again = splitk_counters.splitk_counters(4, GPU), splitk_counters.splitk_counters(9, GPU)
     world.cuda_stream = 8
-    other = module.splitk_counters(4, GPU)
+    other = splitk_counters.splitk_counters(4, GPU)
     assert (first.data_ptr() == again.data_ptr(), first.data_ptr() == other.data_ptr()) == (True, False)
 
 
 def test_launches_of_a_stream_share_their_partial_sums_and_those_of_two_do_not(world) -> None:
-    first, again, larger = (module.splitk_workspace(4, size, GPU)[1] for size in (100, 128, 129))
+    first, again, larger = (splitk_counters.splitk_workspace(4, size, GPU)[1] for size in (100, 128, 129))
     world.cuda_stream = 8
-    other = module.splitk_workspace(4, 129, GPU)[1]
+    other = splitk_counters.splitk_workspace(4, 129, GPU)[1]
     shared = [x.data_ptr() == first.data_ptr() for x in (again, larger, other)]
     assert (shared, len(larger), larger.data_ptr() == other.data_ptr()) == ([True, False, False], 256, False)
 
 
 def test_a_captured_launch_and_one_of_many_partial_sums_keep_none(world, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_MOST_PARTIALS", 128)
-    module.splitk_workspace(4, 100, GPU)
-    kept = dict(module._partials)
-    taken = [module.splitk_workspace(4, 129, GPU)[1]]
+    monkeypatch.setattr(splitk_counters, "_MOST_PARTIALS", 128)
+    splitk_counters.splitk_workspace(4, 100, GPU)
+    kept = dict(splitk_counters._partials)
+    taken = [splitk_counters.splitk_workspace(4, 129, GPU)[1]]
     world.capturing = True
-    taken.append(module.splitk_workspace(4, 100, GPU)[1])
-    assert ([len(x) for x in taken], module._partials) == ([129, 100], kept)
+    taken.append(splitk_counters.splitk_workspace(4, 100, GPU)[1])
+    assert ([len(x) for x in taken], splitk_counters._partials) == ([129, 100], kept)
 
 
 def test_counters_of_captured_launches_are_aligned(world) -> None:
-    module.splitk_counters(4, GPU)
-    start = module._unused[0].data_ptr()
+    splitk_counters.splitk_counters(4, GPU)
+    start = splitk_counters._unused[0].data_ptr()
     world.capturing = True
-    assert [(module.splitk_counters(n, GPU).data_ptr() - start) % 16 for n in (3, 5, 4)] == [0, 0, 0]
+    assert [(splitk_counters.splitk_counters(n, GPU).data_ptr() - start) % 16 for n in (3, 5, 4)] == [0, 0, 0]
 
 
 def test_what_lasts_is_allocated_by_another_thread_on_another_stream(monkeypatch) -> None:

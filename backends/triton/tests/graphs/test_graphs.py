@@ -87,7 +87,7 @@ def test_a_capture_that_breaks_off_is_mended(capture, cuda) -> None:
 
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    with pytest.raises(CaptureError, match=r"host synchronisation.*operation not permitted") as caught:
+    with pytest.raises(CaptureError, match=r"host synchronization.*operation not permitted") as caught:
         capture(synchronizes, (torch.ones(2),))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert (cuda.open_pools, cuda.stuck_generators, cuda.capturing, cuda.current.number) == ([], False, None, 0)
