@@ -18,7 +18,7 @@ from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda.qmatmul import choice, kernels
-from rlkernel_triton.quant import layouts
+from rlkernel_triton.quant import formats, layouts
 
 
 def fits(call: QmatmulCall) -> Reason | None:
@@ -27,7 +27,7 @@ def fits(call: QmatmulCall) -> Reason | None:
     if w.layout not in layouts.KNOWN:
         return None  # an error of the call, which says so
     (N, K), integers = w.shape, w.spec.element == "int4"
-    layout = layouts.W4 if integers else CANONICAL
+    layout = formats.W4 if integers else CANONICAL
     if w.layout != layout:
         fix = f"w = rlkernel.prepack(w, layout={layout!r})"
         return Reason("shape", "unsupported", f"a weight in the layout {w.layout!r}, not {layout!r}", fix)
