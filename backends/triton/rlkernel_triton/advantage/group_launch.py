@@ -305,8 +305,8 @@ def _sequence_sums(
                     MASK=rows.mask is not None, ENDS=rows.ends is not None, PACKED=rows.bounds is not None, SIZE=BLOCK,
                 ),
             )  # fmt: skip
-            mask, ends, bounds = (_given(t, x) for t in (rows.mask, rows.ends, rows.bounds))
-            launch((sequences, 1, 1), x, mask, ends, bounds, totals, counts)
+            described = [_given(t, x) for t in (rows.mask, rows.ends, rows.bounds)]
+            launch((sequences, 1, 1), x, *described, totals, counts)
         totals = totals if token_rewards else None
     if not counted:
         return totals, _NO_LENGTHS

@@ -49,7 +49,7 @@ class ConfigurationRecorder(Launcher):
         """See `Launcher`."""
         request = KernelRequest(binding)
 
-        def record(_: Grid, *args: Any) -> None:
+        def record(grid: Grid, *args: Any) -> None:
             binding.by_name(args)
             configuration = request.configuration(request.arguments(tuple(map(argument_of, args))))
             if (request.op, configuration) not in self.seen:

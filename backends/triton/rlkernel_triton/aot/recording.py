@@ -162,6 +162,6 @@ def _with_recorded_gradients(given: list[Any], planned_result: Any, out: Any) ->
                 torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
             return upstream
 
-    recorded_outputs = dict(zip([id(x) for _, x in there], RecordBackward.apply(*(x for _, x in there)), strict=True))
+    recorded_outputs = dict(zip([id(x) for _, x in there], RecordBackward.apply(*(x for _, x in there)), strict=True))  # type: ignore[no-untyped-call]
     leaves, structure = flatten(out)
     return structure.build([recorded_outputs.get(id(x), x) for x in leaves])

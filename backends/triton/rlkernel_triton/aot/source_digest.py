@@ -41,7 +41,7 @@ def _reached(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
     text, names = _source(function)
     yield text
     for name in sorted(names):
-        value = function.__globals__.get(name)
+        value: Any = function.__globals__.get(name)
         called = python_function(value)
         if called is not None:
             yield from _reached(called, seen)

@@ -151,7 +151,7 @@ class JitLaunch:
 
 
 class _Inspected(NamedTuple):
-    index: int  # among the run-time arguments
+    position: int  # among the run-time arguments
     inspect: Callable[..., Specialization]
     specialize: bool
     align: bool

@@ -42,7 +42,7 @@ class Epilogue:
     @property
     def has_tensors(self) -> bool:
         """A kernel reads more than x and the weight."""
-        return not self.bias is self.lora is self.residual is None
+        return any(part is not None for part in (self.bias, self.lora, self.residual))
 
     def constants(self, x: Tensor) -> dict[str, Any]:
         """What the kernels are bound with."""

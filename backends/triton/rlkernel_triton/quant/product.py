@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -232,7 +232,7 @@ def block_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, 
 
 def _blocks_launched(
     x: Tensor, parts: tuple[Tensor, ...], epilogue: Epilogue, ends: Tensor | None, y: Tensor, *, WIDE: bool,
-    **sizes_and_format: int,
+    **sizes_and_format: Any,
 ) -> None:  # fmt: skip
     M = x.shape[0]
     rows = M if ends is None else triton.cdiv(M, ends.shape[0])

@@ -99,7 +99,7 @@ class _Prepared:
         # The backward pass has a plan of its own: among its launches is the product once more, in another dtype.
         self._plan, self._backward_plan = Plan(launcher), Plan(launcher)
         self._w4_product = None
-        empty = call.activation is call.lora is call.bias is call.residual is call.ends is None
+        empty = all(x is None for x in (call.activation, call.lora, call.bias, call.residual, call.ends))
         if empty and call.x.dim() == 2 and call.x.is_contiguous() and not is_of_blocks(call.w.spec):
             self._w4_product = bind_w4_product(launcher, call.x, call.w, NO_EPILOGUE, self._rounding)
 
@@ -146,7 +146,7 @@ class _Prepared:
         with recording_gradients():
             leaf = h.requires_grad_()
             given = leaf.chunk(2, 1) if self._activation in PAIRS else (leaf,)
-            y = ACTIVATIONS[self._activation](*given)  # type: ignore[index]
+            y = ACTIVATIONS[self._activation](*given)
         return torch.autograd.grad(y, leaf, dy.float())[0]
 
 

@@ -157,7 +157,7 @@ def _encode(w: QuantTensor, weight: Tensor, plan: Plan | None = None) -> None:
         _nest(w, scale)
 
 
-def _integers(spec: QuantSpec) -> dict[str, int]:
+def _integers(spec: QuantSpec) -> dict[str, Any]:
     """Smallest and largest integer code as it is stored."""
     if spec.element == "int8":
         return {"LEAST": -127, "MOST": 127}
