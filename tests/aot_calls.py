@@ -4,18 +4,18 @@ import torch
 
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_triton.aot.bundle import written
-from rlkernel_triton.aot.compiling import closed, compiled, compiler
-from rlkernel_triton.aot.noting import Noting
+from rlkernel_triton.aot.bundle import write_bundle
+from rlkernel_triton.aot.compiling import compiled, compiler, with_specializations
+from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 from rlkernel_triton.launchers import Scope
 from rlkernel_triton.prepared import prepared
 
 
 def builds(target, op, **arguments):
     """What one call launches on a target, and its gradients."""
-    noting = Noting(target)
-    noting.planned(op)(OPERATORS[op].call(**arguments))
-    return sorted((build for _, build in noting.seen), key=lambda b: b.text)
+    recorder = ConfigurationRecorder(target)
+    recorder.planned(op)(OPERATORS[op].call(**arguments))
+    return sorted((build for _, build in recorder.seen), key=lambda b: b.text)
 
 
 def rows(grad=False, **options):
@@ -29,8 +29,10 @@ def of_rows(target="sm_87", **options):
 
 
 def bundle_of(path, some, target="sm_87"):
-    """A bundle of builds, with what kernels promise and without."""
-    return written(path, [code for alike in closed(some) for code in compiled(alike, target)], compiler())
+    """A bundle of configurations, specialized and not."""
+    return write_bundle(
+        path, [code for alike in with_specializations(some) for code in compiled(alike, target)], compiler()
+    )
 
 
 def run(launcher, op="logprob"):

@@ -125,7 +125,7 @@ print(sorted({str(md.distribution(d).version) for d in sys.argv[1:]}), pathlib.P
     (bundle,) = environment.python.parents[1].rglob("rlkernel_jetson/bundles/jetson.zip")
     listed = json.loads(environment.run("rlkernel", "aot", "list", str(bundle), "--json").stdout)
     assert listed["targets"] == {"sm_87": ["cubin", "ptx"], "sm_110": ["cubin"]}
-    assert {row["kernel"] for row in listed["kernels"]} == {"rlkernel_triton.quant.decode_kernels:move"}
+    assert {row["kernel"] for row in listed["kernels"]} == {"rlkernel_triton.quant.dequantize_kernels:repack_kernel"}
 
 
 def test_upgrade_notes_and_changelog_speak_of_this_version() -> None:

@@ -21,16 +21,16 @@ def packed(kind, dtype, N=640, K=1024):
 
 
 def prepack(w, layout=None):
-    from rlkernel_triton.quant import codec
+    from rlkernel_triton.quant.layouts import prepack
 
-    return codec.prepack(PrepackCall(w, layout=layout))
+    return prepack(PrepackCall(w, layout=layout))
 
 
 def write(full, w):
     """Quantise a weight into the storage of another."""
-    from rlkernel_triton.quant import codec
+    from rlkernel_triton.quant.quantize import quantize
 
-    codec.quantize(QuantizeCall(full, w.spec, out=w))
+    quantize(QuantizeCall(full, w.spec, out=w))
 
 
 def qmatmul(x, w, **more):

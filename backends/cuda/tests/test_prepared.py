@@ -22,7 +22,7 @@ from rlkernel_cuda.sample import launch as sampling
 from rlkernel_cuda.sample.kernel import PARAMS
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.launchers.specialization import of
+from rlkernel_triton.launchers.specialization import specialization_of
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="launches are written down, which the interpreter's kernels cannot be"
@@ -280,4 +280,4 @@ def test_a_descriptor_of_tma_is_specialized_by_its_type_and_box() -> None:
     made = [descriptor.of(x) for x in (first, second)]
     assert [d.base is x for d, x in zip(made, (first, second), strict=True)] == [True, True]
     assert made[0].strides == made[1].strides
-    assert [of(d).type for d in made] == ["tensordesc<bf16[128, 64]>"] * 2
+    assert [specialization_of(d).type for d in made] == ["tensordesc<bf16[128, 64]>"] * 2

@@ -3,7 +3,7 @@
 Registering host memory pins its pages and gives them an address on the GPU. What to know before using it:
 
 - The GPU does not cache pinned host memory (NVIDIA, CUDA for Tegra, "memory types"). It is right for what is read once:
-  dense weights while they are quantised, embeddings that are gathered from. Weights that every step reads belong into
+  dense weights while they are quantized, embeddings that are gathered from. Weights that every step reads belong into
   memory of the GPU.
 - Pages stay pinned while a tensor made of them lives.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core.host.memory import memory
-from rlkernel_triton.aot.backend import FromBundles, folder
+from rlkernel_triton.aot.backend import BundleBackend, folder
 
 SHIPPED: Final = Path(__file__).with_name("bundles")
 
@@ -20,7 +20,7 @@ def piece(root: Path = Path("/")) -> int | None:
     """Bytes that work in pieces may take at a time on this board; None where the system does not tell.
 
     `linear_logprob` makes gradients of logits block by block, `logprob` keys of its most likely ids, and products with
-    many tokens dequantise a weight a piece at a time. Elsewhere the sizes of these are fixed; here they follow from
+    many tokens dequantize a weight a piece at a time. Elsewhere the sizes of these are fixed; here they follow from
     `Memory.piece`, which `rlkernel memory` and `rlkernel doctor` show. A process keeps what it began with. The order of
     a sum does not depend on it, but in the gradient of a product's input, whose partial sums are added in fp32 a piece
     at a time.
@@ -32,7 +32,7 @@ def piece(root: Path = Path("/")) -> int | None:
     return None if room is None else room.piece
 
 
-_found: Final = FromBundles(lambda: [SHIPPED, folder()], piece=piece)
+_backend: Final = BundleBackend(lambda: [SHIPPED, folder()], piece=piece)
 
 
 def self_test(device: str) -> None:
@@ -46,8 +46,8 @@ def self_test(device: str) -> None:
     from rlkernel_jetson.detect import inspect
 
     inspect(device, torch.cuda)
-    _found.self_test(device)
+    _backend.self_test(device)
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    return _found(name)
+    return _backend(name)

@@ -22,17 +22,18 @@ def manifest() -> Backend:
         RLKernelError: rlkernel-triton, whose kernels these are, is not installed.
     """
     try:
-        from rlkernel_triton.aot.backend import OPERATORS, claims
-        from rlkernel_triton.claims import manifest as portable
+        from rlkernel_triton.aot.backend import OPERATORS
+        from rlkernel_triton.aot.backend import manifest as bundle_manifest
+        from rlkernel_triton.claims import manifest as portable_manifest
     except ModuleNotFoundError as error:
         raise RLKernelError(
             "rlkernel-jetson runs the kernels of rlkernel-triton, which is not installed: pip install --no-deps "
             "rlkernel-triton (without --no-deps pip would replace the torch of JetPack)"
         ) from error
-    bundled = claims("jetson", "rlkernel_jetson.bundled", ARCHS)
+    bundled = bundle_manifest("jetson", "rlkernel_jetson.bundled", ARCHS)
     others = tuple(
         impl if op == "capture" else _with_triton(impl)  # graphs are torch's and the driver's
-        for impl in portable("jetson", device="cuda", arch=ARCHS).impls
+        for impl in portable_manifest("jetson", device="cuda", arch=ARCHS).impls
         if (op := impl.op.partition("@")[0]) not in OPERATORS
     )
     return bundled.model_copy(update={"impls": (*bundled.impls, *others)})

@@ -56,7 +56,7 @@ def detect(
     Args:
         root: where its file system starts.
         environ: its environment; empty unless given.
-        properties: of the GPU that is meant; None before CUDA may be initialised.
+        properties: of the GPU that is meant; None before CUDA may be initialized.
     """
     found = board(root)
     if properties is None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from rlkernel_triton.aot.backend import FromBundles, claims, folder
+from rlkernel_triton.aot.backend import BundleBackend, folder, manifest
 
-backend = claims("orin-ptx", "rlkernel_jetson.elsewhere", arch=("sm89+",))
-_found: Final = FromBundles(lambda: [folder()], force=("sm_87", "ptx"))
+backend = manifest("orin-ptx", "rlkernel_jetson.elsewhere", arch=("sm89+",))
+_backend: Final = BundleBackend(lambda: [folder()], force=("sm_87", "ptx"))
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    return _found(name)
+    return _backend(name)

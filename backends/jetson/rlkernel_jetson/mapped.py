@@ -1,8 +1,8 @@
 """A safetensors file as tensors of the GPU that are the page cache's own pages: read once from disk, held once.
 
 The file is mapped shared and read-only and registered whole; `rlkernel.nn.load_quantized(model, MappedFile(path), …)`
-quantises from it with nothing in between. Writing to such a tensor from the GPU faults: what is trained without being
-quantised wants `place=torch.clone`. Pages stay pinned while any tensor made of them lives. Imports torch inside
+quantizes from it with nothing in between. Writing to such a tensor from the GPU faults: what is trained without being
+quantized wants `place=torch.clone`. Pages stay pinned while any tensor made of them lives. Imports torch inside
 functions only.
 """
 

@@ -11,8 +11,8 @@ import pytest
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import RLKernelError
 from rlkernel_jetson import backend
-from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.bundle import Bundle, written
+from rlkernel_triton.aot.bundle import Bundle, write_bundle
+from rlkernel_triton.aot.configurations import Code, Configuration
 
 HERE = Path(__file__).parents[1]
 
@@ -63,11 +63,11 @@ def test_operators_of_bundles_come_from_the_bundle_and_the_others_want_triton() 
 
 def test_without_a_driver_the_bundle_is_not_looked_for_and_the_error_says_what_to_install(monkeypatch) -> None:
     from rlkernel_triton.aot import driver
-    from rlkernel_triton.aot.backend import FromBundles
+    from rlkernel_triton.aot.backend import BundleBackend
 
     monkeypatch.setattr(driver.Driver.__init__, "__defaults__", ("no-such-cuda.so",))
     with pytest.raises(RLKernelError, match="Install NVIDIA's driver"):
-        FromBundles("nowhere", list)("logprob")
+        BundleBackend("nowhere", list)("logprob")
 
 
 def test_orin_s_code_elsewhere_is_a_backend_of_its_own_that_no_jetson_takes() -> None:
@@ -82,10 +82,13 @@ def bundle(path, *targets) -> None:
     """A bundle of one build for each target."""
     files = {"cubin": b"machine code"}
     codes = [
-        (Code(Build("m:kernel", (), ()), target, "kernel", 0, 0, 1, 0, "s", (), dict.fromkeys(files, "")), files)
+        (
+            Code(Configuration("m:kernel", (), ()), target, "kernel", 0, 0, 1, 0, "s", (), dict.fromkeys(files, "")),
+            files,
+        )
         for target in targets
     ]
-    written(path, codes, {})
+    write_bundle(path, codes, {})
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ KINDS = {
     "mfma": (r"f32_\d+x\d+x\d+_?bf16(_1k)?", r"i32_\d+x\d+x\d+_?i8", r"f32_\d+x\d+x\d+_?f32"),
     "wmma": (r"f32_16x16x16_bf16", r"i32_16x16x16_iu8", None),
 }
-PRODUCTS = ("head_sweep", "head_gradient", "head_logits", "product", "word_product", "byte_product")
+PRODUCTS = ("head_sweep", "head_gradient", "head_logits", "product", "w4_product_kernel", "canonical_product_kernel")
 
 
 def multiplied(recorded):

@@ -46,9 +46,9 @@ _FORMATS: Final = frozenset({
     *("scale_dtype:bfloat16", "scale_dtype:float16", "scale_dtype:float32"),
 })  # fmt: skip
 _RULES: Final = ("absmax/7", "absmax/max_pow2", "rceil", "even")
-_QUANTISED: Final = _FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
+_QUANTIZED_TO: Final = _FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
 _ALWAYS: Final = frozenset({"deterministic", "capturable"})
-_AFTER: Final = frozenset({
+_EPILOGUE: Final = frozenset({
     *("grad", "bias", "lora", "residual", "grouped", "weight_rounding:none", "weight_rounding:dtype"),
     *("act:token_fp8", "act:block128_fp8"),
     *(f"activation:{name}" for name in ("relu", "silu", "gelu", "gelu_tanh", "swiglu", "geglu_tanh")),
@@ -94,13 +94,13 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.policy_loss.launch:PolicyLossPair",
     ),
     "quantize": Claim(
-        "rlkernel_triton.quant.codec:prepare_quantize", (*FLOATS, "float64"), only=_QUANTISED | _ALWAYS, prepared=True
+        "rlkernel_triton.quant.quantize:prepare", (*FLOATS, "float64"), only=_QUANTIZED_TO | _ALWAYS, prepared=True
     ),
-    "dequantize": Claim("rlkernel_triton.quant.codec:prepare_dequantize", (), only=_FORMATS | _ALWAYS, prepared=True),
-    "prepack": Claim("rlkernel_triton.quant.codec:prepack", (), only=_FORMATS | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.dequantize:prepare", (), only=_FORMATS | _ALWAYS, prepared=True),
+    "prepack": Claim("rlkernel_triton.quant.layouts:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim(
         "rlkernel_triton.quant.qmatmul:prepare",
-        only=_FORMATS | _AFTER | _ALWAYS,
+        only=_FORMATS | _EPILOGUE | _ALWAYS,
         prepared=True,
         gradient="rlkernel_triton.quant.qmatmul:QmatmulPair",
     ),

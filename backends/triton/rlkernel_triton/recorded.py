@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from rlkernel_core.spec import OPERATORS
 from rlkernel_triton.claims import CLAIMS
 from rlkernel_triton.launchers import Build, Recorder, planning_for, using
+from rlkernel_triton.prepared import named
 from rlkernel_triton.workloads import WORKLOADS, Workload
 
 
@@ -28,7 +28,7 @@ def recorded(op: str, target: str) -> tuple[Recorded, ...]:
 
     Args:
         op: a key of `WORKLOADS`.
-        target: of `rlkernel_triton.aot.targets.TARGETS`: "sm_90", "gfx942".
+        target: of `rlkernel_triton.launchers.targets.TARGETS`: "sm_90", "gfx942".
 
     Raises:
         UnknownNameError: there is no such target.
@@ -47,11 +47,11 @@ def launched(op: str, workload: Workload, target: str) -> tuple[Build, ...]:
     """The builds that one call launches, and that its gradients do."""
     recorder = Recorder()
     with planning_for(target), using(recorder):
-        made(op, workload)
+        run_workload(op, workload)
     return recorder.builds
 
 
-def made(op: str, workload: Workload) -> None:
+def run_workload(op: str, workload: Workload) -> None:
     """Make a call of the table of workloads, and its gradients, with what launches in this scope."""
     call = OPERATORS[op].call(**workload.arguments)
     if (check := OPERATORS[op].check) is not None:
@@ -65,6 +65,5 @@ def made(op: str, workload: Workload) -> None:
 
 def _implementation(op: str) -> Any:
     claim = CLAIMS[op]
-    module, _, name = claim.target.partition(":")
-    found = getattr(import_module(module), name)
+    found = named(claim.target)
     return (lambda call: found(call)(call)) if claim.prepared else found

@@ -25,7 +25,7 @@ from rlkernel_core.spec.policy_kinds import Correction
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import LogitBias
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import layouts
 
 
 @dataclass(frozen=True)
@@ -306,12 +306,12 @@ _TALL: Final = 28672  # rows of a weight that fill a large GPU with tiles of 128
 
 
 def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, **options: Any) -> QuantTensor:  # noqa: A002
-    """A quantised weight, canonical or as products read it fastest."""
+    """A quantized weight, canonical or as products read it fastest."""
     spec, shape = QuantSpec.named(format, **options), (N, K)
     rooms = codec_of(spec).storage(spec, shape)
     w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})
     with using(Recorder()):
-        return storage.packed(w, storage.preferred(w)) if tiles else w
+        return layouts.packed(w, layouts.preferred(w)) if tiles else w
 
 
 _BLOCKS: Final = ("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
@@ -339,7 +339,7 @@ def _product(M: int, w: QuantTensor, *, experts: int = 0, **more: Any) -> Worklo
     return Workload(given | ({"ends": _real(experts, dtype=torch.int32)} if experts else {}))
 
 
-def _after(M: int, N: int, K: int = 4096) -> dict[str, Any]:
+def _epilogue(M: int, N: int, K: int = 4096) -> dict[str, Any]:
     """Everything that follows a product: its last two see half of its rows."""
     lora = LoRA(_real(16, K, dtype=BF16), _real(N, 16, dtype=BF16), 2.0)
     more = {"bias": _real(N, dtype=BF16), "residual": _real(M, N // 2, dtype=BF16), "activation": "swiglu"}
@@ -354,13 +354,13 @@ _QMATMUL: Final = {
     **{f"int4_g128, {M} tokens": _product(M, _INT4) for M in (4, 20, 50, 100, 200)},
     **{f"int4_g128, {M} tokens, tall": _product(M, _TALL_INT4) for M in (4, 20, 50, 100, 200, 400, 900)},
     "int4_g128_asym, 4 tokens": _product(4, _weight("int4_g128_asym", tiles=True)),
-    "int4_g128, 4 tokens, swiglu, LoRA, bias, residual": _product(4, _INT4, **_after(4, 4096)),
+    "int4_g128, 4 tokens, swiglu, LoRA, bias, residual": _product(4, _INT4, **_epilogue(4, 4096)),
     "nf4, 4 tokens": _product(4, _weight("nf4", tiles=True)),
     "nf4, double_quant, 4 tokens": _product(4, _weight("nf4", tiles=True, double_quant=True)),
     "int4_g128, any shape": _product(4, _weight("int4_g128", 4000, 4112)),
     "int8_w8a8, 40 tokens": _product(40, _weight("int8_w8a8")),
     "fp8_channel, 4 tokens": _product(4, _weight("fp8_channel")),
-    "int4_g128, 2000 tokens, swiglu, LoRA, bias, residual": _product(2000, _INT4, **_after(2000, 4096)),
+    "int4_g128, 2000 tokens, swiglu, LoRA, bias, residual": _product(2000, _INT4, **_epilogue(2000, 4096)),
     **{f"mxfp4, {M} tokens": _product(M, _MXFP4) for M in (4, 20, 50, 200)},
     **{f"mxfp4, {M} tokens, tall": _product(M, _TALL_MXFP4) for M in (4, 20, 50, 200)},
     "nvfp4, 4 tokens": _product(4, _weight("nvfp4", tiles=True)),

@@ -18,18 +18,18 @@ from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_core.spec.quantize import PrepackCall, QuantizeCall
 from rlkernel_triton.aot import compiling
-from rlkernel_triton.aot.backend import FromBundles
-from rlkernel_triton.aot.builds import Argument, Build, Code
-from rlkernel_triton.aot.bundle import BundleError, written
+from rlkernel_triton.aot.backend import BundleBackend
+from rlkernel_triton.aot.bundle import BundleError, write_bundle
+from rlkernel_triton.aot.bundle_launcher import BundleLauncher, best_code_for
 from rlkernel_triton.aot.command import listed
-from rlkernel_triton.aot.compiling import closed, compiled, compiler, limits
+from rlkernel_triton.aot.compiling import compiled, compiler, exceeded_limits, with_specializations
+from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
+from rlkernel_triton.aot.configurations import Argument, Code, Configuration
 from rlkernel_triton.aot.driver import Driver, DriverError
-from rlkernel_triton.aot.launching import FromBundle, served_by
-from rlkernel_triton.aot.noting import Noting
-from rlkernel_triton.aot.targets import TARGETS, resident
 from rlkernel_triton.launchers import Scope, current, using
+from rlkernel_triton.launchers.targets import TARGETS, occupancy
 from rlkernel_triton.policy_loss.kernels import scale_kernel
-from rlkernel_triton.quant.product import machine
+from rlkernel_triton.quant.tile_config import machine
 from tests.aot_calls import Recording, builds, bundle_of, of_rows, run
 
 
@@ -46,8 +46,8 @@ def orin(tmp_path_factory):
 
 def over(bundle, driver, *others):
     """What runs log-probabilities from a bundle and others."""
-    launcher = FromBundle(bundle, driver)
-    launcher.others = tuple(FromBundle(other, driver) for other in others)
+    launcher = BundleLauncher(bundle, driver)
+    launcher.others = tuple(BundleLauncher(other, driver) for other in others)
     return run(launcher)
 
 
@@ -58,10 +58,10 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
     except ArgumentError as error:
         pytest.skip(str(error))
     made = list(compiled(sweep(target), target))
-    assert limits(made) == []
+    assert exceeded_limits(made) == []
     ((code, files),) = made
     assert code.spilled == 0
-    assert code.arguments >= len(code.build.types)
+    assert code.arguments >= len(code.configuration.types)
     assert set(files) == {"hsaco"} if target.startswith("gfx") else {"cubin", *(["ptx"] if TARGETS[target].ptx else [])}
 
 
@@ -75,24 +75,26 @@ def test_ptx_is_of_the_version_that_the_oldest_driver_reads_and_uses_nothing_of_
 
 @pytest.mark.parametrize("tokens", [8, 33])
 def test_a_four_bit_product_leaves_room_for_two_programs_on_an_orin_and_spills_nothing(tokens) -> None:
-    noting = Noting("sm_87")
+    recorder = ConfigurationRecorder("sm_87")
     half = {"dtype": torch.bfloat16}
-    w = noting.planned("quantize")(QuantizeCall(torch.zeros(2048, 2048, **half), "int4_g128"))
-    w = noting.planned("prepack")(PrepackCall(w))
-    noting.planned("qmatmul")(QmatmulCall(torch.zeros(tokens, 2048, **half), w))
-    (words,) = [b for _, b in noting.seen if b.kernel.endswith(":word_product")]
-    promised = [b for alike in closed([words]) for b in alike if b.divisible]
-    made = list(compiled(promised, "sm_87"))
+    w = recorder.planned("quantize")(QuantizeCall(torch.zeros(2048, 2048, **half), "int4_g128"))
+    w = recorder.planned("prepack")(PrepackCall(w))
+    recorder.planned("qmatmul")(QmatmulCall(torch.zeros(tokens, 2048, **half), w))
+    (words,) = [b for _, b in recorder.seen if b.kernel.endswith(":w4_product_kernel")]
+    specialized = [b for alike in with_specializations([words]) for b in alike if b.divisible]
+    made = list(compiled(specialized, "sm_87"))
     assert made
     for code, files in made:
         assert code.spilled == 0
-        assert resident("sm_87", code.registers, code.shared, code.build.num_warps) >= 2
+        assert occupancy("sm_87", code.registers, code.shared, code.configuration.num_warps) >= 2
         assert b"mma.sync" in files["ptx"]
 
 
 def test_a_bundle_built_twice_has_the_same_bytes(orin, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "empty"))
-    again = written(tmp_path / "again.zip", list(compiled([c.build for c in orin.codes][::-1], "sm_87")), compiler())
+    again = write_bundle(
+        tmp_path / "again.zip", list(compiled([c.configuration for c in orin.codes][::-1], "sm_87")), compiler()
+    )
     assert again.path.read_bytes() == orin.path.read_bytes()
 
 
@@ -105,8 +107,10 @@ def test_a_bundle_keeps_what_was_compiled(orin) -> None:
 
 def test_code_that_is_the_same_is_there_once_and_packed_with_its_like(orin, tmp_path) -> None:
     files = [(c, {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
-    twice = files + [(replace(c, build=replace(c.build, options=(("again", 1),))), own) for c, own in files]
-    both = written(tmp_path / "twice.zip", twice, compiler())
+    twice = files + [
+        (replace(c, configuration=replace(c.configuration, options=(("again", 1),))), own) for c, own in files
+    ]
+    both = write_bundle(tmp_path / "twice.zip", twice, compiler())
     assert (len(both.codes), {c.files["cubin"] for c in both.codes}) == (
         2 * len(orin.codes),
         {c.files["cubin"] for c in orin.codes},
@@ -125,7 +129,7 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin) -
     ]
     _, _, _, given, count = driver.launched[0]
     assert given["*bf16"] == logits.data_ptr()
-    code = max((c for c in orin.codes if c.entry == "sweep"), key=lambda c: c.build.promises)
+    code = max((c for c in orin.codes if c.entry == "sweep"), key=lambda c: c.configuration.specialization)
     assert count == code.arguments
     assert [code[:4] for code, _, _ in driver.loaded] == [b"\x7fELF"] * 2
 
@@ -138,7 +142,7 @@ def test_a_second_call_loads_nothing(orin) -> None:
     assert (len(driver.loaded), len(driver.launched)) == (2, 6)
 
 
-def test_unaligned_rows_run_on_the_code_that_was_promised_nothing(orin) -> None:
+def test_unaligned_rows_run_on_the_code_that_assumes_nothing(orin) -> None:
     driver = Recording()
     run = over(orin, driver)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
@@ -156,7 +160,7 @@ def test_another_chip_gets_the_ptx(orin) -> None:
 
 
 def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin) -> None:
-    with using(FromBundle(orin, Recording((9, 0)))):
+    with using(BundleLauncher(orin, Recording((9, 0)))):
         planned = machine(torch.device("cpu"))
     assert (planned.kind, planned.multiprocessors) == ("jetson", 8)
 
@@ -174,12 +178,12 @@ def test_the_code_of_one_chip_is_planned_as_there_whatever_runs_it(orin) -> None
     ],
 )
 def test_what_serves_a_chip(device, available, found) -> None:
-    assert served_by(device, available) == found
+    assert best_code_for(device, available) == found
 
 
 def test_a_bundle_without_code_for_the_chip_says_what_it_has_and_how_to_build_more(orin) -> None:
     with pytest.raises(BundleError, match=r"no code for sm_75; it has sm_87 \(cubin/ptx\).*--target sm_75"):
-        FromBundle(orin, Recording((7, 5)))
+        BundleLauncher(orin, Recording((7, 5)))
 
 
 def test_a_missing_configuration_is_named_with_the_ways_out(orin) -> None:
@@ -190,7 +194,7 @@ def test_a_missing_configuration_is_named_with_the_ways_out(orin) -> None:
 
 def test_what_one_bundle_lacks_another_may_have(orin, tmp_path) -> None:
     capped = [b for b in of_rows(softcap=30.0) if b.kernel.endswith(":sweep")]
-    mine = written(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
+    mine = write_bundle(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
     driver = Recording()
     run = over(orin, driver, mine)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
@@ -202,17 +206,17 @@ def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kern
 ) -> None:
     returns = builds("sm_87", "advantage", rewards=torch.zeros(2, 8), kind="returns")
     scan = [b for b in returns if b.kernel.endswith(":scan_kernel")]
-    written(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
+    write_bundle(tmp_path / "scan.zip", list(compiled(scan, "sm_87")), compiler())
     driver = Recording()
     monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    FromBundles(lambda: [tmp_path]).self_test("cpu")
+    BundleBackend(lambda: [tmp_path]).self_test("cpu")
     assert [entry for _, entry, _ in driver.loaded] == ["scan_kernel"]
 
 
 def test_code_of_another_source_is_refused(orin, tmp_path) -> None:
     old = [(replace(c, source="0" * 16), {kind: orin.read(at) for kind, at in c.files.items()}) for c in orin.codes]
-    stale = written(tmp_path / "stale.zip", old, compiler())
+    stale = write_bundle(tmp_path / "stale.zip", old, compiler())
     run = over(stale, Recording())
     with pytest.raises(
         BundleError, match=r"built from another rlkernel_triton\.logprob\.kernels:sweep .*build it again"
@@ -260,13 +264,13 @@ def test_a_machine_without_a_driver_is_told_what_to_install() -> None:
 
 
 def test_a_build_serves_wider_numbers_and_no_narrower_ones() -> None:
-    wide = Build("m:k", (("n", "i64"),), ())
-    narrow = Build("m:k", (("n", "i32"),), ())
+    wide = Configuration("m:k", (("n", "i64"),), ())
+    narrow = Configuration("m:k", (("n", "i32"),), ())
     assert wide.serves({"n": Argument("i32")})
     assert not narrow.serves({"n": Argument("i64")})
-    assert not Build("m:k", (), (("n", 1),)).serves({"n": Argument("i32")})
-    assert Build("m:k", (), (("n", 1),)).serves({"n": Argument("i32", one=True)})
-    assert not Build("m:k", (("n", "i32"),), (), ("n",)).serves({"n": Argument("i32", divisible=False)})
+    assert not Configuration("m:k", (), (("n", 1),)).serves({"n": Argument("i32")})
+    assert Configuration("m:k", (), (("n", 1),)).serves({"n": Argument("i32", one=True)})
+    assert not Configuration("m:k", (("n", "i32"),), (), ("n",)).serves({"n": Argument("i32", divisible=False)})
 
 
 def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_planning_it_no_sympy(orin) -> None:
@@ -278,12 +282,12 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "from pathlib import Path\n"
         "from test_aot_driver import Nothing\n"
         "from rlkernel_triton.aot.bundle import Bundle\n"
-        "from rlkernel_triton.aot.launching import FromBundle, Lookup\n"
+        "from rlkernel_triton.aot.bundle_launcher import BundleLauncher, LookupLauncher\n"
         "from rlkernel_triton.launchers import Scope\n"
         "from rlkernel_triton.prepared import prepared\n"
         "import torch\n"
         "from rlkernel_core.spec.logprob import LogprobCall\n"
-        f"launcher = FromBundle(Bundle(Path({str(orin.path)!r})), Nothing())\n"
+        f"launcher = BundleLauncher(Bundle(Path({str(orin.path)!r})), Nothing())\n"
         "scope = Scope(launcher, launcher.target)\n"
         "for op in aot.OPERATORS:\n"
         "    prepare = prepared(op, scope)\n"
@@ -292,7 +296,7 @@ def test_an_operator_over_a_bundle_needs_neither_triton_nor_a_compiler_and_plann
         "print(out.logprob.shape)\n"
         "from rlkernel_triton.aot.dry_run import DryRuns\n"
         "logits = torch.randn(2, 32000).bfloat16().requires_grad_()\n"
-        "dry_runs = DryRuns(scope._replace(launcher=Lookup(launcher)))\n"
+        "dry_runs = DryRuns(scope._replace(launcher=LookupLauncher(launcher)))\n"
         "said = dry_runs.missing('logprob', LogprobCall(logits, torch.arange(2)))\n"
         "print(said.slug, 'sympy' in sys.modules)\n"  # it takes a second, and comes with gradients given to autograd
     ).replace("from test_aot_driver import Nothing\n", NOTHING)
@@ -322,6 +326,6 @@ def test_gradients_run_on_code_of_the_bundle_that_forward_ran_on(tmp_path) -> No
 
 
 def test_a_launch_that_names_too_few_arguments_is_refused(orin) -> None:
-    launch = FromBundle(orin, Recording()).bind(scale_kernel, N=1, INTERPRETED=False, BLOCK=16)
+    launch = BundleLauncher(orin, Recording()).bind(scale_kernel, N=1, INTERPRETED=False, BLOCK=16)
     with pytest.raises(TypeError, match=r"takes 3 arguments at run time \(upstream, gradient, out\), got 1"):
         launch((1,), torch.zeros(1))

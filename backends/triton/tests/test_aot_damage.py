@@ -4,14 +4,14 @@ import zipfile
 
 import pytest
 
-from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.bundle import Bundle, BundleError, written
+from rlkernel_triton.aot.bundle import Bundle, BundleError, write_bundle
+from rlkernel_triton.aot.configurations import Code, Configuration
 
 
 def test_a_changed_byte_anywhere_in_a_bundle_changes_no_code_and_is_told(tmp_path) -> None:
     whole, path = tmp_path / "whole.zip", tmp_path / "x.zip"
-    code = Code(Build("m:kernel", (), ()), "sm_87", "kernel", 0, 0, 1, 0, "s", (), {"cubin": ""})
-    written(whole, [(code, {"cubin": b"machine code"})], {})
+    code = Code(Configuration("m:kernel", (), ()), "sm_87", "kernel", 0, 0, 1, 0, "s", (), {"cubin": ""})
+    write_bundle(whole, [(code, {"cubin": b"machine code"})], {})
     data = whole.read_bytes()
 
     def read(at) -> bytes:
@@ -29,10 +29,10 @@ def test_a_changed_byte_anywhere_in_a_bundle_changes_no_code_and_is_told(tmp_pat
 
 
 def test_a_bundle_that_is_written_again_leaves_its_readers_the_old_one(tmp_path) -> None:
-    code = Code(Build("m:kernel", (), ()), "sm_87", "kernel", 0, 0, 1, 0, "s", (), {"cubin": ""})
+    code = Code(Configuration("m:kernel", (), ()), "sm_87", "kernel", 0, 0, 1, 0, "s", (), {"cubin": ""})
     path = tmp_path / "x.zip"
-    old = written(path, [(code, {"cubin": b"old"})], {})
-    new = written(path, [(code, {"cubin": b"new"})], {})
+    old = write_bundle(path, [(code, {"cubin": b"old"})], {})
+    new = write_bundle(path, [(code, {"cubin": b"new"})], {})
     assert [found.read(found.codes[0].files["cubin"]) for found in (old, new)] == [b"old", b"new"]
     assert list(tmp_path.iterdir()) == [path]
 

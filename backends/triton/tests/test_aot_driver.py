@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.bundle import written
+from rlkernel_triton.aot.bundle import write_bundle
+from rlkernel_triton.aot.bundle_launcher import BundleLauncher
+from rlkernel_triton.aot.configurations import Code, Configuration
 from rlkernel_triton.aot.driver import Driver, DriverError
-from rlkernel_triton.aot.launching import FromBundle
 
 TOO_NEW, NO_CODE, REFUSED = 222, 209, 218
 SAID = {TOO_NEW: b"the provided PTX was compiled with an unsupported toolchain."}
@@ -44,8 +44,8 @@ def orin(loads):
 @pytest.fixture
 def bundle(tmp_path):
     """PTX for sm_80 alone, which an Orin's driver compiles."""
-    code = Code(Build("m:kernel", (), ()), "sm_80", "kernel", 0, 0, 1, 0, "s", (), {"ptx": ""})
-    return written(tmp_path / "some.zip", [(code, {"ptx": b".version 9.9"})], {})
+    code = Code(Configuration("m:kernel", (), ()), "sm_80", "kernel", 0, 0, 1, 0, "s", (), {"ptx": ""})
+    return write_bundle(tmp_path / "some.zip", [(code, {"ptx": b".version 9.9"})], {})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_code_that_the_driver_refuses_is_told_with_its_bundle_and_what_to_build(
     monkeypatch.setattr(ctypes, "CDLL", lambda _: orin(loads=code))
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     with pytest.raises(DriverError) as caught:
-        FromBundle(bundle, Driver()).load_one()
+        BundleLauncher(bundle, Driver()).load_one()
     told = str(caught.value)
     assert told.startswith(f"ptx for sm_80 of {bundle.path}: loading kernel: CUDA error {code}, ")
     assert meaning in told
@@ -71,4 +71,4 @@ def test_code_that_the_driver_refuses_is_told_with_its_bundle_and_what_to_build(
 def test_what_the_driver_takes_is_loaded(bundle, monkeypatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: orin(loads=0))
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    FromBundle(bundle, Driver()).load_one()
+    BundleLauncher(bundle, Driver()).load_one()

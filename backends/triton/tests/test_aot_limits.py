@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_triton.aot.noting import Noting, launched
+from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder, launched
 from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, LAW
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -18,12 +18,12 @@ FLAG = st.booleans()
 @pytest.fixture(scope="module")
 def planned():
     """Plan a call as on an Orin; the builds that bundles lack for it."""
-    noting, there = Noting("sm_87"), frozenset(launched("sm_87"))
+    recorder, there = ConfigurationRecorder("sm_87"), frozenset(launched("sm_87"))
 
     def missing(op, **args):
-        noting.seen.clear()
-        out = noting.planned(op)(OPERATORS[op].call(**args))
-        return {build for _, build in noting.seen} - there, out
+        recorder.seen.clear()
+        out = recorder.planned(op)(OPERATORS[op].call(**args))
+        return {build for _, build in recorder.seen} - there, out
 
     return missing
 

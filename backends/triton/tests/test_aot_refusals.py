@@ -8,17 +8,17 @@ import triton
 
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_triton.aot import compiling
-from rlkernel_triton.aot.builds import Build
 from rlkernel_triton.aot.command import build
 from rlkernel_triton.aot.compiling import compiled, compiler
+from rlkernel_triton.aot.configurations import Configuration
 from tests.aot_calls import of_rows
 
 SWEEP = next(b for b in of_rows() if b.kernel.endswith(":sweep"))
 
 
 def test_a_configuration_of_a_changed_kernel_is_refused_when_it_is_compiled() -> None:
-    stale = Build(SWEEP.kernel, (*SWEEP.types, ("gone", "i32")), SWEEP.constants)
-    with pytest.raises(Exception, match=r"differ in gone: it has changed since then; record the run again"):
+    stale = Configuration(SWEEP.kernel, (*SWEEP.types, ("gone", "i32")), SWEEP.constants)
+    with pytest.raises(Exception, match=r"has changed since it was recorded: gone\. Record the launch again"):
         list(compiled([stale], "sm_87"))
 
 

@@ -34,7 +34,7 @@ def test_importing_claims_loads_neither_torch_nor_triton() -> None:
 def test_a_launch_on_a_cpu_without_the_interpreter_names_the_remedy() -> None:
     code = (
         "import torch\n"
-        "from rlkernel_triton.common.host import on_device_of\n"
+        "from rlkernel_triton.launchers import on_device_of\n"
         "from rlkernel_core.errors import RLKernelError\n"
         "try:\n"
         "    on_device_of(torch.zeros(1))\n"

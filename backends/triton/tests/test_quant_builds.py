@@ -1,4 +1,4 @@
-"""What the compiler makes of products of quantised weights on Hopper, without a GPU."""
+"""What the compiler makes of products of quantized weights on Hopper, without a GPU."""
 
 import re
 
@@ -9,10 +9,10 @@ from rlkernel_triton.recorded import recorded
 
 # One of every kernel that decodes weights in a loop, where its sums would be kept from step to step.
 LOOPS = {
-    "tile_product": "mxfp4, 200 tokens, tall",
-    "word_product": "int4_g128, 400 tokens, tall",
-    "byte_product": "fp8_channel, 4 tokens",
-    "block_product": "mxfp8, 4 tokens, canonical",
+    "tiled_product_kernel": "mxfp4, 200 tokens, tall",
+    "w4_product_kernel": "int4_g128, 400 tokens, tall",
+    "canonical_product_kernel": "fp8_channel, 4 tokens",
+    "block_product_kernel": "mxfp8, 4 tokens, canonical",
 }
 FOUND = [r for r in recorded("qmatmul", "sm_90") if LOOPS.get(r.kernel) == r.label]
 

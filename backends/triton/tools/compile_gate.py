@@ -40,8 +40,7 @@ if __name__ == "__main__":
 
 import triton
 
-from rlkernel_triton.aot import targets
-from rlkernel_triton.launchers import Build
+from rlkernel_triton.launchers import Build, targets
 from rlkernel_triton.launchers.offline import compile_recorded
 from rlkernel_triton.recorded import Recorded, recorded
 from rlkernel_triton.workloads import WORKLOADS

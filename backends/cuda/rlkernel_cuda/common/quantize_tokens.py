@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import plain_launcher_for
-from rlkernel_triton.quant.code_tiles import float8_code
+from rlkernel_triton.quant.code_tiles import encode_float8
 
 BLOCK: Final = 128
 _ROWS: Final = 16  # tokens of a program
@@ -49,7 +49,7 @@ def code_blocks(
     if CAST:
         code = ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        code = float8_code(ratio, 3, 7, False, 448.0).to(tl.uint8)
+        code = encode_float8(ratio, 3, 7, False, 448.0).to(tl.uint8)
     tl.store(codes + at, code, mask=live[:, None])
     tl.store(scale + block.to(tl.int64) * stride + row, s, mask=live)
 

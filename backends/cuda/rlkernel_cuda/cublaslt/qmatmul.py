@@ -20,8 +20,8 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_triton.common.host import on_device_of
-from rlkernel_triton.quant import storage
+from rlkernel_triton.launchers import on_device_of
+from rlkernel_triton.quant import layouts
 
 BLOCKS: Final = "block128_fp8"
 MULTIPLES: Final = {"token_fp8": (16, 16), BLOCKS: (128, 512)}  # act of the format -> what N and K are multiples of
@@ -33,7 +33,7 @@ def fits(call: QmatmulCall) -> Reason | None:
     w = call.w
     N, K = w.shape
     said, fix = "", ""
-    if w.layout not in storage.KNOWN:
+    if w.layout not in layouts.KNOWN:
         return None  # an error of the call, which says so
     if w.spec.act not in MULTIPLES:
         said, fix = "cuBLASLt multiplies tokens of 8 bits", f'quantize with act="{"/".join(MULTIPLES)}"'
@@ -52,7 +52,7 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
     See `rlkernel_core.spec.qmatmul.QmatmulCall`; the claims leave out every option but formats.
     """
     x, w = call.x, call.w
-    storage.check_layouts("w", w)
+    layouts.check_layout("w", w)
     (N, K), device, dtype = w.shape, x.device, x.dtype
     M, out = x.numel() // K, (*x.shape[:-1], N)
     if not M:
@@ -82,7 +82,7 @@ def _coded(rows: Tensor, w: QuantTensor) -> tuple[Tensor, Tensor, Tensor]:
 
         codes, scales = coded(rows, _TOKENS)
         return codes, scales.t(), w.parts["scale"].t()
-    from rlkernel_triton.quant.activations import quantize_activation
+    from rlkernel_triton.quant.quantize import quantize_activation
 
     made = quantize_activation(rows, w.spec)
     return made.codes, made.scale, w.parts["scale"].reshape(1, -1)

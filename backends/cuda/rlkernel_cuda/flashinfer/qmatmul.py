@@ -27,7 +27,7 @@ from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import layouts
 
 BLOCK: Final = 128
 _MULTIPLE: Final = 4  # TMA reads rows of 16 bytes
@@ -79,7 +79,7 @@ def fits(call: QmatmulCall) -> Reason | None:
     """Refuses other layouts, weights that its tiles do not divide, and a FlashInfer that cannot be built here."""
     w = call.w
     said, fix = "", ""
-    if w.layout not in storage.KNOWN:
+    if w.layout not in layouts.KNOWN:
         return None  # an error of the call, which says so
     if w.layout != CANONICAL:
         said, fix = f"the weight is packed as {w.layout!r}", "use it as quantize made it"
@@ -104,7 +104,7 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
         RLKernelError: FlashInfer is not as `fits` wants it.
     """
     x, w = call.x, call.w
-    storage.check_layouts("w", w)
+    layouts.check_layout("w", w)
     (N, K), device, dtype = w.shape, x.device, x.dtype
     M, out, found = x.numel() // K, (*x.shape[:-1], N), runner(x.device)
     if found.made is None:

@@ -24,7 +24,7 @@ from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_cuda.common import driver
 from rlkernel_cuda.qmatmul import pdl
-from rlkernel_triton.quant.splitk_counters import tickets
+from rlkernel_triton.quant.splitk_counters import splitk_counters
 
 _HERE: Final = Path(__file__).parent
 SCALE_SHIFT: Final = {0: 31, 1: 0, 128: 7}  # rows of a scale, all where 0, as a power of two
@@ -187,7 +187,7 @@ class Product:
         partial = counters = x
         if self._partial:
             partial = torch.empty(self._partial, dtype=torch.float32, device=self._device)
-            counters = tickets(self._tiles, self._device)
+            counters = splitk_counters(self._tiles, self._device)
         self._launch(maps, (scale.data_ptr(), *zero, added, out, partial.data_ptr(), counters.data_ptr()))
 
 

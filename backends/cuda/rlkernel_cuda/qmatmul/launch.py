@@ -18,16 +18,16 @@ from rlkernel_core.quant.tensor import CANONICAL
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_cuda.qmatmul import choice, kernels
-from rlkernel_triton.quant import storage
+from rlkernel_triton.quant import formats, layouts
 
 
 def fits(call: QmatmulCall) -> Reason | None:
     """Refuses weights that are not packed or that no tile divides, and scales or a bias of another dtype."""
     x, w = call.x, call.w
-    if w.layout not in storage.KNOWN:
+    if w.layout not in layouts.KNOWN:
         return None  # an error of the call, which says so
     (N, K), integers = w.shape, w.spec.element == "int4"
-    layout = storage.W4 if integers else CANONICAL
+    layout = formats.W4 if integers else CANONICAL
     if w.layout != layout:
         fix = f"w = rlkernel.prepack(w, layout={layout!r})"
         return Reason("shape", "unsupported", f"a weight in the layout {w.layout!r}, not {layout!r}", fix)
@@ -47,7 +47,7 @@ def prepare(call: QmatmulCall) -> Callable[[QmatmulCall], Tensor]:
         RLKernelError: no kernel here takes the call.
     """
     x, w = call.x, call.w
-    storage.check_layouts("w", w)
+    layouts.check_layout("w", w)
     (N, K), device, dtype = w.shape, x.device, x.dtype
     M, out = x.numel() // K, (*x.shape[:-1], N)
     if not M:

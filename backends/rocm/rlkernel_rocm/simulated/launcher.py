@@ -19,10 +19,10 @@ import torch
 from cdna_simulator import Machine, Region, UnsupportedKernelError, read
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_rocm.architectures import ARCHITECTURES
-from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.launchers import Binding, Build, Grid, Launcher
 from rlkernel_triton.launchers.offline import compile_recorded
 from rlkernel_triton.launchers.recorder import build_of
+from rlkernel_triton.launchers.targets import TARGETS
 
 # Architectures whose machine code the simulator runs.
 SIMULATED: Final = tuple(name for name, a in ARCHITECTURES.items() if a.wave == 64)

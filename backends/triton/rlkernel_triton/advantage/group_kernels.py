@@ -1,4 +1,4 @@
-"""Device code of `advantage` by group: statistics of groups, what each kind makes of them, whitening, spreading.
+"""Device code of `advantage` by group: statistics of groups, and what each kind makes of them.
 
 Every sum over a group is taken in fixed point: a value is divided by the power of two below the largest of its group
 and summed as a 64-bit integer. Such a sum does not depend on the order of its terms. So a group gets the same bits at
@@ -7,9 +7,9 @@ sum than one in fp32. What is subtracted first is the smallest member, which no 
 
 Own elements are the sequences that a program writes; columns are those that it compares them with:
 
-    MODE "size"   own [R, C]: C neighbours of each of R groups;  columns: the groups themselves, C at a time
+    MODE "size"   own [R, C]: C neighbors of each of R groups;  columns: the groups themselves, C at a time
     MODE "pairs"  own [R, 1]: R sequences;  columns: C at a time of all that may be in their groups, compared by id
-    MODE "table"  own [R, 1];  no columns: enter_kernel and sum_kernel have put statistics into a table
+    MODE "table"  own [R, 1];  no columns: hash_groups_kernel and table_sums_kernel have put statistics into a table
 
 Bytes: rewards in; 4 (advantage) + 1 (invalid) a sequence out, and 8 (count) + 8 (mean, std) + 1 (constant) a reward.
 
@@ -17,7 +17,6 @@ Legend: B sequences · G group size · K rewards of a sequence · P partial mome
 N packed tokens · M slots of the hash table, a power of two.
 """
 
-from rlkernel_triton.affine_suffix_scan.kernels import _sequence
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.moments import _factor, _merged, _variance
 
@@ -40,7 +39,7 @@ LOWS: tl.constexpr = tl.constexpr(8)
 
 
 @triton.jit
-def _power(x):
+def power_of_two_below(x):
     """The power of two at or below |x|, and its inverse; both are normal numbers."""
     e = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     e = tl.minimum(tl.maximum(e, 1), 253)
@@ -48,7 +47,7 @@ def _power(x):
 
 
 @triton.jit
-def _token_power(tokens):
+def _token_scale(tokens):
     """The scale of a sum of `tokens` terms below 2 that keeps it below 2^62, at most SUM_SCALE, and its inverse."""
     e = (tokens.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # tokens < 2^(e + 1)
     b = tl.minimum(60 - e, 37)
@@ -56,22 +55,22 @@ def _token_power(tokens):
 
 
 @triton.jit
-def _fixed(x, scale, member):
+def to_fixed_point(x, scale, member):
     """Terms of a sum in fixed point; 0 where they do not count."""
     return tl.where(member, x * scale, 0.0).to(tl.int64)
 
 
 @triton.jit
-def _shifted(count, low, high, peer):
+def _shift_and_unit(count, low, high, peer):
     """What is subtracted before anything is summed, and the unit of the sum of what is left."""
     low, high = tl.where(count > 0, low, 0.0), tl.where(count > 0, high, 0.0)
     shift = tl.where(peer != 0, 0.0, low)
-    unit, inverse = _power(tl.maximum(tl.abs(high - shift), tl.abs(low - shift)))
+    unit, inverse = power_of_two_below(tl.maximum(tl.abs(high - shift), tl.abs(low - shift)))
     return low, high, shift, unit, inverse
 
 
 @triton.jit
-def _mean(total, count, unit):
+def _moved_mean(total, count, unit):
     """Mean of value - shift."""
     n = tl.maximum(count, 1).to(tl.float32)
     return tl.div_rn(total.to(tl.float32), n) * (1.0 / SUM_SCALE) * unit
@@ -80,11 +79,11 @@ def _mean(total, count, unit):
 @triton.jit
 def _deviation_unit(low, high, shift, moved):
     """The unit of the sum of squared deviations: of the largest of them."""
-    return _power(tl.maximum(tl.abs((high - shift) - moved), tl.abs((low - shift) - moved)))
+    return power_of_two_below(tl.maximum(tl.abs((high - shift) - moved), tl.abs((low - shift) - moved)))
 
 
 @triton.jit
-def _reward(
+def load_reward(
     rewards, steps, in_stats, at, there, k, K, low, high,
     SECOND: tl.constexpr, RANGE: tl.constexpr, IN_STATS: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +105,7 @@ def _reward(
 
 
 @triton.jit
-def _tokens_of(lengths, at, there, limit, LENGTHS: tl.constexpr):
+def load_tokens(lengths, at, there, limit, LENGTHS: tl.constexpr):
     """int64 tokens of a sequence. LENGTHS: "each", "bounds" of packed sequences, "same", "none" for one each."""
     if LENGTHS == "each":
         return tl.minimum(tl.maximum(tl.load(lengths + at, mask=there, other=0).to(tl.int64), 0), limit)
@@ -121,7 +120,7 @@ def _tokens_of(lengths, at, there, limit, LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def _id(ids, at, there, G, IDS: tl.constexpr):
+def load_group_id(ids, at, there, G, IDS: tl.constexpr):
     """Id of the group of a sequence."""
     if IDS:
         return tl.load(ids + at, mask=there, other=0).to(tl.int64)
@@ -129,7 +128,7 @@ def _id(ids, at, there, G, IDS: tl.constexpr):
 
 
 @triton.jit
-def _columns(
+def _load_columns(
     rewards, steps, in_stats, ids, anchor, name, state, first, c, until, k, K, G, low, high,
     MODE: tl.constexpr, IDS: tl.constexpr, SECOND: tl.constexpr, RANGE: tl.constexpr, IN_STATS: tl.constexpr,
     C: tl.constexpr,
@@ -141,40 +140,40 @@ def _columns(
         there = (m < G) & (at < until)
     else:
         there = at < until
-    x, _, member = _reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
+    x, _, member = load_reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
     if MODE == "pairs":
-        member = member & (_id(ids, at, there, G, IDS) == name)  # [R, C]
+        member = member & (load_group_id(ids, at, there, G, IDS) == name)  # [R, C]
         if SECOND:
             member = member & (tl.load(anchor + at, mask=there, other=0).to(tl.int64) == state)
     return x, member, at, there
 
 
 @triton.jit
-def _rank(x):
+def _to_rank(x):
     """A positive integer that grows with x."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483649
 
 
 @triton.jit
-def _unranked(rank):
+def _from_rank(rank):
     """The number of a rank."""
     bits = (rank - 2147483649).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _kept(table, field, owner, B, there):
+def _field(table, field, owner, B, there):
     """A field of the table, of the group that `owner` stands for."""
     return tl.load(table + field * B + owner, mask=there, other=0)
 
 
 @triton.jit
-def _kept_range(table, owner, B, there):
+def _field_range(table, owner, B, there):
     """Count, smallest and largest member of a group in the table; smallest and largest mean nothing without one."""
-    count = _kept(table, COUNT, owner, B, there).to(tl.int32)
-    high = _unranked(_kept(table, HIGH, owner, B, there))
-    return count, _unranked(4294967298 - _kept(table, LOW, owner, B, there)), high
+    count = _field(table, COUNT, owner, B, there).to(tl.int32)
+    high = _from_rank(_field(table, HIGH, owner, B, there))
+    return count, _from_rank(4294967298 - _field(table, LOW, owner, B, there)), high
 
 
 @triton.jit
@@ -189,23 +188,23 @@ def _statistics(
     `a` and `b` are: tokens and weighted moved mean (OPO); second smallest and second largest member (EXTREMES).
     """
     if MODE == "table":
-        count, lowest, highest = _kept_range(table, owner, B, own_there)
-        lowest, highest, shift, unit, inverse = _shifted(count, lowest, highest, peer)
-        total = _kept(table, SUM, owner, B, own_there)
+        count, lowest, highest = _field_range(table, owner, B, own_there)
+        lowest, highest, shift, unit, inverse = _shift_and_unit(count, lowest, highest, peer)
+        total = _field(table, SUM, owner, B, own_there)
         a, b = lowest, highest
         if OPO:
-            tokens, weighted = _kept(table, TOKENS, owner, B, own_there), _kept(table, WEIGHTED, owner, B, own_there)
+            tokens, weighted = _field(table, TOKENS, owner, B, own_there), _field(table, WEIGHTED, owner, B, own_there)
         if EXTREMES:
-            lows, highs = _kept(table, LOWS, owner, B, own_there), _kept(table, HIGHS, owner, B, own_there)
-            next_low = _unranked(4294967298 - _kept(table, NEXT_LOW, owner, B, own_there))
-            next_high = _unranked(_kept(table, NEXT_HIGH, owner, B, own_there))
-        moved = _mean(total, count, unit)
+            lows, highs = _field(table, LOWS, owner, B, own_there), _field(table, HIGHS, owner, B, own_there)
+            next_low = _from_rank(4294967298 - _field(table, NEXT_LOW, owner, B, own_there))
+            next_high = _from_rank(_field(table, NEXT_HIGH, owner, B, own_there))
+        moved = _moved_mean(total, count, unit)
         unit2, inverse2 = _deviation_unit(lowest, highest, shift, moved)
-        squares = _kept(table, SQUARES, owner, B, own_there)
+        squares = _field(table, SQUARES, owner, B, own_there)
     else:
         name, state = own, own
         if MODE == "pairs":
-            name = _id(ids, own, own_there, G, IDS)  # [R, 1]
+            name = load_group_id(ids, own, own_there, G, IDS)  # [R, 1]
             if SECOND:
                 state = tl.load(anchor + own, mask=own_there, other=0).to(tl.int64)
         count = tl.zeros((R, 1), tl.int32)
@@ -213,7 +212,7 @@ def _statistics(
         lowest = tl.full((R, 1), INFINITY, tl.float32)
         tokens = tl.zeros((R, 1), tl.int64)
         for c in range(0, width, C):
-            x, member, at, there = _columns(
+            x, member, at, there = _load_columns(
                 rewards, steps, in_stats, ids, anchor, name, state, first, c, until, k, K, G, low, high,
                 MODE, IDS, SECOND, RANGE, IN_STATS, C,
             )  # fmt: skip
@@ -221,45 +220,45 @@ def _statistics(
             highest = tl.maximum(highest, tl.max(tl.where(member, x, -INFINITY), 1, keep_dims=True))
             lowest = tl.minimum(lowest, tl.min(tl.where(member, x, INFINITY), 1, keep_dims=True))
             if OPO:
-                L = _tokens_of(lengths, at, there, limit, LENGTHS)
+                L = load_tokens(lengths, at, there, limit, LENGTHS)
                 tokens += tl.sum(tl.where(member, L, 0), 1, keep_dims=True)
-        lowest, highest, shift, unit, inverse = _shifted(count, lowest, highest, peer)
+        lowest, highest, shift, unit, inverse = _shift_and_unit(count, lowest, highest, peer)
         total = tl.zeros((R, 1), tl.int64)
         weighted = tl.zeros((R, 1), tl.int64)
         lows, highs = tl.zeros((R, 1), tl.int32), tl.zeros((R, 1), tl.int32)
         next_low = tl.full((R, 1), INFINITY, tl.float32)
         next_high = tl.full((R, 1), -INFINITY, tl.float32)
         for c in range(0, width, C):
-            x, member, at, there = _columns(
+            x, member, at, there = _load_columns(
                 rewards, steps, in_stats, ids, anchor, name, state, first, c, until, k, K, G, low, high,
                 MODE, IDS, SECOND, RANGE, IN_STATS, C,
             )  # fmt: skip
             away = (x - shift) * inverse
-            total += tl.sum(_fixed(away, SUM_SCALE, member), 1, keep_dims=True)
+            total += tl.sum(to_fixed_point(away, SUM_SCALE, member), 1, keep_dims=True)
             if OPO:
-                L = _tokens_of(lengths, at, there, limit, LENGTHS)
-                scale, _ = _token_power(tokens)
-                weighted += tl.sum(_fixed(away, scale, member) * L, 1, keep_dims=True)
+                L = load_tokens(lengths, at, there, limit, LENGTHS)
+                scale, _ = _token_scale(tokens)
+                weighted += tl.sum(to_fixed_point(away, scale, member) * L, 1, keep_dims=True)
             if EXTREMES:
                 lows += tl.sum((member & (x == lowest)).to(tl.int32), 1, keep_dims=True)
                 highs += tl.sum((member & (x == highest)).to(tl.int32), 1, keep_dims=True)
                 above, below = member & (x > lowest), member & (x < highest)
                 next_low = tl.minimum(next_low, tl.min(tl.where(above, x, INFINITY), 1, keep_dims=True))
                 next_high = tl.maximum(next_high, tl.max(tl.where(below, x, -INFINITY), 1, keep_dims=True))
-        moved = _mean(total, count, unit)
+        moved = _moved_mean(total, count, unit)
         unit2, inverse2 = _deviation_unit(lowest, highest, shift, moved)
         squares = tl.zeros((R, 1), tl.int64)
         for c in range(0, width, C):
-            x, member, at, there = _columns(
+            x, member, at, there = _load_columns(
                 rewards, steps, in_stats, ids, anchor, name, state, first, c, until, k, K, G, low, high,
                 MODE, IDS, SECOND, RANGE, IN_STATS, C,
             )  # fmt: skip
             dev = ((x - shift) - moved) * inverse2
-            squares += tl.sum(_fixed(dev * dev, SQUARE_SCALE, member), 1, keep_dims=True)
+            squares += tl.sum(to_fixed_point(dev * dev, SQUARE_SCALE, member), 1, keep_dims=True)
         a, b = lowest, highest
     m2 = squares.to(tl.float32) * (1.0 / SQUARE_SCALE) * unit2 * unit2
     if OPO:
-        _, back = _token_power(tokens)
+        _, back = _token_scale(tokens)
         a = tokens.to(tl.float32)
         b = tl.div_rn(weighted.to(tl.float32), tl.maximum(a, 1.0)) * back * unit
     if EXTREMES:
@@ -269,7 +268,7 @@ def _statistics(
 
 
 @triton.jit
-def _scaled(dev, var, eps, eps_mode, min_std, center, peer):
+def _scale_deviation(dev, var, eps, eps_mode, min_std, center, peer):
     """Deviations over a standard deviation; where that is low 0, or undivided (`center`)."""
     scaled = dev * _factor(var, eps, eps_mode)
     low = tl.sqrt_rn(var) <= min_std
@@ -278,7 +277,7 @@ def _scaled(dev, var, eps, eps_mode, min_std, center, peer):
 
 
 @triton.jit
-def _estimate(
+def _advantage(
     x, member, count, shift, moved, m2, lowest, highest, a, b, batch_var, share,
     ddof, eps, eps_mode, min_std, center, raw_alone, peer,
     KIND: tl.constexpr, SCALE: tl.constexpr, OTHERS: tl.constexpr,
@@ -311,7 +310,7 @@ def _estimate(
     elif SCALE == "none":
         result = dev
     else:
-        result = _scaled(dev, var, eps, eps_mode, min_std, center, peer)
+        result = _scale_deviation(dev, var, eps, eps_mode, min_std, center, peer)
         raw = x * _factor(tl.full((1, 1), 1.0, tl.float32), eps, eps_mode)
     if KIND == "passk":
         result = tl.where(count < 2, 0.0, result)
@@ -392,10 +391,10 @@ def group_kernel(
         if SCALE == "batch" or KIND == "gpg":
             bn, bs, bd, bq = _merged(batch + k * P * 4, P, SIZE)
             batch_var, share = batch_var + _variance(bq, bn, ddof), bs + bd
-        x, ok, member = _reward(
+        x, ok, member = load_reward(
             rewards, steps, in_stats, own, own_there, k, K, low, high, False, RANGE, IN_STATS
         )  # fmt: skip
-        made = _estimate(
+        made = _advantage(
             tl.where(ok, x, 0.0), member, count, shift, moved, m2, lowest, highest, more, further, batch_var, share,
             ddof, eps, eps_mode, min_std, center, raw_alone, peer, KIND, SCALE, OTHERS,
         )  # fmt: skip
@@ -424,8 +423,8 @@ def group_kernel(
         if SCALE == "batch":
             bn, bs, bd, bq = _merged(batch + P * 4, P, SIZE)
             batch_var += _variance(bq, bn, ddof)
-        x, ok, member = _reward(rewards, steps, in_stats, own, own_there, 0, K, low, high, True, RANGE, IN_STATS)
-        made = _estimate(
+        x, ok, member = load_reward(rewards, steps, in_stats, own, own_there, 0, K, low, high, True, RANGE, IN_STATS)
+        made = _advantage(
             tl.where(ok, x, 0.0), member, count, shift, moved, m2, lowest, highest, more, further, batch_var, share,
             ddof, eps, eps_mode, min_std, center, 0, peer, "grpo", SCALE, False,
         )  # fmt: skip
@@ -438,7 +437,7 @@ def group_kernel(
         if IN_STATS:
             counted = counted & (tl.load(in_stats + own, mask=own_there, other=0) != 0)
         times = tl.where(
-            counted, _tokens_of(lengths, own, own_there, limit, LENGTHS if TOKENS_COUNT else "none"), 0
+            counted, load_tokens(lengths, own, own_there, limit, LENGTHS if TOKENS_COUNT else "none"), 0
         ).to(tl.float32)
         counted = times > 0
         n = tl.sum(tl.sum(times, 1), 0)
@@ -461,76 +460,8 @@ def group_kernel(
     tl.store(invalid + own, bad, mask=own_there)
 
 
-@triton.jit(do_not_specialize=["B", "K", "programs"])
-def batch_kernel(
-    rewards, steps, in_stats,  # as group_kernel
-    partial,  # [K (2 of gigpo), programs, 4] fp32, out
-    B, K, programs, low, high,
-    NONZERO: tl.constexpr,  # moments of x != 0 in place of x
-    STEPS: tl.constexpr, RANGE: tl.constexpr, IN_STATS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Moments of SIZE rewards that count, of reward k = program_id(1); with STEPS the second are those of the steps."""
-    program, k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at = program * SIZE + tl.arange(0, SIZE)
-    there = at < B
-    if STEPS:
-        x, _, member = _reward(rewards, steps, in_stats, at, there, 0, K, low, high, False, RANGE, IN_STATS)
-        x2, _, member2 = _reward(rewards, steps, in_stats, at, there, 0, K, low, high, True, RANGE, IN_STATS)
-        x, member = tl.where(k == 1, x2, x), (member & (k == 0)) | (member2 & (k == 1))
-    else:
-        x, _, member = _reward(rewards, steps, in_stats, at, there, k, K, low, high, False, RANGE, IN_STATS)
-    if NONZERO:
-        x = (x != 0).to(tl.float32)
-    n = tl.sum(member.to(tl.float32), 0)
-    least = tl.where(n > 0, tl.min(tl.where(member, x, INFINITY), 0), 0.0)
-    away = tl.where(member, x - least, 0.0)
-    mean = tl.div_rn(tl.sum(away, 0), tl.maximum(n, 1.0))
-    left = tl.where(member, away - mean, 0.0)
-    to = partial + (k * programs + program) * 4
-    tl.store(to, n)
-    tl.store(to + 1, least)
-    tl.store(to + 2, mean)
-    tl.store(to + 3, tl.sum(left * left, 0))
-
-
-@triton.jit(do_not_specialize=["B", "P", "ddof", "eps_mode"])
-def whiten_groups_kernel(
-    adv,  # [B] fp32, in and out
-    invalid,  # [B] bool
-    in_loss,  # [B] bool, with IN_LOSS
-    weights,  # [B] floating, with WEIGHTS
-    partial,  # [P, 4] fp32
-    scalars,  # [4] fp32, out: count, mean, variance, factor
-    B, P, ddof, eps, eps_mode,
-    APPLY: tl.constexpr,  # off: only the scalars
-    IN_LOSS: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr, MERGED: tl.constexpr,
-):  # fmt: skip
-    """Merge the moments (each program all of them: they are few) and whiten SIZE advantages; 12 bytes each."""
-    program = tl.program_id(0).to(tl.int64)
-    n, s, d, q = _merged(partial, P, MERGED)
-    var = _variance(q, n, ddof)
-    rstd = tl.where(n > 0, _factor(var, eps, eps_mode), 0.0)
-    if program == 0:
-        tl.store(scalars, n)
-        tl.store(scalars + 1, s + d)
-        tl.store(scalars + 2, var)
-        tl.store(scalars + 3, rstd)
-    if APPLY:
-        at = program * SIZE + tl.arange(0, SIZE)
-        there = at < B
-        a = tl.load(adv + at, mask=there, other=0)
-        bad = tl.load(invalid + at, mask=there, other=1) != 0
-        a = tl.where(bad, a, ((a - s) - d) * rstd)
-        if IN_LOSS:
-            a = tl.where(tl.load(in_loss + at, mask=there, other=0) != 0, a, 0.0)
-        if WEIGHTS:
-            weight = tl.load(weights + at, mask=there, other=0).to(tl.float32)
-            a = tl.where(weight == 0, 0.0, a * weight)
-        tl.store(adv + at, a, mask=there)
-
-
 @triton.jit
-def _hashed(name, state, SECOND: tl.constexpr):
+def _hash(name, state, SECOND: tl.constexpr):
     """A number that spreads ids, all 64 bits of it; multiplication wraps."""
     h = name * 0x1E3779B97F4A7C15
     if SECOND:
@@ -540,7 +471,7 @@ def _hashed(name, state, SECOND: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["B", "G", "K", "limit", "last"])
-def enter_kernel(
+def hash_groups_kernel(
     rewards, steps, ids, anchor, in_stats, lengths,  # as group_kernel
     slots,  # [M] int32, 0: nobody; else 1 + the sequence that stands for a group
     table,  # [K or 1, fields, B] int64, zeros
@@ -557,10 +488,10 @@ def enter_kernel(
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < B
     B = B.to(tl.int64)
-    name, state = _id(ids, at, there, G, IDS), at
+    name, state = load_group_id(ids, at, there, G, IDS), at
     if SECOND:
         state = tl.load(anchor + at, mask=there, other=0).to(tl.int64)
-    slot = _hashed(name, state, SECOND) & last
+    slot = _hash(name, state, SECOND) & last
     mine = tl.where(there, -1, 0).to(tl.int64)
     while tl.min(mine, 0) < 0:
         searching = mine < 0
@@ -568,26 +499,26 @@ def enter_kernel(
         expected = tl.where(searching, 0, -1).to(tl.int32)
         found = tl.atomic_cas(slots + slot, expected, (at + 1).to(tl.int32))
         candidate = tl.where(found == 0, at, found.to(tl.int64) - 1)
-        same = searching & (_id(ids, candidate, searching, G, IDS) == name)
+        same = searching & (load_group_id(ids, candidate, searching, G, IDS) == name)
         if SECOND:
             same = same & (tl.load(anchor + candidate, mask=searching, other=0).to(tl.int64) == state)
         mine = tl.where(same, candidate, mine)
         slot = tl.where(searching & (same == 0), (slot + 1) & last, slot)
     tl.store(owner + at, mine.to(tl.int32), mask=there)
     for k in range(1 if SECOND else K):
-        x, _, member = _reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
+        x, _, member = load_reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
         to = table + k * FIELDS * B + mine
         tl.atomic_add(to + COUNT * B, tl.full((SIZE,), 1, tl.int64), mask=member, sem="relaxed")
-        tl.atomic_max(to + HIGH * B, _rank(x), mask=member, sem="relaxed")
-        tl.atomic_max(to + LOW * B, 4294967298 - _rank(x), mask=member, sem="relaxed")
+        tl.atomic_max(to + HIGH * B, _to_rank(x), mask=member, sem="relaxed")
+        tl.atomic_max(to + LOW * B, 4294967298 - _to_rank(x), mask=member, sem="relaxed")
         if OPO:
-            L = _tokens_of(lengths, at, there, limit, LENGTHS)
+            L = load_tokens(lengths, at, there, limit, LENGTHS)
             tl.atomic_add(to + TOKENS * B, L, mask=member, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["B", "K", "limit", "peer"])
-def sum_kernel(
-    rewards, steps, in_stats, lengths, table, owner,  # as group_kernel and enter_kernel
+def table_sums_kernel(
+    rewards, steps, in_stats, lengths, table, owner,  # as group_kernel and hash_groups_kernel
     B, K, limit, low, high, peer,
     SECOND: tl.constexpr, RANGE: tl.constexpr, IN_STATS: tl.constexpr, OPO: tl.constexpr, EXTREMES: tl.constexpr,
     LENGTHS: tl.constexpr, FIELDS: tl.constexpr, SQUARE: tl.constexpr, SIZE: tl.constexpr,
@@ -598,109 +529,28 @@ def sum_kernel(
     B = B.to(tl.int64)
     mine = tl.load(owner + at, mask=there, other=0).to(tl.int64)
     for k in range(1 if SECOND else K):
-        x, _, member = _reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
+        x, _, member = load_reward(rewards, steps, in_stats, at, there, k, K, low, high, SECOND, RANGE, IN_STATS)
         of = table + k * FIELDS * B
-        count, lowest, highest = _kept_range(of, mine, B, there)
-        lowest, highest, shift, unit, inverse = _shifted(count, lowest, highest, peer)
+        count, lowest, highest = _field_range(of, mine, B, there)
+        lowest, highest, shift, unit, inverse = _shift_and_unit(count, lowest, highest, peer)
         away = x - shift
         to = of + mine
         if SQUARE:
-            moved = _mean(_kept(of, SUM, mine, B, there), count, unit)
+            moved = _moved_mean(_field(of, SUM, mine, B, there), count, unit)
             _, inverse2 = _deviation_unit(lowest, highest, shift, moved)
             dev = (away - moved) * inverse2
-            tl.atomic_add(to + SQUARES * B, _fixed(dev * dev, SQUARE_SCALE, member), mask=member, sem="relaxed")
+            tl.atomic_add(to + SQUARES * B, to_fixed_point(dev * dev, SQUARE_SCALE, member), mask=member, sem="relaxed")
         else:
-            tl.atomic_add(to + SUM * B, _fixed(away * inverse, SUM_SCALE, member), mask=member, sem="relaxed")
+            tl.atomic_add(to + SUM * B, to_fixed_point(away * inverse, SUM_SCALE, member), mask=member, sem="relaxed")
             if OPO:
-                scale, _ = _token_power(_kept(of, TOKENS, mine, B, there))
-                L = _tokens_of(lengths, at, there, limit, LENGTHS)
-                term = _fixed(away * inverse, scale, member) * L
+                scale, _ = _token_scale(_field(of, TOKENS, mine, B, there))
+                L = load_tokens(lengths, at, there, limit, LENGTHS)
+                term = to_fixed_point(away * inverse, scale, member) * L
                 tl.atomic_add(to + WEIGHTED * B, term, mask=member, sem="relaxed")
             if EXTREMES:
                 one = tl.full((SIZE,), 1, tl.int64)
                 tl.atomic_add(to + LOWS * B, one, mask=member & (x == lowest), sem="relaxed")
                 tl.atomic_add(to + HIGHS * B, one, mask=member & (x == highest), sem="relaxed")
-                low_rank = 4294967298 - _rank(x)
+                low_rank = 4294967298 - _to_rank(x)
                 tl.atomic_max(to + NEXT_LOW * B, low_rank, mask=member & (x > lowest), sem="relaxed")
-                tl.atomic_max(to + NEXT_HIGH * B, _rank(x), mask=member & (x < highest), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["sequences"])
-def totals_kernel(
-    rewards,  # token-level real, with SUM
-    mask,  # token-level u8, with MASK
-    ends,  # [B] integer, with ENDS
-    bounds,  # [B + 1] integer, with PACKED
-    totals,  # [B] fp32, out, with SUM: NaN where a token that counts is not finite
-    counts,  # [B] int64, out: tokens that count
-    T, sequences,
-    SUM_UP: tl.constexpr, MASK: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Sum and number of the tokens of a sequence that count; reads them twice, once from DRAM if they fit a cache."""
-    row = tl.program_id(0).to(tl.int64)
-    start, count, _ = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
-    valid = tl.zeros((SIZE,), tl.int32)
-    largest = tl.zeros((SIZE,), tl.float32)
-    for c in range(0, count, SIZE):
-        t = c + tl.arange(0, SIZE)
-        inside = t < count
-        if MASK:
-            inside = inside & (tl.load(mask + start + t, mask=inside, other=0) != 0)
-        valid += inside.to(tl.int32)
-        if SUM_UP:
-            x = tl.abs(tl.load(rewards + start + t, mask=inside, other=0).to(tl.float32))
-            largest = tl.maximum(largest, tl.where(x == x, x, INFINITY))  # NaN is larger than all, too
-    tl.store(counts + row, tl.sum(valid.to(tl.int64), 0))
-    if SUM_UP:
-        most = tl.max(largest, 0, keep_dims=True)  # [1]: the interpreter cannot see a scalar's bits
-        unit, inverse = _power(most)
-        total = tl.zeros((SIZE,), tl.int64)
-        for c in range(0, count, SIZE):
-            t = c + tl.arange(0, SIZE)
-            inside = t < count
-            if MASK:
-                inside = inside & (tl.load(mask + start + t, mask=inside, other=0) != 0)
-            x = tl.load(rewards + start + t, mask=inside, other=0).to(tl.float32)
-            total += _fixed(x * inverse, SUM_SCALE, inside & (most < INFINITY))
-        whole = tl.sum(total, 0, keep_dims=True).to(tl.float32) * (1.0 / SUM_SCALE) * unit
-        tl.store(totals + row + tl.arange(0, 1), tl.where(most < INFINITY, whole, float("nan")))
-
-
-@triton.jit(do_not_specialize=["sequences", "chunks", "steps"])
-def spread_kernel(
-    adv,  # [B] fp32
-    out,  # token-level fp32, out
-    mask,  # token-level u8, with MASK
-    ends,  # [B] integer, with ENDS
-    bounds,  # [B + 1] integer, with PACKED
-    T, sequences, chunks,
-    steps,  # of the search: the bits of `sequences`
-    MASK: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The advantage of its sequence at every token that counts, 0 at the others; 4 bytes a token, 5 with a mask."""
-    program = tl.program_id(0).to(tl.int64)
-    T = T + tl.zeros((), tl.int64)
-    if PACKED:
-        at = program * SIZE + tl.arange(0, SIZE)
-        inside = at < T
-        # The first sequence that ends behind the token, by bisection.
-        left = tl.zeros((SIZE,), tl.int64)
-        right = left + sequences
-        for _ in range(steps):
-            middle = (left + right) // 2
-            open_ = left < right
-            end = tl.load(bounds + 1 + middle, mask=open_, other=0).to(tl.int64)
-            left, right = tl.where(open_ & (end <= at), middle + 1, left), tl.where(open_ & (end > at), middle, right)
-        valid = inside & (left < sequences) & (at >= tl.load(bounds).to(tl.int64))
-        row = left
-    else:
-        row = program // chunks + tl.zeros((SIZE,), tl.int64)
-        t = program % chunks * SIZE + tl.arange(0, SIZE)
-        at = row * T + t
-        inside = t < T
-        valid = inside
-        if ENDS:
-            valid = valid & (t < tl.load(ends + row, mask=inside, other=0).to(tl.int64))
-    if MASK:
-        valid = valid & (tl.load(mask + at, mask=inside, other=0) != 0)
-    tl.store(out + at, tl.load(adv + row, mask=valid, other=0), mask=inside)
+                tl.atomic_max(to + NEXT_HIGH * B, _to_rank(x), mask=member & (x < highest), sem="relaxed")

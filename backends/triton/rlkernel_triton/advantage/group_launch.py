@@ -24,16 +24,14 @@ from rlkernel_common.moments import Moments, across_ranks
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent
 from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS
-from rlkernel_triton.advantage.group_kernels import (
-    batch_kernel,
-    enter_kernel,
-    group_kernel,
-    spread_kernel,
-    sum_kernel,
-    totals_kernel,
+from rlkernel_triton.advantage.batch_kernels import (
+    batch_moments_kernel,
+    broadcast_kernel,
+    sequence_sums_kernel,
     whiten_groups_kernel,
 )
-from rlkernel_triton.affine_suffix_scan.recursion import Rows
+from rlkernel_triton.advantage.group_kernels import group_kernel, hash_groups_kernel, table_sums_kernel
+from rlkernel_triton.affine_suffix_scan.recursion import SequenceLayout
 from rlkernel_triton.common.host import INTERPRETED, blank
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.moments import MERGED, merge_kernel
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Kinds that group_kernel makes; otb compares columns of time and is not one of them.
-MADE: Final = frozenset(name for name, kind in KINDS.items() if "group" in kind.takes and name != "otb")
+GROUP_KINDS: Final = frozenset(name for name, kind in KINDS.items() if "group" in kind.takes and name != "otb")
 # The interpreter runs a program in numpy: small tiles there let a test's few rows take several of them.
 TILE: Final = 32 if INTERPRETED else 512  # own elements of a program by size
 READ: Final = 32 if INTERPRETED else 128  # own elements of a program that reads a table
@@ -69,7 +67,7 @@ _NO_LENGTHS: Final = _Lengths()
 
 
 class Groups:
-    """A kind of `MADE`, prepared: what a call of its shape asks for, and the launches.
+    """A kind of `GROUP_KINDS`, prepared: what a call of its shape asks for, and the launches.
 
     Args:
         call: checked, none of its tensors float64.
@@ -120,30 +118,27 @@ class Groups:
 
     def run(self, call: AdvantageCall) -> AdvantageResult:
         """fp32 advantages [B], or token-level where the call says so, and all statistics that the definition gives."""
-        B, K, device, extent, plan = self._B, self._K, self._device, self._extent, self._plan
+        B, device, extent, plan = self._B, self._device, self._extent, self._plan
         rows, totals, sizes = None, None, _NO_LENGTHS
         if extent.tokens is not None:
-            rows = Rows.of(extent.tokens, B, call.mask, call.lengths, call.cu_seqlens)
+            rows = SequenceLayout.of(extent.tokens, B, call.mask, call.lengths, call.cu_seqlens)
         if rows is not None or self._counted:
-            totals, sizes = _by_sequence(call, extent, rows, self._counted, plan)
+            totals, sizes = _sequence_sums(call, extent, rows, self._counted, plan)
         x = call.rewards.contiguous() if totals is None else totals
         adv, mean, std, invalid, constant, count = self._allocated()
         partial = of_batch = self._no_floats
         nothing = self._nothing
-        steps, members, ids = _or(call.step_rewards, nothing), _or(call.in_stats, nothing), nothing
+        steps, members, ids = _given(call.step_rewards, nothing), _given(call.in_stats, nothing), nothing
         if self._ids:
             ids = call.group.contiguous()  # type: ignore[union-attr]  # a tensor, as in the first call
         if self._of_batch:
-            of_batch = _batch_moments(call, x, steps, members, self._read, K, plan)
+            of_batch = self._batch_moments(call, x, steps, members)
         if self._whitens:
             make = torch.empty if self._programs else torch.zeros
             partial = make((max(self._programs, 1), 4), dtype=torch.float32, device=device)
         table = owner = owner2 = self._no_floats
         if self._form["MODE"] == "table" and B:
-            table, owner, owner2 = _entered(
-                call, x, steps, members, self._read, ids if self._ids else None, self._size, sizes, K, self._extremes,
-                plan,
-            )  # fmt: skip
+            table, owner, owner2 = self._fill_table(call, x, steps, members, ids if self._ids else None, sizes)
         if self._programs:
             launch = self._launch
             if launch is None:
@@ -152,14 +147,15 @@ class Groups:
                     LENGTHS=sizes.form,
                 )  # fmt: skip
             launch(
-                (self._programs, 1, 1), x, steps, ids, _or(call.anchor, nothing), members, _or(call.in_loss, nothing),
-                _or(call.weights, nothing), _or(call.reward_weights, nothing), _or(sizes.tensor, nothing), of_batch,
-                table, owner, owner2, adv, invalid, count, mean, std, constant, partial,
+                (self._programs, 1, 1), x, steps, ids, _given(call.anchor, nothing), members,
+                _given(call.in_loss, nothing), _given(call.weights, nothing), _given(call.reward_weights, nothing),
+                _given(sizes.tensor, nothing), of_batch, table, owner, owner2, adv, invalid, count, mean, std, constant,
+                partial,
             )  # fmt: skip
-        stats = _whitened(call, adv, invalid, partial, self._applies, plan) if self._whitens else {}
+        stats = self._whiten(call, adv, invalid, partial) if self._whitens else {}
         if extent.token_output and rows is not None:
-            adv = _spread(adv, rows, plan)
-        if K:
+            adv = _broadcast(adv, rows, plan)
+        if self._K:
             return AdvantageResult(adv, None, AdvantageStats(invalid, count, mean, std, constant, **stats))
         return AdvantageResult(adv, None, AdvantageStats(invalid, **stats))
 
@@ -185,6 +181,90 @@ class Groups:
         (adv, mean, std), (invalid, constant) = floats.unbind(), flags.unbind()
         return adv, mean, std, invalid, constant, torch.empty(B, dtype=torch.int64, device=device)
 
+    def _fill_table(
+        self, call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, ids: Tensor | None, sizes: _Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo.
+
+        Returns:
+            table: [sets, fields, B] int64, statistics by atomics.
+            owner: [B] int32, who stands for the group of each sequence.
+            owner2: [B] int32, of steps in equal states.
+        """
+        kind, B, K, read, extremes, plan = self._kind, self._B, self._K, self._read, self._extremes, self._plan
+        fields = _fields(kind, extremes=extremes)
+        sets = 2 if kind == "gigpo" else K
+        slots = triton.next_power_of_2(2 * B)
+        passes = 2 if kind == "gigpo" else 1
+        room = torch.zeros(sets * fields * B + passes * slots // 2, dtype=torch.int64, device=x.device)
+        table = room[: sets * fields * B].view(sets, fields, B)
+        claimed = room[sets * fields * B :].view(torch.int32).view(passes, slots)
+        owners = torch.empty((passes, B), dtype=torch.int32, device=x.device)
+        lengths = _given(sizes.tensor, x)
+        grid = (triton.cdiv(B, ENTERED), 1, 1)
+        for second in range(passes):
+            fixed: dict[str, Any] = {
+                **read, "limit": sizes.limit, "K": K, "SECOND": bool(second), "OPO": kind == "opo",
+                "LENGTHS": sizes.form, "FIELDS": fields, "SIZE": ENTERED,
+            }  # fmt: skip
+
+            def enter(launcher: Launcher, fixed: dict[str, Any] = fixed) -> Launch:
+                return launcher.bind(hash_groups_kernel, G=self._size, last=slots - 1, IDS=ids is not None, **fixed)
+
+            def add(launcher: Launcher, fixed: dict[str, Any] = fixed) -> tuple[Launch, Launch]:
+                first, squares = (
+                    launcher.bind(
+                        table_sums_kernel, peer=int(call.constant == "peer"), EXTREMES=extremes, SQUARE=square, **fixed
+                    )
+                    for square in (False, True)
+                )
+                return first, squares
+
+            plan.get(f"enter {second}", enter)(
+                grid, x, steps, _given(ids, x), _given(call.anchor, x), members, lengths, claimed[second],
+                table[second:], owners[second],
+            )  # fmt: skip
+            for launch in plan.get(f"add {second}", add):
+                launch(grid, x, steps, members, lengths, table[second:], owners[second])
+        return table, owners[0], owners[-1]
+
+    def _batch_moments(self, call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor) -> Tensor:
+        """Moments [K or 2, P, 4] of the rewards of the batch (gpg: of which are not 0), merged over ranks."""
+        kind, B, K, read, plan = self._kind, self._B, self._K, self._read, self._plan
+        sets, programs = 2 if kind == "gigpo" else K, triton.cdiv(B, BLOCK)
+        partial = torch.zeros((sets, max(programs, 1), 4), dtype=torch.float32, device=x.device)
+        if B and sets:
+            launch = plan.get(
+                "batch", lambda launcher: launcher.bind(
+                    batch_moments_kernel, **read, K=K, programs=programs, NONZERO=kind == "gpg", STEPS=kind == "gigpo",
+                    SIZE=BLOCK,
+                ),
+            )  # fmt: skip
+            launch((programs, sets, 1), x, steps, members, partial)
+        if call.process_group is None:
+            return partial
+        each = [_of_all_ranks(part, call.process_group, plan) for part in partial.unbind()]
+        return torch.stack(each) if sets else partial
+
+    def _whiten(self, call: AdvantageCall, adv: Tensor, invalid: Tensor, partial: Tensor) -> dict[str, Tensor]:
+        """Whiten `adv` where it is stored, if asked to; the statistics of the batch."""
+        in_loss, weights, apply, plan = call.in_loss, call.weights, self._applies, self._plan
+        if call.process_group is not None:
+            partial = _of_all_ranks(partial, call.process_group, plan)
+        scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
+        B = adv.shape[0]
+        launch = plan.get(
+            "whiten", lambda launcher: launcher.bind(
+                whiten_groups_kernel, B=B, P=partial.shape[0], ddof=call.whiten_ddof, eps=float(call.whiten_eps),
+                eps_mode=EPS_MODES.index(call.whiten_eps_mode), APPLY=apply, IN_LOSS=in_loss is not None,
+                WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH,
+            ),
+        )  # fmt: skip
+        grid = (max(triton.cdiv(B, BLOCK), 1) if apply else 1, 1, 1)
+        launch(grid, adv, invalid, _given(in_loss, adv), _given(weights, adv), partial, scalars)
+        n, mean, var, rstd = scalars.unbind()
+        return {"count": n, "mean": mean, "var": var, "rstd": rstd}
+
 
 _WIDTH: Final = 8 if INTERPRETED else 128  # partial moments that a program merges at a time
 
@@ -207,55 +287,8 @@ def _fields(kind: str, *, extremes: bool) -> int:
     return 9 if extremes else 7 if kind == "opo" else 5
 
 
-def _entered(
-    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], ids: Tensor | None,
-    size: int, sizes: _Lengths, K: int, extremes: bool, plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Fill the table: one memset, then three launches for the groups, and three for the states of gigpo.
-
-    Returns:
-        table: [sets, fields, B] int64, statistics by atomics.
-        owner: [B] int32, who stands for the group of each sequence.
-        owner2: [B] int32, of steps in equal states.
-    """
-    kind, B = call.kind, read["B"]
-    fields = _fields(kind, extremes=extremes)
-    sets = 2 if kind == "gigpo" else K
-    slots = triton.next_power_of_2(2 * B)
-    passes = 2 if kind == "gigpo" else 1
-    room = torch.zeros(sets * fields * B + passes * slots // 2, dtype=torch.int64, device=x.device)
-    table = room[: sets * fields * B].view(sets, fields, B)
-    claimed = room[sets * fields * B :].view(torch.int32).view(passes, slots)
-    owners = torch.empty((passes, B), dtype=torch.int32, device=x.device)
-    lengths = _or(sizes.tensor, x)
-    grid = (triton.cdiv(B, ENTERED), 1, 1)
-    for second in range(passes):
-        fixed: dict[str, Any] = {
-            **read, "limit": sizes.limit, "K": K, "SECOND": bool(second), "OPO": kind == "opo",
-            "LENGTHS": sizes.form, "FIELDS": fields, "SIZE": ENTERED,
-        }  # fmt: skip
-
-        def enter(launcher: Launcher, fixed: dict[str, Any] = fixed) -> Launch:
-            return launcher.bind(enter_kernel, G=size, last=slots - 1, IDS=ids is not None, **fixed)
-
-        def add(launcher: Launcher, fixed: dict[str, Any] = fixed) -> tuple[Launch, Launch]:
-            first, squares = (
-                launcher.bind(sum_kernel, peer=int(call.constant == "peer"), EXTREMES=extremes, SQUARE=square, **fixed)
-                for square in (False, True)
-            )
-            return first, squares
-
-        plan.get(f"enter {second}", enter)(
-            grid, x, steps, _or(ids, x), _or(call.anchor, x), members, lengths, claimed[second], table[second:],
-            owners[second],
-        )  # fmt: skip
-        for launch in plan.get(f"add {second}", add):
-            launch(grid, x, steps, members, lengths, table[second:], owners[second])
-    return table, owners[0], owners[-1]
-
-
-def _by_sequence(
-    call: AdvantageCall, extent: Extent, rows: Rows | None, counted: bool, plan: Plan
+def _sequence_sums(
+    call: AdvantageCall, extent: Extent, rows: SequenceLayout | None, counted: bool, plan: Plan
 ) -> tuple[Tensor | None, _Lengths]:
     """Sums of token-level rewards [B], and tokens of each sequence where they are asked for."""
     rewards, token_rewards, sequences = call.rewards, extent.token_rewards, extent.sequences
@@ -268,11 +301,11 @@ def _by_sequence(
         if sequences:
             launch = plan.get(
                 "totals", lambda launcher: launcher.bind(
-                    totals_kernel, T=rows.width, sequences=sequences, SUM_UP=token_rewards,
+                    sequence_sums_kernel, T=rows.width, sequences=sequences, SUM_UP=token_rewards,
                     MASK=rows.mask is not None, ENDS=rows.ends is not None, PACKED=rows.bounds is not None, SIZE=BLOCK,
                 ),
             )  # fmt: skip
-            described = [_or(t, x) for t in (rows.mask, rows.ends, rows.bounds)]
+            described = [_given(t, x) for t in (rows.mask, rows.ends, rows.bounds)]
             launch((sequences, 1, 1), x, *described, totals, counts)
         totals = totals if token_rewards else None
     if not counted:
@@ -288,26 +321,6 @@ def _by_sequence(
     return totals, _Lengths("bounds", bounds.contiguous(), _UNBOUNDED if rows is None else rows.width)
 
 
-def _batch_moments(
-    call: AdvantageCall, x: Tensor, steps: Tensor, members: Tensor, read: dict[str, Any], K: int, plan: Plan
-) -> Tensor:
-    """Moments [K or 2, P, 4] of the rewards of the batch (gpg: of which are not 0), merged over ranks."""
-    kind, B = call.kind, read["B"]
-    sets, programs = 2 if kind == "gigpo" else K, triton.cdiv(B, BLOCK)
-    partial = torch.zeros((sets, max(programs, 1), 4), dtype=torch.float32, device=x.device)
-    if B and sets:
-        launch = plan.get(
-            "batch", lambda launcher: launcher.bind(
-                batch_kernel, **read, K=K, programs=programs, NONZERO=kind == "gpg", STEPS=kind == "gigpo", SIZE=BLOCK
-            ),
-        )  # fmt: skip
-        launch((programs, sets, 1), x, steps, members, partial)
-    if call.process_group is None:
-        return partial
-    each = [_of_all_ranks(part, call.process_group, plan) for part in partial.unbind()]
-    return torch.stack(each) if sets else partial
-
-
 def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan) -> Tensor:  # [P, 4] -> [1, 4]
     """The moments of all ranks, the same bits on each."""
     mine, P = torch.empty(4, dtype=torch.float32, device=partial.device), partial.shape[0]
@@ -317,29 +330,7 @@ def _of_all_ranks(partial: Tensor, process_group: ProcessGroup, plan: Plan) -> T
     return torch.stack(across_ranks(Moments(*mine.unbind()), process_group))[None]
 
 
-def _whitened(
-    call: AdvantageCall, adv: Tensor, invalid: Tensor, partial: Tensor, apply: bool, plan: Plan
-) -> dict[str, Tensor]:
-    """Whiten `adv` where it is stored, if asked to; the statistics of the batch."""
-    in_loss, weights = call.in_loss, call.weights
-    if call.process_group is not None:
-        partial = _of_all_ranks(partial, call.process_group, plan)
-    scalars = torch.empty(4, dtype=torch.float32, device=adv.device)
-    B = adv.shape[0]
-    launch = plan.get(
-        "whiten", lambda launcher: launcher.bind(
-            whiten_groups_kernel, B=B, P=partial.shape[0], ddof=call.whiten_ddof, eps=float(call.whiten_eps),
-            eps_mode=EPS_MODES.index(call.whiten_eps_mode), APPLY=apply, IN_LOSS=in_loss is not None,
-            WEIGHTS=weights is not None, SIZE=BLOCK, MERGED=_WIDTH,
-        ),
-    )  # fmt: skip
-    grid = (max(triton.cdiv(B, BLOCK), 1) if apply else 1, 1, 1)
-    launch(grid, adv, invalid, _or(in_loss, adv), _or(weights, adv), partial, scalars)
-    n, mean, var, rstd = scalars.unbind()
-    return {"count": n, "mean": mean, "var": var, "rstd": rstd}
-
-
-def _spread(adv: Tensor, rows: Rows, plan: Plan) -> Tensor:
+def _broadcast(adv: Tensor, rows: SequenceLayout, plan: Plan) -> Tensor:
     """[B] to the tokens that count."""
     out = torch.empty(rows.shape, dtype=torch.float32, device=adv.device)
     chunks = triton.cdiv(rows.width, BLOCK)
@@ -347,14 +338,21 @@ def _spread(adv: Tensor, rows: Rows, plan: Plan) -> Tensor:
     if programs:
         launch = plan.get(
             "spread", lambda launcher: launcher.bind(
-                spread_kernel, T=rows.width, sequences=rows.sequences, chunks=chunks,
+                broadcast_kernel, T=rows.width, sequences=rows.sequences, chunks=chunks,
                 steps=rows.sequences.bit_length(), MASK=rows.mask is not None, ENDS=rows.ends is not None,
                 PACKED=rows.bounds is not None, SIZE=BLOCK,
             ),
         )  # fmt: skip
-        launch((programs, 1, 1), adv, out, _or(rows.mask, adv), _or(rows.ends, adv), _or(rows.bounds, adv))
+        launch(
+            (programs, 1, 1),
+            adv,
+            out,
+            _given(rows.mask, adv),
+            _given(rows.ends, adv),
+            _given(rows.bounds, adv),
+        )
     return out
 
 
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
+def _given(x: Tensor | None, other: Tensor) -> Tensor:
     return other if x is None else x.contiguous()

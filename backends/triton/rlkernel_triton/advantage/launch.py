@@ -1,8 +1,8 @@
 """advantage@1 on the device: kinds over tokens are one launch of the suffix scan, whitening three more.
 
-Kinds over groups are one launch where groups have a size, the token baseline two (group_advantage/). Turns, and token
+Kinds over groups are one launch where groups have a size, the token baseline two (group_launch.py). Turns, and token
 baselines of large batches by ids, are the definition's own torch operations, scans in log2 T passes. Nothing
-synchronises or depends on data for a shape.
+synchronizes or depends on data for a shape.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, Advanta
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_torch.advantage.estimate import advantage as in_torch
-from rlkernel_triton.advantage.columns import Columns, serves
-from rlkernel_triton.advantage.group_launch import MADE, Groups
+from rlkernel_triton.advantage.group_launch import GROUP_KINDS, Groups
+from rlkernel_triton.advantage.token_baseline import TokenBaseline, serves
 from rlkernel_triton.affine_suffix_scan.launch import refused_float64
-from rlkernel_triton.affine_suffix_scan.recursion import Recursion, Rows, Scanned, run
+from rlkernel_triton.affine_suffix_scan.recursion import BoundRecursion, Recursion, ScanOutput, SequenceLayout, run
 from rlkernel_triton.common.host import untracked
 from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.whiten.launch import Whitening
@@ -46,7 +46,7 @@ def advantage(call: AdvantageCall) -> AdvantageResult:
 def prepare(call: AdvantageCall) -> Callable[[AdvantageCall], AdvantageResult]:
     """What runs calls of this shape. See `rlkernel_core.spec.advantage.AdvantageCall`."""
     extent = extent_of(call)
-    if call.kind in MADE:
+    if call.kind in GROUP_KINDS:
         groups = Groups(call, extent, Plan(launcher_for(call.rewards.device)))
         return untracked(partial(_refusing, groups) if call.singleton == "error" else groups.run, call)
     tokens, rule = extent.tokens, "otb" if serves(call, extent) else _RULES.get(call.kind)
@@ -92,11 +92,11 @@ class _Steps:
         self._tokens: tuple[int, ...] = tokens
         self._plan = Plan(launcher_for(call.rewards.device))
         self._locates = not extent.token_rewards or call.masked_time != "skip"
-        # Rows that nothing but a shape describes are the same in every call.
+        # A layout that nothing but a shape describes is the same in every call.
         bare = call.mask is call.lengths is call.cu_seqlens is None
-        self._bare = Rows(self._tokens, extent.sequences) if bare else None
-        self._recursion: Recursion | None = None
-        self._columns = Columns(extent, self._plan) if rule == "otb" else None
+        self._bare = SequenceLayout(self._tokens, extent.sequences) if bare else None
+        self._recursion: BoundRecursion | None = None
+        self._token_baseline = TokenBaseline(extent, self._plan) if rule == "otb" else None
         whiten = KINDS[call.kind].whiten if call.whiten == "auto" else call.whiten
         self._whitens, self._defers = whiten != "none", whiten == "defer"
         self._finishes = whiten == "global" or not call.in_loss is call.weights is None
@@ -104,11 +104,13 @@ class _Steps:
 
     def run(self, call: AdvantageCall) -> AdvantageResult:
         """Advantages, targets and statistics of a call."""
-        rows = self._bare or Rows.of(self._tokens, self._extent.sequences, call.mask, call.lengths, call.cu_seqlens)
+        rows = self._bare or SequenceLayout.of(
+            self._tokens, self._extent.sequences, call.mask, call.lengths, call.cu_seqlens
+        )
         if self._locates:
             rows = rows.located(self._plan)
-        if self._columns is not None:
-            out, targets, invalid, members = self._columns(call, rows)
+        if self._token_baseline is not None:
+            out, targets, invalid, members = self._token_baseline(call, rows)
             return self._finished(call, rows, out, targets, invalid, members)
         made = self._scanned(call, rows)
         if made.invalid is None:
@@ -117,36 +119,32 @@ class _Steps:
             return self._finished(call, rows, made.out, made.targets, made.invalid)
         return AdvantageResult(made.out, made.targets, AdvantageStats(made.invalid))
 
-    def _scanned(self, call: AdvantageCall, rows: Rows) -> Scanned:
+    def _scanned(self, call: AdvantageCall, rows: SequenceLayout) -> ScanOutput:
         """Advantages and targets as the scan gives them, 0 where masked, and which sequences are not finite."""
         rewards, values = _real(call.rewards), _maybe(call.values)
         stop, lam, lam_value = call.dones, call.lam, call.lam_value
         if stop is not None:
             stop = stop.contiguous().view(torch.uint8)
             if call.done_index == "before":
-                stop = run("scan", rows, b=stop, a=0.0, exclusive=True, plan=self._plan, place="stop").out
+                stop = run(Recursion("scan", rows, stop, 0.0, exclusive=True), self._plan, "stop").out
         if call.length_adaptive is not None:
             lam = _adapted(call.length_adaptive, rows)
         per_token = self._extent.token_rewards
-        given = (
-            rewards if per_token else None, None, values, _maybe(call.q_values), _maybe(call.ratio),
-            _real(lam) if isinstance(lam, Tensor) else None,
-            _real(lam_value) if isinstance(lam_value, Tensor) else None,
-            rows.mask, stop, _maybe(call.bootstrap), None if per_token else rewards, _maybe(call.baseline), rows.ends,
-            rows.bounds,
+        recursion = Recursion(
+            self._rule, rows, rewards if per_token else None, values=values, q_values=_maybe(call.q_values),
+            ratio=_maybe(call.ratio), lam=_real(lam) if isinstance(lam, Tensor) else lam,
+            lam_value=_real(lam_value) if isinstance(lam_value, Tensor) else lam_value, stop=stop,
+            init=_maybe(call.bootstrap), outcome=None if per_token else rewards, baseline=_maybe(call.baseline),
+            ratio_clip=call.ratio_clip, trace_clip=call.trace_clip, gamma=call.gamma, masked=call.masked_time,
         )  # fmt: skip
-        recursion = self._recursion
-        if recursion is None:
-            recursion = self._recursion = Recursion(
-                self._plan.launcher, self._rule, rows, rewards.device, here=tuple(x is not None for x in given), a=0.0,
-                lam=lam, lam_value=lam_value, ratio_clip=call.ratio_clip, trace_clip=call.trace_clip, gamma=call.gamma,
-                masked=call.masked_time, exclusive=False, carry=False, by=None,
-            )  # fmt: skip
-        made = recursion(given)
+        bound = self._recursion
+        if bound is None:
+            bound = self._recursion = BoundRecursion(self._plan.launcher, recursion)
+        made = bound(recursion.tensors)
         return _carried(made, rows, values, self._plan) if call.masked_out == "carry" else made
 
     def _finished(
-        self, call: AdvantageCall, rows: Rows, out: Tensor, targets: Tensor | None, invalid: Tensor,
+        self, call: AdvantageCall, rows: SequenceLayout, out: Tensor, targets: Tensor | None, invalid: Tensor,
         group_count: Tensor | None = None,
     ) -> AdvantageResult:  # fmt: skip
         """Whitening, weights and masks over sequences."""
@@ -170,26 +168,26 @@ class _Steps:
         return AdvantageResult(out, targets, AdvantageStats(invalid, group_count, **stats))
 
 
-def _carried(made: Scanned, rows: Rows, values: Tensor | None, plan: Plan) -> Scanned:
+def _carried(made: ScanOutput, rows: SequenceLayout, values: Tensor | None, plan: Plan) -> ScanOutput:
     """The same, a masked token holding what the next valid one does."""
-    out = run("scan", rows, b=made.out, a=0.0, carry=True, plan=plan, place="carried").out
+    out = run(Recursion("scan", rows, made.out, 0.0, carry=True), plan, "carried").out
     if made.targets is None:
         raise RuntimeError("a recursion without targets")
     if values is None:
-        targets = run("scan", rows, b=made.targets, a=0.0, carry=True, plan=plan, place="targets").out
-        return Scanned(out, targets, invalid=made.invalid)
-    counted = run("scan", rows, b=torch.ones_like(out), a=0.0, plan=plan, place="counted").out > 0
-    return Scanned(out, torch.where(counted, made.targets, out + values.float()), invalid=made.invalid)
+        targets = run(Recursion("scan", rows, made.targets, 0.0, carry=True), plan, "targets").out
+        return ScanOutput(out, targets, invalid=made.invalid)
+    counted = run(Recursion("scan", rows, torch.ones_like(out), 0.0), plan, "counted").out > 0
+    return ScanOutput(out, torch.where(counted, made.targets, out + values.float()), invalid=made.invalid)
 
 
-def _adapted(alpha: float, rows: Rows) -> float | Tensor:
+def _adapted(alpha: float, rows: SequenceLayout) -> float | Tensor:
     """1 - 1 / max(alpha L, 1) for the L valid tokens of each sequence."""
     if rows.bounds is None and rows.mask is None and rows.ends is None:
         return 1.0 - 1.0 / max(alpha * rows.width, 1.0)
     return 1.0 - 1.0 / (alpha * _counts(rows).float()).clamp(min=1.0)
 
 
-def _counts(rows: Rows) -> Tensor:  # [B] int64
+def _counts(rows: SequenceLayout) -> Tensor:  # [B] int64
     """Valid tokens of each sequence."""
     if rows.bounds is not None:
         bounds = rows.bounds.long().clamp(0, rows.width)

@@ -15,19 +15,20 @@ Legend: B sequences · T time (N tokens where packed) · J rows of a tile · C c
 """
 
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.sequences import is_finite, load_or_zero, sequence_bounds
 
 COLUMNS = 8  # tokens that one thread composes
 CHAIN = 32  # compositions that `chain_kernel` fetches at a time
 
 
 @triton.jit
-def _then(a1, b1, p1, q1, a2, b2, p2, q2):
+def _compose(a1, b1, p1, q1, a2, b2, p2, q2):
     """Maps (a, b) up to a row and (p, q) up to the row before it: the right one is applied first."""
     return a1 * a2, b2 + a2 * b1, p2 * a1, q2 + p2 * b1
 
 
 @triton.jit
-def _columns(x, J: tl.constexpr):
+def _split_columns(x, J: tl.constexpr):
     """The 8 columns of a tile [J, 8], each [J]."""
     even, odd = tl.split(tl.reshape(x, (J, 4, 2)))
     x04, x26 = tl.split(tl.reshape(even, (J, 2, 2)))
@@ -40,7 +41,7 @@ def _columns(x, J: tl.constexpr):
 
 
 @triton.jit
-def _tile(x0, x1, x2, x3, x4, x5, x6, x7, J: tl.constexpr):
+def _join_columns(x0, x1, x2, x3, x4, x5, x6, x7, J: tl.constexpr):
     """The tile [J, 8] of 8 columns."""
     even = tl.reshape(tl.join(tl.join(x0, x4), tl.join(x2, x6)), (J, 4))
     odd = tl.reshape(tl.join(tl.join(x1, x5), tl.join(x3, x7)), (J, 4))
@@ -48,10 +49,10 @@ def _tile(x0, x1, x2, x3, x4, x5, x6, x7, J: tl.constexpr):
 
 
 @triton.jit
-def _composed(a, b, J: tl.constexpr):
+def _compose_chunk(a, b, J: tl.constexpr):
     """Of a chunk of maps [J, 8]: the composition of all, and [J] of those right of each row."""
-    a0, a1, a2, a3, a4, a5, a6, a7 = _columns(a, J)
-    b0, b1, b2, b3, b4, b5, b6, b7 = _columns(b, J)
+    a0, a1, a2, a3, a4, a5, a6, a7 = _split_columns(a, J)
+    b0, b1, b2, b3, b4, b5, b6, b7 = _split_columns(b, J)
     A = a7 * a6 * a5 * a4 * a3 * a2 * a1 * a0
     B = b6 + a6 * b7
     B = b5 + a5 * B
@@ -61,17 +62,17 @@ def _composed(a, b, J: tl.constexpr):
     B = b1 + a1 * B
     B = b0 + a0 * B
     one = tl.full((J,), 1.0, tl.float32)
-    A, B, P, Q = tl.associative_scan((A, B, one, one * 0.0), 0, _then)
+    A, B, P, Q = tl.associative_scan((A, B, one, one * 0.0), 0, _compose)
     last = tl.arange(0, J) == J - 1
     return tl.sum(tl.where(last, A, 0.0)), tl.sum(tl.where(last, B, 0.0)), P, Q
 
 
 @triton.jit
-def _suffix(a, b, state, J: tl.constexpr):
+def _scan_chunk(a, b, state, J: tl.constexpr):
     """The y right of every token of a chunk [J, 8], and the y of its first token; `state` is the y right of it."""
-    A, B, P, Q = _composed(a, b, J)
-    _, a1, a2, a3, a4, a5, a6, a7 = _columns(a, J)
-    _, b1, b2, b3, b4, b5, b6, b7 = _columns(b, J)
+    A, B, P, Q = _compose_chunk(a, b, J)
+    _, a1, a2, a3, a4, a5, a6, a7 = _split_columns(a, J)
+    _, b1, b2, b3, b4, b5, b6, b7 = _split_columns(b, J)
     y7 = Q + P * state
     y6 = b7 + a7 * y7
     y5 = b6 + a6 * y6
@@ -80,41 +81,11 @@ def _suffix(a, b, state, J: tl.constexpr):
     y2 = b3 + a3 * y3
     y1 = b2 + a2 * y2
     y0 = b1 + a1 * y1
-    return _tile(y0, y1, y2, y3, y4, y5, y6, y7, J), B + A * state
+    return _join_columns(y0, y1, y2, y3, y4, y5, y6, y7, J), B + A * state
 
 
 @triton.jit
-def _finite(x):
-    return tl.abs(x) < float("inf")
-
-
-@triton.jit
-def _load(at, where, HERE: tl.constexpr):
-    """fp32, 0 where not `where`, and where there is no such tensor."""
-    if HERE:
-        return tl.load(at, mask=where, other=0).to(tl.float32)
-    return tl.zeros(where.shape, tl.float32)
-
-
-@triton.jit
-def _sequence(row, sequences, T, ends, bounds, ENDS: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a sequence, how many of its tokens may count, and how many it has."""
-    T = T + tl.zeros((), tl.int64)
-    # Within a sequence 32 bits are enough, and half the registers of 64.
-    if PACKED:
-        start = tl.minimum(tl.maximum(tl.load(bounds + row).to(tl.int64), 0), T)
-        width = tl.maximum(tl.minimum(tl.maximum(tl.load(bounds + row + 1).to(tl.int64), 0), T) - start, 0)
-    else:
-        start = row * T
-        width = T
-    count = width
-    if ENDS:
-        count = tl.minimum(tl.maximum(tl.load(ends + row).to(tl.int64), 0), width)
-    return start, count.to(tl.int32), width.to(tl.int32)
-
-
-@triton.jit
-def _tokens(c, start, count, mask, J: tl.constexpr, MASK: tl.constexpr):
+def _chunk_tokens(c, start, count, mask, J: tl.constexpr, MASK: tl.constexpr):
     """A chunk's tokens within their sequence, which are inside of it, and which of those count."""
     j = tl.arange(0, J)[:, None]
     t = c * (J * 8) + (J - 1 - j) * 8 + tl.arange(0, 8)[None, :]
@@ -126,16 +97,16 @@ def _tokens(c, start, count, mask, J: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def _decay(lam, inside, row_lam, gamma, decay, blend, r, x, on, LAM: tl.constexpr):
+def _lambda_return_maps(lam, inside, row_lam, gamma, decay, blend, r, x, on, LAM: tl.constexpr):
     """The maps of a lambda-return with rewards r and values x, and lambda where it is per token."""
     if LAM == "number":
         return decay * on, blend * x + decay * r, on
-    w = _load(lam, inside, True) if LAM == "token" else row_lam + on * 0.0
+    w = load_or_zero(lam, inside, True) if LAM == "token" else row_lam + on * 0.0
     return gamma * w * on, gamma * (1.0 - w) * x + gamma * w * r, w
 
 
 @triton.jit
-def _select(m, n, inside, valid, MASKED: tl.constexpr):
+def _masked_maps(m, n, inside, valid, MASKED: tl.constexpr):
     """The maps of the tokens that count; a masked one is the identity, a step without reward, or a reset."""
     if MASKED == "step":
         m = tl.where(inside, m, 1.0)
@@ -148,13 +119,32 @@ def _select(m, n, inside, valid, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["C", "sequences"])  # one build for all numbers of sequences
 def scan_kernel(
-    b, a, v, q, ratio, lam, lam2, mask, stop, init, outcome, baseline, ends, bounds,
-    adv, ret, first, invalid, parts, chain, flags,
+    b,  # token-level: b of the scan, else rewards, unless OUTCOME
+    a,  # token-level, with A
+    v,  # token-level values, with VALUES
+    q,  # token-level values of the actions, with Q
+    ratio,  # token-level, vtrace and retrace
+    lam,  # [B] (LAM row) or token-level (LAM token)
+    lam2,  # the same of the targets' lambda (LAM2)
+    mask,  # token-level u8, with MASK
+    stop,  # token-level u8, with STOP: 1 where an episode ends
+    init,  # [B], with INIT: what stands right of the last token
+    outcome,  # [B], with OUTCOME: rewards that stand on the last token before `ends`
+    baseline,  # [B], with BASELINE
+    ends,  # [B] integer, with ENDS: tokens from here on do not count
+    bounds,  # [B + 1] integer, with PACKED
+    adv,  # token-level fp32 out: y, or advantages
+    ret,  # token-level fp32 out: targets, unless RULE scan
+    first,  # [B] fp32 out, RULE scan: y of the first token
+    invalid,  # [B] u8 out, unless RULE scan; in, with STAGE apply
+    parts,  # [2 or 4, B, C] fp32: compositions of chunks, out of part
+    chain,  # [1 or 2, B, C] fp32: what stands right of each chunk, into apply
+    flags,  # [B, C] u8: something in a chunk is not finite, out of part
     T, C, sequences, a_number, gamma, decay, blend, decay2, blend2, ratio_clip, trace_clip,
-    RULE: tl.constexpr, STAGE: tl.constexpr, J: tl.constexpr,
-    A: tl.constexpr, VALUES: tl.constexpr, Q: tl.constexpr, LAM: tl.constexpr, LAM2: tl.constexpr, MASK: tl.constexpr,
-    STOP: tl.constexpr, INIT: tl.constexpr, OUTCOME: tl.constexpr, BASELINE: tl.constexpr, ENDS: tl.constexpr,
-    PACKED: tl.constexpr, MASKED: tl.constexpr, EXCLUSIVE: tl.constexpr, CARRY: tl.constexpr, STAGES: tl.constexpr,
+    RULE: tl.constexpr, STAGE: tl.constexpr, J: tl.constexpr, A: tl.constexpr, VALUES: tl.constexpr,
+    Q: tl.constexpr, LAM: tl.constexpr, LAM2: tl.constexpr, MASK: tl.constexpr, STOP: tl.constexpr,
+    INIT: tl.constexpr, OUTCOME: tl.constexpr, BASELINE: tl.constexpr, ENDS: tl.constexpr, PACKED: tl.constexpr,
+    MASKED: tl.constexpr, EXCLUSIVE: tl.constexpr, CARRY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One recursion over one sequence (STAGE rows), or over one chunk of it (part, apply).
 
@@ -163,7 +153,7 @@ def scan_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     row = program if STAGE == "rows" else program // C
-    start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    start, count, width = sequence_bounds(row, sequences, T, ends, bounds, ENDS, PACKED)
     state, state2 = 0.0, 0.0
     row_lam, row_lam2, final, base = 0.0, 0.0, 0.0, 0.0
     if LAM == "row":
@@ -176,7 +166,7 @@ def scan_kernel(
         base = tl.load(baseline + row).to(tl.float32)
     if INIT:
         state = tl.load(init + row).to(tl.float32)
-    odd = ((_finite(state) & _finite(final) & _finite(base)) == 0) & (RULE != "scan")
+    odd = ((is_finite(state) & is_finite(final) & is_finite(base)) == 0) & (RULE != "scan")
     if RULE == "vtrace":  # two scans: of the next value, which ends with `init`, and of the excess, which ends with 0
         state2, state = state, 0.0
     elif (RULE == "gae") | (RULE == "retrace"):
@@ -198,59 +188,59 @@ def scan_kernel(
     bad = tl.zeros((J, 8), tl.int32)
     # Right to left; what does not depend on the state is fetched some chunks ahead.
     for k in tl.range(0, chunks, num_stages=STAGES):
-        t, inside, valid = _tokens(last - k, start, count, mask, J, MASK)
+        t, inside, valid = _chunk_tokens(last - k, start, count, mask, J, MASK)
         # Loads that do not wait for the mask: what a masked token holds is selected away below.
-        r = tl.where(t == count - 1, final, 0.0) if OUTCOME else _load(b + start + t, inside, True)
-        x = _load(v + start + t, inside, VALUES)
+        r = tl.where(t == count - 1, final, 0.0) if OUTCOME else load_or_zero(b + start + t, inside, True)
+        x = load_or_zero(v + start + t, inside, VALUES)
         on = tl.full((J, 8), 1.0, tl.float32)
         if STOP:
-            on = 1.0 - _load(stop + start + t, inside, True)
-        whole = _finite(r) & _finite(x)
+            on = 1.0 - load_or_zero(stop + start + t, inside, True)
+        whole = is_finite(r) & is_finite(x)
         if RULE == "scan":
-            m = _load(a + start + t, inside, True) if A else on * a_number
+            m = load_or_zero(a + start + t, inside, True) if A else on * a_number
             n = r
         elif RULE == "returns":
             m = gamma * on
             n = r
         elif RULE == "gae":
-            m, n, w = _decay(lam + start + t, inside, row_lam, gamma, decay, blend, r, x, on, LAM)
-            whole = whole & _finite(w)
+            m, n, w = _lambda_return_maps(lam + start + t, inside, row_lam, gamma, decay, blend, r, x, on, LAM)
+            whole = whole & is_finite(w)
         else:
-            raw = _load(ratio + start + t, inside, True)
+            raw = load_or_zero(ratio + start + t, inside, True)
             trace = tl.where(raw > trace_clip, trace_clip, raw)
             rho = tl.where(raw > ratio_clip, ratio_clip, raw)
-            whole = whole & _finite(trace) & _finite(rho)
+            whole = whole & is_finite(trace) & is_finite(rho)
             if LAM == "token":
-                w = _load(lam + start + t, inside, True)
-                whole = whole & _finite(w)
+                w = load_or_zero(lam + start + t, inside, True)
+                whole = whole & is_finite(w)
                 trace = trace * w
             else:
                 trace = trace * (row_lam if LAM == "row" else decay)  # `decay` is lambda itself here
             m = gamma * trace * on
             if RULE == "retrace":
-                action = _load(q + start + t, inside, True) if Q else x
-                whole = whole & _finite(action)
+                action = load_or_zero(q + start + t, inside, True) if Q else x
+                whole = whole & is_finite(action)
                 n = gamma * (x + trace * (r - action))
             else:
-                following, state2 = _suffix(tl.where(valid, 0.0, 1.0), tl.where(valid, x, 0.0), state2, J)
+                following, state2 = _scan_chunk(tl.where(valid, 0.0, 1.0), tl.where(valid, x, 0.0), state2, J)
                 following = following * on
                 n = rho * (r + gamma * following - x)
-        m, n = _select(m, n, inside, valid, MASKED)
+        m, n = _masked_maps(m, n, inside, valid, MASKED)
         if LAM2 != "none":
-            m2, n2, w = _decay(lam2 + start + t, inside, row_lam2, gamma, decay2, blend2, r, x, on, LAM2)
-            whole = whole & _finite(w)
-            m2, n2 = _select(m2, n2, inside, valid, MASKED)
+            m2, n2, w = _lambda_return_maps(lam2 + start + t, inside, row_lam2, gamma, decay2, blend2, r, x, on, LAM2)
+            whole = whole & is_finite(w)
+            m2, n2 = _masked_maps(m2, n2, inside, valid, MASKED)
         bad = bad | (valid & (whole == 0)).to(tl.int32)
         if STAGE == "part":
-            A1, B1, _P1, _Q1 = _composed(m, n, J)
+            A1, B1, _P1, _Q1 = _compose_chunk(m, n, J)
             tl.store(parts + program, A1)
             tl.store(parts + sequences * C + program, B1)
             if LAM2 != "none":
-                A2, B2, _P2, _Q2 = _composed(m2, n2, J)
+                A2, B2, _P2, _Q2 = _compose_chunk(m2, n2, J)
                 tl.store(parts + 2 * sequences * C + program, A2)
                 tl.store(parts + 3 * sequences * C + program, B2)
         else:
-            y, state = _suffix(m, n, state, J)
+            y, state = _scan_chunk(m, n, state, J)
             here = t < width
             if RULE == "scan":
                 out = y if EXCLUSIVE else n + m * y
@@ -266,7 +256,7 @@ def scan_kernel(
                     target = r + on * y
                     result = target - x
                 if LAM2 != "none":
-                    y2, state2 = _suffix(m2, n2, state2, J)
+                    y2, state2 = _scan_chunk(m2, n2, state2, J)
                     target = r + on * y2
                 tl.store(adv + start + t, tl.where(valid, result, 0.0), mask=here)
                 tl.store(ret + start + t, tl.where(valid, target, 0.0), mask=here)
@@ -281,7 +271,7 @@ def scan_kernel(
             if wrong:
                 c = tl.cdiv(width, J * 8) - 1
                 while c >= 0:
-                    t, inside, valid = _tokens(c, start, count, mask, J, False)
+                    t, inside, valid = _chunk_tokens(c, start, count, mask, J, False)
                     tl.store(adv + start + t, tl.zeros((J, 8), tl.float32), mask=t < width)
                     tl.store(ret + start + t, tl.zeros((J, 8), tl.float32), mask=t < width)
                     c -= 1
@@ -289,7 +279,14 @@ def scan_kernel(
 
 @triton.jit(do_not_specialize=["C", "sequences"])
 def chain_kernel(
-    parts, chain, flags, init, first, invalid, C, sequences, scale,
+    parts,  # [2, or 4 with TWO, B, C] fp32
+    chain,  # [1, or 2 with TWO, B, C] fp32 out
+    flags,  # [B, C] u8
+    init,  # [B], with INIT
+    first,  # [B] fp32 out, with SCAN
+    invalid,  # [B] u8 out, unless SCAN
+    C, sequences,
+    scale,  # of `init`
     INIT: tl.constexpr, TWO: tl.constexpr, SCAN: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """What stands right of every chunk of a sequence, and the y of its first token: the compositions in their order."""
@@ -329,10 +326,16 @@ def chain_kernel(
 
 
 @triton.jit
-def ends_kernel(mask, bounds, ends, T, sequences, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+def last_token_kernel(
+    mask,  # token-level u8
+    bounds,  # [B + 1] integer, with PACKED
+    ends,  # [B] int64 out
+    T, sequences,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One past the last token of each sequence that the mask lets count: a search from the right."""
     row = tl.program_id(0).to(tl.int64)
-    start, _count, width = _sequence(row, sequences, T, ends, bounds, False, PACKED)
+    start, _count, width = sequence_bounds(row, sequences, T, ends, bounds, False, PACKED)
     i = tl.arange(0, BLOCK)
     c = tl.cdiv(width, BLOCK)
     found = c * 0
@@ -345,7 +348,13 @@ def ends_kernel(mask, bounds, ends, T, sequences, PACKED: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def gaps_kernel(adv, ret, bounds, T, sequences, RETURNS: tl.constexpr, BLOCK: tl.constexpr):
+def zero_gaps_kernel(
+    adv,  # [N] fp32 out
+    ret,  # [N] fp32 out, with RETURNS
+    bounds,  # [B + 1] integer
+    T, sequences,
+    RETURNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """0 at the packed tokens of no sequence: before the first and behind the last."""
     n = T + tl.zeros((), tl.int64)
     t = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -16,7 +16,7 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
-from rlkernel_triton.affine_suffix_scan.recursion import Rows, run
+from rlkernel_triton.affine_suffix_scan.recursion import Recursion, SequenceLayout, run
 from rlkernel_triton.launchers import Plan, launcher_for
 
 
@@ -29,7 +29,7 @@ def prepare(call: AffineSuffixScanCall) -> Callable[[AffineSuffixScanCall], Scan
     """What runs calls of this shape. See `rlkernel_core.spec.affine_suffix_scan.AffineSuffixScanCall`."""
     if gradient_wanted("affine_suffix_scan", call):
         return AffineSuffixScanPair(call)
-    return _Host(call).forward
+    return _Prepared(call).forward
 
 
 class AffineSuffixScanPair(Pair[AffineSuffixScanCall, ScanResult]):
@@ -40,16 +40,16 @@ class AffineSuffixScanPair(Pair[AffineSuffixScanCall, ScanResult]):
     def __init__(self, call: AffineSuffixScanCall) -> None:
         """Keep what calls of this shape launch."""
         super().__init__(call)
-        self._host = _Host(call)
+        self._prepared = _Prepared(call)
 
     def forward(self, call: AffineSuffixScanCall) -> tuple[ScanResult, Saved]:
         """The result; what is saved belongs to the call."""
-        result = self._host.forward(call)
+        result = self._prepared.forward(call)
         return result, self.saved_like(call, result, self.wanted)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One scan, and where a gradient of `a` is wanted the exclusive one once more."""
-        return self._host.backward(saved, grads, self.wanted)
+        return self._prepared.backward(saved, grads, self.wanted)
 
     @classmethod
     def saved_like(cls, call: AffineSuffixScanCall, result: ScanResult, wanted: tuple[bool, ...]) -> Saved:
@@ -58,8 +58,8 @@ class AffineSuffixScanPair(Pair[AffineSuffixScanCall, ScanResult]):
         return *cls.inputs(call), call.mask, call.lengths, call.cu_seqlens
 
 
-class _Host:
-    """What the host does for calls of one shape."""
+class _Prepared:
+    """What is done once for calls of one shape."""
 
     def __init__(self, call: AffineSuffixScanCall) -> None:
         self._B, self._shape, self._carry = sequences_of(call), tuple(call.b.shape), call.masked_out == "carry"
@@ -69,17 +69,17 @@ class _Host:
     def forward(self, call: AffineSuffixScanCall) -> ScanResult:
         """The result."""
         a = call.a if isinstance(call.a, Tensor) else None
-        rows = Rows.of(self._shape, self._B, call.mask, call.lengths, call.cu_seqlens)
+        rows = SequenceLayout.of(self._shape, self._B, call.mask, call.lengths, call.cu_seqlens)
         return ScanResult(*self._run(rows, call.b, a, call.init, exclusive=self._exclusive))
 
     def _run(
-        self, rows: Rows, b: Tensor, a: Tensor | None, init: Tensor | None, *, exclusive: bool
+        self, rows: SequenceLayout, b: Tensor, a: Tensor | None, init: Tensor | None, *, exclusive: bool
     ) -> tuple[Tensor, Tensor]:
         """The y asked for, and that of the first token."""
-        done = run(
-            "scan", rows, b=b, a=self._a if a is None else a, init=init, exclusive=exclusive, carry=self._carry,
-            plan=self._plan, place=f"exclusive={exclusive}",
-        )  # fmt: skip
+        recursion = Recursion(
+            "scan", rows, b, self._a if a is None else a, init=init, exclusive=exclusive, carry=self._carry
+        )
+        done = run(recursion, self._plan, f"exclusive={exclusive}")
         first = done.first
         if first is None:
             raise RuntimeError("a scan without a carry")
@@ -99,19 +99,18 @@ class _Host:
             dfirst = torch.zeros(self._B, dtype=torch.float32, device=b.device)
         elif dfirst.data_ptr() % 16:  # what arrives may lie anywhere, and a plan's tensors lie alike
             dfirst = dfirst.clone()
-        given = Rows.of(self._shape, self._B, mask, lengths, cu_seqlens)
+        given = SequenceLayout.of(self._shape, self._B, mask, lengths, cu_seqlens)
         valid = _valid(given, b.device)
         factor = torch.full_like(dy, self._a) if a is None else a.float()
         # What is carried through a masked token comes back through it.
         factor = torch.where(valid, factor, 1.0)
         sent = dy if self._exclusive else factor * dy
         bounds = None if given.bounds is None else given.width - given.bounds.flip(0)
-        rows = Rows.of(self._shape, self._B, None if self._carry else valid.flip(-1), None, bounds)
+        rows = SequenceLayout.of(self._shape, self._B, None if self._carry else valid.flip(-1), None, bounds)
         packed = bounds is not None
-        done = run(
-            "scan", rows, b=sent.flip(-1), a=factor.flip(-1), init=dfirst.flip(0) if packed else dfirst,
-            exclusive=True, plan=self._plan, place="back",
-        )  # fmt: skip
+        first = dfirst.flip(0) if packed else dfirst
+        recursion = Recursion("scan", rows, sent.flip(-1), factor.flip(-1), init=first, exclusive=True)
+        done = run(recursion, self._plan, "backward")
         into = done.out.flip(-1)
         last = dfirst if done.first is None or not rows.width else done.first.flip(0) if packed else done.first
         grad = torch.where(valid, into if self._exclusive else dy + into, 0.0)
@@ -122,7 +121,7 @@ class _Host:
         return grad.to(b.dtype), d_a, None if init is None else last.to(init.dtype)
 
 
-def _valid(rows: Rows, device: torch.device) -> Tensor:  # token-level bool
+def _valid(rows: SequenceLayout, device: torch.device) -> Tensor:  # token-level bool
     """The tokens that count."""
     at = torch.arange(rows.width, device=device)
     if rows.bounds is not None:

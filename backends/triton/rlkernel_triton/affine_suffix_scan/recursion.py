@@ -15,9 +15,9 @@ from rlkernel_triton.affine_suffix_scan.kernels import (
     CHAIN,
     COLUMNS,
     chain_kernel,
-    ends_kernel,
-    gaps_kernel,
+    last_token_kernel,
     scan_kernel,
+    zero_gaps_kernel,
 )
 from rlkernel_triton.common.host import INTERPRETED, blank
 from rlkernel_triton.common.language import triton
@@ -37,7 +37,7 @@ _SEARCH: Final = 1024
 
 
 @dataclass(frozen=True)
-class Rows:
+class SequenceLayout:
     """The sequences of a batch, as the kernels see them."""
 
     shape: tuple[int, ...]  # (B, T) or (N,)
@@ -68,7 +68,7 @@ class Rows:
 
         def bound(launcher: Launcher) -> Launch:
             return launcher.bind(
-                ends_kernel, T=self.width, sequences=self.sequences, PACKED=self.bounds is not None, BLOCK=_SEARCH
+                last_token_kernel, T=self.width, sequences=self.sequences, PACKED=self.bounds is not None, BLOCK=_SEARCH
             )
 
         launch = planned(plan, "ends", ends.device, bound)
@@ -76,7 +76,7 @@ class Rows:
         return replace(self, ends=ends)
 
 
-class Scanned(NamedTuple):
+class ScanOutput(NamedTuple):
     """What a launch wrote."""
 
     out: Tensor  # y or advantages, token-level fp32
@@ -91,86 +91,98 @@ def schedule(sequences: int, chunks: int, rule: str) -> str:
     return "chunks" if few and rule != "vtrace" and sequences * chunks <= MOST else "rows"
 
 
-def run(
-    rule: str,
-    rows: Rows,
-    *,
-    b: Tensor | None = None,
-    a: float | Tensor = 1.0,
-    values: Tensor | None = None,
-    q_values: Tensor | None = None,
-    ratio: Tensor | None = None,
-    ratio_clip: float | None = None,
-    trace_clip: float | None = None,
-    gamma: float = 1.0,
-    lam: float | Tensor = 1.0,
-    lam_value: float | Tensor | None = None,
-    stop: Tensor | None = None,
-    init: Tensor | None = None,
-    outcome: Tensor | None = None,
-    baseline: Tensor | None = None,
-    masked: str = "skip",
-    exclusive: bool = False,
-    carry: bool = False,
-    by: str | None = None,
-    plan: Plan | None = None,
-    place: str = "",
-) -> Scanned:
-    """One recursion over all sequences; `rule` and the rest as `scan_kernel`, `by` a schedule in place of the table's.
+class Recursion(NamedTuple):
+    """One recursion over all sequences: what `scan_kernel` computes, and from which tensors.
 
-    Token-level tensors have the shape of `rows`; `lam` and `lam_value` may be numbers, [B] or token-level; `stop` is 1
-    where an episode ends; `outcome` [B] stands on the last token of `rows.ends`. With a plan the launches are those of
-    its first call at this place: everything but the values on the device must be the same.
+    Token-level tensors have the shape of `rows`.
     """
-    factor = a if isinstance(a, Tensor) else None
-    traces = [x if isinstance(x, Tensor) else None for x in (lam, lam_value)]
-    tensors = (
-        b, factor, values, q_values, ratio, *traces, rows.mask, stop, init, outcome, baseline, rows.ends, rows.bounds
-    )  # fmt: skip
-    device = next(x.device for x in (b, outcome, values) if x is not None)
 
-    def bound(launcher: Launcher) -> Recursion:
-        return Recursion(
-            launcher, rule, rows, device, here=tuple(x is not None for x in tensors),
-            a=0.0 if isinstance(a, Tensor) else float(a), lam=lam, lam_value=lam_value, ratio_clip=ratio_clip,
-            trace_clip=trace_clip, gamma=gamma, masked=masked, exclusive=exclusive, carry=carry, by=by,
+    rule: str  # "scan", or one that makes advantages and targets: "returns", "gae", "vtrace", "retrace"
+    rows: SequenceLayout
+    b: Tensor | None = None  # token-level: b of the scan, else rewards
+    a: float | Tensor = 1.0  # of the scan; a tensor is token-level
+    values: Tensor | None = None  # token-level
+    q_values: Tensor | None = None  # token-level
+    ratio: Tensor | None = None  # token-level
+    lam: float | Tensor = 1.0  # a number, [B] or token-level
+    lam_value: float | Tensor | None = None  # as lam; that of the targets, where it is another
+    stop: Tensor | None = None  # token-level; 1 where an episode ends
+    init: Tensor | None = None  # [B]
+    outcome: Tensor | None = None  # [B]: rewards that stand on the last token of `rows.ends`
+    baseline: Tensor | None = None  # [B]
+    ratio_clip: float | None = None
+    trace_clip: float | None = None
+    gamma: float = 1.0
+    masked: str = "skip"  # a masked token is skipped, a "step" without reward, or a "reset"
+    exclusive: bool = False  # y without the token's own b
+    carry: bool = False  # a masked token keeps y; else it gets 0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the kernel is passed, in its order."""
+        rows = self.rows
+        return (
+            self.b, _tensor(self.a), self.values, self.q_values, self.ratio, _tensor(self.lam),
+            _tensor(self.lam_value), rows.mask, self.stop, self.init, self.outcome, self.baseline, rows.ends,
+            rows.bounds,
         )  # fmt: skip
 
-    return planned(plan, place, device, bound)(tensors)
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(x.device for x in (self.b, self.outcome, self.values) if x is not None)
 
 
-class Recursion:
-    """The launches of one recursion, bound for a shape.
+def _tensor(x: float | Tensor | None) -> Tensor | None:
+    return x if isinstance(x, Tensor) else None
 
-    `here` says of b, a, values, q_values, ratio, lam, lam_value, mask, stop, init, outcome, baseline, ends and bounds,
-    in this order, which are tensors; the rest is as in `run`.
+
+def run(recursion: Recursion, plan: Plan | None = None, place: str = "", *, by: str | None = None) -> ScanOutput:
+    """Run one recursion.
+
+    Args:
+        recursion: what is computed.
+        plan: what keeps the launches of the first call at this place; everything but the values on the device must
+            be the same then.
+        place: in the plan.
+        by: a schedule, "rows" or "chunks", in place of the table's.
     """
+    launches = planned(plan, place, recursion.device, lambda launcher: BoundRecursion(launcher, recursion, by))
+    return launches(recursion.tensors)
 
-    def __init__(
-        self, launcher: Launcher, rule: str, rows: Rows, device: torch.device, *, here: tuple[bool, ...], a: float,
-        lam: float | Tensor, lam_value: float | Tensor | None, ratio_clip: float | None, trace_clip: float | None,
-        gamma: float, masked: str, exclusive: bool, carry: bool, by: str | None,
-    ) -> None:  # fmt: skip
+
+class BoundRecursion:
+    """The launches of one recursion, bound for a shape."""
+
+    def __init__(self, launcher: Launcher, recursion: Recursion, by: str | None = None) -> None:
+        rule, rows, gamma, device = recursion.rule, recursion.rows, recursion.gamma, recursion.device
         B, C = rows.sequences, triton.cdiv(rows.width, CHUNK)
+        tensors = recursion.tensors
         self._shape, self._B, self._C, self._device, self._scan = rows.shape, B, C, device, rule == "scan"
-        self._two, packed = lam_value is not None, here[13]
-        self._there = tuple(i for i, there in enumerate(here) if there)
-        self._nothing = [blank(torch.float32, device)] * len(here)
+        self._two, packed = recursion.lam_value is not None, rows.bounds is not None
+        self._there = tuple(i for i, x in enumerate(tensors) if x is not None)
+        self._nothing = [blank(torch.float32, device)] * len(tensors)
         self._rows = (by or schedule(B, C, rule)) == "rows" or not C
-        decay, blend = _decays(rule, gamma, lam)
-        decay2, blend2 = _decays(rule, gamma, 1.0 if lam_value is None else lam_value)
+        decay, blend = _decays(rule, gamma, recursion.lam)
+        decay2, blend2 = _decays(rule, gamma, 1.0 if recursion.lam_value is None else recursion.lam_value)
         fixed: dict[str, Any] = {
-            "T": rows.width, "C": C, "sequences": B, "a_number": a, "gamma": float(gamma), "decay": decay,
-            "blend": blend, "decay2": decay2, "blend2": blend2, "ratio_clip": _bound(ratio_clip),
-            "trace_clip": _bound(trace_clip), "RULE": rule, "J": TILE, "A": here[1], "VALUES": here[2], "Q": here[3],
-            "LAM": _level(lam, rows), "LAM2": "none" if lam_value is None else _level(lam_value, rows),
-            "MASK": here[7], "STOP": here[8], "INIT": here[9], "OUTCOME": here[10], "BASELINE": here[11],
-            "ENDS": here[12], "PACKED": packed, "MASKED": masked, "EXCLUSIVE": exclusive, "CARRY": carry,
-            "num_warps": warps(device),
+            "T": rows.width, "C": C, "sequences": B, "gamma": float(gamma),
+            "a_number": 0.0 if isinstance(recursion.a, Tensor) else float(recursion.a), "decay": decay, "blend": blend,
+            "decay2": decay2, "blend2": blend2, "ratio_clip": _bound(recursion.ratio_clip),
+            "trace_clip": _bound(recursion.trace_clip), "RULE": rule, "J": TILE, "A": isinstance(recursion.a, Tensor),
+            "VALUES": recursion.values is not None, "Q": recursion.q_values is not None,
+            "LAM": _level(recursion.lam, rows),
+            "LAM2": "none" if recursion.lam_value is None else _level(recursion.lam_value, rows),
+            "MASK": rows.mask is not None, "STOP": recursion.stop is not None, "INIT": recursion.init is not None,
+            "OUTCOME": recursion.outcome is not None, "BASELINE": recursion.baseline is not None,
+            "ENDS": rows.ends is not None, "PACKED": packed, "MASKED": recursion.masked,
+            "EXCLUSIVE": recursion.exclusive, "CARRY": recursion.carry, "num_warps": warps(device),
         }  # fmt: skip
         self._gaps: Launch | None = None
         if packed and rows.width:
-            self._gaps = launcher.bind(gaps_kernel, T=rows.width, sequences=B, RETURNS=not self._scan, BLOCK=_SEARCH)
+            self._gaps = launcher.bind(
+                zero_gaps_kernel, T=rows.width, sequences=B, RETURNS=not self._scan, BLOCK=_SEARCH
+            )
         if self._rows:
             each = triton.cdiv(C, B) if packed and B else C
             stages = next(k for fewest, k in STAGES if each >= fewest)
@@ -180,14 +192,14 @@ class Recursion:
         self._launches = (
             launcher.bind(scan_kernel, **fixed, STAGE="part", STAGES=1),
             launcher.bind(
-                chain_kernel, num_warps=1, C=C, sequences=B, scale=float(scale), INIT=here[9], TWO=self._two,
-                SCAN=self._scan, U=CHAIN,
+                chain_kernel, num_warps=1, C=C, sequences=B, scale=float(scale), INIT=recursion.init is not None,
+                TWO=self._two, SCAN=self._scan, U=CHAIN,
             ),
             launcher.bind(scan_kernel, **fixed, STAGE="apply", STAGES=1),
         )  # fmt: skip
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> Scanned:
-        """Run it on tensors that are there as `here` says."""
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> ScanOutput:
+        """Run it on tensors of which those are there that were at binding; as `Recursion.tensors` has them."""
         B, C, device = self._B, self._C, self._device
         out = torch.empty(self._shape, dtype=torch.float32, device=device)
         targets = first = invalid = None
@@ -196,7 +208,7 @@ class Recursion:
         else:
             targets = torch.empty_like(out)
             invalid = torch.empty(B, dtype=torch.bool, device=device)
-        result = Scanned(out, targets, first, invalid)
+        result = ScanOutput(out, targets, first, invalid)
         if not B:
             out.zero_()
             if targets is not None:
@@ -236,7 +248,7 @@ def _bound(x: float | None) -> float:
     return float("inf") if x is None else float(x)
 
 
-def _level(lam: float | Tensor, rows: Rows) -> str:
+def _level(lam: float | Tensor, rows: SequenceLayout) -> str:
     """Whether lambda is a number, one a token, or one a sequence."""
     if not isinstance(lam, Tensor):
         return "number"

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from rlkernel_core.manifest import Backend
 from rlkernel_core.reasons import Reason
 from rlkernel_triton.claims import CLAIMS
-from rlkernel_triton.claims import manifest as portable
+from rlkernel_triton.claims import manifest as portable_manifest
 
 if TYPE_CHECKING:
-    from rlkernel_triton.aot.builds import Argument
+    from rlkernel_triton.aot.bundle_launcher import BundleLauncher, KernelRequest
+    from rlkernel_triton.aot.configurations import Argument
     from rlkernel_triton.aot.dry_run import DryRuns
-    from rlkernel_triton.aot.launching import FromBundle, Wanted
     from rlkernel_triton.launchers import Scope
 
 # What a rollout and an update on one GPU need; every other operator stays with Triton.
@@ -39,9 +39,9 @@ def folder() -> Path:
     return (Path(data) if data else Path.home() / ".local" / "share") / "rlkernel" / "bundles"
 
 
-def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
+def manifest(name: str, module: str, arch: tuple[str, ...]) -> Backend:
     """A manifest over bundles: `module:logprob` prepares calls of a shape, `module:logprob_fits` is its check."""
-    whole = portable(name, device="cuda", arch=arch)
+    whole = portable_manifest(name, device="cuda", arch=arch)
     impls = [
         impl.model_copy(
             update={"target": f"{module}:{op}", "prepared": True, "gradient": None, "check": f"{module}:{op}_fits"}
@@ -52,7 +52,7 @@ def claims(name: str, module: str, arch: tuple[str, ...]) -> Backend:
     return whole.model_copy(update={"impls": tuple(impls), "self_test": f"{module}:self_test"})
 
 
-class FromBundles:
+class BundleBackend:
     """Implementations over the bundle that has the best code for this machine's GPU, and over others with the same.
 
     They are those of `rlkernel_triton.claims`, prepared and run with a launcher that has machine code.
@@ -72,20 +72,20 @@ class FromBundles:
         self._folders, self._force, self._piece = folders, force, piece
 
     @cached_property
-    def launcher(self) -> FromBundle:
+    def launcher(self) -> BundleLauncher:
         """What launches.
 
         Raises:
             BundleError: no bundle has code for this GPU.
         """
         from rlkernel_triton.aot.bundle import Bundle, BundleError
+        from rlkernel_triton.aot.bundle_launcher import BundleLauncher
         from rlkernel_triton.aot.driver import Driver
-        from rlkernel_triton.aot.launching import FromBundle
 
         driver, refused, found = Driver(), [], []
         for path in [p for place in self._folders() for p in sorted(place.glob("*.zip"))]:
             try:
-                found.append(FromBundle(Bundle(path), driver, force=self._force))
+                found.append(BundleLauncher(Bundle(path), driver, force=self._force))
             except BundleError as error:
                 refused.append(str(error))
         if found:
@@ -101,12 +101,12 @@ class FromBundles:
             f"rlkernel aot build --target sm_{major}{minor}"
         )
 
-    def missing(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> FromBundle | None:
-        """A launcher for a launch that no bundle has a build for: none. It is written down if that is asked for."""
-        from rlkernel_triton.aot.recording import MISSING, noted
+    def missing(self, request: KernelRequest, arguments: Mapping[str, Argument]) -> BundleLauncher | None:
+        """Called where no bundle holds a launch's configuration: returns None, and logs it if AOT_MISSING is set."""
+        from rlkernel_triton.aot.recordings import MISSING, append
 
         if os.environ.get(MISSING):
-            noted(wanted.op, wanted.build(arguments), self.launcher.chosen, Path(os.environ[MISSING]))
+            append(Path(os.environ[MISSING]), request.op, request.configuration(arguments), self.launcher.chosen)
         return None
 
     @cached_property
@@ -119,10 +119,10 @@ class FromBundles:
     @cached_property
     def dry_runs(self) -> DryRuns:
         """What the bundles say to a call before it is run."""
+        from rlkernel_triton.aot.bundle_launcher import LookupLauncher
         from rlkernel_triton.aot.dry_run import DryRuns
-        from rlkernel_triton.aot.launching import Lookup
 
-        return DryRuns(self.scope._replace(launcher=Lookup(self.launcher)))
+        return DryRuns(self.scope._replace(launcher=LookupLauncher(self.launcher)))
 
     def __call__(self, name: str) -> Callable[..., Any]:
         """What a manifest names in a module: `logprob`, which prepares calls of a shape, `logprob_fits`, `self_test`.
@@ -184,9 +184,9 @@ class FromBundles:
             raise RLKernelError(f"log-probabilities on {device} are off by {error:.3g}; expected below 1e-4")
 
 
-backend = claims("aot", "rlkernel_triton.aot.backend", arch=("sm80+",))
-_found: Final = FromBundles(lambda: [folder()])
+backend = manifest("aot", "rlkernel_triton.aot.backend", arch=("sm80+",))
+_backend: Final = BundleBackend(lambda: [folder()])
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    return _found(name)
+    return _backend(name)

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from rlkernel_core import __version__
 from rlkernel_core.errors import RLKernelError
-from rlkernel_triton.aot.builds import Code
+from rlkernel_triton.aot.configurations import Code
 
 FORMAT: Final = 2
 DESCRIPTION: Final = "bundle.json"
@@ -113,12 +113,12 @@ class Bundle:
         return data
 
 
-def written(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
+def write_bundle(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
     """Write a bundle: compiled configurations with their files by kind, and who compiled them."""
-    listed = sorted(codes, key=lambda made: (made[0].target, made[0].build.kernel, made[0].build.text))
+    listed = sorted(codes, key=lambda made: (made[0].target, made[0].configuration.kernel, made[0].configuration.text))
     places, entries = _packed(listed)
     targets: dict[str, dict[str, Any]] = {}
-    for (target, kernel), of_kernel in groupby(listed, key=lambda made: (made[0].target, made[0].build.kernel)):
+    for (target, kernel), of_kernel in groupby(listed, key=lambda made: (made[0].target, made[0].configuration.kernel)):
         documents = []
         for code, files in of_kernel:
             there = targets.setdefault(target, {"kinds": [], "kernels": {}})
@@ -154,7 +154,7 @@ def _packed(
     distinct: dict[tuple[str, str, str], dict[bytes, None]] = {}
     for code, files in codes:
         for kind, data in files.items():
-            distinct.setdefault((code.target, kind, code.build.kernel), {})[data] = None
+            distinct.setdefault((code.target, kind, code.configuration.kernel), {})[data] = None
     places: dict[tuple[str, str, bytes], str] = {}
     packs: dict[str, bytes] = {}
     for (target, kind, kernel), pieces in sorted(distinct.items()):

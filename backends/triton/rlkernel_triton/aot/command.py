@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
-from rlkernel_triton.aot import tables
+from rlkernel_triton.aot import recordings
 from rlkernel_triton.aot.backend import OPERATORS, WITH, folder
-from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.bundle import Bundle, written
-from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.aot.bundle import Bundle, write_bundle
+from rlkernel_triton.aot.configurations import Code, Configuration
+from rlkernel_triton.launchers.targets import TARGETS
 
 W = TypeVar("W")
 R = TypeVar("R")
@@ -64,27 +64,29 @@ def build(
             "--configurations", configurations, "is no file", "AOT_MISSING=FILE writes one (docs/aot.md)."
         )
     asked = {*ops, *(other for op in ops for other in WITH.get(op, ()))}
-    table = tables.read(Path(configurations)) if configurations else {}
-    wanted = {target: tables.chosen(table, target, asked) for target in sorted(set(targets))}
+    table = recordings.read(Path(configurations)) if configurations else {}
+    wanted = {target: recordings.chosen(table, target, asked) for target in sorted(set(targets))}
     if configurations and (empty := [target for target, builds in wanted.items() if not builds]):
         raise RLKernelError(
             f"{configurations} has none for {', '.join(ops or OPERATORS)} on {', '.join(empty)}: leave that target "
             f"out, or record some (AOT_RECORDING=FILE:{empty[0]}, docs/aot.md)"
         )
     try:
-        from rlkernel_triton.aot.compiling import closed, compiler, require
+        from rlkernel_triton.aot.compiling import compiler, require, with_specializations
     except ImportError as error:
         raise RLKernelError(f"building a bundle needs Triton and torch ({error}): pip install torch triton") from error
     for target in targets:
         require(target)
     processes = jobs or len(os.sched_getaffinity(0))
     if not configurations:
-        recorded = _mapped(launched, [(target, sorted(asked or OPERATORS)) for target in wanted], processes)
+        recorded = _in_processes(launched, [(target, sorted(asked or OPERATORS)) for target in wanted], processes)
         wanted = dict(zip(wanted, recorded, strict=True))
-    work = [(target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in closed(builds)]
-    made = _mapped(part, work, processes, _CHUNK)
+    work = [
+        (target, alike, ptx, keep_going) for target, builds in wanted.items() for alike in with_specializations(builds)
+    ]
+    made = _in_processes(compile_part, work, processes, _CHUNK)
     failed = [text for _, texts in made for text in texts]
-    bundle = written(path, [code for codes, _ in made for code in codes], compiler())
+    bundle = write_bundle(path, [code for codes, _ in made for code in codes], compiler())
     return {**described(bundle), "failed": failed}
 
 
@@ -119,11 +121,11 @@ def _require_room(path: Path) -> None:
         raise ArgumentError("--out", path, "is a folder, or in one that cannot be written", "Name a file, bundle.zip.")
 
 
-_Work = tuple[str, list[Build], int | None, bool]  # of builds that one code may stand for
+_Work = tuple[str, list[Configuration], int | None, bool]  # of builds that one code may stand for
 _Made = tuple[list[tuple[Code, Mapping[str, bytes]]], list[str]]  # what was compiled, what was not and why
 
 
-def _mapped(function: Callable[[W], R], work: list[W], jobs: int, chunk: int = 1) -> list[R]:
+def _in_processes(function: Callable[[W], R], work: list[W], jobs: int, chunk: int = 1) -> list[R]:
     if jobs == 1 or len(work) == 1:
         return [function(piece) for piece in work]
     # Fresh processes: compilers hold threads and locks that a fork would break.
@@ -131,14 +133,14 @@ def _mapped(function: Callable[[W], R], work: list[W], jobs: int, chunk: int = 1
         return list(pool.map(function, work, chunksize=chunk))
 
 
-def launched(of: tuple[str, list[str]]) -> list[Build]:
-    """What operators launch on a target, as `rlkernel_triton.aot.noting.launched` says."""
-    from rlkernel_triton.aot.noting import launched as noted
+def launched(of: tuple[str, list[str]]) -> list[Configuration]:
+    """What operators launch on a target, as `rlkernel_triton.aot.configuration_recorder.launched` says."""
+    from rlkernel_triton.aot.configuration_recorder import launched as launched_in_process
 
-    return noted(*of)
+    return launched_in_process(*of)
 
 
-def part(work: _Work) -> _Made:
+def compile_part(work: _Work) -> _Made:
     """Compile a piece of a bundle: of builds that one code may stand for, those that it does not."""
     from rlkernel_triton.aot.compiling import compiled
 
@@ -161,7 +163,7 @@ def described(bundle: Bundle) -> dict[str, Any]:
     """A bundle in numbers: per target and kernel how many builds, and the most that one of them needs."""
     kernels: dict[tuple[str, str], list[Code]] = {}
     for code in bundle.codes:
-        kernels.setdefault((code.target, code.build.kernel), []).append(code)
+        kernels.setdefault((code.target, code.configuration.kernel), []).append(code)
     return {
         "path": str(bundle.path),
         "bytes": bundle.path.stat().st_size,

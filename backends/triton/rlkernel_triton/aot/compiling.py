@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
-from rlkernel_triton.aot.builds import Build, Code
-from rlkernel_triton.aot.sources import digest
-from rlkernel_triton.aot.targets import TARGETS
-from rlkernel_triton.launchers import Build as Recorded
+from rlkernel_triton.aot.configurations import Code, Configuration
+from rlkernel_triton.aot.source_digest import digest
+from rlkernel_triton.launchers import Build
+from rlkernel_triton.launchers.offline import compile_recorded
+from rlkernel_triton.launchers.targets import TARGETS
 
-_NVIDIA: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _OWN_FEATURES: Final = 90  # from here on Triton compiles for sm_90a, sm_110a and so on
 _AGAIN: Final = "record the run again: AOT_RECORDING=FILE:TARGET (docs/aot.md)"
-_PLANNED: Final = ("sm_87", "sm_90")  # whose launches say what is promised
+_PLANNED: Final = ("sm_87", "sm_90")  # whose launches say what calls keep
 
 
 def compiler() -> dict[str, str]:
@@ -62,7 +57,7 @@ def require(target: str) -> None:
         made_by = ", ".join(f"{tool} {version}" for tool, version in compiler().items())
         raise ArgumentError(
             "target", target, f"no assembler of this Triton knows {name}: {made_by}",
-            "Build it with Triton 3.7 or newer, or name a newer ptxas: TRITON_PTXAS_BLACKWELL_PATH.",
+            "Configuration it with Triton 3.7 or newer, or name a newer ptxas: TRITON_PTXAS_BLACKWELL_PATH.",
         )  # fmt: skip
 
 
@@ -72,33 +67,33 @@ def _assembled(name: str) -> bool:
     return any(subprocess.run(c, check=False, capture_output=True).returncode == 0 for c in commands)  # noqa: S603
 
 
-def closed(builds: Iterable[Build]) -> list[list[Build]]:
-    """Builds with the promises on sizes and alignments that their kernels declare, and without any.
+def with_specializations(configurations: Iterable[Configuration]) -> list[list[Configuration]]:
+    """Builds specialized as calls mostly are, in sizes and alignments, and not at all.
 
     Together in a list are those that one code may stand for.
 
     Raises:
         RLKernelError: a kernel is gone.
     """
-    alike: dict[Build, dict[Build, None]] = {}
-    for build in builds:
-        plain = build.unpromised(_constexprs(_kernel(build)))
+    alike: dict[Configuration, dict[Configuration, None]] = {}
+    for configuration in configurations:
+        plain = configuration.unspecialized(_constexprs(_kernel(configuration)))
         kinds = dict(plain.types)
         pointers = {n for n, kind in kinds.items() if kind.startswith("*")}
-        for promise in promises().get(build.kernel, ()):
-            divisible = (promise.pointers & pointers) | {n for n in promise.numbers if kinds.get(n) in {"i32", "i64"}}
-            _put(alike, plain.promised(divisible, [n for n in promise.ones if kinds.get(n) == "i32"]))
+        for keeps in specializations().get(configuration.kernel, ()):
+            divisible = (keeps.pointers & pointers) | {n for n in keeps.numbers if kinds.get(n) in {"i32", "i64"}}
+            _put(alike, plain.specialized(divisible, [n for n in keeps.ones if kinds.get(n) == "i32"]))
         _put(alike, plain)
     return [list(group) for group in alike.values()]
 
 
-def _put(alike: dict[Build, dict[Build, None]], build: Build) -> None:
-    kinds = tuple((n, kind[:1] if kind.startswith("*") else kind) for n, kind in build.types)
-    alike.setdefault(replace(build, types=kinds), {})[build] = None
+def _put(alike: dict[Configuration, dict[Configuration, None]], configuration: Configuration) -> None:
+    kinds = tuple((n, kind[:1] if kind.startswith("*") else kind) for n, kind in configuration.types)
+    alike.setdefault(replace(configuration, types=kinds), {})[configuration] = None
 
 
-class Promise(NamedTuple):
-    """What a kernel's module declares that calls mostly keep."""
+class Specialization(NamedTuple):
+    """What calls mostly keep of a kernel's run-time parameters."""
 
     pointers: frozenset[str]  # aligned to 16 bytes
     numbers: frozenset[str]  # multiples of 16
@@ -106,22 +101,22 @@ class Promise(NamedTuple):
 
 
 @cache
-def promises() -> dict[str, tuple[Promise, ...]]:
+def specializations() -> dict[str, tuple[Specialization, ...]]:
     """By kernel: what all launches of the table of workloads keep, those apart in which other numbers are 1.
 
-    Promises that differ in pointers alone are one: memory is aligned wherever a tensor begins.
+    Those that differ in pointers alone are one: memory is aligned wherever a tensor begins.
     """
     from rlkernel_triton.recorded import recorded
     from rlkernel_triton.workloads import WORKLOADS
 
-    found: dict[str, dict[frozenset[str], Promise]] = {}
+    found: dict[str, dict[frozenset[str], Specialization]] = {}
     for build in [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]:
         constants = _constexprs(_kernel(build))
         ones = frozenset(n for n, v in build.constants if n not in constants and v == 1)
         pointers = frozenset(n for n, kind in build.types if n in build.divisible and kind.startswith("*"))
         numbers, own = frozenset(build.divisible) - pointers, found.setdefault(build.kernel, {})
-        other = own.get(ones, Promise(pointers, numbers, ones))
-        own[ones] = Promise(other.pointers | pointers, other.numbers & numbers, ones)
+        other = own.get(ones, Specialization(pointers, numbers, ones))
+        own[ones] = Specialization(other.pointers | pointers, other.numbers & numbers, ones)
     return {kernel: tuple(own.values()) for kernel, own in found.items()}
 
 
@@ -129,76 +124,67 @@ def _constexprs(kernel: Any) -> frozenset[str]:
     return frozenset(p.name for p in kernel.params if p.is_constexpr)
 
 
-def _kernel(build: Build | Recorded) -> Any:
-    module, _, name = build.kernel.partition(":")
+def _kernel(configuration: Configuration | Build) -> Any:
+    module, _, name = configuration.kernel.partition(":")
     found = getattr(import_module(module), name, None)
     if found is None:
-        raise RLKernelError(f"{build.kernel} is no kernel any more; {_AGAIN}")
+        raise RLKernelError(f"{configuration.kernel} is no kernel any more; {_AGAIN}")
     return found
 
 
-def compiled(builds: Iterable[Build], target: str, ptx: int | None = None) -> Iterator[tuple[Code, dict[str, bytes]]]:
-    """Each build for a target, with its files by kind.
+def compiled(
+    configurations: Iterable[Configuration], target: str, ptx: int | None = None
+) -> Iterator[tuple[Code, dict[str, bytes]]]:
+    """Each configuration for a target, with its files by kind.
 
     Args:
-        builds: what is compiled.
+        configurations: what is compiled.
         target: a key of `TARGETS`.
         ptx: ISA version of the PTX, 85 for 8.5; None for the target's own.
 
     Raises:
         UnknownNameError: there is no such target.
         ArgumentError: this Triton is older than the chip.
-        RLKernelError: a build does not compile, or does not fit the target.
+        RLKernelError: a configuration does not compile, or does not fit the target.
     """
     require(target)
     with _without_lines():
-        for build in builds:
-            yield _one(build, target, ptx)
+        for configuration in configurations:
+            yield _one(configuration, target, ptx)
 
 
-def _one(build: Build, target: str, ptx: int | None) -> tuple[Code, dict[str, bytes]]:
-    chip = TARGETS[target]
-    kernel = _kernel(build)
-    kinds, constants = dict(build.types), {n: _constant(v) for n, v in build.constants}
-    names = kernel.arg_names
-    if sorted(names) != sorted([*kinds, *constants]):
-        differing = sorted({*kinds, *constants} ^ set(names))
-        raise RLKernelError(
-            f"a configuration of {build.kernel} and the kernel differ in {', '.join(differing)}: it has changed "
-            f"since then; {_AGAIN}"
-        )
-    source = ASTSource(
-        kernel,
-        {n: "constexpr" if n in constants else kinds[n] for n in names},
-        constexprs=constants,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in build.divisible},
-    )
-    options: dict[str, Any] = {
-        "num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.enable_fp_fusion,
-        **dict(build.options),
-    }  # fmt: skip
-    version = ptx or chip.ptx
-    if version and chip.kind == "cuda":
-        options["ptx_version"] = version
-    try:
-        made = triton.compile(source, target=GPUTarget(chip.kind, chip.arch, chip.warp), options=options)
-    except (triton.TritonError, RuntimeError) as error:
-        raise RLKernelError(f"{build.kernel} does not compile for {target}: {error} ({build.text})") from error
-    if made.metadata.shared > chip.shared:
-        raise RLKernelError(
-            f"{build.kernel} needs {made.metadata.shared} bytes of shared memory, {target} has {chip.shared}: "
-            f"{build.text}"
-        )
-    files, arguments, registers, spilled = _nvidia(made) if chip.kind == "cuda" else _amd(made)
-    if not chip.ptx:
-        files.pop("ptx", None)
-    return (
-        Code(
-            build, target, made.metadata.name, made.metadata.shared, arguments, registers, spilled,
-            digest(kernel.fn), _unread(made, [n for n in names if n in kinds]), dict.fromkeys(files, ""),
-        ),
-        files,
+def _build_of(configuration: Configuration) -> Build:
+    options = {"enable_fp_fusion": configuration.enable_fp_fusion, **dict(configuration.options)}
+    return Build(
+        configuration.kernel, configuration.types, configuration.constants, configuration.divisible, (),
+        configuration.num_warps, configuration.num_stages, tuple(options.items()),
     )  # fmt: skip
+
+
+def _one(configuration: Configuration, target: str, ptx: int | None) -> tuple[Code, dict[str, bytes]]:
+    chip = TARGETS[target]
+    version = (ptx or chip.ptx or None) if chip.nvidia else None
+    needs = compile_recorded(_build_of(configuration), target, ptx_version=version)
+    made = needs.compiled
+    if needs.shared > chip.shared:
+        raise RLKernelError(
+            f"{configuration.kernel} needs {needs.shared} bytes of shared memory, {target} has {chip.shared}: "
+            f"{configuration.text}"
+        )
+    files: dict[str, bytes]
+    if chip.nvidia:
+        files, arguments = {"cubin": made.asm["cubin"]}, _ptx_arguments(made.asm["ptx"])
+        if chip.ptx:
+            files["ptx"] = made.asm["ptx"].encode()
+    else:
+        files, arguments = {"hsaco": made.asm["hsaco"]}, _amd_arguments(made.asm["amdgcn"])
+    kernel, kinds = _kernel(configuration), dict(configuration.types)
+    unread = _unread(made, [n for n in kernel.arg_names if n in kinds])
+    code = Code(
+        configuration, target, made.metadata.name, needs.shared, arguments, needs.registers, needs.spilled,
+        digest(kernel.fn), unread, dict.fromkeys(files, ""),
+    )  # fmt: skip
+    return code, files
 
 
 def _unread(made: Any, passed: list[str]) -> tuple[str, ...]:
@@ -212,28 +198,14 @@ def _unread(made: Any, passed: list[str]) -> tuple[str, ...]:
     return tuple(sorted(n for n, own in zip(passed, names, strict=True) if not re.search(rf"{own}\b", body)))
 
 
-def _constant(value: Any) -> Any:
-    return getattr(tl, value[3:]) if isinstance(value, str) and value.startswith("tl.") else value
-
-
-def _nvidia(made: Any) -> tuple[dict[str, bytes], int, int, int]:
-    text, code = made.asm["ptx"], made.asm["cubin"]
+def _ptx_arguments(text: str) -> int:
+    """How many arguments the entry takes."""
     head = text[text.index(".entry") : text.index("{", text.index(".entry"))]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        command = [str(_NVIDIA / "cuobjdump"), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603
-    found = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
-    files = {"cubin": code, "ptx": text.encode()}
-    return files, len(set(re.findall(r"_param_\d+", head))), found["REG"], found["STACK"] + found["LOCAL"]
+    return len(set(re.findall(r"_param_\d+", head)))
 
 
-def _amd(made: Any) -> tuple[dict[str, bytes], int, int, int]:
-    text = made.asm["amdgcn"]
-    found = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", text)}
-    arguments = [k for k in re.findall(r"\.value_kind:\s*(\w+)", text) if not k.startswith("hidden")]
-    return {"hsaco": made.asm["hsaco"]}, len(arguments), found["vgpr_count"], found["private_segment_fixed_size"]
+def _amd_arguments(text: str) -> int:
+    return len([k for k in re.findall(r"\.value_kind:\s*(\w+)", text) if not k.startswith("hidden")])
 
 
 @contextmanager
@@ -247,16 +219,20 @@ def _without_lines() -> Iterator[None]:
         triton.knobs.compilation.disable_line_info = before
 
 
-def limits(codes: Iterable[tuple[Code, Mapping[str, bytes]]]) -> list[str]:
+def exceeded_limits(codes: Iterable[tuple[Code, Mapping[str, bytes]]]) -> list[str]:
     """Builds that a driver or a chip would refuse: what is wrong with each."""
     wrong = []
     for code, files in codes:
         chip = TARGETS[code.target]
         if code.shared > chip.shared:
-            wrong.append(f"{code.build.kernel} on {code.target}: {code.shared} bytes of shared memory of {chip.shared}")
+            wrong.append(
+                f"{code.configuration.kernel} on {code.target}: {code.shared} bytes of shared memory of {chip.shared}"
+            )
         if chip.kind == "cuda" and code.registers > 255:
-            wrong.append(f"{code.build.kernel} on {code.target}: {code.registers} registers of 255")
+            wrong.append(f"{code.configuration.kernel} on {code.target}: {code.registers} registers of 255")
         version = re.search(rb"\.version (\d+)\.(\d+)", files.get("ptx", b""))
         if version and int(version[1]) * 10 + int(version[2]) > chip.ptx:
-            wrong.append(f"{code.build.kernel} on {code.target}: PTX {version[0].decode()}, at most {chip.ptx / 10}")
+            wrong.append(
+                f"{code.configuration.kernel} on {code.target}: PTX {version[0].decode()}, at most {chip.ptx / 10}"
+            )
     return wrong

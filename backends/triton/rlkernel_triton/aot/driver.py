@@ -24,7 +24,7 @@ _MEANING: Final = {
     222: "this driver reads no PTX as new as this; update it",
 }
 _WIDTHS: Final[dict[str, Any]] = {
-    "i1": ctypes.c_int8, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float,
+    "u1": ctypes.c_int8, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "fp32": ctypes.c_float,
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class DryRuns:
     """Which calls a bundle can serve.
 
     Args:
-        scope: of `rlkernel_triton.aot.launching.Lookup` over the bundle, and of what calls are planned for.
+        scope: of a `LookupLauncher` over the bundle, and of what calls are planned for.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -45,7 +45,11 @@ class DryRuns:
         args = call.as_dict()
         if any(not isinstance(args.get(n), int | torch.Tensor | None) for n in _RANKS):
             return None  # a dry run would speak to them
-        key = (op, torch.is_grad_enabled(), *[(n, signature(None if n == "out" else v, n)) for n, v in args.items()])
+        key = (
+            op,
+            torch.is_grad_enabled(),
+            *[(n, call_signature(None if n == "out" else v, n)) for n, v in args.items()],
+        )
         if key not in self._known:
             if len(self._known) >= MANY:
                 self._known.clear()
@@ -75,24 +79,24 @@ def dry_run(prepare: Callable[[Any], Callable[[Any], Any]], call: Any) -> Any:
     import torch
 
     out = prepare(call)(call)
-    inputs = [x for _, x in named(call) if x.requires_grad]
-    roots = [(n, x) for n, x in named(out) if x.requires_grad]
+    inputs = [x for _, x in named_tensors(call) if x.requires_grad]
+    roots = [(n, x) for n, x in named_tensors(out) if x.requires_grad]
     if inputs and roots and torch.is_grad_enabled():
         entropy = [x for n, x in roots if n == ENTROPY]
-        for begun in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
-            torch.autograd.grad(_begin()(*begun), inputs, retain_graph=True, allow_unused=True)
+        for roots_of_loss in dict.fromkeys([(roots[0][1],), (roots[0][1], *entropy)]):
+            torch.autograd.grad(_zero_gradients()(*roots_of_loss), inputs, retain_graph=True, allow_unused=True)
     return out
 
 
 @cache
-def _begin() -> Callable[..., Any]:
+def _zero_gradients() -> Callable[..., Any]:
     """One number of some results, whose gradient gives each of them zeros.
 
     Gradients given to autograd by hand make torch import sympy: half a second to two of the first call of a process.
     """
     import torch
 
-    class Begin(torch.autograd.Function):
+    class ZeroGradients(torch.autograd.Function):
         """Zeros both ways."""
 
         @staticmethod
@@ -104,11 +108,11 @@ def _begin() -> Callable[..., Any]:
         def backward(ctx: Any, _: Any) -> Any:
             return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
 
-    found: Callable[..., Any] = Begin.apply
+    found: Callable[..., Any] = ZeroGradients.apply
     return found
 
 
-def signature(x: Any, name: str = "") -> Any:
+def call_signature(x: Any, name: str = "") -> Any:
     """All of an argument that host code plans by, as something that can be looked up."""
     import torch
 
@@ -117,15 +121,15 @@ def signature(x: Any, name: str = "") -> Any:
         strides = tuple((s % 16 == 0, min(s, 2), s >= WIDE) for s in x.stride())
         return x.dtype, sizes, strides, x.is_contiguous(), x.data_ptr() & 15, x.requires_grad, x.device
     if isinstance(x, QuantTensor):
-        return x.spec, x.shape, x.dtype, x.layout, tuple(signature(part) for part in x.parts.values())
+        return x.spec, x.shape, x.dtype, x.layout, tuple(call_signature(part) for part in x.parts.values())
     if name in _NUMBERS and isinstance(x, int):
         return int, x % 16 == 0, x == 1, x.bit_length() // 32
     if isinstance(x, Mapping):
-        return tuple((n, signature(v)) for n, v in x.items())
+        return tuple((n, call_signature(v)) for n, v in x.items())
     if isinstance(x, tuple | list):
-        return tuple(map(signature, x))
+        return tuple(map(call_signature, x))
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return type(x), tuple(signature(getattr(x, part.name)) for part in dataclasses.fields(x))
+        return type(x), tuple(call_signature(getattr(x, part.name)) for part in dataclasses.fields(x))
     return type(x), x
 
 
@@ -134,7 +138,7 @@ def _class(size: int) -> tuple[int, int, bool]:
     return size.bit_length(), max(0, size - 1).bit_length(), size % 16 == 0
 
 
-def named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def named_tensors(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every tensor within a value, by where it stands."""
     import torch
 
@@ -142,10 +146,10 @@ def named(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, x
     elif isinstance(x, Mapping):
         for name, value in x.items():
-            yield from named(value, f"{path}.{name}")
+            yield from named_tensors(value, f"{path}.{name}")
     elif isinstance(x, tuple | list):
         for i, value in enumerate(x):
-            yield from named(value, f"{path}.{i}")
+            yield from named_tensors(value, f"{path}.{i}")
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
         for part in dataclasses.fields(x):
-            yield from named(getattr(x, part.name), f"{path}.{part.name}")
+            yield from named_tensors(getattr(x, part.name), f"{path}.{part.name}")

@@ -9,7 +9,6 @@ operators can be recorded so. Importing this loads neither torch nor Triton.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import cache, wraps
@@ -22,15 +21,14 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.manifest import Backend
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.aot.backend import OPERATORS
-from rlkernel_triton.aot.builds import Build
-from rlkernel_triton.aot.dry_run import named
+from rlkernel_triton.aot.dry_run import named_tensors
+from rlkernel_triton.aot.recordings import append
 from rlkernel_triton.claims import CLAIMS, manifest
 
 if TYPE_CHECKING:
-    from rlkernel_triton.aot.noting import Noting
+    from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 
 VARIABLE: Final = "AOT_RECORDING"
-MISSING: Final = "AOT_MISSING"  # a file, into which backends over bundles write what they lack
 _HERE: Final = "rlkernel_triton.aot.recording"
 
 
@@ -55,22 +53,15 @@ backend = _manifest("cpu")
 on_gpu = _manifest("cuda")  # the same for tensors of a GPU, on which the conformance suite draws other cases
 
 
-def noted(op: str, build: Build, target: str, file: Path) -> None:
-    """Append the build of a launch to a file, for the operator that launches it."""
-    line = json.dumps({"op": op, "target": target, **build.document()}) + "\n"
-    with file.open("ab", buffering=0) as out:  # in one piece: other processes write there too
-        out.write(line.encode())
-
-
 @cache
-def recorder() -> Noting:
+def recorder() -> ConfigurationRecorder:
     """The launcher of this process, as the environment names it.
 
     Raises:
         RLKernelError: the variable is not set, or is not FILE:TARGET.
     """
-    from rlkernel_triton.aot.noting import Noting
-    from rlkernel_triton.aot.targets import TARGETS
+    from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
+    from rlkernel_triton.launchers.targets import TARGETS
 
     file, _, target = os.environ.get(VARIABLE, "").rpartition(":")
     if not file or target not in TARGETS:
@@ -79,7 +70,7 @@ def recorder() -> Noting:
             f"is {os.environ.get(VARIABLE)!r}, and targets are {', '.join(TARGETS)}"
         )
     path = Path(file).resolve()
-    return Noting(target, lambda op, build: noted(op, build, target, path))
+    return ConfigurationRecorder(target, lambda op, configuration: append(path, op, configuration, target))
 
 
 def planned(op: str) -> Callable[[Any], Any]:
@@ -102,15 +93,15 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     @wraps(meant)
     def recorded(call: Any) -> Any:
-        hollow = planned(op)(call)
+        planned_result = planned(op)(call)
         given = {n: _canonical(v) for n, v in call.as_dict().items()}
         if op == "prepack":
             given["layout"] = CANONICAL
         out = meant(type(call)(**given))
-        out = _follow([x for _, x in named(given)], hollow, out)
-        if isinstance(hollow, QuantTensor) and hollow.layout != CANONICAL:
-            _CANONICAL[hollow] = out
-            return hollow
+        out = _with_recorded_gradients([x for _, x in named_tensors(given)], planned_result, out)
+        if isinstance(planned_result, QuantTensor) and planned_result.layout != CANONICAL:
+            _CANONICAL[planned_result] = out
+            return planned_result
         return out
 
     globals()[name] = recorded
@@ -143,20 +134,20 @@ def _canonical(x: Any) -> Any:
     return tuple(map(_canonical, x)) if type(x) is tuple else x
 
 
-def _follow(given: list[Any], hollow: Any, out: Any) -> Any:
-    """The result, tapped: when gradients arrive at it, what the same gradients launch is recorded."""
+def _with_recorded_gradients(given: list[Any], planned_result: Any, out: Any) -> Any:
+    """The result; when gradients arrive at it, what the same gradients launch is recorded."""
     import torch
 
     from rlkernel_core.tree import flatten
 
-    planned = dict(named(hollow))
+    planned = dict(named_tensors(planned_result))
     inputs = [x for x in given if x.requires_grad]
-    there = [(n, x) for n, x in named(out) if x.requires_grad and n in planned and planned[n].requires_grad]
+    there = [(n, x) for n, x in named_tensors(out) if x.requires_grad and n in planned and planned[n].requires_grad]
     if not inputs or not there or not torch.is_grad_enabled():
         return out
 
-    class Tap(torch.autograd.Function):
-        """Itself; a node of its own sees gradients that begin at any of its results, as hooks on several do not."""
+    class RecordBackward(torch.autograd.Function):
+        """Identity node that records the backward pass, whichever output gets a gradient."""
 
         @staticmethod
         def forward(ctx: Any, *values: Any) -> Any:
@@ -171,6 +162,6 @@ def _follow(given: list[Any], hollow: Any, out: Any) -> Any:
                 torch.autograd.grad(roots, inputs, grads, retain_graph=True, allow_unused=True)
             return upstream
 
-    tapped = dict(zip([id(x) for _, x in there], Tap.apply(*(x for _, x in there)), strict=True))  # type: ignore[no-untyped-call]
+    recorded_outputs = dict(zip([id(x) for _, x in there], RecordBackward.apply(*(x for _, x in there)), strict=True))  # type: ignore[no-untyped-call]
     leaves, structure = flatten(out)
-    return structure.build([tapped.get(id(x), x) for x in leaves])
+    return structure.build([recorded_outputs.get(id(x), x) for x in leaves])

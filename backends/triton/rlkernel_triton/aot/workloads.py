@@ -51,7 +51,7 @@ COMPARED: Final = ("grpo", "dr_grpo", "rloo")  # kinds over groups that are serv
 def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> Iterator[str]:
     """Make every call of some operators; `run` gives the implementation of one. Yields a line about each.
 
-    Weights are quantised, prepacked, dequantised and multiplied in one go, whichever of these is asked for.
+    Weights are quantized, prepacked, dequantized and multiplied in one go, whichever of these is asked for.
     """
     from rlkernel_core.spec import OPERATORS
 

@@ -15,9 +15,9 @@ from torch import cuda
 
 from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import CaptureGroup
-from rlkernel_triton.capture.cuda_capture import take
+from rlkernel_triton.capture.cuda_capture import capture_graph
 
-FOREIGN: Final = "cudaMallocAsync"  # its allocations become nodes of a graph, which then cannot share a pool
+ASYNC_ALLOCATOR: Final = "cudaMallocAsync"  # its allocations become nodes of a graph, which then cannot share a pool
 
 # The stream that is current on a device of this index, as a number: a tenth of what asking for the object costs.
 stream_number: Callable[[int | None], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
@@ -30,24 +30,24 @@ class Pool:
     own keeps it alive, whatever becomes of a user's graphs.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, stream: CaptureStream) -> None:
         self.handle = cuda.graph_pool_handle()
         self.users = 0
-        with lane.aside():
-            self._keeper, _ = take(lambda: None, self.handle, lane.device, ())
+        with stream.on_side_stream():
+            self._keeper, _ = capture_graph(lambda: None, self.handle, stream.device, ())
 
     def close(self) -> None:
         """Give the memory back to torch's allocator."""
         self._keeper.reset()
 
 
-class Lane:
+class CaptureStream:
     """The side stream and the pool of one group on one device, and the stream of its latest replay."""
 
     def __init__(self, device: torch.device) -> None:
         if stream_number is None:
             raise CaptureError("This torch was built without CUDA and HIP, so it records no graphs.")
-        if (allocator := cuda.get_allocator_backend()) == FOREIGN:
+        if (allocator := cuda.get_allocator_backend()) == ASYNC_ALLOCATOR:
             raise CaptureError(
                 f"Graphs would hold allocations of {allocator}: they are recorded in memory of torch's own allocator. "
                 f"Take backend:{allocator} out of PYTORCH_CUDA_ALLOC_CONF."
@@ -69,7 +69,7 @@ class Lane:
             self._number, self._latest = number, current
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """The side stream is current: after what was there before, before what comes after."""
         here = cuda.current_stream(self.device)
         self.side.wait_stream(here)
@@ -79,20 +79,20 @@ class Lane:
         finally:
             here.wait_stream(self.side)
 
-    def join(self) -> Pool:
+    def acquire_pool(self) -> Pool:
         """The group's pool, with one user more."""
         if self._pool is None:
             self._pool = Pool(self)
         self._pool.users += 1
         return self._pool
 
-    def leave(self, pool: Pool) -> None:
+    def release_pool(self, pool: Pool) -> None:
         """One user less. A pool without users waits for the next one, unless it was retired."""
         pool.users -= 1
         if pool is not self._pool and pool.users == 0:
             pool.close()
 
-    def retire(self, pool: Pool) -> None:
+    def retire_pool(self, pool: Pool) -> None:
         """Use another pool from now on; graphs that are in this one stay."""
         if self._pool is pool:
             self._pool = None
@@ -104,10 +104,10 @@ class Lane:
             self._pool = None
 
 
-def lane_of(group: CaptureGroup, device: torch.device) -> Lane:
-    """The lane of a group on a device."""
+def capture_stream_of(group: CaptureGroup, device: torch.device) -> CaptureStream:
+    """The stream of a group on a device."""
     with group.lock:
-        lane: Lane | None = group.pools.get(f"torch {device}")
-        if lane is None:
-            lane = group.pools[f"torch {device}"] = Lane(device)
-        return lane
+        stream: CaptureStream | None = group.pools.get(f"torch {device}")
+        if stream is None:
+            stream = group.pools[f"torch {device}"] = CaptureStream(device)
+        return stream

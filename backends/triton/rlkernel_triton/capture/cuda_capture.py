@@ -1,4 +1,4 @@
-"""Taking one graph on the current stream, and mending what a capture that broke off leaves behind.
+"""Taking one graph on the current stream, and putting right what a capture that broke off leaves behind.
 
 A capture that CUDA refuses ends with an error in `capture_end`, and torch (up to 2.13 at least) then leaves out the
 rest of that function: the allocator believes that the capture goes on, and before 2.12 so does every generator, whose
@@ -19,10 +19,10 @@ from torch import Generator, cuda
 _T = TypeVar("_T")
 
 # Graphs whose capture broke off. An allocator may still hold a function of theirs, so they are never destroyed.
-_BROKEN: Final[list[Any]] = []
+_BROKEN_GRAPHS: Final[list[Any]] = []
 
 
-def take(
+def capture_graph(
     run: Callable[[], _T], pool: Any, device: torch.device, generators: Sequence[Generator]
 ) -> tuple[cuda.CUDAGraph, _T]:
     """Record what `run` launches, in memory of this pool; the graph, and what `run` returns.
@@ -33,45 +33,45 @@ def take(
         RuntimeError: CUDA or HIP refused. Stream, allocator and generators are as before, but the pool's handle must
             not be used again.
     """
-    graph, whole = _graph(device, generators), False
-    with _uncollected():
+    graph, succeeded = _new_graph(device, generators), False
+    with _without_garbage_collection():
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             result = run()
-            _end(graph)
-            whole = True
+            _end_capture(graph)
+            succeeded = True
         finally:
-            if not whole:
-                _break_off(graph, pool, device, generators)
+            if not succeeded:
+                _recover(graph, pool, device, generators)
     return graph, result
 
 
-def _end(graph: cuda.CUDAGraph) -> None:
+def _end_capture(graph: cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # as a function that returns its input is
         graph.capture_end()
 
 
-def _break_off(graph: cuda.CUDAGraph, pool: Any, device: torch.device, generators: Sequence[Generator]) -> None:
+def _recover(graph: cuda.CUDAGraph, pool: Any, device: torch.device, generators: Sequence[Generator]) -> None:
     ended = False
     with suppress(RuntimeError):
-        _end(graph)
+        _end_capture(graph)
         ended = True
     graph.reset()
     if ended:  # the error was one of Python, and CUDA knows nothing of it
         return
-    _BROKEN.append(graph)
+    _BROKEN_GRAPHS.append(graph)
     with suppress(RuntimeError):  # torch may have done it
         torch._C._cuda_endAllocateToPool(device.index, pool)  # noqa: SLF001  torch has no public name for it
         torch._C._cuda_releasePool(device.index, pool)  # noqa: SLF001
     with suppress(RuntimeError):  # a capture that ends well ends the generators' too
-        empty = _graph(device, generators)
+        empty = _new_graph(device, generators)
         empty.capture_begin(pool=cuda.graph_pool_handle(), capture_error_mode="thread_local")
-        _end(empty)
+        _end_capture(empty)
         empty.reset()
 
 
-def _graph(device: torch.device, generators: Sequence[Generator]) -> cuda.CUDAGraph:
+def _new_graph(device: torch.device, generators: Sequence[Generator]) -> cuda.CUDAGraph:
     graph = cuda.CUDAGraph()
     for generator in generators:
         if generator.device == device:
@@ -80,7 +80,7 @@ def _graph(device: torch.device, generators: Sequence[Generator]) -> cuda.CUDAGr
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """No garbage collection: what it destroys (events, modules, other graphs) may fail a capture."""
     was = gc.isenabled()
     gc.disable()

@@ -1,6 +1,6 @@
-"""From a program to a graph: warm up, rehearse under an audit, record.
+"""From a program to a graph: warm up, run once under an audit, record.
 
-The rehearsal finds in Python what a capture would find as an error of CUDA, or would not find: host synchronisation,
+The audited run finds in Python what a capture would find as an error of CUDA, or would not find: host synchronization,
 shapes that depend on values, generators and collectives that were not declared. It runs on the stream of the capture,
 so that handles, workspaces and kernels are there when recording begins, and none of them lies in the pool.
 """
@@ -8,6 +8,7 @@ so that handles, workspaces and kernels are there when recording begins, and non
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,20 +21,20 @@ from rlkernel_common.graphs.table import first_line
 from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import CaptureGroup
 from rlkernel_core.tree import flatten
-from rlkernel_triton.capture.capture_stream import Lane, lane_of
-from rlkernel_triton.capture.cuda_capture import take
+from rlkernel_triton.capture.capture_stream import CaptureStream, capture_stream_of
+from rlkernel_triton.capture.cuda_capture import capture_graph
 from rlkernel_triton.capture.recording import Backward, GraphRecording
 
 # A word in the driver's error -> what it means for the function.
-MEANINGS: Final = (
+DRIVER_ERRORS: Final = (
     ("out of memory", "there was no memory for its results while recording"),
     ("unjoined", "it forks work to another stream and does not join it: let the first stream wait for the other"),
-    ("uncaptured work", "it waits for work of another stream from before: synchronise before the call"),
+    ("uncaptured work", "it waits for work of another stream from before: synchronize before the call"),
     ("legacy", "it uses the default stream beside the one it is called on"),
     ("implicit", "it uses the default stream beside the one it is called on"),
     (
         "captur",
-        "it does what no graph may hold: a host synchronisation, an allocation outside torch, or loading a kernel",
+        "it does what no graph may hold: a host synchronization, an allocation outside torch, or loading a kernel",
     ),
 )
 
@@ -48,71 +49,73 @@ class TorchGraphRecorder:
     def __init__(self, group: CaptureGroup, device: torch.device) -> None:
         # HIP before ROCm 7.14 records illegal work in silence.
         self.verify = "first" if torch.version.hip else "never"
-        self._lane = lane_of(group, device)
-        self.order = self._lane.order  # called at every call: nothing stands between
-        self.release = self._lane.release
+        self._stream = capture_stream_of(group, device)
+        self.order = self._stream.order  # called at every call: nothing stands between
+        self.release = self._stream.release
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        cuda.synchronize(self._lane.device)
+        cuda.synchronize(self._stream.device)
 
     def warm(self, program: Program) -> None:
         """One run on the side stream."""
-        with self._lane.aside():
+        with self._stream.on_side_stream():
             outputs, sources = run(program, program.inputs)
             _gradients(outputs, sources)
-        self._lane.side.synchronize()
+        self._stream.side.synchronize()
 
     def record(self, program: Program) -> GraphRecording:
-        """Rehearse, then record."""
+        """Run once under an audit, then record."""
         generators = (*program.generators, cuda.default_generators[program.device.index])
-        with self._lane.aside(), Audit(generators, collectives=program.collectives):
+        with self._stream.on_side_stream(), Audit(generators, collectives=program.collectives):
             outputs, sources = run(program, program.inputs)
             if program.autograd:
                 check_graph(outputs, sources)
             _gradients(outputs, sources)
         _check_outputs(outputs, program.device)
         del outputs, sources
-        self._lane.side.synchronize()
+        self._stream.side.synchronize()
         return self._with_gradients(program) if program.autograd else self._plain(program)
 
     def _plain(self, program: Program) -> GraphRecording:
-        lane = self._lane
-        pool, whole = lane.join(), False
+        stream = self._stream
+        pool, succeeded = stream.acquire_pool(), False
         try:
-            graph, (outputs, _) = _taken(lane, pool.handle, program.generators, lambda: run(program, program.inputs))
-            whole = True
+            work = partial(run, program, program.inputs)
+            graph, (outputs, _) = _captured(stream, pool.handle, program.generators, work)
+            succeeded = True
         finally:
-            if not whole:
-                lane.retire(pool)
-                lane.leave(pool)
+            if not succeeded:
+                stream.retire_pool(pool)
+                stream.release_pool(pool)
         kept, differentiable = _detached(outputs)
-        return GraphRecording(graph, kept, differentiable, None, 0, lambda: lane.leave(pool))
+        return GraphRecording(graph, kept, differentiable, None, 0, lambda: stream.release_pool(pool))
 
     def _with_gradients(self, program: Program) -> GraphRecording:
         """Two graphs in a pool of their own: what the first saves for the second must survive other graphs."""
-        lane, handle = self._lane, cuda.graph_pool_handle()
-        graph, (outputs, sources) = _taken(lane, handle, program.generators, lambda: run(program, program.inputs))
+        stream, handle = self._stream, cuda.graph_pool_handle()
+        work = partial(run, program, program.inputs)
+        graph, (outputs, sources) = _captured(stream, handle, program.generators, work)
         upstream = [torch.zeros_like(x) if x.requires_grad else None for x in _tensors(outputs)]
-        backward, whole = None, False
+        backward, succeeded = None, False
         try:
             if sources and any(g is not None for g in upstream):
-                again, gradients = _taken(
-                    lane, handle, program.generators, lambda: _gradients(outputs, sources, upstream)
+                again, gradients = _captured(
+                    stream, handle, program.generators, lambda: _gradients(outputs, sources, upstream)
                 )
                 backward = Backward(again, upstream, gradients)
-            whole = True
+            succeeded = True
         finally:
-            if not whole:
+            if not succeeded:
                 graph.reset()
         kept, differentiable = _detached(outputs)
         return GraphRecording(graph, kept, differentiable, backward, len(sources), lambda: None)
 
 
-def _taken(lane: Lane, handle: Any, generators: Sequence[Generator], work: Any) -> Any:
+def _captured(stream: CaptureStream, handle: Any, generators: Sequence[Generator], work: Any) -> Any:
     try:
-        with lane.aside():
-            return take(work, handle, lane.device, generators)
+        with stream.on_side_stream():
+            return capture_graph(work, handle, stream.device, generators)
     except RuntimeError as error:
         if isinstance(error, CaptureError):
             raise
@@ -122,7 +125,7 @@ def _taken(lane: Lane, handle: Any, generators: Sequence[Generator], work: Any) 
 def explained(error: RuntimeError) -> str:
     """What a refusal of the driver means for the function, and its own words."""
     said = first_line(error)
-    meaning = next((m for word, m in MEANINGS if word in str(error).lower()), "it failed while recording")
+    meaning = next((m for word, m in DRIVER_ERRORS if word in str(error).lower()), "it failed while recording")
     return f"fn cannot be recorded: {meaning} ({said})."
 
 

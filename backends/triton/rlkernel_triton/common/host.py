@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
@@ -21,22 +20,6 @@ C = TypeVar("C", bound=OpCall[Any])
 T = TypeVar("T")
 # Decided when Triton's decorators run, that is once, when a kernel's module is imported.
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """The scope in which kernels on x may be launched.
-
-    Raises:
-        RLKernelError: x is on a CPU, Triton's interpreter is off and no driver of Triton's serves the CPU.
-    """
-    if x.is_cuda:
-        return torch.cuda.device_of(x)
-    from rlkernel_triton.launchers.planning import current  # whose package imports this module
-
-    if current().launcher is not None:
-        return nullcontext()
-    require_triton_on(x.device.type)
-    return nullcontext()
 
 
 def blank(dtype: torch.dtype, device: torch.device) -> Tensor:

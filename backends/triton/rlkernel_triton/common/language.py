@@ -2,8 +2,8 @@
 
     from rlkernel_triton.common.language import tl, triton
 
-Where Triton is not installed both are `rlkernel_triton.aot.fake_triton`: the modules can be imported all the same, and
-their kernels launched from a bundle. This import decides once.
+Where Triton is not installed both are `rlkernel_triton.common.fake_triton`: the modules can be imported all the same,
+and their kernels launched from a bundle. This import decides once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ try:
     import triton  # type: ignore[no-redef]
     import triton.language as tl  # type: ignore[no-redef]
 except ImportError:
-    from rlkernel_triton.aot.fake_triton import tl, triton
+    from rlkernel_triton.common.fake_triton import tl, triton
 
 __all__ = ["tl", "triton"]

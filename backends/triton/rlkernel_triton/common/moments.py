@@ -7,8 +7,8 @@ Legend: B sequences · C chunks · P partial moments, four numbers each: n, shif
 these, then mean, variance, factor.
 """
 
-from rlkernel_triton.affine_suffix_scan.kernels import _sequence
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.sequences import sequence_bounds
 
 BLOCK = 4096
 MERGED = 256  # partial moments that are merged at a time
@@ -79,7 +79,7 @@ def moments_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     row = program if PACKED else program // C
-    start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    start, count, width = sequence_bounds(row, sequences, T, ends, bounds, ENDS, PACKED)
     c = 0 if PACKED else (program % C).to(tl.int32)
     to = tl.cdiv(width, SIZE) if PACKED else c + 1
     if CHOSEN == "these":
@@ -146,7 +146,7 @@ def whiten_kernel(
     """
     program = tl.program_id(0).to(tl.int64)
     row = program if PACKED else program // C
-    start, count, width = _sequence(row, sequences, T, ends, bounds, ENDS, PACKED)
+    start, count, width = sequence_bounds(row, sequences, T, ends, bounds, ENDS, PACKED)
     c = 0 if PACKED else (program % C).to(tl.int32)
     to = tl.cdiv(width, SIZE) if PACKED else c + 1
     shift, moved, factor, again, weight = 0.0, 0.0, 1.0, 0.0, 1.0

@@ -14,6 +14,7 @@ first run. Numbers that may change from call to call are passed at run time, and
     planning         what launches and for which GPU, where neither the device nor a caller says
     recorder         written down, not launched
     offline          what was written down, compiled for any architecture
+    targets          architectures as a compiler and a launch see them
 
 No module here imports an operator.
 """
@@ -21,6 +22,7 @@ No module here imports an operator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Final, TypeVar
 
@@ -28,9 +30,10 @@ import torch
 
 from rlkernel_triton.common.host import INTERPRETED, require_triton_on
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher, Plan
+from rlkernel_triton.launchers.binding import Binding, Grid, Launch, Launcher
 from rlkernel_triton.launchers.plain import PlainLauncher
 from rlkernel_triton.launchers.planning import (
+    Plan,
     Scope,
     current,
     in_pieces_of,
@@ -56,6 +59,7 @@ __all__ = [
     "current",
     "in_pieces_of",
     "launcher_for",
+    "on_device_of",
     "piece_of",
     "plain_launcher_for",
     "planned",
@@ -93,6 +97,19 @@ def plain_launcher_for(device: torch.device) -> Launcher:
     if used is not None:
         return used
     return PlainLauncher(device) if device.type == "cuda" else _elsewhere(device.type)
+
+
+def on_device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """The scope in which kernels on x may be launched.
+
+    Raises:
+        RLKernelError: x is on a CPU, Triton's interpreter is off and no driver of Triton's serves the CPU.
+    """
+    if x.is_cuda:
+        return torch.cuda.device_of(x)
+    if current().launcher is None:
+        require_triton_on(x.device.type)
+    return nullcontext()
 
 
 def planned(plan: Plan | None, place: str, device: torch.device, bind: Callable[[Launcher], T]) -> T:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
-from rlkernel_triton.aot.targets import Target
-from rlkernel_triton.launchers.planning import current, within
 from rlkernel_triton.launchers.specialization import Parameter, parameters
+from rlkernel_triton.launchers.targets import Target
 
-T = TypeVar("T")
 Grid = tuple[int, ...]  # one to three numbers of programs
 _NO_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -128,22 +126,3 @@ class Binding:
             names = ", ".join(p.name for p in self.passed)
             raise TypeError(f"{self.name} takes {len(self.passed)} arguments at run time ({names}), got {len(args)}")
         return {p.name: value for p, value in zip(self.passed, args, strict=True)}
-
-
-class Plan:
-    """The launches of calls of one shape, by the place where host code makes them; the first call binds them.
-
-    They are bound in the scope in which the plan was made, wherever that call runs.
-    """
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher, self._scope = launcher, current()
-        self._bound: dict[str, Any] = {}
-
-    def get(self, place: str, bind: Callable[[Launcher], T]) -> T:
-        """What `bind` made of the launcher at the first call at this place."""
-        found: T | None = self._bound.get(place)
-        if found is None:
-            with within(self._scope):
-                found = self._bound[place] = bind(self.launcher)
-        return found

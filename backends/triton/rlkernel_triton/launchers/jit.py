@@ -24,7 +24,7 @@ import triton
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.launchers import triton_abi
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
-from rlkernel_triton.launchers.specialization import Specialization, of, of_number
+from rlkernel_triton.launchers.specialization import Specialization, specialization_of, specialization_of_number
 
 CHECKED: Final = "RLKERNEL_TRITON_CHECK_LAUNCHES"  # set: every launch is compared with what its kernel was compiled for
 _HOOKS: Final = triton.knobs.runtime
@@ -52,8 +52,18 @@ def gpu(device: torch.device) -> Device:
 class JitLaunch:
     """A bound kernel, with a compiled one for each kind of numbers that it was run with."""
 
-    __slots__ = ("_asked", "_checked", "_current", "_entries", "_index", "_ordered", "_stream", "_tail", "binding",
-                 "device")  # fmt: skip
+    __slots__ = (
+        "_checked",
+        "_current",
+        "_entries",
+        "_index",
+        "_inspected",
+        "_ordered",
+        "_stream",
+        "_tail",
+        "binding",
+        "device",
+    )  # fmt: skip
 
     def __init__(self, binding: Binding, device: Device, *, checked: bool) -> None:
         self.binding, self.device, self._checked = binding, device, checked
@@ -61,7 +71,7 @@ class JitLaunch:
         self._index, self._current, self._stream = device.index, device.current, device.stream
         self._entries: dict[tuple[Specialization, ...] | None, _Entry] = {}
         # Run-time arguments that are asked at every run, known from the first: numbers, and pointers of any alignment.
-        self._asked: tuple[_Question, ...] | None = None
+        self._inspected: tuple[_Inspected, ...] | None = None
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         """See `Launch`.
@@ -74,14 +84,14 @@ class JitLaunch:
                 self(grid, *args)
             return
         key: tuple[Specialization, ...] | None = None
-        if self._asked:
-            key = tuple([ask(args[i], specialize=s, align=a) for i, ask, s, a in self._asked])
+        if self._inspected:
+            key = tuple([inspect(args[i], specialize=s, align=a) for i, inspect, s, a in self._inspected])
         found = self._entries.get(key)
         if found is None:
             self._first(grid, args)
             return
         if self._checked:
-            self._hold(found, args)
+            self._check(found, args)
         entry, _ = found
         full = args + self._tail
         if self._ordered is not None:
@@ -109,23 +119,28 @@ class JitLaunch:
         if entry is None:
             kernel[grid](**named, **keywords)
             return
-        if self._asked is None:
-            self._asked = tuple(
-                _Question(i, of_number if isinstance(x, int | float) else of, p.specialize, p.align)
+        if self._inspected is None:
+            self._inspected = tuple(
+                _Inspected(
+                    i,
+                    specialization_of_number if isinstance(x, int | float) else specialization_of,
+                    p.specialize,
+                    p.align,
+                )
                 for i, (p, x) in enumerate(zip(self.binding.passed, args, strict=True))
                 if isinstance(x, int | float) or p.name in self.binding.any_alignment
             )
-        key = tuple(ask(args[i], specialize=s, align=a) for i, ask, s, a in self._asked) or None
-        self._entries[key] = _Entry(entry, self._assumed(args))
+        key = tuple(inspect(args[i], specialize=s, align=a) for i, inspect, s, a in self._inspected) or None
+        self._entries[key] = _Entry(entry, self._specializations(args))
         self(grid, *args)
 
-    def _assumed(self, args: tuple[Any, ...]) -> tuple[Specialization, ...]:
+    def _specializations(self, args: tuple[Any, ...]) -> tuple[Specialization, ...]:
         pairs = zip(self.binding.passed, args, strict=True)
-        return tuple(of(x, specialize=p.specialize, align=p.align) for p, x in pairs)
+        return tuple(specialization_of(x, specialize=p.specialize, align=p.align) for p, x in pairs)
 
-    def _hold(self, found: _Entry, args: tuple[Any, ...]) -> None:
+    def _check(self, found: _Entry, args: tuple[Any, ...]) -> None:
         self.binding.by_name(args)
-        for p, x, is_, was in zip(self.binding.passed, args, self._assumed(args), found.assumed, strict=True):
+        for p, x, is_, was in zip(self.binding.passed, args, self._specializations(args), found.assumed, strict=True):
             if is_ != was:
                 raise LaunchError(
                     f"{self.binding.name} was compiled for {p.name} as {was}, and is launched with {is_}. A launch is "
@@ -135,9 +150,9 @@ class JitLaunch:
                 raise LaunchError(f"{self.binding.name} is bound for device {self._index}; {p.name} is on {x.device}.")
 
 
-class _Question(NamedTuple):
-    place: int  # among the run-time arguments
-    ask: Callable[..., Specialization]
+class _Inspected(NamedTuple):
+    position: int  # among the run-time arguments
+    inspect: Callable[..., Specialization]
     specialize: bool
     align: bool
 

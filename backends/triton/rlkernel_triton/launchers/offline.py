@@ -23,8 +23,8 @@ from rlkernel_triton.launchers.recorder import Build, RecordedLaunch
 _CUOBJDUMP: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class Needs(NamedTuple):
-    """What a build takes on one target."""
+class CompiledBuild(NamedTuple):
+    """A build, compiled for one target, and what it takes there."""
 
     registers: int  # of a thread
     spilled: int  # bytes of local memory of a thread
@@ -47,8 +47,13 @@ def target_of(name: str) -> GPUTarget:
     raise ArgumentError("target", name, "it names no architecture", 'Say "sm_90" or "gfx942", for example.')
 
 
-def compile_recorded(recorded: RecordedLaunch | Build, target: str) -> Needs:
+def compile_recorded(recorded: RecordedLaunch | Build, target: str, *, ptx_version: int | None = None) -> CompiledBuild:
     """Compile a recorded launch for an architecture.
+
+    Args:
+        recorded: the launch, or its build.
+        target: "sm_90", "gfx942".
+        ptx_version: ISA version of the PTX, 85 for 8.5; None for Triton's choice.
 
     Raises:
         ArgumentError: the target names no architecture.
@@ -79,13 +84,14 @@ def compile_recorded(recorded: RecordedLaunch | Build, target: str) -> Needs:
         attrs={place: found for place, found in attributes.items() if found},
     )  # fmt: skip
     stages = {} if build.num_stages is None else {"num_stages": build.num_stages}
-    options = {"num_warps": build.num_warps, **stages, **dict(build.options)}
+    ptx = {} if ptx_version is None else {"ptx_version": ptx_version}
+    options = {"num_warps": build.num_warps, **stages, **dict(build.options), **ptx}
     try:
         made = triton.compile(source, target=chip, options=options)
     except (triton.TritonError, RuntimeError) as error:
         raise RLKernelError(f"{build.kernel} does not compile for {target}: {error} ({build.document()})") from error
     registers, spilled = _of_cubin(made.asm["cubin"]) if chip.backend == "cuda" else _of_assembly(made.asm["amdgcn"])
-    return Needs(registers, spilled, made.metadata.shared, made)
+    return CompiledBuild(registers, spilled, made.metadata.shared, made)
 
 
 def _constant(value: Any) -> Any:

@@ -12,16 +12,18 @@ Imports no operator, no torch and no Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from rlkernel_core.errors import UnknownNameError
-from rlkernel_triton.aot.targets import TARGETS, Target
+from rlkernel_triton.launchers.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from rlkernel_triton.launchers.binding import Launcher
+
+T = TypeVar("T")
 
 
 class Scope(NamedTuple):
@@ -49,7 +51,7 @@ def within(scope: Scope) -> Iterator[None]:
 
 @contextmanager
 def planning_for(name: str) -> Iterator[None]:
-    """Within this scope host code plans for one of `rlkernel_triton.aot.targets.TARGETS`, whatever the device.
+    """Within this scope host code plans for one of `rlkernel_triton.launchers.targets.TARGETS`, whatever the device.
 
     Raises:
         UnknownNameError: there is no such target.
@@ -87,3 +89,22 @@ def piece_of(most: int, parts: int = 1) -> int:
     """Bytes that a piece of work takes, of which there may be several at once: the scope's, or most if that is less."""
     piece = current().piece
     return most if piece is None else min(most, piece // parts)
+
+
+class Plan:
+    """The launches of calls of one shape, by the place where host code makes them; the first call binds them.
+
+    They are bound in the scope in which the plan was made, wherever that call runs.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher, self._scope = launcher, current()
+        self._bound: dict[str, Any] = {}
+
+    def get(self, place: str, bind: Callable[[Launcher], T]) -> T:
+        """What `bind` made of the launcher at the first call at this place."""
+        found: T | None = self._bound.get(place)
+        if found is None:
+            with within(self._scope):
+                found = self._bound[place] = bind(self.launcher)
+        return found

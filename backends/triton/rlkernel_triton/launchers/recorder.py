@@ -9,15 +9,17 @@ Imports no operator and not Triton.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
-from rlkernel_triton.launchers.specialization import of, within_32_bits
+from rlkernel_triton.launchers.specialization import specialization_of, within_32_bits
 
 Constant = bool | int | float | str | None
+_PAIRS: Final = ("types", "constants", "options")  # of a Build, dicts in JSON
+_LISTS: Final = ("divisible", "within_32_bits")
 
 
 @dataclass(frozen=True)
@@ -35,26 +37,14 @@ class Build:
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "kernel": self.kernel,
-            "types": dict(self.types),
-            "constants": dict(self.constants),
-            "divisible": list(self.divisible),
-            "within_32_bits": list(self.within_32_bits),
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "options": dict(self.options),
-        }
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | {n: dict(own[n]) for n in _PAIRS} | {n: list(own[n]) for n in _LISTS}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Build:
         """From JSON."""
-        own = dict(document)
-        for name in ("types", "constants", "options"):
-            own[name] = tuple(own[name].items())
-        for name in ("divisible", "within_32_bits"):
-            own[name] = tuple(own[name])
-        return cls(**own)
+        pairs, lists = ({n: tuple(document[n].items()) for n in _PAIRS}, {n: tuple(document[n]) for n in _LISTS})
+        return cls(**{**document, **pairs, **lists})
 
 
 @dataclass(frozen=True)
@@ -101,9 +91,9 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     for p in binding.parameters:
         value = values[p.name]
         if p.constexpr:
-            constants.append((p.name, plain(value)))
+            constants.append((p.name, plain_constant(value)))
             continue
-        found = of(value, specialize=p.specialize, align=p.align)
+        found = specialization_of(value, specialize=p.specialize, align=p.align)
         if found.type == "constexpr":
             constants.append((p.name, found.constant))
             continue
@@ -119,7 +109,7 @@ def build_of(binding: Binding, args: tuple[Any, ...]) -> Build:
     )  # fmt: skip
 
 
-def plain(value: Any) -> Constant:
+def plain_constant(value: Any) -> Constant:
     """A constexpr as it is written down: `tl.float16` by its name.
 
     Raises:

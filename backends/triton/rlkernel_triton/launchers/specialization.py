@@ -83,7 +83,7 @@ def _parameters(
     return tuple(found)
 
 
-def of(value: Any, *, specialize: bool = True, align: bool = True) -> Specialization:
+def specialization_of(value: Any, *, specialize: bool = True, align: bool = True) -> Specialization:
     """What Triton assumes of one run-time argument.
 
     Args:
@@ -98,7 +98,7 @@ def of(value: Any, *, specialize: bool = True, align: bool = True) -> Specializa
         return Specialization(POINTER_TYPES[value.dtype], specialize and align and aligned(value))
     if (block := getattr(value, "block_shape", None)) is not None:
         return Specialization(f"tensordesc<{POINTER_TYPES[value.base.dtype][1:]}{list(block)}>")
-    return of_number(value, specialize=specialize, align=align)
+    return specialization_of_number(value, specialize=specialize, align=align)
 
 
 _NONE: Final = Specialization("constexpr")
@@ -108,7 +108,7 @@ _FLOAT: Final = Specialization("fp32")
 _I32, _I64, _U64 = ((Specialization(t), Specialization(t, divisible=True)) for t in ("i32", "i64", "u64"))
 
 
-def of_number(value: float | None, *, specialize: bool = True, align: bool = True) -> Specialization:
+def specialization_of_number(value: float | None, *, specialize: bool = True, align: bool = True) -> Specialization:
     """What Triton assumes of a number, or of None.
 
     Raises:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from rlkernel_common.row_views import free_rows, take
 from rlkernel_triton.common import merge_softmax as law_kernel
-from rlkernel_triton.common.host import INTERPRETED, on_device_of
+from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.support_bitmask import Kept
-from rlkernel_triton.launchers import Launch, Launcher
+from rlkernel_triton.launchers import Launch, Launcher, on_device_of
 from rlkernel_triton.launchers.planning import planned_target
 from rlkernel_triton.linear_logprob import kernels as head_kernels
 from rlkernel_triton.linear_logprob.tiles import Tile, compiler_options, tile_for

@@ -1,1 +1,1 @@
-"""Quantised weights on Triton: `quantize`, `dequantize`, `prepack` and `qmatmul`."""
+"""Quantized weights on Triton: `quantize`, `dequantize`, `prepack` and `qmatmul`."""

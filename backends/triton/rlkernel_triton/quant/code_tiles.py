@@ -1,12 +1,12 @@
 """Tiles of packed codes in registers: read from and written to both layouts, and what a code stands for.
 
-Canonical 4-bit codes are bytes [N, K / 2] of two neighbours along K; nf4 is the same with the nibbles swapped. The
+Canonical 4-bit codes are bytes [N, K / 2] of two neighbors along K; nf4 is the same with the nibbles swapped. The
 layout `triton_w4` holds the fragments of a matrix instruction, so that a product needs no exchange between threads:
 
     tiles of 16 rows x 64 columns, [N / 16, K / 64], each 128 words of 32 bits, word 16 r8 + 4 c4 + ks;
     the word holds row r8 + 8 rh, column 16 ks + 8 kh + 2 c4 + p in its nibble 4 p + 2 kh + rh  (rh, kh, p in 0, 1).
 
-`(word >> 4 i) & 0x000f000f` is then a pair of neighbours along K, as two 16-bit halves.
+`(word >> 4 i) & 0x000f000f` is then a pair of neighbors along K, as two 16-bit halves.
 
 Words of 4-bit floats are bent: in each half, sign and magnitude of the four codes stand where one shift brings them to
 the sign and the lowest exponents of bfloat16, `(word << 3 i) & 0x81c081c0` for the first three; the last has the bits
@@ -17,11 +17,29 @@ Legend: N rows · K columns of the weight · R x C a tile of it, both powers of 
 
 from __future__ import annotations
 
+from typing import Final
+
 from rlkernel_triton.common.language import tl, triton
+
+# What a stored code is.
+INT4: Final = tl.constexpr(0)
+INT8: Final = tl.constexpr(1)
+FLOAT8: Final = tl.constexpr(2)
+NF4: Final = tl.constexpr(3)
+FP4: Final = tl.constexpr(4)
+# Formats of blocks, and what products tell apart beside them.
+MXFP4: Final = tl.constexpr(0)
+MXFP8: Final = tl.constexpr(1)
+NVFP4: Final = tl.constexpr(2)
+Q4_K: Final = tl.constexpr(3)
+Q5_K: Final = tl.constexpr(4)
+Q6_K: Final = tl.constexpr(5)
+DENSE: Final = tl.constexpr(6)  # 16- or 32-bit floats as they are
+W4_INT4: Final = tl.constexpr(7)  # int4 in the layout `triton_w4`
 
 
 @triton.jit
-def widened(x, INTERPRETED: tl.constexpr):
+def to_float32(x, INTERPRETED: tl.constexpr):
     """fp32 of a 16- or 32-bit float; Triton's interpreter loses subnormal bfloat16 numbers."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -29,7 +47,7 @@ def widened(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def narrowed(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """fp32 rounded to a type, ties to even; Triton's interpreter would cut bfloat16 off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
@@ -39,7 +57,7 @@ def narrowed(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def in_words(
+def pack_words(
     bytes_,  # [R, C / 2] uint8 as int32, the even column in the low nibble
     R: tl.constexpr,  # a multiple of 16
     C: tl.constexpr,  # a multiple of 64
@@ -53,8 +71,8 @@ def in_words(
 
 
 @triton.jit
-def tile_words(
-    words,  # [R, C / 8] int32: eight neighbours, the first in the lowest nibble
+def words_of_rows(
+    words,  # [R, C / 8] int32: eight neighbors, the first in the lowest nibble
     R: tl.constexpr,
     C: tl.constexpr,
 ):
@@ -76,12 +94,12 @@ def tile_words(
 
 
 @triton.jit
-def of_words(
+def unpack_words(
     words,  # [R / 16, C / 64 * 128] int32
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """[R, C / 2] int32 bytes: inverse of `in_words`."""
+    """[R, C / 2] int32 bytes: inverse of `pack_words`."""
     at = 4 * tl.arange(0, 4)[None, None, :]
     x = ((words[:, :, None] >> at) & 15) | (((words[:, :, None] >> (16 + at)) & 15) << 4)
     x = tl.reshape(x, (R // 16, C // 64, 8, 4, 4, 2, 2))  # tn tk r8 c4 ks kh rh
@@ -90,27 +108,27 @@ def of_words(
 
 
 @triton.jit
-def bent(words):
+def permute_e2m1_bits(words):
     """Words of 4-bit floats from words of codes."""
     found = ((words << 6) & 0x01C001C0) | ((words << 12) & -2147450880) | ((words >> 1) & 0x60386038)
     return found | ((words << 5) & 0x10001000) | ((words >> 8) & 0x00070007) | ((words >> 2) & 0x0E000E00)
 
 
 @triton.jit
-def straight(words):
-    """Inverse of `bent`."""
+def restore_e2m1_bits(words):
+    """Inverse of `permute_e2m1_bits`."""
     found = ((words >> 6) & 0x00070007) | ((words >> 12) & 0x00080008) | ((words << 1) & -1066352528)
     return found | ((words >> 5) & 0x00800080) | ((words << 8) & 0x07000700) | ((words << 2) & 0x38003800)
 
 
 @triton.jit
-def swapped(bytes_):
+def swap_nibbles(bytes_):
     """Nibbles of a byte exchanged."""
     return ((bytes_ & 15) << 4) | (bytes_ >> 4)
 
 
 @triton.jit
-def _words_at(row, column, K, R: tl.constexpr, C: tl.constexpr):
+def _word_offsets(row, column, K, R: tl.constexpr, C: tl.constexpr):
     first = (row // 16).to(tl.int64) * (K * 2) + column * 2
     return first + (tl.arange(0, R // 16)[:, None] * (K * 2) + tl.arange(0, C * 2)[None, :])
 
@@ -126,14 +144,14 @@ def load_bytes(
     if TILED:
         tiles = row // 16 + tl.arange(0, R // 16)[:, None] < N // 16
         inside = tiles & (column + tl.arange(0, C * 2)[None, :] // 128 * 64 < K)
-        words = tl.load(codes + _words_at(row, column, K, R, C), mask=inside, other=0)
-        return of_words(straight(words) if TILED == 2 else words, R, C)
+        words = tl.load(codes + _word_offsets(row, column, K, R, C), mask=inside, other=0)
+        return unpack_words(restore_e2m1_bits(words) if TILED == 2 else words, R, C)
     n = row + tl.arange(0, R)
     b = column // 2 + tl.arange(0, C // 2)
     inside = (n < N)[:, None] & (b < (K + 1) // 2)[None, :]
     found = tl.load(codes + n.to(tl.int64)[:, None] * row_bytes + b[None, :], mask=inside, other=0).to(tl.int32)
     if HIGH_FIRST:
-        found = swapped(found)
+        found = swap_nibbles(found)
     return found
 
 
@@ -144,12 +162,12 @@ def store_bytes(
 ):  # fmt: skip
     """Inverse of `load_bytes`. WHOLE: the tile lies in the weight."""
     if TILED:
-        store_tiles(codes, in_words(bytes_, R, C), row, column, N, K, TILED, WHOLE, R, C)
+        store_tiles(codes, pack_words(bytes_, R, C), row, column, N, K, TILED, WHOLE, R, C)
     else:
         n, b = tl.arange(0, R)[:, None], tl.arange(0, C // 2)[None, :]
         inside = (row + n < N) & (column // 2 + b < (K + 1) // 2)
         at = codes + row.to(tl.int64) * row_bytes + column // 2 + (n * row_bytes + b)
-        found = (swapped(bytes_) if HIGH_FIRST else bytes_).to(tl.uint8)
+        found = (swap_nibbles(bytes_) if HIGH_FIRST else bytes_).to(tl.uint8)
         if WHOLE:
             tl.store(at, found)
         else:
@@ -162,8 +180,8 @@ def store_tiles(
 ):  # fmt: skip
     """Words of tiles, [R / 16, C / 64 * 128]."""
     if TILED == 2:
-        words = bent(words)
-    at = codes + _words_at(row, column, K, R, C)
+        words = permute_e2m1_bits(words)
+    at = codes + _word_offsets(row, column, K, R, C)
     if WHOLE:
         tl.store(at, words)
     else:
@@ -172,19 +190,19 @@ def store_tiles(
 
 
 @triton.jit
-def pairs(bytes_, R: tl.constexpr, C: tl.constexpr):
+def unpack_nibbles(bytes_, R: tl.constexpr, C: tl.constexpr):
     """[R, C] int32 codes of [R, C / 2] bytes."""
     return tl.reshape(tl.join(bytes_ & 15, bytes_ >> 4), (R, C))
 
 
 @triton.jit
-def signed(value, code, SIGN: tl.constexpr):
+def with_sign(value, code, SIGN: tl.constexpr):
     """fp32 magnitudes with the sign bit of int32 codes; -0 too, which triton 3.6 loses: it negates by 0 - x."""
     return (value.to(tl.int32, bitcast=True) | tl.where(code & SIGN != 0, -2147483648, 0)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
+def decode_float8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
     """fp32 of the byte of an 8-bit float, given as int32; exact, subnormal numbers, inf and NaN included.
 
     The bits of the magnitude, moved to where fp32 has them, are the value times 2^(BIAS - 127), subnormal or not.
@@ -202,7 +220,7 @@ def float8_value(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.cons
 
 
 @triton.jit
-def magnitude_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.constexpr):
+def encode_magnitude(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.constexpr):
     """int32 code, without a sign, of the small float nearest to `size`, which is not beyond the largest.
 
     Adding a number whose last bit is a step of the code lets the addition round, ties to even. The number counts the
@@ -221,10 +239,32 @@ def magnitude_code(size, MANTISSA: tl.constexpr, BIAS: tl.constexpr, AWAY: tl.co
 
 
 @triton.jit
-def float8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
+def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr):
     """int32 byte of the nearest 8-bit float, ties to even, saturating; x is no NaN."""
-    found = magnitude_code(tl.minimum(tl.abs(x), LARGEST), MANTISSA, BIAS, False)
+    found = encode_magnitude(tl.minimum(tl.abs(x), LARGEST), MANTISSA, BIAS, False)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 128
     if FNUZ:
         sign = tl.where(found == 0, 0, sign)
     return found | sign
+
+
+@triton.jit
+def decode_e2m1(code):
+    """fp32 of codes 0..15, given as int32."""
+    value = ((code & 7) << 22).to(tl.float32, bitcast=True) * (2.0**126)
+    return with_sign(value, code, 8)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """fp32 2^(E - 127) of e8m0 bytes, given as int32; NaN for 255."""
+    bits = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_block_scale(byte, FORMAT: tl.constexpr):
+    """fp32 of a scale's byte; nvfp4's without the factor of all."""
+    if FORMAT == MXFP4:
+        return decode_e8m0(byte)
+    return decode_float8(byte, 3, 7, False)

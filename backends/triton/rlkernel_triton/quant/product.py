@@ -1,356 +1,367 @@
-"""qmatmul@1 in Triton.
+"""Which kernel multiplies by a quantized weight, and its launch.
 
-A weight in `triton_w4` is decoded in registers and multiplied, up to the largest class of M; above it, the weight is
-dequantised in pieces that stay in the cache and torch multiplies them. Canonical weights of any shape take a kernel
-that reads bytes. Inputs that a format quantises are coded first, and products of 8-bit floats are taken of their exact
-16-bit values, since the 8-bit instructions of some GPUs keep fewer bits of a sum than the contract allows.
+    weight                                  how                                             function
+    4 bits in `triton_w4`, few tokens       codes decoded in registers, one launch          W4Product
+    canonical, any shape                    codes read as bytes                             canonical_product
+    above the largest class of M            dequantized in pieces, multiplied by torch      dequantized_product
+    mxfp4, nvfp4 in tiles; experts of int4  decoded in registers, scales folded             tiled_product
+    other formats of blocks                 decoded block by block                          block_product
+    experts of any other format             some at a time dequantized, multiplied          dense_experts_product
 
-Legend: M tokens · K inputs · N outputs · R = N, or N / 2 for a pair · r LoRA rank.
+Inputs that a format quantizes are coded first, and products of 8-bit floats are taken of their exact 16-bit values,
+since the 8-bit instructions of some GPUs keep fewer bits of a sum than the contract allows.
+
+Legend: M tokens · K inputs · N rows of the weight, or of an expert · R = N, or N / 2 for a pair · E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
-from rlkernel_core.spec.qmatmul import PAIRS, LoRA
-from rlkernel_triton.common.host import INTERPRETED, blank
+from rlkernel_triton.common.host import blank
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers import (
-    Grid,
-    Launch,
-    Launcher,
-    Plan,
-    piece_of,
-    plain_launcher_for,
-    planned,
-    planned_target,
-)
-from rlkernel_triton.quant import choice, product_kernels, storage, word_kernels
-from rlkernel_triton.quant.activations import quantize_activation
-from rlkernel_triton.quant.choice import Cut
-from rlkernel_triton.quant.splitk_counters import scratch
-from rlkernel_triton.quant.storage import W4, Element
+from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, plain_launcher_for, planned
+from rlkernel_triton.quant import code_tiles, formats, tile_config
+from rlkernel_triton.quant.canonical_product_kernels import block_product_kernel, canonical_product_kernel
+from rlkernel_triton.quant.dequantize import dequantized
+from rlkernel_triton.quant.epilogue import MOST_RANK, NO_EPILOGUE, Epilogue, apply_epilogue, lora_inner
+from rlkernel_triton.quant.layouts import packed
+from rlkernel_triton.quant.quantize import quantize_activation
+from rlkernel_triton.quant.splitk_counters import splitk_workspace
+from rlkernel_triton.quant.tile_config import TileConfig, W4Config, machine
+from rlkernel_triton.quant.tiled_product_kernels import tiled_product_kernel, w4_product_kernel
 
-MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
-MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantised first
-
-
-@dataclass(frozen=True)
-class After:
-    """What follows the product."""
-
-    bias: Tensor | None = None  # [N]
-    lora: LoRA | None = None
-    activation: str | None = None
-    residual: Tensor | None = None  # [M, R]
-
-    @property
-    def pair(self) -> bool:
-        """The rows of the weight are a gate's and a value's."""
-        return self.activation in PAIRS
-
-    @property
-    def nothing(self) -> bool:
-        """The result is the product."""
-        return self.bias is None and self.lora is None and self.activation is None and self.residual is None
-
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the kernels; `x` stands for what is not there."""
-        given: dict[str, Any] = {
-            "bias": x if self.bias is None else self.bias.contiguous(),
-            "BIAS": self.bias is not None,
-            "residual": x if self.residual is None else self.residual,
-            "residual_row": 0,
-            "RESIDUAL": self.residual is not None,
-            "PAIR": self.pair,
-            "ACTIVATION": self.activation or "none",
-            "INTERPRETED": INTERPRETED,
-            "xa": x,
-            "lora_b": x,
-            "lora_row": 0,
-            "lora_rank": 0,
-            "lora_scale": 0.0,
-            "RANK": 0,
-            "WIDE_LORA": False,
-        }
-        if self.residual is not None:
-            residual = self.residual if self.residual.stride(1) == 1 else self.residual.contiguous()
-            given |= {"residual": residual, "residual_row": residual.stride(0)}
-        if self.lora is not None and self.lora.A.shape[0]:
-            B = self.lora.B.contiguous()
-            xa = inner(x, self.lora.A)
-            given |= {"xa": xa, "lora_b": B, "lora_row": B.stride(0), "lora_rank": B.shape[1]}
-            given |= {"lora_scale": float(self.lora.scale), "RANK": triton.cdiv(B.shape[1], 16) * 16}
-            given |= {"WIDE_LORA": INTERPRETED or B.dtype != xa.dtype or B.dtype == torch.float32}
-        return given
-
-    def tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors among `arguments`: bias, xa, lora_b, residual."""
-        bias = x if self.bias is None else self.bias.contiguous()
-        residual = x if self.residual is None else self.residual
-        if residual.stride(-1) != 1:
-            residual = residual.contiguous()
-        if self.lora is None or not self.lora.A.shape[0]:
-            return bias, x, x, residual
-        return bias, inner(x, self.lora.A), self.lora.B.contiguous(), residual
-
-
-NOTHING: Final = After()
-
-
-def inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
-    """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
-    half = x.dtype == A.dtype and not INTERPRETED
-    x, A = (_settled(t if half else t.float()) for t in (x, A))
-    return torch.nn.functional.linear(x, A)
-
-
-def _settled(x: Tensor) -> Tensor:
-    """Contiguous and aligned: a BLAS adds up in another order where strides or alignment are others."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantized first
+PIECE: Final = 128 << 20  # bytes of a dequantized piece: large enough for a product to fill a GPU
+DENSE_EXPERTS: Final = 2 * PIECE  # bytes of experts that are dequantized at once
 
 
 def product(
-    x: Tensor, w: QuantTensor, after: After, rounding: str, dtype: torch.dtype | None = None, plan: Plan | None = None
-) -> Tensor:
-    """act(x w'^T + lora + bias) + residual for contiguous x [M, K], as [M, R] of a dtype, that of x unless said.
+    x: Tensor,
+    w: QuantTensor,
+    epilogue: Epilogue,
+    rounding: str,
+    ends: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    plan: Plan | None = None,
+) -> Tensor:  # -> [M, R]
+    """act(x w'^T + lora + bias) + residual.
 
-    With a plan all of its calls have one shape, format and layout.
+    Args:
+        x: [M, K], contiguous.
+        w: [N, K], or [E N, K] where there are experts.
+        epilogue: what follows the product.
+        rounding: `weight_rounding` of the call.
+        ends: [E] integer: one past the last row of each expert.
+        dtype: of the result; None for that of x.
+        plan: of calls that all have one shape, format and layout.
     """
-
-    def bound(launcher: Launcher) -> tuple[Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None]:
-        return (bound_words(launcher, x, w, after, rounding),)
-
-    (words,) = planned(plan, "words", x.device, bound)
-    if words is not None:
-        return words(x, w, after, dtype or x.dtype)
-    M, (N, _) = x.shape[0], w.shape
-    width = N // 2 if after.pair else N
-    y = torch.empty(M, width, dtype=dtype or x.dtype, device=x.device)
+    if ends is None and not formats.is_of_blocks(w.spec):
+        # A tuple, since a plan takes None for "not bound yet".
+        (w4_product,) = planned(plan, "w4", x.device, lambda known: (bind_w4_product(known, x, w, epilogue, rounding),))
+        if w4_product is not None:
+            return w4_product(x, w, epilogue, dtype or x.dtype)
+    M, N = x.shape[0], w.shape[0] // (1 if ends is None else ends.shape[0])
+    make = torch.empty if ends is None else torch.zeros  # rows of no expert are 0
+    y = make(M, N // 2 if epilogue.pair else N, dtype=dtype or x.dtype, device=x.device)
     if M == 0:
         return y
-    if after.lora is not None and after.lora.A.shape[0] > MOST_RANK:
-        h = product(x, w, After(), rounding, torch.float32)
-        h.addmm_(inner(x, after.lora.A).float(), after.lora.B.float().t(), alpha=after.lora.scale)
-        finish(x, h, replace(after, lora=None), y)
-        return y
-    w = storage.table_of_nf4(w)
-    half, table = x.dtype != torch.float32 and w.spec.act == "none", w.spec.element == "nf4"
-    if half and rounding != "none" and (table or choice.class_of(M, machine(x.device).kind) is None):
-        by_pieces(x, w, after, y)
-    elif w.layout == CANONICAL:
-        by_bytes(x, w, after, rounding, y, plan)
-    else:
-        by_bytes(x, storage.packed(w, CANONICAL), after, rounding, y, plan)
+    with torch.cuda.device_of(x):
+        if epilogue.lora is not None and epilogue.lora.A.shape[0] > MOST_RANK:
+            h = product(x, w, NO_EPILOGUE, rounding, dtype=torch.float32)
+            inner = lora_inner(x, epilogue.lora.A).float()
+            h.addmm_(inner, epilogue.lora.B.float().t(), alpha=epilogue.lora.scale)
+            apply_epilogue(x, h, replace(epilogue, lora=None), y)
+        elif _takes_tiles(x, w, rounding, ends, y):
+            tiled_product(x, w, epilogue, rounding, ends, y)
+        elif ends is None and _is_better_dequantized(x, w, rounding):
+            dequantized_product(x, w, epilogue, y)
+        elif formats.is_of_blocks(w.spec):
+            block_product(x, w, epilogue, rounding, ends, y)
+        elif ends is None:
+            canonical_product(x, packed(formats.as_nf4(w), CANONICAL), epilogue, rounding, y, plan)
+        else:
+            dense_experts_product(x, w, epilogue, rounding, ends, y)
     return y
 
 
-def _cut(x: Tensor, w: QuantTensor, after: After, rounding: str) -> Cut | None:
-    """How a product of words is cut; None where the weight is no words, or too many tokens for that."""
-    half, on = x.dtype != torch.float32 and w.spec.act == "none", machine(x.device)
-    # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
-    table = storage.table_of_nf4(w).spec.element == "nf4"
-    by_table = rounding == "any" and x.shape[0] <= MOST_OF_TABLE and on.tables
-    if not half or w.layout != W4 or (table and not by_table):
+def _takes_tiles(x: Tensor, w: QuantTensor, rounding: str, ends: Tensor | None, y: Tensor) -> bool:
+    """`tiled_product` takes this product."""
+    if x.dtype == torch.float32 or y.shape[1] % 32:
+        return False
+    if w.layout == formats.E2M1:  # a product of code and scale is exact but for mxfp4 in float16
+        return rounding != "none" or x.dtype == torch.bfloat16 or w.spec.format == "nvfp4"
+    return ends is not None and w.layout == formats.W4 and w.spec.element == "int4" and rounding != "none"
+
+
+def _is_better_dequantized(x: Tensor, w: QuantTensor, rounding: str) -> bool:
+    """So many rows, or codes of a table, that a weight is better dequantized; that rounds it."""
+    if x.dtype == torch.float32 or w.spec.act != "none" or rounding == "none":
+        return False
+    return formats.as_nf4(w).spec.element == "nf4" or tile_config.class_of(x.shape[0], machine(x.device).kind) is None
+
+
+# Weights in `triton_w4`.
+
+
+def bind_w4_product(
+    launcher: Launcher, x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str
+) -> W4Product | None:
+    """What multiplies contiguous x by weights like this one in one launch; None where that takes more."""
+    if not x.shape[0] or (epilogue.lora is not None and epilogue.lora.A.shape[0] > MOST_RANK):
         return None
-    return choice.cut(
-        x.shape[0],
-        *w.shape,
-        group=w.spec.group,
-        pair=after.pair,
-        rounding=rounding,
-        kind=on.kind,
+    if x.dtype == torch.float32 or w.spec.act != "none" or w.layout != formats.W4:
+        return None
+    on = machine(x.device)
+    # Values of a table are looked up in registers, which takes PTX, and are rounded before their scales.
+    if formats.as_nf4(w).spec.element == "nf4" and (rounding != "any" or x.shape[0] > MOST_OF_TABLE or not on.tables):
+        return None
+    config = tile_config.w4_config(
+        x.shape[0], *w.shape, group=w.spec.group, pair=epilogue.pair, rounding=rounding, kind=on.kind,
         multiprocessors=on.multiprocessors,
-    )
+    )  # fmt: skip
+    return None if config is None else W4Product(launcher, x, w, epilogue, config)
 
 
-class Machine(NamedTuple):
-    """What decides how a product is cut and decoded."""
-
-    kind: str  # of `choice.DEVICES`
-    multiprocessors: int
-    ptx: bool  # inline PTX is understood
-    sync: bool  # weights are the operand of `mma.sync`
-
-    @property
-    def tables(self) -> bool:
-        """Bytes of a table in registers can be picked."""
-        return self.ptx or INTERPRETED
-
-    @property
-    def casts(self) -> bool:
-        """There are instructions for e4m3fn."""
-        return self.kind == "sm90" and not INTERPRETED
-
-
-def machine(device: torch.device) -> Machine:
-    """The machine behind a device, or that which is planned for; the interpreter stands for a large GPU."""
-    target = planned_target()
-    if target is None:
-        return _machine_of(device)
-    kind = choice.kind_of(f"sm{target.arch}") if target.nvidia else "other"
-    return Machine(kind, target.planned, ptx=target.nvidia, sync=target.nvidia and kind != "sm90")
-
-
-@lru_cache
-def _machine_of(device: torch.device) -> Machine:
-    if INTERPRETED:
-        return Machine("sm90", 132, ptx=False, sync=False)
-    found = torch.cuda.get_device_properties(device)
-    nvidia = torch.version.hip is None
-    kind = choice.kind_of(f"sm{found.major}{found.minor}") if nvidia else "other"
-    return Machine(kind, found.multi_processor_count, ptx=nvidia, sync=nvidia and kind != "sm90")
-
-
-# What word_product is passed at run time, in its order.
-_OF_WORDS: Final = (
-    "x", "codes", "scale", "zero", "table", "nested_table", "nested_absmax", "nested_offset", "y", "partial",
-    "tickets", "bias", "xa", "lora_b", "residual",
-)  # fmt: skip
-
-
-class WordProduct:
+class W4Product:
     """The product of a weight in `triton_w4`, bound for a shape."""
 
     def __init__(
-        self, launcher: Launcher, x: Tensor, w: QuantTensor, after: After, cut: Cut, *, permuted: bool | None = None
-    ) -> None:
-        w = storage.table_of_nf4(w)
+        self, launcher: Launcher, x: Tensor, w: QuantTensor, epilogue: Epilogue, config: W4Config, *,
+        permuted: bool | None = None,
+    ) -> None:  # fmt: skip
+        w = formats.as_nf4(w)
         spec, M, (N, K), on = w.spec, x.shape[0], w.shape, machine(x.device)
-        self._width = N // 2 if after.pair else N
+        self._width = N // 2 if epilogue.pair else N
         self._M, self._device = M, x.device
-        self._tiles = triton.cdiv(M, cut.BM) * (self._width // cut.BN)
-        self._numbers = cut.parts * self._tiles * (2 if after.pair else 1) * cut.BM * cut.BN if cut.parts > 1 else 0
-        self._grid = (self._tiles * cut.parts, 1, 1)
-        self._plain = all(part is None for part in (after.bias, after.lora, after.residual))
-        self._follow = (blank(x.dtype, x.device),) * 4  # bias, xa, lora_b, residual
-        self._parts = storage.part_names(w)
-        self._as_they_are = all(w.parts[n].is_contiguous() for n in self._parts)
-        fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_WORDS}
+        self._tiles = triton.cdiv(M, config.BM) * (self._width // config.BN)
+        partials = config.parts * self._tiles * (2 if epilogue.pair else 1)
+        self._partial_sums = partials * config.BM * config.BN if config.parts > 1 else 0
+        self._grid = (self._tiles * config.parts, 1, 1)
+        self._plain = not epilogue.has_tensors
+        self._nothing = (blank(x.dtype, x.device),) * 4  # bias, x A^T, B, residual
+        self._parts = formats.part_names(w)
+        self._contiguous = all(w.parts[n].is_contiguous() for n in self._parts)
         self._launch = launcher.bind(
-            word_kernels.word_product, num_warps=cut.warps, num_stages=cut.stages, **fixed, x_row=K, M=M,
-            N=N, K=K, BM=cut.BM, BN=cut.BN, BK=min(spec.group or cut.step, cut.step), PARTS=cut.parts,
-            STAGES=cut.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric, FOLD=cut.fold,
+            w4_product_kernel, num_warps=config.warps, num_stages=config.stages,
+            **epilogue.constants(x), x_row=K, M=M, N=N, K=K, BM=config.BM, BN=config.BN,
+            BK=min(spec.group or config.step, config.step), PARTS=config.parts, STAGES=config.stages,
+            GROUP=spec.group, SYMMETRIC=spec.symmetric, FOLD=config.fold,
             PERMUTED=on.sync if permuted is None else permuted, ASM=on.ptx, TABLE=spec.element == "nf4",
             NESTED=spec.double_quant,
         )  # fmt: skip
 
-    def __call__(self, x: Tensor, w: QuantTensor, after: After, dtype: torch.dtype) -> Tensor:
+    def __call__(self, x: Tensor, w: QuantTensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
         """The product of contiguous x."""
         y = torch.empty((self._M, self._width), dtype=dtype, device=self._device)
         partial = counters = x
-        if self._numbers:
-            counters, partial = scratch(self._tiles, self._numbers, self._device)
+        if self._partial_sums:
+            counters, partial = splitk_workspace(self._tiles, self._partial_sums, self._device)
         parts = w.parts
         given = [parts[n] for n in self._parts]
-        if not self._as_they_are:
+        if not self._contiguous:
             given = [part.contiguous() for part in given]
-        follow = self._follow if self._plain else after.tensors(x)
-        self._launch(self._grid, x, *given, y, partial, counters, *follow)
+        more = self._nothing if self._plain else epilogue.tensors(x)
+        self._launch(self._grid, x, *given, y, partial, counters, *more)
         return y
 
 
-def bound_words(
-    launcher: Launcher, x: Tensor, w: QuantTensor, after: After, rounding: str
-) -> Callable[[Tensor, QuantTensor, After, torch.dtype], Tensor] | None:
-    """What multiplies contiguous x by weights like this one in one launch; None where that takes more."""
-    if not x.shape[0] or (after.lora is not None and after.lora.A.shape[0] > MOST_RANK):
-        return None
-    cut = _cut(x, w, after, rounding)
-    return None if cut is None else WordProduct(launcher, x, w, after, cut)
+# Canonical weights.
 
 
-PIECE: Final = 128 << 20  # bytes of a dequantised piece: large enough for a product to fill a GPU
+def canonical_product(
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, y: Tensor, plan: Plan | None = None
+) -> None:
+    """Codes read as bytes, or pairs of 4 bits; fp4 comes as nf4."""
+    spec, M, (N, K) = w.spec, x.shape[0], w.shape
+    scale, coded, x_scale = x, x, 0
+    if spec.act != "none":
+        q = quantize_activation(x, spec)
+        scale, x_scale = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
+        # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.
+        exact = torch.bfloat16 if x.dtype == torch.float32 and rounding != "dtype" else x.dtype
+        coded = q.codes if spec.act == "token_int8" else q.codes.float().to(exact)
+
+    def bound(launcher: Launcher) -> tuple[Launch, Grid, tuple[str, ...], bool]:
+        element = formats.Element.of(spec)
+        wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
+        ragged = spec.element == "nf4" and K % spec.group != 0
+        step = 32 if wide else 64 if spec.group else 128
+        if spec.group and not ragged:
+            step = min(step, spec.group) if x_scale != 2 else 128
+        BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
+        on = machine(x.device)
+        stages = 3 if step == 128 and on.kind == "sm90" else 2
+        launch = launcher.bind(
+            canonical_product_kernel, num_warps=4, num_stages=stages, **epilogue.constants(x),
+            **formats.scale_grid(w), x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M,
+            N=N, K=K, BM=BM, BN=64, BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric,
+            NESTED=spec.double_quant, MANTISSA=element.MANTISSA, FLOAT_BIAS=element.BIAS, FNUZ=element.FNUZ,
+            RAGGED=ragged, FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide,
+            X_SCALE=x_scale, CAST=spec.element == "e4m3fn" and on.casts,
+        )  # fmt: skip
+        names = formats.part_names(w)[1:]
+        grid = (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
+        return launch, grid, names, all(w.parts[n].is_contiguous() for n in names)
+
+    launch, grid, names, contiguous = planned(plan, "canonical", x.device, bound)
+    parts = [w.parts[n] for n in names]
+    if not contiguous:
+        parts = [part.contiguous() for part in parts]
+    launch(grid, coded, scale, formats.codes_of(w), *parts, y, *epilogue.tensors(x))
 
 
-def by_pieces(x: Tensor, w: QuantTensor, after: After, y: Tensor) -> None:
-    """Pieces of the dequantised weight, multiplied by torch; sums are kept in fp32 where something follows."""
+def block_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+    """Canonical blocks, decoded beside the product."""
+    w = packed(w, CANONICAL)
+    form = formats.block_constants(w.spec)
+    experts = 1 if ends is None else ends.shape[0]
+    _blocks_launched(
+        x, formats.block_parts(w), epilogue, ends, y, N=w.shape[0] // experts, K=w.shape[1], first_expert=0, E=experts,
+        FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
+        WIDE=x.dtype == torch.float32 or rounding == "none",
+    )  # fmt: skip
+
+
+def _blocks_launched(
+    x: Tensor, parts: tuple[Tensor, ...], epilogue: Epilogue, ends: Tensor | None, y: Tensor, *, WIDE: bool,
+    **sizes_and_format: Any,
+) -> None:  # fmt: skip
+    M = x.shape[0]
+    rows = M if ends is None else triton.cdiv(M, ends.shape[0])
+    BM = next((b for b in (16, 32, 64) if b >= rows), 64)
+    m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, ends.shape[0])
+    launch = plain_launcher_for(x.device).bind(
+        block_product_kernel, num_stages=2, **epilogue.constants(x), **sizes_and_format,
+        x_row=x.stride(0), M=M, m_tiles=m_tiles, BM=BM, BN=64, BK=32 if WIDE else 64, STAGES=2, WIDE=WIDE,
+        EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
+    )  # fmt: skip
+    grid = (m_tiles * triton.cdiv(y.shape[1], 64), 1, 1)
+    launch(grid, x, *parts, x if ends is None else ends.contiguous(), y, *epilogue.tensors(x))
+
+
+# Tiles whose scales are folded: `triton_e2m1`, and experts in `triton_w4`.
+
+
+def tiled_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+    """Codes in tiles, decoded in registers; of a weight alone and many rows of x, dequantized."""
+    rows = triton.cdiv(x.shape[0], 1 if ends is None else ends.shape[0])
+    if ends is None and rows > tile_config.MOST_ROWS and rounding != "none":
+        dequantized_product(x, w, epilogue, y)
+        return
+    config = tile_config.tile_config(
+        rows, y.shape[1], machine(x.device), experts=ends is not None, pair=epilogue.pair
+    )  # fmt: skip
+    tiles_launched(x, w, epilogue, rounding, ends, y, config)
+
+
+def tiles_launched(
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor, config: TileConfig,
+    parts: int = 0,
+) -> None:  # fmt: skip
+    """`tiled_product` in one configuration; `parts` of K, 0 for as many as fill the GPU."""
+    spec, M, (rows, K), BM, BN = w.spec, x.shape[0], w.shape, config.BM, config.BN
+    experts = 1 if ends is None else ends.shape[0]
+    m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, experts)
+    step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
+    if BM * BN >= tile_config.LARGE:
+        step = min(step, 64)
+    on, tiles = machine(x.device), m_tiles * (y.shape[1] // BN)
+    programs = tile_config.FEW_ROWS_PROGRAMS if BM == 16 and on.kind == "sm90" else tile_config.PROGRAMS
+    if not parts:
+        parts = tile_config.splitk_parts(tiles, K // step, on.multiprocessors, programs) if ends is None else 1
+    partial, counters = x, x
+    if parts > 1:
+        halves = 2 if epilogue.pair else 1
+        counters, partial = splitk_workspace(tiles, parts * tiles * halves * BM * BN, x.device)
+    factored = spec.format == "nvfp4" and rounding == "dtype"
+    exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
+    scale = w.parts["scale"].contiguous()
+    if spec.element != "int4":
+        scale = scale.view(torch.int32)
+    launch = plain_launcher_for(x.device).bind(
+        tiled_product_kernel, num_warps=config.warps, num_stages=config.stages, **epilogue.constants(x),
+        x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
+        FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
+        BN=BN, BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
+        FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
+        ASM=on.ptx and exact and not factored,
+    )  # fmt: skip
+    launch(
+        (tiles * parts, 1, 1), x, w.parts["codes"].contiguous(), scale, w.parts.get("zero", scale),
+        w.parts.get("global_scale", scale), x if ends is None else ends.contiguous(), y, partial, counters,
+        *epilogue.tensors(x),
+    )  # fmt: skip
+
+
+# Weights dequantized to memory.
+
+
+def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor) -> None:
+    """Pieces of the dequantized weight, multiplied by torch; sums are kept in fp32 where something follows."""
     N, K = w.shape
     rows = max(64, piece_of(PIECE, 2) // (K * x.element_size()) // 64 * 64)
     buffer = torch.empty(min(rows, N), K, dtype=x.dtype, device=x.device)
-    plain = after.nothing and y.dtype == x.dtype
+    plain = epilogue.empty and y.dtype == x.dtype
     h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
     for first in range(0, N, rows):
         last = min(first + rows, N)
-        piece = storage.dequantised(w, x.dtype, (first, last), buffer[: last - first])
+        piece = dequantized(w, x.dtype, (first, last), buffer[: last - first])
         if plain:
             torch.mm(x, piece.t(), out=h[:, first:last])
         else:
-            h[:, first:last] = wide_product(x, piece)
+            h[:, first:last] = float32_product(x, piece)
     if plain:
         return
-    if after.nothing:
+    if epilogue.empty:
         y.copy_(h)
     else:
-        finish(x, h, after, y)
+        apply_epilogue(x, h, epilogue, y)
 
 
-def wide_product(x: Tensor, piece: Tensor) -> Tensor:
+def float32_product(x: Tensor, piece: Tensor) -> Tensor:
     """x piece^T in fp32, not rounded to the dtype of x."""
     if x.is_cuda:
         return torch.mm(x, piece.t(), out_dtype=torch.float32)
     return x.float() @ piece.float().t()
 
 
-def finish(x: Tensor, h: Tensor, after: After, y: Tensor) -> None:
-    """What follows a product that lies in memory."""
-    M, N = h.shape
-    launch = plain_launcher_for(x.device).bind(product_kernels.follow, **after.arguments(x), M=M, N=N, BM=32, BN=64)
-    launch((triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64), 1, 1), h, y)
+def dense_experts_product(
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor, y: Tensor
+) -> None:
+    """Some experts at a time, dequantized and multiplied from memory."""
+    kind = x.dtype if x.dtype != torch.float32 and (rounding == "dtype" or w.spec.act == "none") else torch.float32
+    kind = torch.float32 if rounding == "none" else kind
+    if w.spec.act != "none":
+        x = quantize_activation(x, w.spec).value()
+    N = w.shape[0] // ends.shape[0]
+    for first, some, dense in dense_experts(w, ends.shape[0], kind):
+        dense_product(x, dense, epilogue, ends, y, first=first, experts=some, N=N)
 
 
-# What byte_product is passed at run time, in its order.
-_OF_BYTES: Final = (
-    "x", "x_scale", "codes", "scale", "zero", "table", "nested_table", "nested_absmax", "nested_offset", "y", "bias",
-    "xa", "lora_b", "residual",
-)  # fmt: skip
+def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
+    N, K = w.shape[0] // experts, w.shape[1]
+    most = max(1, piece_of(DENSE_EXPERTS) // (N * K * kind.itemsize))
+    aligned = 16 // gcd(N, 16)  # tiles are read from multiples of 16 rows
+    most = max(aligned, most // aligned * aligned)
+    for first in range(0, experts, most):
+        last = min(first + most, experts)
+        yield first, last - first, dequantized(w, kind, (first * N, last * N))
 
 
-def by_bytes(x: Tensor, w: QuantTensor, after: After, rounding: str, y: Tensor, plan: Plan | None = None) -> None:
-    """The product of a canonical weight."""
-    spec, M, (N, K) = w.spec, x.shape[0], w.shape
-    scale, coded, form = x, x, 0
-    if spec.act != "none":
-        q = quantize_activation(x, spec)
-        integers = spec.act == "token_int8"
-        scale, form = q.scale.contiguous(), 2 if spec.act == "block128_fp8" else 1
-        # Every code is exact in 16 bits; a rounded weight wants the type that it is rounded to.
-        exact = torch.bfloat16 if x.dtype == torch.float32 and rounding != "dtype" else x.dtype
-        coded = q.codes if integers else q.codes.float().to(exact)
-
-    def bound(launcher: Launcher) -> tuple[Launch, Grid, tuple[str, ...], bool]:
-        element = Element.of(spec)
-        wide = coded.dtype == torch.float32 or (rounding == "none" and (spec.element == "nf4" or spec.float_zero))
-        ragged = spec.element == "nf4" and K % spec.group != 0
-        step = 32 if wide else 64 if spec.group else 128
-        if spec.group and not ragged:
-            step = min(step, spec.group) if form != 2 else 128
-        BM = next((b for b in (16, 32, 64) if b >= M), 128 if not wide else 64)
-        on = machine(x.device)
-        stages = 3 if step == 128 and on.kind == "sm90" else 2
-        fixed = {n: value for n, value in after.arguments(x).items() if n not in _OF_BYTES}
-        launch = launcher.bind(
-            product_kernels.byte_product, num_warps=4, num_stages=stages, **fixed, **storage.scale_grid(w),
-            x_row=coded.stride(0), x_scale_row=scale.stride(0), row_bytes=(K + 1) // 2, M=M, N=N, K=K, BM=BM, BN=64,
-            BK=step, STAGES=stages, ELEMENT=element.ELEMENT, SYMMETRIC=spec.symmetric, NESTED=spec.double_quant,
-            MANTISSA=element.MANTISSA, FLOAT_BIAS=element.BIAS, FNUZ=element.FNUZ, RAGGED=ragged,
-            FOLD=spec.element == "nf4" or (rounding == "dtype" and spec.act != "token_int8"), WIDE=wide, X_SCALE=form,
-            CAST=spec.element == "e4m3fn" and on.casts,
-        )  # fmt: skip
-        names = storage.part_names(w)
-        grid = (triton.cdiv(M, BM) * triton.cdiv(y.shape[1], 64), 1, 1)
-        return launch, grid, names[1:], all(w.parts[n].is_contiguous() for n in names[1:])
-
-    launch, grid, names, as_they_are = planned(plan, "bytes", x.device, bound)
-    parts = [w.parts[n] for n in names]
-    if not as_they_are:
-        parts = [part.contiguous() for part in parts]
-    launch(grid, coded, scale, storage.codes(w), *parts, y, *after.tensors(x))
+def dense_product(
+    x: Tensor, dense: Tensor, epilogue: Epilogue, ends: Tensor, y: Tensor, *, first: int, experts: int, N: int
+) -> None:
+    """Rows of x times the dense rows of their experts, those of experts from `first` on."""
+    _blocks_launched(
+        x, (dense,) * 7, epilogue, ends, y, N=N, K=dense.shape[1], first_expert=first, E=experts,
+        FORMAT=code_tiles.DENSE.value, MANTISSA=0, FLOAT_BIAS=0, WIDE=torch.float32 in (x.dtype, dense.dtype),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.whiten import WhitenCall, WhitenResult
 from rlkernel_triton.affine_suffix_scan.launch import refused_float64
-from rlkernel_triton.affine_suffix_scan.recursion import Rows
+from rlkernel_triton.affine_suffix_scan.recursion import SequenceLayout
 from rlkernel_triton.common.host import INTERPRETED, untracked
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.moments import BLOCK, MERGED, moments_kernel, summary_kernel, whiten_kernel
@@ -40,8 +40,8 @@ class Whitening:
         self._plan, self._ddof, self._eps, self._eps_mode = plan, ddof, float(eps), eps_mode
 
     def summary(
-        self, x: Tensor, rows: Rows, chosen: Tensor | None = None, which: str = "all", times: Tensor | None = None,
-        process_group: Any = None,
+        self, x: Tensor, rows: SequenceLayout, chosen: Tensor | None = None, which: str = "all",
+        times: Tensor | None = None, process_group: Any = None,
     ) -> Tensor:  # -> [8] fp32  # fmt: skip
         """Count, shift, moved mean, m2, mean, variance and factor of the tokens of `x` that count.
 
@@ -77,7 +77,7 @@ class Whitening:
         return torch.stack((*whole, whole.mean, whole.variance(self._ddof), rstd, whole.n))
 
     def apply(
-        self, x: Tensor, into: Tensor, rows: Rows, summary: Tensor | None, chosen: Tensor | None = None,
+        self, x: Tensor, into: Tensor, rows: SequenceLayout, summary: Tensor | None, chosen: Tensor | None = None,
         which: str = "all", *, weights: Tensor | None = None, back: bool = False, carry: bool = False,
     ) -> None:  # fmt: skip
         """`into` = weights (x - mean) factor, 0 where nothing counts; `summary` None: without whitening."""
@@ -98,13 +98,13 @@ class Whitening:
         )  # fmt: skip
 
 
-def _grid(rows: Rows) -> tuple[int, int]:
+def _grid(rows: SequenceLayout) -> tuple[int, int]:
     """Programs, and chunks of a row: packed sequences, whose lengths the host does not know, take one program each."""
     chunks = 1 if rows.bounds is not None else triton.cdiv(rows.width, _SIZE)
     return rows.sequences * chunks, chunks
 
 
-def _tokens(rows: Rows, chosen: Tensor | None, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tokens(rows: SequenceLayout, chosen: Tensor | None, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mask, chosen sequences, ends and bounds as both kernels read them; `other` stands for what is not there."""
     return (
         other if rows.mask is None else rows.mask,
@@ -114,7 +114,7 @@ def _tokens(rows: Rows, chosen: Tensor | None, other: Tensor) -> tuple[Tensor, T
     )
 
 
-def _layout(rows: Rows, which: str) -> dict[str, Any]:
+def _layout(rows: SequenceLayout, which: str) -> dict[str, Any]:
     """The constants of both kernels that say which tokens there are."""
     return {
         "T": rows.width,
@@ -137,11 +137,11 @@ def prepare(call: WhitenCall) -> Callable[[WhitenCall], WhitenResult]:
     whitening = Whitening(Plan(launcher_for(call.x.device)), call.ddof, call.eps, call.eps_mode)
     shape = tuple(call.x.shape) if call.lengths is not None else (1, call.x.numel())
     carry, back, apply = call.masked_out == "carry", call.apply and not call.shift_mean, call.apply
-    bare = Rows(shape, shape[0]) if call.mask is call.lengths is None else None
+    bare = SequenceLayout(shape, shape[0]) if call.mask is call.lengths is None else None
 
     def run(call: WhitenCall) -> WhitenResult:
         x = call.x.to(torch.float32).contiguous()
-        rows = bare or Rows.of(shape, shape[0], call.mask, call.lengths, None)
+        rows = bare or SequenceLayout.of(shape, shape[0], call.mask, call.lengths, None)
         times = None if call.counts is None else call.counts.contiguous()
         summary = whitening.summary(x, rows, times=times, process_group=call.process_group)
         y = torch.empty_like(x)

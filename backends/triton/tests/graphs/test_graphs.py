@@ -80,15 +80,15 @@ def test_what_recording_writes_is_written_at_replays_only(capture) -> None:
 def test_a_capture_that_breaks_off_is_mended(capture, cuda) -> None:
     old = capture(lambda x: x * 3, (torch.ones(2),))
 
-    def synchronises(x):
+    def synchronizes(x):
         y = x + torch.rand(2)
         cuda.synchronize()
         return y
 
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    with pytest.raises(CaptureError, match=r"host synchronisation.*operation not permitted") as caught:
-        capture(synchronises, (torch.ones(2),))
+    with pytest.raises(CaptureError, match=r"host synchronization.*operation not permitted") as caught:
+        capture(synchronizes, (torch.ones(2),))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert (cuda.open_pools, cuda.stuck_generators, cuda.capturing, cuda.current.number) == ([], False, None, 0)
     assert torch.equal(state, torch.get_rng_state())
@@ -97,12 +97,12 @@ def test_a_capture_that_breaks_off_is_mended(capture, cuda) -> None:
 
 
 def test_a_capture_that_breaks_off_may_run_without_a_graph(capture, cuda) -> None:
-    def synchronises(x):
+    def synchronizes(x):
         cuda.synchronize()
         return x * 2
 
     with pytest.warns(FallbackWarning, match="runs without a graph"):
-        g = capture(synchronises, (torch.ones(2),), on_capture_error="eager")
+        g = capture(synchronizes, (torch.ones(2),), on_capture_error="eager")
     assert g(torch.full((2,), 4.0)).tolist() == [8, 8]
     assert g.stats.eager_calls == {"capture failed": 1}
 

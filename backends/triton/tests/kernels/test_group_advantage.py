@@ -12,8 +12,8 @@ from rlkernel import policy as policies
 from rlkernel_core.spec.advantage import SPEC
 from rlkernel_core.spec.advantage_presets import PRESETS
 from rlkernel_torch.direct import advantage as definition
-from rlkernel_triton.advantage import group_launch as launch
-from rlkernel_triton.advantage.group_launch import MADE
+from rlkernel_triton.advantage import group_launch
+from rlkernel_triton.advantage.group_launch import GROUP_KINDS
 from rlkernel_triton.advantage.launch import prepare
 from rlkernel_triton.launchers import Recorder, using
 
@@ -70,11 +70,11 @@ def compared(request, monkeypatch):
 
 def search(way, monkeypatch) -> None:
     """Plan groups by ids in one of two ways from now on."""
-    monkeypatch.setattr(launch, "PAIRS", 1 << 20 if way == "pairs" else 0)
+    monkeypatch.setattr(group_launch, "PAIRS", 1 << 20 if way == "pairs" else 0)
     (policies.SCOPE.get() or policies.base()).forget()  # plans of the other way
 
 
-@pytest.mark.parametrize("kind", sorted(MADE))
+@pytest.mark.parametrize("kind", sorted(GROUP_KINDS))
 def test_every_kind_by_size(device, kind) -> None:
     agree(batch(kind, 3), device)
 
@@ -84,7 +84,7 @@ def test_groups_of_every_size(device, size) -> None:
     agree(batch("grpo", size), device)
 
 
-@pytest.mark.parametrize("kind", sorted(MADE))
+@pytest.mark.parametrize("kind", sorted(GROUP_KINDS))
 def test_every_kind_by_ids(device, kind, compared) -> None:
     agree(batch(kind, IDS), device)
 
@@ -211,7 +211,10 @@ def test_moments_merged_over_ranks(device, more) -> None:
 
 # One preset of those that are the same call.
 SAME = {
-    str(preset.kwargs): (f, e) for f, table in PRESETS.items() for e, preset in table.items() if preset.kind in MADE
+    str(preset.kwargs): (f, e)
+    for f, table in PRESETS.items()
+    for e, preset in table.items()
+    if preset.kind in GROUP_KINDS
 }
 PEERS = sorted(SAME.values())
 
@@ -225,7 +228,7 @@ def test_every_preset_over_groups(device, framework, estimator) -> None:
     agree({**given, **preset, "singleton": "zero"}, device)
 
 
-@pytest.mark.parametrize("kind", sorted(MADE - {"gpg"}))
+@pytest.mark.parametrize("kind", sorted(GROUP_KINDS - {"gpg"}))
 def test_groups_by_size_are_one_launch_unless_whitened(kind) -> None:
     recorder = Recorder()
     whiten = {"whiten": "none"} if kind in {"gdpo", "reinforce_pp_baseline"} else {}

@@ -16,11 +16,13 @@ from rlkernel_core.quant.activations import quantize_activation
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, QmatmulCall, accumulation_bound
 from rlkernel_torch.direct import qmatmul as definition
 from rlkernel_triton.launchers import plain_launcher_for
-from rlkernel_triton.quant import storage
-from rlkernel_triton.quant.activations import quantize_activation as coded_tokens
-from rlkernel_triton.quant.choice import Cut
-from rlkernel_triton.quant.product import NOTHING, WordProduct
+from rlkernel_triton.quant import quantize as quantizing
+from rlkernel_triton.quant.dequantize import dequantized
+from rlkernel_triton.quant.epilogue import NO_EPILOGUE
+from rlkernel_triton.quant.formats import W4, is_four_bits
+from rlkernel_triton.quant.product import W4Product
 from rlkernel_triton.quant.qmatmul import prepare
+from rlkernel_triton.quant.tile_config import W4Config
 
 named = QuantSpec.named
 SPECS = [
@@ -59,16 +61,16 @@ def same_parts(a, b):
     return all(same(a.parts[n].float(), b.parts[n].float()) for n in a.parts)
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if storage.four_bits(s)], **ids)
-def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, spec) -> None:
+@pytest.mark.parametrize("spec", [s for s in SPECS if is_four_bits(s)], **ids)
+def test_tiles_lose_nothing_and_are_quantized_again_in_place(device, spec) -> None:
     first, second = weight(64, 256, device), 3 * weight(64, 256, device).flip(0)
     w = rlk.quantize(first, spec)
     assert same_parts(w, reference.quantize(first, spec))
     tiles = rlk.prepack(w)
-    assert tiles.layout == storage.W4
+    assert tiles.layout == W4
     assert rlk.prepack(tiles, layout="canonical").same_bits(w)
     assert same(rlk.dequantize(tiles), rlk.dequantize(w))
-    assert same(storage.dequantised(tiles, torch.float32, (32, 64)), rlk.dequantize(w, dtype=torch.float32)[32:])
+    assert same(dequantized(tiles, torch.float32, (32, 64)), rlk.dequantize(w, dtype=torch.float32)[32:])
     kept = {name: part.data_ptr() for name, part in tiles.parts.items()}
     assert rlk.quantize(second, spec, out=tiles) is tiles
     assert {name: part.data_ptr() for name, part in tiles.parts.items()} == kept
@@ -79,7 +81,7 @@ def test_a_weight_that_no_tile_fits_stays_canonical_and_is_refused_by_name(devic
     w = rlk.quantize(torch.randn(70, 256, device=device), "int4_g128")
     assert rlk.prepack(w) is w
     with pytest.raises(rlk.ArgumentError, match="multiples of 64"):
-        rlk.prepack(w, layout=storage.W4)
+        rlk.prepack(w, layout=W4)
     with pytest.raises(rlk.LayoutError, match="reference_tiled"):
         rlk.dequantize(reference.pack(w))
 
@@ -128,7 +130,7 @@ def test_a_product_of_tiles_is_within_the_bound(device, spec, rounding, dtype) -
 )
 def test_tokens_are_coded_as_the_definition_says(device, spec) -> None:
     x = weight(7, 301, device, torch.bfloat16)
-    want, found = quantize_activation(x.float(), spec), coded_tokens(x, spec)
+    want, found = quantize_activation(x.float(), spec), quantizing.quantize_activation(x, spec)
     assert same(found.codes.float(), want.codes.float())
     assert same(found.scale, want.scale)
 
@@ -150,14 +152,16 @@ def test_a_product_of_any_shape_is_within_the_bound(device, spec, dtype) -> None
     assert bool(((rlk.qmatmul(x, w).double() - want).abs() <= bound_of(x, w, want)).all())
 
 
-@pytest.mark.parametrize("cut", [Cut(16, 64, 4, 2, 4), Cut(16, 64, 2, 2, 4, True, 64), Cut(8, 128, 1, 2, 4)], ids=str)
-def test_every_cut_adds_up_the_same_product(device, cut) -> None:
+@pytest.mark.parametrize(
+    "config", [W4Config(16, 64, 4, 2, 4), W4Config(16, 64, 2, 2, 4, True, 64), W4Config(8, 128, 1, 2, 4)], ids=str
+)
+def test_every_configuration_adds_up_the_same_product(device, config) -> None:
     """Parts of K, folded scales, half steps, and the order that `mma.sync` wants."""
     w = reference.quantize(torch.randn(128, 512, generator=torch.Generator().manual_seed(5)).to(device), "int4_g128")
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.float16)
     packed, launcher = rlk.prepack(w), plain_launcher_for(x.device)
     for permuted in (False, True):
-        y = WordProduct(launcher, x, packed, NOTHING, cut, permuted=permuted)(x, packed, NOTHING, x.dtype)
+        y = W4Product(launcher, x, packed, NO_EPILOGUE, config, permuted=permuted)(x, packed, NO_EPILOGUE, x.dtype)
         want = exactly(x, w)
         assert bool(((y.double() - want).abs() <= bound_of(x, w, want)).all())
 
@@ -179,7 +183,7 @@ def test_a_plan_multiplies_the_weight_of_each_call(device):
 
 @pytest.mark.parametrize(
     ("M", "activation"), [(5, None), (5, "gelu"), (5, "swiglu"), (1030, "swiglu")]
-)  # 1030: dequantised in pieces
+)  # 1030: dequantized in pieces
 def test_what_follows_the_product_and_its_gradients(device, M, activation) -> None:
     g = torch.Generator().manual_seed(7)
 

@@ -12,12 +12,13 @@ import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
-from rlkernel_triton.quant import block_products, blocks, codec, storage
-from rlkernel_triton.quant.block_products import Cut
-from rlkernel_triton.quant.product import After
+from rlkernel_triton.quant import dequantize, layouts, product, quantize
+from rlkernel_triton.quant.epilogue import NO_EPILOGUE
+from rlkernel_triton.quant.formats import BLOCK_FORMATS, E2M1, W4, is_of_blocks
+from rlkernel_triton.quant.tile_config import TileConfig
 
 named = QuantSpec.named
-BLOCKS = [*(named(f) for f in blocks.KINDS), named("mxfp8", element="e5m2")]
+BLOCKS = [*(named(f) for f in BLOCK_FORMATS), named("mxfp8", element="e5m2")]
 OTHERS = [*(named(f) for f in ("q4l", "gguf_q4_0", "gguf_q8_0", "hqq4_g32", "fp4")), named("fp4", double_quant=True)]
 ids = {"ids": str}
 
@@ -73,7 +74,7 @@ def test_what_is_compiled_divides_exactly(device, spec, monkeypatch) -> None:
         return interpreter.TensorHandle((a * b + c).astype(np.float32), z.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
-    for module in (codec, blocks):
+    for module in (quantize, dequantize):
         monkeypatch.setattr(module, "INTERPRETED", False)
     w = edges(7, 301)
     want, found = reference.quantize(w, spec), rlk.quantize(w, spec)
@@ -83,10 +84,10 @@ def test_what_is_compiled_divides_exactly(device, spec, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "K"), [("mxfp4", 320), ("nvfp4", 320), ("q4l", 256), ("gguf_q4_0", 256), ("fp4", 256)]
 )
-def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, kind, K) -> None:
+def test_tiles_lose_nothing_and_are_quantized_again_in_place(device, kind, K) -> None:
     w = stored(named(kind), 64, K, device)
     tiles = rlk.prepack(w)
-    assert tiles.layout == (blocks.F4 if blocks.reads(w.spec) else storage.W4)
+    assert tiles.layout == (E2M1 if is_of_blocks(w.spec) else W4)
     assert rlk.prepack(tiles, layout="canonical").same_bits(w)
     assert same(rlk.dequantize(tiles), rlk.dequantize(w))
     kept = {name: part.data_ptr() for name, part in tiles.parts.items()}
@@ -99,8 +100,8 @@ def test_tiles_lose_nothing_and_are_quantised_again_in_place(device, kind, K) ->
 def test_tiles_write_no_byte_behind_them(device) -> None:
     w = stored(named("mxfp4"), 64, 320, device)
     arena = torch.full((64 // 16 * 5 * 128 + 4096,), 7, dtype=torch.int32, device=device)
-    tiles = blocks.packed(w, blocks.F4)
-    blocks.move_codes(w, arena[:2560].view(4, 5, 128), to_tiles=True)
+    tiles = layouts.packed(w, E2M1)
+    layouts.move_codes(w, arena[:2560].view(4, 5, 128), to_tiles=True)
     assert torch.equal(arena[:2560].view(4, 5, 128), tiles.parts["codes"])
     assert bool((arena[2560:] == 7).all())
 
@@ -108,7 +109,7 @@ def test_tiles_write_no_byte_behind_them(device) -> None:
 def test_a_weight_that_no_tile_fits_is_refused_by_name(device) -> None:
     w = rlk.quantize(torch.randn(70, 128, device=device), "mxfp4")
     assert rlk.prepack(w) is w
-    for weight, layout in ((w, blocks.F4), (rlk.quantize(torch.randn(64, 128, device=device), "nvfp4"), storage.W4)):
+    for weight, layout in ((w, E2M1), (rlk.quantize(torch.randn(64, 128, device=device), "nvfp4"), W4)):
         with pytest.raises(rlk.ArgumentError, match="multiples of 64"):
             rlk.prepack(weight, layout=layout)
 
@@ -148,11 +149,11 @@ def test_products_are_within_the_bound(device, spec, rounding, dtype) -> None:
             assert over(rlk.qmatmul(x, weight, weight_rounding=rounding), x, value, rounding) <= 1
 
 
-@pytest.mark.parametrize("cut", [Cut(16, 64, 2, 4), Cut(32, 32, 2, 4)], ids=str)
+@pytest.mark.parametrize("config", [TileConfig(16, 64, 2, 4), TileConfig(32, 32, 2, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "int4_g128_asym"])
-def test_parts_of_k_add_up(device, kind, cut) -> None:
+def test_parts_of_k_add_up(device, kind, config) -> None:
     w = reference.quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(5)).to(device), kind)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
     y = torch.full((5, 64), torch.nan, dtype=torch.bfloat16, device=device)
-    block_products.launch(x, rlk.prepack(w), After(), "any", None, y, cut, 2)
+    product.tiles_launched(x, rlk.prepack(w), NO_EPILOGUE, "any", None, y, config, 2)
     assert over(y, x, reference.dequantize(w, dtype=torch.float32), "any") <= 1

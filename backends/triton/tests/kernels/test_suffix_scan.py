@@ -5,7 +5,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_torch.direct import affine_suffix_scan as definition
-from rlkernel_triton.affine_suffix_scan.recursion import CHUNK, Rows, run, schedule
+from rlkernel_triton.affine_suffix_scan.recursion import CHUNK, Recursion, SequenceLayout, run, schedule
 
 B = 3
 
@@ -53,8 +53,8 @@ def test_values_and_gradients_in_every_layout(device, layout, exclusive, masked_
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_program_a_chunk_gives_the_bits_of_a_program_a_row(device, layout) -> None:
     (b, a, init), more = batch(layout, device)
-    rows = Rows.of(b.shape, B, more.get("mask"), more.get("lengths"), more.get("cu_seqlens"))
-    by_row, by_chunk = (run("scan", rows, b=b, a=a, init=init, by=by) for by in ("rows", "chunks"))
+    rows = SequenceLayout.of(b.shape, B, more.get("mask"), more.get("lengths"), more.get("cu_seqlens"))
+    by_row, by_chunk = (run(Recursion("scan", rows, b, a, init=init), by=by) for by in ("rows", "chunks"))
     assert torch.equal(by_row.out, by_chunk.out)
     assert torch.equal(by_row.first, by_chunk.first)
 

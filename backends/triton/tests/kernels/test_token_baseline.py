@@ -6,7 +6,7 @@ import torch
 import rlkernel as rlk
 from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_torch.direct import advantage as definition
-from rlkernel_triton.advantage import columns
+from rlkernel_triton.advantage import token_baseline
 
 B, T = 8, 37  # several chunks in the interpreter, the last of them ragged
 
@@ -82,6 +82,6 @@ def test_nothing_to_do_gives_empty_results(device):
 
 def test_large_batches_by_ids_are_for_plain_torch(monkeypatch):
     extent = type("Extent", (), {"sequences": B})()
-    served = [columns.serves(AdvantageCall(**CALLS[name]), extent) for name in ("by size", "by ids")]
-    monkeypatch.setattr(columns, "MOST", B - 1)
-    assert [served, columns.serves(AdvantageCall(**CALLS["by ids"]), extent)] == [[True, True], False]
+    served = [token_baseline.serves(AdvantageCall(**CALLS[name]), extent) for name in ("by size", "by ids")]
+    monkeypatch.setattr(token_baseline, "MOST", B - 1)
+    assert [served, token_baseline.serves(AdvantageCall(**CALLS["by ids"]), extent)] == [[True, True], False]

@@ -1,4 +1,4 @@
-"""How much a 4-bit product reads, counted load by load in Triton's interpreter, with the cuts of Orin and Thor.
+"""How much a 4-bit product reads, counted load by load in Triton's interpreter, tiled as on Orin and Thor.
 
 Memory moves sectors of 32 bytes, and what a program asks for again within a few steps comes from its cache: a sector
 moves once for every program that reads it.
@@ -11,8 +11,9 @@ import torch
 import rlkernel as rlk
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.launchers import plain_launcher_for
-from rlkernel_triton.quant import choice
-from rlkernel_triton.quant.product import NOTHING, WordProduct
+from rlkernel_triton.quant import tile_config
+from rlkernel_triton.quant.epilogue import NO_EPILOGUE
+from rlkernel_triton.quant.product import W4Product
 
 SECTOR = 32
 
@@ -46,9 +47,11 @@ def test_a_product_reads_within_five_per_cent_of_its_packed_weight(device, loads
     g = torch.Generator().manual_seed(0)
     w = rlk.prepack(rlk.quantize(torch.randn(128, 256, generator=g).to(device), name))
     x = torch.randn(M, 256, generator=g).to(device, torch.float16)
-    cut = choice.cut(M, *w.shape, group=w.spec.group, pair=False, rounding="any", kind="jetson", multiprocessors=8)
+    config = tile_config.w4_config(
+        M, *w.shape, group=w.spec.group, pair=False, rounding="any", kind="jetson", multiprocessors=8
+    )
     loads.clear()
-    WordProduct(plain_launcher_for(x.device), x, w, NOTHING, cut)(x, w, NOTHING, x.dtype)
+    W4Product(plain_launcher_for(x.device), x, w, NO_EPILOGUE, config)(x, w, NO_EPILOGUE, x.dtype)
     places = [(p.data_ptr() // SECTOR, (p.data_ptr() + p.nbytes - 1) // SECTOR) for p in w.parts.values()]
     moved = SECTOR * sum(a <= sector <= b for program in loads for sector in program for a, b in places)
     packed = sum(p.nbytes for p in w.parts.values())

@@ -63,7 +63,7 @@ KERNELS = {
     "gae": ["scan_kernel"],
     "masked gae, carried": ["scan_kernel"] * 3,
     "reinforce_pp": ["scan_kernel", "moments_kernel", "summary_kernel", "whiten_kernel"],
-    "outcome rewards": ["ends_kernel", "scan_kernel"],
+    "outcome rewards": ["last_token_kernel", "scan_kernel"],
     "sample": ["tiles", "finish"],
     "sample with edits": ["tiles", "tiles", "finish", "searched"],
     "whiten": ["moments_kernel", "summary_kernel", "whiten_kernel"],

@@ -6,7 +6,6 @@ import torch
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_triton.affine_suffix_scan.recursion import warps
-from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.launchers import (
     Plan,
     Recorder,
@@ -18,7 +17,8 @@ from rlkernel_triton.launchers import (
     planning_for,
     using,
 )
-from rlkernel_triton.quant.product import machine
+from rlkernel_triton.launchers.targets import TARGETS
+from rlkernel_triton.quant.tile_config import machine
 from rlkernel_triton.sample.launch import sample
 
 META = torch.device("meta")

@@ -7,23 +7,25 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, QuantizeCall
 from rlkernel_triton.launchers import Recorder, using
-from rlkernel_triton.quant import codec, product, qmatmul
+from rlkernel_triton.quant import dequantize, product, qmatmul, quantize
+from rlkernel_triton.quant.tile_config import Machine
 
 KERNELS = {
-    "int8_channel": ["encode_rows"],
-    "fp8_tensor": ["largest_bits", "encode_rows"],
-    "int4_g128": ["encode_groups"],
-    "nf4": ["encode_groups"],
-    "mxfp4": ["encode_powers"],
-    "nvfp4": ["largest_finite", "encode_scaled"],
-    "gguf_q4_k": ["encode_supers"],
+    "int8_channel": ["quantize_rows_kernel"],
+    "fp8_tensor": ["absmax_kernel", "quantize_rows_kernel"],
+    "int4_g128": ["quantize_groups_kernel"],
+    "nf4": ["quantize_groups_kernel"],
+    "mxfp4": ["quantize_mx_kernel"],
+    "nvfp4": ["absmax_finite_kernel", "quantize_nvfp4_kernel"],
+    "gguf_q4_k": ["quantize_kquants_kernel"],
 }
 OF_BLOCKS = ("mxfp4", "nvfp4", "gguf_q4_k")
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(product, "machine", lambda _: product.Machine("sm90", 132, ptx=True, sync=False))
+    for module in (product, quantize):
+        monkeypatch.setattr(module, "machine", lambda _: Machine("sm90", 132, ptx=True, sync=False))
 
 
 def weight(seed=0):
@@ -35,10 +37,10 @@ def launched(recorder):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_quantises_with_the_same_launches_at_every_call(name):
+def test_a_plan_quantizes_with_the_same_launches_at_every_call(name):
     recorder = Recorder()
     with using(recorder):
-        run = codec.prepare_quantize(QuantizeCall(weight(), name))
+        run = quantize.prepare(QuantizeCall(weight(), name))
         made = [run(QuantizeCall(weight(seed), name)) for seed in (0, 1)]
     assert launched(recorder) == KERNELS[name] * 2
     half = len(KERNELS[name])
@@ -47,30 +49,31 @@ def test_a_plan_quantises_with_the_same_launches_at_every_call(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_plan_dequantises_in_one_launch(name):
+def test_a_plan_dequantizes_in_one_launch(name):
     recorder = Recorder()
     with using(recorder):
-        w = codec.quantize(QuantizeCall(weight(), name))
+        w = quantize.quantize(QuantizeCall(weight(), name))
         recorder.launches.clear()
-        run = codec.prepare_dequantize(DequantizeCall(w, dtype=torch.float16))
+        run = dequantize.prepare(DequantizeCall(w, dtype=torch.float16))
         out = [run(DequantizeCall(w)) for _ in range(2)]
-    assert launched(recorder) == ["dequantise_blocks" if name in OF_BLOCKS else "dequantise"] * 2
+    assert launched(recorder) == ["dequantize_blocks_kernel" if name in OF_BLOCKS else "dequantize_kernel"] * 2
     assert recorder.launches[0] == recorder.launches[1]
     assert [(x.shape, x.dtype) for x in out] == [((64, 256), torch.float16)] * 2
 
 
 @pytest.mark.parametrize(
-    ("options", "again"), [({}, ["dequantise"]), ({"activation": "silu"}, ["byte_product", "dequantise"])]
+    ("options", "again"),
+    [({}, ["dequantize_kernel"]), ({"activation": "silu"}, ["canonical_product_kernel", "dequantize_kernel"])],
 )
 def test_gradients_of_a_product_are_launched_as_they_were_bound(options, again):
     recorder, x = Recorder(), weight()[:3].bfloat16().requires_grad_()
     with using(recorder):
-        w = codec.quantize(QuantizeCall(weight(), "int4_g128"))
+        w = quantize.quantize(QuantizeCall(weight(), "int4_g128"))
         recorder.launches.clear()
         run = qmatmul.prepare(QmatmulCall(x, w, **options))
         for _ in range(2):
             run(QmatmulCall(x, w, **options)).float().sum().backward()
-    assert launched(recorder) == ["byte_product", *again] * 2
+    assert launched(recorder) == ["canonical_product_kernel", *again] * 2
     half = len(recorder.launches) // 2
     assert recorder.launches[:half] == recorder.launches[half:]
     assert x.grad.shape == x.shape
@@ -78,11 +81,11 @@ def test_gradients_of_a_product_are_launched_as_they_were_bound(options, again):
 
 def test_a_plan_writes_into_the_weight_that_each_call_names():
     with using(Recorder()):
-        first, second = (codec.quantize(QuantizeCall(weight(), "int8_channel")) for _ in range(2))
-        run = codec.prepare_quantize(QuantizeCall(weight(), "int8_channel", out=first))
+        first, second = (quantize.quantize(QuantizeCall(weight(), "int8_channel")) for _ in range(2))
+        run = quantize.prepare(QuantizeCall(weight(), "int8_channel", out=first))
         assert run(QuantizeCall(weight(), "int8_channel", out=second)) is second
 
 
 def test_a_weight_that_wants_a_gradient_is_refused_before_anything_is_bound():
     with using(Recorder()), pytest.raises(ArgumentError, match=r"weight.detach\(\)"):
-        codec.prepare_quantize(QuantizeCall(weight().requires_grad_(), "int8_channel"))
+        quantize.prepare(QuantizeCall(weight().requires_grad_(), "int8_channel"))

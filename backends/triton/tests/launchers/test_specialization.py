@@ -10,7 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import BaseBackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rlkernel_triton.launchers.specialization import POINTER_TYPES, Specialization, aligned, of, parameters
+from rlkernel_triton.launchers.specialization import (
+    POINTER_TYPES,
+    Specialization,
+    aligned,
+    parameters,
+    specialization_of,
+)
 
 native = getattr(triton.runtime.jit, "native_specialize_impl", None)
 has_native = pytest.mark.skipif(native is None, reason="this Triton has its rules elsewhere (before 3.6)")
@@ -38,7 +44,7 @@ def triton_says(value, specialize, align):
 @example(True, True, True)
 @example(0, True, True)
 def test_numbers_are_specialized_as_triton_does(value, specialize, align):
-    assert triton_says(value, specialize, align) == of(value, specialize=specialize, align=align)
+    assert triton_says(value, specialize, align) == specialization_of(value, specialize=specialize, align=align)
 
 
 @has_native
@@ -46,7 +52,7 @@ def test_numbers_are_specialized_as_triton_does(value, specialize, align):
 @given(st.sampled_from(sorted(POINTER_TYPES, key=str)), st.integers(0, 40), st.booleans(), st.booleans())
 def test_tensors_are_specialized_as_triton_does(dtype, offset, specialize, align):
     x = torch.empty(64, dtype=dtype)[offset:]
-    assert triton_says(x, specialize, align) == of(x, specialize=specialize, align=align)
+    assert triton_says(x, specialize, align) == specialization_of(x, specialize=specialize, align=align)
 
 
 @has_native
@@ -54,12 +60,12 @@ def test_tensors_are_specialized_as_triton_does(dtype, offset, specialize, align
 def test_descriptors_are_specialized_as_triton_does(dtype, block):
     descriptor = TensorDescriptor.from_tensor(torch.empty(256, 256, dtype=dtype), block)
     kind, hint = native(BaseBackend, descriptor, False, True, True)
-    assert (kind, hint) == (of(descriptor).type, None)
+    assert (kind, hint) == (specialization_of(descriptor).type, None)
 
 
 def test_what_is_no_argument_is_refused():
     with pytest.raises(TypeError, match="tensors, numbers and None; got str"):
-        of("text")
+        specialization_of("text")
 
 
 def test_tensors_without_memory_are_aligned_as_their_storage_would_be():

@@ -9,8 +9,8 @@ Bytes a token: 12 and a mask in, 8 out, by the first kernel; 8 (again for each m
 Legend: B sequences of T tokens · G group size.
 """
 
-from rlkernel_triton.affine_suffix_scan.kernels import _finite, _load, _sequence
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.sequences import is_finite, load_or_zero, sequence_bounds
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _valid(t, start, count, mask, MASK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def walk_kernel(
+def sequence_scans_kernel(
     rewards,  # [B, T] real, without OUTCOME
     outcome,  # [B] real, with OUTCOME: stands on the last token before `ends`
     logprob,  # [B, T] real
@@ -36,9 +36,9 @@ def walk_kernel(
     T, sequences,
     OUTCOME: tl.constexpr, MASK: tl.constexpr, ENDS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Both sums along one sequence. An invalid one holds anything; `columns_kernel` puts it right."""
+    """Both sums along one sequence. An invalid one holds anything; `token_baseline_kernel` puts it right."""
     row = tl.program_id(0).to(tl.int64)
-    start, count, width = _sequence(row, sequences, T, ends, ends, ENDS, False)
+    start, count, width = sequence_bounds(row, sequences, T, ends, ends, ENDS, False)
     i = tl.arange(0, SIZE)
     final = 0.0
     if OUTCOME:
@@ -49,8 +49,8 @@ def walk_kernel(
     while c < width:
         t = c + i
         valid = _valid(t, start, count, mask, MASK)
-        p, q = _load(logprob + start + t, valid, True), _load(squares + start + t, valid, True)
-        bad = bad | (valid & ((_finite(p) & _finite(q)) == 0)).to(tl.int32)
+        p, q = load_or_zero(logprob + start + t, valid, True), load_or_zero(squares + start + t, valid, True)
+        bad = bad | (valid & ((is_finite(p) & is_finite(q)) == 0)).to(tl.int32)
         score = tl.where(valid, 1.0 - 2.0 * tl.exp(p) + q, 0.0)
         tl.store(norm + start + t, tl.where(valid, state + tl.cumsum(score, 0), 0.0), mask=t < width)
         state += tl.sum(score, 0)
@@ -60,15 +60,19 @@ def walk_kernel(
         c -= SIZE
         t = c + i
         valid = _valid(t, start, count, mask, MASK)
-        r = tl.where(valid & (t == count - 1), final, 0.0) if OUTCOME else _load(rewards + start + t, valid, True)
-        bad = bad | (valid & (_finite(r) == 0)).to(tl.int32)
+        r = (
+            tl.where(valid & (t == count - 1), final, 0.0)
+            if OUTCOME
+            else load_or_zero(rewards + start + t, valid, True)
+        )
+        bad = bad | (valid & (is_finite(r) == 0)).to(tl.int32)
         tl.store(togo + start + t, tl.where(valid, state + tl.cumsum(r, 0, reverse=True), 0.0), mask=t < width)
         state += tl.sum(r, 0)
-    tl.store(invalid + row, (tl.max(bad, 0) != 0) | (_finite(final) == 0))
+    tl.store(invalid + row, (tl.max(bad, 0) != 0) | (is_finite(final) == 0))
 
 
 @triton.jit(do_not_specialize=["B", "G"])
-def columns_kernel(
+def token_baseline_kernel(
     togo,  # [B, T] fp32, in, and 0 for invalid sequences out
     norm,  # [B, T] fp32
     invalid,  # [B] bool
@@ -106,7 +110,7 @@ def columns_kernel(
         j += 1
     baseline = tl.where(many > 1, tl.div_rn(total, weight + eps), 0.0)
     while own < own_until:
-        start, count, _width = _sequence(own, B, T, ends, ends, ENDS, False)
+        start, count, _width = sequence_bounds(own, B, T, ends, ends, ENDS, False)
         wrong = tl.load(invalid + own) != 0
         valid = _valid(t, start, tl.where(wrong, 0, count), mask, MASK)
         advantage = tl.load(togo + start + t, mask=valid, other=0) - baseline

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_core.spec.advantage_checks import Extent
-from rlkernel_triton.advantage.column_kernels import columns_kernel, walk_kernel
-from rlkernel_triton.affine_suffix_scan.recursion import Rows
+from rlkernel_triton.advantage.token_baseline_kernels import sequence_scans_kernel, token_baseline_kernel
+from rlkernel_triton.affine_suffix_scan.recursion import SequenceLayout
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan
@@ -27,13 +27,13 @@ def serves(call: AdvantageCall, extent: Extent) -> bool:
     return call.kind == "otb" and not (isinstance(call.group, Tensor) and extent.sequences > MOST)
 
 
-class Columns:
+class TokenBaseline:
     """Sums of a shape, bound at its first call."""
 
     def __init__(self, extent: Extent, plan: Plan) -> None:
         self._extent, self._plan = extent, plan
 
-    def __call__(self, call: AdvantageCall, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def __call__(self, call: AdvantageCall, rows: SequenceLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Advantages [B, T], rewards to go [B, T], which are invalid [B], members of the group [B].
 
         With rewards per sequence `rows` ends with the last tokens that count.
@@ -44,7 +44,7 @@ class Columns:
         members = torch.empty(B, dtype=torch.int64, device=device)
         if not B:
             return out, togo, invalid, members
-        rewards = _read(call.rewards)
+        rewards = _readable(call.rewards)
         ids = call.group.contiguous() if isinstance(call.group, Tensor) else None
         in_stats = None if call.in_stats is None else call.in_stats.contiguous()
 
@@ -53,9 +53,9 @@ class Columns:
             shared: dict[str, Any] = {"T": T, "MASK": rows.mask is not None, "ENDS": rows.ends is not None}
             shared["SIZE"] = SIZE
             return (
-                launcher.bind(walk_kernel, **shared, sequences=B, OUTCOME=not each),
+                launcher.bind(sequence_scans_kernel, **shared, sequences=B, OUTCOME=not each),
                 launcher.bind(
-                    columns_kernel, **shared, B=B, G=size, eps=float(call.eps), IDS=ids is not None,
+                    token_baseline_kernel, **shared, B=B, G=size, eps=float(call.eps), IDS=ids is not None,
                     IN_STATS=in_stats is not None,
                 ),
                 (B // size, max(triton.cdiv(T, SIZE), 1), 1),
@@ -67,8 +67,8 @@ class Columns:
             (B, 1, 1),
             rewards,
             rewards,
-            _read(call.logprob),
-            _read(call.sum_pi_squared),
+            _readable(call.logprob),
+            _readable(call.sum_pi_squared),
             mask,
             ends,
             togo,
@@ -82,7 +82,7 @@ class Columns:
         return out, togo, invalid, members
 
 
-def _read(x: Tensor | None) -> Tensor:
+def _readable(x: Tensor | None) -> Tensor:
     """As a kernel can read it."""
     if x is None:
         raise RuntimeError("otb was let through without a tensor that it needs")

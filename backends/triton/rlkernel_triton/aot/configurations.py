@@ -1,7 +1,7 @@
 """One compiled configuration of a kernel: which constants and types it was compiled for, and which calls it serves.
 
-A call is described by its `Argument`s: the type that Triton would give it and what the value is known to be. A build
-serves a call when nothing it was promised is broken; of several the one that was promised most is taken.
+A call is described by its `Argument`s: the type that Triton would give it and what the value is known to be. A
+configuration serves a call when all that it assumes holds; of several the one that assumes most is taken.
 Imports neither torch nor Triton.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 Constant = bool | int | float | str | None
 _NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 _OWN: Final = ("target", "entry", "shared", "arguments", "registers", "spilled", "source")  # of a Code, as in JSON
+_PAIRS: Final = ("types", "constants", "options")  # of a Configuration, dicts in JSON
 WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
 
 
@@ -29,13 +30,13 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Build:
+class Configuration:
     """One configuration of one kernel. Two are the same when all of this is."""
 
     kernel: str  # "rlkernel_triton.logprob.kernels:sweep"
     types: tuple[tuple[str, str], ...]  # (parameter, type) of what is passed
     constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest
-    divisible: tuple[str, ...] = ()  # parameters promised to be multiples of 16
+    divisible: tuple[str, ...] = ()  # parameters assumed to be multiples of 16
     num_warps: int = 4
     num_stages: int = 3
     enable_fp_fusion: bool = True
@@ -46,13 +47,13 @@ class Build:
         for name in ("types", "constants", "divisible", "options"):
             object.__setattr__(self, name, tuple(sorted(getattr(self, name))))
 
-    def unpromised(self, constexprs: Collection[str]) -> Build:
+    def unspecialized(self, constexprs: Collection[str]) -> Configuration:
         """The same of which nothing is assumed: it serves what this one does, and every other alignment and size."""
         ones = {n: "i32" for n, v in self.constants if n not in constexprs and v is not None}
         kept = tuple((n, v) for n, v in self.constants if n not in ones)
         return replace(self, types=(*self.types, *ones.items()), constants=kept, divisible=())
 
-    def promised(self, divisible: Collection[str], ones: Collection[str]) -> Build:
+    def specialized(self, divisible: Collection[str], ones: Collection[str]) -> Configuration:
         """The same where these parameters are multiples of 16 and those are 1, of those that are passed."""
         types = tuple((n, kind) for n, kind in self.types if n not in ones)
         one = tuple((n, 1) for n, _ in self.types if n in ones)
@@ -72,43 +73,28 @@ class Build:
                 return False
             if name not in unread and kind not in WIDER.get(argument.type, (argument.type,)):
                 return False
-        promised = dict(self.constants)
+        constants = dict(self.constants)
         for name, argument in arguments.items():
-            if name in promised and not (argument.one if promised[name] == 1 else argument.type == "none"):
+            if name in constants and not (argument.one if constants[name] == 1 else argument.type == "none"):
                 return False
         return all(arguments[name].divisible for name in self.divisible if name not in unread)
 
     @property
-    def promises(self) -> int:
-        """How much it was told; the most is the fastest."""
+    def specialization(self) -> int:
+        """How much it assumes; the most is the fastest."""
         return len(self.divisible) + len(self.constants)
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "kernel": self.kernel,
-            "types": dict(self.types),
-            "constants": dict(self.constants),
-            "divisible": list(self.divisible),
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-            "enable_fp_fusion": self.enable_fp_fusion,
-            "options": dict(self.options),
-        }
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return own | {name: dict(own[name]) for name in _PAIRS} | {"divisible": list(self.divisible)}
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Build:
+    def of(cls, document: Mapping[str, Any]) -> Configuration:
         """From JSON."""
-        return cls(
-            document["kernel"],
-            tuple(document["types"].items()),
-            tuple(document["constants"].items()),
-            tuple(document["divisible"]),
-            document["num_warps"],
-            document["num_stages"],
-            document["enable_fp_fusion"],
-            tuple(document["options"].items()),
-        )
+        own = {f.name: document[f.name] for f in fields(cls)}
+        own |= {name: tuple(own[name].items()) for name in _PAIRS}
+        return cls(**own | {"divisible": tuple(own["divisible"])})
 
     @property
     def text(self) -> str:
@@ -118,13 +104,13 @@ class Build:
 
 @dataclass(frozen=True)
 class Code:
-    """A build for one target."""
+    """A configuration for one target."""
 
-    build: Build
+    configuration: Configuration
     target: str
     entry: str  # name of the kernel in its module
     shared: int  # bytes of dynamic shared memory
-    arguments: int  # that the entry takes; what is above `build.types` are scratch pointers, passed as null
+    arguments: int  # that the entry takes; what is above `configuration.types` are scratch pointers, passed as null
     registers: int  # of a thread
     spilled: int  # bytes a thread
     source: str  # hash of the kernel's source and all it calls
@@ -136,37 +122,39 @@ class Code:
     def document(self) -> dict[str, Any]:
         """As JSON."""
         own = {name: getattr(self, name) for name in _OWN}
-        return {**self.build.document(), **own, "unread": list(self.unread), "files": dict(self.files)}
+        return {**self.configuration.document(), **own, "unread": list(self.unread), "files": dict(self.files)}
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Code:
         """From JSON."""
         own = {name: document[name] for name in (*_OWN, "files")}
-        return cls(Build.of(document), unread=tuple(document["unread"]), **own)
+        return cls(Configuration.of(document), unread=tuple(document["unread"]), **own)
 
     def serves(self, arguments: Mapping[str, Argument]) -> bool:
         """Whether a call with these run-time arguments may run it."""
-        return self.build.serves(arguments, self.unread)
+        return self.configuration.serves(arguments, self.unread)
 
-    def stands_for(self, build: Build) -> bool:
-        """Whether another build would be this code again: it differs in types of parameters that are never read."""
-        return self._blank(self.build) == self._blank(build)
+    def stands_for(self, configuration: Configuration) -> bool:
+        """Whether another one would be this code again: it differs in types of parameters that are never read."""
+        return self._blank(self.configuration) == self._blank(configuration)
 
-    def _blank(self, build: Build) -> Build:
-        types = tuple((n, "" if n in self.unread else kind) for n, kind in build.types)
-        return replace(build, types=types, divisible=tuple(n for n in build.divisible if n not in self.unread))
+    def _blank(self, configuration: Configuration) -> Configuration:
+        types = tuple((n, "" if n in self.unread else kind) for n, kind in configuration.types)
+        return replace(
+            configuration, types=types, divisible=tuple(n for n in configuration.divisible if n not in self.unread)
+        )
 
 
-def fixed(build: Build, constexprs: Iterable[str]) -> tuple[Any, ...]:
-    """What of a build a call's constants and options must equal: the key under which builds are looked up."""
-    constants = dict(build.constants)
+def fixed(configuration: Configuration, constexprs: Iterable[str]) -> tuple[Any, ...]:
+    """The key under which configurations are looked up: what a call's constants and options must equal."""
+    constants = dict(configuration.constants)
     return key(
-        build.kernel,
+        configuration.kernel,
         {n: constants[n] for n in constexprs},
-        build.num_warps,
-        build.num_stages,
-        fusion=build.enable_fp_fusion,
-        options=dict(build.options),
+        configuration.num_warps,
+        configuration.num_stages,
+        fusion=configuration.enable_fp_fusion,
+        options=dict(configuration.options),
     )
 
 

@@ -21,7 +21,7 @@ def digest(function: Callable[..., Any]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def plain(value: Any) -> Callable[..., Any] | None:
+def python_function(value: Any) -> Callable[..., Any] | None:
     """The Python function behind a kernel, whoever decorated it."""
     found = getattr(value, "fn", None)
     return found if inspect.isfunction(found) else None
@@ -42,7 +42,7 @@ def _reached(function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
     yield text
     for name in sorted(names):
         value: Any = function.__globals__.get(name)
-        called = plain(value)
+        called = python_function(value)
         if called is not None:
             yield from _reached(called, seen)
         elif type(value).__name__.lower() == "constexpr":  # Triton's, or what stands for it

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlkernel_triton.common.host import lasting
-from rlkernel_triton.quant import splitk_counters as module
+from rlkernel_triton.quant import splitk_counters
 
 GPU = torch.device("cuda", 0)
 
@@ -37,12 +37,18 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     here = World()
-    monkeypatch.setattr(module, "_ARENA", 64)
-    monkeypatch.setattr(module, "_lasting", here.lasting)
-    for name, empty in (("_of_stream", {}), ("_rooms", {}), ("_unused", {}), ("_low", set()), ("_arenas", [])):
-        monkeypatch.setattr(module, name, empty)
-    monkeypatch.setattr(module, "_stream", lambda index: here.cuda_stream)
-    monkeypatch.setattr(module, "_fresh", lambda numbers, device: torch.empty(numbers))
+    monkeypatch.setattr(splitk_counters, "_POOL", 64)
+    monkeypatch.setattr(splitk_counters, "_lasting", here.lasting)
+    for name, empty in (
+        ("_of_stream", {}),
+        ("_partials", {}),
+        ("_unused", {}),
+        ("_running_out", set()),
+        ("_pools", []),
+    ):
+        monkeypatch.setattr(splitk_counters, name, empty)
+    monkeypatch.setattr(splitk_counters, "_stream", lambda index: here.cuda_stream)
+    monkeypatch.setattr(splitk_counters, "_uninitialized", lambda size, device: torch.empty(size))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     return here
@@ -52,9 +58,9 @@ def test_what_a_graph_was_given_is_neither_given_again_nor_freed(world) -> None:
     places = []
     for _ in range(4):
         world.capturing = False
-        module.tickets(4, GPU)  # sets more aside
+        splitk_counters.splitk_counters(4, GPU)  # sets more aside
         world.capturing = True
-        given = [module.tickets(20, GPU) for _ in range(3)]
+        given = [splitk_counters.splitk_counters(20, GPU) for _ in range(3)]
         places += [(x.data_ptr(), x.data_ptr() + 4 * len(x)) for x in given]
         del given
     assert all(ref() is not None for ref in world.made)
@@ -62,35 +68,35 @@ def test_what_a_graph_was_given_is_neither_given_again_nor_freed(world) -> None:
 
 
 def test_launches_of_a_stream_share_counters_and_those_of_two_do_not(world) -> None:
-    first, again = module.tickets(4, GPU), module.tickets(9, GPU)
+    first, again = splitk_counters.splitk_counters(4, GPU), splitk_counters.splitk_counters(9, GPU)
     world.cuda_stream = 8
-    other = module.tickets(4, GPU)
+    other = splitk_counters.splitk_counters(4, GPU)
     assert (first.data_ptr() == again.data_ptr(), first.data_ptr() == other.data_ptr()) == (True, False)
 
 
-def test_launches_of_a_stream_share_their_room_and_those_of_two_do_not(world) -> None:
-    first, again, larger = (module.scratch(4, numbers, GPU)[1] for numbers in (100, 128, 129))
+def test_launches_of_a_stream_share_their_partial_sums_and_those_of_two_do_not(world) -> None:
+    first, again, larger = (splitk_counters.splitk_workspace(4, size, GPU)[1] for size in (100, 128, 129))
     world.cuda_stream = 8
-    other = module.scratch(4, 129, GPU)[1]
+    other = splitk_counters.splitk_workspace(4, 129, GPU)[1]
     shared = [x.data_ptr() == first.data_ptr() for x in (again, larger, other)]
     assert (shared, len(larger), larger.data_ptr() == other.data_ptr()) == ([True, False, False], 256, False)
 
 
-def test_a_captured_launch_and_one_of_much_room_keep_none(world, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_KEPT", 128)
-    module.scratch(4, 100, GPU)
-    kept = dict(module._rooms)
-    rooms = [module.scratch(4, 129, GPU)[1]]
+def test_a_captured_launch_and_one_of_many_partial_sums_keep_none(world, monkeypatch) -> None:
+    monkeypatch.setattr(splitk_counters, "_MOST_PARTIALS", 128)
+    splitk_counters.splitk_workspace(4, 100, GPU)
+    kept = dict(splitk_counters._partials)
+    taken = [splitk_counters.splitk_workspace(4, 129, GPU)[1]]
     world.capturing = True
-    rooms.append(module.scratch(4, 100, GPU)[1])
-    assert ([len(x) for x in rooms], module._rooms) == ([129, 100], kept)
+    taken.append(splitk_counters.splitk_workspace(4, 100, GPU)[1])
+    assert ([len(x) for x in taken], splitk_counters._partials) == ([129, 100], kept)
 
 
 def test_counters_of_captured_launches_are_aligned(world) -> None:
-    module.tickets(4, GPU)
-    start = module._unused[0].data_ptr()
+    splitk_counters.splitk_counters(4, GPU)
+    start = splitk_counters._unused[0].data_ptr()
     world.capturing = True
-    assert [(module.tickets(n, GPU).data_ptr() - start) % 16 for n in (3, 5, 4)] == [0, 0, 0]
+    assert [(splitk_counters.splitk_counters(n, GPU).data_ptr() - start) % 16 for n in (3, 5, 4)] == [0, 0, 0]
 
 
 def test_what_lasts_is_allocated_by_another_thread_on_another_stream(monkeypatch) -> None:

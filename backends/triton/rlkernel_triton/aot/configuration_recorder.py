@@ -1,4 +1,4 @@
-"""A launcher that tells every build of a bundle that launches would need, and launches nothing."""
+"""A launcher that reports the configurations of a bundle that launches would need, and launches nothing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 import torch
 
 from rlkernel_triton.aot.backend import OPERATORS
-from rlkernel_triton.aot.builds import Build
+from rlkernel_triton.aot.bundle_launcher import KernelRequest, argument_of
+from rlkernel_triton.aot.configurations import Configuration
 from rlkernel_triton.aot.dry_run import dry_run
-from rlkernel_triton.aot.launching import Wanted, described
-from rlkernel_triton.aot.targets import TARGETS
 from rlkernel_triton.aot.workloads import calls
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, Scope
 from rlkernel_triton.launchers.planning import within
+from rlkernel_triton.launchers.targets import TARGETS
 from rlkernel_triton.prepared import prepared
-from rlkernel_triton.recorded import made
+from rlkernel_triton.recorded import run_workload
 from rlkernel_triton.workloads import WORKLOADS
 
 
-class Noting(Launcher):
-    """Binds kernels whose builds it tells, each once an operator; tensors may be of any device that has memory.
+class ConfigurationRecorder(Launcher):
+    """Binds kernels and reports their configurations, each once an operator; tensors may be of any device.
 
     Args:
         target: a key of `TARGETS`, which is planned for.
-        tell: takes the operator that launches and the build.
+        report: takes the operator that launches and the configuration.
     """
 
     overlaps = False  # as in bundles
 
-    def __init__(self, target: str, tell: Callable[[str, Build], object] = lambda *_: None) -> None:
-        self.target, self._tell = TARGETS[target], tell
-        self.seen: set[tuple[str, Build]] = set()
+    def __init__(self, target: str, report: Callable[[str, Configuration], object] = lambda *_: None) -> None:
+        self.target, self._report = TARGETS[target], report
+        self.seen: set[tuple[str, Configuration]] = set()
 
     @property
     def scope(self) -> Scope:
@@ -47,30 +47,30 @@ class Noting(Launcher):
 
     def launch_of(self, binding: Binding) -> Launch:
         """See `Launcher`."""
-        wanted = Wanted(binding)
+        request = KernelRequest(binding)
 
-        def note(grid: Grid, *args: Any) -> None:
+        def record(grid: Grid, *args: Any) -> None:
             binding.by_name(args)
-            build = wanted.build(wanted.arguments(tuple(map(described, args))))
-            if (wanted.op, build) not in self.seen:
-                self.seen.add((wanted.op, build))
-                self._tell(wanted.op, build)
+            configuration = request.configuration(request.arguments(tuple(map(argument_of, args))))
+            if (request.op, configuration) not in self.seen:
+                self.seen.add((request.op, configuration))
+                self._report(request.op, configuration)
 
-        return note
+        return record
 
 
-def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Build]:
+def launched(target: str, ops: Collection[str] = OPERATORS) -> list[Configuration]:
     """What operators launch for a target in the calls of `rlkernel_triton.aot.workloads`, and in every other way.
 
     The other ways are those of the table of workloads, `rlkernel_triton.workloads`, which the compile gate compiles. No
     tensor has memory; all operators take some ten seconds.
     """
-    noting = Noting(target)
+    recorder = ConfigurationRecorder(target)
     with torch.device("meta"):
-        for _ in calls(noting.planned, ops):
+        for _ in calls(recorder.planned, ops):
             pass
     for op in ops:
-        with within(noting.scope._replace(op=op)):
+        with within(recorder.scope._replace(op=op)):
             for workload in WORKLOADS.get(op, {}).values():
-                made(op, workload)
-    return sorted({build for op, build in noting.seen if op in ops}, key=lambda b: b.text)
+                run_workload(op, workload)
+    return sorted({build for op, build in recorder.seen if op in ops}, key=lambda b: b.text)

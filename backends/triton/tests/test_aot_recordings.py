@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_triton.aot import recording, tables
-from rlkernel_triton.aot.noting import launched
-from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.aot import recordings
+from rlkernel_triton.aot.configuration_recorder import launched
+from rlkernel_triton.launchers.targets import TARGETS
 from rlkernel_triton.recorded import recorded
 from tests.aot_calls import of_rows
 
@@ -22,7 +22,7 @@ def test_a_recording_is_a_table(tmp_path) -> None:
     one = of_rows()[0]
     line = json.dumps({"op": "logprob", "target": "sm_87", **one.document()})
     (tmp_path / "run.jsonl").write_text(f"{line}\n{line.replace('sm_87', 'sm_90')}\n")
-    assert tables.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
+    assert recordings.read(tmp_path / "run.jsonl") == {one: {"logprob": frozenset({"sm_87", "sm_90"})}}
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path, monkeypatch) -> None:
@@ -36,11 +36,11 @@ def test_lines_of_several_processes_do_not_mix(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1, **_: Raw(path, mode.replace("b", "")))
     (build, *_) = of_rows()
     long = replace(build, constants=tuple((f"NAME_{i}", i) for i in range(1000)))
-    recording.noted("logprob", long, "sm_87", tmp_path / "run.jsonl")
+    recordings.append(tmp_path / "run.jsonl", "logprob", long, "sm_87")
     monkeypatch.undo()
     assert written == [(tmp_path / "run.jsonl").stat().st_size]
     assert written[0] > io.DEFAULT_BUFFER_SIZE
-    assert tables.read(tmp_path / "run.jsonl") == {long: {"logprob": frozenset({"sm_87"})}}
+    assert recordings.read(tmp_path / "run.jsonl") == {long: {"logprob": frozenset({"sm_87"})}}
 
 
 def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
@@ -68,7 +68,7 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path) -> None:
     (tmp_path / "run.jsonl").write_text('{"op": "logprob"}')
     with pytest.raises(RLKernelError, match=r"run.jsonl is no recording of configurations .*record it again"):
-        tables.read(tmp_path / "run.jsonl")
+        recordings.read(tmp_path / "run.jsonl")
 
 
 @pytest.mark.parametrize("target", ["sm_87", "sm_110"])
@@ -97,6 +97,6 @@ def test_conformance_is_recorded_by_the_backend_that_answers_with_the_reference(
     command = ["-m", "rlkernel", "conformance", "run", "recorded", "--op", "logprob", "--profile", "quick", "--json"]
     command = [sys.executable, *command, "--manifest", "rlkernel_triton.aot.recording:backend"]
     subprocess.run(command, capture_output=True, check=True, env=environ)
-    found = tables.read(file)
+    found = recordings.read(file)
     assert len(found) > 30
     assert {op for uses in found.values() for op in uses} == {"logprob"}

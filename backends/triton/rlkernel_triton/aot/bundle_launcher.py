@@ -1,4 +1,4 @@
-"""From a launch of host code to machine code on a device: the builds of a bundle, found, loaded and run.
+"""From a launch of host code to machine code on a device: the configurations of a bundle, found, loaded and run.
 
 Which code serves a device: its own target's, else a cubin of the same family, else PTX of an earlier target, which the
 driver compiles when it is loaded. Imports torch.
@@ -15,22 +15,16 @@ from typing import Any, Final
 import torch
 
 from rlkernel_core.errors import RLKernelError
-from rlkernel_triton.aot.builds import Argument, Build, Code, Constant, fixed, key
 from rlkernel_triton.aot.bundle import Bundle, BundleError, NoBuildError
+from rlkernel_triton.aot.configurations import Argument, Code, Configuration, Constant, fixed, key
 from rlkernel_triton.aot.driver import DriverError
-from rlkernel_triton.aot.sources import digest
-from rlkernel_triton.aot.targets import TARGETS
+from rlkernel_triton.aot.source_digest import digest
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, current
-from rlkernel_triton.launchers.recorder import plain
-from rlkernel_triton.launchers.specialization import of_number
+from rlkernel_triton.launchers.recorder import plain_constant
+from rlkernel_triton.launchers.specialization import ALIGNMENT, POINTER_TYPES, specialization_of_number
+from rlkernel_triton.launchers.targets import TARGETS
 
 STAGES: Final = 3  # where a launch names none, as Triton on NVIDIA's GPUs
-# Triton's names of torch's dtypes, as they stand in bundles.
-POINTERS: Final = {
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
-}  # fmt: skip
 _FUSION: Final = "enable_fp_fusion"
 
 
@@ -39,7 +33,7 @@ _FUSION: Final = "enable_fp_fusion"
 _TEGRA: Final = frozenset({"sm_72", "sm_87", "sm_110"})
 
 
-def served_by(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
+def best_code_for(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str, str] | None:
     """(target, kind of file) that runs on a device, of targets with the kinds of files that each has; None: nothing.
 
     Args:
@@ -57,8 +51,8 @@ def served_by(device: str, available: Mapping[str, Iterable[str]]) -> tuple[str,
     return next(((t, "ptx") for _, t in reversed(below) if "ptx" in available[t]), None)
 
 
-class Wanted:
-    """A bound kernel as bundles know kernels: what a build has to equal.
+class KernelRequest:
+    """A bound kernel as bundles know kernels: what a configuration has to equal.
 
     Args:
         binding: the bound kernel.
@@ -71,14 +65,14 @@ class Wanted:
         self.fusion: bool = options.pop(_FUSION)
         self.options: dict[str, int] = options
         names = [p.name for p in binding.parameters if p.constexpr]
-        self.constants: dict[str, Constant] = {n: plain(binding.fixed[n]) for n in names}
+        self.constants: dict[str, Constant] = {n: plain_constant(binding.fixed[n]) for n in names}
         self.key = key(
             self.kernel, self.constants, self.num_warps, self.num_stages, fusion=self.fusion, options=self.options
         )
         # What is passed to machine code, in the kernel's order: a value that is bound, or its place at run time.
         places = {p.name: i for i, p in enumerate(binding.passed)}
         self.places = {p.name: places.get(p.name) for p in binding.parameters if not p.constexpr}
-        self._bound = {n: described(binding.fixed[n]) for n, at in self.places.items() if at is None}
+        self._bound = {n: argument_of(binding.fixed[n]) for n, at in self.places.items() if at is None}
 
     @cached_property
     def source(self) -> str:
@@ -89,11 +83,11 @@ class Wanted:
         """All that machine code is passed, given what is passed at run time."""
         return {n: self._bound[n] if at is None else passed[at] for n, at in self.places.items()}
 
-    def build(self, arguments: Mapping[str, Argument]) -> Build:
-        """The build that serves these arguments and every other size and alignment: recorded launches promise those."""
+    def configuration(self, arguments: Mapping[str, Argument]) -> Configuration:
+        """What serves these arguments and every other size and alignment; recorded launches say what to assume."""
         there = {n: a.type for n, a in arguments.items() if a.type != "none"}
         absent = {n: None for n in arguments if n not in there}
-        return Build(
+        return Configuration(
             self.kernel, tuple(there.items()), tuple({**self.constants, **absent}.items()), (), self.num_warps,
             self.num_stages, enable_fp_fusion=self.fusion, options=tuple(self.options.items()),
         )  # fmt: skip
@@ -102,14 +96,18 @@ class Wanted:
 source = cache(digest)
 
 
-def described(value: Any) -> Argument:
+def argument_of(value: Any) -> Argument:
     """What a compiler would know of a run-time argument."""
     if isinstance(value, torch.Tensor):
-        kind = POINTERS.get(value.dtype)
+        kind = POINTER_TYPES.get(value.dtype)
         if kind is None:
-            raise RLKernelError(f"no kernel takes a tensor of {value.dtype}; known: {', '.join(map(str, POINTERS))}")
-        return _pointer(kind, value.data_ptr() % 16 == 0)
-    return _number(value.__class__, value)
+            known = ", ".join(map(str, POINTER_TYPES))
+            raise RLKernelError(f"no kernel takes a tensor of {value.dtype}; known: {known}")
+        return _pointer(kind, value.data_ptr() % ALIGNMENT == 0)
+    if value is None:
+        return Argument("none")
+    found = specialization_of_number(value, specialize=value != 1)
+    return Argument(found.type, divisible=found.divisible, one=type(value) is int and value == 1)
 
 
 @cache
@@ -117,16 +115,7 @@ def _pointer(kind: str, divisible: bool) -> Argument:
     return Argument(kind, divisible=divisible)
 
 
-def _number(kind: type, value: Any) -> Argument:
-    if value is None:
-        return Argument("none")
-    if kind is bool:
-        return Argument("i1")
-    found = of_number(value, specialize=value != 1)
-    return Argument(found.type, divisible=found.divisible, one=kind is int and value == 1)
-
-
-class FromBundle(Launcher):
+class BundleLauncher(Launcher):
     """A launcher over one bundle, and others where there are, and one kind of GPU.
 
     Args:
@@ -145,7 +134,7 @@ class FromBundle(Launcher):
         major, minor = driver.capability(device)
         self.own = own = f"sm_{major}{minor}"
         kinds = {target: there["kinds"] for target, there in bundle.targets.items()}
-        found = force or served_by(own, kinds)
+        found = force or best_code_for(own, kinds)
         if found is None or found[1] not in kinds.get(found[0], ()):
             there = ", ".join(f"{t} ({'/'.join(sorted(k))})" for t, k in sorted(kinds.items()))
             raise BundleError(
@@ -156,63 +145,65 @@ class FromBundle(Launcher):
         self.target = TARGETS[self.chosen]
         self.rank = (self.kind == "ptx", self.chosen != own)  # the least is the best
         self._codes: dict[tuple[Any, ...], list[Code]] = {}
-        self._of_kernel: dict[str, int] = {}  # kernels whose builds are among them, and how many
-        self.others: tuple[FromBundle, ...] = ()  # asked in turn for what this one lacks; of the same target and kind
-        # Asked for a build that none has: the launcher of one, or None.
-        self.elsewhere: Callable[[Wanted, Mapping[str, Argument]], FromBundle | None] = lambda *_: None
-        self._found: dict[tuple[Any, ...], tuple[FromBundle, Code]] = {}
+        self._of_kernel: dict[str, int] = {}  # kernels whose configurations are among them, and how many
+        self.others: tuple[
+            BundleLauncher, ...
+        ] = ()  # asked in turn for what this one lacks; of the same target and kind
+        # Asked for a configuration that none has: the launcher of one, or None.
+        self.elsewhere: Callable[[KernelRequest, Mapping[str, Argument]], BundleLauncher | None] = lambda *_: None
+        self._found: dict[tuple[Any, ...], tuple[BundleLauncher, Code]] = {}
         self._loaded: dict[tuple[int, str, str], Any] = {}
         self._lock = Lock()
         self.on_cpu = getattr(driver, "tensors", "cuda") == "cpu"  # a driver whose memory is the CPU's
 
     def launch_of(self, binding: Binding) -> BundleLaunch:
         """See `Launcher`."""
-        return BundleLaunch(Wanted(binding), self)
+        return BundleLaunch(KernelRequest(binding), self)
 
-    def served(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> tuple[FromBundle, Code]:
-        """The first bundle that has a build for a launch, and the build.
+    def served(self, request: KernelRequest, arguments: Mapping[str, Argument]) -> tuple[BundleLauncher, Code]:
+        """The first bundle that has a configuration for a launch, and the configuration.
 
         Raises:
             BundleError: none has; the reason is the first one's.
         """
-        signature = (wanted.key, tuple(arguments.values()))
+        signature = (request.key, tuple(arguments.values()))
         found = self._found.get(signature)
         if found is None:
             with self._lock:  # ranks may be threads
-                found = self._found[signature] = self._looked_up(wanted, arguments)
+                found = self._found[signature] = self._looked_up(request, arguments)
         return found
 
-    def _looked_up(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> tuple[FromBundle, Code]:
+    def _looked_up(self, request: KernelRequest, arguments: Mapping[str, Argument]) -> tuple[BundleLauncher, Code]:
         refused = []
         for holder in (self, *self.others):
             try:
-                return holder, holder._find(wanted, arguments)  # noqa: SLF001 the same class
+                return holder, holder._find(request, arguments)  # noqa: SLF001 the same class
             except BundleError as error:
                 refused.append(error)
-        more = self.elsewhere(wanted, arguments)
+        more = self.elsewhere(request, arguments)
         if more is None:
             raise refused[0]
-        return more, more._find(wanted, arguments)  # noqa: SLF001 the same class
+        return more, more._find(request, arguments)  # noqa: SLF001 the same class
 
-    def _find(self, wanted: Wanted, arguments: Mapping[str, Argument]) -> Code:
-        kernel = wanted.kernel
+    def _find(self, request: KernelRequest, arguments: Mapping[str, Argument]) -> Code:
+        kernel = request.kernel
         if kernel not in self._of_kernel:
             codes = self.bundle.of(self.chosen, kernel)
             for code in codes:
-                if code.source != wanted.source:
+                if code.source != request.source:
                     raise BundleError(
                         f"{self.bundle.path} was built from another {kernel} (source {code.source}, here "
-                        f"{wanted.source}); build it again from this version, or install the one it was built from: "
+                        f"{request.source}); build it again from this version, or install the one it was built from: "
                         f"rlkernel aot build --target {self.chosen} --out {self.bundle.path.name}"
                     )
-                self._codes.setdefault(fixed(code.build, sorted(wanted.constants)), []).append(code)
+                self._codes.setdefault(fixed(code.configuration, sorted(request.constants)), []).append(code)
             self._of_kernel[kernel] = len(codes)
             for alike in self._codes.values():
-                alike.sort(key=lambda c: -c.build.promises)
-        for code in self._codes.get(wanted.key, ()):
+                alike.sort(key=lambda c: -c.configuration.specialization)
+        for code in self._codes.get(request.key, ()):
             if code.serves(arguments):
                 return code
-        raise NoBuildError(_missing(wanted, arguments, self))
+        raise NoBuildError(_missing(request, arguments, self))
 
     def load_one(self) -> None:
         """Load some kernel, so that the driver says whether it takes this code.
@@ -225,7 +216,7 @@ class FromBundle(Launcher):
         self.loaded(self.bundle.of(self.chosen, min(self.bundle.targets[self.chosen]["kernels"]))[0], device)
 
     def loaded(self, code: Code, device: int) -> Any:
-        """A build as the driver launches it on a device.
+        """A configuration as the driver launches it on a device.
 
         Raises:
             DriverError: the driver does not take its code.
@@ -248,12 +239,12 @@ class FromBundle(Launcher):
 class BundleLaunch:
     """A bound kernel, with the code that serves it for each kind of run-time arguments."""
 
-    wanted: Wanted
-    launcher: FromBundle
+    request: KernelRequest
+    launcher: BundleLauncher
     _entries: dict[tuple[Argument, ...], _Entry] = field(default_factory=dict)
 
     def __call__(self, grid: Grid, *args: Any) -> None:
-        """Find the build, load it if need be, and launch it on torch's current stream of the tensors' device.
+        """Find the configuration, load it if need be, and launch it on torch's current stream of the tensors' device.
 
         Raises:
             BundleError: no bundle has it.
@@ -276,27 +267,27 @@ class BundleLaunch:
             TypeError: there are more or fewer than the kernel has.
             BundleError: no bundle has it.
         """
-        kinds = tuple(map(described, args))
+        kinds = tuple(map(argument_of, args))
         found = self._entries.get(kinds)
         if found is None:
-            self.wanted.binding.by_name(args)
-            holder, code = self.launcher.served(self.wanted, self.wanted.arguments(kinds))
-            found = self._entries[kinds] = _Entry(self.wanted, holder, code)
+            self.request.binding.by_name(args)
+            holder, code = self.launcher.served(self.request, self.request.arguments(kinds))
+            found = self._entries[kinds] = _Entry(self.request, holder, code)
         return found
 
 
 class _Entry:
-    """A build, and how its arguments are found."""
+    """A configuration, and how its arguments are found."""
 
-    def __init__(self, wanted: Wanted, holder: FromBundle, code: Code) -> None:
+    def __init__(self, request: KernelRequest, holder: BundleLauncher, code: Code) -> None:
         self._holder, self._code = holder, code
-        passed, bound = dict(code.build.types), wanted.binding.fixed
-        names = [n for n in wanted.places if n in passed]
+        passed, bound = dict(code.configuration.types), request.binding.fixed
+        names = [n for n in request.places if n in passed]
         scratch = code.arguments - len(names)
         self._kinds = [passed[n] for n in names] + ["*"] * scratch
         self._rest = [0] * scratch
         # A place among the run-time arguments, or a value: bound, or 0 for what the code never reads.
-        self._sources = [(None, 0) if n in code.unread else (wanted.places[n], bound.get(n)) for n in names]
+        self._sources = [(None, 0) if n in code.unread else (request.places[n], bound.get(n)) for n in names]
 
     def __call__(self, grid: Grid, args: tuple[Any, ...], device: int, stream: int) -> None:
         """Launch it."""
@@ -305,18 +296,18 @@ class _Entry:
         kernel = holder.loaded(code, device)
         values = [value if at is None else args[at] for at, value in self._sources]
         values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
-        threads = 32 * code.build.num_warps
+        threads = 32 * code.configuration.num_warps
         holder.driver.launch(kernel, grid, threads, code.shared, stream, self._kinds, values + self._rest)
 
 
-class Lookup(Launcher):
-    """A launcher that finds the build of every launch in bundles, and launches nothing."""
+class LookupLauncher(Launcher):
+    """A launcher that finds the configuration of every launch in bundles, and launches nothing."""
 
-    def __init__(self, launcher: FromBundle) -> None:
+    def __init__(self, launcher: BundleLauncher) -> None:
         self._launcher, self.target, self.overlaps = launcher, launcher.target, launcher.overlaps
 
     def launch_of(self, binding: Binding) -> Launch:
-        """See `Launcher`; the launch raises BundleError where there is no build."""
+        """See `Launcher`; the launch raises BundleError where there is no configuration."""
         bound = self._launcher.launch_of(binding)
 
         def find(grid: Grid, *args: Any) -> None:
@@ -325,16 +316,16 @@ class Lookup(Launcher):
         return find
 
 
-def _missing(wanted: Wanted, arguments: Mapping[str, Argument], launcher: FromBundle) -> str:
+def _missing(request: KernelRequest, arguments: Mapping[str, Argument], launcher: BundleLauncher) -> str:
     """Which configuration a bundle lacks, and how to get it in."""
-    described = ", ".join(f"{n}={v}" for n, v in wanted.constants.items())
+    described = ", ".join(f"{n}={v}" for n, v in request.constants.items())
     types = ", ".join(
         f"{n}:{a.type}{'/16' if a.divisible else ''}{'=1' if a.one else ''}" for n, a in arguments.items()
     )
-    several = launcher._of_kernel.get(wanted.kernel, 0)  # noqa: SLF001 the same module
+    several = launcher._of_kernel.get(request.kernel, 0)  # noqa: SLF001 the same module
     return (
-        f"{launcher.bundle.path} holds {several} builds of {wanted.kernel} for {launcher.chosen}, and none for "
-        f"{described}; {types}; {wanted.num_warps} warps, {wanted.num_stages} stages. Run it with AOT_MISSING=FILE, "
+        f"{launcher.bundle.path} holds {several} builds of {request.kernel} for {launcher.chosen}, and none for "
+        f"{described}; {types}; {request.num_warps} warps, {request.num_stages} stages. Run it with AOT_MISSING=FILE, "
         "which writes that down, and build with --configurations FILE where Triton is installed; or let another "
         'backend run it: order = ["triton"]'
     )

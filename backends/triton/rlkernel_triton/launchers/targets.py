@@ -51,7 +51,7 @@ _REGISTERS: Final = 65536  # of a multiprocessor
 _RESERVED: Final = 1024  # bytes of shared memory that the system takes of every program
 
 
-def resident(target: str, registers: int, shared: int, warps: int) -> int:
+def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
     """How many programs of a kernel a multiprocessor of an NVIDIA GPU holds: the occupancy formula.
 
     Registers are given out in units of 256 a warp.

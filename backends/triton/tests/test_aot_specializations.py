@@ -9,19 +9,19 @@ import torch
 from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobCall
-from rlkernel_triton.aot.backend import FromBundles
-from rlkernel_triton.aot.builds import Argument
+from rlkernel_triton.aot.backend import BundleBackend
 from rlkernel_triton.aot.bundle import Bundle
 from rlkernel_triton.aot.command import build
-from rlkernel_triton.aot.compiling import closed, compiled
-from rlkernel_triton.aot.dry_run import signature
+from rlkernel_triton.aot.compiling import compiled, with_specializations
+from rlkernel_triton.aot.configurations import Argument
+from rlkernel_triton.aot.dry_run import call_signature
 from tests.aot_calls import Recording, builds, bundle_of, drawn, of_rows
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A bundle of log-probabilities of bf16 rows, forward, with what kernels promise and without."""
-    folder = tmp_path_factory.mktemp("closed")
+    """A bundle of log-probabilities of bf16 rows, forward, specialized and not."""
+    folder = tmp_path_factory.mktemp("with_specializations")
     bundle_of(folder / "rows.zip", of_rows())
     return folder
 
@@ -29,7 +29,7 @@ def rows(tmp_path_factory):
 @pytest.fixture
 def served(rows, monkeypatch):
     monkeypatch.setattr("rlkernel_triton.aot.driver.Driver", Recording)
-    return FromBundles(lambda: [rows])
+    return BundleBackend(lambda: [rows])
 
 
 def test_rows_of_any_size_and_alignment_run(served) -> None:
@@ -51,7 +51,7 @@ def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, l
 
 
 def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
-    monkeypatch.setattr("rlkernel_triton.aot.launching.source", lambda _: "of now")
+    monkeypatch.setattr("rlkernel_triton.aot.bundle_launcher.source", lambda _: "of now")
     said = served("logprob_fits")(drawn(torch.zeros(4, 1000, dtype=torch.bfloat16)))
     assert (said.slug, "was built from another rlkernel_triton.logprob.kernels:sweep" in said.text) == (
         "shape/unsupported", True,
@@ -103,19 +103,19 @@ def sweep():
 def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
     ((code, _),) = compiled(sweep(), "sm_87")
     assert "mask" in code.unread
-    arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.build.types}
+    arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.configuration.types}
     assert code.serves({**arguments, "mask": Argument("*bf16")})
     assert not code.serves({**arguments, "logits": Argument("*fp16", divisible=True)})
 
 
-def test_what_kernels_declare_is_promised_and_nothing_else() -> None:
+def test_what_workloads_keep_is_specialized_and_nothing_else() -> None:
     hidden, weight = (torch.zeros(n, 64).bfloat16().requires_grad_() for n in (17000, 1000))  # more than one block
     every = builds("sm_87", "linear_logprob", hidden=hidden, weight=weight, ids=torch.zeros(17000, dtype=torch.int64))
     product = [b for b in every if b.kernel.endswith("linear_logprob.kernels:product")][:1]
-    made = [b for alike in closed(product) for b in alike]
+    made = [b for alike in with_specializations(product) for b in alike]
     ones = {tuple(n for n, v in b.constants if v == 1 and n.endswith(("stride", "step"))) for b in made}
     assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ()}
-    assert [b.divisible for b in made if b.promises == min(b.promises for b in made)] == [()]
+    assert [b.divisible for b in made if b.specialization == min(b.specialization for b in made)] == [()]
     assert [c.spilled for c, _ in compiled([b for b in made if b.divisible], "sm_87")] == [0, 0]
 
 
@@ -123,7 +123,7 @@ def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) ->
     (one,) = sweep()
     table = tmp_path / "twice.jsonl"
     lines = []
-    for kind in ("*i64", "*i1"):
+    for kind in ("*i64", "*u1"):
         document = {**one.document(), "types": {**dict(one.types), "mask": kind}}
         lines.append(json.dumps({"op": "logprob", "target": "sm_87", **document}) + "\n")
     table.write_text("".join(lines))
@@ -132,8 +132,8 @@ def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) ->
 
 def test_calls_are_told_apart_as_host_code_and_compilers_tell_them_apart() -> None:
     x = torch.zeros(64, 128)
-    assert signature(x) == signature(torch.zeros(50 + 14, 128))
-    assert signature(torch.zeros(100, 128)) == signature(torch.zeros(101, 128))
+    assert call_signature(x) == call_signature(torch.zeros(50 + 14, 128))
+    assert call_signature(torch.zeros(100, 128)) == call_signature(torch.zeros(101, 128))
     different = [x, x[:63], torch.zeros(65, 128), torch.zeros(64, 129), x.t(), x.half(), x[:, :127], x[1:2]]
-    assert len({signature(other) for other in different}) == len(different)
-    assert signature(17, "seed") == signature(2**30 + 1, "seed") != signature(16, "seed")
+    assert len({call_signature(other) for other in different}) == len(different)
+    assert call_signature(17, "seed") == call_signature(2**30 + 1, "seed") != call_signature(16, "seed")

@@ -1,0 +1,100 @@
+"""What follows a product: bias, LoRA, activation and residual, as the kernels take them.
+
+Legend: M tokens · K inputs · N rows of the weight · R = N, or N / 2 for a pair · r LoRA rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.spec.qmatmul import PAIRS, LoRA
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import triton
+from rlkernel_triton.launchers import plain_launcher_for
+from rlkernel_triton.quant.epilogue_kernels import epilogue_kernel
+
+MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """act(product + lora + bias) + residual."""
+
+    bias: Tensor | None = None  # [N]
+    lora: LoRA | None = None
+    activation: str | None = None
+    residual: Tensor | None = None  # [M, R]
+
+    @property
+    def pair(self) -> bool:
+        """The rows of the weight are a gate's and a value's."""
+        return self.activation in PAIRS
+
+    @property
+    def empty(self) -> bool:
+        """The result is the product."""
+        return self.activation is None and not self.has_tensors
+
+    @property
+    def has_tensors(self) -> bool:
+        """A kernel reads more than x and the weight."""
+        return any(part is not None for part in (self.bias, self.lora, self.residual))
+
+    def constants(self, x: Tensor) -> dict[str, Any]:
+        """What the kernels are bound with."""
+        rank = 0 if self.lora is None or not self.lora.A.shape[0] else self.lora.B.shape[1]
+        given: dict[str, Any] = {
+            "BIAS": self.bias is not None, "RESIDUAL": self.residual is not None, "PAIR": self.pair,
+            "ACTIVATION": self.activation or "none", "INTERPRETED": INTERPRETED, "RANK": triton.cdiv(rank, 16) * 16,
+            "WIDE_LORA": False, "residual_row": 0, "lora_row": rank, "lora_rank": rank, "lora_scale": 0.0,
+        }  # fmt: skip
+        if self.residual is not None:
+            given["residual_row"] = _row_major(self.residual).stride(0)
+        if rank and self.lora is not None:
+            B, same = self.lora.B.dtype, _multiplies_narrow(x, self.lora.A)
+            wide = INTERPRETED or B == torch.float32 or not same or x.dtype != B
+            given |= {"lora_scale": float(self.lora.scale), "WIDE_LORA": wide}
+        return given
+
+    def tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the kernels are passed: bias, x A^T, B and residual; `x` stands for what is not there."""
+        bias = x if self.bias is None else self.bias.contiguous()
+        residual = x if self.residual is None else _row_major(self.residual)
+        if self.lora is None or not self.lora.A.shape[0]:
+            return bias, x, x, residual
+        return bias, lora_inner(x, self.lora.A), self.lora.B.contiguous(), residual
+
+
+NO_EPILOGUE: Final = Epilogue()
+
+
+def _row_major(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _multiplies_narrow(x: Tensor, A: Tensor) -> bool:
+    return x.dtype == A.dtype and not INTERPRETED
+
+
+def lora_inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
+    """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
+    narrow = _multiplies_narrow(x, A)
+    x, A = (_aligned(t if narrow else t.float()) for t in (x, A))
+    return torch.nn.functional.linear(x, A)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous and aligned: a BLAS adds up in another order where strides or alignment are others."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def apply_epilogue(x: Tensor, h: Tensor, epilogue: Epilogue, y: Tensor) -> None:
+    """What follows a product h [M, N] fp32 that lies in memory, into y [M, R]."""
+    M, N = h.shape
+    launch = plain_launcher_for(x.device).bind(epilogue_kernel, **epilogue.constants(x), M=M, N=N, BM=32, BN=64)
+    launch((triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64), 1, 1), h, y, *epilogue.tensors(x))
