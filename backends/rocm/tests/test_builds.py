@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tools"))
 import compile_gate as gate
 
 from rlkernel_rocm.architectures import ARCHITECTURES
-from rlkernel_triton.linear_logprob.tiles import compiler_options
+from rlkernel_triton.common.matmul_tiles import compiler_options
 
 COMPILED = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 CDNA = ("gfx90a", "gfx942", "gfx950")
@@ -60,7 +60,7 @@ def test_options_of_the_amd_compiler_are_for_amd_and_by_architecture(arch) -> No
 
 @pytest.mark.parametrize("arch", COMPILED)
 def test_products_are_compiled_as_they_are_launched(arch) -> None:
-    kernels = ("head_sweep", "head_gradient", "product")
+    kernels = ("head_partial_softmax", "head_dlogits", "head_matmul")
     builds = [r.recorded.build for r in shipped(arch) if r.recorded.kernel in kernels]
     assert builds
     want = {"enable_fp_fusion": True, **compiler_options(arch)}
@@ -72,13 +72,16 @@ KINDS = {
     "mfma": (r"f32_\d+x\d+x\d+_?bf16(_1k)?", r"i32_\d+x\d+x\d+_?i8", r"f32_\d+x\d+x\d+_?f32"),
     "wmma": (r"f32_16x16x16_bf16", r"i32_16x16x16_iu8", None),
 }
-PRODUCTS = ("head_sweep", "head_gradient", "head_logits", "product", "w4_product_kernel", "canonical_product_kernel")
+PRODUCTS = (
+    *("head_partial_softmax", "head_dlogits", "head_logits", "head_matmul"),
+    *("w4_product_kernel", "canonical_product_kernel"),
+)
 
 
 def multiplied(recorded):
     """The kind of matrices, as a place in `KINDS`, that a build is expected to multiply; None for none."""
     constants, types = dict(recorded.build.constants), dict(recorded.build.types)
-    if recorded.kernel not in PRODUCTS or constants.get("SAVED"):
+    if recorded.kernel not in PRODUCTS or constants.get("FROM_SAVED"):
         return None
     return 2 if constants.get("OPERAND") == "tl.float32" else 1 if types.get("x") == "*i8" else 0
 

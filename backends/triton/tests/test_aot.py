@@ -33,9 +33,9 @@ from rlkernel_triton.quant.tile_config import machine
 from tests.aot_calls import Recording, builds, bundle_of, of_rows, run
 
 
-def sweep(target):
+def partial_softmax(target):
     """The build of a target that reads rows of bf16 logits."""
-    return [b for b in of_rows(target) if b.kernel.endswith(":sweep")]
+    return [b for b in of_rows(target) if b.kernel.endswith(":partial_softmax")]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
         compiling.require(target)
     except ArgumentError as error:
         pytest.skip(str(error))
-    made = list(compiled(sweep(target), target))
+    made = list(compiled(partial_softmax(target), target))
     assert exceeded_limits(made) == []
     ((code, files),) = made
     assert code.spilled == 0
@@ -67,7 +67,7 @@ def test_kernels_compile_for_every_target_within_its_limits(target) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_87"])
 def test_ptx_is_of_the_version_that_the_oldest_driver_reads_and_uses_nothing_of_later_chips(target) -> None:
-    ((_, files),) = compiled(sweep(target), target)
+    ((_, files),) = compiled(partial_softmax(target), target)
     text = files["ptx"].decode()
     assert f".version 8.5\n.target {target}" in text
     assert not [word for word in ("wgmma", "cp.async.bulk", "tcgen05", "mbarrier") if word in text]
@@ -124,12 +124,12 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin) -
     logits = torch.randn(3, 32000).bfloat16()
     over(orin, driver)(LogprobCall(logits, torch.arange(3)))
     assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
-        ("sweep", (3, 1, 1), 64),
-        ("law", (1, 1, 1), 128),
+        ("partial_softmax", (3, 1, 1), 64),
+        ("merge_softmax", (1, 1, 1), 128),
     ]
     _, _, _, given, count = driver.launched[0]
     assert given["*bf16"] == logits.data_ptr()
-    code = max((c for c in orin.codes if c.entry == "sweep"), key=lambda c: c.configuration.specialization)
+    code = max((c for c in orin.codes if c.entry == "partial_softmax"), key=lambda c: c.configuration.specialization)
     assert count == code.arguments
     assert [code[:4] for code, _, _ in driver.loaded] == [b"\x7fELF"] * 2
 
@@ -148,7 +148,7 @@ def test_unaligned_rows_run_on_the_code_that_assumes_nothing(orin) -> None:
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
     run(LogprobCall(torch.randn(2, 32001).bfloat16()[:, 1:], torch.arange(2)))
     aligned, unaligned = driver.loaded[0], driver.loaded[2]
-    assert (aligned[1], unaligned[1]) == ("sweep", "sweep")
+    assert (aligned[1], unaligned[1]) == ("partial_softmax", "partial_softmax")
     assert aligned[0] != unaligned[0]
 
 
@@ -193,12 +193,12 @@ def test_a_missing_configuration_is_named_with_the_ways_out(orin) -> None:
 
 
 def test_what_one_bundle_lacks_another_may_have(orin, tmp_path) -> None:
-    capped = [b for b in of_rows(softcap=30.0) if b.kernel.endswith(":sweep")]
+    capped = [b for b in of_rows(softcap=30.0) if b.kernel.endswith(":partial_softmax")]
     mine = write_bundle(tmp_path / "mine.zip", list(compiled(capped, "sm_87")), compiler())
     driver = Recording()
     run = over(orin, driver, mine)
     run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2), softcap=30.0))
-    assert [entry for _, entry, _ in driver.loaded] == ["sweep", "law"]
+    assert [entry for _, entry, _ in driver.loaded] == ["partial_softmax", "merge_softmax"]
 
 
 def test_a_bundle_of_other_operators_is_loaded_where_the_self_test_finds_no_kernels_for_it(
@@ -219,7 +219,7 @@ def test_code_of_another_source_is_refused(orin, tmp_path) -> None:
     stale = write_bundle(tmp_path / "stale.zip", old, compiler())
     run = over(stale, Recording())
     with pytest.raises(
-        BundleError, match=r"built from another rlkernel_triton\.logprob\.kernels:sweep .*build it again"
+        BundleError, match=r"built from another rlkernel_triton\.logprob\.kernels:partial_softmax .*build it again"
     ):
         run(LogprobCall(torch.randn(2, 32000).bfloat16(), torch.arange(2)))
 
@@ -322,10 +322,10 @@ def test_gradients_run_on_code_of_the_bundle_that_forward_ran_on(tmp_path) -> No
     assert current() == Scope()
     with ThreadPoolExecutor(1) as pool:  # as autograd's threads, where nothing is said of a launcher
         pool.submit((out.logprob + out.entropy).sum().backward).result()
-    assert [entry for entry, *_ in driver.launched] == ["sweep", "law", "gradient"]
+    assert [entry for entry, *_ in driver.launched] == ["partial_softmax", "merge_softmax", "softmax_backward"]
 
 
 def test_a_launch_that_names_too_few_arguments_is_refused(orin) -> None:
-    launch = BundleLauncher(orin, Recording()).bind(scale_kernel, N=1, INTERPRETED=False, BLOCK=16)
+    launch = BundleLauncher(orin, Recording()).bind(scale_kernel, N=1, BLOCK=16)
     with pytest.raises(TypeError, match=r"takes 3 arguments at run time \(upstream, gradient, out\), got 1"):
         launch((1,), torch.zeros(1))

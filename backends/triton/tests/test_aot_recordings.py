@@ -59,8 +59,12 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     assert done.stdout.strip() == "True"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {line["kernel"].rpartition(":")[2] for line in lines} == {"sweep", "law", "gradient"}
-    flags = [line["constants"] for line in lines if line["kernel"].endswith(":gradient")]
+    assert {line["kernel"].rpartition(":")[2] for line in lines} == {
+        "partial_softmax",
+        "merge_softmax",
+        "softmax_backward",
+    }
+    flags = [line["constants"] for line in lines if line["kernel"].endswith(":softmax_backward")]
     found = {(f["G"], f["G_LSE"], f["G_ENTROPY"]) for f in flags}
     assert found == {(True, False, False), (True, False, True), (False, True, False), (True, True, True)}
 

@@ -13,7 +13,7 @@ from rlkernel_triton.aot.compiling import compiled, compiler
 from rlkernel_triton.aot.configurations import Configuration
 from tests.aot_calls import of_rows
 
-SWEEP = next(b for b in of_rows() if b.kernel.endswith(":sweep"))
+SWEEP = next(b for b in of_rows() if b.kernel.endswith(":partial_softmax"))
 
 
 def test_a_configuration_of_a_changed_kernel_is_refused_when_it_is_compiled() -> None:

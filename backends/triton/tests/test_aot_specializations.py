@@ -41,7 +41,7 @@ def test_rows_of_any_size_and_alignment_run(served) -> None:
 
 @pytest.mark.parametrize(
     ("options", "lacks"),
-    [({"softcap": 30.0}, "HAS_CAP=True"), ({"entropy": True}, "MOMENT=True"), ({}, "logprob.kernels:gradient")],
+    [({"softcap": 30.0}, "HAS_CAP=True"), ({"entropy": True}, "MOMENT=True"), ({}, "logprob.kernels:softmax_backward")],
 )
 def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, lacks) -> None:
     logits = torch.randn(2, 32000).bfloat16().requires_grad_(not options)
@@ -53,7 +53,7 @@ def test_what_a_bundle_lacks_is_a_reason_before_anything_runs(served, options, l
 def test_a_bundle_of_other_kernels_is_a_reason_with_the_line_that_makes_a_new_one(served, monkeypatch) -> None:
     monkeypatch.setattr("rlkernel_triton.aot.bundle_launcher.source", lambda _: "of now")
     said = served("logprob_fits")(drawn(torch.zeros(4, 1000, dtype=torch.bfloat16)))
-    assert (said.slug, "was built from another rlkernel_triton.logprob.kernels:sweep" in said.text) == (
+    assert (said.slug, "was built from another rlkernel_triton.logprob.kernels:partial_softmax" in said.text) == (
         "shape/unsupported", True,
     )  # fmt: skip
     assert said.fix == "rlkernel aot build --target sm_87 --out rows.zip"
@@ -95,13 +95,13 @@ def test_threads_that_read_at_once_get_what_they_asked_for(rows) -> None:
     assert together == alone * 20
 
 
-def sweep():
+def partial_softmax():
     """The build that reads rows of bf16 logits."""
-    return [b for b in of_rows() if b.kernel.endswith(":sweep")]
+    return [b for b in of_rows() if b.kernel.endswith(":partial_softmax")]
 
 
 def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
-    ((code, _),) = compiled(sweep(), "sm_87")
+    ((code, _),) = compiled(partial_softmax(), "sm_87")
     assert "mask" in code.unread
     arguments = {n: Argument(kind, divisible=True, one=True) for n, kind in code.configuration.types}
     assert code.serves({**arguments, "mask": Argument("*bf16")})
@@ -111,7 +111,7 @@ def test_the_type_of_what_code_never_reads_does_not_matter(rows) -> None:
 def test_what_workloads_keep_is_specialized_and_nothing_else() -> None:
     hidden, weight = (torch.zeros(n, 64).bfloat16().requires_grad_() for n in (17000, 1000))  # more than one block
     every = builds("sm_87", "linear_logprob", hidden=hidden, weight=weight, ids=torch.zeros(17000, dtype=torch.int64))
-    product = [b for b in every if b.kernel.endswith("linear_logprob.kernels:product")][:1]
+    product = [b for b in every if b.kernel.endswith("linear_logprob.kernels:head_matmul")][:1]
     made = [b for alike in with_specializations(product) for b in alike]
     ones = {tuple(n for n, v in b.constants if v == 1 and n.endswith(("stride", "step"))) for b in made}
     assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ()}
@@ -120,7 +120,7 @@ def test_what_workloads_keep_is_specialized_and_nothing_else() -> None:
 
 
 def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) -> None:
-    (one,) = sweep()
+    (one,) = partial_softmax()
     table = tmp_path / "twice.jsonl"
     lines = []
     for kind in ("*i64", "*u1"):

@@ -19,7 +19,11 @@ from rlkernel_triton.recorded import Recorded, recorded
 from rlkernel_triton.workloads import WORKLOADS
 
 # What is launched most: nothing may be spilled.
-HOT = {("sweep", "bf16, entropy"), ("law", "bf16, entropy (2)"), ("gradient", "bf16, entropy (3)")}
+HOT = {
+    ("partial_softmax", "bf16, entropy"),
+    ("merge_softmax", "bf16, entropy (2)"),
+    ("softmax_backward", "bf16, entropy (3)"),
+}
 WHOLE = ("sm80", "sm90", "gfx90a", "gfx942", "gfx950")  # targets for which every build was compiled; of others, some
 TABLES = [arch for arch in gate.TARGETS if gate.path_of(arch).exists()]
 

@@ -1,8 +1,9 @@
 """What a call of the head is said to need: as the plan that runs needs it, and within the caller's limit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec import OPERATORS
@@ -53,6 +54,7 @@ def test_saved_logits_count() -> None:
     assert head(backward="save") - head(backward="recompute") >= N * V * 4
 
 
-def test_a_loss_over_a_split_vocabulary_needs_what_its_log_probabilities_need() -> None:
-    ranks = dist.ProcessGroup(dist.HashStore(), 0, 2)  # asked for its size alone
-    assert loss(group=ranks) > head(group=ranks)
+def test_a_loss_of_shards_needs_what_the_head_and_the_loss_need() -> None:
+    group = SimpleNamespace(size=lambda: 2)
+    call = OPERATORS["linear_policy_loss"].call(*HEAD, torch.zeros(N), torch.zeros(N), group=group)
+    assert linear_policy_loss.workspace_of(call) > head(group=group)

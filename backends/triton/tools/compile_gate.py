@@ -156,13 +156,15 @@ class _Meant(ast.NodeTransformer):
         return (_meant(self._globals[node.id]) if node.id in self._globals else None) or node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Keywords of a function of ours as the places of its parameters."""
+        """Keywords of a function of ours as arguments in its order; behind a default that is used, by their places."""
         called = getattr(self._globals.get(getattr(node.func, "id", "")), "fn", None)
         if inspect.isfunction(called) and not called.__module__.startswith("triton."):
-            places = {name: f"v{i}" for i, name in enumerate(inspect.signature(called).parameters)}
-            for keyword in node.keywords:
-                keyword.arg = places[keyword.arg] if keyword.arg is not None else None
-            node.keywords.sort(key=lambda keyword: keyword.arg or "")
+            names = list(inspect.signature(called).parameters)
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            while len(node.args) < len(names) and names[len(node.args)] in given:
+                node.args.append(given.pop(names[len(node.args)]))
+            places = {name: f"v{i}" for i, name in enumerate(names)}
+            node.keywords = [ast.keyword(places[name], given[name]) for name in names if name in given]
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:

@@ -44,7 +44,7 @@ from rlkernel_cuda.linear_logprob.head import (
 )
 from rlkernel_cuda.linear_logprob.linear_backward import Back, Wanted
 from rlkernel_cuda.linear_logprob.logits import Kind
-from rlkernel_triton.logprob.launch import is_per_row, per_row
+from rlkernel_triton.common.row_layout import is_per_row, per_row
 
 # A head whose rows TMA cannot read is copied at every call; above this the portable kernels are the better choice.
 COPY_LIMIT: Final = 64 << 20

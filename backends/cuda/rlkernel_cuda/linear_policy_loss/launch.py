@@ -33,8 +33,8 @@ from rlkernel_cuda.linear_logprob.head import Given, Head, Results, Saved, room_
 from rlkernel_cuda.linear_logprob.linear_backward import Wanted
 from rlkernel_cuda.linear_logprob.logits import Kind
 from rlkernel_cuda.linear_logprob.products import Products
+from rlkernel_triton.common.row_layout import per_row
 from rlkernel_triton.launchers import Plan, launcher_for
-from rlkernel_triton.logprob.launch import per_row
 from rlkernel_triton.policy_loss import launch as policy_loss
 from rlkernel_triton.policy_loss.batch import BLOCK, LossBatch, scaled
 

@@ -1,8 +1,8 @@
-"""Functions that kernels share: sums whose order no layout decides, log1p, tanh, and casts that the interpreter rounds.
+"""Arithmetic that kernels share: sums in an order that no layout decides, log1p, tanh, and casts that round to nearest.
 
-Triton chooses how elements lie in threads by the alignment of the pointers it loads from, and a plain `tl.sum` adds in
-the order of that layout. So the bits of a sum could depend on where in memory a row starts. A tree of sums of two
-cannot: a + b = b + a.
+Triton decides how elements lie in threads, by the alignment of the pointers that it loads from among other things, and
+a plain `tl.sum` adds in the order of that layout. So the bits of a sum could depend on where in memory a row starts. A
+tree of sums of two elements has one order: a + b = b + a.
 
 Legend: L rows of a block · W width, a power of two.
 """
@@ -11,20 +11,24 @@ from __future__ import annotations
 
 from rlkernel_triton.common.language import tl, triton
 
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # as common.host says it to host code
+
 
 @triton.jit
 def tree_sum(
-    x,  # [L, W]
-    LOG: tl.constexpr,  # log2(W)
+    x,  # [L, W], W at most 2^16
 ):
-    """[L]: neighbours are added until one is left."""
-    for _ in tl.static_range(LOG):
-        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    """[L]: neighbors are added until one number a row is left."""
+    for _ in tl.static_range(16):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
     return tl.reshape(x, [x.shape[0]])
 
 
 @triton.jit
-def scaled_less(y, scale, top, INTERPRETED: tl.constexpr):
+def scaled_less(y, scale, top):
     """The difference y * scale - top in one rounding, so that a shift of a whole row by 1e5 changes nothing."""
     if INTERPRETED:  # whose fma rounds twice
         return (y.to(tl.float64) * scale - top).to(tl.float32)
@@ -62,7 +66,7 @@ def cap(x, softcap):
 
 
 @triton.jit
-def stored_as(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+def stored_as(x, dtype: tl.constexpr):
     """fp32 to the nearest value of a type; Triton's interpreter would cut bf16 off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)

@@ -2,9 +2,10 @@
 
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
-The draw is a race: with E = -ln(1 - u) the token with the least E / w wins, since y + g = -ln(E / w). `early` bounds E
-from below by a few products, so that a race is nearly decided without a logarithm a token: who takes E itself of the
-token that seems to win has a time, and need look only at tokens whose bound is not above it. Imports Triton.
+The Gumbel maximum as an exponential race: with E = -ln(1 - u) the token of weight w with the least time E / w is the
+one with the largest y + g, since y + g = -ln(E / w). `exponential_bound` bounds E from below by a few products, so that
+the least time is nearly known without a logarithm a token: take E itself of the token with the least bound, and then
+look only at tokens whose bound is not above that time. Imports Triton.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 from rlkernel_triton.common.language import tl, triton
 
 TWO_32: tl.constexpr = tl.constexpr(2.0**-32)
-# Above every rounding of `early`, of a weight and of y in a race: 23 nats below the best, y is off by 6e-6 at most.
-SLACK: tl.constexpr = tl.constexpr(1.0 + 2.0**-14)
+# Above every rounding of `exponential_bound`, of a weight and of y: 23 nats below the best, y is off by 6e-6 at most.
+BOUND_SLACK: tl.constexpr = tl.constexpr(1.0 + 2.0**-14)
 
 
 @triton.jit
@@ -33,13 +34,13 @@ def exponential(words):
 
 
 @triton.jit
-def early(u):
+def exponential_bound(u):
     """At most -ln(1 - u), and near it: the first terms of its series."""
     return u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
 
 
 @triton.jit
-def _words(seed, step, block, stream):
+def _philox(seed, step, block, stream):
     """Four random words of blocks of four ids. What does not depend on the block stays scalar for as long as it can."""
     c0 = block
     c1 = (step & 0xFFFFFFFF).to(tl.uint32)
@@ -61,29 +62,29 @@ def _words(seed, step, block, stream):
 
 
 @triton.jit
-def words_of(seed, step, block, stream):
+def philox_words(seed, step, block, stream):
     """[..., 4] words of blocks [...] of four ids, in the order of the ids."""
-    a, b, c, d = _words(seed, step, block.to(tl.uint32), stream)
+    a, b, c, d = _philox(seed, step, block.to(tl.uint32), stream)
     pairs = tl.join(tl.join(a, c), tl.join(b, d))
     return tl.reshape(pairs, block.shape + [4])  # noqa: RUF005 the compiler knows no star
 
 
 @triton.jit
-def earliest(y, seed, step, block, stream):
-    """[L, W] bounds below the times E * 2 ** -y of L x W tokens. block: [L, W / 4], of four ids each."""
-    return early(uniform(tl.reshape(words_of(seed, step, block, stream), y.shape))) * tl.exp2(-y)
+def arrival_bounds(y, seed, step, block, stream):
+    """[L, W] lower bounds of the times E * 2 ** -y of L x W tokens. block: [L, W / 4], of four ids each."""
+    return exponential_bound(uniform(tl.reshape(philox_words(seed, step, block, stream), y.shape))) * tl.exp2(-y)
 
 
 @triton.jit
-def exponential_of(seed, step, ids, stream):
+def exponential_noise(seed, step, ids, stream):
     """E of any ids of one request."""
-    a, b, c, d = _words(seed, step, (ids >> 2).to(tl.uint32), stream)
+    a, b, c, d = _philox(seed, step, (ids >> 2).to(tl.uint32), stream)
     j = ids & 3
     word = tl.where(j == 0, a, tl.where(j == 1, b, tl.where(j == 2, c, d)))
     return exponential(word)
 
 
 @triton.jit
-def gumbel(seed, step, ids, stream):
+def gumbel_noise(seed, step, ids, stream):
     """fp32 noise of any ids of one request."""
-    return -tl.log(exponential_of(seed, step, ids, stream))
+    return -tl.log(exponential_noise(seed, step, ids, stream))

@@ -1,54 +1,53 @@
-"""The kernel that joins the parts of a row and says what they mean: log-probability, lse, entropy, kept mass.
+"""Merge the partial softmax statistics of rows, and say what they mean: log-probability, lse, entropy, kept mass.
 
-Shared by logits, by hidden states and a head, and by the shards of a vocabulary: whoever swept the parts, they are
-joined here in their order, as rlkernel_common.row_statistics.softmax_stats does it.
+Whoever computed the parts (logits, hidden states and a head, the shards of a vocabulary), they are merged here in their
+order, as rlkernel_common.row_statistics.law does it. `common.softmax` says what the statistics are. A row reads 16
+bytes a part (32 with a support) and writes about 40: nothing beside the logits that were read for it.
 
-Legend: N rows · P parts of a row · W the next power of two.
+Legend: N rows · P parts of a row · W the next power of two · R rows of a program.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import log1p, scaled_less, softplus, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, LOG2E, log1p, scaled_less, softplus, tree_sum
 from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.logprob.kernels import LN2, LOG2E
+from rlkernel_triton.common.softmax import LEAST_SHIFT, finite_or_zero, merge_lanes, row_scales
 
-CELLS: Final = 512  # parts that a program holds: as many rows, of as many parts, as that allows
+# Speed only: bits do not depend on them.
+PARTS_PER_PROGRAM: Final = 512  # as many rows, of as many parts, as that allows
 MOST_ROWS: Final = 32
 WARPS: Final = 4
-SAVED: Final = 6  # planes kept for the gradient: top, log total, mean, 1 - p, top and log total of the kept
+SAVED_PLANES: Final = 6  # [N] each for the gradient: top, log total, mean, 1 - p, top and log total of the kept
 
 
 @triton.jit
-def joined(parts, at, there, plane, first, LOG: tl.constexpr):
-    """(top, total) of [R, W] parts whose planes stand at `first` and after it; also each part's weight and shift."""
-    top = tl.load(parts + first * plane + at, mask=there, other=float("-inf"))
-    total = tl.load(parts + (first + 1) * plane + at, mask=there, other=0.0)
-    best = tl.max(top, axis=1)
-    shift = top - tl.where(best == float("-inf"), 0.0, best)[:, None]
-    weight = tl.exp2(shift)
-    return best, tree_sum(total * weight, LOG), total, weight, tl.maximum(shift, -1000.0)
+def load_merged(parts, at, there, plane, first):
+    """(top, total) [R] of [R, W] parts, from plane `first` and the next; totals, factors and shifts of the parts."""
+    tops = tl.load(parts + first * plane + at, mask=there, other=float("-inf"))
+    totals = tl.load(parts + (first + 1) * plane + at, mask=there, other=0.0)
+    top, total, weight, shift = merge_lanes(tops, totals)
+    return top, total, totals, weight, shift
+
+
+@triton.jit
+def load_moment(parts, at, there, plane, totals, weight, shift):
+    """[R] moment of all parts: each is moved from its own top to the common one."""
+    moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
+    return tree_sum((moments + totals * shift) * weight)
 
 
 @triton.jit(do_not_specialize=["n", "N", "P", "first"])  # bits must not depend on them
-def join(
+def merge_tiles(
     parts,  # [planes, n, P] of places first .. first + n in the order of `index`
-    index,  # [N], read where HAS_INDEX
-    count,  # [1], read where HAS_INDEX
+    index,  # [N] row at each place, read where HAS_INDEX
+    count,  # [1] places that count, read where HAS_INDEX
     out,  # [planes, N]
-    first,
-    n,
-    N,
-    P,
-    HAS_INDEX: tl.constexpr,
-    SUPPORT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LOG: tl.constexpr,
-):
-    """Join the tiles of some rows into one part each, at the place of the row."""
+    first, n, N, P,
+    HAS_INDEX: tl.constexpr, SUPPORT: tl.constexpr, MOMENT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Merge the tiles of ROWS rows into one part each, at the place of the row."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < n
     if HAS_INDEX:
@@ -60,72 +59,61 @@ def join(
     there = inside[:, None] & (column < P)[None, :]
     at = r.to(tl.int64)[:, None] * P + column[None, :]
     plane = n.to(tl.int64) * P
-    tl.store(out + row, tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG), mask=inside)
-    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, LOG)
+    # The target lies in one part, and is 0 in the others.
+    tl.store(out + row, tree_sum(tl.load(parts + at, mask=there, other=0.0)), mask=inside)
+    top, total, totals, weight, shift = load_merged(parts, at, there, plane, 1)
     tl.store(out + N + row, top, mask=inside)
     tl.store(out + 2 * N + row, total, mask=inside)
     if MOMENT:
-        moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
-        tl.store(out + 3 * N + row, tree_sum((moments + totals * shift) * weight, LOG), mask=inside)
+        tl.store(out + 3 * N + row, load_moment(parts, at, there, plane, totals, weight, shift), mask=inside)
     if SUPPORT:
-        top, total, _, _, _ = joined(parts, at, there, plane, 4, LOG)
+        top, total, _, _, _ = load_merged(parts, at, there, plane, 4)
         tl.store(out + 4 * N + row, top, mask=inside)
         tl.store(out + 5 * N + row, total, mask=inside)
-        top, total, _, _, _ = joined(parts, at, there, plane, 6, LOG)
+        top, total, _, _, _ = load_merged(parts, at, there, plane, 6)
         tl.store(out + 6 * N + row, top, mask=inside)
         tl.store(out + 7 * N + row, total, mask=inside)
 
 
 @triton.jit
-def with_target(top, total, target, scale, INTERPRETED: tl.constexpr):
-    """The sums with the chosen id among them: top, log of the total, and what else the mean needs."""
+def add_target(top, total, target, scale):
+    """The sums with the chosen id among them: top, log2 of the total, and what else the mean needs."""
     best = tl.maximum(top, target * scale)
-    safe = tl.where(best == float("-inf"), 0.0, best)
-    shift, own = top - safe, scaled_less(target, scale, safe, INTERPRETED)
+    safe = finite_or_zero(best)
+    shift, own = top - safe, scaled_less(target, scale, safe)
     factor, weight = tl.exp2(shift), tl.exp2(own)
     scaled = total * factor
     # where the chosen id is the largest its weight is 1 but for a rounding, and log1p keeps what the others add
     log_total = tl.where(target * scale >= top, own + log1p(scaled / weight) * LOG2E, tl.log2(scaled + weight))
     log_total = tl.where((best == float("-inf")) & (total == 0.0), float("-inf"), log_total)  # NaN stays NaN
-    return best, log_total, scaled, weight, tl.maximum(shift, -1000.0), tl.maximum(own, -1000.0), factor
+    return best, log_total, scaled, weight, tl.maximum(shift, LEAST_SHIFT), tl.maximum(own, LEAST_SHIFT), factor
 
 
 @triton.jit(do_not_specialize=["N", "P", "whole"])  # bits must not depend on N
-def law(
-    parts,  # [planes, N, P]
-    ids,  # [N]
+def merge_softmax(
+    parts,  # [planes, N, P] fp32
+    ids,  # [N] chosen ids
     mask,  # [N], read where HAS_MASK
-    bad_kept,  # [N], read where SUPPORT
+    bad_kept,  # [N] whether a row's support holds an id that is none, read where SUPPORT
     T,  # [N] where HAS_T, else a number
-    logprob,  # [N] results
-    lse,
-    entropy,
-    mass,
-    invalid,
-    saved,  # [6, N]
-    N,
-    P,
+    logprob,  # [N] fp32 results: ln p of the chosen id
+    lse,  # [N]
+    entropy,  # [N], written where MOMENT
+    mass,  # [N] ln of the mass that the support keeps, written where SUPPORT
+    invalid,  # [N] int8
+    saved,  # [6, N] fp32, for the gradient
+    N, P,
     whole,  # size of the whole vocabulary
-    HAS_MASK: tl.constexpr,
-    HAS_T: tl.constexpr,
-    SUPPORT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    ROWS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, SUPPORT: tl.constexpr, MOMENT: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-    LOG: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Results of some rows."""
+):  # fmt: skip
+    """Results of ROWS rows; a masked row has zeros."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < N
     counted = inside
     if HAS_MASK:
         counted = inside & (tl.load(mask + row, mask=inside, other=0) != 0)
-    if HAS_T:
-        t = tl.load(T + row, mask=counted, other=1.0).to(tl.float32)
-    else:
-        t = tl.full([ROWS], 1.0, tl.float32) * T
-    z = LOG2E / tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+    scale = row_scales(T, row, counted, HAS_T, ROWS)
     id = tl.load(ids + row, mask=counted, other=0).to(tl.int64)
     nowhere = (id < 0) | (id >= whole)
     bad = counted & nowhere
@@ -135,37 +123,38 @@ def law(
     there = counted[:, None] & (column < P)[None, :]
     at = row.to(tl.int64)[:, None] * P + column[None, :]
     plane = N.to(tl.int64) * P
-    target = tree_sum(tl.load(parts + at, mask=there, other=0.0), LOG)
+    # The target lies in one part, and is 0 in the others.
+    target = tree_sum(tl.load(parts + at, mask=there, other=0.0))
     target = tl.where(nowhere, float("-inf"), target)
-    top, total, totals, weight, shift = joined(parts, at, there, plane, 1, LOG)
-    best, log_total, scaled, own_weight, moved, own, scale = with_target(top, total, target, z, INTERPRETED)
+    top, total, totals, weight, shift = load_merged(parts, at, there, plane, 1)
+    best, log_total, scaled, own_weight, moved, own, factor = add_target(top, total, target, scale)
     broken = best == float("inf")  # +inf has no softmax
     log_total = tl.where(broken, float("nan"), log_total)
     tl.store(lse + row, tl.where(counted, tl.where(broken, best, (best + log_total) * LN2), 0.0), mask=inside)
     tl.store(saved + row, best, mask=inside)
     tl.store(saved + N + row, log_total, mask=inside)
     if MOMENT:
-        moments = tl.load(parts + 3 * plane + at, mask=there, other=0.0)
-        moment = tree_sum((moments + totals * shift) * weight, LOG)
-        mean = ((moment + total * moved) * scale + own * own_weight) / (scaled + own_weight)
+        moment = load_moment(parts, at, there, plane, totals, weight, shift)
+        mean = ((moment + total * moved) * factor + own * own_weight) / (scaled + own_weight)
         tl.store(saved + 2 * N + row, mean, mask=inside)
-        tl.store(entropy + row, tl.where(counted, (log_total - mean) * LN2, 0.0), mask=inside)
+        tl.store(entropy + row, tl.where(counted, (log_total - mean) * LN2, 0.0), mask=inside)  # H = ln total - E[d]
     if SUPPORT:
-        top, total, _, _, _ = joined(parts, at, there, plane, 4, LOG)
-        lost_top, lost_total, _, _, _ = joined(parts, at, there, plane, 6, LOG)
-        kept_top, kept_log_total, _, _, _, _, _ = with_target(top, total, target, z, INTERPRETED)
+        top, total, _, _, _ = load_merged(parts, at, there, plane, 4)  # logprob below is that among the kept ids
+        lost_top, lost_total, _, _, _ = load_merged(parts, at, there, plane, 6)
+        kept_top, kept_log_total, _, _, _, _, _ = add_target(top, total, target, scale)
         tl.store(saved + 4 * N + row, kept_top, mask=inside)
         tl.store(saved + 5 * N + row, kept_log_total, mask=inside)
+        # ln(kept / (kept + lost)) = -softplus(ln(lost / kept))
         lost = (lost_top - kept_top + tl.log2(lost_total) - kept_log_total) * LN2
         value = tl.where(bad | broken, float("nan"), 0.0 - softplus(lost))
         tl.store(mass + row, tl.where(counted, value, 0.0), mask=inside)
-    gap = (tl.log2(total) - scaled_less(target, z, top, INTERPRETED)) * LN2
+    gap = (tl.log2(total) - scaled_less(target, scale, top)) * LN2  # ln((1 - p) / p)
     value = tl.where(bad | broken, float("nan"), 0.0 - softplus(gap))
     tl.store(logprob + row, tl.where(counted, value, 0.0), mask=inside)
     tl.store(saved + 3 * N + row, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)  # 1 - p without cancelling
     tl.store(invalid + row, bad.to(tl.int8), mask=inside)
 
 
-def rows_of_a_program(width: int) -> int:
-    """How many rows a program joins; speed only, bits do not depend on it."""
-    return max(1, min(MOST_ROWS, CELLS // width))
+def rows_per_program(width: int) -> int:
+    """How many rows a program merges, of parts padded to `width`."""
+    return max(1, min(MOST_ROWS, PARTS_PER_PROGRAM // width))

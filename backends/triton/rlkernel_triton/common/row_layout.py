@@ -1,8 +1,9 @@
-"""Where the rows of a tensor of any leading shape stand: two strides, so that no view is copied.
+"""Where the rows of a tensor of any leading shape stand, and one temperature a row.
 
-`logits[:, :-1]` is the usual way to shift a batch, and torch cannot flatten it without a copy of everything.
+`logits[:, :-1]` is the usual way to shift a batch, and torch cannot flatten it without a copy of everything. Two
+strides say where the rows of such a view stand.
 
-Legend: C columns.
+Legend: N rows · C columns.
 """
 
 from __future__ import annotations
@@ -12,22 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Places = tuple[int, int, int, int]  # inner, outer_stride, inner_stride, stride: see `Rows`
 
+class RowLayout(NamedTuple):
+    """Row i starts at (i // inner) * outer_stride + (i % inner) * inner_stride: kernels take these by name."""
 
-class Rows(NamedTuple):
-    """Row i of `data` starts at (i // inner) * outer_stride + (i % inner) * inner_stride."""
-
-    data: Tensor  # [..., C]; a copy only where its leading dimensions need more than two strides
     inner: int
     outer_stride: int
     inner_stride: int
     stride: int  # from column to column
 
-    @property
-    def places(self) -> Places:
-        """What a kernel is told."""
-        return self.inner, self.outer_stride, self.inner_stride, self.stride
+
+class Rows(NamedTuple):
+    """Rows of a tensor."""
+
+    data: Tensor  # [..., C]; a copy only where its leading dimensions need more than two strides
+    layout: RowLayout
 
 
 def rows_of(x: Tensor) -> Rows:
@@ -45,11 +45,24 @@ def rows_of(x: Tensor) -> Rows:
         return rows_of(x.clone(memory_format=torch.contiguous_format))
     inner, inner_stride = dims[0] if dims else (1, 0)
     outer_stride = dims[1][1] if len(dims) == 2 else 0
-    return Rows(x, max(inner, 1), outer_stride, inner_stride, stride)
+    return Rows(x, RowLayout(max(inner, 1), outer_stride, inner_stride, stride))
 
 
-def places_of(x: Tensor) -> tuple[Places, bool]:
+def layout_of(x: Tensor) -> tuple[RowLayout, bool]:
     """Where the rows of tensors like x stand, and whether they must be copied to be contiguous first."""
     like = torch.empty_strided(x.shape, x.stride(), device="meta")
     rows = rows_of(like)
-    return rows.places, rows.data is not like
+    return rows.layout, rows.data is not like
+
+
+def per_row(temperature: float | Tensor, rows: torch.Size) -> float | Tensor:
+    """A number for all rows, or [N]."""
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    return temperature.to(torch.float32).expand(rows).reshape(-1).contiguous()
+
+
+def is_per_row(temperature: float | Tensor, rows: torch.Size) -> bool:
+    """Whether a tensor of temperatures is one number a row already, as kernels read it."""
+    T = temperature
+    return isinstance(T, Tensor) and T.dtype == torch.float32 and T.shape == rows and T.is_contiguous()

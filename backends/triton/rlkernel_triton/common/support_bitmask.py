@@ -1,6 +1,6 @@
-"""The kept ids of a truncated law as bits, one for each id of each row: [N, V / 8] bytes, a sixteenth of bf16 logits.
+"""The kept ids of a truncated law as bits, one for each id of each row: V / 8 bytes a row, a sixteenth of bf16 logits.
 
-Made without host synchronisation; an id kept twice sets one bit twice.
+Made without host synchronization; an id kept twice sets one bit twice.
 
 Legend: N rows · V vocabulary · nnz kept ids in all.
 """
@@ -20,7 +20,7 @@ ENTRIES: Final = 256  # kept ids that one program places at a time
 WARPS: Final = 4
 
 
-class Kept(NamedTuple):
+class SupportBitmask(NamedTuple):
     """Which ids each row keeps."""
 
     bits: Tensor  # [N, B] int32 words of 32 ids, lowest bit first
@@ -38,8 +38,19 @@ class Kept(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["nnz"])
-def place(ids, offsets, first, bits, bad, nnz, V, whole, words, ENTRIES: tl.constexpr):
-    """Set the bits of one row; `first` holds the first id of this shard."""
+def set_bits(
+    ids,  # [nnz] kept ids of all rows
+    offsets,  # [N + 1]: those of row i are offsets[i] .. offsets[i + 1]
+    first,  # [1] first id of this shard
+    bits,  # [N, words] int32, zeros before
+    bad,  # [N] int8
+    nnz,
+    V,  # ids of this shard
+    whole,  # [1] size of the whole vocabulary
+    words,
+    ENTRIES: tl.constexpr,
+):
+    """Set the bits of one row, and tell whether it holds an id that is none."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.maximum(tl.load(offsets + row).to(tl.int64), 0)
     stop = tl.minimum(tl.load(offsets + row + 1).to(tl.int64), nnz)
@@ -58,7 +69,9 @@ def place(ids, offsets, first, bits, bad, nnz, V, whole, words, ENTRIES: tl.cons
     tl.store(bad + row, tl.max(wrong, axis=0).to(tl.int8))
 
 
-def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tensor | None = None) -> Kept:
+def support_bitmask(
+    support: Support, V: int, whole: Tensor | None = None, first: Tensor | None = None
+) -> SupportBitmask:
     """Place every kept id.
 
     Args:
@@ -68,17 +81,17 @@ def kept_bits(support: Support, V: int, whole: Tensor | None = None, first: Tens
         first: 0-dim, first id of this rank's shard.
     """
     offsets, ids = support.offsets.contiguous(), support.ids.contiguous()
-    bits, bad = kept_like(support, V)
+    bits, bad = bitmask_like(support, V)
     N, words = bits.zero_().shape
     size = torch.full((), V, dtype=torch.int64, device=ids.device) if whole is None else whole
     begin = torch.zeros((), dtype=torch.int64, device=ids.device) if first is None else first
     if N:
-        launch = plain_launcher_for(ids.device).bind(place, num_warps=WARPS, V=V, words=words, ENTRIES=ENTRIES)
+        launch = plain_launcher_for(ids.device).bind(set_bits, num_warps=WARPS, V=V, words=words, ENTRIES=ENTRIES)
         launch((N,), ids, offsets, begin, bits, bad.view(torch.int8), ids.shape[0], size)
-    return Kept(bits, bad)
+    return SupportBitmask(bits, bad)
 
 
-def kept_like(support: Support, V: int) -> Kept:
+def bitmask_like(support: Support, V: int) -> SupportBitmask:
     """Room for the bits of a support; nothing is launched."""
     ids, N = support.ids, support.offsets.shape[0] - 1
-    return Kept(ids.new_empty((N, -(-V // 32)), dtype=torch.int32), ids.new_empty(N, dtype=torch.bool))
+    return SupportBitmask(ids.new_empty((N, -(-V // 32)), dtype=torch.int32), ids.new_empty(N, dtype=torch.bool))

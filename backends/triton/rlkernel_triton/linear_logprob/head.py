@@ -8,7 +8,6 @@ Legend: N rows · D hidden · V vocabulary · n rows of a block · P tiles of V.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,21 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common.row_views import free_rows, take
-from rlkernel_triton.common import merge_softmax as law_kernel
 from rlkernel_triton.common.host import INTERPRETED
-from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.common.support_bitmask import Kept
-from rlkernel_triton.launchers import Launch, Launcher, on_device_of
-from rlkernel_triton.launchers.planning import planned_target
-from rlkernel_triton.linear_logprob import kernels as head_kernels
-from rlkernel_triton.linear_logprob.tiles import Tile, compiler_options, tile_for
+from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, options_of, tile_of
+from rlkernel_triton.common.merge_softmax import WARPS, merge_tiles, rows_per_program
+from rlkernel_triton.common.softmax import PLANES
+from rlkernel_triton.common.softmax_rows import RowShape, RowTensors
+from rlkernel_triton.launchers import Launch, Launcher
+from rlkernel_triton.linear_logprob import kernels
 from rlkernel_triton.linear_logprob.workspace import Plan
-from rlkernel_triton.logprob.kernels import PLANES
-
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """The rows that count first; the device alone knows how many they are."""
 
     index: Tensor  # type: ignore[assignment]  # [N] int64, a permutation; in place of the method of tuples
@@ -38,19 +34,9 @@ class Order(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor) -> Self:
-        """The order of a mask, [N] bool, without host synchronisation."""
+        """The order of a mask, [N] bool, without host synchronization."""
         index = torch.sort(mask.view(torch.uint8), descending=True, stable=True).indices
         return cls(index, mask.sum(0, keepdim=True, dtype=torch.int64))
-
-
-def arch_of(x: Tensor) -> str:
-    """The architecture that kernels on x are compiled for, or planned for: "sm90", "gfx942"; "interpreter"."""
-    if (planned := planned_target()) is not None:
-        return f"sm{planned.arch}" if planned.kind == "cuda" else str(planned.arch)
-    if INTERPRETED:
-        return "interpreter"
-    with on_device_of(x):
-        return _arch(x.get_device())
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -58,30 +44,13 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@cache
-def _arch(device: int) -> str:
-    target = triton.runtime.driver.active.get_current_target()
-    return f"sm{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+def stats_kind(softcap: float | None, support: bool) -> str:
+    """Which tile the statistics of a call want."""
+    return "stats" if softcap is None and not support else "stats+"
 
 
-def tile_of(hidden: Tensor, weight: Tensor, kind: str) -> Tile:
-    """The tile of a kind of kernel for these operands on their device."""
-    wide = kind != "saved" and (hidden.dtype == torch.float32 or weight.dtype != hidden.dtype)
-    return tile_for(arch_of(hidden), "wide" if wide else kind)
-
-
-def options_of(x: Tensor) -> dict[str, int]:
-    """Options of the compiler for the device of x."""
-    return {} if INTERPRETED else compiler_options(arch_of(x))
-
-
-def sweep_kind(softcap: float | None, support: bool) -> str:
-    """Which kind of sweep a call wants."""
-    return "sweep" if softcap is None and not support else "rich"
-
-
-def kept_as(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of kept logits."""
+def saved_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of saved logits."""
     if torch.float32 in (hidden.dtype, weight.dtype) or hidden.dtype != weight.dtype:
         return torch.float32
     # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
@@ -94,31 +63,30 @@ class Operands(NamedTuple):
     hidden: Tensor  # [..., D]
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V] contiguous
-    ids: Tensor  # N, contiguous, counted from the first column of the head
-    T: Tensor | None  # N, contiguous fp32; None: the head's number
-    order: Order | None
-    kept: Kept | None
+    rows: RowTensors  # ids are counted from the first column of the head
+    order: RowOrder | None
 
     def at(self) -> tuple[Tensor, Tensor]:
         """Index and count, or pointers that no kernel follows."""
-        return (self.ids, self.ids) if self.order is None else self.order
-
-    def temperatures(self) -> tuple[Tensor, ...]:
-        """What a kernel is passed."""
-        return () if self.T is None else (self.T,)
-
-    def bits(self) -> Tensor:
-        """Of the kept ids, or a pointer that no kernel follows."""
-        return self.ids if self.kept is None else self.kept.bytes
+        return (self.rows.ids, self.rows.ids) if self.order is None else self.order
 
 
-class Swept(NamedTuple):
+class HeadStats(NamedTuple):
     """What the statistics of all rows are, and what a plan that saves keeps."""
 
-    joined: Tensor  # planes * N numbers, in the order [planes, N], and some more
-    saved: Tensor | None  # [N, V]
-    peaks: Tensor | None  # [N, P]
-    rest: Tensor  # the room that was asked for
+    merged: Tensor  # planes * N numbers, in the order [planes, N], and some more
+    logits: Tensor | None  # [N, V] saved, less the largest of their tile
+    tile_max: Tensor | None  # [N, P]
+    spare: Tensor  # the room that was asked for
+
+
+class SavedRows(NamedTuple):
+    """What the gradient needs of the forward pass."""
+
+    invalid: Tensor  # N bool
+    stats: Tensor  # 6 N numbers, as `merge_softmax` wrote them
+    logits: Tensor | None  # of `HeadStats`
+    tile_max: Tensor | None
 
 
 class Head:
@@ -128,64 +96,62 @@ class Head:
         launcher: what binds the kernels.
         hidden: [..., D]; of it and of the weight, [V, D], no value is read, and neither is kept.
         weight: the output head.
-        N: rows.
+        rows: what the call says of its rows; masked ones are worked on in an order.
         bias: there is one.
-        T: the temperature, None where it is a tensor.
-        masked: rows are worked on in an order.
-        kept_row_bytes: bytes of a row of kept ids; None without a support.
-        softcap: c of c * tanh(x / c).
         scale: factor of the logits.
         moment: the entropy is wanted.
         plan: how the work is cut.
     """
 
     def __init__(
-        self, launcher: Launcher, hidden: Tensor, weight: Tensor, *, N: int, bias: bool, T: float | None, masked: bool,
-        kept_row_bytes: int | None, softcap: float | None, scale: float, moment: bool, plan: Plan,
+        self, launcher: Launcher, hidden: Tensor, weight: Tensor, rows: RowShape, *, bias: bool, scale: float,
+        moment: bool, plan: Plan,
     ) -> None:  # fmt: skip
-        self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, N, weight.shape
-        self.device, self._masked, support = hidden.device, masked, kept_row_bytes is not None
-        self.tile = tile_of(hidden, weight, sweep_kind(softcap, support))
+        self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, rows.N, weight.shape
+        self.device, self._masked, support = hidden.device, rows.masked, rows.kept_row_bytes is not None
+        self.tile = tile_of(hidden, weight, stats_kind(rows.softcap, support))
         self._dlogits_tile = tile_of(hidden, weight, "saved" if plan.save else "dlogits")
         self._product_tile = tile_of(hidden, weight, "product")
         self._options = options_of(hidden)
         one = hidden.dtype if hidden.dtype == weight.dtype else torch.float32
         self.work = torch.float32 if one == torch.float32 else torch.bfloat16  # of gradients of logits: a wide range
-        self._kept_as = kept_as(hidden, weight)
+        self._saved_dtype = saved_dtype(hidden, weight)
         # What operands become before a product. The interpreter's products of 16-bit operands are wrong.
-        self._operand = TYPES[torch.float32 if INTERPRETED else one]
-        self._back_operand = TYPES[torch.float32 if INTERPRETED else self.work]
-        self.blocks = [(r, min(plan.block, N - r)) for r in range(0, N, plan.block)]
+        self._operand = OPERAND_TYPES[torch.float32 if INTERPRETED else one]
+        self._back_operand = OPERAND_TYPES[torch.float32 if INTERPRETED else self.work]
+        self.blocks = [(r, min(plan.block, rows.N - r)) for r in range(0, rows.N, plan.block)]
         self._alone = len(self.blocks) == 1
         self._columns = [(v, min(plan.columns, self.V - v)) for v in range(0, self.V, plan.columns)]
         # Where rows are read in the place where they lie: their stride. Else they are copied together.
-        rows = free_rows(torch.empty_strided(hidden.shape, hidden.stride(), device="meta"))
-        self._in_place = not masked and rows.dim() == 2 and rows.stride(1) == 1
-        x_stride = rows.stride(0) if self._in_place else self.D
+        like = free_rows(torch.empty_strided(hidden.shape, hidden.stride(), device="meta"))
+        self._in_place = not rows.masked and like.dim() == 2 and like.stride(1) == 1
+        x_stride = like.stride(0) if self._in_place else self.D
         self._x_strides = {"b_stride": x_stride, "b_step": 1}
         self._weight_strides = {"b_stride": weight.stride(0), "b_step": weight.stride(1)}
-        cut: dict[str, Any] = {"first": 0, "n": N} if self._alone else {}  # passed where there are several blocks
+        cut: dict[str, Any] = {"first": 0, "n": rows.N} if self._alone else {}  # passed where there are several blocks
         self._fixed = {
-            **cut, **({} if T is None else {"T": T}), "D": self.D, "V": self.V, "x_stride": x_stride,
-            "head_stride": weight.stride(0), "head_step": weight.stride(1), "kept_stride": kept_row_bytes or 0,
-            "scale": scale, "softcap": softcap or 0.0, "HAS_BIAS": bias, "HAS_INDEX": masked, "HAS_T": T is None,
-            "HAS_CAP": softcap is not None, "SUPPORT": support, "OPERAND": self._operand,
+            **cut, **rows.fixed, "D": self.D, "V": self.V, "x_stride": x_stride, "head_stride": weight.stride(0),
+            "head_step": weight.stride(1), "kept_stride": rows.kept_row_bytes or 0, "scale": scale,
+            "softcap": rows.softcap or 0.0, "HAS_BIAS": bias, "HAS_INDEX": rows.masked,
+            "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand,
         }  # fmt: skip
-        self._sweep = self._bind(head_kernels.head_sweep, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save)
+        self._partial = self._bind(
+            kernels.head_partial_softmax, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save
+        )
         self._P, self.planes = _cdiv(self.V, self.tile.BN), PLANES[support]
         width = triton.next_power_of_2(self._P)
-        self._some = law_kernel.rows_of_a_program(width)
-        self._join = launcher.bind(
-            law_kernel.join, num_warps=law_kernel.WARPS, **cut, N=N, P=self._P, HAS_INDEX=masked, SUPPORT=support,
-            MOMENT=moment, ROWS=self._some, WIDTH=width, LOG=width.bit_length() - 1,
+        self._some = rows_per_program(width)
+        self._merge = launcher.bind(
+            merge_tiles, num_warps=WARPS, **cut, N=rows.N, P=self._P, HAS_INDEX=rows.masked, SUPPORT=support,
+            MOMENT=moment, ROWS=self._some, WIDTH=width,
         )  # fmt: skip
-        numbers = (self.planes * min(plan.block, N) * self._P, self.planes * N)
+        numbers = (self.planes * min(plan.block, rows.N) * self._P, self.planes * rows.N)
         self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
         self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
         self._products: dict[tuple[object, ...], Launch] = {}
 
     def _bind(self, kernel: Any, tile: Tile, **fixed: Any) -> Launch:
-        shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP, "INTERPRETED": INTERPRETED}
+        shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
         arriving = ("g", "g_lse", "g_entropy", "g_mass")
         asked = tuple(n for n in arriving if fixed.get(n.upper()))  # gradients may lie anywhere
         return self._launcher.bind(
@@ -202,34 +168,32 @@ class Head:
             return rows[which]
         return take(rows, which if of.order is None else of.order.index[which]).contiguous()
 
-    def statistics(self, of: Operands, rest: int) -> Swept:
-        """Every row's statistics; where the plan saves, the logits and the peaks of their tiles. rest: numbers more."""
-        parts, joined, spare = torch.empty(
+    def statistics(self, of: Operands, rest: int) -> HeadStats:
+        """Every row's statistics; where the plan saves, its logits too. rest: numbers more."""
+        parts, merged, spare = torch.empty(
             sum(self._room) + rest, dtype=torch.float32, device=self.device
         ).unsafe_split_with_sizes([*self._room, rest])  # fmt: skip
-        saved = peaks = None
+        saved = tile_max = None
         if self.plan.save:
-            saved = torch.empty(self.N, self.V, dtype=self._kept_as, device=self.device)
-            peaks = torch.empty(self.N, self._P, dtype=torch.float32, device=self.device)
-        bias, at = of.ids if of.bias is None else of.bias, of.at()
+            saved = torch.empty(self.N, self.V, dtype=self._saved_dtype, device=self.device)
+            tile_max = torch.empty(self.N, self._P, dtype=torch.float32, device=self.device)
+        ids, at = of.rows.ids, of.at()
+        bias = ids if of.bias is None else of.bias
         for first, n in self.blocks:
             cut = () if self._alone else (first, n)
-            self._sweep(
-                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, of.ids, *at,
-                *of.temperatures(), of.bits(), parts, parts if saved is None else saved[first:],
-                parts if peaks is None else peaks[first:], *cut,
+            self._partial(
+                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, ids, *at,
+                *of.rows.temperatures, of.rows.bits_or_any, parts, parts if saved is None else saved[first:],
+                parts if tile_max is None else tile_max[first:], *cut,
             )  # fmt: skip
-            self._join((_cdiv(n, self._some), 1, 1), parts, *at, joined, *cut)
-        return Swept(joined, saved, peaks, spare)
+            self._merge((_cdiv(n, self._some), 1, 1), parts, *at, merged, *cut)
+        return HeadStats(merged, saved, tile_max, spare)
 
     def gradients(
         self,
         of: Operands,
-        invalid: Tensor,
-        law_rows: Tensor,  # [6, N]
+        saved: SavedRows,
         upstream: tuple[Tensor | None, ...],
-        saved: Tensor | None,
-        peaks: Tensor | None,
         wanted: tuple[bool, ...],
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -239,7 +203,7 @@ class Head:
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
         )
-        dlogits = _Dlogits(self, of, invalid, law_rows, upstream, saved, peaks)
+        dlogits = _Dlogits(self, of, saved, upstream)
         if self._alone:
             self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, group)
             return d_hidden, d_weight, d_bias
@@ -301,8 +265,8 @@ class Head:
         if found is None:
             flags = dict(zip(("G", "G_LSE", "G_ENTROPY", "G_MASS"), arriving, strict=True))
             found = self._gradients[arriving, width] = self._bind(
-                head_kernels.head_gradient, self._dlogits_tile, **self._fixed, **flags, N=self.N, width=width,
-                SAVED=self.plan.save, PEAK=self.tile.BN,
+                kernels.head_dlogits, self._dlogits_tile, **self._fixed, **flags, N=self.N, width=width,
+                FROM_SAVED=self.plan.save, MAX_OF=self.tile.BN,
             )  # fmt: skip
         return found
 
@@ -344,7 +308,7 @@ class Head:
         if found is None:
             strides = {"a_step": 1, **self._weight_strides} if limit == "rows" else {"a_stride": 1, **self._x_strides}
             found = self._products[key] = self._bind(
-                head_kernels.product, self._product_tile, **strides, **sizes, C=self.D,
+                kernels.head_matmul, self._product_tile, **strides, **sizes, C=self.D,
                 LIMIT=limit if self._masked else "none", ADD=add, OPERAND=self._back_operand,
             )  # fmt: skip
         return found
@@ -368,18 +332,19 @@ class _Dlogits:
     """The gradient of the products, block by block, in one buffer that the next block overwrites."""
 
     def __init__(
-        self, head: Head, of: Operands, invalid: Tensor, law_rows: Tensor, upstream: tuple[Tensor | None, ...],
-        saved: Tensor | None, peaks: Tensor | None,
+        self, head: Head, of: Operands, saved: SavedRows, upstream: tuple[Tensor | None, ...]
     ) -> None:  # fmt: skip
         self._head = head
         self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
         self.buffer = torch.empty(room, dtype=head.work, device=head.device)
-        none = of.ids
+        none, rows = of.rows.ids, of.rows
         self.given = (
-            of.weight, none if of.bias is None else of.bias, of.ids, *of.at(), invalid.view(torch.int8),
-            *of.temperatures(), of.bits(), law_rows, *[law_rows if g is None else g.contiguous() for g in upstream],
-            none if saved is None else saved, none if peaks is None else peaks, self.buffer,
+            of.weight, none if of.bias is None else of.bias, rows.ids, *of.at(), saved.invalid.view(torch.int8),
+            *rows.temperatures, rows.bits_or_any, saved.stats,
+            *[saved.stats if g is None else g.contiguous() for g in upstream],
+            none if saved.logits is None else saved.logits, none if saved.tile_max is None else saved.tile_max,
+            self.buffer,
         )  # fmt: skip
 
     def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:

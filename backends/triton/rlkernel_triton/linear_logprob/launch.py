@@ -18,13 +18,14 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
-from rlkernel_triton.common import merge_softmax as law_kernel
-from rlkernel_triton.common.support_bitmask import Kept, kept_bits, kept_like
+from rlkernel_triton.common.matmul_tiles import Tile, tile_of
+from rlkernel_triton.common.merge_softmax import SAVED_PLANES
+from rlkernel_triton.common.row_layout import is_per_row, per_row
+from rlkernel_triton.common.softmax_rows import MergeSoftmax, RowShape, RowTensors
+from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import launcher_for
-from rlkernel_triton.linear_logprob import workspace as head_workspace
-from rlkernel_triton.linear_logprob.head import Head, Operands, Order, Swept, kept_as, sweep_kind, tile_of
-from rlkernel_triton.linear_logprob.tiles import Tile
-from rlkernel_triton.logprob.launch import Join, Kind, is_per_row, per_row
+from rlkernel_triton.linear_logprob import workspace as memory
+from rlkernel_triton.linear_logprob.head import Head, HeadStats, Operands, RowOrder, SavedRows, saved_dtype, stats_kind
 
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
@@ -35,15 +36,15 @@ def workspace(call: LinearLogprobCall) -> int:
     Raises:
         ArgumentError: `max_workspace_bytes` is below the least, as the call itself says.
     """
-    return head_workspace.workspace(_cut(call), _size(call))
+    return memory.workspace(_cut(call), _size(call))
 
 
-def _size(call: LinearLogprobCall) -> head_workspace.Size:
+def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
     hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
-    return head_workspace.Size(N, D, V, item, _tile(call).BN, call.support is not None, ranks)
+    return memory.Size(N, D, V, item, _tile(call).BN, call.support is not None, ranks)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -74,13 +75,13 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """Three launches for each block of rows, and with "save" the logits."""
-        result, of, law_rows, swept = self._host.forward(call)
+        result, of, row_stats, stats = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
-        ids = call.ids if call.group is None else of.ids
-        order, kept = of.order or (None, None), of.kept or (None, None)
+        ids = call.ids if call.group is None else of.rows.ids
+        order, kept = of.order or (None, None), of.rows.kept or (None, None)
         return result, (
-            call.hidden, call.weight, call.bias, T, ids, result.invalid, *order, *kept, law_rows, swept.saved,
-            swept.peaks,
+            call.hidden, call.weight, call.bias, T, ids, result.invalid, *order, *kept, row_stats, stats.logits,
+            stats.tile_max,
         )  # fmt: skip
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
@@ -98,13 +99,13 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
-            tile, kind = _tile(call), kept_as(call.hidden, call.weight)
+            tile, kind = _tile(call), saved_dtype(call.hidden, call.weight)
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, -(-V // tile.BN)), dtype=torch.float32)
         return (
             call.hidden, call.weight, call.bias, T if isinstance(T, Tensor) else None,
             ids if call.group is None else ids.new_empty(N, dtype=torch.int64), result.invalid, *order,
-            *((None, None) if call.support is None else kept_like(call.support, V)),
-            ids.new_empty((law_kernel.SAVED * B, *rest), dtype=torch.float32), *logits,
+            *((None, None) if call.support is None else bitmask_like(call.support, V)),
+            ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits,
         )  # fmt: skip
 
 
@@ -117,17 +118,16 @@ class _Host:
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
         row_bytes = None if support is None else -(-V // 32) * 4
         ranks, cut, launcher = 1 if group is None else group.size(), _cut(call), launcher_for(call.hidden.device)
+        rows = RowShape(N, V, T, call.softcap, call.mask is not None, row_bytes)
         self.head = Head(
-            launcher, call.hidden, call.weight, N=N, bias=call.bias is not None, T=T, masked=call.mask is not None,
-            kept_row_bytes=row_bytes, softcap=call.softcap, scale=float(call.logit_scale), moment=call.entropy,
-            plan=cut._replace(save=cut.save and keep),
+            launcher, call.hidden, call.weight, rows, bias=call.bias is not None, scale=float(call.logit_scale),
+            moment=call.entropy, plan=cut._replace(save=cut.save and keep),
         )  # fmt: skip
-        kind = Kind(N, V, T, None, call.mask is not None, row_bytes)
-        self._join = Join(
-            launcher, kind, V if group is None else NOWHERE, ranks, shape, call.hidden.device, keep=keep,
+        self._merge = MergeSoftmax(
+            launcher, rows, V if group is None else NOWHERE, ranks, shape, call.hidden.device, keep=keep,
             moment=call.entropy,
         )  # fmt: skip
-        self._keep, self._rest = keep, 0 if keep else law_kernel.SAVED * N
+        self._keep, self._rest = keep, 0 if keep else SAVED_PLANES * N
         self._group, self._shape, self._T_given = group, shape, T is None
         self._supported, self._masked = support is not None, call.mask is not None
         self._ids_as_they_are = call.ids.is_contiguous()
@@ -135,7 +135,7 @@ class _Host:
         self._bias_as_it_is = call.bias is None or call.bias.is_contiguous()
         self._T_as_it_is = is_per_row(call.temperature, shape)
 
-    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, Swept]:
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, HeadStats]:
         """The result, the operands as kernels read them, and what the gradient needs of the rows."""
         group, head = self._group, self.head
         ids, mask, T, offset, order, kept = call.ids, call.mask, None, None, None, None
@@ -143,7 +143,7 @@ class _Host:
             ids = ids.contiguous()
         if self._masked:
             mask = mask.reshape(-1) if self._mask_as_it_is else mask.contiguous().view(-1)  # type: ignore[union-attr]
-            order = Order.of(mask)
+            order = RowOrder.of(mask)
         if self._T_given:
             T = self._temperatures(call.temperature)  # type: ignore[arg-type]  # a tensor
         if group is not None:
@@ -151,30 +151,31 @@ class _Host:
             ids = ids.reshape(-1).to(torch.int64)
             ids = torch.where((ids >= 0) & (ids < shard.V), ids, -1)
             offset = shard.offset
-            kept = kept_bits(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
+            kept = support_bitmask(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
         elif self._supported:
-            kept = kept_bits(call.support, head.V)  # type: ignore[arg-type]  # it is there
+            kept = support_bitmask(call.support, head.V)  # type: ignore[arg-type]  # it is there
         local = ids if offset is None else ids - offset
-        of = Operands(call.hidden, call.weight, self._bias(call.bias), local, T, order, kept)
-        swept = head.statistics(of, self._rest)
-        every = swept.joined
+        of = Operands(call.hidden, call.weight, self._bias(call.bias), RowTensors(local, T, None, kept), order)
+        stats = head.statistics(of, self._rest)
+        every = stats.merged
         if group is not None:
             own = every[: head.planes * head.N].view(head.planes, head.N)
             every = vocab_parallel.gathered(own, group).permute(1, 2, 0).contiguous()
-        row = self._join(every, ids, T, mask, None if kept is None else kept.bad, None if self._keep else swept.rest)
-        return LogprobResult(row[0], row[1], row[2], None, None, row[3], row[4]), of, row.saved, swept
+        row = self._merge(every, RowTensors(ids, T, mask, kept), None if self._keep else stats.spare)
+        return LogprobResult(row[0], row[1], row[2], None, None, row[3], row[4]), of, row.saved, stats
 
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden, weight and bias that are wanted."""
-        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, law_rows, logits, peaks = saved
-        if hidden is None or weight is None or ids is None or invalid is None or law_rows is None:
+        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max = saved
+        if hidden is None or weight is None or ids is None or invalid is None or stats is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
-        of = Operands(
-            hidden, weight, self._bias(bias), ids if self._ids_as_they_are else ids.contiguous(),
-            None if T is None else self._temperatures(T), None if index is None else Order(index, count),  # type: ignore[arg-type]
-            None if bits is None else Kept(bits, bad),  # type: ignore[arg-type]  # both are there
+        rows = RowTensors(
+            ids if self._ids_as_they_are else ids.contiguous(), None if T is None else self._temperatures(T), None,
+            None if bits is None else SupportBitmask(bits, bad),  # type: ignore[arg-type]  # both are there
         )  # fmt: skip
-        return self.head.gradients(of, invalid, law_rows, grads, logits, peaks, wanted, self._group)
+        order = None if index is None else RowOrder(index, count)  # type: ignore[arg-type]
+        of, kept = Operands(hidden, weight, self._bias(bias), rows, order), SavedRows(invalid, stats, logits, tile_max)
+        return self.head.gradients(of, kept, grads, wanted, self._group)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._bias_as_it_is else bias.contiguous()  # type: ignore[union-attr]  # it is there
@@ -184,9 +185,9 @@ class _Host:
         return found
 
 
-def _cut(call: LinearLogprobCall) -> head_workspace.Plan:
-    return head_workspace.plan(call.backward, call.max_workspace_bytes, _size(call))
+def _cut(call: LinearLogprobCall) -> memory.Plan:
+    return memory.plan(call.backward, call.max_workspace_bytes, _size(call))
 
 
 def _tile(call: LinearLogprobCall) -> Tile:
-    return tile_of(call.hidden, call.weight, sweep_kind(call.softcap, call.support is not None))
+    return tile_of(call.hidden, call.weight, stats_kind(call.softcap, call.support is not None))

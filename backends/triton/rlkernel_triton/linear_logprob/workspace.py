@@ -16,7 +16,7 @@ from rlkernel_triton.launchers.planning import current
 # Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
 # rows in one block, so that its logits are made again once and not twice.
 BLOCKS: Final = ((16384, 4096), (8192, 4096), (4096, 2048), (2048, 1024), (1024, 512), (256, 256), (64, 64))
-PER_ROW: Final = 256  # bytes: statistics, results of the joins, ids, order, temperatures
+PER_ROW: Final = 256  # bytes: statistics, merged statistics, ids, order, temperatures
 SMALL: Final = 1 << 16  # counts, and what an allocator rounds up
 FREE: Final = 1 << 17  # bytes of gradients of logits that a block may always take
 

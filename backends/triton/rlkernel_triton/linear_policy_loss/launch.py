@@ -25,13 +25,14 @@ from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
-from rlkernel_triton.common import merge_softmax as law_kernel
 from rlkernel_triton.common.host import INTERPRETED
-from rlkernel_triton.common.row_layout import places_of
+from rlkernel_triton.common.merge_softmax import SAVED_PLANES
+from rlkernel_triton.common.row_layout import is_per_row, layout_of, per_row
+from rlkernel_triton.common.softmax_rows import MergeSoftmax, RowShape, RowTensors, SoftmaxStats
 from rlkernel_triton.launchers import Launcher, Plan, launcher_for
 from rlkernel_triton.linear_logprob.launch import LinearLogprobPair, linear_logprob
-from rlkernel_triton.linear_logprob.launch import workspace as head_memory
-from rlkernel_triton.logprob.launch import Gradient, Join, Kind, Law, Sweep, is_per_row, per_row
+from rlkernel_triton.linear_logprob.launch import workspace as linear_logprob_workspace
+from rlkernel_triton.logprob.launch import PartialSoftmax, SoftmaxBackward
 from rlkernel_triton.policy_loss.batch import LossBatch, scaled
 from rlkernel_triton.policy_loss.launch import Host as LossHost
 from rlkernel_triton.policy_loss.launch import policy_loss
@@ -86,9 +87,10 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         """The loss; and its gradients, or what those of the head need and its gradients by the results of the head."""
         if self._host is not None:
             return self._host.forward(call)
-        law, saved = self._head.forward(LinearLogprobCall.of(call, mask=_mask_of(call)))
-        result, known = self._loss.forward(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
-        return LossResult(result.loss, result.stats, law.logprob, law.entropy), (*known, *saved)
+        head_result, saved = self._head.forward(LinearLogprobCall.of(call, mask=_mask_of(call)))
+        of_head = PolicyLossCall.of(call, logprob=head_result.logprob, entropy=head_result.entropy)
+        result, known = self._loss.forward(of_head)
+        return LossResult(result.loss, result.stats, head_result.logprob, head_result.entropy), (*known, *saved)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """Scale what forward made, and take it through the head where that is left to do."""
@@ -119,13 +121,13 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
                 None if bias is None else torch.empty(bias.shape, dtype=torch.float32, device=bias.device),
             )
         ids = call.ids
-        law = LogprobResult(
+        head_result = LogprobResult(
             ids.new_empty(ids.shape, dtype=torch.float32), ids.new_empty(ids.shape, dtype=torch.float32),
             invalid=ids.new_empty(ids.shape, dtype=torch.bool),
         )  # fmt: skip
         of_entropy = ids.new_empty(ids.shape, dtype=torch.float32) if call.entropy else None
-        head = LinearLogprobPair.saved_like(LinearLogprobCall.of(call, mask=_mask_of(call)), law, wanted)
-        return law.logprob, of_entropy, *head
+        head = LinearLogprobPair.saved_like(LinearLogprobCall.of(call, mask=_mask_of(call)), head_result, wanted)
+        return head_result.logprob, of_entropy, *head
 
 
 class _Host:
@@ -149,18 +151,18 @@ class _Host:
         """The result, and the gradients that are wanted."""
         head, N, entropy, early, device = self._head, self._N, self._entropy, self._early, self._device
         of = head.of(call)
-        z, law = None, None
-        if 0 < N <= self._R:  # the only block is multiplied once, and its law is that of all rows
+        z, softmax = None, None
+        if 0 < N <= self._R:  # the only block is multiplied once, and its statistics are those of all rows
             z = head.logits(of, slice(0, N), None)
-            law = head.law(of, slice(0, N), z)
-            logprob, H = law.logprob, law.entropy
+            softmax = head.softmax(of, slice(0, N), z)
+            logprob, H = softmax.logprob, softmax.entropy
         else:
             logprob = torch.empty(self._shape, dtype=torch.float32, device=device)
             H = torch.empty_like(logprob) if entropy else None
             z = torch.empty(min(self._R, N), self._V, dtype=torch.float32, device=device)
             if early or not self._any:
                 for rows in head.blocks:
-                    head.put(head.law(of, rows, head.logits(of, rows, z)), rows, logprob, H)
+                    head.put(head.softmax(of, rows, head.logits(of, rows, z)), rows, logprob, H)
         batch = self._batch(call, logprob)
         partials = batch.partials(device)
         if not self._any:
@@ -170,16 +172,16 @@ class _Host:
         # Tokens outside of all sequences are in no program.
         room = torch.empty_like if call.cu_seqlens is None else torch.zeros_like
         g, g_entropy = room(logprob), room(logprob) if entropy else None
-        if early or law is not None:
+        if early or softmax is not None:
             batch.run(logprob, H, g, g_entropy, partials)
         into = _Gradients.of(of.hidden, call.weight, call.bias, self._needs)
         dz = torch.empty_like(z, dtype=self._dz_dtype)
-        if law is not None:
-            head.backward(of, slice(0, N), z, law, g, g_entropy, dz, into)
+        if softmax is not None:
+            head.backward(of, slice(0, N), z, softmax, g, g_entropy, dz, into)
         else:
             for rows in head.blocks:
                 logits = head.logits(of, rows, z)
-                some = head.law(of, rows, logits)
+                some = head.softmax(of, rows, logits)
                 head.put(some, rows, logprob, H)
                 if not early:
                     batch.run(logprob, H, g, g_entropy, partials, first=rows.start, tokens=rows.stop - rows.start)
@@ -194,10 +196,10 @@ def head_then_loss(
 ) -> LossResult:
     """The loss of log-probabilities that `linear_logprob` makes of `head`, and its gradient: one after the other."""
     head.mask = _mask_of(call)
-    law = linear_logprob(head)
-    result = policy_loss(PolicyLossCall.of(call, logprob=law.logprob, entropy=law.entropy))
-    entropy = None if law.entropy is None else law.entropy.detach()
-    return LossResult(result.loss, result.stats, law.logprob.detach(), entropy)
+    head_result = linear_logprob(head)
+    result = policy_loss(PolicyLossCall.of(call, logprob=head_result.logprob, entropy=head_result.entropy))
+    entropy = None if head_result.entropy is None else head_result.entropy.detach()
+    return LossResult(result.loss, result.stats, head_result.logprob.detach(), entropy)
 
 
 def workspace_of(call: LinearPolicyLossCall) -> int:
@@ -208,7 +210,7 @@ def workspace_of(call: LinearPolicyLossCall) -> int:
     """
     N, (V, D), item = call.ids.numel(), call.weight.shape, call.hidden.element_size()
     if call.group is not None:
-        return head_memory(LinearLogprobCall.of(call)) + _PER_ROW * (N + BLOCK)
+        return linear_logprob_workspace(LinearLogprobCall.of(call)) + _PER_ROW * (N + BLOCK)
     return workspace(rows_of_a_block(N, D, V, item, call.max_workspace_bytes), N, D, V, item)
 
 
@@ -260,33 +262,33 @@ class _Block:
     """The launches of a block of n rows."""
 
     def __init__(
-        self, launcher: Launcher, kind: Kind, shape: torch.Size, device: torch.device, *, keep: bool, moment: bool
+        self, launcher: Launcher, rows: RowShape, shape: torch.Size, device: torch.device, *, keep: bool, moment: bool
     ) -> None:  # fmt: skip
-        places, _ = places_of(torch.empty(kind.N, kind.V, device="meta"))
-        self.sweep = Sweep(launcher, kind, places, moment=moment)
-        self.join = Join(launcher, kind, kind.V, self.sweep.P, shape, device, keep=keep, moment=moment)
-        self.gradient = Gradient(launcher, kind, places)
-        room = [self.sweep.numbers, 0 if keep else law_kernel.SAVED * kind.N]
+        layout, _ = layout_of(torch.empty(rows.N, rows.V, device="meta"))
+        self.partial = PartialSoftmax(launcher, rows, layout, moment=moment)
+        self.merge = MergeSoftmax(launcher, rows, rows.V, self.partial.P, shape, device, keep=keep, moment=moment)
+        self.backward = SoftmaxBackward(launcher, rows, layout)
+        room = [self.partial.numbers, 0 if keep else SAVED_PLANES * rows.N]
         self.room = [-(-n // 4) * 4 for n in room]  # each begins at a multiple of 16 bytes
 
 
 class _Head:
-    """Calls of one shape: the logits of a block of rows, their law and their gradient, each launch bound once."""
+    """Calls of one shape: logits of a block of rows, their softmax statistics and gradient, each launch bound once."""
 
     def __init__(self, launcher: Launcher, call: LinearPolicyLossCall, R: int, *, keep: bool) -> None:
         N, self.D, self.device = call.ids.numel(), call.hidden.shape[-1], call.hidden.device
         self.blocks = [slice(r, min(r + R, N)) for r in range(0, N, R)]
         self._shape, self._scale, self._keep = call.ids.shape, call.logit_scale, keep
         self._masked = call.mask is not None or call.cu_seqlens is not None
-        # scale z through cap and temperature is z through cap / scale and temperature / scale.
+        # Fold logit_scale s: cap(s z; c) / T = cap(z; c / s) / (T / s).
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature) / call.logit_scale
         self._T_as_it_is = T is None and is_per_row(call.temperature, self._shape)
         softcap = None if call.softcap is None else call.softcap / call.logit_scale
         self._T_given, self._of = T is None, {}
         for n in {rows.stop - rows.start for rows in self.blocks}:
-            kind = Kind(n, call.weight.shape[0], T, softcap, self._masked, None)
+            of_block = RowShape(n, call.weight.shape[0], T, softcap, self._masked, None)
             shape = self._shape if len(self.blocks) == 1 else torch.Size((n,))
-            self._of[n] = _Block(launcher, kind, shape, self.device, keep=keep, moment=call.entropy)
+            self._of[n] = _Block(launcher, of_block, shape, self.device, keep=keep, moment=call.entropy)
 
     def of(self, call: LinearPolicyLossCall) -> _Operands:
         """The operands of a call as they are multiplied and read."""
@@ -312,32 +314,30 @@ class _Head:
         z = product(self.rows(of, rows), of.weight.T, None if room is None else room[: rows.stop - rows.start])
         return z if of.bias is None else z.add_(of.bias)
 
-    def law(self, of: _Operands, rows: slice, z: Tensor) -> Law:
-        """The law of a block."""
+    def softmax(self, of: _Operands, rows: slice, z: Tensor) -> SoftmaxStats:
+        """Softmax statistics of a block."""
         block = self._of[rows.stop - rows.start]
         parts, saved = torch.empty(
             sum(block.room), dtype=torch.float32, device=self.device
         ).unsafe_split_with_sizes(block.room)  # fmt: skip
-        ids, T, mask = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
-        block.sweep(z, ids, T, mask, None, parts)  # type: ignore[arg-type]  # ids are there
-        return block.join(parts, ids, T, mask, None, None if self._keep else saved)  # type: ignore[arg-type]
+        tensors = self._tensors(of, rows)
+        block.partial(z, tensors, parts)
+        return block.merge(parts, tensors, None if self._keep else saved)
 
-    def put(self, law: Law, rows: slice, logprob: Tensor, H: Tensor | None) -> None:
+    def put(self, softmax: SoftmaxStats, rows: slice, logprob: Tensor, H: Tensor | None) -> None:
         """A block's log-probabilities and entropies in their places."""
-        logprob.view(-1)[rows] = law.logprob
-        if H is not None and law.entropy is not None:
-            H.view(-1)[rows] = law.entropy
+        logprob.view(-1)[rows] = softmax.logprob
+        if H is not None and softmax.entropy is not None:
+            H.view(-1)[rows] = softmax.entropy
 
     def backward(
-        self, of: _Operands, rows: slice, z: Tensor, law: Law, g: Tensor, g_entropy: Tensor | None, room: Tensor,
-        into: _Gradients,
+        self, of: _Operands, rows: slice, z: Tensor, softmax: SoftmaxStats, g: Tensor, g_entropy: Tensor | None,
+        room: Tensor, into: _Gradients,
     ) -> None:  # fmt: skip
         """Add the gradients that a block's rows make; `room` is for the gradient of its logits."""
         dz = self._part(room, slice(0, rows.stop - rows.start))
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
-        ids, T, mask = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
-        block = self._of[rows.stop - rows.start]
-        block.gradient(z, ids, T, mask, None, law.invalid, law.saved, up, dz)  # type: ignore[arg-type]
+        self._of[rows.stop - rows.start].backward(z, self._tensors(of, rows), softmax.invalid, softmax.saved, up, dz)
         if into.hidden is not None:
             if dz.dtype != of.weight.dtype:
                 into.hidden[rows] = product(dz, of.weight)
@@ -348,6 +348,10 @@ class _Head:
             product(dz.T, self.rows(of, rows), into.weight, first=rows.start == 0)
         if into.bias is not None:
             into.bias += dz.sum(0, dtype=torch.float32)
+
+    def _tensors(self, of: _Operands, rows: slice) -> RowTensors:
+        ids, T, counted = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
+        return RowTensors(ids, T, counted)  # type: ignore[arg-type]  # ids are there
 
     def _part(self, x: Tensor, rows: slice) -> Tensor:
         """Some rows, where they are not all."""

@@ -25,16 +25,14 @@ from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
+from rlkernel_triton.common.device import on_nvidia, takes_tma
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, tile_of
+from rlkernel_triton.common.sampling_arguments import as_int64, each_of, flat
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
-from rlkernel_triton.launchers.specialization import aligned
-from rlkernel_triton.linear_logprob.head import TYPES, tile_of
-from rlkernel_triton.linear_logprob.product_kernels import described_logits, head_logits
-from rlkernel_triton.linear_logprob.tiles import Tile
 from rlkernel_triton.lm_head_sample import kernels
 from rlkernel_triton.sample.launch import prepare as prepare_sample
-from rlkernel_triton.sample.plan import as_int64, each_of, flat, on_nvidia
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
 FEW: Final = 64  # rows for which a product is memory-bound
@@ -71,16 +69,16 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
 
         def over(call: LmHeadSampleCall) -> SampleResult:
             allowed = call.allowed if allowed_as_it_is else call.allowed.contiguous()  # type: ignore[union-attr]
-            return draw.over(head, head.of(call), _Law.of(call), allowed)
+            return draw.over(head, head.of(call), _DrawParams.of(call), allowed)
 
         return over
     cut = list(slabs(N, V))
     draw = _Draw(launcher, call, V, cut, softcap=None, edited=True)
 
     def edited(call: LmHeadSampleCall) -> SampleResult:
-        law, of = _Law.of(call), head.of(call)
+        params, of = _DrawParams.of(call), head.of(call)
         if N == 0:
-            return draw.result(law, None, None)
+            return draw.result(params, None, None)
         requests = decode(call, N, call.hidden.device, torch.float32, call.slot)
         spoiled = requests.bad.to(torch.int32) * 2
         kept, _ = draw.begin(0)
@@ -88,14 +86,14 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
             raw = head.logits(of, first, width)
             found = edit(raw, first, requests, bias=call.logit_bias, allowed=call.allowed, banned=call.banned)
             spoiled |= found.nan * 1 + found.bad * 2
-            draw.take(law, kept, i, found.x, raw, None)
+            draw.take(params, kept, i, found.x, raw, None)
             del found, raw  # before the next slab is made
-        return draw.result(law, kept, spoiled)
+        return draw.result(params, kept, spoiled)
 
     return edited
 
 
-class _Law(NamedTuple):
+class _DrawParams(NamedTuple):
     """What a call says of its draw, as kernels take it."""
 
     temperature: tuple[Tensor, ...]  # none where it is a number
@@ -104,7 +102,7 @@ class _Law(NamedTuple):
     slot: Tensor | None
 
     @classmethod
-    def of(cls, call: LmHeadSampleCall) -> _Law:
+    def of(cls, call: LmHeadSampleCall) -> _DrawParams:
         """Tensors [n] and contiguous, numbers as 64 signed bits."""
         T, seed, step, slot = call.temperature, call.seed, call.step, call.slot
         return cls(
@@ -115,11 +113,11 @@ class _Law(NamedTuple):
         )
 
 
-class _Kept(NamedTuple):
+class _SlabStats(NamedTuple):
     """What rows keep of the slabs that have passed."""
 
     groups: Tensor  # N S 4 fp32
-    raw_groups: Tensor  # the same of the raw law; the groups themselves where it is not wanted
+    raw_groups: Tensor  # the same of the raw logits; the groups themselves where it is not wanted
     blocks: Tensor  # 2 N P int32
 
 
@@ -129,7 +127,7 @@ class _Operands(NamedTuple):
     hidden: Tensor  # [N, D], D contiguous
     weight: Tensor  # [W, D]
     bias: Tensor | None  # [W] contiguous
-    described: tuple[Any, Any] | None  # hidden and weight for the copy engine
+    tma: tuple[Any, Any] | None  # hidden and weight for the copy engine
 
 
 def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
@@ -149,18 +147,16 @@ class _Head:
         self._hidden_as_it_is = hidden.stride(1) == 1
         self._bias_as_it_is = bias is None or bias.is_contiguous()
         near = hidden if self._hidden_as_it_is else hidden.contiguous()
-        kind = "few" if self.N <= FEW else "product"
-        self._described = (
-            self.N >= COPIED and describable(near) and describable(weight) and hidden.dtype == weight.dtype
-        )
-        self.tile = tile_of(hidden, weight, f"described {kind}" if self._described else kind)
-        self._capped = self.tile if call.softcap is None else tile_of(hidden, weight, "rich")
+        kind = "small_m" if self.N <= FEW else "product"
+        self._tma = self.N >= COPIED and takes_tma(near) and takes_tma(weight) and hidden.dtype == weight.dtype
+        self.tile = tile_of(hidden, weight, f"tma {kind}" if self._tma else kind)
+        self._capped = self.tile if call.softcap is None else tile_of(hidden, weight, "stats+")
         same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
         self._softcap, self._scale = call.softcap, float(call.logit_scale)
         self._fixed = {
             "n": self.N, "D": self.D, "x_stride": near.stride(0), "head_stride": weight.stride(0),
             "head_step": weight.stride(1), "scale": self._scale, "softcap": call.softcap or 0.0,
-            "HAS_BIAS": bias is not None, "OPERAND": TYPES[hidden.dtype if same else torch.float32],
+            "HAS_BIAS": bias is not None, "OPERAND": OPERAND_TYPES[hidden.dtype if same else torch.float32],
         }  # fmt: skip
         self._launches: dict[bool, Launch] = {}
 
@@ -168,16 +164,16 @@ class _Head:
         """The operands of a call as the kernels read them."""
         hidden = call.hidden if self._hidden_as_it_is else call.hidden.contiguous()
         bias = call.bias if self._bias_as_it_is else call.bias.contiguous()  # type: ignore[union-attr]  # it is there
-        described = None
-        if self._described:
+        tma = None
+        if self._tma:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
             tile, weight = self.tile, call.weight if self.V == call.weight.shape[0] else call.weight[: self.V]
-            described = (
+            tma = (
                 TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
                 TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
             )
-        return _Operands(hidden, call.weight, bias, described)
+        return _Operands(hidden, call.weight, bias, tma)
 
     def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
         """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
@@ -188,13 +184,13 @@ class _Head:
         has_cap = cap and self._softcap is not None
         tile = self._capped if has_cap else self.tile
         grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
-        if of.described is not None and not has_cap:
+        if of.tma is not None and not has_cap:
             # Through Triton, which makes the copy engine's descriptors of what is passed.
-            described = plain_launcher_for(self.device).bind(
-                described_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
+            tma = plain_launcher_for(self.device).bind(
+                kernels.head_logits_tma, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
                 scale=self._scale, HAS_BIAS=of.bias is not None, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
             )  # fmt: skip
-            described(grid, *of.described, of.bias, out, first, width)
+            tma(grid, *of.tma, of.bias, out, first, width)
             return out
         weight, bias = of.weight, of.bias
         if first:
@@ -202,7 +198,7 @@ class _Head:
         launch = self._launches.get(has_cap)
         if launch is None:
             launch = self._launches[has_cap] = self._launcher.bind(
-                head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
+                kernels.head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
                 BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, **self._fixed,
             )  # fmt: skip
         launch(grid, of.hidden, weight, bias, out, width)
@@ -227,16 +223,6 @@ class _Head:
         return [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
 
 
-def describable(x: Tensor) -> bool:
-    """Whether Hopper's copy engine may read x, [N, D] of 16 bits with rows at multiples of 16 bytes."""
-    rows = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1]
-    if not (rows and aligned(x) and x.element_size() == 2):
-        return False
-    if (target := planned_target()) is not None:
-        return target.nvidia and target.arch == 90
-    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) == (9, 0)
-
-
 class _Draw:
     """What rows keep of the groups and blocks of slabs, and the draw: the launches of one shape.
 
@@ -259,8 +245,8 @@ class _Draw:
         self._piece = [0, *accumulate(counts)]
         P = self._piece[-1]
         T = call.temperature if isinstance(call.temperature, Tensor) else float(call.temperature)
-        law = (T, as_int64(call.seed), as_int64(call.step))
-        flats = [flat(x) if isinstance(x, Tensor) else x for x in law]
+        given = (T, as_int64(call.seed), as_int64(call.step))
+        flats = [flat(x) if isinstance(x, Tensor) else x for x in given]
         entries = [x.shape[0] for x in flats if isinstance(x, Tensor) and x.shape[0] != 1]
         each = dict(zip(("T_EACH", "SEED_EACH", "STEP_EACH"), map(each_of, flats), strict=True))
         self._groups = N * S * 4
@@ -271,59 +257,58 @@ class _Draw:
             "last_slot": min(entries, default=2**31) - 1, "noise_stream": call.stream,
             "HAS_SLOT": call.slot is not None, "RAW": self.raw,
         }  # fmt: skip
-        one: dict[str, Any] = (
-            {"first": 0, "width": V, "piece": 0} if len(cut) == 1 else {}
-        )  # passed where there are several slabs
+        # Passed where there are several slabs.
+        one: dict[str, Any] = {"first": 0, "width": V, "first_block": 0} if len(cut) == 1 else {}
 
         def bound(*, whole: bool) -> Launch:
             return launcher.bind(
-                kernels.draw_slab, num_warps=WARPS, **fixed, **one, softcap=softcap or 0.0,
+                kernels.slab_stats, num_warps=WARPS, **fixed, **one, softcap=softcap or 0.0,
                 allowed_stride=0 if allowed is None else allowed.shape[1], HAS_CAP=softcap is not None,
-                HAS_ALLOWED=allowed is not None, EDITED=edited, WHOLE=whole, QUICK=on_nvidia(call.hidden),
+                HAS_ALLOWED=allowed is not None, EDITED=edited, WHOLE=whole, APPROX_LOG2=on_nvidia(call.hidden),
             )  # fmt: skip
 
         self._take = {whole: bound(whole=whole) for whole in {width % 16 == 0 for _, width in cut}}
         self._row = launcher.bind(
-            kernels.draw_row, num_warps=2 * WARPS, **fixed, invalid_token=call.invalid_token, HAS_SPOILED=edited,
-            SP=triton.next_power_of_2(S), PP=triton.next_power_of_2(P),
+            kernels.sample_row, num_warps=2 * WARPS, **fixed, invalid_token=call.invalid_token, HAS_SPOILED=edited,
+            S_PADDED=triton.next_power_of_2(S), P_PADDED=triton.next_power_of_2(P),
         )  # fmt: skip
 
-    def begin(self, more: int) -> tuple[_Kept, Tensor]:
+    def begin(self, more: int) -> tuple[_SlabStats, Tensor]:
         """Room for what is kept, and for so many numbers more."""
         groups, raw_groups, blocks, rest = torch.empty(
             sum(self._sizes) + more, dtype=torch.float32, device=self.device
         ).unsafe_split_with_sizes([*self._sizes, more])  # fmt: skip
-        return _Kept(groups, raw_groups if self.raw else groups, blocks.view(torch.int32)), rest
+        return _SlabStats(groups, raw_groups if self.raw else groups, blocks.view(torch.int32)), rest
 
-    def over(self, head: _Head, of: _Operands, law: _Law, allowed: Tensor | None) -> SampleResult:
+    def over(self, head: _Head, of: _Operands, params: _DrawParams, allowed: Tensor | None) -> SampleResult:
         """The draw from the whole vocabulary.
 
         One slab is multiplied in a stream of its own while the one before is drawn from.
         """
         if not self.cut:
-            return self.result(law, None, None)
+            return self.result(params, None, None)
         several, size = len(self.cut) > 1, self.N * self.cut[0][1]
         if not several:
             kept, slab = self.begin(size)
             head.logits(of, 0, self.cut[0][1], slab, cap=False)
-            self.take(law, kept, 0, slab, None, allowed)
-            return self.result(law, kept, None)
-        lane = _Lane(self.device)
-        kept, rest = self.begin(0 if lane.side is None else 2 * size)
-        room = [torch.empty(size, dtype=torch.float32, device=self.device)] if lane.side is None else rest.split(size)
+            self.take(params, kept, 0, slab, None, allowed)
+            return self.result(params, kept, None)
+        side = _SideStream(self.device)
+        kept, rest = self.begin(0 if side.stream is None else 2 * size)
+        room = [torch.empty(size, dtype=torch.float32, device=self.device)] if side.stream is None else rest.split(size)
         for i, (first, width) in enumerate(self.cut):
             slab = room[i % len(room)]
-            with lane.beside(i):
+            with side.beside(i):
                 head.logits(of, first, width, slab, cap=False)
-            lane.join(i)
-            self.take(law, kept, i, slab, None, allowed)
-            lane.leave(i)
-        return self.result(law, kept, None)
+            side.join(i)
+            self.take(params, kept, i, slab, None, allowed)
+            side.leave(i)
+        return self.result(params, kept, None)
 
     def take(
         self,
-        law: _Law,
-        kept: _Kept,
+        params: _DrawParams,
+        kept: _SlabStats,
         i: int,
         x: Tensor,  # N width numbers, and maybe more
         raw: Tensor | None,  # [N, width], what it was before edits
@@ -334,11 +319,11 @@ class _Draw:
         piece, after = self._piece[i], self._piece[i + 1]
         cut = (first, width, piece) if len(self.cut) > 1 else ()
         self._take[width % 16 == 0](
-            (self.N * (after - piece), 1, 1), x, raw, allowed, law.slot, *law.temperature, law.seed, law.step, *kept,
-            *cut,
+            (self.N * (after - piece), 1, 1), x, raw, allowed, params.slot, *params.temperature, params.seed,
+            params.step, *kept, *cut,
         )  # fmt: skip
 
-    def result(self, law: _Law, kept: _Kept | None, spoiled: Tensor | None) -> SampleResult:
+    def result(self, params: _DrawParams, kept: _SlabStats | None, spoiled: Tensor | None) -> SampleResult:
         """The draw, once the vocabulary has passed. spoiled: [N] int32, 1 NaN, 2 without meaning."""
         N, device = self.N, self.device
         longs = torch.empty((2, N), dtype=torch.int64, device=device)
@@ -346,7 +331,8 @@ class _Draw:
         floats = torch.empty((4 if self.raw else 3, N), dtype=torch.float32, device=device)
         if kept is not None:
             self._row(
-                (N, 1, 1), *kept, spoiled, law.slot, *law.temperature, law.seed, law.step, longs, ints, floats
+                (N, 1, 1), *kept, spoiled, params.slot, *params.temperature, params.seed, params.step, longs, ints,
+                floats,
             )  # fmt: skip
         token, threshold_id = longs.unbind()
         count, status = ints.unbind()
@@ -363,7 +349,7 @@ class _Draw:
         )
 
 
-class _Lane:
+class _SideStream:
     """A stream beside the caller's, in which products run ahead of draws by one slab; nothing on a CPU.
 
     Of a higher priority: what draws takes the room that a product leaves. One for each stream that calls, since a
@@ -371,30 +357,30 @@ class _Lane:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.side: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
         self.drawn: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self.caller = torch.cuda.current_stream(device)
             key = (self.caller.device_index, self.caller.cuda_stream)
-            self.side = _SIDES.get(key) or _SIDES.setdefault(key, torch.cuda.Stream(device, priority=-1))
-            self.side.wait_stream(self.caller)
+            self.stream = _SIDES.get(key) or _SIDES.setdefault(key, torch.cuda.Stream(device, priority=-1))
+            self.stream.wait_stream(self.caller)
 
     def beside(self, i: int) -> AbstractContextManager[object]:
         """The scope of product i, which overwrites the slab of product i - 2."""
-        if self.side is None:
+        if self.stream is None:
             return nullcontext()
         if i > 1:
-            self.side.wait_event(self.drawn[i - 2])
-        return torch.cuda.stream(self.side)
+            self.stream.wait_event(self.drawn[i - 2])
+        return torch.cuda.stream(self.stream)
 
     def join(self, i: int) -> None:  # noqa: ARG002
         """What the caller's stream does next comes after the product."""
-        if self.side is not None:
-            self.caller.wait_stream(self.side)
+        if self.stream is not None:
+            self.caller.wait_stream(self.stream)
 
     def leave(self, i: int) -> None:  # noqa: ARG002
         """Draw i is under way."""
-        if self.side is not None:
+        if self.stream is not None:
             self.drawn.append(self.caller.record_event())
 
 

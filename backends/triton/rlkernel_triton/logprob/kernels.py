@@ -1,49 +1,31 @@
-"""Kernels of logprob@1: sweep a row of logits for its statistics, join them, and the gradient.
+"""Kernels of logprob@1: partial softmax statistics of a row of logits, and the gradient of the logits.
 
-    y      capped logits, before the temperature        z = y log2(e) / T, so that e^(y / T) = 2^z
-    top    the largest z of a set of ids, rounded       d = z - top, in one rounding from y
-    total  sum of 2^d over the set                      moment  sum of 2^d d
+A row is cut into parts of `PART` columns, one program each, so that a few long rows fill a GPU too.
+`common.merge_softmax` merges them, and `common.softmax` says what the statistics are. Parts depend on V alone and every
+sum is a tree, so a row's bits depend on nothing but the row.
 
-A row is cut into parts of `PART` columns, one program each, so that a few long rows fill a GPU too. The chosen id is
-left out of all sums, as log p = -softplus((top - y_id) / T + log total) never subtracts two large numbers. Parts depend
-on V alone and every sum is a tree (arithmetic.py), so a row's bits depend on nothing but the row.
+Bytes of a row of V logits of s bytes: forward s V read; backward s V read, s V written. With a support V / 8 more each.
 
-Statistics of a part, one [N, P] plane each: TARGET y of the chosen id, 0 where it lies in another part; then TOP, TOTAL
-and MOMENT of all other ids; where there is a support TOP and TOTAL of the kept ones, and of the dropped ones.
-
-Legend: N rows · V vocabulary · P parts of a row · L lanes of a tile, K neighbouring columns each.
+Legend: N rows · V vocabulary · P parts of a row · L lanes of a tile, 8 neighboring columns each.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import cap, scaled_less, stored_as, tanh, tree_sum
+from rlkernel_triton.common.arithmetic import cap, stored_as, tanh, tree_sum
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, lane_sum, merge_lanes, row_scale, update_running
 
 PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
 TILE: Final = 1024  # columns read at a time; 0.50 ms at 8192 x 128256 on an H200, where 2048 on 4 warps takes 0.52
-PLANES: Final = {False: 4, True: 8}  # by whether there is a support
 COLUMNS: Final = 2048  # columns that a program of the gradient takes at a time
 # (fewest rows, how often): 1.05 ms at 8192 x 128256, where one 4096 a program takes 1.09; few rows need all programs.
 REPEATS: Final = ((0, 1), (256, 16))
-SWEEP_WARPS: Final = 2
+STATS_WARPS: Final = 2
 GRADIENT_WARPS: Final = 4
-LOG_LANES: Final = (TILE // 8).bit_length() - 1
 
-NEIGHBOURS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def scale_of(T, row, HAS_T: tl.constexpr):
-    """log2(e) / T of a row; NaN where the temperature has no meaning, so that only that row is spoiled."""
-    if HAS_T:
-        t = tl.load(T + row).to(tl.float32)
-    else:
-        t = T * 1.0
-    return LOG2E / tl.where((t > 0.0) & (t < float("inf")), t, float("nan"))
+NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32
 
 
 @triton.jit
@@ -53,68 +35,33 @@ def row_offset(row, inner, outer_stride, inner_stride):
     return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
-@triton.jit
-def fold(top, total, y, scale, INTERPRETED: tl.constexpr):
-    """A tile's columns into a running (top, total), per lane. Also 2^d and d, and what the old sums were scaled by."""
-    new = tl.maximum(top, tl.max(y, axis=1) * scale)
-    at = tl.where(new == float("-inf"), 0.0, new)  # nothing yet: no inf - inf
-    shift = top - at
-    again = tl.exp2(shift)
-    d = scaled_less(y, scale, at[:, None], INTERPRETED)
-    e = tl.exp2(d)
-    more = tl.sum(tl.sum(tl.sum(tl.reshape(e, [e.shape[0], 2, 2, 2]), axis=3), axis=2), axis=1)  # a tree
-    return new, total * again + more, e, d, again, shift
-
-
-@triton.jit
-def together(top, total, LOG: tl.constexpr):
-    """Lanes [1, L] to one (top, total), [1]; also the weight and shift of each lane."""
-    best = tl.max(top, axis=1)
-    at = tl.where(best == float("-inf"), 0.0, best)
-    shift = top - at[:, None]
-    weight = tl.exp2(shift)
-    return best, tree_sum(total * weight, LOG), weight, tl.maximum(shift, -1000.0)
-
-
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it
-def sweep(
-    logits,  # [N, V]
-    ids,  # [N]
+def partial_softmax(
+    logits,  # [N, V]: row i starts as `row_offset` says, columns are `stride` apart
+    ids,  # [N] chosen ids
     mask,  # [N], read where HAS_MASK
     T,  # [N] where HAS_T, else a number
     softcap,
-    kept,  # [N, bytes of V bits], read where SUPPORT
+    kept,  # [N, kept_stride] bytes, the bits of the kept ids, read where SUPPORT
     parts,  # [planes, N, P] fp32
-    N,
-    V,
-    inner,
-    outer_stride,
-    inner_stride,
-    stride,
-    kept_stride,
-    HAS_MASK: tl.constexpr,
-    HAS_T: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SUPPORT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    PART: tl.constexpr,
-    TILE: tl.constexpr,
-    LOG_LANES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Statistics of one part of one row."""
+    N, V, inner, outer_stride, inner_stride, stride, kept_stride,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr, MOMENT: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Statistics of one part of one row; those of a masked row are not written."""
     row, part = tl.program_id(0), tl.program_id(1)
     if HAS_MASK:
         if tl.load(mask + row) == 0:
             return
-    LANES: tl.constexpr = TILE // NEIGHBOURS
-    scale = scale_of(T, row, HAS_T)
+    LANES: tl.constexpr = TILE // NEIGHBORS
+    scale = row_scale(T, row, HAS_T)
     x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
     id = tl.load(ids + row).to(tl.int64)
     lane = tl.arange(0, LANES)
-    column = lane[:, None] * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, :]
+    column = lane[:, None] * NEIGHBORS + tl.arange(0, NEIGHBORS)[None, :]
     start = part * PART
     stop = tl.minimum(start + PART, V)
+    # Every lane keeps statistics of its own columns; lanes are merged once, at the end.
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     moment = tl.zeros([LANES], tl.float32)
@@ -129,21 +76,20 @@ def sweep(
             y = cap(y, softcap)
         if (id >= first) & (id < first + TILE):  # in one tile of the row; elsewhere nothing is compared
             y = tl.where(column == (id - first).to(tl.int32), float("-inf"), y)
-        new, sum_e, e, d, again, shift = fold(top, total, y, scale, INTERPRETED)
+        new_top, new_total, e, d, rescale, shift = update_running(top, total, y, scale)
         if MOMENT:
-            # e is 0 where d < -150, so the bound changes nothing but 0 * inf
-            more = tl.reshape(e * tl.maximum(d, -1000.0), [LANES, 2, 2, 2])
-            more = tl.sum(tl.sum(tl.sum(more, axis=3), axis=2), axis=1)
-            moment = (moment + total * tl.maximum(shift, -1000.0)) * again + more
-        top, total = new, sum_e
+            # Old terms 2^d d move to the new top with their totals.
+            more = lane_sum(e * tl.maximum(d, LEAST_SHIFT))
+            moment = (moment + total * tl.maximum(shift, LEAST_SHIFT)) * rescale + more
+        top, total = new_top, new_total
         if SUPPORT:
-            byte = first // NEIGHBOURS + lane
-            bits = tl.load(kept + row.to(tl.int64) * kept_stride + byte, mask=byte * NEIGHBOURS < V, other=0)
-            among = ((bits[:, None] >> tl.arange(0, NEIGHBOURS)[None, :]) & 1) == 1
+            byte = first // NEIGHBORS + lane  # a lane's eight columns are one byte of the bitmask
+            bits = tl.load(kept + row.to(tl.int64) * kept_stride + byte, mask=byte * NEIGHBORS < V, other=0)
+            among = ((bits[:, None] >> tl.arange(0, NEIGHBORS)[None, :]) & 1) == 1
             inside = tl.where(among, y, float("-inf"))
             outside = tl.where(among, float("-inf"), y)
-            kept_top, kept_total, _, _, _, _ = fold(kept_top, kept_total, inside, scale, INTERPRETED)
-            lost_top, lost_total, _, _, _, _ = fold(lost_top, lost_total, outside, scale, INTERPRETED)
+            kept_top, kept_total, _, _, _, _ = update_running(kept_top, kept_total, inside, scale)
+            lost_top, lost_total, _, _, _, _ = update_running(lost_top, lost_total, outside, scale)
     P = tl.cdiv(V, PART)
     plane = N.to(tl.int64) * P
     one = tl.arange(0, 1)
@@ -153,94 +99,39 @@ def sweep(
     if HAS_CAP:
         y_id = cap(y_id, softcap)
     tl.store(out, tl.where(here, y_id, 0.0) + tl.zeros([1], tl.float32))
-    best, some, weight, shift = together(tl.reshape(top, [1, LANES]), tl.reshape(total, [1, LANES]), LOG_LANES)
+    best, some, weight, shift = merge_lanes(tl.reshape(top, [1, LANES]), tl.reshape(total, [1, LANES]))
     tl.store(out + plane, best)
     tl.store(out + 2 * plane, some)
     if MOMENT:
         moments = (tl.reshape(moment, [1, LANES]) + tl.reshape(total, [1, LANES]) * shift) * weight
-        tl.store(out + 3 * plane, tree_sum(moments, LOG_LANES))
+        tl.store(out + 3 * plane, tree_sum(moments))
     if SUPPORT:
-        best, some, _, _ = together(tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]), LOG_LANES)
+        best, some, _, _ = merge_lanes(tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]))
         tl.store(out + 4 * plane, best)
         tl.store(out + 5 * plane, some)
-        best, some, _, _ = together(tl.reshape(lost_top, [1, LANES]), tl.reshape(lost_total, [1, LANES]), LOG_LANES)
+        best, some, _, _ = merge_lanes(tl.reshape(lost_top, [1, LANES]), tl.reshape(lost_total, [1, LANES]))
         tl.store(out + 6 * plane, best)
         tl.store(out + 7 * plane, some)
 
 
-@triton.jit
-def dlogits(
-    y,  # capped logits, of any shape; the rest broadcasts to it
-    chosen,
-    among,
-    scale,
-    top,
-    log_total,
-    mean,
-    rest,
-    kept_top,
-    kept_log_total,
-    g,
-    g_lse,
-    g_entropy,
-    g_mass,
-    SUPPORT: tl.constexpr,
-    G_ENTROPY: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Gradient with respect to y: rlkernel_common.row_statistics.gradient, with logarithms of base 2."""
-    inverse_T = scale * LN2
-    g *= inverse_T
-    common = g_lse * inverse_T
-    d = scaled_less(y, scale, top, INTERPRETED)
-    p = tl.exp2(d - log_total)
-    if G_ENTROPY:
-        g_entropy *= inverse_T * LN2
-        common += g_entropy * mean
-        common = common - g_entropy * tl.maximum(d, -1000.0)  # p is 0 where the bound matters
-    if SUPPORT:
-        g_mass *= inverse_T
-        q = tl.exp2(scaled_less(y, scale, kept_top, INTERPRETED) - kept_log_total)
-        q = tl.where(among | chosen, q, 0.0)
-        return p * (common - g_mass) + tl.where(chosen, g_mass * q + g * rest, (g_mass - g) * q)
-    return tl.where(chosen, p * common + g * rest, p * (common - g))
-
-
 @triton.jit(do_not_specialize=["N"])
-def gradient(
-    logits,  # [N, V]
-    ids,  # [N]
+def softmax_backward(
+    logits,  # [N, V], as in `partial_softmax`
+    ids,  # [N] chosen ids
     mask,  # [N], read where HAS_MASK
-    invalid,  # [N]
+    invalid,  # [N] int8
     T,  # [N] where HAS_T, else a number
     softcap,
-    kept,  # [N, bytes of V bits], read where SUPPORT
-    saved,  # [6, N] as `law` wrote it
-    g,  # [N] upstream gradients
-    g_lse,
-    g_entropy,
-    g_mass,
-    out,  # [N, V]
-    N,
-    V,
-    inner,
-    outer_stride,
-    inner_stride,
-    stride,
-    kept_stride,
-    HAS_MASK: tl.constexpr,
-    HAS_T: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    SUPPORT: tl.constexpr,
-    G: tl.constexpr,
-    G_LSE: tl.constexpr,
-    G_ENTROPY: tl.constexpr,
-    G_MASS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """Gradient of some columns of one row: one read, one write. A masked row is not read."""
+    kept,  # [N, kept_stride] bytes, read where SUPPORT
+    saved,  # [6, N] fp32, as `merge_softmax` wrote it
+    g,  # [N] fp32 upstream gradient of logprob, read where G; the next three alike
+    g_lse, g_entropy, g_mass,
+    out,  # [N, V] contiguous
+    N, V, inner, outer_stride, inner_stride, stride, kept_stride,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr, G: tl.constexpr,
+    G_LSE: tl.constexpr, G_ENTROPY: tl.constexpr, G_MASS: tl.constexpr, COLUMNS: tl.constexpr, REPEATS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of REPEATS * COLUMNS columns of one row: one read, one write. A masked row is not read."""
     row = tl.program_id(0)
     to_row = out + row.to(tl.int64) * V
     first = tl.program_id(1) * (REPEATS * COLUMNS)
@@ -251,8 +142,8 @@ def gradient(
                 tl.store(to_row + at, tl.zeros([COLUMNS], out.dtype.element_ty), mask=at < V)
             return
     bad = tl.load(invalid + row) != 0
-    id = tl.where(bad, -1, tl.load(ids + row).to(tl.int64))  # valid here, or -1
-    scale = scale_of(T, row, HAS_T)
+    id = tl.where(bad, -1, tl.load(ids + row).to(tl.int64))  # an id of this row, or -1, which is no column
+    scale = row_scale(T, row, HAS_T)
     up, up_lse, up_entropy, up_mass = 0.0, 0.0, 0.0, 0.0
     if G:
         up = tl.where(bad, 0.0, tl.load(g + row))
@@ -280,10 +171,11 @@ def gradient(
         if HAS_CAP:
             y = cap(x, softcap)
         dy = dlogits(
-            y, at == id.to(tl.int32), among, scale, top, log_total, mean, rest, kept_top, kept_log_total,
-            up, up_lse, up_entropy, up_mass, SUPPORT, G_ENTROPY, INTERPRETED,
+            y, chosen=at == id.to(tl.int32), kept=among, scale=scale, top=top, log_total=log_total, mean=mean,
+            rest=rest, kept_top=kept_top, kept_log_total=kept_log_total, g=up, g_lse=up_lse, g_entropy=up_entropy,
+            g_mass=up_mass, SUPPORT=SUPPORT, G_ENTROPY=G_ENTROPY,
         )  # fmt: skip
         if HAS_CAP:
-            bend = tanh(x / softcap)
-            dy = dy * (1.0 - bend * bend)
-        tl.store(to_row + at, stored_as(dy, out.dtype.element_ty, INTERPRETED), mask=inside)
+            t = tanh(x / softcap)
+            dy = dy * (1.0 - t * t)
+        tl.store(to_row + at, stored_as(dy, out.dtype.element_ty), mask=inside)

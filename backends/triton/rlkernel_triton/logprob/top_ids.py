@@ -13,21 +13,25 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_triton.common.arithmetic import cap, scaled_less
-from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.arithmetic import LN2, cap, scaled_less
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.row_layout import Rows
+from rlkernel_triton.common.softmax import row_scale
 from rlkernel_triton.launchers import piece_of, plain_launcher_for
-from rlkernel_triton.logprob.kernels import LN2, row_offset, scale_of
+from rlkernel_triton.logprob.kernels import row_offset
 
 BLOCK_BYTES: Final = 64 << 20  # of keys that are there at a time
 COLUMNS: Final = 2048
 WARPS: Final = 4
-LOWEST: Final = -(1 << 63)
 
 
 @triton.jit
-def order_keys(logits, keys, first, V, inner, outer_stride, inner_stride, stride, COLUMNS: tl.constexpr):
+def sort_keys(
+    logits,  # [N, V]: row i starts as `row_offset` says, columns are `stride` apart
+    keys,  # [n, V] int64, of rows first .. first + n
+    first, V, inner, outer_stride, inner_stride, stride,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One integer for each logit of some rows, in the order of (logit, -column); NaN is largest, as in torch.sort."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -35,18 +39,27 @@ def order_keys(logits, keys, first, V, inner, outer_stride, inner_stride, stride
     x0 = logits + row_offset(first + row, inner, outer_stride, inner_stride)
     x = tl.load(x0 + at.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32) + 0.0  # -0 becomes 0
     bits = x.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of a negative number all bits but the sign, so that integers compare
     ordered = tl.where(x != x, 0x7FFFFFFF, ordered)
     key = (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - at.to(tl.int64))
     tl.store(keys + row * V + at, key, mask=inside)
 
 
 @triton.jit
-def values(
-    logits, ids, mask, T, softcap, logprob, saved, out, N, n, inner, outer_stride, inner_stride, stride,
-    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, WIDTH: tl.constexpr, INTERPRETED: tl.constexpr,
+def top_logprobs(
+    logits,  # [N, V], as in `sort_keys`
+    ids,  # [N, n] int64
+    mask,  # [N], read where HAS_MASK
+    T,  # [N] where HAS_T, else a number
+    softcap,
+    logprob,  # [N] of ids[:, 0]
+    saved,  # [planes, N] fp32, as `merge_softmax` wrote it
+    out,  # [N, n] fp32
+    N, n, inner, outer_stride, inner_stride, stride,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr,
+    WIDTH: tl.constexpr,  # n padded to a power of two
 ):  # fmt: skip
-    """[N, n] log-probabilities of the best ids, 0 in masked rows; that of the first is known."""
+    """Log-probabilities of the best ids of one row, 0 where it is masked; that of the first is known."""
     row = tl.program_id(0)
     at = tl.arange(0, WIDTH)
     inside = at < n
@@ -60,7 +73,7 @@ def values(
     y = tl.load(x0 + id * stride, mask=inside, other=0.0).to(tl.float32)
     if HAS_CAP:
         y = cap(y, softcap)
-    d = scaled_less(y, scale_of(T, row, HAS_T), tl.load(saved + row), INTERPRETED)
+    d = scaled_less(y, row_scale(T, row, HAS_T), tl.load(saved + row))
     value = (d - tl.load(saved + N + row)) * LN2
     tl.store(to, tl.where(at == 0, tl.load(logprob + row), value), mask=inside)
 
@@ -69,11 +82,9 @@ def best_ids(rows: Rows, V: int, N: int, n: int) -> Tensor:
     """[N, n] int64."""
     out = torch.empty(N, n, dtype=torch.int64, device=rows.data.device)
     step = max(1, piece_of(BLOCK_BYTES) // (8 * V))
-    inner, outer_stride, inner_stride, stride = rows.places
     launch = plain_launcher_for(out.device).bind(
-        order_keys, num_warps=WARPS, V=V, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
-        stride=stride, COLUMNS=COLUMNS,
-    )  # fmt: skip
+        sort_keys, num_warps=WARPS, V=V, **rows.layout._asdict(), COLUMNS=COLUMNS
+    )
     for first in range(0, N, step):
         some = min(step, N - first)
         keys = torch.empty(some, V, dtype=torch.int64, device=out.device)
@@ -92,15 +103,13 @@ def log_probabilities(
     logprob: Tensor,  # [N] of ids[:, 0]
     saved: Tensor,  # [planes, N], top and log total first
 ) -> Tensor:
-    """[N, n] under the law that `saved` describes."""
+    """[N, n] under the distribution that `saved` describes."""
     N, n = ids.shape
     out = torch.empty(N, n, dtype=torch.float32, device=ids.device)
     if N:
-        inner, outer_stride, inner_stride, stride = rows.places
         launch = plain_launcher_for(ids.device).bind(
-            values, num_warps=WARPS, N=N, n=n, inner=inner, outer_stride=outer_stride, inner_stride=inner_stride,
-            stride=stride, HAS_MASK=mask is not None, HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None,
-            WIDTH=triton.next_power_of_2(n), INTERPRETED=INTERPRETED,
+            top_logprobs, num_warps=WARPS, N=N, n=n, **rows.layout._asdict(), HAS_MASK=mask is not None,
+            HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None, WIDTH=triton.next_power_of_2(n),
         )  # fmt: skip
         launch((N,), rows.data, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out)
     return out

@@ -36,14 +36,14 @@ _PART: Final = 128 if INTERPRETED else 16384  # tokens of a row that one program
 _SCALED: Final = 256 if INTERPRETED else 1024
 # What loss_kernel is passed at run time, in its order.
 _POINTERS: Final = (
-    "logprob", "entropy", "old", "advantages", "ref", "rollout", "weight", "outside", "mask", "bounds", "index",
-    "counts", "denominator", "denominator2", "kl_at", "entropy_at", "dlogprob", "dentropy", "partial",
+    "logprob", "entropy", "old", "advantages", "ref", "rollout", "correction", "outside", "mask", "bounds", "index",
+    "counts", "denominator", "entropy_denominator", "kl_scale", "entropy_scale", "dlogprob", "dentropy", "partial",
 )  # fmt: skip
 _COUNTED: Final = 64 if INTERPRETED else 2048
 
 
 @dataclass(frozen=True)
-class Omega:
+class TokenWeight:
     """The weight of a token: `number`, over a count on the device, over the tokens of its sequence."""
 
     number: float
@@ -61,7 +61,7 @@ class LossBatch:
     sequences: int
     arguments: Mapping[str, Any]  # of loss_kernel: tensors, numbers and constants
     tokens: Tensor  # [] int64, in the loss
-    filled: Tensor | None  # [] int64, sequences with such tokens; None where nobody told of sequences
+    filled: Tensor | None  # [] int64, sequences with such tokens; None where the call has no sequences
     offered: Tensor | None  # [] int64, tokens before rejection
     span: int  # tokens of a program
     plan: Plan | None = None  # of calls of this shape, whose launches are bound once
@@ -108,34 +108,48 @@ class LossBatch:
         span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
         known = mask is None and bounds is None
         local = (None, None) if known else (tokens, filled)
-        omega = _omega(config, config.aggregate, call.denominator, shape, local, counts.shape[0])
-        omega2 = omega
+        weight_of_token = _token_weight(config, config.aggregate, call.denominator, shape, local, counts.shape[0])
+        entropy_weight = weight_of_token
         if config.entropy_aggregate is not None:
-            omega2 = _omega(config, config.entropy_aggregate, call.entropy_denominator, shape, local, counts.shape[0])
+            entropy_weight = _token_weight(
+                config, config.entropy_aggregate, call.entropy_denominator, shape, local, counts.shape[0]
+            )
         sequences = 1 if bounds is None and len(shape) == 1 else counts.shape[0]
         index = None
         token = config.level == "token"
-        if bounds is not None and token and (per_row or omega.per_sequence or omega2.per_sequence):
+        if bounds is not None and token and (per_row or weight_of_token.per_sequence or entropy_weight.per_sequence):
             index = layout(shape, bounds).index  # type: ignore[union-attr]
-        told = len(shape) == 2 or bounds is not None
+        has_sequences = len(shape) == 2 or bounds is not None
         arguments = {
-            **_tensors(old, advantages, call.ref_logprob, rollout, weight, outside, mask, bounds, index, counts),
-            **_numbers(config, omega, omega2, kl_coef, entropy_coef),
-            **_constants(config, omega, omega2, kl_coef, entropy_coef),
+            **_tensors(
+                old=old,
+                advantages=advantages,
+                ref=call.ref_logprob,
+                rollout=rollout,
+                correction=weight,
+                outside=outside,
+                mask=mask,
+                bounds=bounds,
+                index=index,
+                counts=counts,
+            ),
+            **_of_formula(config, weight_of_token, entropy_weight, kl_coef, entropy_coef),
             "OLD": old is not None,
             "ROLLOUT": rollout is not None,
-            "W": "none" if rule is None else "token" if weight is None else "given",
+            "CORRECTION": "none" if rule is None else "token" if weight is None else "given",
             "MASK": mask is not None,
             "PACKED": bounds is not None,
             "ADVANTAGE": "row" if per_row else "token",
             "T": shape[-1],
             "sequences": sequences,
-            "LONG": shape[-1] >= span,
-            "TAME": config.log_ratio_limit == 20.0,
+            "LONG_ROWS": shape[-1] >= span,
+            "BOUNDED_RATIOS": config.log_ratio_limit == 20.0,
             "SPAN": span,
             "BLOCK": min(TILE, span),
         }
-        return cls(config, shape, bounds, sequences, arguments, tokens, filled if told else None, offered, span, plan)
+        return cls(
+            config, shape, bounds, sequences, arguments, tokens, filled if has_sequences else None, offered, span, plan
+        )
 
     @property
     def programs(self) -> int:
@@ -175,8 +189,9 @@ class LossBatch:
         def bound(launcher: Launcher) -> Launch:
             fixed = {n: x for n, x in given.items() if n not in _POINTERS}
             return launcher.bind(
-                loss_kernel, num_warps=WARPS, **fixed, N=stop, P=self.programs, first=first, slot=first // self.span,
-                ENTROPY=entropy is not None, BONUS=dentropy is not None, GRAD=dlogprob is not None,
+                loss_kernel, num_warps=WARPS, **fixed, N=stop, P=self.programs, first=first,
+                first_program=first // self.span, ENTROPY=entropy is not None, BONUS=dentropy is not None,
+                GRAD=dlogprob is not None,
             )  # fmt: skip
 
         place = "loss" if tokens is None else f"loss from {first} to {stop}"
@@ -194,7 +209,7 @@ class LossBatch:
         planned(self.plan, "total", partial.device, bound)((K,), partial, loss, out)
         of = out.unbind()
         given = self.arguments
-        weighed = given["W"] != "none"
+        weighed = given["CORRECTION"] != "none"
         rejected = None
         if self.config.rejection is not None and self.offered is not None:
             rejected = (self.offered - self.tokens).float() / self.offered.float().clamp(min=1)
@@ -224,7 +239,7 @@ class LossBatch:
 def _counts(
     shape: tuple[int, ...], mask: Tensor | None, bounds: Tensor | None, device: torch.device, plan: Plan | None
 ) -> Tensor:
-    """[B] int64 tokens in the loss of each sequence; [1] where nobody told of sequences."""
+    """[B] int64 tokens in the loss of each sequence; [1] where the call has none."""
     if bounds is not None:
         places = bounds.long().clamp(0, shape[0]).cummax(0).values
         if mask is None:
@@ -268,9 +283,7 @@ def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, plan: Plan | 
     out = torch.empty(gradient.shape, dtype=dtype, device=gradient.device)
 
     def bound(launcher: Launcher) -> Launch:
-        return launcher.bind(
-            scale_kernel, any_alignment=("upstream", "gradient"), N=out.numel(), INTERPRETED=INTERPRETED, BLOCK=_SCALED
-        )
+        return launcher.bind(scale_kernel, any_alignment=("upstream", "gradient"), N=out.numel(), BLOCK=_SCALED)
 
     if out.numel():
         launch = planned(plan, f"{out.numel()} scaled {dtype} {gradient.dtype} {upstream.dtype}", out.device, bound)
@@ -278,18 +291,18 @@ def scaled(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, plan: Plan | 
     return out
 
 
-def _omega(
+def _token_weight(
     config: LossConfig,
     aggregate: str,
     given: float | Tensor | None,
     shape: tuple[int, ...],
     local: tuple[Tensor | None, Tensor | None],  # tokens and filled sequences; None: the host knows them by the shape
     sequences: int,
-) -> Omega:
+) -> TokenWeight:
     """The weight of a token that makes `aggregate` a plain sum."""
     number, count = 1.0, None
     if aggregate == "token_sum":
-        return Omega(1.0)
+        return TokenWeight(1.0)
     if isinstance(given, Tensor):
         count = given
     elif given is not None:
@@ -303,39 +316,34 @@ def _omega(
         number, count = (1.0 / max(shape[0], 1), None) if local[1] is None else (1.0, local[1])
     if aggregate == "seq_mean_token_sum_norm":
         number /= float(max(shape[-1], 1) if config.horizon is None else config.horizon)
-    return Omega(number, count, aggregate == "seq_mean_token_mean")
+    return TokenWeight(number, count, aggregate == "seq_mean_token_mean")
 
 
-def _tensors(
-    old: Tensor | None,
-    advantages: Tensor,
-    ref: Tensor | None,
-    rollout: Tensor | None,
-    weight: Tensor | None,
-    outside: Tensor | None,
-    mask: Tensor | None,
-    bounds: Tensor | None,
-    index: Tensor | None,
-    counts: Tensor,
-) -> dict[str, Tensor | None]:
+def _tensors(**tensors: Tensor | None) -> dict[str, Tensor | None]:
     """Contiguous, flags as bytes; None where not given."""
-    tensors = {
-        "old": old, "advantages": advantages, "ref": ref, "rollout": rollout, "weight": weight, "outside": outside,
-        "mask": mask, "bounds": bounds, "index": index, "counts": counts,
-    }  # fmt: skip
     flat = {n: None if x is None else x.detach().contiguous() for n, x in tensors.items()}
     return {n: x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for n, x in flat.items()}
 
 
-def _numbers(
-    config: LossConfig, omega: Omega, omega2: Omega, kl_coef: float | Tensor, entropy_coef: float | Tensor
+def _of_formula(
+    config: LossConfig,
+    weight: TokenWeight,
+    entropy_weight: TokenWeight,
+    kl_coef: float | Tensor,
+    entropy_coef: float | Tensor,
 ) -> dict[str, Any]:
+    """Numbers, constants and scalars on the device that the formula takes."""
     gate, rule = config.gamma, config.correction
     inf = float("inf")
-    return {
-        "denominator": omega.count, "denominator2": omega2.count, "omega": omega.number, "omega2": omega2.number,
-        "kl_at": kl_coef if isinstance(kl_coef, Tensor) else None,
-        "entropy_at": entropy_coef if isinstance(entropy_coef, Tensor) else None,
+    kl = config.kl or "none"
+    importance = "none"
+    if config.kl_importance:
+        importance = "ratio" if config.surrogate in {"clip", "cispo", "sapo"} else "own"
+    numbers = {
+        "denominator": weight.count, "entropy_denominator": entropy_weight.count, "token_weight": weight.number,
+        "entropy_weight": entropy_weight.number,
+        "kl_scale": kl_coef if isinstance(kl_coef, Tensor) else None,
+        "entropy_scale": entropy_coef if isinstance(entropy_coef, Tensor) else None,
         "kl_coef": 1.0 if isinstance(kl_coef, Tensor) else float(kl_coef),
         "entropy_coef": 1.0 if isinstance(entropy_coef, Tensor) else float(entropy_coef),
         "limit": float(config.log_ratio_limit), "low_bound": float(config.clip[0]),
@@ -344,31 +352,23 @@ def _numbers(
         "k_neg": float(gate.k_neg), "lam_pos": float(gate.lambda_pos), "lam_neg": float(gate.lambda_neg),
         "cap": float(config.ratio_cap), "beta": float(config.dro_beta),
         "kl_input_clamp": float(config.kl_clamp[0]), "kl_clamp": float(config.kl_clamp[1]),
-        "w_low": -inf if rule is None or rule.low is None else float(rule.low),
-        "w_high": inf if rule is None or rule.high is None else float(rule.high),
+        "correction_low": -inf if rule is None or rule.low is None else float(rule.low),
+        "correction_high": inf if rule is None or rule.high is None else float(rule.high),
     }  # fmt: skip
-
-
-def _constants(
-    config: LossConfig, omega: Omega, omega2: Omega, kl_coef: float | Tensor, entropy_coef: float | Tensor
-) -> dict[str, Any]:
-    kl = config.kl or "none"
-    importance = "none"
-    if config.kl_importance:
-        importance = "ratio" if config.surrogate in {"clip", "cispo", "sapo"} else "own"
     return {
+        **numbers,
         "KIND": config.surrogate,
         "LEVEL": config.level,
         "SHARED": config.level == "sequence" and not config.own_gradient,
         "DUAL": config.dual_clip is not None,
         "KL": kl.removesuffix("+"),
-        "STRAIGHT": kl.endswith("+"),
+        "STRAIGHT_THROUGH": kl.endswith("+"),
         "IMPORTANCE": importance,
         "DROP": config.correction is not None and config.correction.mode == "mask",
-        "PER": omega.per_sequence,
-        "PER2": omega2.per_sequence,
-        "DEN": omega.count is not None,
-        "DEN2": omega2.count is not None,
-        "KL_AT": isinstance(kl_coef, Tensor),
-        "ENTROPY_AT": isinstance(entropy_coef, Tensor),
+        "PER_SEQUENCE": weight.per_sequence,
+        "ENTROPY_PER_SEQUENCE": entropy_weight.per_sequence,
+        "HAS_DENOMINATOR": weight.count is not None,
+        "HAS_ENTROPY_DENOMINATOR": entropy_weight.count is not None,
+        "HAS_KL_SCALE": isinstance(kl_coef, Tensor),
+        "HAS_ENTROPY_SCALE": isinstance(entropy_coef, Tensor),
     }

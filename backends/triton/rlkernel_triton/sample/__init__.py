@@ -1,1 +1,1 @@
-"""Sampling in Triton: one pass over the logits, one finish per row, draws keyed by request, step and token."""
+"""`sample` on Triton: one pass over the logits, one program a row, noise keyed by request, step and token."""

@@ -30,23 +30,23 @@ def rank_of(x: Tensor, token: Tensor) -> Tensor:
     return ((x > own) | ((x == own) & (ids < token[:, None]))).sum(1).to(torch.int32)
 
 
-def top_of(x: Tensor, law: Tensor, count: Tensor | None, padding: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def top_of(x: Tensor, stats: Tensor, count: Tensor | None, padding: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n best ids and their log-probabilities, [N, n]; -1 and -inf where there is no n-th token.
 
     Args:
         x: [N, V] fp32 logits without NaN.
-        law: [N, 3] best logit, T, log of the weights; or [N, 2] without the T, which is 1.
-        count: [N] kept tokens; None where the law drops none.
+        stats: [N, 3] best logit, T, log of the weights; or [N, 2] without the T, which is 1.
+        count: [N] kept tokens; None where nothing is dropped.
         padding: [N] rows that stand for nothing.
         n: how many.
     """
     best = order(x, n)
     v = x.gather(1, best)
-    top = law[:, :1]
+    top = stats[:, :1]
     # Beside +inf all others have no mass.
     there = (v > -torch.inf) & ((top < torch.inf) | (v == top)) & ~padding[:, None]
     if count is not None:
         there &= torch.arange(best.shape[1], device=x.device) < count[:, None]
     y = torch.where(v == top, 0.0, v - top)
-    y = y / law[:, 1:2] if law.shape[1] == 3 else y
-    return torch.where(there, best, -1), torch.where(there, y - law[:, -1:], -torch.inf)
+    y = y / stats[:, 1:2] if stats.shape[1] == 3 else y
+    return torch.where(there, best, -1), torch.where(there, y - stats[:, -1:], -torch.inf)

@@ -1,6 +1,6 @@
-"""sample@1 in Triton: two launches, no host synchronisation, no shape that depends on data.
+"""sample@1 in Triton: two launches, no host synchronization, no shape that depends on data.
 
-`stream.tiles` reads the logits once; `finish.finish` merges the tiles, finds what the filters keep and draws. Bias,
+`tile_stats` reads the logits once; `select_and_sample` merges the tiles, finds what the filters keep and draws. Bias,
 banned ids and penalties are applied before, by the core's torch formulas into one fp32 copy of the logits; the bitmask
 is read by the kernels. Ranked results (kept ids, top n, rank) sort the row and cost what a sort costs.
 
@@ -19,13 +19,14 @@ from torch import Tensor
 from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult, Status
+from rlkernel_triton.common.sampling_arguments import as_int64, flat
 from rlkernel_triton.sample.extras import kept_ids, rank_of, top_of
-from rlkernel_triton.sample.plan import SHAPE, Drawn, Law, Plan, Shape, as_int64, draw, flat
+from rlkernel_triton.sample.plan import SHAPE, Drawn, SamplePlan, SamplingParams, Shape, draw
 
-__all__ = ["SHAPE", "Law", "Shape", "as_int64", "draw", "prepare", "sample"]
+__all__ = ["SHAPE", "SamplingParams", "Shape", "as_int64", "draw", "prepare", "sample"]
 
 
-_LAW: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "step", "slot")  # in the order of a law's arguments
+_PARAMETERS: Final = ("temperature", "top_k", "top_p", "min_p", "seed", "step", "slot")  # in the order of the arguments
 
 
 def sample(call: SampleCall) -> SampleResult:
@@ -44,16 +45,16 @@ class _Sampler:
     def __init__(self, call: SampleCall) -> None:
         (N, W), V = call.logits.shape, call.vocab_size or call.logits.shape[1]
         self._N, self._V, self._cuts = N, V, V != W
-        law = {name: getattr(call, name) for name in _LAW}
-        self._law = Law(**law, filter_order=call.filter_order, tie=call.tie, stream=call.stream)
-        self._numbers = [None if isinstance(p, Tensor) else p for p in self._law.arguments()]
-        self._tensors = [(i, name) for i, (name, value) in enumerate(law.items()) if isinstance(value, Tensor)]
+        given = {name: getattr(call, name) for name in _PARAMETERS}
+        self._params = SamplingParams(**given, filter_order=call.filter_order, tie=call.tie, stream=call.stream)
+        self._numbers = [None if isinstance(p, Tensor) else p for p in self._params.arguments()]
+        self._tensors = [(i, name) for i, (name, value) in enumerate(given.items()) if isinstance(value, Tensor)]
         self._seed, self._step = (not isinstance(x, Tensor) for x in (call.seed, call.step))
         self._edits = any(x is not None for x in (call.penalties, call.bias, call.banned))
         self._ranked_raw = (call.top_n > 0 or call.rank) and call.top_n_from == "raw"
         self._raw = call.raw_logprob or self._ranked_raw
         self._more = bool(call.kept_capacity or call.top_n or call.rank)
-        self._plan: Plan | None = None
+        self._plan: SamplePlan | None = None
 
     def run(self, call: SampleCall) -> SampleResult:
         """One token per row."""
@@ -83,15 +84,15 @@ class _Sampler:
             allowed = allowed.contiguous()
         plan = self._plan
         if plan is None:
-            plan = self._plan = Plan(
-                x, raw, self._law, tuple(parameters), allowed=allowed, spoiled=spoiled, entropy=call.entropy,
-                laws=call.top_n > 0, shape=SHAPE,
+            plan = self._plan = SamplePlan(
+                x, raw, self._params, tuple(parameters), allowed=allowed, spoiled=spoiled, entropy=call.entropy,
+                row_stats=call.top_n > 0, shape=SHAPE,
             )  # fmt: skip
         return plan(x, raw, parameters, call.stream, allowed, spoiled, call.invalid_token)
 
     def _ranked(self, call: SampleCall, given: Tensor, x: Tensor, allowed: Tensor | None, drawn: Drawn) -> SampleResult:
         """The result with what takes an order of the row: kept ids, rank, the best tokens."""
-        out, laws, slot = drawn.result, drawn.laws, call.slot
+        out, row_stats, slot = drawn.result, drawn.row_stats, call.slot
         padding = torch.zeros_like(out.status, dtype=torch.bool) if slot is None else slot < 0
         extra: dict[str, Tensor] = {}
         x = masked(x, allowed)
@@ -103,11 +104,11 @@ class _Sampler:
         if call.rank:
             ranking = masked(given, None) if self._ranked_raw else x
             extra["rank"] = torch.where(none, -1, rank_of(ranking, out.token))
-        if laws is not None:
+        if row_stats is not None:
             source = masked(given, None) if self._ranked_raw else x
             count = None if self._ranked_raw else out.kept_count
             extra["top_ids"], extra["top_logprobs"] = top_of(
-                source, laws[:, 3:] if self._ranked_raw else laws[:, :3], count, padding, call.top_n
+                source, row_stats[:, 3:] if self._ranked_raw else row_stats[:, :3], count, padding, call.top_n
             )
         return replace(out if call.raw_logprob else replace(out, raw_logprob=None), **extra)
 

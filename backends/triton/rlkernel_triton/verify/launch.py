@@ -1,6 +1,6 @@
-"""verify@1 in Triton: the sampler's kernels give each row its law and a token, and those of `verify_kernels` the rest.
+"""verify@1 in Triton: the sampler's kernels give each row its distribution and a token; kernels of drafts do the rest.
 
-No host synchronisation and no shape that depends on data. Penalties, bias and banned ids go through the core's torch
+No host synchronization and no shape that depends on data. Penalties, bias and banned ids go through the core's torch
 formulas into one fp32 copy of the logits, as in sample.
 
 Legend: B requests · K drafts · M = K + B rows · V vocabulary.
@@ -18,14 +18,15 @@ from rlkernel_common.drafts import DraftRows, with_drafts
 from rlkernel_common.requests import decode, edit
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.sampling_arguments import as_int64, flat
 from rlkernel_triton.launchers import Launcher, launcher_for
-from rlkernel_triton.sample.plan import SHAPE, Drawn, Law, Plan, as_int64, flat
+from rlkernel_triton.sample.plan import SHAPE, Drawn, SamplePlan, SamplingParams
 from rlkernel_triton.verify import kernels
 
 BLOCK: Final = 1024  # tokens of a tile
 WIDE: Final = 8192  # logits of a draft that one program adds up
 REQUEST: Final = 32  # rows of a request that are looked at together
-_PER_REQUEST: Final = ("temperature", "top_k", "top_p", "min_p", "seed")  # in the order of a law's arguments
+_PER_REQUEST: Final = ("temperature", "top_k", "top_p", "min_p", "seed")  # in the order of their arguments
 
 
 def verify(call: VerifyCall) -> VerifyResult:
@@ -38,16 +39,16 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
     (M, W), K, B = call.target_logits.shape, call.draft_ids.shape[0], call.cu_draft.shape[0] - 1
     V, device, edits = call.vocab_size or W, call.target_logits.device, _edits(call)
     launcher = launcher_for(device)
-    lay_out = launcher.bind(kernels.lay_out, M=M, K=K, STEP_EACH=_parameter(call.step)[1], R=REQUEST)
-    law = _Laws(call, strict=call.draft_probs is None and call.draft_logits is None)
-    chains: list[_Chain] = []  # one, made of the first logits
+    requests_of_rows = launcher.bind(kernels.row_requests, M=M, K=K, STEP_EACH=_parameter(call.step)[1], R=REQUEST)
+    draws = _RowDraws(call, strict=call.draft_probs is None and call.draft_logits is None)
+    launches: list[_DraftLaunches] = []  # one, made of the first logits
 
     def run(call: VerifyCall) -> VerifyResult:
         given = call.target_logits if V == W else call.target_logits[:, :V]
         cu, drafts = call.cu_draft.contiguous(), call.draft_ids.contiguous()
         rows = torch.zeros(4, M, dtype=torch.int64, device=device)
         if B:
-            lay_out((B, 1, 1), cu, drafts, _parameter(call.step)[0], rows)
+            requests_of_rows((B, 1, 1), cu, drafts, _parameter(call.step)[0], rows)
         request, place, draft, step = rows.unbind()
         x, spoiled, allowed = given, None, call.allowed
         if edits:
@@ -61,12 +62,12 @@ def prepare(call: VerifyCall) -> Callable[[VerifyCall], VerifyResult]:
             spoiled = (edited.nan * 1 + (decoded.bad | edited.bad) * 2).to(torch.int32)
         elif allowed is not None:
             allowed = allowed.contiguous()
-        drawn = law.draw(call, x, given, request, step, allowed, spoiled)
+        drawn = draws.draw(call, x, given, request, step, allowed, spoiled)
         accepted = torch.empty(B, dtype=torch.int32, device=device)
         if B:
-            if not chains:
-                chains.append(_Chain(launcher, call, x, allowed, M, V))
-            chains[0](call, rows, cu, x, given, allowed, drawn, accepted)
+            if not launches:
+                launches.append(_DraftLaunches(launcher, call, x, allowed, M, V))
+            launches[0](call, rows, cu, x, given, allowed, drawn, accepted)
         result = drawn.result
         return VerifyResult(
             accepted=accepted,
@@ -86,12 +87,12 @@ def _edits(call: VerifyCall) -> bool:
     return any(x is not None for x in (call.penalties, call.bias, call.banned))
 
 
-class _Laws:
-    """The law of every row and a token of it, drawn as sample draws it."""
+class _RowDraws:
+    """The distribution of every row and a token of it, drawn as sample draws it."""
 
     def __init__(self, call: VerifyCall, *, strict: bool) -> None:
         given = {name: getattr(call, name) for name in _PER_REQUEST}
-        self._gathered = [  # parameters with an entry per request: their places among a law's arguments
+        self._gathered = [  # parameters with an entry per request: their places among the arguments
             (i, name)
             for i, (name, value) in enumerate(given.items())
             if isinstance(value, Tensor) and value.numel() != 1
@@ -104,13 +105,13 @@ class _Laws:
         self._seeded = not isinstance(call.seed, Tensor)
         self._strict, self._invalid_token, self._raw = strict, call.invalid_token, call.raw_logprob
         self._parameters: list[Any] = []
-        self._plan: Plan | None = None
+        self._plan: SamplePlan | None = None
 
     def draw(
         self, call: VerifyCall, x: Tensor, given: Tensor, request: Tensor, step: Tensor, allowed: Tensor | None,
         spoiled: Tensor | None,
     ) -> Drawn:  # fmt: skip
-        """The draw, with its laws where drafts are tested against theirs."""
+        """The draw, with statistics of its rows where drafts are tested against them."""
         raw = given if self._raw else None
         if self._plan is None:
             self._prepare(call, x, raw, request, step, allowed, spoiled)
@@ -130,17 +131,17 @@ class _Laws:
     ) -> None:  # fmt: skip
         each = {name: getattr(call, name) for name in _PER_REQUEST}
         each |= {name: each[name].reshape(-1)[request] for _, name in self._gathered}
-        law = Law(**each, step=step, filter_order=call.filter_order, tie=call.tie, slot=None, stream=0)
-        parameters = law.arguments()
+        params = SamplingParams(**each, step=step, filter_order=call.filter_order, tie=call.tie, slot=None, stream=0)
+        parameters = params.arguments()
         self._parameters = [None if isinstance(p, Tensor) else p for p in parameters]
-        self._plan = Plan(
-            x, raw, law, parameters, allowed=allowed, spoiled=spoiled, entropy=False, laws=not self._strict,
+        self._plan = SamplePlan(
+            x, raw, params, parameters, allowed=allowed, spoiled=spoiled, entropy=False, row_stats=not self._strict,
             shape=SHAPE,
         )  # fmt: skip
 
 
-class _Chain:
-    """The launches of a round of drafts, once every row has its law and a token."""
+class _DraftLaunches:
+    """The launches of a round of drafts, once every row has its distribution and a token."""
 
     def __init__(
         self, launcher: Launcher, call: VerifyCall, x: Tensor, allowed: Tensor | None, M: int, V: int
@@ -149,8 +150,8 @@ class _Chain:
         self.logits = call.draft_logits is not None
         q = call.draft_logits if self.logits else call.draft_probs
         self._strict = q is None
-        self._stop = launcher.bind(
-            kernels.stop, M=M, V=V, invalid_token=call.invalid_token, STRICT=self._strict, RAW=raw, R=REQUEST
+        self._count = launcher.bind(
+            kernels.count_accepted, M=M, V=V, invalid_token=call.invalid_token, STRICT=self._strict, RAW=raw, R=REQUEST
         )
         self._B, self._M = (B, 1, 1), (M, 1, 1)
         if q is None:
@@ -163,19 +164,19 @@ class _Chain:
             "SEED_EACH": _parameter(call.seed)[1],
         }  # fmt: skip
         strides: dict[str, Any] = {"row_stride": q.stride(0), "column_stride": q.stride(1)}
-        self._weighed = self.logits and K > 0
-        if self._weighed:
-            self._weigh = launcher.bind(kernels.weigh_drafts, **strides, V=V, W=W, WIDE=WIDE, BLOCK=BLOCK)
-            self._join = launcher.bind(kernels.join_drafts, W=W, PARTS=triton.next_power_of_2(W))
-        self._test = launcher.bind(kernels.test, **common)
-        self._search = launcher.bind(kernels.search, **common, S=S, BLOCK=BLOCK)
-        self._put = launcher.bind(
-            kernels.put, **view, raw_row_stride=given.stride(0), raw_column_stride=given.stride(1), S=S, RAW=raw,
-            SP=triton.next_power_of_2(S),
+        self._has_draft_logits = self.logits and K > 0
+        if self._has_draft_logits:
+            self._partial = launcher.bind(kernels.partial_draft_softmax, **strides, V=V, W=W, WIDE=WIDE, BLOCK=BLOCK)
+            self._merge = launcher.bind(kernels.merge_draft_softmax, W=W, PARTS=triton.next_power_of_2(W))
+        self._accept = launcher.bind(kernels.accept_drafts, **common)
+        self._residual = launcher.bind(kernels.residual_argmax, **common, S=S, BLOCK=BLOCK)
+        self._write = launcher.bind(
+            kernels.write_replacements, **view, raw_row_stride=given.stride(0), raw_column_stride=given.stride(1), S=S,
+            RAW=raw, SP=triton.next_power_of_2(S),
         )  # fmt: skip
         self._KW, self._K, self._BS = (K, W, 1), (K, 1, 1), (B, S, 1)
         # Sums of drafts, their parts and scores in float64; accepted drafts and winners as integers.
-        self._floats = [2 * max(K, 1), 2 * K * W if self._weighed else 0, 2 * B * S]
+        self._floats = [2 * max(K, 1), 2 * K * W if self._has_draft_logits else 0, 2 * B * S]
         self._ints = [-(-M // 4) * 4, 2 * B * S]
 
     def __call__(
@@ -190,9 +191,9 @@ class _Chain:
         accepted: Tensor,
     ) -> None:
         """Accept, and draw in place of the first draft that fails; results are written into those of `drawn`."""
-        result, laws, longs, ints, floats = drawn
+        result, row_stats, longs, ints, floats = drawn
         if self._strict:
-            self._stop(self._B, rows, cu, None, longs, ints, floats, accepted)
+            self._count(self._B, rows, cu, None, longs, ints, floats, accepted)
             return
         device = x.device
         q = call.draft_logits if self.logits else call.draft_probs
@@ -202,17 +203,18 @@ class _Chain:
         accept, winners = torch.empty(
             sum(self._ints), dtype=torch.int32, device=device
         ).unsafe_split_with_sizes(self._ints)  # fmt: skip
-        if self._weighed:
-            self._weigh(self._KW, q, parts)
-            self._join(self._K, parts, sums)
+        if self._has_draft_logits:
+            self._partial(self._KW, q, parts)
+            self._merge(self._K, parts, sums)
         seed, _ = _parameter(call.seed)
-        cut, cut_id = result.threshold, result.threshold_id
-        self._test(self._M, rows, x, allowed, q, sums, seed, laws, cut, cut_id, accept)
-        self._stop(self._B, rows, cu, accept, longs, ints, floats, accepted)
-        self._search(
-            self._BS, rows, cu, accepted, x, allowed, q, sums, seed, laws, cut, cut_id, ints, scores, winners
+        threshold, threshold_id = result.threshold, result.threshold_id
+        self._accept(self._M, rows, x, allowed, q, sums, seed, row_stats, threshold, threshold_id, accept)
+        self._count(self._B, rows, cu, accept, longs, ints, floats, accepted)
+        self._residual(
+            self._BS, rows, cu, accepted, x, allowed, q, sums, seed, row_stats, threshold, threshold_id, ints, scores,
+            winners,
         )  # fmt: skip
-        self._put(self._M, rows, cu, accepted, x, given, laws, scores, winners, longs, ints, floats)
+        self._write(self._M, rows, cu, accepted, x, given, row_stats, scores, winners, longs, ints, floats)
 
 
 def _parameter(value: int | Tensor) -> tuple[int | Tensor, int]:

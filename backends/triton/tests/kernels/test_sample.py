@@ -11,12 +11,12 @@ import rlkernel as rlk
 from rlkernel import policy as policies
 from rlkernel_core.spec.sampling import LogitBias, Penalties, Status, TokenLists
 from rlkernel_torch.direct import sample as definition
-from rlkernel_triton.common.gumbel_noise import early, uniform
+from rlkernel_triton.common.gumbel_noise import exponential_bound, uniform
 from rlkernel_triton.sample import launch as call
 from rlkernel_triton.sample.plan import Shape
 
 # Small cuts, so that a toy vocabulary has many tiles, groups, candidates and blocks.
-SMALL = Shape(TILE=64, GROUP=16, K=8, C=32, FEW=16, BLOCK=256)
+SMALL = Shape(TILE=64, GROUP=16, K=8, C=32, GATHERED=16, BLOCK=256)
 RESULTS = (
     "token", "logprob", "log_kept_mass", "kept_count", "status", "threshold", "threshold_id", "raw_logprob",
     "entropy", "kept_ids", "top_ids", "top_logprobs", "rank",
@@ -27,7 +27,7 @@ RESULTS = (
 def bounds(words, low, N: tl.constexpr):
     """`early` of words."""
     i = tl.arange(0, N)
-    tl.store(low + i, early(uniform(tl.load(words + i).to(tl.uint32))))
+    tl.store(low + i, exponential_bound(uniform(tl.load(words + i).to(tl.uint32))))
 
 
 @pytest.fixture

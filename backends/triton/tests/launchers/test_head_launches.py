@@ -9,12 +9,12 @@ from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_core.spec.verify import VerifyCall
+from rlkernel_triton.common import matmul_tiles
 from rlkernel_triton.launchers import Recorder, planning_for, using
-from rlkernel_triton.linear_logprob import head as head_calls
 from rlkernel_triton.linear_logprob import launch as linear_logprob
-from rlkernel_triton.linear_logprob import workspace as head_workspace
+from rlkernel_triton.linear_logprob import workspace
 from rlkernel_triton.linear_policy_loss import launch as linear_policy_loss
-from rlkernel_triton.lm_head_sample import launch as head_sampling
+from rlkernel_triton.lm_head_sample import launch as lm_head_sample
 from rlkernel_triton.verify import launch as verify
 
 N, D, V = 64, 256, 1024
@@ -22,7 +22,7 @@ N, D, V = 64, 256, 1024
 
 @pytest.fixture
 def recorder(monkeypatch):
-    monkeypatch.setattr(head_calls, "arch_of", lambda _: "sm90")
+    monkeypatch.setattr(matmul_tiles, "arch_of", lambda _: "sm90")
     recorder = Recorder()
     with using(recorder):
         yield recorder
@@ -61,7 +61,7 @@ OPTIONS = {
 def test_log_probabilities_are_three_launches(recorder):
     given = law(entropy=True)
     out = linear_logprob.prepare(given)(given)
-    assert names(recorder) == ["head_sweep", "join", "law"]
+    assert names(recorder) == ["head_partial_softmax", "merge_tiles", "merge_softmax"]
     assert [launch.grid for launch in recorder.launches] == [(4, 1, 1), (2, 1, 1), (2, 1, 1)]
     assert dict(recorder.launches[0].build.constants)["MOMENT"] is True
     assert (out.logprob.shape, out.entropy.shape, out.invalid.dtype) == ((N,), (N,), torch.bool)
@@ -95,11 +95,11 @@ def test_log_probabilities_have_a_node_where_a_gradient_is_wanted_and_nowhere_el
 
 
 def test_gradients_are_three_launches_for_each_block_of_columns(recorder, monkeypatch):
-    monkeypatch.setattr(head_workspace, "BLOCKS", ((16384, 64),))
+    monkeypatch.setattr(workspace, "BLOCKS", ((16384, 64),))
     given = law(grad=True, entropy=True)
     out = linear_logprob.prepare(given)(given)
     (out.logprob.sum() + out.entropy.sum()).backward()
-    assert names(recorder)[3:] == ["head_gradient", "product", "product"] * (V // 64)
+    assert names(recorder)[3:] == ["head_dlogits", "head_matmul", "head_matmul"] * (V // 64)
     constants = dict(recorder.launches[3].build.constants)
     assert [constants[n] for n in ("G", "G_LSE", "G_ENTROPY", "G_MASS")] == [True, False, True, False]
     assert (given.hidden.grad.shape, given.weight.grad.shape) == ((N, D), (V, D))
@@ -116,21 +116,21 @@ def test_a_plan_of_gradients_launches_the_same_at_every_call(recorder, name):
     assert recorder.launches[:half] == recorder.launches[half:]
 
 
-@pytest.mark.parametrize(("free", "blocks"), [(0, 16), (head_workspace.FREE, 1)])
+@pytest.mark.parametrize(("free", "blocks"), [(0, 16), (workspace.FREE, 1)])
 def test_a_small_head_is_one_block_of_columns_and_a_frozen_one_saves_a_product(recorder, monkeypatch, free, blocks):
-    monkeypatch.setattr(head_workspace, "FREE", free)
+    monkeypatch.setattr(workspace, "FREE", free)
     given = law(backward="recompute")
     given.hidden.requires_grad_()
     linear_logprob.prepare(given)(given).logprob.sum().backward()
-    assert names(recorder)[3:] == ["head_gradient", "product"] * blocks
+    assert names(recorder)[3:] == ["head_dlogits", "head_matmul"] * blocks
     assert given.weight.grad is None
 
 
-def test_a_support_of_a_masked_call_is_placed_before_the_sweep(recorder):
+def test_the_bits_of_a_support_are_set_before_the_head_is_read(recorder):
     support = Support(meta(400, dtype=torch.int64), meta(N + 1, dtype=torch.int64))
     given = law(support=support, mask=flag(N))
     assert linear_logprob.prepare(given)(given).log_kept_mass.shape == (N,)
-    assert names(recorder) == ["place", "head_sweep", "join", "law"]
+    assert names(recorder) == ["set_bits", "head_partial_softmax", "merge_tiles", "merge_softmax"]
 
 
 def test_no_rows_of_hidden_states_are_no_launches(recorder):
@@ -148,10 +148,10 @@ def draws(rows=8, *, device="meta", **options):
 
 
 def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
-    monkeypatch.setattr(head_sampling, "_at_a_time", lambda *_: 2000)
+    monkeypatch.setattr(lm_head_sample, "_at_a_time", lambda *_: 2000)
     given = draws(softcap=20.0, raw_logprob=True)
-    out = head_sampling.prepare(given)(given)
-    assert names(recorder) == ["head_logits", "draw_slab", "draw_row"]
+    out = lm_head_sample.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "slab_stats", "sample_row"]
     assert dict(recorder.launches[1].build.constants)["RAW"] is True
     assert (out.token.shape, out.raw_logprob.shape, out.status.dtype) == ((8,), (8,), torch.int32)
 
@@ -159,7 +159,7 @@ def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "rows", "kernel"),
     [
-        ("sm_90", 64, "described_logits"),
+        ("sm_90", 64, "head_logits_tma"),
         ("sm_90", 4, "head_logits"),  # few rows wait for the head alone
         ("sm_80", 64, "head_logits"),
         ("gfx942", 64, "head_logits"),
@@ -168,9 +168,9 @@ def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
 def test_the_copy_engine_brings_many_rows_on_hopper_alone(target, rows, kernel):
     recorder, given = Recorder(), draws(rows)
     with planning_for(target), using(recorder):
-        head_sampling.prepare(given)(given)
+        lm_head_sample.prepare(given)(given)
     assert names(recorder)[0] == kernel
-    kind = "tensordesc<bf16[64, 64]>" if kernel == "described_logits" else "*bf16"
+    kind = "tensordesc<bf16[64, 64]>" if kernel == "head_logits_tma" else "*bf16"
     assert dict(recorder.launches[0].build.types)["x"] == kind
 
 
@@ -179,33 +179,33 @@ def test_slabs_are_as_wide_as_the_planned_gpu_multiplies_at_a_time():
     for target in ("sm_87", "sm_90"):
         given = draws(100)
         with planning_for(target), using(Recorder()):
-            head = head_sampling._Head(head_sampling.launcher_for(given.hidden.device), given, 1 << 20)
+            head = lm_head_sample._Head(lm_head_sample.launcher_for(given.hidden.device), given, 1 << 20)
             widths[target] = head.cuts(100)[0][1]
     assert widths == {"sm_87": 2048, "sm_90": 32768}
 
 
 def test_slabs_are_drawn_from_one_after_the_other(recorder):
     given = draws()
-    head_sampling.prepare(given)(given)
-    assert names(recorder) == ["head_logits", "draw_slab"] * 8 + ["draw_row"]
+    lm_head_sample.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "slab_stats"] * 8 + ["sample_row"]
 
 
 def test_a_filter_sends_the_logits_to_the_sampler(recorder):
     given = draws(top_k=20)
-    head_sampling.prepare(given)(given)
-    assert names(recorder) == ["head_logits", "tiles", "finish"]
+    lm_head_sample.prepare(given)(given)
+    assert names(recorder) == ["head_logits", "tile_stats", "select_and_sample"]
 
 
 def test_no_rows_draw_nothing_and_launch_nothing(recorder):
     given = draws(0)
-    assert head_sampling.prepare(given)(given).token.shape == (0,)
+    assert lm_head_sample.prepare(given)(given).token.shape == (0,)
     assert recorder.launches == []
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "seed": 7}, {"vocab_size": 1000}])
 def test_a_plan_of_draws_launches_the_same_at_every_call_but_for_its_numbers(recorder, options):
     rows = 1 if "seed" in options else 8
-    run = head_sampling.prepare(draws(rows, **options))
+    run = lm_head_sample.prepare(draws(rows, **options))
     for step in (3, 4):
         run(draws(rows, **options, step=step))
     half = len(recorder.launches) // 2
@@ -216,8 +216,8 @@ def test_a_plan_of_draws_launches_the_same_at_every_call_but_for_its_numbers(rec
 def test_an_edited_draw_counts_what_edits_spoil(recorder):
     lists = TokenLists(torch.zeros(2, dtype=torch.int64), torch.tensor([0, *[2] * 8]))
     given = draws(device="cpu", banned=lists)
-    head_sampling.prepare(given)(given)
-    assert set(names(recorder)) == {"head_logits", "draw_slab", "draw_row"}
+    lm_head_sample.prepare(given)(given)
+    assert set(names(recorder)) == {"head_logits", "slab_stats", "sample_row"}
     assert dict(recorder.launches[-1].build.constants)["HAS_SPOILED"] is True
 
 
@@ -230,10 +230,11 @@ def drafts(form, **options):
     return VerifyCall(meta(8, V), ids(6), **{"cu_draft": ids(3), "seed": ids(2), "step": 3, **laws, **options})
 
 
+ACCEPTING = ["accept_drafts", "count_accepted", "residual_argmax", "write_replacements"]
 LAUNCHED = {
-    "strict": ["stop"],
-    "logits": ["weigh_drafts", "join_drafts", "test", "stop", "search", "put"],
-    "probabilities": ["test", "stop", "search", "put"],
+    "strict": ["count_accepted"],
+    "logits": ["partial_draft_softmax", "merge_draft_softmax", *ACCEPTING],
+    "probabilities": ACCEPTING,
 }
 
 
@@ -241,7 +242,7 @@ LAUNCHED = {
 def test_what_a_round_of_drafts_launches(recorder, form):
     given = drafts(form, raw_logprob=True)
     out = verify.prepare(given)(given)
-    assert names(recorder) == ["lay_out", "tiles", "tiles", "finish", *LAUNCHED[form]]
+    assert names(recorder) == ["row_requests", "tile_stats", "tile_stats", "select_and_sample", *LAUNCHED[form]]
     assert (out.accepted.shape, out.token.shape, out.raw_logprob.shape) == ((2,), (8,), (8,))
 
 
@@ -275,19 +276,22 @@ def loss(rows=N, *, grad=False, **options):
 BATCH, TOTAL = ["tokens_kernel"], ["loss_kernel", "total_kernel"]
 
 
-def test_a_loss_without_gradients_is_swept_once_and_has_no_node(recorder):
+def test_a_loss_without_gradients_reads_logits_once_and_has_no_node(recorder):
     given = loss(entropy=True)
     out = linear_policy_loss.prepare(given)(given)
-    assert names(recorder) == ["sweep", "law", *BATCH, *TOTAL]
+    assert names(recorder) == ["partial_softmax", "merge_softmax", *BATCH, *TOTAL]
     assert (out.loss.grad_fn, out.logprob.shape, out.entropy.shape) == (None, (N,), (N,))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
-def test_one_block_is_swept_once_whatever_the_loss_needs_of_other_tokens(recorder, kind):
+def test_one_block_is_read_once_whatever_the_loss_needs_of_other_tokens(recorder, kind):
     packed = {"cu_seqlens": ids(3)} if kind == "gspo" else {}
     given = loss(grad=True, kind=kind, **packed)
     linear_policy_loss.prepare(given)(given).loss.backward()
-    assert names(recorder) == ["sweep", "law", *BATCH, "loss_kernel", "gradient", "total_kernel", *["scale_kernel"] * 2]
+    assert names(recorder) == [
+        *["partial_softmax", "merge_softmax", *BATCH, "loss_kernel", "softmax_backward", "total_kernel"],
+        *["scale_kernel"] * 2,
+    ]
     sizes = [launch.grid[0] for launch in recorder.launches[-2:]]
     assert sizes == [N * D // 1024, V * D // 1024]
 
@@ -295,7 +299,7 @@ def test_one_block_is_swept_once_whatever_the_loss_needs_of_other_tokens(recorde
 def test_blocks_of_a_loss_are_worked_on_one_after_the_other(recorder):
     given = loss(1100, grad=True)
     linear_policy_loss.prepare(given)(given)
-    of_block = ["sweep", "law", "loss_kernel", "gradient"]
+    of_block = ["partial_softmax", "merge_softmax", "loss_kernel", "softmax_backward"]
     assert names(recorder) == [*BATCH, *of_block * 3, "total_kernel"]
     programs = [launch.grid[0] for launch in recorder.launches if launch.build.kernel.endswith("loss_kernel")]
     assert programs == [3, 3, 3]

@@ -7,9 +7,10 @@ import torch
 
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec.logprob import LogprobCall, Support
-from rlkernel_triton.common.row_layout import places_of, rows_of
+from rlkernel_triton.common.row_layout import layout_of, rows_of
+from rlkernel_triton.common.softmax_rows import planes
 from rlkernel_triton.launchers import Recorder, launcher_for, plain_launcher_for, using
-from rlkernel_triton.logprob.launch import planes, prepare
+from rlkernel_triton.logprob.launch import prepare
 
 V = 70_000  # three parts
 
@@ -37,11 +38,11 @@ def call(N=8, *, grad=False, dtype=torch.bfloat16, **options):
 def test_a_forward_is_two_launches():
     with recorded() as recorder:
         prepare(call())(call())
-    assert names(recorder) == ["sweep", "law"]
-    sweep, law = recorder.launches
-    assert (sweep.grid, law.grid) == ((8, 3, 1), (1, 1, 1))
-    assert dict(sweep.build.constants)["MOMENT"] is False
-    assert dict(sweep.build.types)["logits"] == "*bf16"
+    assert names(recorder) == ["partial_softmax", "merge_softmax"]
+    partial, merge = recorder.launches
+    assert (partial.grid, merge.grid) == ((8, 3, 1), (1, 1, 1))
+    assert dict(partial.build.constants)["MOMENT"] is False
+    assert dict(partial.build.types)["logits"] == "*bf16"
 
 
 def test_a_backward_is_one_launch_for_the_results_that_gradients_arrive_at():
@@ -50,7 +51,7 @@ def test_a_backward_is_one_launch_for_the_results_that_gradients_arrive_at():
         out = prepare(given)(given)
         (out.logprob.sum() + out.entropy.sum()).backward()
         assert given.logits.grad.shape == given.logits.shape
-    assert names(recorder) == ["sweep", "law", "gradient"]
+    assert names(recorder) == ["partial_softmax", "merge_softmax", "softmax_backward"]
     constants = dict(recorder.launches[-1].build.constants)
     assert [constants[n] for n in ("G", "G_LSE", "G_ENTROPY", "G_MASS")] == [True, False, True, False]
 
@@ -76,7 +77,10 @@ def test_every_option_is_recorded():
     with recorded() as recorder:
         given = call(support=support, top_logprobs=4, **options)
         prepare(given)(given)
-    assert names(recorder) == ["place", "sweep", "law", "order_keys", "sweep", "law", "values"]
+    assert names(recorder) == [
+        *["set_bits", "partial_softmax", "merge_softmax", "sort_keys", "partial_softmax", "merge_softmax"],
+        "top_logprobs",
+    ]
     assert dict(recorder.launches[1].build.types)["T"] == "*fp32"
 
 
@@ -116,8 +120,8 @@ def test_planes_are_aligned_apart_and_no_views(shape):
         (torch.zeros(4, 10)[:, ::2], False),
     ],
 )
-def test_places_are_those_of_the_rows_and_tell_a_copy(x, copied):
-    assert places_of(x) == (rows_of(x).places, copied)
+def test_layouts_are_those_of_the_rows_and_tell_a_copy(x, copied):
+    assert layout_of(x) == (rows_of(x).layout, copied)
     assert (rows_of(x).data is not x) == copied
 
 

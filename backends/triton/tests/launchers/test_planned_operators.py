@@ -64,8 +64,8 @@ KERNELS = {
     "masked gae, carried": ["scan_kernel"] * 3,
     "reinforce_pp": ["scan_kernel", "moments_kernel", "summary_kernel", "whiten_kernel"],
     "outcome rewards": ["last_token_kernel", "scan_kernel"],
-    "sample": ["tiles", "finish"],
-    "sample with edits": ["tiles", "tiles", "finish", "searched"],
+    "sample": ["tile_stats", "select_and_sample"],
+    "sample with edits": ["tile_stats", "tile_stats", "select_and_sample", "exact_sample"],
     "whiten": ["moments_kernel", "summary_kernel", "whiten_kernel"],
     "suffix scan": ["scan_kernel"],
     "long suffix scan": ["scan_kernel", "chain_kernel", "scan_kernel"],
@@ -117,4 +117,4 @@ def test_a_draw_is_two_launches():
     with using(recorder):
         sample(SampleCall(meta(2, 1000), top_k=20, seed=7, step=3))
     kernels = [launch.build.kernel.partition(":")[2] for launch in recorder.launches]
-    assert kernels == ["tiles", "finish"]
+    assert kernels == ["tile_stats", "select_and_sample"]

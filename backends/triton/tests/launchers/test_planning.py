@@ -55,10 +55,10 @@ def test_a_product_is_cut_for_the_target(target, expected):
     ("target", "overlapping", "registers"), [("sm_90", True, 96), ("sm_80", False, 96), ("gfx942", False, None)]
 )
 def test_a_draw_is_launched_as_on_the_target(target, overlapping, registers):
-    _, finish = drawn(target)
-    options = dict(finish.options)
+    _, select = drawn(target)
+    options = dict(select.options)
     assert (options.get("launch_pdl", False), options.get("maxnreg")) == (overlapping, registers)
-    assert dict(finish.constants)["EDGE"] == overlapping
+    assert dict(select.constants)["USE_PDL"] == overlapping
 
 
 def test_a_draw_is_planned_for_the_scope_that_it_is_in():

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlkernel_core.errors import ArgumentError, RLKernelError
-from rlkernel_triton.common import merge_softmax as law_kernel
+from rlkernel_triton.common.merge_softmax import merge_softmax
 from rlkernel_triton.launchers import Build, Recorder
 from rlkernel_triton.launchers.offline import compile_recorded, target_of
 
@@ -22,14 +22,14 @@ def several(x, n, seed, T, nothing, KIND: tl.constexpr, SIZE: tl.constexpr):
     """Nothing."""
 
 
-def law(recorder, device="meta", T=1.0):
+def merge(recorder, device="meta", T=1.0):
     """One launch that host code of logprob makes."""
     column, ids = torch.empty(N, device=device), torch.empty(N, dtype=torch.int64, device=device)
     parts, saved = torch.empty(4, N, P, device=device), torch.empty(6, N, device=device)
     invalid = torch.empty(N, dtype=torch.int8, device=device)
     launch = recorder.bind(
-        law_kernel.law, num_warps=4, N=N, P=P, whole=32000, HAS_MASK=False, HAS_T=False, SUPPORT=False,
-        MOMENT=True, ROWS=32, WIDTH=8, LOG=3, INTERPRETED=False,
+        merge_softmax, num_warps=4, N=N, P=P, whole=32000, HAS_MASK=False, HAS_T=False, SUPPORT=False,
+        MOMENT=True, ROWS=32, WIDTH=8,
     )  # fmt: skip
     launch((1,), parts, ids, ids, ids, T, column, column, column, column, invalid, saved)
 
@@ -68,29 +68,29 @@ def test_a_number_that_is_one_is_a_constant():
 def test_each_build_is_listed_once():
     recorder = Recorder()
     for T in (1.0, 0.5, 1):
-        law(recorder, T=T)
+        merge(recorder, T=T)
     assert (len(recorder.launches), len(recorder.builds)) == (3, 2)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_devices_without_kernels_record_the_same(device):
     recorder = Recorder()
-    law(recorder, device)
-    law(recorder, "cpu")
+    merge(recorder, device)
+    merge(recorder, "cpu")
     assert len(recorder.builds) == 1
 
 
 def test_fake_tensors_record_the_same():
     recorder = Recorder()
     with FakeTensorMode():
-        law(recorder, "cuda")
-    law(recorder, "cpu")
+        merge(recorder, "cuda")
+    merge(recorder, "cpu")
     assert len(recorder.builds) == 1
 
 
 def test_a_build_survives_json():
     recorder = Recorder()
-    law(recorder)
+    merge(recorder)
     assert recorder.builds[0] == Build.of(json.loads(json.dumps(recorder.builds[0].document())))
 
 
@@ -116,7 +116,7 @@ needs_linker = pytest.mark.skipif(
 @pytest.mark.parametrize("target", ["sm_80", "sm_87", "sm_90", pytest.param("gfx942", marks=needs_linker)])
 def test_a_recorded_launch_compiles_for_a_target(target):
     recorder = Recorder()
-    law(recorder)
+    merge(recorder)
     needs = compile_recorded(recorder.launches[0], target)
     assert 0 < needs.registers <= 256
     assert needs.spilled == 0
@@ -133,10 +133,10 @@ def test_an_unknown_target_is_refused():
 
 def test_a_kernel_that_has_changed_is_refused():
     recorder = Recorder()
-    law(recorder)
+    merge(recorder)
     document = recorder.builds[0].document()
     document["types"] = {n: kind for n, kind in document["types"].items() if n != "parts"}
-    with pytest.raises(RLKernelError, match=r"law has changed since it was recorded: parts"):
+    with pytest.raises(RLKernelError, match=r"merge_softmax has changed since it was recorded: parts"):
         compile_recorded(Build.of(document), "sm_90")
     with pytest.raises(RLKernelError, match=r"gone is no kernel of Triton's compiler here"):
         compile_recorded(Build.of({**document, "kernel": "rlkernel_triton.common.merge_softmax:gone"}), "sm_90")

@@ -1,12 +1,24 @@
-"""Tile shapes of the matmuls, by architecture and operand type: what fits registers and shared memory everywhere.
+"""Tiles of hidden @ weight.T: their shapes by architecture and operand type.
 
-A shape per kind of device, never searched for at run time: that would break graphs, and bits with them.
+A shape per kind of device, never searched for at run time: that would break graphs, and bits with them. The table holds
+what fits registers and shared memory everywhere.
+
+Legend: D hidden · BM, BN, BK rows, columns and steps of D of a tile.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_triton.common.device import arch_of
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import tl
+
+OPERAND_TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Tile(NamedTuple):
@@ -20,20 +32,22 @@ class Tile(NamedTuple):
     GROUP: int = 8
 
 
-# What a kernel holds beside its accumulators decides how large they may be. "sweep": statistics. "rich": statistics
-# under a cap or a support. "dlogits": the gradient. "product": nothing. "few": the same for few rows, which wait for
-# the head alone; where its tile is another one, both were seen to give a row the same bits. "wide": fp32 operands,
-# which no matrix unit takes unrounded. "saved": the gradient of kept logits, without a product. "described": operands
-# that the copy engine brings.
+# What a kernel holds beside its accumulators decides how large they may be:
+#   "stats"     softmax statistics            "stats+"   statistics under a cap or a support
+#   "dlogits"   the gradient of logits        "saved"    the same of kept logits, without a product
+#   "product"   nothing                       "small_m"  the same for few rows, which wait for the head alone
+#   "fp32"      fp32 operands, which no matrix unit takes unrounded
+#   "tma product", "tma small_m"  operands that Hopper's copy engine brings
+# Where the tile of "small_m" is another one than that of "product", both were seen to give a row the same bits.
 # (architecture, kernels) -> tile; the first that matches.
 TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
     ("interpreter", ("*",), Tile(64, 1024, 64, 4, 1)),
     ("*", ("saved",), Tile(8, 256, 16, 4, 1)),
-    ("*", ("wide",), Tile(64, 64, 16, 4, 2)),
-    ("sm90", ("sweep", "dlogits", "product"), Tile(128, 256, 64, 8, 3)),
-    ("sm100", ("sweep", "dlogits", "product", "few"), Tile(128, 256, 64, 8, 3)),
-    ("sm90", ("described product",), Tile(128, 256, 64, 8, 4)),
-    ("sm90", ("few", "described few"), Tile(64, 128, 64, 4, 4)),
+    ("*", ("fp32",), Tile(64, 64, 16, 4, 2)),
+    ("sm90", ("stats", "dlogits", "product"), Tile(128, 256, 64, 8, 3)),
+    ("sm100", ("stats", "dlogits", "product", "small_m"), Tile(128, 256, 64, 8, 3)),
+    ("sm90", ("tma product",), Tile(128, 256, 64, 8, 4)),
+    ("sm90", ("small_m", "tma small_m"), Tile(64, 128, 64, 4, 4)),
     ("sm90", ("*",), Tile(128, 128, 64, 8, 3)),
     ("sm100", ("*",), Tile(128, 128, 64, 8, 3)),
     ("sm80", ("*",), Tile(128, 128, 64, 8, 3)),
@@ -67,3 +81,14 @@ def tile_for(arch: str, kind: str) -> Tile:
     return next(
         tile for name, kinds, tile in TILES if fnmatchcase(arch, name) and any(fnmatchcase(kind, k) for k in kinds)
     )
+
+
+def tile_of(hidden: Tensor, weight: Tensor, kind: str) -> Tile:
+    """The tile of a kind of kernel for these operands on their device."""
+    fp32 = kind != "saved" and (hidden.dtype == torch.float32 or weight.dtype != hidden.dtype)
+    return tile_for(arch_of(hidden), "fp32" if fp32 else kind)
+
+
+def options_of(x: Tensor) -> dict[str, int]:
+    """Options of the compiler for the device of x."""
+    return {} if INTERPRETED else compiler_options(arch_of(x))
