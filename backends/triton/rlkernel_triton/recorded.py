@@ -17,7 +17,7 @@ from rlkernel_triton.workloads import WORKLOADS, Workload
 class Recorded(NamedTuple):
     """A build that an operator launches."""
 
-    kernel: str  # the kernel's own name: "sweep"
+    kernel: str  # the kernel's own name: "partial_softmax"
     label: str  # the first workload that launches it, and which of that workload's builds, from the second on
     build: Build
 

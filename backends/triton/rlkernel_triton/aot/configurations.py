@@ -33,7 +33,7 @@ class Argument:
 class Configuration:
     """One configuration of one kernel. Two are the same when all of this is."""
 
-    kernel: str  # "rlkernel_triton.logprob.kernels:sweep"
+    kernel: str  # "rlkernel_triton.logprob.kernels:partial_softmax"
     types: tuple[tuple[str, str], ...]  # (parameter, type) of what is passed
     constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest
     divisible: tuple[str, ...] = ()  # parameters assumed to be multiples of 16

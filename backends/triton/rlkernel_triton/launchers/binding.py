@@ -90,7 +90,7 @@ class Binding:
 
     @property
     def name(self) -> str:
-        """Of the kernel, with its module: "rlkernel_triton.logprob.kernels:sweep"."""
+        """Of the kernel, with its module: "rlkernel_triton.logprob.kernels:partial_softmax"."""
         return f"{self.kernel.fn.__module__}:{self.kernel.fn.__name__}"
 
     @cached_property

@@ -26,7 +26,7 @@ _LISTS: Final = ("divisible", "within_32_bits")
 class Build:
     """A kernel as it is compiled for a launch. Two are the same when all of this is."""
 
-    kernel: str  # "rlkernel_triton.logprob.kernels:sweep"
+    kernel: str  # "rlkernel_triton.logprob.kernels:partial_softmax"
     types: tuple[tuple[str, str], ...]  # (parameter, Triton's type) of what is passed, in the kernel's order
     constants: tuple[tuple[str, Constant], ...]  # (parameter, value) of the rest; a language type as "tl.float16"
     divisible: tuple[str, ...]  # parameters known to be multiples of 16
