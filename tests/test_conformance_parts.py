@@ -8,6 +8,7 @@ import pytest
 
 from rlkernel_conformance import documents, tolerances
 from rlkernel_conformance import report as reports
+from rlkernel_conformance.faults import message_of
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import PROFILES, Profile
 from rlkernel_conformance.run import run
@@ -159,6 +160,10 @@ def test_a_run_of_what_is_missing_attacks_what_has_no_result_of_these_sources_an
     assert [p.outcome.clause for p in seen if p.outcome.clause in {"GF-01", "GF-02", "GF-91"}] == ["GF-02"]
     assert {p.due for p in seen} == {due}
     seen.clear()
+    entries["GF-91"]["status"] = "fault"  # no result: of the machine, maybe
+    run("torch", EFFORT, **few)
+    assert {p.due for p in seen} == {due + 1}
+    seen.clear()
     run("torch", Profile("more", 4, 60), **few)
     assert {p.due for p in seen} == {due + 2}
 
@@ -184,3 +189,8 @@ def test_a_report_of_another_machine_renews_one(cli, tmp_path) -> None:
 def test_what_is_missing_needs_a_report(cli) -> None:
     done = cli("conformance", "run", "torch", "--missing")
     assert (done.exit_code, "--report" in done.stderr) == (2, True)
+
+
+def test_a_fault_of_a_case_that_held_and_failed_says_how_it_failed() -> None:
+    error = ExceptionGroup("inconsistent results", [TimeoutError("no rank answered")])
+    assert message_of(error) == "ExceptionGroup: inconsistent results (1 sub-exception); TimeoutError: no rank answered"

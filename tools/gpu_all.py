@@ -41,6 +41,7 @@ SUITES = (
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host", "experts", "rollout", "trainers", "ranks",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where plain torch would take most of the time
+LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold cache
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
@@ -181,6 +182,8 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
                 asked.device,
                 "--jobs",
                 workers,
+                "--limit",
+                str(LIMIT),
                 "--report",
                 str(folder),
                 *known,

@@ -104,7 +104,7 @@ def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, 
     if found is None:
         return "absent", spec
     before = older(found, now.get(op))
-    lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] != "not_run"}
+    lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] not in {"not_run", "fault"}}
     if not before and not at_hand:
         return "unknown", set()
     return ("older" if before else "missing" if lacking else "current"), before | lacking

@@ -76,10 +76,11 @@ def of_error(error: BaseException | None) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What an exception says: its first line, and the reasons where nothing could be chosen."""
+    """What an exception says: its first line, what it is a group of, and the reasons where nothing could be chosen."""
     decision = error.decision if isinstance(error, ResolutionError) else None
     reasons = [str(r.reason) for r in decision.rejected] if decision is not None else []
-    return "; ".join([brief(error), *reasons])
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()  # Hypothesis: what held and failed
+    return "; ".join([brief(error), *map(brief, group), *reasons])
 
 
 def of_exit(status: int) -> str:

@@ -14,6 +14,7 @@ from functools import cache, partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkernel import policy
@@ -55,10 +56,15 @@ def provider(where: str) -> str:
 def known() -> dict[str, str]:
     """Backend -> where its manifest stands: all that are installed, and those of the clone, installed or not."""
     found = {entry.name: entry.value for entry in entries(GROUP)[0]}
-    for file in sorted(CLONE.glob("backends/*/pyproject.toml")):
+    for file in _projects():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         found |= project.get("entry-points", {}).get(GROUP, {})
     return found
+
+
+def _projects() -> list[Path]:
+    """Of the backends in the clone; the template stands for a third party's, which is known where it is installed."""
+    return [file for file in sorted(CLONE.glob("backends/*/pyproject.toml")) if file.parent.name != "template"]
 
 
 def here(backend: str, where: str | None = None) -> Backend | None:
@@ -76,7 +82,7 @@ def here(backend: str, where: str | None = None) -> Backend | None:
 @contextmanager
 def importable() -> Iterator[None]:
     """The scope in which manifests of the clone can be loaded although its backends are not installed."""
-    folders = [str(file.parent) for file in sorted(CLONE.glob("backends/*/pyproject.toml"))]
+    folders = [str(file.parent) for file in _projects()]
     added = [folder for folder in folders if folder not in sys.path]
     sys.path.extend(added)
     try:

@@ -141,9 +141,12 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_result(clause: Mapping[str, Any], content: Mapping[str, Any], sources: str, examples: int) -> bool:
-    """Whether a clause of a report was attacked, its operator's sources being these, with so many cases or more."""
+    """Whether an attack on a clause came to its end, on these sources, with so many cases or more.
+
+    A fault is no result: a time-out, or a library that lacks something, may be the machine's.
+    """
     enough = content["runs"][clause["run"]]["profile"]["examples"] >= examples
-    return bool(clause["status"] in {*_FOUND, "not_claimed"} and clause["sources"] == sources and enough)
+    return bool(clause["status"] in {*_FOUND, "not_claimed"} - {"fault"} and clause["sources"] == sources and enough)
 
 
 def only(content: Mapping[str, Any], ops: Iterable[str]) -> dict[str, Any]:
