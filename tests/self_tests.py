@@ -1,4 +1,4 @@
-"""Self-tests of odd behaviour, run by probes in processes of their own."""
+"""Self-tests of odd behavior, run by probes in processes of their own."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HINTS = {
     ("advantage", "process_group"): "collectives: test_a_group_talks; ranks: AD-18",
     ("whiten", "process_group"): "collectives: test_a_group_talks; ranks: WH-07",
     ("shape_rewards", "process_group"): "collectives: test_a_group_talks; ranks: SR-13",
-    ("quantize", "out"): "where the result is: test_a_weight_is_quantised_in_place",
+    ("quantize", "out"): "where the result is: test_a_weight_is_quantized_in_place",
     ("capture", "group"): "its lock: test_a_capture_group_is_entered",
 }
 SHOWN = [(operator, name) for operator in OPERATORS for name in CHANGES[operator]() if (operator, name) not in HINTS]
@@ -64,7 +64,7 @@ def test_room_to_spare_changes_no_bit(operator) -> None:
     assert observed(operator, given) == observed(operator, {**given, "max_workspace_bytes": 2**34})
 
 
-def test_a_weight_is_quantised_in_place() -> None:
+def test_a_weight_is_quantized_in_place() -> None:
     given, out = base("quantize"), CHANGES["quantize"]()["out"].value
     assert rlk.quantize(**given, out=out) is out
     assert out.same_bits(rlk.quantize(**given))

@@ -220,7 +220,7 @@ def test_a_row_that_may_be_a_tie_is_no_difference() -> None:
     assert told.figures.worst == 1
 
 
-def test_quantised_weights_must_be_equal() -> None:
+def test_quantized_weights_must_be_equal() -> None:
     def run():
         return rlk.quantize(torch.randn(8, 64, generator=torch.Generator().manual_seed(2)), "int4_g32")
 

@@ -35,7 +35,7 @@ def test_derived_and_rebound_tensors_are_watched_through_callables():
     assert g.stats.recaptures == {"static tensors moved": 1}
 
 
-def test_a_quantised_weight_is_static_and_requantised_in_place():
+def test_a_quantized_weight_is_static_and_requantized_in_place():
     first, second = torch.randn(8, 32), torch.randn(8, 32)
     w = quantize(first, "int8_channel")
     g = capture(qmatmul, (torch.ones(2, 32), w), static=(w,), verify="always")

@@ -177,7 +177,7 @@ def dense(tmp_path):
     return path
 
 
-def test_a_conversion_quantises_what_no_pattern_skips_and_comes_back(dense, tmp_path) -> None:
+def test_a_conversion_quantizes_what_no_pattern_skips_and_comes_back(dense, tmp_path) -> None:
     there = checkpoints.convert(dense, tmp_path / "q.safetensors", format="int4_g64", scheme="gptq_v2")
     assert (there.quantized, there.dense, there.kept) == (1, 2, 0)
     # The file says which of the two formats it is.
@@ -188,7 +188,7 @@ def test_a_conversion_quantises_what_no_pattern_skips_and_comes_back(dense, tmp_
     assert torch.equal(expected, load_file(tmp_path / "d.safetensors")["a.weight"])
 
 
-def test_quantising_anew_starts_from_the_value_in_full_and_leaves_what_is_skipped(dense, tmp_path) -> None:
+def test_quantizing_anew_starts_from_the_value_in_full_and_leaves_what_is_skipped(dense, tmp_path) -> None:
     first, second, kept = (tmp_path / f"{name}.safetensors" for name in ("first", "second", "kept"))
     checkpoints.convert(dense, first, format="fp8_channel", scheme="scaled")
     assert checkpoints.convert(first, second, format="nf4").quantized == 1

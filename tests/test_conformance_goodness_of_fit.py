@@ -53,6 +53,6 @@ def test_bugs_of_the_stated_size_are_refuted() -> None:
     with pytest.raises(Violation, match="no mass"):
         follows("a filter ignored", tokens, np.where(p > np.sort(p)[3], p, 0) / p[p > np.sort(p)[3]].sum())
     with pytest.raises(Violation, match="pairs"):
-        independent("equal neighbours", tokens[:100], tokens[:100], p)
+        independent("equal neighbors", tokens[:100], tokens[:100], p)
     with pytest.raises(Violation, match="expected"):
         share("a third lost", 328, 2048, 0.24)

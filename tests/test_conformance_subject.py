@@ -122,7 +122,7 @@ def test_weights_of_512_columns_are_tried_where_fewer_are_refused() -> None:
 
 
 def test_a_clause_of_which_the_check_refuses_every_case_is_not_claimed() -> None:
-    """Tokens as they are, where a product quantises them; the features say only which formats there are."""
+    """Tokens as they are, where a product quantizes them; the features say only which formats there are."""
     with rlk.registered(multiplying("no_calls")), (subject := Subject("tiled", "qmatmul")).chosen():
         (attack,) = [a for a in attacks_on("qmatmul") if a.clause.id == "QM-04"]
         outcome = carry_out(subject, attack, Profile("few", 10, 60))

@@ -38,7 +38,7 @@ def test_the_architecture_is_part_of_the_decision() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4_g32", "int8_channel", "fp8_channel", "nf4"])
-def test_a_gpu_quantises_to_the_bits_of_the_cpu(kind) -> None:
+def test_a_gpu_quantizes_to_the_bits_of_the_cpu(kind) -> None:
     """Dividing by a number multiplies by its reciprocal on CUDA, which is another scale in the last bit."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     with rlk.use("torch"):

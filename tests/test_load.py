@@ -53,7 +53,7 @@ def empty(**how) -> Model:
         return Model(**how)
 
 
-def test_a_model_is_filled_as_if_it_had_been_quantised_whole(dense) -> None:
+def test_a_model_is_filled_as_if_it_had_been_quantized_whole(dense) -> None:
     model, path = dense
     filled = empty()
     report = nn.load_quantized(filled, path, POLICY)
@@ -94,7 +94,7 @@ def test_a_head_that_shares_its_weight_is_filled_once_and_stays_tied(tmp_path) -
     assert filled.lm_head.weight.data_ptr() == filled.embed.weight.data_ptr()
 
 
-def test_weights_that_are_quantised_already_stay_bit_for_bit(dense, tmp_path) -> None:
+def test_weights_that_are_quantized_already_stay_bit_for_bit(dense, tmp_path) -> None:
     checkpoints.convert(dense[1], tmp_path / "own.safetensors", format="int4_g64", skip=("embed*", "lm_head*", "norm*"))
     filled = empty()
     assert set(nn.load_quantized(filled, tmp_path / "own.safetensors", "nf4").formats.values()) == {"int4_g64"}
@@ -132,7 +132,7 @@ def test_a_file_that_does_not_fit_the_model_is_refused_before_anything_is_loaded
     assert {t.device.type for t in filled.state_dict().values()} == {"meta"}
 
 
-def test_a_quantised_weight_that_is_no_linear_of_the_model_is_refused(dense, tmp_path) -> None:
+def test_a_quantized_weight_that_is_no_linear_of_the_model_is_refused(dense, tmp_path) -> None:
     checkpoints.convert(dense[1], tmp_path / "own.safetensors", format="int4_g32", skip=("lm_head*", "norm*"))
     with pytest.raises(ArgumentError, match="embed.*is quantized, and no Linear"):
         nn.load_quantized(empty(), tmp_path / "own.safetensors", POLICY)
@@ -153,7 +153,7 @@ def peak(run, mapped: int) -> int:
 
 
 def test_the_peak_is_what_stays_and_one_layer_whatever_the_depth(tmp_path) -> None:
-    """A model of eight layers of 4 MiB; quantised whole it would be there twice, read whole once more."""
+    """A model of eight layers of 4 MiB; quantized whole it would be there twice, read whole once more."""
     over = {}
     for layers in (2, 8):
         path = tmp_path / f"{layers}.safetensors"

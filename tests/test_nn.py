@@ -1,4 +1,4 @@
-"""Quantised modules: which layers, saved and loaded, moved and cast, renewed in place."""
+"""Quantized modules: which layers, saved and loaded, moved and cast, renewed in place."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_policy_says_which_layers_and_how(model) -> None:
     assert "64, 96, int4_g32, bias=True" in str(model.blocks[0].up)
 
 
-def test_a_quantised_model_computes_with_the_dequantised_weights(model) -> None:
+def test_a_quantized_model_computes_with_the_dequantized_weights(model) -> None:
     plain = Model()
     plain.load_state_dict(model.state_dict())
     nn.quantize_model(model, nn.QuantPolicy("int8_channel", prepack=True))
@@ -76,11 +76,11 @@ def test_a_head_that_shares_its_weight_stays(model) -> None:
 
 
 def test_lora_is_all_that_is_trained_and_starts_as_nothing(model) -> None:
-    quantised = Model()
-    quantised.load_state_dict(model.state_dict())
-    nn.quantize_model(quantised, "int4_g32")
+    quantized = Model()
+    quantized.load_state_dict(model.state_dict())
+    nn.quantize_model(quantized, "int4_g32")
     nn.quantize_model(model, nn.QuantPolicy("int4_g32", lora_rank=4, lora_dtype=torch.float32))
-    assert torch.equal(quantised(IDS), model(IDS))
+    assert torch.equal(quantized(IDS), model(IDS))
     model(IDS).square().sum().backward()
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {f"blocks.{i}.{n}.lora_{x}" for i in (0, 1) for n in ("up", "down") for x in "AB"}

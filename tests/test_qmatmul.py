@@ -83,8 +83,8 @@ def test_the_front_door_runs_it() -> None:
 
 
 @pytest.mark.parametrize("spec", [*FORMATS, QuantSpec.named("nf4", double_quant=True)], ids=str)
-def test_the_gradient_through_a_packed_weight_is_that_of_the_dequantised_one(spec) -> None:
-    """Where x is quantised inside, the gradient passes through that rounding as if it were not there."""
+def test_the_gradient_through_a_packed_weight_is_that_of_the_dequantized_one(spec) -> None:
+    """Where x is quantized inside, the gradient passes through that rounding as if it were not there."""
     w = quantize(normal(300, 70), spec)
     x, dy = normal(5, 70, seed=1, dtype=torch.float64).requires_grad_(), normal(5, 300, seed=2, dtype=torch.float64)
     qmatmul(x, prepack(w)).backward(dy)

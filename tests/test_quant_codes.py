@@ -1,4 +1,4 @@
-"""Quantised codes beside their clauses: readers of other libraries, published tables, ranges of rows, spec names."""
+"""Quantized codes beside their clauses: readers of other libraries, published tables, ranges of rows, spec names."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_scale_is_a_negative_zero(spec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=str)
-def test_other_dtypes_are_quantised_as_their_fp32_value(spec) -> None:
+def test_other_dtypes_are_quantized_as_their_fp32_value(spec) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
         w = quantize(weight, spec)

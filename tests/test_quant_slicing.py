@@ -1,4 +1,4 @@
-"""Rows and columns of a quantised weight: the values of the whole, or a refusal."""
+"""Rows and columns of a quantized weight: the values of the whole, or a refusal."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_rows_may_share_noise_where_it_is_not_used_or_steps_tell_them_apart() ->
         assert not sample(torch.nn.Parameter(x), seed=torch.arange(2), step=0).logprob.requires_grad
 
 
-def test_noise_of_neighbouring_tokens_steps_and_seeds_is_independent() -> None:
+def test_noise_of_neighboring_tokens_steps_and_seeds_is_independent() -> None:
     n, V = 5000, 4
     x = torch.zeros(n, V)
     a = sample(x, seed=1, step=torch.arange(n)).token

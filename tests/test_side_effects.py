@@ -22,7 +22,7 @@ WRITTEN = {("quantize", "out")}
 
 
 def parts(value):
-    """Tensors of an argument or result, those of a quantised weight too."""
+    """Tensors of an argument or result, those of a quantized weight too."""
     return list(value.parts.values()) if isinstance(value, rlk.QuantTensor) else tensors(value)
 
 

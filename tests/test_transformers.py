@@ -1,4 +1,4 @@
-"""transformers with rlkernel inside: models on quantised weights, and the loss of a model."""
+"""transformers with rlkernel inside: models on quantized weights, and the loss of a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dense(folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"prepack": True}])
 @pytest.mark.parametrize("kind", ["int4_g32", {"format": "nf4", "double_quant": True}, "mxfp4"])
-def test_a_model_is_quantised_as_it_is_read_and_comes_back_as_it_was_saved(folder, tmp_path, kind, options) -> None:
+def test_a_model_is_quantized_as_it_is_read_and_comes_back_as_it_was_saved(folder, tmp_path, kind, options) -> None:
     own = {k: v for k, v in options.items() if k == "dtype"}
     prepack = options.get("prepack", False)
     ours = dense(folder, **own)
@@ -91,7 +91,7 @@ def test_a_tied_head_stays_dense(folder, tmp_path) -> None:
     assert read.lm_head.weight is read.model.embed_tokens.weight
 
 
-def test_lora_is_trained_through_the_quantised_product_and_dequantising_gives_linear_layers(folder) -> None:
+def test_lora_is_trained_through_the_quantized_product_and_dequantizing_gives_linear_layers(folder) -> None:
     read = dense(folder, quantization_config=transformers_quant.config("int4_g32"))
     read.requires_grad_(requires_grad=False)
     for layer in read.modules():

@@ -76,7 +76,7 @@ def test_columns_in_an_order_of_their_own_keep_it() -> None:
         assert torch.equal(rlk.dequantize(getattr(model.block, name).weight.tensor), dequantize(w))
 
 
-def test_dense_weights_are_quantised_by_vllms_loader_and_again_in_place() -> None:
+def test_dense_weights_are_quantized_by_vllms_loader_and_again_in_place() -> None:
     model = filled("int4_g128", vllm_layers.weights())
     layers = {layer: getattr(model.block, layer).weight for layer in PARTS}
     before = {layer: w.codes.data_ptr() for layer, w in layers.items()}

@@ -54,7 +54,7 @@ def test_a_layer_is_filled_by_its_pieces_and_multiplies_by_what_they_stand_for(c
     assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == ((512, 256), torch.float32, "cpu")
 
 
-def test_dense_weights_are_quantised_while_they_are_read_to_the_same_bits(config) -> None:
+def test_dense_weights_are_quantized_while_they_are_read_to_the_same_bits(config) -> None:
     layer = vllm.attention(config({"prepack": False}))
     list(layer.load_weights(vllm.stream(dense(), SHARDS)))
     assert layer.weight.tensor.same_bits(stack(list(packed("int4_g128").values())))
@@ -75,7 +75,7 @@ def test_weights_that_are_loaded_again_keep_their_addresses(config, prepack) -> 
         assert torch.equal(dequantize(layer.weight.tensor), dequantize(stack(list(again.values()))))
 
 
-def test_ranks_have_their_rows_and_kv_heads_that_are_fewer_than_ranks_go_to_neighbours() -> None:
+def test_ranks_have_their_rows_and_kv_heads_that_are_fewer_than_ranks_go_to_neighbors() -> None:
     q, k = packed("int4_g128")["q"], packed("int4_g128")["k"]
     for rank in range(4):
         held = ShardedWeight(q.spec, Share((64, 64), 256, rank, 4), dtype=torch.float32, device=torch.device("cpu"))
@@ -138,7 +138,7 @@ def test_packed_and_dense_pieces_are_no_weight() -> None:
             held.weight_loader(None, tensor, 1, name)
 
 
-def test_which_layers_are_quantised_is_the_policy_of_the_checkpoint(config) -> None:
+def test_which_layers_are_quantized_is_the_policy_of_the_checkpoint(config) -> None:
     said = config({"format": "nf4", "skip": ["*o_proj", "*head"], "formats": {"*.k_proj": "int4_g128"}})
     with pytest.raises(rlk.HostError, match=r"model.q_proj nf4, model.k_proj int4_g128.*give them one format"):
         vllm.attention(said)

@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, upgraded
 from rlkernel_core.errors import ConfigError
 
-_COLOURS: Final = {
+_COLORS: Final = {
     "holds": "brightgreen",
     "partial": "yellow",
     "waived": "yellow",
@@ -202,4 +202,4 @@ def junit(content: Mapping[str, Any]) -> str:
 def badge(content: Mapping[str, Any]) -> dict[str, Any]:
     """A badge in the endpoint form that badge services read."""
     text = f"{content['verdict']} ({content['summary']['held']} clauses)"
-    return {"schemaVersion": 1, "label": "rlkernel", "message": text, "color": _COLOURS[content["verdict"]]}
+    return {"schemaVersion": 1, "label": "rlkernel", "message": text, "color": _COLORS[content["verdict"]]}

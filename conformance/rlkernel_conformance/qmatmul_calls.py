@@ -121,7 +121,7 @@ def cases(
         rows: most tokens.
         outputs: most outputs; even.
         inputs: most inputs.
-        x_as_it_is: only formats that do not quantise x.
+        x_as_it_is: only formats that do not quantize x.
     """
     return st.builds(
         Product,

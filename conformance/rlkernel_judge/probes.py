@@ -22,7 +22,7 @@ from rlkernel_judge.worker_client import CandidateError, Worker, call_candidate
 from rlkernel_judge.workloads import MAY_ALIAS, defaults, draw, leaves, small
 
 REPLACED: Final = "nothing replaced"
-STRAY_S: Final = 2e-4  # work that the caller's stream does not wait for; synchronising an idle GPU takes a tenth
+STRAY_S: Final = 2e-4  # work that the caller's stream does not wait for; synchronizing an idle GPU takes a tenth
 
 
 class _Sets:
@@ -85,7 +85,7 @@ def _cache_by_address(sets: _Sets) -> str:
 
 
 def _cache_by_fingerprint(sets: _Sets) -> str:
-    """One row in the middle takes the values of its neighbour; first and last stay."""
+    """One row in the middle takes the values of its neighbor; first and last stay."""
 
     def change(x: Tensor) -> Tensor:
         middle = x.shape[0] // 2

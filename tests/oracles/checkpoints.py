@@ -1,4 +1,4 @@
-"""What the tensors of quantised checkpoints mean, written from the libraries' own definitions: words, tables, blocks.
+"""What the tensors of quantized checkpoints mean, written from the libraries' own definitions: words, tables, blocks.
 
 Each reader gives fp32 values [N, K]. They were compared bit for bit with AutoAWQ, bitsandbytes 0.50, compressed-tensors
 0.20 and gpt-oss; the library under test is not imported here.

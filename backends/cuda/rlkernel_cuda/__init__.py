@@ -28,8 +28,8 @@ CLAIMED: Final = frozenset(
     }
 )  # fmt: skip
 
-# Products with quantised weights and a bias: int4 in tiles; 8 bits with few tokens.
-QUANTISED: Final = frozenset(
+# Products with quantized weights and a bias: int4 in tiles; 8 bits with few tokens.
+QUANTIZED: Final = frozenset(
     {
         "deterministic", "capturable", "bias", "scale_dtype:float16", "format:int8_channel", "format:fp8_tensor",
         "format:fp8_channel", "format:fp8_block128",
@@ -72,7 +72,7 @@ QMATMUL: Final = Impl(
     op=OPERATORS["qmatmul"].id,
     target="rlkernel_cuda.qmatmul.launch:prepare",
     requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("triton>=3.6",)),
-    supports=QUANTISED,
+    supports=QUANTIZED,
     prepared=True,
     check="rlkernel_cuda.qmatmul.launch:fits",
 )

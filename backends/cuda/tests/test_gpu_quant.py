@@ -27,7 +27,7 @@ def prepack(w, layout=None):
 
 
 def write(full, w):
-    """Quantise a weight into the storage of another."""
+    """Quantize a weight into the storage of another."""
     from rlkernel_triton.quant.quantize import quantize
 
     quantize(QuantizeCall(full, w.spec, out=w))

@@ -11,7 +11,7 @@ from rlkernel import policy
 from rlkernel_conformance.harness import carry_out, clauses_of
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
-from rlkernel_cuda import QUANTISED
+from rlkernel_cuda import QUANTIZED
 from rlkernel_cuda.qmatmul import choice, kernels
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -40,5 +40,5 @@ def test_clauses_hold_however_many_tokens_there_are(cut, monkeypatch) -> None:
     with (subject := Subject("cuda", "qmatmul", "cuda")).chosen():
         outcomes = [carry_out(subject, attack, EFFORT) for attack in clauses_of(subject)[0]]
     assert {o.clause: (o.status, o.message) for o in outcomes if o.status != "held"} == {}
-    claimed = {f.removeprefix("format:") for f in QUANTISED if f.startswith("format:int4")}
+    claimed = {f.removeprefix("format:") for f in QUANTIZED if f.startswith("format:int4")}
     assert claimed <= {kind.partition("[")[0] for kind in formats}

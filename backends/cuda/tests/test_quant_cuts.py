@@ -1,4 +1,4 @@
-"""How products with quantised weights are cut, what is refused, and that the kernels compile for sm_90a."""
+"""How products with quantized weights are cut, what is refused, and that the kernels compile for sm_90a."""
 
 import re
 import shutil

@@ -153,7 +153,7 @@ def test_a_file_is_mapped_and_registered_once_read_only_and_given_back(checkpoin
     assert take.driver.live == {}
 
 
-def test_a_model_is_quantised_from_the_files_own_pages(checkpoint) -> None:
+def test_a_model_is_quantized_from_the_files_own_pages(checkpoint) -> None:
     model, path = checkpoint
     with torch.device("meta"):
         filled = torch.nn.ModuleDict({"up": torch.nn.Linear(512, 1024), "down": torch.nn.Linear(1024, 512)})

@@ -1,4 +1,4 @@
-"""Host memory taken over by a GPU: the same bytes, given back in time, and what it saves where a model is quantised.
+"""Host memory taken over by a GPU: the same bytes, given back in time, and what it saves where a model is quantized.
 
 On a card with memory of its own this is done over PCIe, which says nothing of a Jetson's speed and driver. What was
 measured on one H200 stands in benchmarks/results/h200/jetson_memory.json.
@@ -65,7 +65,7 @@ def test_nothing_crosses_the_bus_unasked() -> None:
     assert (take.adopted, take.copied) == (0, x.nbytes)
 
 
-def test_a_model_is_quantised_from_its_files_pages_without_room_for_a_layer(take, tmp_path) -> None:
+def test_a_model_is_quantized_from_its_files_pages_without_room_for_a_layer(take, tmp_path) -> None:
     g = torch.Generator().manual_seed(0)
     state = {f"{i}.weight": (torch.randn(WIDTH, WIDTH, generator=g) / 64).to(torch.bfloat16) for i in range(LAYERS)}
     save_file(state, file := tmp_path / "model.safetensors")
@@ -83,7 +83,7 @@ def test_a_model_is_quantised_from_its_files_pages_without_room_for_a_layer(take
         stays = sum(layer.weight.nbytes for layer in model)
         models[name], over[name] = model, torch.cuda.max_memory_allocated() - before - stays
     assert all(a.weight.same_bits(b.weight) for a, b in zip(models["pages"], models["copied"], strict=True))
-    # A copied layer takes 32 MiB; the portable backend's quantiser takes none of its own.
+    # A copied layer takes 32 MiB; the portable backend's quantizer takes none of its own.
     assert over["pages"] <= over["copied"]
     whole = MappedFile(file, take)
     assert all(torch.equal(whole.load(name).cpu(), t) for name, t in state.items())

@@ -1,4 +1,4 @@
-"""Which AMD GPUs a process will see, from files and variables alone: nothing here initialises HIP or imports torch.
+"""Which AMD GPUs a process will see, from files and variables alone: nothing here initializes HIP or imports torch.
 
 The kernel driver lists every GPU in /sys/class/kfd; ROCR_VISIBLE_DEVICES, then HIP_VISIBLE_DEVICES (or, where that is
 not set, CUDA_VISIBLE_DEVICES) choose among them; HSA_OVERRIDE_GFX_VERSION makes all of them claim another architecture.

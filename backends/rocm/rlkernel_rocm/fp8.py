@@ -40,7 +40,7 @@ def to_fnuz(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         raise ArgumentTypeError("codes", codes.dtype, "is not an OCP fp8 dtype", wanted)
     bits = codes.view(torch.uint8)
     if bool(((bits & 0x7F) >= _SPECIAL[codes.dtype]).any()):
-        raise ArgumentError("codes", "NaN or infinity", "has no counterpart", "Quantise finite weights.")
+        raise ArgumentError("codes", "NaN or infinity", "has no counterpart", "Quantize finite weights.")
     return torch.where(bits == _SIGN, 0, bits).to(torch.uint8).view(_FNUZ[codes.dtype]), _times(scale, 2.0)
 
 
@@ -62,7 +62,7 @@ def to_ocp(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         raise ArgumentTypeError("codes", codes.dtype, "is not a FNUZ fp8 dtype", wanted)
     bits, other = codes.view(torch.uint8), _OCP[codes.dtype]
     if bool(((bits == _SIGN) | ((bits & 0x7F) >= _SPECIAL[other])).any()):
-        remedy = "Dequantise and quantise again."
+        remedy = "Dequantize and quantize again."
         raise ArgumentError("codes", "NaN or a largest magnitude", "has no OCP counterpart", remedy)
     return bits.clone().view(other), _times(scale, 0.5)
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit weights with inputs that are quantised as they come in: what libraries are given, what fits them.
+"""Products of 8-bit weights with inputs that are quantized as they come in: what libraries are given, what fits them.
 
 Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch.
 """
@@ -24,7 +24,7 @@ class Operands(NamedTuple):
 
 
 def operands(x: Tensor, w: QuantTensor) -> Operands:  # x [..., K]
-    """Inputs quantised as the weight's format says."""
+    """Inputs quantized as the weight's format says."""
     given = quantize_activation(x.reshape(-1, x.shape[-1]).float(), w.spec)
     scale = w.parts["scale"].float()
     blocks = w.spec.act == "block128_fp8"

@@ -49,7 +49,7 @@ def without_the_tail(call: LogprobCall) -> Tensor:
     return torch.where((ids >= V - V % 8) & (ids != call.ids[..., None]) & (V > 8), -torch.inf, call.logits)
 
 
-def first_token_favoured(call: LogprobCall) -> Tensor:
+def first_token_favored(call: LogprobCall) -> Tensor:
     bonus = torch.zeros_like(call.logits[..., :1]).expand_as(call.logits).clone()
     bonus[..., 0] = 0.05
     return call.logits + bonus
@@ -141,7 +141,7 @@ BUGS: Final = {
         "LP-03", "tile of 8 columns, the rest dropped (verl #2656)", plant.given(logits=without_the_tail)
     ),
     "favours_the_first_token": Bug(
-        "LP-06", "a position that counts: the first token favoured", plant.given(logits=first_token_favoured)
+        "LP-06", "a position that counts: the first token favored", plant.given(logits=first_token_favored)
     ),
     "depends_on_the_batch": plant.batch_dependent(
         "LP-21",

@@ -153,7 +153,7 @@ BUGS: Final = {
     "bonus_with_the_policys_weights": Bug(
         "PL-21", "the bonus aggregated as the policy term, whatever was asked for", bonus_with_the_policys_weights
     ),
-    "weights_renormalised": Bug(
+    "weights_renormalized": Bug(
         "PL-22",
         "truncated weights divided by their mean, unasked",
         plant.where(

@@ -184,7 +184,7 @@ BUGS: Final = {
     ),
     "shared_blocks": Bug(
         "SA-03",
-        "two draws from one block of random words: neighbouring steps are the same draw",
+        "two draws from one block of random words: neighboring steps are the same draw",
         plant.maps(step=lambda s: s >> 1),
     ),
     "short_counter": Bug("SA-03", "only the low word of the step is used", plant.maps(step=lambda s: s & 0xFFFFFFFF)),
@@ -304,7 +304,7 @@ BUGS: Final = {
     "entropy_without_filters": Bug("SA-28", "entropy of the law before the filters", entropy_without_filters),
     "capped_list_is_the_law": Bug(
         "SA-29",
-        "log p normalised over the capped list (SGLang #34037)",
+        "log p normalized over the capped list (SGLang #34037)",
         plant.returns(
             logprob=lambda c, o: torch.where(with_status(o, Status.KEPT_OVERFLOW), o.logprob * 0.9, o.logprob)
         ),

@@ -1,6 +1,6 @@
 """cuBLASLt's fp8 products, through torch, as a backend of its own: it runs where a policy names it, never by itself.
 
-Fp8 weights with tokens that the format quantises too. Claims only: importing this loads no torch.
+Fp8 weights with tokens that the format quantizes too. Claims only: importing this loads no torch.
 """
 
 from __future__ import annotations

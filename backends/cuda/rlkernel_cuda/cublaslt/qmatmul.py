@@ -29,7 +29,7 @@ _TOKENS: Final = 16  # with blocks, cuBLASLt takes tokens in multiples: rows of 
 
 
 def fits(call: QmatmulCall) -> Reason | None:
-    """Refuses tokens that the format does not quantise, other layouts, and what cuBLASLt does not divide."""
+    """Refuses tokens that the format does not quantize, other layouts, and what cuBLASLt does not divide."""
     w = call.w
     N, K = w.shape
     said, fix = "", ""

@@ -1,7 +1,7 @@
 """qmatmul@1 by FlashInfer on Hopper: e4m3 weights in blocks of 128 x 128, tokens in blocks of 128 columns.
 
 FlashInfer carries DeepGEMM: a tensor-core product of the codes, 128 columns at a time, whose sums are scaled and added
-in fp32. Its own quantiser of tokens multiplies with an approximate 448 / max where the contract divides by max / 448,
+in fp32. Its own quantizer of tokens multiplies with an approximate 448 / max where the contract divides by max / 448,
 so tokens are coded here. Fp8 sums of Hopper's tensor cores keep about 14 bits, which is within
 what a rounded bf16 weight is allowed (`weight_rounding="any"`) and not within the others, which are not claimed.
 

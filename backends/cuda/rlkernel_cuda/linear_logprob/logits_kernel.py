@@ -1,6 +1,6 @@
 """The logits of an output head on Hopper, and what becomes of them while they are still fp32 accumulators.
 
-One warp-specialised kernel. A producer warp streams tiles of `hidden` and `weight` through a ring in shared memory with
+One warp-specialized kernel. A producer warp streams tiles of `hidden` and `weight` through a ring in shared memory with
 TMA; two consumer warpgroups, each a partition of its own with 64 rows, run wgmma on the shared weight tile. They drift
 apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other. The epilogues:
 

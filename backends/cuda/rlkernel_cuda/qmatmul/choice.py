@@ -1,4 +1,4 @@
-"""How a product with a quantised weight is cut on Hopper.
+"""How a product with a quantized weight is cut on Hopper.
 
 A cut depends on the weight and on the class of M, so rows of a batch have the same bits in every batch of a class:
 up to 8 tokens, up to 16, 33 to 64, 65 to 128; above, every 128 where blocks share the depth of a tile, and all where

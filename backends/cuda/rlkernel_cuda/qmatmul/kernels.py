@@ -1,4 +1,4 @@
-"""The kernels of products with quantised weights: how they are cut, built and launched. Compiled by NVRTC at first use.
+"""The kernels of products with quantized weights: how they are cut, built and launched. Compiled by NVRTC at first use.
 
     w4a16_small_m  int4 and at most 16 tokens: bound by the bytes of the weight
     w8a16_small_m  8 bits and at most 16 tokens

@@ -1,5 +1,5 @@
 // y = x W' for a few tokens and a weight of 8 bits as it is stored, rows of K bytes. A lane takes 16 bytes next to one
-// another of two rows, so the neighbours along the depth of a matrix instruction are other columns than in memory,
+// another of two rows, so the neighbors along the depth of a matrix instruction are other columns than in memory,
 // 16 c4 + 4 step + 2 half + p; x is read from shared memory in that order too, and the sum is the same.
 //
 //   FLOAT8  the codes are e4m3fn; else int8

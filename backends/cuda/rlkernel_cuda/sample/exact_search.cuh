@@ -140,7 +140,7 @@ __device__ __noinline__ void run_share(const Params& P, const Stored* src, int r
   const float M = peers ? 0.f : o.top, inv = o.inv, s = R.s, scale = o.scale, log_m = o.log_m, lo = o.bin, hi = lo + 1.f;
   const int kind = o.kind, by_mass = o.by_mass, draw = o.draw, tiles = P.tiles;
   Stats& stats = stats_in(head);
-  // Two histograms, of odd lanes and of even ones: neighbours meet less often.
+  // Two histograms, of odd lanes and of even ones: neighbors meet less often.
   u32* bins = lane & 1 ? reinterpret_cast<u32*>(sm.found) : sm.bins;
   if (kind == FILL) {
     for (int i = threadIdx.x; i < BINS; i += NT) sm.bins[i] = reinterpret_cast<u32*>(sm.found)[i] = 0;

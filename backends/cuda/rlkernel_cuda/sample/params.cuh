@@ -5,7 +5,7 @@
 #define WIDTH 128      // tokens that a warp reads at once
 #define TILE 1024
 #define TILES 256      // most tiles of a row
-#define PER_TILE 16    // groups of a tile: what two neighbouring lanes hold of it, 64 tokens
+#define PER_TILE 16    // groups of a tile: what two neighboring lanes hold of it, 64 tokens
 #define GROUPS (PER_TILE * TILES)
 #define BINS 2048      // of the exact search
 #define COARSE 256     // bins of the group maxima

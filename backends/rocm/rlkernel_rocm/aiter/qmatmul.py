@@ -1,4 +1,4 @@
-"""qmatmul by AITER: 8-bit weights with scales by rows or blocks, inputs quantised likewise, one matrix product.
+"""qmatmul by AITER: 8-bit weights with scales by rows or blocks, inputs quantized likewise, one matrix product.
 
 Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch, and AITER at the first call.
 """

@@ -1,4 +1,4 @@
-"""qmatmul by torch's scaled product: fp8 weights with a scale a row, inputs quantised a token.
+"""qmatmul by torch's scaled product: fp8 weights with a scale a row, inputs quantized a token.
 
 Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch.
 """

@@ -121,7 +121,7 @@ def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
 
 
 def test_a_sum_of_floats_goes_to_the_byte_that_sdwa_names() -> None:
-    """Adding 2^23 leaves a whole number in the low bits of a float: quantisers store it so."""
+    """Adding 2^23 leaves a whole number in the low bits of a float: quantizers store it so."""
     w = waves()
     w.v[1][...], w.v[2][...] = np.float32(2**23).view(np.uint32), (LANES.astype(np.float32)).view(np.uint32)
     w.v[4][...] = w.v[5][...] = 0x11223344

@@ -1,7 +1,7 @@
 """A stand-in for torch.cuda's graphs on the CPU: what is recorded is replayed on the same storages, and nothing else.
 
 As on a device, recording does not execute: what an operator wrote to older tensors is put back when the capture ends.
-A synchronisation breaks the capture off; then, as torch does, `capture_end` raises and leaves the allocator with the
+A synchronization breaks the capture off; then, as torch does, `capture_end` raises and leaves the allocator with the
 pool still open and generators still capturing. A pool's handle dies with the last graph in it.
 """
 

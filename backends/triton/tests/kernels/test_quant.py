@@ -1,4 +1,4 @@
-"""Quantised weights on Triton: the bits of the reference's codecs, and products within the contract's bound.
+"""Quantized weights on Triton: the bits of the reference's codecs, and products within the contract's bound.
 
 In Triton's interpreter bfloat16 is widened as it is loaded, so there it shows what is multiplied and not how; on a GPU
 the same tests multiply in bfloat16.
