@@ -43,6 +43,10 @@ ELSEWHERE = {
     **{
         f"backends/{p.parent.name}.md": f"backends/{p.parent.name}/README.md" for p in ROOT.glob("backends/*/README.md")
     },
+    **{
+        f"backends/{p.parents[2].name}/{p.parent.name}.md": p.relative_to(ROOT).as_posix()
+        for p in ROOT.glob("backends/*/rlkernel_*/*/README.md")
+    },
 }
 PLOTS = {
     f"plots/{p.relative_to(ROOT / 'benchmarks/results')}": str(p.relative_to(ROOT))
