@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
 
 from rlkernel import policy
-from rlkernel.cli.hardware import architecture, device_type
 from rlkernel.survey import named
-from rlkernel_core.errors import RLKernelError, UnknownNameError
+from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
-
-
-def _read_by(read: Callable[[str], str]) -> Callable[[str | None], str | None]:
-    """An option's callback: what a function makes of the word, its typed errors as malformed options."""
-
-    def callback(text: str | None) -> str | None:
-        try:
-            return None if text is None else read(text)
-        except RLKernelError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    return callback
-
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys instead of text.")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="TYPE",
-        callback=_read_by(device_type),
-        help="Device type as torch spells it: cpu, cuda (ROCm too). It need not be here.",
-    ),
+    typer.Option(metavar="TYPE", help="Device type as torch spells it: cpu, cuda (ROCm too). It need not be here."),
 ]
 Arch = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ARCH",
-        callback=_read_by(architecture),
-        help="Architecture, or a chip that has it: sm90, gfx942, orin. Left out, none is refused for it.",
-    ),
+    str | None, typer.Option(metavar="ARCH", help="Architecture: sm90, sm87, gfx942. Left out, none is refused for it.")
 ]
 Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="Type of the main tensor: bfloat16, float32. Left out, any.")
