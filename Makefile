@@ -32,7 +32,7 @@ check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-conform: $(STAMP) ## hold the reference against every clause at length, and write the report and README's table
+conform: $(STAMP) ## attack plain torch with every clause at length, and write the report and README's table
 	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch
 	$(VENV)/bin/rlkernel conformance table README.md
 
@@ -61,9 +61,10 @@ fresh: build ## the same from the built wheels, in a new environment without the
 	$(FRESH)/env/bin/python -m pip install --quiet --no-deps dist/rlkernel_triton-*.whl dist/rlkernel_rocm-*.whl dist/cdna_simulator-*.whl dist/rlkernel_jetson-*.whl
 	cd $(FRESH)/clone && ../env/bin/python -m pytest -q -o pythonpath=. -k "block_runs and (jetson.md or rocm.md)" tests/test_docs.py
 
-site: $(STAMP) ## the documentation as a site in site/
+site: $(STAMP) ## the documentation as a site in site/, and every page looked at in Chromium where that is installed
 	$(RUN) -m pip install --quiet -e '.[docs]'
 	$(VENV)/bin/mkdocs build --strict
+	$(RUN) -m pytest -q tests/test_site.py
 
 hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
 	$(RUN) -m pip install --quiet -e '.[hosts]'

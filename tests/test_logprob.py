@@ -58,9 +58,9 @@ def test_forbidden_ids_have_probability_zero_under_a_cap():
         torch.testing.assert_close(getattr(got, name), getattr(want, name), atol=1e-13, rtol=0)
     forbidden = logprob(holes, ids + 1, softcap=30.0)
     assert (forbidden.logprob.tolist(), forbidden.invalid.any().item()) == ([-INF] * 6, False)
-    slopes = gradient(holes, ids, softcap=30.0)
-    assert slopes[~allowed].unique().tolist() == [0.0]
-    torch.testing.assert_close(slopes[:, ::3], gradient(logits[:, ::3], ids // 3, softcap=30.0), atol=1e-13, rtol=0)
+    dlogits = gradient(holes, ids, softcap=30.0)
+    assert dlogits[~allowed].unique().tolist() == [0.0]
+    torch.testing.assert_close(dlogits[:, ::3], gradient(logits[:, ::3], ids // 3, softcap=30.0), atol=1e-13, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 1), (3,), (4, 3)])
@@ -112,9 +112,9 @@ def test_a_row_without_a_law_is_nan_in_every_result_and_spoils_no_other(row, lse
         assert torch.equal(a[[0, 2]], b[[0, 2]])
         assert name == "lse" or bool(a[1].isnan().all())
     torch.testing.assert_close(got.lse[1], torch.tensor(lse), equal_nan=True)
-    slopes, others = gradient(logits, ids), gradient(clean, ids)
-    assert lse == -INF or bool(slopes[1].isnan().all())
-    assert torch.equal(slopes[[0, 2]], others[[0, 2]])
+    dlogits, others = gradient(logits, ids), gradient(clean, ids)
+    assert lse == -INF or bool(dlogits[1].isnan().all())
+    assert torch.equal(dlogits[[0, 2]], others[[0, 2]])
 
 
 @pytest.mark.parametrize("t", [0.0, -1.0, NAN, INF])

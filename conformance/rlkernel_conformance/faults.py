@@ -79,7 +79,7 @@ def message_of(error: BaseException) -> str:
     """What an exception says: its first line, what it is a group of, and the reasons where nothing could be chosen."""
     decision = error.decision if isinstance(error, ResolutionError) else None
     reasons = [str(r.reason) for r in decision.rejected] if decision is not None else []
-    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()  # Hypothesis: what held and failed
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()  # of Hypothesis: how a flaky case failed
     return "; ".join([brief(error), *map(brief, group), *reasons])
 
 

@@ -63,7 +63,7 @@ def known() -> dict[str, str]:
 
 
 def _projects() -> list[Path]:
-    """Of the backends in the clone; the template stands for a third party's, which is known where it is installed."""
+    """pyproject.toml of each backend in the clone, except the template: it is an example of a third party's plugin."""
     return [file for file in sorted(CLONE.glob("backends/*/pyproject.toml")) if file.parent.name != "template"]
 
 

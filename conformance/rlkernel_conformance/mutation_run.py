@@ -53,7 +53,7 @@ def attacks_for(mutant: Mutant, subject: Subject) -> list[Attack]:
 def mutation_run(
     op: str, profile: Profile, *, watch: Callable[[MutantResult], None] = lambda _: None
 ) -> list[MutantResult]:
-    """Attack every mutant of an operator; `watch` is told each result as it comes."""
+    """Attack every mutant of an operator; `watch` gets each result as it comes."""
     results = []
     for mutant in mutants_of(op):
         with policy.registered(mutant.manifest):

@@ -66,6 +66,7 @@ VARIABLES: Final = (
 )
 _VOLATILE: Final = ("created", "date", "seconds", "hash")
 _FOUND: Final = ("held", *REFUTED, "waived")  # statuses of clauses that were attacked
+_RESULTS: Final = ("held", "violated", "waived", "not_claimed")  # that need no further attack
 _DIGITS: Final = 8
 _PACKAGES: Final = ("triton", "numpy")
 
@@ -146,7 +147,7 @@ def has_result(clause: Mapping[str, Any], content: Mapping[str, Any], sources: s
     A fault is no result: a time-out, or a library that lacks something, may be the machine's.
     """
     enough = content["runs"][clause["run"]]["profile"]["examples"] >= examples
-    return bool(clause["status"] in {*_FOUND, "not_claimed"} - {"fault"} and clause["sources"] == sources and enough)
+    return bool(clause["status"] in _RESULTS and clause["sources"] == sources and enough)
 
 
 def only(content: Mapping[str, Any], ops: Iterable[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Counted are the definitions that an implementation's functions reach by name: its own, those of other modules of its
 package, and those of the packages that backends share (`rlkernel_*`); native sources (CUDA, HIP) and tables in files
 count where a counted definition names their file, with what they include. Comments, docstrings and layout do not count,
-nor does the module that a definition stands in: what was moved is as it was. Libraries are told by their versions.
+nor does the module that holds a definition: a move changes nothing. Libraries are identified by their versions.
 
 Files are read, nothing is imported.
 """

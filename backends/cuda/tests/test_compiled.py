@@ -59,6 +59,18 @@ CUDA = [
 ]
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.parametrize("source", sorted(driver.ROOT.rglob("*.cu")), ids=lambda source: source.stem)
+def test_an_editor_can_read_every_source_with_the_flags_in_the_repository(source, tmp_path) -> None:
+    """nvcc stands for clangd: every include and every macro of a build is in compile_flags.txt."""
+    flags = (driver.ROOT.parent / "compile_flags.txt").read_text().split()
+    macros = [flag for flag in flags if flag.startswith("-D")]
+    target = ["-ptx", "-arch=sm_90a", "-std=c++17", f"-I{driver.ROOT}"]
+    command = ["nvcc", *target, *macros, "-o", str(tmp_path / "kernel.ptx"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here; NVRTC compiles the same source at run time")
 @pytest.mark.parametrize("source, flags", CUDA)
 def test_cuda_kernels_compile_without_spills(source, flags, tmp_path) -> None:

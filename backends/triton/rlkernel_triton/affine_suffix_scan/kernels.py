@@ -128,7 +128,7 @@ def scan_kernel(
     lam2,  # the same of the targets' lambda (LAM2)
     mask,  # token-level u8, with MASK
     stop,  # token-level u8, with STOP: 1 where an episode ends
-    init,  # [B], with INIT: what stands right of the last token
+    init,  # [B], with INIT: the value after the last token
     outcome,  # [B], with OUTCOME: rewards that stand on the last token before `ends`
     baseline,  # [B], with BASELINE
     ends,  # [B] integer, with ENDS: tokens from here on do not count
@@ -138,7 +138,7 @@ def scan_kernel(
     first,  # [B] fp32 out, RULE scan: y of the first token
     invalid,  # [B] u8 out, unless RULE scan; in, with STAGE apply
     parts,  # [2 or 4, B, C] fp32: compositions of chunks, out of part
-    chain,  # [1 or 2, B, C] fp32: what stands right of each chunk, into apply
+    chain,  # [1 or 2, B, C] fp32: the value after each chunk, for `apply`
     flags,  # [B, C] u8: something in a chunk is not finite, out of part
     T, C, sequences, a_number, gamma, decay, blend, decay2, blend2, ratio_clip, trace_clip,
     RULE: tl.constexpr, STAGE: tl.constexpr, J: tl.constexpr, A: tl.constexpr, VALUES: tl.constexpr,
@@ -289,7 +289,7 @@ def chain_kernel(
     scale,  # of `init`
     INIT: tl.constexpr, TWO: tl.constexpr, SCAN: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """What stands right of every chunk of a sequence, and the y of its first token: the compositions in their order."""
+    """The value after every chunk of a sequence, and the y of its first token: the compositions in their order."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, U)
     state = 0.0
