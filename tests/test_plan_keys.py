@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rlkernel.plans import key_or_none
+from rlkernel.plans import key_of, key_or_none
 from rlkernel_core.spec.sample import SampleCall
 
 LOGITS = torch.zeros(1, 8)
@@ -28,3 +29,10 @@ def test_numbers_of_another_width_tensors_and_what_is_no_such_number_have_plans_
 def test_options_are_told_apart_by_value_and_by_type() -> None:
     options = [{}, {"top_n": 1}, {"top_n": True}, {"top_k": 1}, {"top_k": 2}, {"stream": 1}, {"entropy": True}]
     assert len({key(**o) for o in options}) == len(options)
+
+
+def test_a_process_group_has_plans_of_its_own_whatever_its_name() -> None:
+    """A plan may keep its group: a later group of that name would wait for ranks that are gone."""
+    first, second = (dist.ProcessGroup(dist.HashStore(), 0, 1) for _ in range(2))
+    assert key_of(first) == key_of(first)
+    assert key_of(first) != key_of(second)

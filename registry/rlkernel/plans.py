@@ -103,8 +103,8 @@ def key_of(x: Any) -> Any:
         return kind, *((key_of(k), key_of(v)) for k, v in x.items())
     if names := _fields(kind):
         return kind, *[key_of(getattr(x, name)) for name in names]
-    if hasattr(x, "group_name"):  # a process group
-        return kind, x.group_name, x.rank(), x.size()
+    if hasattr(kind, "group_name"):  # a process group: itself, since another may have its name, rank and size
+        return kind, x
     if isinstance(x, enum.Enum) or kind.__module__ == "torch":  # a dtype or a device
         return kind, x
     raise TypeError(f"{kind.__name__} is no part of a key")
