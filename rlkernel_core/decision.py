@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from rlkernel_core.reasons import Reason
 
+CONFORMANT = "conformant"  # in a policy's needs: a conformance report must hold for what would run
 AUTO = "auto"  # in an order: all of rlkernel's own backends
 PLAIN_TORCH = "torch"  # the backend without kernels of its own
 ALIASES: Final[Mapping[str, str]] = {"reference": PLAIN_TORCH}  # other names of backends, where one may be written
@@ -47,9 +48,7 @@ class OpPolicy:
     need: frozenset[str] = frozenset()
     profile: bool = False  # whether each call is inside a profiler range with its decision's id
     audit: int = 0  # every how many calls of a plan one is compared with the reference; 0: none
-    max_workspace_bytes: int | None = (
-        None  # most that a call may need on its device beyond its results; None: what is free
-    )
+    max_workspace_bytes: int | None = None  # most that a call may need on its device beyond its results; None: any
 
     @property
     def watched(self) -> str:
@@ -69,10 +68,11 @@ class Policy:
     ops: Mapping[str, OpPolicy] = field(default_factory=dict)  # by operator name
     probe: str = "subprocess"  # "subprocess" | "inprocess" | "off"
     lock: str | None = None  # path of the lock file that must hold
+    reports: str | None = None  # folder of the conformance reports that `need = ["conformant"]` asks
     source: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
-        return hash((self.default, frozenset(self.ops.items()), self.probe, self.lock))
+        return hash((self.default, frozenset(self.ops.items()), self.probe, self.lock, self.reports))
 
     def of(self, op: str) -> OpPolicy:
         """The policy of an operator, by name or by id."""

@@ -63,6 +63,11 @@ STAGES: Final[dict[str, dict[str, str]]] = {
         "crashed": "the backend's self-test killed its process",
         "timeout": "the backend's self-test did not finish in time",
     },
+    "evidence": {
+        "none": "the policy needs a conformance report, and none is of this backend, operator and kind of device",
+        "not-held": "the conformance report says that clauses of the operator do not hold",
+        "older": "the conformance report is of other sources or library versions than would run",
+    },
 }
 
 CODES: Final[frozenset[str]] = frozenset(f"{stage}/{code}" for stage, codes in STAGES.items() for code in codes)

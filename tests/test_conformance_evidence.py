@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
+import rlkernel
 from rlkernel_conformance import documents, evidence
 from rlkernel_conformance import report as reports
 from rlkernel_conformance.harness import Outcome
@@ -15,7 +17,7 @@ from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import importable, known, load
 from rlkernel_conformance.profiles import PROFILES
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, ResolutionError
 
 WHITEN = Subject("torch", "whiten")
 FOLDER = Path("conformance/reports")
@@ -116,3 +118,66 @@ def test_backends_of_the_clone_are_known_although_they_are_not_installed() -> No
     assert {"torch", "triton", "cuda", "rocm", "jetson"} <= set(known())
     with importable():
         assert load(known()["triton"]).name == "triton"
+
+
+def conformant(reports=FOLDER):
+    return rlkernel.use("torch", need="conformant", reports=str(reports))
+
+
+def test_a_policy_that_needs_conformance_runs_what_a_report_holds_for(cli) -> None:
+    put()
+    with conformant():
+        assert rlkernel.whiten(torch.tensor([1.0, 3.0])).y.sum() == 0
+        assert rlkernel.explain("whiten").decision.backend == "torch"
+
+
+def other_torch(content):
+    runs = content["runs"]
+    return {r: {**run, "environment": {**run["environment"], "torch": "2.0.0"}} for r, run in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        ({"backend": "acme"}, "evidence/none", "no report in"),
+        ({"sources": "0" * 16}, "evidence/older", "of other sources"),
+        ({"without": 2}, "evidence/not-held", "has no result for CO-01, WH-96"),
+    ],
+)
+def test_a_policy_that_needs_conformance_passes_over_what_no_report_holds_for(cli, given, code, said) -> None:
+    put(**given)
+    with conformant():
+        [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
+        assert rejected.reason.slug == code
+        assert said in rejected.reason.text
+        assert rejected.reason.fix.startswith("rlkernel conformance run torch --op whiten")
+        with pytest.raises(ResolutionError, match=code):
+            rlkernel.whiten(torch.tensor([1.0, 3.0]))
+
+
+def test_a_report_made_with_another_torch_is_older(cli) -> None:
+    put()
+    content = documents.read(FOLDER / "here")
+    content["runs"] = other_torch(content)
+    documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / "here")
+    with conformant():
+        [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
+    assert rejected.reason.text == f"{FOLDER.absolute() / 'here'} is of other torch 2.0.0 (here {torch.__version__})"
+
+
+def test_an_operator_that_the_report_does_not_have_has_no_evidence(cli) -> None:
+    put()
+    with conformant():
+        [rejected] = [r for r in rlkernel.explain("logprob").decision.rejected if r.backend == "torch"]
+    assert rejected.reason.slug == "evidence/none"
+
+
+def test_conformance_without_a_folder_of_reports_names_the_key(cli) -> None:
+    with rlkernel.use("torch", need="conformant"):
+        [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
+    assert rejected.reason.fix.startswith("reports = ")
+
+
+def test_the_suite_attacks_what_no_report_holds_for_yet(cli) -> None:
+    with conformant(), WHITEN.chosen():
+        assert rlkernel.explain("whiten").decision.backend == "torch"

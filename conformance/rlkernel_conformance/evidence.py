@@ -16,9 +16,11 @@ from rlkernel_conformance.documents import FILE, read
 from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import here, known, sources_of
 from rlkernel_conformance.profiles import PROFILES
-from rlkernel_core.decision import ALIASES
+from rlkernel_conformance.report import architectures
+from rlkernel_core.decision import ALIASES, Call
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
+from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
 
 # state of an operator in a report -> what it says
@@ -31,6 +33,7 @@ STATES: Final = {
     "unknown": "the backend is not here to compare with",
 }
 RENEWABLE: Final = ("older", "missing", "absent")
+_CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,69 @@ def evidence(folder: Path) -> Iterator[Evidence]:
             took = sum(c["seconds"] for c in (found or {"clauses": ()})["clauses"] if c["clause"] in due)
             command = renewal(content, op, path.parent) if state in RENEWABLE else ""
             yield Evidence(path.parent.name, content["backend"], op, state, len(due), round(took, 1), command)
+
+
+def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call) -> Reason | None:
+    """What the reports below a folder say against a backend for a call; None where one shows that its clauses hold.
+
+    Args:
+        folder: of the reports.
+        packages: installed versions by name of distribution.
+        backend: name.
+        call: operator, device and architecture; an unknown architecture is any.
+
+    Raises:
+        ConfigError: no report there, or one that was changed.
+    """
+    about = " ".join(filter(None, (backend, call.op, "on", call.device, call.arch)))
+    found = [(path, read(path)) for path in reports(Path(folder))]
+    mine = [(path, content) for path, content in found if _is_of(content, backend, call)]
+    if not mine:
+        profile = next(reversed(PROFILES))
+        fix = f"rlkernel conformance run {backend} --op {call.op.partition('@')[0]} --profile {profile}"
+        fix += f" --device {call.device} --report {folder}/{backend}"
+        return Reason("evidence", "none", f"no report in {folder} is of {about}", fix)
+    said: list[Reason] = []
+    for path, content in mine:
+        found, command = content["operators"][call.op], renewal(content, call.op, path.parent)
+        manifest = manifest_of(content)
+        now = {} if manifest is None else {call.op: sources_of(manifest, call.op, call.device)}
+        state, due = _state(call.op, found, now, at_hand=manifest is not None)
+        changed = _versions(content, found, packages) if state in {"current", "missing"} else "sources"
+        if changed:
+            said.append(Reason("evidence", "older", f"{path.parent} is of other {changed}", command))
+        elif found["verdict"] != "holds":
+            said.append(Reason("evidence", "not-held", f"{path.parent} says of {call.op}: {found['verdict']}", command))
+        elif due:
+            text = f"{path.parent} has no result for {', '.join(sorted(due))}"
+            said.append(Reason("evidence", "not-held", text, command))
+        else:
+            return None
+    return said[0]
+
+
+def _is_of(content: Mapping[str, Any], backend: str, call: Call) -> bool:
+    """Whether a report is of a backend, an operator and a kind of device."""
+    name = ALIASES.get(content["backend"], content["backend"])
+    here = content["device"].partition(":")[0] == call.device and call.arch in {None, *architectures(content)}
+    return name == backend and call.op in content["operators"] and here
+
+
+def _versions(content: Mapping[str, Any], found: Mapping[str, Any], packages: Mapping[str, str]) -> str:
+    """Libraries whose versions are not those that an operator of a report was attacked with; "" where all are."""
+    made = [content["runs"][run]["environment"] for run in {c["run"] for c in found["clauses"] if c["executed"]}]
+    with_what = [(name, v) for env in made for name, v in (("torch", env["torch"]), *env["packages"].items())]
+    differ = {
+        f"{name} {was} (here {packages.get(name)})"
+        for name, was in with_what
+        if _public(was) != _public(packages.get(name)) and name not in _CHANGES_NOTHING
+    }
+    return ", ".join(sorted(differ))
+
+
+def _public(version: str | None) -> str:
+    """A version without its local part, which a distribution's metadata may leave out: 2.11.0+cu130 is 2.11.0."""
+    return (version or "").partition("+")[0]
 
 
 def reports(folder: Path) -> list[Path]:

@@ -149,5 +149,5 @@ class Subject:
         """
         if not self.impls:
             raise ResolutionError(f"{self.backend} implements no {self.spec.id} for {self.device}")
-        with rlkernel.use(self.backend, fallback="error"):
+        with rlkernel.use(self.backend, fallback="error", need=()):  # a report is what the policy may need
             yield

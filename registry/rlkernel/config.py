@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rlkernel_core.decision import ALIASES, AUTO, OpPolicy, Policy
+from rlkernel_core.decision import ALIASES, AUTO, CONFORMANT, OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
 from rlkernel_core.spec import OPERATORS
 
@@ -40,7 +40,10 @@ class OpSettings(BaseModel):
         default=None, description="backends that may run, best first; 'auto' is our own"
     )
     fallback: Literal["warn", "error"] | None = Field(default=None, description="how loud a fallback is")
-    need: tuple[str, ...] | None = Field(default=None, description="features an implementation must claim")
+    need: tuple[str, ...] | None = Field(
+        default=None,
+        description="features an implementation must claim; 'conformant': a report in `reports` must hold for it",
+    )
     profile: bool | None = Field(
         default=None, strict=True, description="whether profilers show each call as a range with its decision's id"
     )
@@ -51,7 +54,7 @@ class OpSettings(BaseModel):
         default=None,
         strict=True,
         ge=0,
-        description="most bytes that a call may need on its device beyond its results; left out, what is free there",
+        description="most bytes that a call may need on its device beyond its results; left out, any number",
     )
 
     @field_validator("order", "need", mode="before")
@@ -81,6 +84,9 @@ class Settings(OpSettings):
         default=None, description="where a backend's self-test runs before its first use"
     )
     lock: str | None = Field(default=None, description="path of the lock file; relative to the configuration file")
+    reports: str | None = Field(
+        default=None, description="folder of conformance reports, for need = ['conformant']; relative likewise"
+    )
     ops: dict[str, OpSettings] = Field(default_factory=dict, description="the same keys for one operator")
 
 
@@ -102,7 +108,7 @@ def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], fo
         values: keys as in the `[rlkernel]` table.
         where: what to call the layer in messages: "use()", "RLKERNEL_ORDER", a path.
         backends: names that an order may mention besides "auto".
-        folder: what a lock file's path is relative to.
+        folder: what paths are relative to.
     """
     try:
         settings = Settings.model_validate(dict(values))
@@ -120,14 +126,14 @@ def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], fo
         for feature in op.need or ():
             if feature not in offered:
                 raise ConfigError(f"{at}need: {UnknownNameError('feature', feature, offered)}")
-    if settings.lock is None:
-        return settings
-    return settings.model_copy(update={"lock": str((folder / settings.lock).absolute())})
+    paths = {key: path for key in ("lock", "reports") if (path := getattr(settings, key)) is not None}
+    return settings.model_copy(update={key: str((folder / path).absolute()) for key, path in paths.items()})
 
 
 def _features(op: str) -> frozenset[str]:
-    """Features of an operator; of all operators where none is named."""
-    return OPERATORS[op].feature_names if op else frozenset().union(*(s.feature_names for s in OPERATORS.values()))
+    """What a policy can need of an operator; of any where none is named."""
+    specs = [OPERATORS[op]] if op else OPERATORS.values()
+    return frozenset({CONFORMANT}).union(*(spec.feature_names for spec in specs))
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -230,4 +236,5 @@ def merge(layers: Iterable[tuple[str, Settings]]) -> Policy:
         return OpPolicy(order, fallback, need and need & _features(op), profile, audit, room)
 
     ops = {op: op_policy(op) for op in dict.fromkeys(op for _, layer in stack for op in layer.ops)}
-    return Policy(op_policy(), ops, pick("probe", "subprocess"), pick("lock", None), source)
+    probe, lock, reports = pick("probe", "subprocess"), pick("lock", None), pick("reports", None)
+    return Policy(op_policy(), ops, probe, lock, reports, source)

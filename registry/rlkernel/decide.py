@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from rlkernel import announce, audit, lock, policy, ranges, selftest
+from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest
 from rlkernel.discover import PackageVersions, brief, guarded, load_target
 from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
@@ -219,8 +220,9 @@ def facts_for(device: str, *, locked: bool = True) -> Facts:
     process, rules = policy.PROCESS, policy.current().policy
     outcomes = list(process.probes.items())  # other threads may add to them
     failed = {backend: reason for (backend, *at), reason in outcomes if at == [device, rules.probe] and reason}
-    path = rules.lock if locked else None
-    return Facts(PackageVersions(), process.broken_targets, failed, lock.read(path) if path else None)
+    path, packages = rules.lock if locked else None, PackageVersions()
+    unproved = partial(evidence.unproved, rules.reports, packages)
+    return Facts(packages, process.broken_targets, failed, lock.read(path) if path else None, unproved)
 
 
 def settle(

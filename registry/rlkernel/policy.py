@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from rlkernel import config, hooks
 from rlkernel.discover import Candidate, Installed, known_names
 from rlkernel.plans import Choice, Table
-from rlkernel_core.decision import OpPolicy, Policy
+from rlkernel_core.decision import CONFORMANT, OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
@@ -64,7 +64,7 @@ def _rules(policy: Policy, op: str) -> str:
     own = policy.of(op)
     text = f"order={own.order} fallback={own.fallback} need={sorted(own.need)} {own.watched}"
     text += f" room={own.max_workspace_bytes}"
-    return f"{text} probe={policy.probe} lock={policy.lock}"
+    return f"{text} probe={policy.probe} lock={policy.lock} reports={policy.reports}"
 
 
 class _Process:
@@ -164,7 +164,7 @@ def policy_for(scope: Scope, spec: OpSpec[Any, Any]) -> tuple[OpPolicy, str]:
     policy = scope.policy
     own = policy.of(spec.name)
     key = f"ops.{spec.name}.order" if spec.name in policy.ops else "order"
-    return replace(own, need=own.need & spec.feature_names), policy.source.get(key, "default")
+    return replace(own, need=own.need & (spec.feature_names | {CONFORMANT})), policy.source.get(key, "default")
 
 
 def _scope(layers: tuple[tuple[str, config.Settings], ...]) -> Scope:
@@ -213,8 +213,8 @@ class use(ContextDecorator):  # noqa: N801 a context manager reads as a verb
 
     Args:
         *order: backends that may run, best first.
-        **options: `fallback`, `need`, `profile`, `audit`, `max_workspace_bytes`, `probe`, `lock`, or an operator's
-            name with its order (a name, a list, or a dict with the same keys but the last two).
+        **options: `fallback`, `need`, `profile`, `audit`, `max_workspace_bytes`, `probe`, `lock`, `reports`, or an
+            operator's name with its order (a name, a list, or a dict with the same keys but the last three).
 
     Raises:
         ConfigError: an unknown backend, operator, key or feature; a decorated coroutine function or generator.

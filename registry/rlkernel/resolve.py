@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion
 
 from rlkernel.coverage import matches
 from rlkernel.discover import ACCELERATORS, FIRST_PARTY, Candidate
-from rlkernel_core.decision import AUTO, PLAIN_TORCH, Call, Decision, OpPolicy, Rejected
+from rlkernel_core.decision import AUTO, CONFORMANT, PLAIN_TORCH, Call, Decision, OpPolicy, Rejected
 from rlkernel_core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Facts:
     broken_targets: Mapping[str, Reason] = field(default_factory=dict)  # target -> why it cannot be imported
     failed_probes: Mapping[str, Reason] = field(default_factory=dict)  # backend -> why its self-test failed here
     locked: Mapping[str, frozenset[tuple[str, str]]] | None = None  # op id -> allowed (target, provider)
+    # What conformance reports say against a backend for a call; asked where the policy needs "conformant".
+    unproved: Callable[[str, Call], Reason | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def _consider(
     for impl in impls:
         why = _refusal(slot.name, candidate, impl, facts, call, policy) or (check(impl) if check else None)
         why = why or _locked(candidate, impl, facts, call) or facts.failed_probes.get(slot.name)
+        if why is None and CONFORMANT in policy.need and facts.unproved is not None:
+            why = facts.unproved(slot.name, call)
         if why is None:
             return impl, rejected
         rejected.append(Rejected(slot.name, why, impl.target))
@@ -242,7 +246,7 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
     if call.dtype and need.dtypes and call.dtype not in need.dtypes:
         text = f"it claims {_names(need.dtypes)}, the call has {call.dtype}"
         return Reason("dtype", "unsupported", text, "cast the input, or name another backend first")
-    if missing := (call.features | policy.need) - impl.supports:
+    if missing := (call.features | policy.need) - {CONFORMANT} - impl.supports:
         text = f"it does not claim {_names(sorted(missing))}"
         return Reason(
             "features", "missing", text, f"drop what needs it, or name a backend that claims it before {name}"

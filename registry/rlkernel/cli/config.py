@@ -35,7 +35,11 @@ order = ["auto"]
 fallback = "warn"
 
 # Features that every implementation must claim, e.g. ["batch_invariant"]; operators that cannot have one ignore it.
+# "conformant": a conformance report in `reports` must hold for its present sources, on this kind of device.
 need = []
+
+# Folder of conformance reports, one in each folder below it.
+# reports = "conformance/reports"
 
 # Profiler ranges around each call: rlkernel.<operator> <backend> <decision>, in torch's profiler and in NVTX or ROCTX.
 profile = false
@@ -43,8 +47,7 @@ profile = false
 # Compare every so many-th call of a shape with the reference, which runs beside it, and tell differences; 0 is off.
 audit = 0
 
-# Most bytes that a call may need on its device beyond its results; left out, what is free there when a shape is
-# planned.
+# Most bytes that a call may need on its device beyond its results; left out, any number.
 # max_workspace_bytes = 4294967296
 
 # A backend's self-test before its first use: in a process of its own ("subprocess"), in this one where a second
@@ -96,6 +99,7 @@ def _values() -> Iterator[tuple[str, Any]]:
     yield from _rules(rules.default, "")
     yield "probe", rules.probe
     yield "lock", rules.lock
+    yield "reports", rules.reports
     for op, own in rules.ops.items():
         yield from _rules(own, f"ops.{op}.")
 
