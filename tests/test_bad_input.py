@@ -48,7 +48,7 @@ def test_a_bad_value_is_refused_by_name_and_with_a_remedy(operator: str, name: s
             accepted.append(what)
         elif not (names(error, name) or name == spec.primary or type(error) is OWN_ERROR.get((operator, name))):
             unnamed.append(what)
-    assert (accepted, unnamed) == ([what for what in bad if what in fine(operator, name)], [])
+    assert (accepted, unnamed) == ([what for what in bad if what in fine(operator, name, {**given, name: valid})], [])
 
 
 def refusal(call: Any, given: dict[str, Any]) -> Exception | None:

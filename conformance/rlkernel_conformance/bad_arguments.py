@@ -90,8 +90,8 @@ FINE: dict[str, tuple[str, ...]] = {
     "head.weight": ("a row less", "a row more"),
     "whiten.x": (*SIZES, *ANY_REAL, "meta"),
     "shape_rewards.rewards": ("one more dimension", "a row less", "a row more", *ANY_REAL, "meta"),
-    "qmatmul.x": SIZES[:4],
     "quantize.weight": ("a row less", "a row more", "meta"),
+    "qmatmul.x": SIZES[:4],
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
     "shape_rewards.cu_seqlens": (),
@@ -119,10 +119,12 @@ FINE: dict[str, tuple[str, ...]] = {
 }
 
 
-def fine(operator: str, name: str) -> tuple[str, ...]:
-    """Bad values that this argument takes."""
+def fine(operator: str, name: str, good: Mapping[str, Any]) -> tuple[str, ...]:
+    """Bad values that this argument takes, in a call with these arguments."""
     if name == "weight" and operator in {"linear_logprob", "linear_policy_loss", "lm_head_sample"}:
         return FINE["head.weight"]
+    if (operator, name) == ("affine_suffix_scan", "b") and not isinstance(good["a"], Tensor):
+        return ("a row less", "a row more", "meta")  # there is no other tensor to differ from
     return FINE.get(f"{operator}.{name}", FINE.get(name, ()))
 
 
@@ -137,7 +139,7 @@ def bad_values(op: str, good: Mapping[str, Any]) -> Iterator[tuple[str, str, Any
         bad = of_type(str(parameter.annotation))
         if isinstance(good.get(name), Tensor):
             bad |= of_tensor(good[name])
-        taken = fine(op, name)
+        taken = fine(op, name, good)
         yield from ((name, what, value) for what, value in bad.items() if what not in taken)
 
 

@@ -26,6 +26,7 @@ from rlkernel_core.spec.policy_kinds import KINDS as LOSSES
 
 N = B = 6
 T, V, D = 5, 64, 32
+REQUIRED: Final[Mapping[str, Any]] = {"clip": (0.2, 0.2), "dro_beta": 0.7}  # of losses without a default for it
 Arguments = dict[str, Any]
 
 
@@ -103,9 +104,13 @@ class Example:
         """Seeds of `count` requests, and a step."""
         return {"seed": torch.arange(count, device=self.device) + self.seed, "step": 1}
 
-    def first(self, names: Iterable[str], prefix: str = "kind") -> str:
-        """The first of these choices that is claimed."""
-        return next(n for n in names if self.subject is None or f"{prefix}:{n}" in self.subject.claims)
+    def kind(self, names: Iterable[str], needs: Callable[[str], str]) -> str:
+        """The first of these kinds that is claimed, if possible one whose other needs are claimed too."""
+        if self.subject is None:
+            return next(iter(names))
+        claims = self.subject.claims
+        kinds = [name for name in names if f"kind:{name}" in claims]
+        return next((name for name in kinds if not needs(name) or needs(name) in claims), kinds[0])
 
     def format(self, options: tuple[str, ...] = ()) -> QuantSpec:
         """The first claimed format."""
@@ -123,10 +128,12 @@ class Example:
 
     def loss(self) -> Arguments:
         """What both policy losses take."""
+        kind = self.kind(("ppo", "grpo", *LOSSES), lambda k: "" if "token" in LOSSES[k].levels else "level:sequence")
         return {
             "old_logprob": -0.1 - self.normal(self.N, T, salt=2).abs(),
             "advantages": self.normal(self.N, T, salt=3),
-            "kind": self.first(("ppo", "grpo", *LOSSES)),
+            "kind": kind,
+            **{name: REQUIRED[name] for name, value in LOSSES[kind].options.items() if value == "required"},
         }
 
 
@@ -153,9 +160,27 @@ def _verify(e: Example) -> Arguments:
     }
 
 
+def _whitens(kind: str) -> bool:
+    return ADVANTAGES[kind].whiten != "none"
+
+
 def _advantage(e: Example) -> Arguments:
-    kinds = [k for k, row in ADVANTAGES.items() if set(row.requires) == {"group"} and k not in {"gdpo", "opo"}]
-    return {"rewards": e.rewards(), "kind": e.first(("grpo", *kinds)), "group": e.group}
+    kind = e.kind(("grpo", *ADVANTAGES), lambda k: "lengths" if k == "opo" else "whiten" if _whitens(k) else "")
+    row = ADVANTAGES[kind]
+    given = {
+        "group": e.group,
+        "values": e.normal(e.N, T, salt=1),
+        "ratio": e.normal(e.N, T, salt=2).exp(),
+        "baseline": e.normal(e.N, salt=3),
+        "step_rewards": e.normal(e.N, salt=4),
+        "anchor": e.ids(e.N) % 2,
+        "logprob": -0.1 - e.normal(e.N, T, salt=5).abs(),
+        "sum_pi_squared": e.normal(e.N, T, salt=6).sigmoid(),
+    }
+    shapes = {"gdpo": e.normal(e.N, 2), "remax": e.rewards()}
+    rewards = shapes.get(kind, e.normal(e.N, T) if row.family == "steps" else e.rewards())
+    lengths = {"lengths": torch.arange(e.N, device=e.device) % T + 1} if kind == "opo" else {}
+    return {"rewards": rewards, "kind": kind, **{name: given[name] for name in row.requires}, **lengths}
 
 
 def _qmatmul(e: Example) -> Arguments:
@@ -191,13 +216,12 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "qmatmul": _qmatmul,
     "capture": lambda e: {"fn": step, "example": (e.normal(e.N, 3),)},
     "advantage": _advantage,
-    "affine_suffix_scan": lambda e: {"b": e.normal(e.N, T), "a": e.normal(e.N, T, salt=1)},
-    "whiten": lambda e: {"x": e.normal(e.N, T)},
-    "group_filter": lambda e: {
-        "rewards": e.rewards(),
-        "group": e.group,
-        "rule": e.first(("std", "mean", "distinct"), "rule"),
+    "affine_suffix_scan": lambda e: {
+        "b": e.normal(e.N, T),
+        "a": e.normal(e.N, T, salt=1) if e.subject is None or "a_tensor" in e.subject.claims else 0.5,
     },
+    "whiten": lambda e: {"x": e.normal(e.N, T)},
+    "group_filter": lambda e: {"rewards": e.rewards(), "group": e.group},
     "shape_rewards": lambda e: {"rewards": e.rewards()},
     "rollout_buffer": _rollout_buffer,
 }
@@ -206,6 +230,18 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
 def base(op: str) -> Arguments:
     """The arguments of a call of six rows, fp32 on the CPU, made anew; a test replaces single ones."""
     return EXAMPLES[op](Example())
+
+
+def claimed_choices(subject: Subject, given: Arguments) -> Arguments:
+    """The arguments, with the first claimed choice in place of a default that is not claimed: `outputs`, `rule`, ..."""
+    spec = subject.spec
+    needed = spec.needs(spec.call(**given))
+    for name in spec.one_of:
+        family = [f for f in spec.family(name) if f in subject.claims]
+        if name in spec.parameters and needed.isdisjoint(family) and family:
+            given = {**given, name: family[0].partition(":")[2]}
+            given |= {"horizon": 7.0} if given[name] == "seq_mean_token_sum_norm" else {}
+    return given
 
 
 @dataclass(frozen=True)
@@ -217,7 +253,7 @@ class Call:
 
     def given(self, subject: Subject) -> Arguments:
         """The arguments of the call, made anew."""
-        return EXAMPLES[subject.op](Example(self.seed, self.N, subject))
+        return claimed_choices(subject, EXAMPLES[subject.op](Example(self.seed, self.N, subject)))
 
     def run(self, subject: Subject, given: Mapping[str, Any] | None = None) -> Any:
         """Results of the call, or of a short use of what it makes; `given` in place of its arguments."""

@@ -19,6 +19,7 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.reproduce import script
 from rlkernel_conformance.search import search
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import ResolutionError
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ def carry_out(
         except UnsatisfiedAssumption as rejection:
             rejected.append(str(rejection))
             raise
+        except ResolutionError as error:
+            if not subject.disclaims(error):
+                raise
+            rejected.append(str(error))
+            raise UnsatisfiedAssumption(str(error)) from error
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))
         if subject.measures:  # hypothesis climbs towards the worst case
@@ -98,7 +104,10 @@ def carry_out(
     clause = attack.clause
     if error is None:
         return Outcome(subject.op, clause.id, clause.title, "held", **common)
-    if isinstance(error, Unsatisfiable) and len(rejected) == len(seen) > 0:
+    if isinstance(error, Unsatisfiable) and not seen:
+        text = "nothing that is claimed makes a case of it"
+        return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=common["seconds"])
+    if isinstance(error, Unsatisfiable) and len(rejected) == len(seen):
         text = f"refused at selection, every case of {len(rejected)}: {rejected[-1]}"
         return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=common["seconds"])
     common["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""

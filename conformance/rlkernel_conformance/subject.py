@@ -120,6 +120,14 @@ class Subject:
         rejected = error.decision.rejected if error.decision is not None else ()
         return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
 
+    def disclaims(self, error: ResolutionError) -> bool:
+        """Whether a call was refused because it needs what is not claimed: such a call is no case."""
+        if error.decision is None:
+            return False
+        call = error.decision.call
+        needed = call.features | ({"grad"} if call.grad else frozenset())
+        return not any(needed <= impl.supports for impl in self.impls)
+
     def admits(self, *args: Any, **kwargs: Any) -> bool:
         """Whether the backend's own `check` admits a call as it is."""
         check = decide.Verdicts(self.spec.call(*args, **kwargs)).of

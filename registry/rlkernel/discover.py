@@ -26,7 +26,8 @@ from rlkernel_core.spec import OPERATORS
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-    from rlkernel_core.manifest import Backend
+    from rlkernel_core.manifest import Backend, Impl
+    from rlkernel_core.spec.form import OpSpec
 
 GROUP: Final = "rlkernel.backends"
 IN_PROCESS: Final = "in-process"
@@ -288,10 +289,17 @@ def _contradiction(name: str, manifest: Backend) -> str | None:
             return str(UnknownNameError("operator", op, OPERATORS))
         if int(number) == OPERATORS[op].version and (odd := impl.supports - OPERATORS[op].feature_names):
             return str(UnknownNameError(f"feature of {impl.op}", min(odd), OPERATORS[op].feature_names))
+        if int(number) == OPERATORS[op].version and (lacking := _unreachable(impl, OPERATORS[op])):
+            return f"{impl.op}: {impl.target} claims no {lacking}, and every call needs one"
         for text in impl.requires.packages:
             if problem := _no_requirement(text):
                 return f"packages: {text!r}: {problem}"
     return None
+
+
+def _unreachable(impl: Impl, spec: OpSpec[Any, Any]) -> str | None:
+    """A family of features of which every call needs one and an implementation claims none."""
+    return next((f"{name}:..." for name in spec.one_of if impl.supports.isdisjoint(spec.family(name))), None)
 
 
 def _no_requirement(text: str) -> str | None:

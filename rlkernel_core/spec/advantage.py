@@ -183,6 +183,7 @@ SPEC = OpSpec(
     record=AdvantageCall,
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
+    one_of=("kind",),
     check=check,
     needed=needed,
     features=FEATURES,

@@ -141,6 +141,7 @@ SPEC = OpSpec(
     where=_where,
     planned=False,
     check=check,
+    one_of=("on_capture_error", "on_guard_fail", "rng", "outputs"),
     needed=lambda call: {"verify": call.verify in {"first", "always"}, "grad": call.autograd},
     features=(
         Feature("grad", "autograd=True: the backward pass is replayed too"),

@@ -94,6 +94,8 @@ class OpSpec(Generic[P, R_co]):
     # None, bools and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one
     # decision.
     needed: Callable[[Any], Mapping[str, object]] = field(default=lambda _: {})
+    # Families of features, "kind" for "kind:grpo" and its like, of which every call needs one.
+    one_of: tuple[str, ...] = ()
     # Integers that change from call to call and that no plan may look at, such as the step of a draw.
     varying: tuple[str, ...] = ()
     # Whether calls of one shape share a plan; not those that make something which lives on, such as a buffer.
@@ -118,6 +120,10 @@ class OpSpec(Generic[P, R_co]):
     def feature_names(self) -> frozenset[str]:
         """Names of all features an implementation may claim."""
         return frozenset(f.name for f in self.features)
+
+    def family(self, name: str) -> tuple[str, ...]:
+        """The features of a family: of "kind", "kind:grpo" and its like."""
+        return tuple(f.name for f in self.features if f.name.startswith(f"{name}:"))
 
     @cached_property
     def signature(self) -> inspect.Signature:

@@ -107,6 +107,7 @@ SPEC = OpSpec(
     record=GroupFilterCall,
     summary="which groups of rollouts carry a signal",
     primary="rewards",
+    one_of=("rule",),
     check=check,
     needed=lambda call: {"group_ids": checks.is_tensor(call.group)},
     features=(

@@ -189,6 +189,7 @@ SPEC = OpSpec(
     record=LinearPolicyLossCall,
     summary="policy loss from hidden states and the output head, its gradient made with it",
     primary="hidden",
+    one_of=("kind", "aggregate"),
     differentiable=("hidden", "weight", "bias"),
     carrying=("loss",),
     check=check,

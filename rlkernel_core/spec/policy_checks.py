@@ -113,7 +113,7 @@ def _check_denominators(
             raise ArgumentError("denominator", denominator, "token_sum divides by nothing", "Leave it out.")
         _scalar("denominator", denominator, above=0.0)
     if horizon is not None:
-        if "seq_mean_token_sum_norm" not in {aggregate, entropy_aggregate}:
+        if "seq_mean_token_sum_norm" not in (aggregate, entropy_aggregate):  # a tuple: the latter is not checked yet
             raise ArgumentError(
                 "horizon", horizon, f"has no meaning for {aggregate}", 'Leave it out, or use "seq_mean_token_sum_norm".'
             )

@@ -243,6 +243,7 @@ SPEC = OpSpec(
     record=PolicyLossCall,
     summary="policy-gradient losses with KL, entropy, off-policy correction and statistics",
     primary="logprob",
+    one_of=("kind", "aggregate"),
     differentiable=("logprob", "entropy"),
     carrying=("loss",),
     check=check,

@@ -243,6 +243,7 @@ SPEC = OpSpec(
     record=QmatmulCall,
     summary="x times a quantized weight with LoRA, bias, activation and residual, rounded once",
     primary="x",
+    one_of=("format",),
     differentiable=("x", "bias", "lora", "residual"),
     carrying=("",),
     check=check,

@@ -197,6 +197,7 @@ QUANTIZE = OpSpec(
     differentiable=("weight",),
     check=check_quantize,
     needed=lambda call: dict.fromkeys(spec_of(call.format).features(*QUANTIZED), True),
+    one_of=("format",),
     features=(
         DETERMINISTIC,
         CAPTURABLE,
@@ -255,6 +256,7 @@ DEQUANTIZE = OpSpec(
     check=check_dequantize,
     needed=_needed,
     where=_device,
+    one_of=("format",),
     features=(DETERMINISTIC, CAPTURABLE, *format_features(*STORED)),
     clauses=(
         Clause("DQ-01", "bit-exact", "every code and every scale gives the bits of the reference codec", "accuracy"),
@@ -280,6 +282,7 @@ PREPACK = OpSpec(
     check=check_prepack,
     needed=_needed,
     where=_device,
+    one_of=("format",),
     features=(DETERMINISTIC, *format_features(*STORED)),
     clauses=(
         Clause("PP-01", "lossless", "prepack(prepack(w), layout='canonical') has every bit of w", "law"),

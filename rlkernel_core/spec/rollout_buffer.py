@@ -113,6 +113,7 @@ SPEC = OpSpec(
     where=lambda call: call.device,
     planned=False,
     check=check,
+    one_of=("on_full",),
     features=(
         CAPTURABLE,
         Feature("fields", "per-token fields of the caller's choice"),

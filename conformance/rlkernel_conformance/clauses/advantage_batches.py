@@ -270,7 +270,8 @@ def alike(subject: Subject, found: Tensor, expected: Tensor, dtype: str) -> None
 def claimed(subject: Subject, among: tuple[str, ...] = tuple(KINDS)) -> list[str]:
     """The kinds that the subject claims."""
     claims = subject.claims
-    return [k for k in among if f"kind:{k}" in claims]
+    counted = bool(claims & {"lengths", "mask"})  # opo weighs by the number of tokens
+    return [k for k in among if f"kind:{k}" in claims and (k != "opo" or counted)]
 
 
 def where_claimed(prop: Callable[[Subject, Batch], None]) -> Callable[[Subject, Batch], None]:

@@ -79,9 +79,10 @@ def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:
 
     def on_rank(rank: int, group: Any) -> Any:
         part = slice(cuts[rank], cuts[rank + 1])
-        call, leaves = with_leaves({k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()})
+        mine = {k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()}
         if "grad" not in subject.claims:
-            return subject(**{**given, "weight": given["weight"][part]}, group=group), {}
+            return subject(**mine, group=group), {}
+        call, leaves = with_leaves(mine)
         out = subject(**call, group=group, entropy="entropy" in subject.claims)
         return out, gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
 

@@ -306,4 +306,4 @@ def batches(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.Sear
             values["correction"] = ""
         return Batch(kind=kind[0], level=kind[1], **values)
 
-    return st.builds(build, st.sampled_from(kinds), **fields)
+    return st.builds(build, st.sampled_from(kinds), **fields) if kinds else st.nothing()

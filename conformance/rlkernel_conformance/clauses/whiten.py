@@ -196,7 +196,7 @@ def ranks_agree_with_one(subject: Subject, case: Values) -> None:
         for out in found:
             results(subject, replace(out, y=torch.cat([o.y for o in found])), whole, case.dtype)
 
-    if case.carry or not case.shift_mean:
+    if case.carry or not case.shift_mean or "mask" not in given:
         return  # no result is 0
 
     def one_without(rank: int, group: Any) -> Any:
