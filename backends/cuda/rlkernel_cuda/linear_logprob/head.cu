@@ -3,10 +3,10 @@
 // A cluster of two blocks works on 256 rows by 256 ids: each block its own 128 rows, both the same tile of the weight.
 // Each block fetches half of that tile and multicasts it to both, so a third fewer bytes leave the L2 than without a
 // cluster. In a block a producer warp streams tiles through a ring with TMA; two warpgroups of 64 rows run wgmma and
-// drift apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other.
+// may be apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other.
 //
 // MODE 0 STATS  per row and tile: largest logit y, sum of exponentials, and that weighted by the shifted logit; the
-//               chosen id is taken out of the sweep and its logit kept apart
+//               chosen id is left out of these and its logit stored by itself
 //      1 SAVE   STATS, and fp16(y - tile max) to memory
 //      2 GRAD   the gradient of the logits in bf16 to memory
 //
