@@ -29,8 +29,7 @@ from rlkernel_triton.quant.code_tiles import (
     to_float32,
 )
 
-
-# A nibble q, with the bits of BIAS set, is the 16-bit float 128 + q or 1024 + q; the multiply-add takes the offset off.
+# A nibble q with the bits of BIAS is the 16-bit float 128 + q or 1024 + q; the multiply-add takes the offset off.
 # $0 .. $7 are results, two in a register of 32 bits; $8 is the word, $9 the offset with its sign turned, twice.
 _DECODE_EIGHT: Final = """{
         .reg .b32 t, a0, a1, a2, a3, one;
