@@ -10,7 +10,7 @@
 //   ZEROS   zero-points, uint8; else 8
 //
 // N is a multiple of 64 WARPGROUPS, K of 128.
-#include "qmatmul/wgmma.cuh"
+#include "qmatmul/fragments.cuh"
 
 #define ROWS_ (64 * WARPGROUPS)
 #define WORKERS (128 * WARPGROUPS)
@@ -125,7 +125,7 @@ w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_
           const u64 b = described(base + stage * STAGE + step * X_BYTES);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-          for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
+          for (int j = 0; j < 4; j++) multiply<HALF>(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
