@@ -107,7 +107,10 @@ def builds() -> Iterator[Build]:
         yield Build(row_kernels.upstream_kernel, f"upstream all={flag} counted={counted}", entered, {**there, **some})
     for part in (False, True):
         yield Build(
-            row_kernels.join_kernel, "join a part" if part else "join", types, {"ROWS": 32, "TILES": 32, "PART": part}
+            row_kernels.merge_tiles_kernel,
+            "merge tiles of a part" if part else "merge tiles",
+            types,
+            {"ROWS": 32, "TILES": 32, "PART": part},
         )
     yield Build(row_kernels.gather_kernel, "gather", types, {"COLS": 1024})
     yield Build(row_kernels.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})

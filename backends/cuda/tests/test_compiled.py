@@ -34,7 +34,7 @@ LABELS = (
     "SAVE",
     "GRAD",
     "GRAD bias counted",
-    "join",
+    "merge tiles",
     "rows each=True counted=True",
     "results entropy=True counted=True",
     "upstream all=True counted=True",

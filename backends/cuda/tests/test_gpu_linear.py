@@ -111,12 +111,12 @@ def test_a_policy_loss_in_blocks_matches_float64(variant, monkeypatch) -> None:
     leaves = {n: given.pop(n).requires_grad_() for n in ("hidden", "weight")}
     exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
     want = loss_reference(**exact, **given, **wide(rest), aggregate="token_mean")
-    slopes = torch.autograd.grad(want.loss, list(exact.values()))
-    for kept in (module.KEPT, 2 * 5008 * 1100):
-        monkeypatch.setattr(module, "KEPT", kept)
+    gradients = torch.autograd.grad(want.loss, list(exact.values()))
+    for saved in (module.SAVED_LOGITS, 2 * 5008 * 1100):
+        monkeypatch.setattr(module, "SAVED_LOGITS", saved)
         out = module.linear_policy_loss(LinearPolicyLossCall(**leaves, **given, **rest, aggregate="token_mean"))
         torch.testing.assert_close(out.loss.double(), want.loss, atol=1e-4, rtol=1e-4)
-        for have, right in zip(torch.autograd.grad(out.loss, list(leaves.values())), slopes, strict=True):
+        for have, right in zip(torch.autograd.grad(out.loss, list(leaves.values())), gradients, strict=True):
             # A few tokens weigh most: rounding dz errs by up to 2^-9 and does not average out, 1.7e-3 for the result
             assert (have.double() - right).norm() < 3e-3 * right.norm()
 

@@ -68,9 +68,9 @@ MASK = torch.arange(N) % 3 > 0
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, ["rows_kernel", "logits_kernel", "join_kernel"]),
-        ({"bias": torch.zeros(V), "softcap": 3.0}, ["rows_kernel", "logits_kernel", "join_kernel"]),
-        ({"mask": MASK}, ["rows_kernel", "gather_kernel", "logits_kernel", "join_kernel", "results_kernel"]),
+        ({}, ["rows_kernel", "logits_kernel", "merge_tiles_kernel"]),
+        ({"bias": torch.zeros(V), "softcap": 3.0}, ["rows_kernel", "logits_kernel", "merge_tiles_kernel"]),
+        ({"mask": MASK}, ["rows_kernel", "gather_kernel", "logits_kernel", "merge_tiles_kernel", "results_kernel"]),
     ],
     ids=["plain", "bias and softcap", "mask"],
 )
@@ -87,7 +87,7 @@ def test_a_call_without_gradients_launches_this_and_makes_no_node(stub, options,
 @pytest.mark.parametrize("mode", ["recompute", "save"])
 def test_a_gradient_takes_one_forward_pass_and_one_backward_pass(stub, mode) -> None:
     call = learning(head(backward=mode))
-    forward = ["rows_kernel", "logits_kernel", "join_kernel", "results_kernel"]
+    forward = ["rows_kernel", "logits_kernel", "merge_tiles_kernel", "results_kernel"]
     backward = ["upstream_kernel", "coefficient_kernel", *["saved_kernel"] * (mode == "save"), "chosen_kernel"]
     with recorded() as names:
         run = linear_logprob.prepare(call)
@@ -141,7 +141,7 @@ def test_the_gradient_s_kernel_is_passed_its_operands_and_the_numbers_of_the_sha
 
 def in_blocks_of_32_rows(monkeypatch):
     monkeypatch.setattr(linear_policy_loss, "BLOCK", 32)
-    monkeypatch.setattr(linear_policy_loss, "KEPT", 33 * (2 * V + 12 * 2))  # 33 rows and their partial sums
+    monkeypatch.setattr(linear_policy_loss, "SAVED_LOGITS", 33 * (2 * V + 12 * 2))  # 33 rows and their partial sums
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["at once", "block by block"])
@@ -167,7 +167,7 @@ def test_without_gradients_a_policy_loss_makes_no_node(stub) -> None:
     with recorded() as names:
         out = linear_policy_loss.prepare(call)(call)
     assert out.loss.grad_fn is None
-    assert names[:3] == ["rows_kernel", "logits_kernel", "join_kernel"]
+    assert names[:3] == ["rows_kernel", "logits_kernel", "merge_tiles_kernel"]
     assert "scale_kernel" not in names
 
 
@@ -205,7 +205,7 @@ def drawn(stub, monkeypatch):
 
 
 def law_of(fields, at):
-    """(address, number, stride, whether 64 bits) of a parameter of the law."""
+    """(address, number, stride, whether 64 bits) of a sampling parameter."""
     return fields[6 + 4 * at : 10 + 4 * at]
 
 

@@ -50,9 +50,9 @@ def run(library, logits, temperature=1.0, top_k=None, top_p=None, min_p=None, se
     N, V = logits.shape
     ids, counts = torch.full((2, N), -7), torch.full((2, N), -7, dtype=torch.int32)
     reals = torch.full((4, N), -7.0)
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "step": step}
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "step": step}
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "step": 0}
-    held = [_given(x, off[n], real=isinstance(off[n], float)) for n, x in law.items()]
+    held = [_given(x, off[n], real=isinstance(off[n], float)) for n, x in options.items()]
     quads = int(logits.stride(0) % 4 == 0)
     params = PARAMS.pack(
         logits.data_ptr(), logits.stride(0), N, V, -(-V // TILE), quads + 2 * (quads and V % 4 == 0),
@@ -63,12 +63,12 @@ def run(library, logits, temperature=1.0, top_k=None, top_p=None, min_p=None, se
     assert stuck == 0, f"row {stuck - 1} waits for ever"
     names = ("token", "threshold_id", "logprob", "log_kept_mass", "threshold", "raw_logprob", "kept_count", "status")
     have = dict(zip(names, (*ids, *reals, *counts), strict=True))
-    return have, reference(logits, **law, raw_logprob=True)
+    return have, reference(logits, **options, raw_logprob=True)
 
 
-def same(library, logits, **law) -> torch.Tensor:
+def same(library, logits, **options) -> torch.Tensor:
     """Every result as the reference's; returns which rows went the exact way."""
-    have, want = run(library, logits, **law)
+    have, want = run(library, logits, **options)
     for name in ("token", "kept_count", "threshold", "threshold_id"):
         assert have[name].tolist() == getattr(want, name).tolist(), name
     assert (have["status"] & ~32).tolist() == want.status.tolist()

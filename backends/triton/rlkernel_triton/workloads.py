@@ -196,11 +196,11 @@ _LOSS: Final = {
 
 def _draw(B: int, *filters: str, dtype: torch.dtype = FP32, **more: Any) -> Workload:
     """Every row a request with parameters of its own."""
-    law = {
+    drawn = {
         "temperature": _real(B), "top_k": _whole(B), "top_p": _real(B), "min_p": _real(B), "seed": _whole(B),
         "step": _whole(B),
     }  # fmt: skip
-    asked = {n: x for n, x in law.items() if n in {"temperature", "seed", "step", *filters}}
+    asked = {n: x for n, x in drawn.items() if n in {"temperature", "seed", "step", *filters}}
     return Workload({"logits": _real(B, _DRAWN, dtype=dtype), **asked, **more})
 
 
@@ -256,9 +256,9 @@ _LINEAR_LOSS: Final = {"grpo, packed": _head_loss("grpo"), "gspo, packed, blocks
 
 
 def _drawn(B: int, dtype: torch.dtype = BF16, **more: Any) -> Workload:
-    law = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B)}
+    drawn = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B)}
     given = {"hidden": _real(B, _D, dtype=dtype), "weight": _real(_DRAWN, _D, dtype=dtype)}
-    return Workload({**given, **law, **more})
+    return Workload({**given, **drawn, **more})
 
 
 def _allowed(B: int) -> Tensor:
@@ -287,9 +287,9 @@ _HEAD_SAMPLE: Final = {
 
 def _verified(**more: Any) -> Workload:
     B, M = 8, 40  # requests, and rows of their drafts and of what follows them
-    law = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B), "top_p": _real(B)}
+    drawn = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B), "top_p": _real(B)}
     given = {
-        "target_logits": _real(M, _DRAWN, dtype=BF16), "draft_ids": _whole(M - B), "cu_draft": _whole(B + 1), **law,
+        "target_logits": _real(M, _DRAWN, dtype=BF16), "draft_ids": _whole(M - B), "cu_draft": _whole(B + 1), **drawn,
     }  # fmt: skip
     return Workload({**given, **more})
 

@@ -9,7 +9,7 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder, launched
-from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, LAW
+from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, SAMPLING
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 FLAG = st.booleans()
@@ -157,10 +157,12 @@ def test_advantages(planned, data) -> None:
 def test_draws(planned, data) -> None:
     draw = data.draw
     N, V = draw(st.integers(1, 20) | st.integers(100, 300)), 16 * draw(st.integers(1025, 16384))
-    law = {"temperature": 0.8, **{n: LAW[n] for n in draw(st.sampled_from(FILTERS))}}
+    sampling = {"temperature": 0.8, **{n: SAMPLING[n] for n in draw(st.sampled_from(FILTERS))}}
     if each := draw(FLAG):
-        law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}
+        sampling = {
+            n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in sampling.items()
+        }
     rows = torch.zeros(N, dtype=torch.int64)
     noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else draw(st.integers(0, 2**31 - 1))}
     logits = laid((N, V), draw(st.sampled_from([torch.bfloat16, torch.float32])), draw)
-    assert planned("sample", logits=logits, **law, **noise)[0] == set()
+    assert planned("sample", logits=logits, **sampling, **noise)[0] == set()

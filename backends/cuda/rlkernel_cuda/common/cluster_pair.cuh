@@ -1,17 +1,12 @@
 // What kernels of clusters of two share: barriers, TMA, wgmma on tiles of 128 x 256 a block, 64 of depth a step, the order
-// of tiles, and stores of rounded rows. For sm_90a, with -DSTAGES, -DGROUP, -DLAG.
+// of tiles, and stores of rounded rows. For sm_90a.
 #pragma once
+#include "common/wgmma.cuh"
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
 struct alignas(64) Map { char bytes[128]; };
 
-#define ROWS 128  // of a block
-#define COLS 256
-#define DEPTH 64
-#define A_BYTES (ROWS * DEPTH * 2)
-#define B_BYTES (COLS * DEPTH * 2)
-#define STAGE_BYTES (A_BYTES + B_BYTES)
+constexpr int ROWS = 128, COLS = 256, DEPTH = 64;  // of a block's tile, and of a step
+constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLS * DEPTH * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -65,40 +60,6 @@ __device__ __forceinline__ u64 described(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// TA, TB: whether a tile lies with its rows, not its depth, contiguous.
-template <int TA, int TB>
-__device__ __forceinline__ void multiply(float (&d)[128], u64 a, u64 b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "%128, %129, p, 1, 1, %131, %132;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
-          "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
-          "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
-          "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB));
-}
-
 __device__ __forceinline__ u32 packed(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -126,9 +87,59 @@ __device__ __forceinline__ void store_group(unsigned short* row, int col, int V,
   if (live && col < V) *(uint4*)(row + col) = make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-// Groups of GROUP pairs of row tiles walk the vocabulary together: the rows stay in L2, the weight streams by.
+// Two rows of a tile to memory, less a number of each row, as bfloat16 or float16; `limit` columns are there.
+template <bool half>
+__device__ __forceinline__ void store_rounded(const float (&d)[128], unsigned short* out, int pitch, int r0, bool live0,
+                                              bool live1, float less0, float less1, int col, int limit, int q) {
+  unsigned short* at0 = out + (long long)r0 * pitch;
+  unsigned short* at1 = out + (long long)(r0 + 8) * pitch;
+#pragma unroll
+  for (int j = 0; j < 32; j += 4) {
+    u32 v0[4], v1[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const float* s = d + (j + n) * 4;
+      v0[n] = half ? packed_fp16(s[0] - less0, s[1] - less0) : packed(s[0] - less0, s[1] - less0);
+      v1[n] = half ? packed_fp16(s[2] - less1, s[3] - less1) : packed(s[2] - less1, s[3] - less1);
+    }
+    store_group(at0, col + j * 8, limit, live0, v0, q);
+    store_group(at1, col + j * 8, limit, live1, v1, q);
+  }
+}
+
+// Pair of row tiles and column tile of step i: group pairs share each tile of the weight while it is in L2.
+template <int group>
 __device__ __forceinline__ void tile_at(int i, int pairs, int tiles, int& pair, int& tile) {
-  int per_group = GROUP * tiles, first = i / per_group * GROUP, height = min(pairs - first, GROUP), r = i % per_group;
+  int per_group = group * tiles, first = i / per_group * group, height = min(pairs - first, group), r = i % per_group;
   pair = first + r % height;
   tile = r / height;
+}
+
+// After the matmuls of a step: frees, in both blocks, the tiles of the step before it (`lag`), whose matmuls are done while
+// those of this one run, or its own tiles once its matmuls are done.
+template <int stages, bool lag>
+__device__ __forceinline__ void free_step(u32 empty, int stage, bool later, int thread) {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if constexpr (lag) {
+    if (later) {
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (thread < 2) barrier_arrive(empty + 8 * ((stage + stages - 1) % stages), thread);
+    }
+  } else {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (thread < 2) barrier_arrive(empty + 8 * stage, thread);
+  }
+}
+
+// After the last step of a tile, if there was one: frees what `free_step` has not. The sums are complete then.
+template <int stages, bool lag>
+__device__ __forceinline__ void free_last(u32 empty, int stage, bool any, int thread, float (&d)[128]) {
+  if constexpr (lag) {
+    if (any) {
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (thread < 2) barrier_arrive(empty + 8 * ((stage + stages - 1) % stages), thread);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j])::"memory");  // nothing that reads them moves above
 }

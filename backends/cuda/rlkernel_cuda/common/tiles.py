@@ -16,12 +16,14 @@ class Tile:
     cols: int = 256
     depth: int = 64  # per step
     stages: int = 4  # of the ring
-    group: int = 8  # row tiles of a block that walk the columns together
+    group: int = 8  # row tiles of a block that share each column tile while it is in L2
     lag: bool = True  # whether a step's tiles are freed when the next step is under way, or before it starts
 
 
 SINGLE: Final = Tile()
 PAIR: Final = Tile(cluster=2)
-FORWARD: Tile = SINGLE  # logits that end in the law: one kernel for every N, with gradients or without, so equal bits
-GRADIENT: Tile = PAIR  # logits that are made again and end in their gradient
+FORWARD: Tile = (
+    SINGLE  # logits that end in softmax statistics: one kernel for every N, with gradients or without, so equal bits
+)
+GRADIENT: Tile = PAIR  # logits that are recomputed and end in their gradient
 PRODUCT: Tile | None = PAIR  # dX and dW that need no earlier sum, or have rows to skip; None: cuBLAS

@@ -3,17 +3,17 @@
 // A cluster of two blocks works on 256 rows by 256 ids: each block its own 128 rows, both the same tile of the weight.
 // Each block fetches half of that tile and multicasts it to both, so a third fewer bytes leave the L2 than without a
 // cluster. In a block a producer warp streams tiles through a ring with TMA; two warpgroups of 64 rows run wgmma and
-// drift apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other.
+// may be apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other.
 //
 // MODE 0 STATS  per row and tile: largest logit y, sum of exponentials, and that weighted by the shifted logit; the
-//               chosen id is taken out of the sweep and its logit kept apart
+//               chosen id is left out of these and its logit stored by itself
 //      1 SAVE   STATS, and fp16(y - tile max) to memory
 //      2 GRAD   the gradient of the logits in bf16 to memory
 //
 //   y = acc + bias, capped: c tanh((acc + bias) scale / c)         z in base-2 units = y * s2[row]
 //   dz = 2^(y s2 - lse2) (ca + cb y), times 1 - (y / c)^2 under a cap
 //
-// Compiled with -DMODE, -DBIAS, -DCAP, -DCOUNTED.
+// Compiled with -DMODE, -DBIAS, -DCAP, -DCOUNTED, -DSTAGES, -DGROUP, -DLAG.
 #include "common/cluster_pair.cuh"
 
 #define FAR (-1e30f)  // a logit that takes no part: its exponential is exactly 0
@@ -55,7 +55,7 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
     if (threadIdx.x == 0) {
       for (int i = blockIdx.x / 2; i < pairs * tiles; i += gridDim.x / 2) {
         int pair, tile;
-        tile_at(i, pairs, tiles, pair, tile);
+        tile_at<GROUP>(i, pairs, tiles, pair, tile);
         const int row = (2 * pair + rank) * ROWS, id = tile * COLS + rank * (COLS / 2);
         for (int k = 0; k < k_tiles; k++) {
           barrier_wait(empty + 8 * stage, phase ^ 1);
@@ -73,7 +73,7 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
     const u32 a0 = base + me * (64 * DEPTH * 2), b0 = base + A_BYTES;
     for (int i = blockIdx.x / 2; i < pairs * tiles; i += gridDim.x / 2) {
       int pair, tile;
-      tile_at(i, pairs, tiles, pair, tile);
+      tile_at<GROUP>(i, pairs, tiles, pair, tile);
       float d[128];
       for (int k = 0; k < k_tiles; k++) {
         barrier_wait(full + 8 * stage, phase);
@@ -82,24 +82,10 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         multiply<0, 0>(d, a, b, k > 0);
 #pragma unroll
         for (int j = 1; j < DEPTH / 16; j++) multiply<0, 0>(d, a + 2 * j, b + 2 * j, 1);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#if LAG
-        if (k > 0) {  // the step before this one is done: free its tiles in both blocks
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
-        }
-#else
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        if (thread < 2) barrier_arrive(empty + 8 * stage, thread);
-#endif
+        free_step<STAGES, LAG>(empty, stage, k > 0, thread);
         if (++stage == STAGES) stage = 0, phase ^= 1;
       }
-#if LAG
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (thread < 2) barrier_arrive(empty + 8 * ((stage + STAGES - 1) % STAGES), thread);
-#endif
-#pragma unroll
-      for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j])::"memory");
+      free_last<STAGES, LAG>(empty, stage, true, thread, d);
 
       const int col0 = tile * COLS + q * 2;
       const int r0 = (2 * pair + rank) * ROWS + me * 64 + thread / 32 * 16 + lane / 4, r1 = r0 + 8;

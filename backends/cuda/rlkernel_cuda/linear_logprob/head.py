@@ -22,7 +22,7 @@ from rlkernel_cuda.linear_logprob.row_kernels import (
     clear_kernel,
     coefficient_kernel,
     gather_kernel,
-    join_kernel,
+    merge_tiles_kernel,
     results_kernel,
     rows_kernel,
     saved_kernel,
@@ -34,7 +34,7 @@ from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
 SAVED: Final = (4, 16)  # tiles that a program of the saved logits' kernel takes at a time, and how many times
 PLANES: Final = 7  # [P] each, fp32: what backward reads of the rows; see `Rows`
 _BLOCK: Final = 256  # rows of a program that goes through rows one by one
-_JOINED: Final = 32  # rows, and tiles, of a program that joins tiles
+_MERGED: Final = 32  # rows, and tiles, of a program that merges tiles
 _COPIED: Final = 1024  # columns of a program that copies rows
 _ALIGNED: Final = 4  # numbers of 4 bytes in 16
 
@@ -59,14 +59,14 @@ class Results(NamedTuple):
     invalid: Tensor  # bool
 
 
-class Law(NamedTuple):
-    """What each row says, [N] or longer, in the head's order."""
+class SoftmaxStats(NamedTuple):
+    """Softmax statistics of each row: tensors of N numbers or more, in the head's order."""
 
     logprob: Tensor
     lse: Tensor
     entropy: Tensor
     lse2: Tensor  # in base-2 units
-    mean2: Tensor  # the mean of the logits under the law, in base-2 units
+    mean2: Tensor  # the mean of the logits, weighted by their probabilities, in base-2 units
     missed: Tensor  # 1 - p of the chosen id
     chosen: Tensor  # the chosen id's logit
 
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Logits that are kept for backward."""
+    """Logits that are saved for backward."""
 
     logits: Tensor  # [rows, pitch] of 16 bits: fp16(y - tile max)
     tops: Tensor  # [tiles, P] fp32, the tile maxima
@@ -94,12 +94,12 @@ class Ranks(NamedTuple):
     ids: Tensor  # [N] in the whole vocabulary; -1: none
 
 
-class Swept(NamedTuple):
-    """What forward has made of a call."""
+class ForwardState(NamedTuple):
+    """What the forward pass leaves to the backward pass."""
 
     of: Operands
     rows: Rows
-    law: Law
+    stats: SoftmaxStats
     target: Tensor  # [N] int32 ids, in the head's order: in the whole vocabulary where it is split; -1: none
 
 
@@ -129,7 +129,7 @@ def rows_like(like: Tensor, N: int, D: int, *, masked: bool) -> Rows:
 
 
 def saved_like(like: Tensor, N: int, V: int) -> Saved:
-    """Logits that are kept for backward, as empty tensors; sizes may be symbols."""
+    """Logits that are saved for backward, as empty tensors; sizes may be symbols."""
     tops = like.new_empty(count_of(V, COLS), round_up(N, ROWS), dtype=torch.float32)
     return Saved(like.new_empty(N, round_up(V, 8)), tops)
 
@@ -161,11 +161,13 @@ class Head:
         self._by_rows = (count_of(kind.N, _BLOCK), 1, 1)
         self._x_width = round_up(kind.D, 8)
 
-    def forward(self, given: Given, into: Results, saved: Saved | None = None, ranks: Ranks | None = None) -> Swept:
+    def forward(
+        self, given: Given, into: Results, saved: Saved | None = None, ranks: Ranks | None = None
+    ) -> ForwardState:
         """Write the results of every row; logits are saved where there is room for them.
 
-        With ranks, each is what a tile is within a rank: one all-gather of four numbers a row, joined in rank order by
-        the kernel that joins tiles.
+        With ranks, one all-gather of four numbers a row; the kernel that merges the tiles of a rank then merges the
+        ranks, in their order.
         """
         kind, P, N = self.kind, self.P, self.kind.N
         planes, scratch = self._room(into, save=saved is not None)
@@ -189,20 +191,20 @@ class Head:
         if self._direct:
             own_logprob, own_lse = into.logprob, into.lse
             own_entropy = own_entropy if into.entropy is None else into.entropy
-        law = Law(own_logprob, own_lse, own_entropy, lse2, mean2, missed, chosen)
-        self._sweep(of, law, saved, sums, tops, part=ranks is not None)
-        whole = target if ranks is None else self._met(of, law, ranks)
+        stats = SoftmaxStats(own_logprob, own_lse, own_entropy, lse2, mean2, missed, chosen)
+        self._partial_softmax(of, stats, saved, sums, tops, part=ranks is not None)
+        whole = target if ranks is None else self._merge_ranks(of, stats, ranks)
         if not self._direct:
             entropy = into.lse if into.entropy is None else into.entropy
             self._plan.get("results", self._bind_results)(
-                self._by_rows, law.logprob, law.lse, law.entropy, mask, position, into.logprob, into.lse, entropy
+                self._by_rows, stats.logprob, stats.lse, stats.entropy, mask, position, into.logprob, into.lse, entropy
             )
-        return Swept(of, rows, law, whole)
+        return ForwardState(of, rows, stats, whole)
 
-    def again(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> tuple[Operands, Law]:
-        """Operands and law from [N, D], [V, D] and [V] of a call and what forward has made of its rows.
+    def restore(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> tuple[Operands, SoftmaxStats]:
+        """Operands and statistics from [N, D], [V, D] and [V] of a call and what forward saved of its rows.
 
-        Of the law lse and entropy are not among it; logprob stands for them.
+        lse and entropy are not saved; the tensors of that name hold the log-probabilities.
         """
         planes = rows.planes.unsafe_split_with_sizes([self.P] * PLANES)
         target, count = rows.marks.unsafe_split_with_sizes([self.P, 4])
@@ -210,34 +212,34 @@ class Head:
         if rows.order is not None:
             counted = (count, rows.order.unsafe_split_with_sizes([self.kind.N] * 2)[0])  # type: ignore[assignment]
         x, w, bias = self._readable(hidden, weight, bias, rows.x)
-        law = Law(planes[0], planes[0], planes[0], *planes[1:5])
-        return Operands(x, w, bias, target, planes[5], planes[6], *counted), law
+        stats = SoftmaxStats(planes[0], planes[0], planes[0], *planes[1:5])
+        return Operands(x, w, bias, target, planes[5], planes[6], *counted), stats
 
-    def coefficients(self, swept: Swept, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """[4, P] what makes the gradient of a row's logits.
+    def coefficients(self, state: ForwardState, upstream: tuple[Tensor | None, ...]) -> Tensor:
+        """[4, P] coefficients of the gradient of a row's logits: lse2, ca, cb, and the chosen id's own gradient.
 
         Args:
-            swept: from forward; of its law lse and entropy are not read.
+            state: from forward; lse and entropy of its statistics are not read.
             upstream: gradients of (logprob, lse, entropy), each N numbers in the caller's order.
         """
-        of, law, P = swept.of, swept.law, self.P
+        of, stats, P = state.of, state.stats, self.P
         count = of.target if of.counted is None else of.counted
         coef, arrived = torch.empty(7 * P, dtype=torch.float32, device=self.kind.device).unsafe_split_with_sizes(
             [4 * P, 3 * P]
         )
         there = tuple([g is not None for g in upstream])
         self._plan.get(f"upstream {there}", lambda launcher: self._bind_upstream(launcher, there))(
-            self._by_rows, *[arrived if g is None else g.contiguous() for g in upstream], swept.target,
-            swept.target if of.place is None else of.place, count, arrived,
+            self._by_rows, *[arrived if g is None else g.contiguous() for g in upstream], state.target,
+            state.target if of.place is None else of.place, count, arrived,
         )  # fmt: skip
         self._plan.get("coefficients", self._bind_coefficients)(
-            self._by_rows, *arrived.unsafe_split_with_sizes([P, P, P]), law.chosen, of.row_scale, of.inverse,
-            law.logprob, law.lse2, law.mean2, law.missed, coef, count,
+            self._by_rows, *arrived.unsafe_split_with_sizes([P, P, P]), stats.chosen, of.row_scale, of.inverse,
+            stats.logprob, stats.lse2, stats.mean2, stats.missed, coef, count,
         )  # fmt: skip
         return coef.view(4, P)
 
-    def made_again(self, of: Operands, coef: Tensor, rows: slice, ids: slice, dz: Tensor) -> None:
-        """The gradient of a block of rows' logits of a slice of the vocabulary, into dz, [n, width]."""
+    def recompute_dlogits(self, of: Operands, coef: Tensor, rows: slice, ids: slice, dz: Tensor) -> None:
+        """Recompute the logits of some rows and a slice of the vocabulary; write their gradient to dz, [n, width]."""
         n, width = dz.shape
         form = Form(GRAD, tiles.GRADIENT, n, width, coef.stride(0))
         self._logits(form)(of, rows, ids, Into(coef=coef[0, rows.start :] if rows.start else coef, out=dz))
@@ -251,7 +253,7 @@ class Head:
             clear((count_of(n, 64), count_of(width, 256), 1), dz, of.counted, rows.start)
         self._put_chosen(of, coef, rows, ids.start, dz)
 
-    def from_saved(self, of: Operands, coef: Tensor, saved: Saved) -> Tensor:
+    def dlogits_from_saved(self, of: Operands, coef: Tensor, saved: Saved) -> Tensor:
         """The gradient of the saved logits, in place: [N, V]."""
         kind, (tiles, loop) = self.kind, SAVED
         launch = self._plan.get(
@@ -283,7 +285,7 @@ class Head:
         launch((n, count_of(D, _COPIED), 1), x, place, of.counted, first, out)
 
     def _room(self, into: Results, *, save: bool) -> tuple[Tensor, list[Tensor]]:
-        """What backward reads, and room for lse, entropy, partial sums and maxima: apart, where it is kept."""
+        """What backward reads, and room for lse, entropy, partial sums and maxima: apart, for a gradient."""
         P, most = self.P, self._most
         entropy = 0 if self._direct and into.entropy is not None else P
         sizes = [PLANES * P, 0 if self._direct else P, entropy, 2 * self.tiles * most, 0 if save else self.tiles * most]
@@ -316,38 +318,38 @@ class Head:
         launch((N, count_of(self._x_width, _COPIED), 1), x, place, count, out)
         return out
 
-    def _sweep(
-        self, of: Operands, law: Law, saved: Saved | None, sums: Tensor, tops: Tensor, *, part: bool
+    def _partial_softmax(
+        self, of: Operands, stats: SoftmaxStats, saved: Saved | None, sums: Tensor, tops: Tensor, *, part: bool
     ) -> None:  # fmt: skip
-        """Logits to partial sums, block by block, and these to the law, or to what a part of the vocabulary says."""
+        """Sum each tile of the logits, block by block, and merge the tiles of a row; a part is left as sums."""
         kind, mode = self.kind, STATS if saved is None else SAVE
         for rows in self._blocks:
             n = rows.stop - rows.start
             stride = n if saved is None else saved.tops.stride(0)
             top = tops if saved is None else saved.tops[0, rows.start :]
-            some = law if n == kind.N else Law(*[x.view(-1)[rows] for x in law])
+            some = stats if n == kind.N else SoftmaxStats(*[x.view(-1)[rows] for x in stats])
             out = None
             if saved is not None:
                 out = saved.logits[rows, : kind.V].view(torch.float16)
             launch = self._logits(Form(mode, tiles.FORWARD, n, kind.V, stride))
             launch(of, rows, _all(kind.V), Into(top, sums, some.chosen, None, out))
-            self._join(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
+            self._merge_tiles(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
 
-    def _met(self, of: Operands, law: Law, ranks: Ranks) -> Tensor:
-        """Join what all ranks say; returns the ids in the whole vocabulary, in the head's order."""
+    def _merge_ranks(self, of: Operands, stats: SoftmaxStats, ranks: Ranks) -> Tensor:
+        """Merge the statistics of all ranks; returns ids in the whole vocabulary, in the head's order."""
         N = self.kind.N
         ids = ranks.ids if of.place is None else ranks.ids[of.place]
         whole = ids.to(torch.int32)
-        chosen = torch.where(of.target[:N] >= 0, law.chosen[:N], -torch.inf)
-        own = [x.view(-1)[:N] for x in law[:3]]
+        chosen = torch.where(of.target[:N] >= 0, stats.chosen[:N], -torch.inf)
+        own = [x.view(-1)[:N] for x in stats[:3]]
         every = gathered(torch.stack((*own, chosen)), ranks.group)  # [ranks, 4, N]
-        law.chosen[:N].copy_(every[:, 3].amax(0))
+        stats.chosen[:N].copy_(every[:, 3].amax(0))
         top, sums = every[:, 0].contiguous(), every[:, 1:3].contiguous()
-        self._join(of, law, slice(0, N), whole, top, sums, (len(every), N), part=False)
+        self._merge_tiles(of, stats, slice(0, N), whole, top, sums, (len(every), N), part=False)
         return whole
 
-    def _join(
-        self, of: Operands, law: Law, rows: slice, target: Tensor, tops: Tensor, sums: Tensor,
+    def _merge_tiles(
+        self, of: Operands, stats: SoftmaxStats, rows: slice, target: Tensor, tops: Tensor, sums: Tensor,
         parts: tuple[int, int], *, part: bool,
     ) -> None:  # fmt: skip
         n, (tiles, stride) = rows.stop - rows.start, parts
@@ -355,12 +357,12 @@ class Head:
         if n != self.kind.N:
             target, row_scale = target[rows], row_scale[rows]
         launch = self._plan.get(
-            f"join {n} {tiles} {stride} {part}",
+            f"merge {n} {tiles} {stride} {part}",
             lambda launcher: launcher.bind(
-                join_kernel, N=n, tiles=tiles, stride=stride, ROWS=_JOINED, TILES=_JOINED, PART=part
+                merge_tiles_kernel, N=n, tiles=tiles, stride=stride, ROWS=_MERGED, TILES=_MERGED, PART=part
             ),
         )
-        launch((count_of(n, _JOINED), 1, 1), tops, sums, law.chosen, target, row_scale, *law[:6])
+        launch((count_of(n, _MERGED), 1, 1), tops, sums, stats.chosen, target, row_scale, *stats[:6])
 
     def _logits(self, form: Form) -> logits.LogitsLaunch:
         return self._plan.get(

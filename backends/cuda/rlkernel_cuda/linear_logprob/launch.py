@@ -30,19 +30,19 @@ from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_cuda.linear_logprob import plan
 from rlkernel_cuda.linear_logprob.head import (
+    ForwardState,
     Given,
     Head,
     Ranks,
     Results,
     Rows,
     Saved,
-    Swept,
     aligned,
     room_to_save,
     rows_like,
     saved_like,
 )
-from rlkernel_cuda.linear_logprob.linear_backward import Back, Wanted
+from rlkernel_cuda.linear_logprob.linear_backward import Backward, Wanted
 from rlkernel_cuda.linear_logprob.logits import Kind
 from rlkernel_triton.common.row_layout import is_per_row, per_row
 
@@ -118,7 +118,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Tensors:
-        """The operands, what backward reads of the rows, and logits where they are kept."""
+        """The operands, what backward reads of the rows, and logits where they are saved."""
         del result
         masked, save = call.mask is not None, call.backward == "save" and call.ids.numel() > 0
         if call.max_workspace_bytes is not None and call.ids.numel():
@@ -148,9 +148,9 @@ def like(call: LinearLogprobCall | LinearPolicyLossCall, *, masked: bool, save: 
     """What `Host.forward` saves, as empty tensors; sizes may be symbols."""
     N, (V, D) = call.ids.numel(), call.weight.shape
     rows = rows_like(call.hidden, N, D, masked=masked)
-    kept = saved_like(call.hidden, N, V) if save else (None, None)
+    logits = saved_like(call.hidden, N, V) if save else (None, None)
     whole = None if call.group is None else call.ids.new_empty(N, dtype=torch.int32)
-    return None if masked else call.hidden, call.weight, call.bias, *rows, whole, *kept
+    return None if masked else call.hidden, call.weight, call.bias, *rows, whole, *logits
 
 
 class Host:
@@ -176,7 +176,7 @@ class Host:
         kind = Kind(N, V, D, self._device, T, call.softcap, call.logit_scale, masked, call.bias is not None)
         if cut is not None:
             self._head = Head(kind, cut.forward_rows, keep=self._keep, entropy=call.entropy)
-            self._back = Back(self._head, wanted, partial=call.group is not None)
+            self._backward = Backward(self._head, wanted, partial=call.group is not None)
 
     def forward(
         self, call: LinearLogprobCall | LinearPolicyLossCall, mask: Tensor | None
@@ -192,38 +192,38 @@ class Host:
         logprob, H = torch.empty_like(lse), torch.empty_like(lse) if self._entropy else None
         invalid = torch.empty(shape, dtype=torch.bool, device=device)
         result = LogprobResult(logprob=logprob, lse=lse, entropy=H, invalid=invalid)
-        cut, saved, swept = self._cut, None, None
+        cut, saved, state = self._cut, None, None
         if cut is not None:
             given, ranks, result = self._given(call, mask, result)
             if cut.save:
                 saved = room_to_save(given.hidden, self._N, self._V, cut.buffer)
-            swept = self._head.forward(given, Results(logprob, lse, H, invalid), saved, ranks)
+            state = self._head.forward(given, Results(logprob, lse, H, invalid), saved, ranks)
         if not self._keep:
             return result, ()
-        if swept is None:
+        if state is None:
             rows = rows_like(call.hidden, 0, self._D, masked=mask is not None)
             whole = None if self._group is None else call.ids.new_empty(0, dtype=torch.int32)
         else:
-            rows, whole = swept.rows, None if self._group is None else swept.target
+            rows, whole = state.rows, None if self._group is None else state.target
         hidden = None if mask is not None else call.hidden
         return result, (hidden, call.weight, call.bias, *rows, whole, *(saved or (None, None)))
 
     def backward(self, saved: Tensors, upstream: Tensors) -> Tensors:
         """The gradients of hidden, weight and bias, where they are wanted."""
-        hidden, weight, bias, planes, marks, order, x, whole, *kept = saved
+        hidden, weight, bias, planes, marks, order, x, whole, *logits = saved
         cut = self._cut
         if cut is None:
             return self._zeros()
         rows = Rows(planes, marks, order, x)  # type: ignore[arg-type]  # they are there
         flat = weight if hidden is None else hidden if self._flat else hidden.reshape(self._N, self._D)
-        of, law = self._head.again(flat, weight, bias, rows)  # type: ignore[arg-type]  # a weight is there
-        swept = Swept(of, rows, law, of.target if whole is None else whole)
-        coef = self._head.coefficients(swept, upstream)
-        if kept[0] is not None and not getattr(kept[0], _SPENT, False):
-            setattr(kept[0], _SPENT, True)  # dz overwrites it: a second pass makes the logits again
-            found = self._back.at_once(swept, self._head.from_saved(of, coef, Saved(*kept)))  # type: ignore[arg-type]
+        of, stats = self._head.restore(flat, weight, bias, rows)  # type: ignore[arg-type]  # a weight is there
+        state = ForwardState(of, rows, stats, of.target if whole is None else whole)
+        coef = self._head.coefficients(state, upstream)
+        if logits[0] is not None and not getattr(logits[0], _SPENT, False):
+            setattr(logits[0], _SPENT, True)  # dz overwrites it: a second pass recomputes the logits
+            found = self._backward.from_dlogits(state, self._head.dlogits_from_saved(of, coef, Saved(*logits)))  # type: ignore[arg-type]
         else:
-            found = self._back.by_slices(swept, coef, cut)
+            found = self._backward.recompute_by_slices(state, coef, cut)
         dx = found.hidden
         if dx is not None:
             if self._group is not None:

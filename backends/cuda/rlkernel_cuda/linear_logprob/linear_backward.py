@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_cuda.linear_logprob.head import Head, Swept
+from rlkernel_cuda.linear_logprob.head import ForwardState, Head
 from rlkernel_cuda.linear_logprob.plan import Plan, round_up
 from rlkernel_cuda.linear_logprob.products import Products
 
@@ -31,7 +31,7 @@ class HeadGradients(NamedTuple):
     bias: Tensor | None  # [V] fp32
 
 
-class Back:
+class Backward:
     """The backward pass of calls of one shape.
 
     Args:
@@ -44,10 +44,10 @@ class Back:
         self.head, self._wanted, self._partial = head, wanted, partial
         self.product = Products()
 
-    def at_once(self, swept: Swept, dz: Tensor) -> HeadGradients:
+    def from_dlogits(self, state: ForwardState, dz: Tensor) -> HeadGradients:
         """From the gradient of all logits, [N, V]."""
-        kind, of = self.head.kind, swept.of
-        found = self._empty(swept)
+        kind, of = self.head.kind, state.of
+        found = self._empty(state)
         if found.hidden is not None:
             dx = found.hidden if of.place is None else torch.empty_like(found.hidden)
             self.product(dz, _of_width(of.w, kind.D), dx, count=of.counted)
@@ -59,12 +59,12 @@ class Back:
             torch.sum(dz, 0, dtype=torch.float32, out=found.bias)
         return found
 
-    def by_slices(self, swept: Swept, coef: Tensor, cut: Plan) -> HeadGradients:
+    def recompute_by_slices(self, state: ForwardState, coef: Tensor, cut: Plan) -> HeadGradients:
         """Make the logits again, `cut.block` rows by `cut.width` ids at a time; if `cut.apart`, for dX and dW apart."""
         N, V = self.head.kind.N, self.head.kind.V
         rows, ids = _cut(N, cut.block), _cut(V, cut.width)
         numbers = max(cut.buffer, min(cut.block, N) * round_up(min(cut.width, V), 8))
-        run = _Run(self, swept, coef, self._empty(swept), swept.of.x.new_empty(numbers))
+        run = _Run(self, state, coef, self._empty(state), state.of.x.new_empty(numbers))
         if not cut.apart:
             run.slice_by_slice(rows, ids, of_hidden=True)
             return run.found
@@ -74,10 +74,10 @@ class Back:
             run.slice_by_slice(rows, ids, of_hidden=False)
         return run.found
 
-    def _empty(self, swept: Swept) -> HeadGradients:
+    def _empty(self, state: ForwardState) -> HeadGradients:
         kind, wanted = self.head.kind, self._wanted
         dtype = torch.float32 if self._partial else torch.bfloat16
-        like = swept.of.x
+        like = state.of.x
         return HeadGradients(
             like.new_empty(kind.N, kind.D, dtype=dtype) if wanted.hidden else None,
             like.new_empty(kind.V, kind.D) if wanted.weight else None,
@@ -88,15 +88,15 @@ class Back:
 class _Run(NamedTuple):
     """One call, slice by slice."""
 
-    back: Back
-    swept: Swept
+    backward: Backward
+    state: ForwardState
     coef: Tensor
     found: HeadGradients
     buffer: Tensor
 
     def block_of_hidden(self, rows: slice, ids: list[slice]) -> None:
         """DX of a block of rows, over all ids."""
-        head, of, out = self.back.head, self.swept.of, self.found.hidden
+        head, of, out = self.backward.head, self.state.of, self.found.hidden
         if out is None:
             return
         dx = out.new_empty(rows.stop - rows.start, head.kind.D, dtype=torch.float32)
@@ -106,7 +106,7 @@ class _Run(NamedTuple):
 
     def slice_by_slice(self, rows: list[slice], ids: list[slice], *, of_hidden: bool) -> None:
         """DW and dbias of a slice of ids over all rows, and dX where it is wanted with them."""
-        head, of, D = self.back.head, self.swept.of, self.back.head.kind.D
+        head, of, D = self.backward.head, self.state.of, self.backward.head.kind.D
         weight, bias = self.found.weight, self.found.bias
         d_hidden = self.found.hidden if of_hidden else None
         gathered = of.place is not None
@@ -120,9 +120,9 @@ class _Run(NamedTuple):
             for r in rows:
                 dz = self._dz(r, c)
                 if d_hidden is not None:
-                    since = None if c.start == 0 or dx is None else _part(dx, r)
+                    earlier = None if c.start == 0 or dx is None else _part(dx, r)
                     rounds = dx is None or (c is ids[-1] and not gathered)
-                    self._add_hidden(dz, r, c, _part(d_hidden if rounds or dx is None else dx, r), since)
+                    self._add_hidden(dz, r, c, _part(d_hidden if rounds or dx is None else dx, r), earlier)
                 if weight is not None:
                     part = None if dw is None else dw[: dz.shape[1]]
                     rounds = r is rows[-1] or part is None
@@ -134,21 +134,21 @@ class _Run(NamedTuple):
         if d_hidden is not None and dx is not None and gathered:
             head.scatter(dx, of, 0, d_hidden)
 
-    def _add_hidden(self, dz: Tensor, rows: slice, ids: slice, out: Tensor, since: Tensor | None) -> None:
-        of, kind = self.swept.of, self.back.head.kind
+    def _add_hidden(self, dz: Tensor, rows: slice, ids: slice, out: Tensor, earlier: Tensor | None) -> None:
+        of, kind = self.state.of, self.backward.head.kind
         w = _part(_of_width(of.w, kind.D), ids)
-        self.back.product(dz, w, out, since=since, count=of.counted, first=rows.start)
+        self.backward.product(dz, w, out, earlier=earlier, count=of.counted, first=rows.start)
 
-    def _add_weight(self, dz: Tensor, rows: slice, out: Tensor, since: Tensor | None) -> None:
-        of, kind = self.swept.of, self.back.head.kind
+    def _add_weight(self, dz: Tensor, rows: slice, out: Tensor, earlier: Tensor | None) -> None:
+        of, kind = self.state.of, self.backward.head.kind
         x = _part(_of_width(of.x, kind.D), rows)
-        self.back.product(dz, x, out, since=since, transposed=True, count=of.counted, first=rows.start)
+        self.backward.product(dz, x, out, earlier=earlier, transposed=True, count=of.counted, first=rows.start)
 
     def _dz(self, rows: slice, ids: slice) -> Tensor:
         n, width = rows.stop - rows.start, ids.stop - ids.start
         pitch = round_up(width, 8)  # rows that TMA can write
         dz = self.buffer.as_strided((n, width), (pitch, 1))
-        self.back.head.made_again(self.swept.of, self.coef, rows, ids, dz)
+        self.backward.head.recompute_dlogits(self.state.of, self.coef, rows, ids, dz)
         return dz
 
 

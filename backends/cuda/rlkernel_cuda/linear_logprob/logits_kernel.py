@@ -1,11 +1,11 @@
 """The logits of an output head on Hopper, and what becomes of them while they are still fp32 accumulators.
 
 One warp-specialized kernel. A producer warp streams tiles of `hidden` and `weight` through a ring in shared memory with
-TMA; two consumer warpgroups, each a partition of its own with 64 rows, run wgmma on the shared weight tile. They drift
+TMA; two consumer warpgroups, each a partition of its own with 64 rows, run wgmma on the shared weight tile. They may be
 apart by up to the depth of the ring, so that the epilogue of one overlaps the matmul of the other. The epilogues:
 
     STATS   per row and tile of 256 columns: the largest logit y, the sum of exponentials and the same weighted by the
-            shifted logit; the chosen id is taken out of the sweep and its logit kept apart
+            shifted logit; the chosen id is left out of these and its logit stored by itself
     SAVE    STATS, and fp16(y - tile max) to memory, from which the backward pass makes the gradient of the logits
     GRAD    the gradient of the logits in bf16 to memory, from the row statistics of the forward pass
 
@@ -37,7 +37,7 @@ FAR = gl.constexpr(-1e30)  # a logit that takes no part: its exponential is exac
 
 @gluon.jit
 def _tile_at(i, num_m, num_n, GROUP_M: gl.constexpr):
-    """Groups of GROUP_M row tiles walk the vocabulary together: the rows stay in L2, the weight streams by."""
+    """Tile coordinates (row, column). GROUP_M row tiles share each tile of the weight while it is in L2."""
     per_group = GROUP_M * num_n
     first = i // per_group * GROUP_M
     height = gl.minimum(num_m - first, GROUP_M)

@@ -97,8 +97,8 @@ def _standing(size: Size) -> int:
 
 def _forward(size: Size, rows: int, *, save: bool) -> tuple[int, int]:
     """Bytes until the backward pass, and bytes beside them within the forward pass."""
-    kept = (2 * size.pitch + 4 * size.tiles) * size.N if save else 0
-    return kept, (8 if save else 12) * size.tiles * min(rows, round_up(size.N, ROWS))
+    saved = (2 * size.pitch + 4 * size.tiles) * size.N if save else 0
+    return saved, (8 if save else 12) * size.tiles * min(rows, round_up(size.N, ROWS))
 
 
 def _back(size: Size, block: int, width: int, *, apart: bool) -> int:
@@ -143,10 +143,10 @@ def plans(size: Size, *, mode: str, backward: bool) -> Iterator[Plan]:
         return
     if mode == "save":
         for rows in _launches(size.N):
-            kept, beside = _forward(size, rows, save=True)
+            saved, beside = _forward(size, rows, save=True)
             dx = 2 * size.D * size.N if size.masked and size.of_hidden else 0
             small = max(rounded(size.N, size.D), rounded(size.V, size.D))
-            yield Plan(True, rows, size.N, size.V, False, 0, standing + kept, max(beside, dx + small))
+            yield Plan(True, rows, size.N, size.V, False, 0, standing + saved, max(beside, dx + small))
         return
     for apart in (False, True):
         for block in sorted(

@@ -40,32 +40,32 @@ class Products:
         b: Tensor,
         out: Tensor,
         *,
-        since: Tensor | None = None,
+        earlier: Tensor | None = None,
         transposed: bool = False,
         count: Tensor | None = None,
         first: int = 0,
     ) -> None:
-        """Store a b + since in out, or a' b + since.
+        """Store a b + earlier in out, or a' b + earlier.
 
         Args:
             a: [M, K], or [K, M] where transposed, bf16.
             b: [K, N] bf16.
             out: [M, N]: fp32 keeps the accumulators, bf16 rounds them.
-            since: [M, N] fp32, overwritten where out is not fp32; may be `out`.
+            earlier: [M, N] fp32, overwritten where out is not fp32; may be `out`.
             transposed: whether a lies with its depth first.
             count: int32 on the device: rows of M (of K where transposed) that count, less `first`; the others are zeros
                 in a, or their results are never read.
             first: place of the first of them.
         """
-        key = (a.shape, b.shape, out.dtype, since is None, transposed, count is None)
+        key = (a.shape, b.shape, out.dtype, earlier is None, transposed, count is None)
         try:
             by_pairs = self._known[key]
         except KeyError:
-            by_pairs = self._known[key] = _decided(a, b, out, since, count, transposed=transposed)
+            by_pairs = self._known[key] = _decided(a, b, out, earlier, count, transposed=transposed)
         if by_pairs is None:
-            _by_cublas(a.t() if transposed else a, b, out, since)
+            _by_cublas(a.t() if transposed else a, b, out, earlier)
         else:
-            by_pairs(a, b, out, since, count, first)
+            by_pairs(a, b, out, earlier, count, first)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
@@ -74,12 +74,12 @@ def product(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
 
 
 def _decided(
-    a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, *, transposed: bool
+    a: Tensor, b: Tensor, out: Tensor, earlier: Tensor | None, count: Tensor | None, *, transposed: bool
 ) -> ByPairs | None:
     # Sums that go on from an earlier one wait for it at every tile: there cuBLAS is ahead, unless rows can be skipped.
-    alone = since is None and (out.numel() >= LARGE or b.shape[0] >= DEEP)
+    alone = earlier is None and (out.numel() >= LARGE or b.shape[0] >= DEEP)
     if tiles.PRODUCT is not None and (alone or count is not None) and _fits(a, b, out):
-        return by_pairs(tiles.PRODUCT, a, b, out, since, count, transposed=transposed)
+        return by_pairs(tiles.PRODUCT, a, b, out, earlier, count, transposed=transposed)
     return None
 
 
@@ -90,11 +90,11 @@ def _fits(*operands: Tensor) -> bool:
     ) and operands[1].shape[1] % 8 == 0  # fmt: skip
 
 
-def _by_cublas(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None) -> None:
-    if since is not None:
-        torch.addmm(since, a, b, out_dtype=torch.float32, out=since)
-        if out is not since:
-            out.copy_(since)
+def _by_cublas(a: Tensor, b: Tensor, out: Tensor, earlier: Tensor | None) -> None:
+    if earlier is not None:
+        torch.addmm(earlier, a, b, out_dtype=torch.float32, out=earlier)
+        if out is not earlier:
+            out.copy_(earlier)
     elif out.dtype == torch.float32:
         torch.mm(a, b, out_dtype=torch.float32, out=out)
     elif out.numel() < SPLIT_BELOW:  # cuBLAS may split a small product's sums, and would round each part
@@ -104,7 +104,7 @@ def _by_cublas(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None) -> None:
 
 
 def by_pairs(
-    tile: Tile, a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, *, transposed: bool
+    tile: Tile, a: Tensor, b: Tensor, out: Tensor, earlier: Tensor | None, count: Tensor | None, *, transposed: bool
 ) -> ByPairs:
     """The launch of product.cu for operands such as these."""
     (K, M) = a.shape if transposed else (a.shape[1], a.shape[0])
@@ -112,7 +112,7 @@ def by_pairs(
     shared = tile.stages * (rows + tile.cols) * tile.depth * 2
     flags = {
         "TRANSPOSED": transposed,
-        "ADD": since is not None,
+        "ADD": earlier is not None,
         "ROUND": out.dtype == torch.bfloat16,
         "COUNTED": count is not None,
         **driver.shape(tile),
@@ -123,12 +123,12 @@ def by_pairs(
     of_a = driver.Matrix(*((tile.depth, tile.depth) if transposed else (rows, tile.depth)))
     of_b = driver.Matrix(tile.depth, tile.depth)
     blocks = torch.cuda.get_device_properties(a.device).multi_processor_count // 2 * 2
-    pitch = (out if since is None else since).stride(0)
+    pitch = (out if earlier is None else earlier).stride(0)
     numbers = [ctypes.c_int(n) for n in (M, b.shape[1], K, pitch, out.stride(0))]
     launch = driver.Launch(kernel, driver.Blocks(blocks, 384, shared), index, numbers)
 
-    def run(a: Tensor, b: Tensor, out: Tensor, since: Tensor | None, count: Tensor | None, first: int) -> None:
-        from_ = out if since is None else since
+    def run(a: Tensor, b: Tensor, out: Tensor, earlier: Tensor | None, count: Tensor | None, first: int) -> None:
+        from_ = out if earlier is None else earlier
         counted = out if count is None else count
         launch((of_a.of(a), of_b.of(b)), (from_.data_ptr(), out.data_ptr(), counted.data_ptr(), first))
 

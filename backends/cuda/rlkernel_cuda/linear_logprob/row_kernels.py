@@ -1,6 +1,6 @@
-"""Around the logits kernel: what joins the tiles of a row, and what makes the gradient of its saved logits.
+"""Around the logits kernel: merging the tiles of a row, and the gradient of its saved logits.
 
-Plain Triton. The parts of a row join in the order of its tiles, whatever the number of rows.
+Plain Triton. The tiles of a row are merged in their order, whatever the number of rows.
 
     y   logit, capped where there is a cap, before scale and temperature        z = y * s2, in base-2 units
 
@@ -17,7 +17,7 @@ FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no p
 
 
 @triton.jit(do_not_specialize=["N", "stride"])
-def join_kernel(
+def merge_tiles_kernel(
     tops,  # [tiles, stride] largest y of a tile
     sums,  # [tiles, 2, N] sum of 2^(z - top), and of that times z - top, without the chosen id
     chosen,  # [N] y of the chosen id
@@ -27,7 +27,7 @@ def join_kernel(
     lse,
     entropy,
     lse2,
-    mean2,  # the mean of z under the law
+    mean2,  # the mean of z, weighted by the probabilities
     missed,  # 1 - p of the chosen id, without cancellation
     N,
     tiles,
@@ -36,9 +36,9 @@ def join_kernel(
     TILES: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The law of each row, or, of a PART of the vocabulary, what one tile of it all would say. Grid: rows over ROWS.
+    """Softmax statistics of each row; of a PART of the vocabulary, its partial sums alone. Grid: rows over ROWS.
 
-    A part has its top in place of the logprob, its sums in place of lse and entropy, and nothing else.
+    A PART stores its largest y in place of the logprob, its two sums in place of lse and entropy, and nothing else.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < N
@@ -80,17 +80,17 @@ def join_kernel(
     rest = k * S
     total = rest + own
     log_total = tl.where(z >= others, log1p(rest), tl.log(total))
-    # No law: every logit is -inf, or one is +inf or NaN. NaN passes through the sums by itself.
-    lawless = nobody & forbidden
+    # No probabilities: every logit is -inf, or one is +inf or NaN. NaN passes through the sums by itself.
+    all_forbidden = nobody & forbidden
     infinite = (float("inf") == M) | (y == float("inf"))
     x = (others - z) * LN2 + tl.log(S)
     p = tl.where(nobody, 0.0, tl.where(forbidden, -float("inf"), 0.0 - softplus(x)))
     other = tl.where(nobody, 0.0, tl.where(forbidden, 1.0, 1.0 / (1.0 + tl.exp(-x))))
     nan = float("nan")
-    broken = lawless | infinite | (x != x) & ~nobody & ~forbidden | (total != total) | (s2 != s2) | (y != y)
+    broken = all_forbidden | infinite | (x != x) & ~nobody & ~forbidden | (total != total) | (s2 != s2) | (y != y)
     tl.store(logprob + rows, tl.where(broken | ~has, nan, p), mask=live)
     total_lse = tl.where(s2 != s2, nan, top * LN2 + log_total)
-    total_lse = tl.where(lawless, -float("inf"), tl.where(infinite, float("inf"), total_lse))
+    total_lse = tl.where(all_forbidden, -float("inf"), tl.where(infinite, float("inf"), total_lse))
     tl.store(lse + rows, total_lse, mask=live)
     tl.store(entropy + rows, tl.where(broken, nan, log_total - A / total * LN2), mask=live)
     tl.store(lse2 + rows, tl.where(broken, nan, top + log_total / LN2), mask=live)
@@ -119,7 +119,7 @@ def coefficient_kernel(
     COUNTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What a row's law and upstream gradients make of its logits: dz = 2^(y s2 - lse2) (ca + cb y)."""
+    """Coefficients of a row from its statistics and upstream gradients: dz = 2^(y s2 - lse2) (ca + cb y)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     stored = rows < N
     live = stored
@@ -176,8 +176,8 @@ def saved_kernel(
         cols = tiles[:, None] * BN + tl.arange(0, BN)[None, :]
         at = saved + row.to(tl.int64) * pitch + cols
         m = tl.load(tops + tiles.to(tl.int64) * top_stride + row, mask=tiles * BN < V, other=0.0)
-        kept = tl.load(at, mask=cols < V, other=0.0).to(tl.float16, bitcast=True).to(tl.float32)
-        y = tl.where(kept == -float("inf"), FAR, kept + m[:, None])
+        stored = tl.load(at, mask=cols < V, other=0.0).to(tl.float16, bitcast=True).to(tl.float32)
+        y = tl.where(stored == -float("inf"), FAR, stored + m[:, None])
         dz = tl.exp2(y * s2 - lse2) * (ca + cb * y)
         if CAP:
             dz *= tl.where(y <= 0.5 * FAR, 0.0, 1.0 - y * y * (1.0 / (cap * cap)))
@@ -302,7 +302,7 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def results_kernel(
-    logprob,  # [N] of the law, in its order, and so are the next two
+    logprob,  # [N] in the head's order, and so are the next two
     lse,
     entropy,
     mask,  # [N] bytes where COUNTED
@@ -337,7 +337,7 @@ def upstream_kernel(
     target,  # [N] the chosen id; -1: none, and no gradient of its log-probability
     place,  # [N] where COUNTED
     count,
-    out,  # [3, stride] the three in the law's order
+    out,  # [3, stride] the three in the head's order
     N,
     stride,
     G: tl.constexpr,
@@ -346,7 +346,7 @@ def upstream_kernel(
     COUNTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gradients that arrive, in the law's order: 0 where none arrives or a row does not count. Grid: rows over ROWS."""
+    """Upstream gradients in the head's order: 0 where none arrives or a row does not count. Grid: rows over ROWS."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < N
     at = rows.to(tl.int64)

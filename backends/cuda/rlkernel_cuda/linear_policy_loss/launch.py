@@ -1,10 +1,10 @@
 """linear_policy_loss@1 on Hopper: log-probabilities, loss and gradient of a block of rows while its logits are there.
 
-Three matmuls where a token's gradient depends on that token alone. A block's logits end in its law and in fp16(y - tile
-max); rlkernel_triton's coefficient function runs on its rows; what was saved becomes dz in place; dX is complete, dW
-adds up in fp32. A batch of one block keeps what was saved until the backward pass instead, which then knows the
-upstream gradient and needs no dW in fp32: linear_logprob's own way. Ratios per sequence need every log-probability
-first and go that way too. Which way it is, and every launch, is decided once a shape.
+Three matmuls where a token's gradient depends on that token alone. A block's logits end in its softmax statistics and
+in fp16(y - tile max); rlkernel_triton's coefficient function runs on its rows; what was saved becomes dz in place; dX
+is complete, dW adds up in fp32. A batch of one block holds what was saved until the backward pass instead, which then
+knows the upstream gradient and needs no dW in fp32: linear_logprob's own way. Ratios per sequence need every
+log-probability first and go that way too. Which way it is, and every launch, is decided once a shape.
 
 Legend: N rows · D hidden · V vocabulary · R rows of a block.
 """
@@ -38,8 +38,8 @@ from rlkernel_triton.launchers import Plan, launcher_for
 from rlkernel_triton.policy_loss import launch as policy_loss
 from rlkernel_triton.policy_loss.batch import BLOCK, LossBatch, scaled
 
-# Logits that are kept at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
-KEPT: Final = 5 << 30
+# Logits that are saved at a time, without a limit: 17 thousand rows of a vocabulary of 152 thousand.
+SAVED_LOGITS: Final = 5 << 30
 PER_ROW: Final = 128  # bytes of the loss's own vectors
 _OF_HEAD: Final = frozenset({"logprob", "entropy"})  # arguments of policy_loss that the head gives
 
@@ -108,7 +108,7 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         if call.max_workspace_bytes is None:  # sizes may be symbols, which are compared and no more
             some, V = call.ids.numel() > 0, call.weight.shape[0]
             save = some and _kept(call.ids.numel(), V)
-            blocks = some and not save and _by_token(call) and _block(V, KEPT) > 0
+            blocks = some and not save and _by_token(call) and _block(V, SAVED_LOGITS) > 0
         else:
             way = _way(call, Wanted(*wanted))
             save, blocks = way.cut is not None and way.cut.save, way.block > 0
@@ -151,7 +151,7 @@ def _way(call: LinearPolicyLossCall, wanted: Wanted) -> _Way:
     if save.bytes <= rest if rest is not None else _kept(N, V):
         return _Way(plan.choose(size, mode="save", backward=True, limit=rest))
     if _by_token(call):
-        spare = KEPT if rest is None else rest - _fused(size, 0)
+        spare = SAVED_LOGITS if rest is None else rest - _fused(size, 0)
         rows = min(plan.round_up(N, BLOCK), _block(V, spare))
         if rows > 0 and (rest is None or _fused(size, rows) <= rest):
             return _Way(None, rows)
@@ -159,8 +159,8 @@ def _way(call: LinearPolicyLossCall, wanted: Wanted) -> _Way:
 
 
 def _kept(N: int, V: int) -> bool:
-    """Whether all logits are kept, where there is no limit."""
-    return 2 * N * V <= KEPT
+    """Whether all logits are saved, where there is no limit."""
+    return 2 * N * V <= SAVED_LOGITS
 
 
 def _block(V: int, spare: int) -> int:
@@ -203,9 +203,9 @@ class _HeadThenLoss:
 
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Tensors]:
         """The result, and what both backward passes read."""
-        law, saved = self._head.forward(call, _counted(call))
-        result, derivatives = self._pair.forward(self._of_loss(call, law.logprob, law.entropy))
-        return LossResult(result.loss, result.stats, law.logprob, law.entropy), (*saved, *derivatives)
+        row, saved = self._head.forward(call, _counted(call))
+        result, derivatives = self._pair.forward(self._of_loss(call, row.logprob, row.entropy))
+        return LossResult(result.loss, result.stats, row.logprob, row.entropy), (*saved, *derivatives)
 
     def backward(self, saved: Tensors, g: Tensor) -> Tensors:
         """The gradients of hidden, weight and bias."""
@@ -288,11 +288,11 @@ class _Blocks:
             *[None if x is None else x[rows] for x in (given.T, given.mask)],
         )  # fmt: skip
         saved = Saved(room.logits[:n], room.tops)
-        swept = head.forward(some, Results(*[x if x is None else x.view(-1)[rows] for x in results]), saved)  # type: ignore[arg-type]
+        state = head.forward(some, Results(*[x if x is None else x.view(-1)[rows] for x in results]), saved)  # type: ignore[arg-type]
         batch.run(results.logprob, results.entropy, g, g_entropy, parts, first=rows.start, tokens=n)
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows])
-        of = swept.of
-        dz = head.from_saved(of, head.coefficients(swept, up), saved)
+        of = state.of
+        dz = head.dlogits_from_saved(of, head.coefficients(state, up), saved)
         x, w = of.x[:, :D], of.w[:, :D]
         if dx is not None:
             part = dx[rows] if of.place is None else torch.empty_like(dx[rows])
@@ -300,7 +300,7 @@ class _Blocks:
             if of.place is not None:
                 head.scatter(part, of, 0, dx[rows])
         if dw is not None:
-            self._product(dz, x, dw, since=dw if rows.start else None, transposed=True, count=of.counted)
+            self._product(dz, x, dw, earlier=dw if rows.start else None, transposed=True, count=of.counted)
         if db is not None:
             db += torch.sum(dz, 0, dtype=torch.float32)
 

@@ -4,7 +4,7 @@
 // depth, whose eight nibbles are the eight values that the lane gives to an m16 x k16 operand, `mma.sync` and `wgmma` alike:
 // nibble 4 p + 2 kh + rh is row l / 4 + 8 rh, column 8 kh + 2 (l % 4) + p.
 //
-// HALF: float16, else bfloat16. 0x4300 | q is the bfloat16 128 + q, 0x6400 | q the float16 1024 + q.
+// HALF, of the compile line: float16, else bfloat16. 0x4300 | q is the bfloat16 128 + q, 0x6400 | q the float16 1024 + q.
 #pragma once
 #include "common/cluster_pair.cuh"
 
@@ -99,4 +99,19 @@ __device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, 
 
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 16 bytes that nothing reads again.
+__device__ __forceinline__ uint4 streamed(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// d + a b: 16 rows by 8 columns, 16 of depth.
+__device__ __forceinline__ void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." T16 "." T16 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

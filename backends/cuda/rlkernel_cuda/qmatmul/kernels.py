@@ -104,7 +104,7 @@ def shared(cut: Cut) -> int:
 def build(cut: Cut, w: QuantTensor, dtype: torch.dtype) -> tuple[Path, tuple[str, ...], str]:
     """(source file, macros, the kernel's name) for x of a dtype."""
     spec = w.spec
-    flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16, "GROUP": 1, "LAG": 1}
+    flags = {"BM": cut.tokens, "STAGES": cut.stages, "HALF": dtype == torch.float16}
     if isinstance(cut, W4Wgmma):
         flags |= {"STEPS": cut.steps, "SPLIT": cut.split, "WARPGROUPS": cut.warpgroups}
         flags |= {"GROUP_": spec.group, "ZEROS": not spec.symmetric}

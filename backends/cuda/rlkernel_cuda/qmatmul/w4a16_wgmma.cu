@@ -10,7 +10,7 @@
 //   ZEROS   zero-points, uint8; else 8
 //
 // N is a multiple of 64 WARPGROUPS, K of 128.
-#include "qmatmul/wgmma.cuh"
+#include "qmatmul/fragments.cuh"
 
 #define ROWS_ (64 * WARPGROUPS)
 #define WORKERS (128 * WARPGROUPS)
@@ -26,7 +26,7 @@
 
 extern "C" __global__ void __launch_bounds__(WORKERS + 128, 1)
 w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_map, const char* scale, const char* zero,
-     const unsigned short* bias, unsigned short* y, float4* partial, int* tickets, int group_shift, int M, int N, int K) {
+     const unsigned short* bias, unsigned short* y, float4* partial, int* counters, int group_shift, int M, int N, int K) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(128) char scales_[STAGES * SCALE_BYTES];
   __shared__ __align__(8) u64 full_[STAGES], empty_[STAGES];
@@ -125,7 +125,7 @@ w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_
           const u64 b = described(base + stage * STAGE + step * X_BYTES);
           asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-          for (int j = 0; j < 4; j++) multiply(d, a[half] + 4 * j, b + 2 * j);
+          for (int j = 0; j < 4; j++) multiply<HALF>(d, a[half] + 4 * j, b + 2 * j);
           asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           if (step == 0 && k + half > k0 && lane == 0) arrive(empty + 8 * before);  // the step before is done
@@ -147,7 +147,7 @@ w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_
       if (parts > 1) {
         if (me == 0) {
           int now;
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(tickets + tile) : "memory");
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counters + tile) : "memory");
           seen_ = now;
         }
         named_barrier(1, WORKERS);
@@ -162,7 +162,7 @@ w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_
         if (arrived != parts - 1) {
           __threadfence();
           named_barrier(1, WORKERS);
-          if (me == 0) seen_ = atomicAdd(tickets + tile, 1);
+          if (me == 0) seen_ = atomicAdd(counters + tile, 1);
           named_barrier(1, WORKERS);
           arrived = seen_;
           named_barrier(1, WORKERS);
@@ -182,7 +182,7 @@ w4a16_wgmma(const __grid_constant__ Map x_map, const __grid_constant__ Map word_
             d[4 * j + 2] = fresh ? t.z : d[4 * j + 2] + t.z, d[4 * j + 3] = fresh ? t.w : d[4 * j + 3] + t.w;
           }
         }
-        if (me == 0) tickets[tile] = 0;
+        if (me == 0) counters[tile] = 0;
       }
 #endif
       const int row = tile / m_tiles * ROWS_ + group * 64, token = tile % m_tiles * BM;

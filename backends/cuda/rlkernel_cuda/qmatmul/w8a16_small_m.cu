@@ -16,19 +16,6 @@
 #define AHEAD 4  // loads in flight of each row, each 64 of depth of a tile
 #define BLOCKS (BM / 8)
 
-__device__ __forceinline__ uint4 streamed(const char* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], const u32* a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." T16 "." T16 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Two codes of a word, the lower two or the upper two, exactly.
 template <int UPPER>
 __device__ __forceinline__ u32 two_values(u32 word) {

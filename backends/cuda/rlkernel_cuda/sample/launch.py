@@ -86,8 +86,8 @@ def _draw(plan: Plan, call: SampleCall) -> SampleResult:
         at = logits.data_ptr()
         quads = plan.quads and at % (4 * logits.element_size()) == 0
         slots = None if call.slot is None else _whole(call.slot)
-        law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
-        held = [read(x) for read, x in zip(plan.readers, law, strict=True)]
+        given = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
+        held = [read(x) for read, x in zip(plan.readers, given, strict=True)]
         params = PARAMS.pack(
             at, plan.stride, N, plan.vocab, plan.tiles, quads + 2 * (quads and plan.vocab % 4 == 0),
             *(value for _, values in held for value in values),
@@ -134,8 +134,8 @@ def _planned(call: SampleCall) -> Plan:
         raise RLKernelError(f"The cuda backend's sample does not claim {', '.join(missing)}. Call rlkernel.sample.")
     N = logits.shape[0]
     plain = call.top_k is call.top_p is call.min_p is None
-    law = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
-    entries = [x.numel() for x in law if isinstance(x, Tensor) and x.numel() != 1]
+    given = (call.temperature, call.top_k, call.top_p, call.min_p, call.seed, call.step)
+    entries = [x.numel() for x in given if isinstance(x, Tensor) and x.numel() != 1]
     shape = shape_of(N, logits.dtype, plain=plain, cut=call.top_k is not None)
     index = driver.index_of(logits.device) if N else 0
     return Plan(
@@ -145,7 +145,7 @@ def _planned(call: SampleCall) -> Plan:
         stride=logits.stride(0),
         quads=N <= 1 or logits.stride(0) % 4 == 0,
         last_slot=min(entries, default=2**31) - 1,
-        readers=tuple([_reader(x, *off) for x, off in zip(law, _OFF, strict=True)]),
+        readers=tuple([_reader(x, *off) for x, off in zip(given, _OFF, strict=True)]),
         launch=Launch(shape, logits.dtype, N, plain=plain, device=index) if N else None,
     )
 

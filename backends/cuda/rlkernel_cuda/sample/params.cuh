@@ -26,7 +26,7 @@ typedef float Stored;
 typedef u16 Stored;
 #endif
 
-struct Given {         // a parameter of the law
+struct Given {         // a sampling parameter: one number, or one a row
   const void* at;      // its values, or none
   u64 number;          // the value of all rows where there are none
   int each;            // -1: the number; 0: one value for all; 1: one per row or slot
@@ -65,11 +65,11 @@ struct Undecoded {     // the same as it lies in memory: all loads are under way
   u32 T, p, m;
   Stored64 k, seed, step;
 };
-__device__ __forceinline__ const u32* place_of(const Given& g, i64 place, int words) {
+__device__ __forceinline__ const u32* word_at(const Given& g, i64 place, int words) {
   return g.each < 0 ? reinterpret_cast<const u32*>(&g.number) : static_cast<const u32*>(g.at) + place * g.each * words;
 }
 __device__ __forceinline__ Stored64 integer_of(const Given& g, i64 place) {
-  const u32* p = place_of(g, place, 1 + g.wide);
+  const u32* p = word_at(g, place, 1 + g.wide);
   Stored64 v = {load_word(p), load_word(p + g.wide)};
   return v;
 }
@@ -81,9 +81,9 @@ __device__ __forceinline__ Undecoded parameters_of(const Params& P, int r) {
   u.place = r;
   if (P.slot) u.place = P.slot_wide ? static_cast<const i64*>(P.slot)[r] : i64(static_cast<const int*>(P.slot)[r]);
   const i64 at = u.place < 0 || !P.slot ? max(u.place, 0ll) : min(u.place, i64(P.last_slot));
-  u.T = load_word(place_of(P.temperature, at, 1));
+  u.T = load_word(word_at(P.temperature, at, 1));
   u.k = integer_of(P.top_k, at);
-  u.p = load_word(place_of(P.top_p, at, 1)), u.m = load_word(place_of(P.min_p, at, 1));
+  u.p = load_word(word_at(P.top_p, at, 1)), u.m = load_word(word_at(P.min_p, at, 1));
   u.seed = integer_of(P.seed, at), u.step = integer_of(P.step, at);
   return u;
 }

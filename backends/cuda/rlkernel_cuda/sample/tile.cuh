@@ -77,7 +77,7 @@ template <typename V> __device__ __forceinline__ V warp_scan(V v) {
 }
 // Sum of exp2((x - top) s), top finite. Quads: the sums of four tokens, times 2^lo.
 struct Quads { float of[8], lo; };
-template <bool KEPT> __device__ __forceinline__ float sum_of(const Tile& x, float top, float s, Quads& q) {
+template <bool STORE> __device__ __forceinline__ float sum_of(const Tile& x, float top, float s, Quads& q) {
   const float hi = top * s, lo = fmaf(top, s, -hi);
   float acc[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -85,24 +85,24 @@ template <bool KEPT> __device__ __forceinline__ float sum_of(const Tile& x, floa
     float e[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) e[j] = ex2(fmaf(x[g][j], s, -hi)), acc[j] += e[j];
-    if (KEPT) q.of[g] = (e[0] + e[1]) + (e[2] + e[3]);
+    if (STORE) q.of[g] = (e[0] + e[1]) + (e[2] + e[3]);
   }
   float sum = warp_sum((acc[0] + acc[1]) + (acc[2] + acc[3])) * ex2(-lo);
-  if (KEPT) q.lo = lo;
+  if (STORE) q.lo = lo;
   if (!(sum >= 0.5f && sum < INF)) {  // x s overflowed, or lo is beyond the range of exp2: top alone adds 1
     acc[0] = 0.f;
 #pragma unroll
     for (int g = 0; g < 8; ++g) {
-      if (KEPT) q.of[g] = 0.f;
+      if (STORE) q.of[g] = 0.f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float e = x[g][j] > -INF ? ex2((x[g][j] - top) * s) : 0.f;
         acc[0] += e;
-        if (KEPT) q.of[g] += e;
+        if (STORE) q.of[g] += e;
       }
     }
     sum = warp_sum(acc[0]);
-    if (KEPT) q.lo = 0.f;
+    if (STORE) q.lo = 0.f;
   }
   return sum;
 }

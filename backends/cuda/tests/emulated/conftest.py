@@ -81,13 +81,13 @@ def matmul(a, b, out_dtype=None, out=None):
     return made if out is None else out.copy_(made)
 
 
-def bind_product(tile, a, b, out, since, count, *, transposed):
+def bind_product(tile, a, b, out, earlier, count, *, transposed):
     """A bound launch of what product.cu makes: rows beyond the count are neither summed nor written."""
-    sizes, adds, counted = (a.shape, b.shape, out.shape, out.stride()), since is not None, count is not None
+    sizes, adds, counted = (a.shape, b.shape, out.shape, out.stride()), earlier is not None, count is not None
 
-    def launch(a, b, out, since, count, first):
+    def launch(a, b, out, earlier, count, first):
         assert sizes == (a.shape, b.shape, out.shape, out.stride())
-        assert (adds, counted) == (since is not None, count is not None)
+        assert (adds, counted) == (earlier is not None, count is not None)
         live = None if count is None else max(int(count[0]) - first, 0)
         if transposed:
             made = a[:live].float().t() @ b[:live].float()
@@ -95,7 +95,7 @@ def bind_product(tile, a, b, out, since, count, *, transposed):
             block = 2 * tile.consumers * tile.rows
             made = a[: None if live is None else -(-live // block) * block].float() @ b.float()
         rows = made.shape[0]
-        out[:rows] = made + (0 if since is None else since[:rows])
+        out[:rows] = made + (0 if earlier is None else earlier[:rows])
 
     return launch
 

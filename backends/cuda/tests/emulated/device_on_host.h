@@ -39,7 +39,7 @@ static bool finished[THREADS];
 static int now;                       // the running thread of the cluster
 static char shared_memory[CLUSTER][SHARED_BYTES] __attribute__((aligned(64)));
 static u64 slots[THREADS / LANES][2][LANES];
-static Waiting warps[THREADS / LANES], blocks[CLUSTER], teams[CLUSTER], teams_apart[CLUSTER], cluster;
+static Waiting warps[THREADS / LANES], blocks[CLUSTER], finishers[CLUSTER], finishers_apart[CLUSTER], cluster;
 static u64 warp_turn[THREADS], arrived_turn[THREADS];
 static Index grid_block;
 static int live[CLUSTER];             // threads of a block that have not returned
@@ -54,8 +54,8 @@ static inline void wait_for(Waiting& w, int all) {
   while (w.turn == turn) yield();
 }
 static inline void __syncthreads() { wait_for(blocks[now / NT], NT); }
-template <int SIZE> static inline void sync() { wait_for(SIZE == NT ? blocks[now / NT] : teams[now / NT], SIZE); }
-template <int SIZE> static inline void sync_apart() { wait_for(teams_apart[now / NT], SIZE); }
+template <int SIZE> static inline void sync() { wait_for(SIZE == NT ? blocks[now / NT] : finishers[now / NT], SIZE); }
+template <int SIZE> static inline void sync_apart() { wait_for(finishers_apart[now / NT], SIZE); }
 static inline void wait_until(const u32* counter, u32 n) { while (*counter < n) yield(); }
 // What every lane gave; all 32 must come.
 static inline const u64* exchange(u64 mine) {

@@ -15,7 +15,7 @@ extern "C" int run(const Params* P) {
     grid_block.x = row * CLUSTER;
     memset(shared_memory, 0xA5, sizeof shared_memory);  // garbage, as on a GPU
     memset(warp_turn, 0, sizeof warp_turn);
-    memset(warps, 0, sizeof warps), memset(blocks, 0, sizeof blocks), memset(teams, 0, sizeof teams), memset(teams_apart, 0, sizeof teams_apart), memset(&cluster, 0, sizeof cluster), memset(arrived_turn, 0, sizeof arrived_turn), cluster.turn = 1;
+    memset(warps, 0, sizeof warps), memset(blocks, 0, sizeof blocks), memset(finishers, 0, sizeof finishers), memset(finishers_apart, 0, sizeof finishers_apart), memset(&cluster, 0, sizeof cluster), memset(arrived_turn, 0, sizeof arrived_turn), cluster.turn = 1;
     for (int i = 0; i < CLUSTER; ++i) live[i] = NT;
     for (int i = 0; i < THREADS; ++i) {
       finished[i] = false;
@@ -32,8 +32,8 @@ extern "C" int run(const Params* P) {
       u64 turns = cluster.turn;
       for (auto& w : warps) turns += w.turn;
       for (auto& b : blocks) turns += b.turn;
-      for (auto& t : teams) turns += t.turn;
-      for (auto& t : teams_apart) turns += t.turn;
+      for (auto& t : finishers) turns += t.turn;
+      for (auto& t : finishers_apart) turns += t.turn;
       for (int i = 0; i < CLUSTER; ++i) turns += NT - live[i];
       idle = turns == seen ? idle + 1 : 0, seen = turns;
       if (idle > 3) return 1 + row;  // nobody moves: a barrier that not all come to

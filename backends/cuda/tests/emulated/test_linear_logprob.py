@@ -158,13 +158,13 @@ def test_a_limit_below_the_least_names_it_and_the_least_is_accepted() -> None:
 
 
 class Shards:
-    """The ranks of a group one after the other: what each says is kept on the first turn and heard on the second."""
+    """The ranks of a group one after the other: what each says is stored on the first turn and heard on the second."""
 
     def __init__(self, monkeypatch, sizes):
-        self.sizes, self.said, self.heard, self.now, self.slopes = sizes, {}, False, 0, []
+        self.sizes, self.said, self.heard, self.now, self.gradients = sizes, {}, False, 0, []
         monkeypatch.setattr(module, "locate", lambda group, *_: Shard(group, sum(sizes[: self.now]), sum(sizes)))
         monkeypatch.setattr(head, "gathered", self.gathered)
-        monkeypatch.setattr(module, "add", lambda dx, group: self.slopes.append(dx.double()))
+        monkeypatch.setattr(module, "add", lambda dx, group: self.gradients.append(dx.double()))
 
     def size(self):
         return len(self.sizes)
@@ -178,7 +178,7 @@ class Shards:
 
     def turn(self, given, **more):
         """Every rank's call on its shard."""
-        found, self.slopes = [], []
+        found, self.gradients = [], []
         for rank, size in enumerate(self.sizes):
             self.now, first = rank, sum(self.sizes[:rank])
             shard = {n: x[first : first + size] for n, x in given.items() if n in {"weight", "bias"}}
@@ -204,4 +204,4 @@ def test_shards_of_a_vocabulary_are_what_the_whole_is(monkeypatch, options, size
         if len(sizes) == 1:
             assert torch.equal(getattr(first, name), getattr(whole[0], name))
     grads = {n: torch.cat([g[n] for _, g in found]) for n in whole[1] if n != "hidden"}
-    agree((first, {**grads, "hidden": sum(shards.slopes)}), run(reference, wide(given)))
+    agree((first, {**grads, "hidden": sum(shards.gradients)}), run(reference, wide(given)))

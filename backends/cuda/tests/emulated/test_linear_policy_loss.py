@@ -55,12 +55,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name, kept",
-    [("grpo", module.KEPT), ("grpo", TWO_BLOCKS), ("mask and entropy", TWO_BLOCKS), ("softcap", TWO_BLOCKS),
+    "name, saved",
+    [("grpo", module.SAVED_LOGITS), ("grpo", TWO_BLOCKS), ("mask and entropy", TWO_BLOCKS), ("softcap", TWO_BLOCKS),
      ("sequences", TWO_BLOCKS)],
 )  # fmt: skip
-def test_loss_and_gradients_match_float64(name, kept, monkeypatch) -> None:
-    monkeypatch.setattr(module, "KEPT", kept)
+def test_loss_and_gradients_match_float64(name, saved, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SAVED_LOGITS", saved)
     given = case(**OPTIONS[name])
     out, grads = run(linear_policy_loss, given, scale=3.0)
     right, exact = run(reference, wide(given), scale=3.0)

@@ -98,7 +98,7 @@ def test_a_step_of_linear_logprob_runs_forward_once_and_backward_once(counted, l
 @pytest.mark.parametrize("lane", LANES)
 def test_a_step_of_linear_policy_loss_runs_forward_once_and_backward_once(counted, lane, blocks, monkeypatch) -> None:
     if blocks:
-        monkeypatch.setattr(linear_policy_loss, "KEPT", 2 * 304 * 65)
+        monkeypatch.setattr(linear_policy_loss, "SAVED_LOGITS", 2 * 304 * 65)
     given = of_loss()
     rest = {n: x for n, x in given.items() if n not in {"hidden", "weight", "bias"}}
 

@@ -17,7 +17,7 @@ VOCABULARIES: Final = (32000, 50304, 128256, 151936, 262144)  # Llama 2, GPT-2 p
 KINDS: Final = ("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 DTYPES: Final = ("bfloat16", "float16", "float32")
 DRAWN: Final = (32000, 50257, 50304, 128256, 262144)
-LAW: Final = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
+SAMPLING: Final = {"top_k": 50, "top_p": 0.95, "min_p": 0.05}
 FILTERS: Final = ((), ("top_p",), ("top_k",), ("top_k", "top_p"), ("min_p",), ("top_k", "top_p", "min_p"))
 TOP: Final = (1, 2, 4, 8, 16, 32)  # ids asked for, up to these
 # Formats, as every rollout and every adapter that is trained on one needs them: with and without what may follow.
@@ -78,7 +78,7 @@ def _logprob(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     sizes += [("bfloat16", 2, V) for V in VOCABULARIES[1:]]  # one for each number of parts, to a power of two
     for (dtype, N, V), entropy, rows, masked, capped, kept in product(sizes, flags, flags, flags, flags, flags):
         if V > VOCABULARIES[0] and (capped or (V, kept) == (VOCABULARIES[3], True)):
-            continue  # the cap concerns the sweep alone, which knows no vocabulary
+            continue  # a softcap concerns the partial softmax alone, which does not know the vocabulary
         given: dict[str, Any] = {
             "temperature": torch.full((N,), 0.8) if rows else 0.8,
             "mask": torch.ones(N, dtype=torch.bool) if masked else None,
@@ -102,12 +102,15 @@ def _sample(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
     # Vocabularies with 32, 64, 128 and 256 tiles, and one that is no multiple of 16; few rows and many, and more than
     # a large GPU has processors; numbers, and requests with parameters of their own.
     for V, N, dtype, names, each in product(DRAWN, (1, 4, 8, 256), DTYPES[::2], FILTERS, (False, True)):
-        law: dict[str, Any] = {"temperature": 0.8, **{n: v for n, v in LAW.items() if n in names}}
+        sampling: dict[str, Any] = {"temperature": 0.8, **{n: v for n, v in SAMPLING.items() if n in names}}
         if each:
-            law = {n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32) for n, v in law.items()}
+            sampling = {
+                n: torch.full((N,), v, dtype=torch.int64 if n == "top_k" else torch.float32)
+                for n, v in sampling.items()
+            }
         rows = torch.zeros(N, dtype=torch.int64)  # rows of a batch have seeds of their own
         noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else 3}
-        run("sample")(torch.zeros(N, V, dtype=getattr(torch, dtype)), **law, **noise)
+        run("sample")(torch.zeros(N, V, dtype=getattr(torch, dtype)), **sampling, **noise)
         yield f"sample V={V} N={N} {dtype} {names} each={each}"
     for N in BOARD:
         rows = torch.zeros(N, dtype=torch.int64)

@@ -87,7 +87,7 @@ def merge_lanes(
     top,  # [R, L]
     total,  # [R, L]
 ):
-    """([R] top, [R] total) of all lanes together; the factor and the shift of each lane, [R, L]."""
+    """([R] top, [R] total) over all lanes; the factor and the shift of each lane, [R, L]."""
     best = tl.max(top, axis=1)
     shift = top - finite_or_zero(best)[:, None]
     weight = tl.exp2(shift)

@@ -17,6 +17,8 @@ Legend: N rows · K columns of the weight · TN rows / 16 · BK columns a step.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import (
     MXFP4,
@@ -27,37 +29,46 @@ from rlkernel_triton.quant.code_tiles import (
     to_float32,
 )
 
+# A nibble q with the bits of BIAS is the 16-bit float 128 + q or 1024 + q; the multiply-add takes the offset off.
+# $0 .. $7 are results, two in a register of 32 bits; $8 is the word, $9 the offset with its sign turned, twice.
+_DECODE_EIGHT: Final = """{
+        .reg .b32 t, a0, a1, a2, a3, one;
+        mov.b32 one, ONE;
+        lop3.b32 a0, $8, 0x000f000f, BIAS, 0xea;
+        shr.u32 t, $8, 4;
+        lop3.b32 a1, t, 0x000f000f, BIAS, 0xea;
+        shr.u32 t, $8, 8;
+        lop3.b32 a2, t, 0x000f000f, BIAS, 0xea;
+        shr.u32 t, $8, 12;
+        lop3.b32 a3, t, 0x000f000f, BIAS, 0xea;
+        fma.rn.TYPE a0, a0, one, $9;
+        fma.rn.TYPE a1, a1, one, $9;
+        fma.rn.TYPE a2, a2, one, $9;
+        fma.rn.TYPE a3, a3, one, $9;
+        mov.b32 {$0,$1}, a0;
+        mov.b32 {$2,$3}, a1;
+        mov.b32 {$4,$5}, a2;
+        mov.b32 {$6,$7}, a3;
+        }"""
+
+
+def _decode_eight(type_: str, one: str, bias: str) -> tl.constexpr:
+    return tl.constexpr(_DECODE_EIGHT.replace("TYPE", type_).replace("ONE", one).replace("BIAS", bias))
+
+
+EIGHT_BFLOAT16: tl.constexpr = _decode_eight("bf16x2", one="0x3f803f80", bias="0x43004300")
+EIGHT_FLOAT16: tl.constexpr = _decode_eight("f16x2", one="0x3c003c00", bias="0x64006400")
+
 
 @triton.jit
 def decode_eight_bfloat16(word, offset):
     """Eight bfloat16 of the nibbles of a word, less an offset given as two bfloat16 with their signs turned."""
     return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 t, a0, a1, a2, a3, one;
-        mov.b32 one, 0x3f803f80;
-        lop3.b32 a0, $8, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 t, $8, 4;
-        lop3.b32 a1, t, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 t, $8, 8;
-        lop3.b32 a2, t, 0x000f000f, 0x43004300, 0xea;
-        shr.u32 t, $8, 12;
-        lop3.b32 a3, t, 0x000f000f, 0x43004300, 0xea;
-        fma.rn.bf16x2 a0, a0, one, $9;
-        fma.rn.bf16x2 a1, a1, one, $9;
-        fma.rn.bf16x2 a2, a2, one, $9;
-        fma.rn.bf16x2 a3, a3, one, $9;
-        mov.b32 {$0,$1}, a0;
-        mov.b32 {$2,$3}, a1;
-        mov.b32 {$4,$5}, a2;
-        mov.b32 {$6,$7}, a3;
-        }""",
-        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        args=[word, offset],
+        asm=EIGHT_BFLOAT16, constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, offset],
         dtype=(
             tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
         ),
-        is_pure=True,
-        pack=1,
+        is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -65,31 +76,10 @@ def decode_eight_bfloat16(word, offset):
 def decode_eight_float16(word, offset):
     """As `decode_eight_bfloat16`."""
     return tl.inline_asm_elementwise(
-        asm="""{
-        .reg .b32 t, a0, a1, a2, a3, one;
-        mov.b32 one, 0x3c003c00;
-        lop3.b32 a0, $8, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 t, $8, 4;
-        lop3.b32 a1, t, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 t, $8, 8;
-        lop3.b32 a2, t, 0x000f000f, 0x64006400, 0xea;
-        shr.u32 t, $8, 12;
-        lop3.b32 a3, t, 0x000f000f, 0x64006400, 0xea;
-        fma.rn.f16x2 a0, a0, one, $9;
-        fma.rn.f16x2 a1, a1, one, $9;
-        fma.rn.f16x2 a2, a2, one, $9;
-        fma.rn.f16x2 a3, a3, one, $9;
-        mov.b32 {$0,$1}, a0;
-        mov.b32 {$2,$3}, a1;
-        mov.b32 {$4,$5}, a2;
-        mov.b32 {$6,$7}, a3;
-        }""",
-        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-        args=[word, offset],
+        asm=EIGHT_FLOAT16, constraints="=h,=h,=h,=h,=h,=h,=h,=h,r,r", args=[word, offset],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=1,
-    )
+        is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
