@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlkernel_common.graphs.table import ROUTES
 from rlkernel_core.errors import FallbackWarning
@@ -179,3 +180,23 @@ def test_routes_are_bounded():
 def test_what_was_taken_apart_is_built_again_by_its_builder(value):
     leaves, structure = flatten(value)
     assert value == structure.builder()(leaves) == structure.build(leaves)
+
+
+def test_outputs_of_one_dtype_are_cloned_by_one_launch_and_later_calls_leave_them():
+    launched = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            launched.append(op.overloadpacket.__name__)
+            return op(*args, **(kwargs or {}))
+
+    g = graphed(lambda x: (x + 1, x.t() * 2, 7, x > 1), (torch.ones(2, 3),), ByGeneration())
+    first = g(torch.ones(2, 3))
+    with Watching():
+        second = g(torch.full((2, 3), 2.0))
+    assert [name for name in launched if name in {"_foreach_copy_", "clone"}] == ["_foreach_copy_", "clone"]
+    expected = [
+        [(x + 1).tolist(), (x.t() * 2).tolist(), (x > 1).tolist()] for x in map(torch.full, [(2, 3)] * 2, (1.0, 2.0))
+    ]
+    assert [[out.tolist() for out in (*found[:2], found[3])] for found in (first, second)] == expected
+    assert (first[2], second[1].stride()) == (7, (1, 3))

@@ -1,10 +1,13 @@
 """What a plan's key tells apart, and what it does not: of a draw's seed and step only how wide they are."""
 
+from dataclasses import MISSING, fields
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from rlkernel.plans import key_of, key_or_none
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.sample import SampleCall
 
 LOGITS = torch.zeros(1, 8)
@@ -36,3 +39,10 @@ def test_a_process_group_has_plans_of_its_own_whatever_its_name() -> None:
     first, second = (dist.ProcessGroup(dist.HashStore(), 0, 1) for _ in range(2))
     assert key_of(first) == key_of(first)
     assert key_of(first) != key_of(second)
+
+
+@pytest.mark.parametrize("op", list(OPERATORS))
+def test_a_record_is_its_fields_alone_which_the_front_door_writes_without_its_constructor(op) -> None:
+    record = OPERATORS[op].record
+    assert not hasattr(record, "__post_init__")
+    assert [f.name for f in fields(record) if not f.init or f.default_factory is not MISSING] == []

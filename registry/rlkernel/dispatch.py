@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from rlkernel import policy
 from rlkernel.decide import bind, plan_for
-from rlkernel.plans import Choice, key_of, parts
+from rlkernel.plans import Choice, names_in_parts, parts
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpCall, OpSpec, P
 
@@ -53,15 +53,17 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensor
 
     scope: dict[str, Any] = {
+        **names_in_parts(),
         "_Fake": FakeTensor,
         "_SCOPE": policy.SCOPE.get,
+        "_process": policy.PROCESS,
         "_base": policy.base,
         "_compiling": torch.compiler.is_compiling,
-        "_grad": torch.is_grad_enabled,
-        "_key_of": key_of,
         "_call": spec.call,
         "_plan_for": partial(plan_for, spec),
         "_record": spec.record,
+        "_new": object.__new__,
+        **{f"_default_{name}": p.default for name, p in spec.parameters.items()},
     }
     exec(compile(source(spec), f"<rlkernel.{spec.name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     call = scope[spec.name]
@@ -87,7 +89,12 @@ def source(spec: OpSpec[Any, Any]) -> str:
     head = ", ".join([*at, *(["*"] if named else []), *named])
     passed = ", ".join([*at, *(f"{name}={name}" for name in named)])
     # Options that are left out cost nothing; those that are given enter the key with their names.
-    key = f"key = ({', '.join(parts(spec, needed))}, _grad(), *_options, *map(_key_of, _options.values()))"
+    key = (
+        f"key = ({', '.join([*parts(spec, needed), '_grad()'])})\n"
+        "        if _options:\n            key = (*key, *_options, *map(_key_of, _options.values()))"
+    )
+    # What the record's own __init__ does, at half its cost: type.__call__ enters it by way of a tuple and a dict.
+    written = "; ".join(f"call.{n} = {n if n in needed else f'_default_{n}'}" for n in spec.parameters)
     if spec.primary is not None:  # torch warns where the address of a fake tensor is read
         key = f"if {spec.primary}.__class__ is _Fake:\n            raise TypeError\n        {key}"
 
@@ -105,15 +112,17 @@ def source(spec: OpSpec[Any, Any]) -> str:
             "    if plan is None:\n"
             f"        call = _call({passed}, **_options)\n"
             f"        plan = {plan_for}(key, call)\n"
-            "    else:\n"
+            "    elif _options:\n"
             f"        call = _record({passed}, **_options)\n"
+            "    else:\n"
+            f"        call = _new(_record); {written}\n"
             "    choice = plan.choice\n"
             "    choice.calls += 1\n"
         )
 
     public = function(
         spec.name,
-        f"(_SCOPE() or _base()).tables[{spec.name!r}]",
+        f"(_SCOPE() or _process.base or _base()).tables[{spec.name!r}]",
         "_plan_for",
         f"from rlkernel.torchlib import compiled; return compiled({spec.name!r}, call)",
     )

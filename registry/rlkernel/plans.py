@@ -93,7 +93,7 @@ def key_of(x: Any) -> Any:
     kind = x.__class__
     if kind in _PLAIN:
         return kind, x
-    if hasattr(x, "data_ptr") and hasattr(x, "stride"):
+    if _is_tensor(kind):
         return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % ALIGNMENT, x.requires_grad
     if kind is QuantTensor:
         return x.plan_key
@@ -111,6 +111,11 @@ def key_of(x: Any) -> Any:
 
 
 @cache
+def _is_tensor(kind: type) -> bool:
+    return hasattr(kind, "data_ptr") and hasattr(kind, "stride")
+
+
+@cache
 def _fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
@@ -118,19 +123,36 @@ def _fields(kind: type) -> tuple[str, ...]:
 def parts(spec: OpSpec[Any, Any], names: Iterable[str], of: str = "") -> list[str]:
     """Expressions that make up the key of some arguments, which are called `of` + their name.
 
-    They need `_key_of`. The key of a tensor that must be there is written out: every call has one.
+    They need what `names_in_parts` gives. The keys of tensors and weights are written out, as `key_of` makes them:
+    every call has one, and a function that is called for each costs more than what it looks at.
     """
     out: list[str] = []
     for name in names:
         x, annotation = of + name, str(spec.parameters[name].annotation)
+        if annotation == "Tensor":
+            out += _tensor_parts(x)
+            continue
+        key = f"_key_of({x})"
+        if "Tensor" in annotation.split(" | "):
+            key = f"({', '.join(_tensor_parts(x))}) if {x}.__class__ is _Tensor else {key}"
+        if annotation == "QuantTensor":
+            key = f"{x}.plan_key if {x}.__class__ is _QuantTensor else {key}"
         if name in spec.varying:
-            out.append(f"(0 <= {x} < {2**31}) + (0 <= {x} < {2**64}) if {x}.__class__ is int else _key_of({x})")
-        elif annotation == "Tensor":
-            out += [f"{x}.dtype", f"{x}.shape", f"{x}.stride()", f"{x}.device", f"{x}.data_ptr() % {ALIGNMENT}"]
-            out.append(f"{x}.requires_grad")
-        else:
-            out.append(f"_key_of({x})")
+            key = f"(0 <= {x} < {2**31}) + (0 <= {x} < {2**64}) if {x}.__class__ is int else {key}"
+        out.append(key)
     return out
+
+
+def _tensor_parts(x: str) -> list[str]:
+    names = ("dtype", "shape", "stride()", "device", f"data_ptr() % {ALIGNMENT}", "requires_grad")
+    return [f"{x}.{name}" for name in names]
+
+
+def names_in_parts() -> dict[str, Any]:
+    """The names that the expressions of `parts` need."""
+    import torch
+
+    return {"_key_of": key_of, "_Tensor": torch.Tensor, "_QuantTensor": QuantTensor, "_grad": torch.is_grad_enabled}
 
 
 @cache
@@ -140,9 +162,7 @@ def key_function(op: str) -> Callable[[Any], Any]:
     It raises AttributeError, TypeError or RuntimeError for a call that has no key: an argument is of a wrong type, or a
     tensor without storage.
     """
-    import torch
-
-    scope: dict[str, Any] = {"_key_of": key_of, "_grad": torch.is_grad_enabled}
+    scope = names_in_parts()
     found = ", ".join(parts(OPERATORS[op], OPERATORS[op].parameters, "call."))
     source = f"def key(call):\n    return ({found}, _grad())\n"
     exec(compile(source, f"<rlkernel.{op}: key>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours

@@ -20,6 +20,7 @@ from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentTypeError, did_you_mean
 
 P = ParamSpec("P")
+T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -71,6 +72,16 @@ class OpCall(Generic[R_co]):
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+
+
+def filled(result: type[T], **fields_: Any) -> T:
+    """A frozen dataclass of results with these fields, all that have no default among them.
+
+    For implementations whose host time matters: `__init__` of a frozen dataclass makes a call for each field.
+    """
+    made = object.__new__(result)
+    made.__dict__.update(fields_)
+    return made
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Graph:
         if structure == LEAF and isinstance(leaves[0], Tensor):
             clone: Callable[[], Any] = leaves[0].clone
             return clone
-        return lambda: build([x.clone() if isinstance(x, Tensor) else x for x in leaves])
+        return partial(_build_of_clones, build, leaves, _alike(leaves))
 
     def plain(self, reading: Reading, options: Options) -> Any:
         """What fn itself returns on clones of the filled inputs."""
@@ -122,3 +122,30 @@ class Graph:
 
     def _cut(self, i: int, reading: Reading, device: torch.device, gradient: Tensor) -> Tensor:
         return self.inputs.cut_input(i, gradient, reading).to(device)
+
+
+def _alike(leaves: Sequence[Any]) -> tuple[tuple[list[int], list[Tensor]], ...]:
+    """The tensors among the leaves and where they stand, those of one dtype together: one launch clones them."""
+    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            places, tensors = found.setdefault(x.dtype, ([], []))
+            places.append(i)
+            tensors.append(x)
+    return tuple(found.values())
+
+
+def _build_of_clones(
+    build: Callable[[Sequence[Any]], Any], leaves: Sequence[Any], alike: tuple[tuple[list[int], list[Tensor]], ...]
+) -> Any:
+    """The nested outputs with clones in place of the tensors."""
+    cloned = list(leaves)
+    for places, tensors in alike:
+        if len(tensors) == 1:
+            cloned[places[0]] = tensors[0].clone()
+            continue
+        copies = [torch.empty_like(x) for x in tensors]
+        torch._foreach_copy_(copies, tensors)
+        for i, copy in zip(places, copies, strict=True):
+            cloned[i] = copy
+    return build(cloned)

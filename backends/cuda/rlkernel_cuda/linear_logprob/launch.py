@@ -25,6 +25,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.gradients import Pair, gradient_wanted
 from rlkernel_core.gradients import Saved as Tensors
 from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
@@ -191,7 +192,7 @@ class Host:
         lse = torch.empty(shape, dtype=torch.float32, device=device)
         logprob, H = torch.empty_like(lse), torch.empty_like(lse) if self._entropy else None
         invalid = torch.empty(shape, dtype=torch.bool, device=device)
-        result = LogprobResult(logprob=logprob, lse=lse, entropy=H, invalid=invalid)
+        result = filled(LogprobResult, logprob=logprob, lse=lse, entropy=H, invalid=invalid)
         cut, saved, state = self._cut, None, None
         if cut is not None:
             given, ranks, result = self._given(call, mask, result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, AdvantageStats
 from rlkernel_core.spec.advantage_checks import Extent, extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_core.spec.form import filled
 from rlkernel_torch.advantage.estimate import advantage as in_torch
 from rlkernel_triton.advantage.group_launch import GROUP_KINDS, Groups
 from rlkernel_triton.advantage.token_baseline import TokenBaseline, serves
@@ -36,6 +38,8 @@ _RULES = {
     "vtrace": "vtrace",
     "retrace": "retrace",
 }
+# Argument -> its place among `Recursion.tensors`; rewards have one that depends on their shape.
+_PLACES: Final = {"values": 2, "q_values": 3, "ratio": 4, "lam": 5, "lam_value": 6, "bootstrap": 9, "baseline": 11}
 
 
 def advantage(call: AdvantageCall) -> AdvantageResult:
@@ -96,6 +100,13 @@ class _Steps:
         bare = call.mask is call.lengths is call.cu_seqlens is None
         self._bare = SequenceLayout(self._tokens, extent.sequences) if bare else None
         self._recursion: BoundRecursion | None = None
+        # Arguments that are tensors, and where the scan takes them: all that it needs of a later call, unless some are
+        # made into others first.
+        places = _PLACES | {"rewards": 0 if extent.token_rewards else 10}
+        tensors = {name: x for name in places if isinstance(x := getattr(call, name), Tensor)}
+        self._given = tuple((places[name], name) for name in tensors)
+        converted = any(x.dtype == torch.bool for x in tensors.values())
+        self._as_they_are = call.dones is None and call.length_adaptive is None and not converted
         self._token_baseline = TokenBaseline(extent, self._plan) if rule == "otb" else None
         whiten = KINDS[call.kind].whiten if call.whiten == "auto" else call.whiten
         self._whitens, self._defers = whiten != "none", whiten == "defer"
@@ -117,10 +128,19 @@ class _Steps:
             raise RuntimeError("a recursion without flags")
         if self._whitens or self._finishes:
             return self._finished(call, rows, made.out, made.targets, made.invalid)
-        return AdvantageResult(made.out, made.targets, AdvantageStats(made.invalid))
+        stats = filled(AdvantageStats, invalid=made.invalid)
+        return filled(AdvantageResult, advantages=made.out, returns=made.targets, stats=stats)
 
     def _scanned(self, call: AdvantageCall, rows: SequenceLayout) -> ScanOutput:
         """Advantages and targets as the scan gives them, 0 where masked, and which sequences are not finite."""
+        bound = self._recursion
+        if bound is not None and self._as_they_are:
+            given: list[Tensor | None] = [None] * 14
+            given[7], given[12], given[13] = rows.mask, rows.ends, rows.bounds
+            for at, name in self._given:
+                given[at] = getattr(call, name)
+            made = bound(given)
+            return _carried(made, rows, call.values, self._plan) if call.masked_out == "carry" else made
         rewards, values = _real(call.rewards), _maybe(call.values)
         stop, lam, lam_value = call.dones, call.lam, call.lam_value
         if stop is not None:
@@ -137,7 +157,6 @@ class _Steps:
             init=_maybe(call.bootstrap), outcome=None if per_token else rewards, baseline=_maybe(call.baseline),
             ratio_clip=call.ratio_clip, trace_clip=call.trace_clip, gamma=call.gamma, masked=call.masked_time,
         )  # fmt: skip
-        bound = self._recursion
         if bound is None:
             bound = self._recursion = BoundRecursion(self._plan.launcher, recursion)
         made = bound(recursion.tensors)

@@ -5,6 +5,7 @@ Imports torch and Triton. Legend as in kernels.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -161,6 +162,8 @@ class BoundRecursion:
         self._shape, self._B, self._C, self._device, self._scan = rows.shape, B, C, device, rule == "scan"
         self._two, packed = recursion.lam_value is not None, rows.bounds is not None
         self._there = tuple(i for i, x in enumerate(tensors) if x is not None)
+        alike = [i for i in self._there if tensors[i].shape == rows.shape and tensors[i].dtype == torch.float32]  # type: ignore[union-attr]
+        self._like = next(iter(alike), None)
         self._nothing = [blank(torch.float32, device)] * len(tensors)
         self._rows = (by or schedule(B, C, rule)) == "rows" or not C
         decay, blend = _decays(rule, gamma, recursion.lam)
@@ -198,10 +201,18 @@ class BoundRecursion:
             launcher.bind(scan_kernel, **fixed, STAGE="apply", STAGES=1),
         )  # fmt: skip
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> ScanOutput:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> ScanOutput:
         """Run it on tensors of which those are there that were at binding; as `Recursion.tensors` has them."""
         B, C, device = self._B, self._C, self._device
-        out = torch.empty(self._shape, dtype=torch.float32, device=device)
+        given = self._nothing.copy()
+        for i in self._there:
+            given[i] = tensors[i].contiguous()  # type: ignore[union-attr]  # it is there
+        # Next to a tensor of its kind nothing has to be said of it, which is half of what an allocation takes.
+        out = (
+            torch.empty(self._shape, dtype=torch.float32, device=device)
+            if self._like is None
+            else (torch.empty_like(given[self._like]))
+        )
         targets = first = invalid = None
         if self._scan:
             first = torch.empty(B, dtype=torch.float32, device=device)
@@ -214,9 +225,6 @@ class BoundRecursion:
             if targets is not None:
                 targets.zero_()
             return result
-        given = self._nothing.copy()
-        for i in self._there:
-            given[i] = tensors[i].contiguous()  # type: ignore[union-attr]  # it is there
         ret, first_, invalid_ = (out if x is None else x for x in (targets, first, invalid))
         if self._gaps is not None:
             self._gaps((triton.cdiv(self._shape[-1], _SEARCH),), out, ret, given[13])

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_triton.common.matmul_tiles import Tile, tile_of
@@ -162,7 +163,8 @@ class _Host:
             own = every[: head.planes * head.N].view(head.planes, head.N)
             every = vocab_parallel.gathered(own, group).permute(1, 2, 0).contiguous()
         row = self._merge(every, RowTensors(ids, T, mask, kept), None if self._keep else stats.spare)
-        return LogprobResult(row[0], row[1], row[2], None, None, row[3], row[4]), of, row.saved, stats
+        result = filled(LogprobResult, logprob=row[0], lse=row[1], entropy=row[2], log_kept_mass=row[3], invalid=row[4])
+        return result, of, row.saved, stats
 
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden, weight and bias that are wanted."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rlkernel_common.row_selection import check_values
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
@@ -116,7 +117,11 @@ class _Host:
         if n:
             best, of_best = _top_logprobs(call.logits.detach(), n, self._rows, of)
             best, of_best = best.view(*self._shape, n), of_best.view(*self._shape, n)
-        return LogprobResult(row[0], row[1], row[2], best, of_best, row[3], row[4]), row.saved, kept
+        result = filled(
+            LogprobResult, logprob=row[0], lse=row[1], entropy=row[2], top_ids=best, top_logprobs=of_best,
+            log_kept_mass=row[3], invalid=row[4],
+        )  # fmt: skip
+        return result, row.saved, kept
 
     def backward(
         self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers import plain_launcher_for
+from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.quant.epilogue_kernels import epilogue_kernel
 
 MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
@@ -93,8 +93,12 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def apply_epilogue(x: Tensor, h: Tensor, epilogue: Epilogue, y: Tensor) -> None:
+def apply_epilogue(x: Tensor, h: Tensor, epilogue: Epilogue, y: Tensor, plan: Plan | None = None) -> None:
     """What follows a product h [M, N] fp32 that lies in memory, into y [M, R]."""
     M, N = h.shape
-    launch = plain_launcher_for(x.device).bind(epilogue_kernel, **epilogue.constants(x), M=M, N=N, BM=32, BN=64)
+
+    def bound(launcher: Launcher) -> Launch:
+        return launcher.bind(epilogue_kernel, **epilogue.constants(x), M=M, N=N, BM=32, BN=64)
+
+    launch = planned(plan, "epilogue", x.device, bound)
     launch((triton.cdiv(M, 32) * triton.cdiv(y.shape[1], 64), 1, 1), h, y, *epilogue.tensors(x))

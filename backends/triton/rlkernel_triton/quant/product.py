@@ -16,8 +16,9 @@ Legend: M tokens · K inputs · N rows of the weight, or of an expert · R = N, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from math import gcd
 from typing import Any, Final
 
@@ -27,10 +28,10 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.common.host import blank
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, plain_launcher_for, planned
+from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, planned
 from rlkernel_triton.quant import code_tiles, formats, tile_config
 from rlkernel_triton.quant.canonical_product_kernels import block_product_kernel, canonical_product_kernel
-from rlkernel_triton.quant.dequantize import dequantized
+from rlkernel_triton.quant.dequantize import dequantizer
 from rlkernel_triton.quant.epilogue import MOST_RANK, NO_EPILOGUE, Epilogue, apply_epilogue, lora_inner
 from rlkernel_triton.quant.layouts import packed
 from rlkernel_triton.quant.quantize import quantize_activation
@@ -78,17 +79,17 @@ def product(
             h = product(x, w, NO_EPILOGUE, rounding, dtype=torch.float32)
             inner = lora_inner(x, epilogue.lora.A).float()
             h.addmm_(inner, epilogue.lora.B.float().t(), alpha=epilogue.lora.scale)
-            apply_epilogue(x, h, replace(epilogue, lora=None), y)
+            apply_epilogue(x, h, replace(epilogue, lora=None), y, plan)
         elif _takes_tiles(x, w, rounding, ends, y):
-            tiled_product(x, w, epilogue, rounding, ends, y)
+            tiled_product(x, w, epilogue, rounding, ends, y, plan)
         elif ends is None and _is_better_dequantized(x, w, rounding):
-            dequantized_product(x, w, epilogue, y)
+            dequantized_product(x, w, epilogue, y, plan)
         elif formats.is_of_blocks(w.spec):
-            block_product(x, w, epilogue, rounding, ends, y)
+            block_product(x, w, epilogue, rounding, ends, y, plan)
         elif ends is None:
             canonical_product(x, packed(formats.as_nf4(w), CANONICAL), epilogue, rounding, y, plan)
         else:
-            dense_experts_product(x, w, epilogue, rounding, ends, y)
+            dense_experts_product(x, w, epilogue, rounding, ends, y, plan)
     return y
 
 
@@ -161,15 +162,15 @@ class W4Product:
     def __call__(self, x: Tensor, w: QuantTensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
         """The product of contiguous x."""
         y = torch.empty((self._M, self._width), dtype=dtype, device=self._device)
-        partial = counters = x
+        sums = counters = x
         if self._partial_sums:
-            counters, partial = splitk_workspace(self._tiles, self._partial_sums, self._device)
+            counters, sums = splitk_workspace(self._tiles, self._partial_sums, self._device)
         parts = w.parts
         given = [parts[n] for n in self._parts]
         if not self._contiguous:
             given = [part.contiguous() for part in given]
         more = self._nothing if self._plain else epilogue.tensors(x)
-        self._launch(self._grid, x, *given, y, partial, counters, *more)
+        self._launch(self._grid, x, *given, y, sums, counters, *more)
         return y
 
 
@@ -218,93 +219,114 @@ def canonical_product(
     launch(grid, coded, scale, formats.codes_of(w), *parts, y, *epilogue.tensors(x))
 
 
-def block_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+def block_product(
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor,
+    plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Canonical blocks, decoded beside the product."""
     w = packed(w, CANONICAL)
     form = formats.block_constants(w.spec)
     experts = 1 if ends is None else ends.shape[0]
     _blocks_launched(
-        x, formats.block_parts(w), epilogue, ends, y, N=w.shape[0] // experts, K=w.shape[1], first_expert=0, E=experts,
-        FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
+        x, formats.block_parts(w), epilogue, ends, y, plan, "blocks", N=w.shape[0] // experts, K=w.shape[1],
+        first_expert=0, E=experts, FORMAT=form["FORMAT"], MANTISSA=form["MANTISSA"], FLOAT_BIAS=form["BIAS"],
         WIDE=x.dtype == torch.float32 or rounding == "none",
     )  # fmt: skip
 
 
 def _blocks_launched(
-    x: Tensor, parts: tuple[Tensor, ...], epilogue: Epilogue, ends: Tensor | None, y: Tensor, *, WIDE: bool,
-    **sizes_and_format: Any,
+    x: Tensor, parts: tuple[Tensor, ...], epilogue: Epilogue, ends: Tensor | None, y: Tensor, plan: Plan | None,
+    place: str, *, WIDE: bool, any_alignment: Collection[str] = (), **sizes_and_format: Any,
 ) -> None:  # fmt: skip
-    M = x.shape[0]
-    rows = M if ends is None else triton.cdiv(M, ends.shape[0])
-    BM = next((b for b in (16, 32, 64) if b >= rows), 64)
-    m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, ends.shape[0])
-    launch = plain_launcher_for(x.device).bind(
-        block_product_kernel, num_stages=2, **epilogue.constants(x), **sizes_and_format,
-        x_row=x.stride(0), M=M, m_tiles=m_tiles, BM=BM, BN=64, BK=32 if WIDE else 64, STAGES=2, WIDE=WIDE,
-        EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
-    )  # fmt: skip
-    grid = (m_tiles * triton.cdiv(y.shape[1], 64), 1, 1)
+    def bound(launcher: Launcher) -> tuple[Launch, Grid]:
+        M = x.shape[0]
+        rows = M if ends is None else triton.cdiv(M, ends.shape[0])
+        BM = next((b for b in (16, 32, 64) if b >= rows), 64)
+        m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, ends.shape[0])
+        launch = launcher.bind(
+            block_product_kernel, num_stages=2, any_alignment=any_alignment, **epilogue.constants(x),
+            **sizes_and_format, x_row=x.stride(0), M=M, m_tiles=m_tiles, BM=BM, BN=64, BK=32 if WIDE else 64, STAGES=2,
+            WIDE=WIDE, EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
+        )  # fmt: skip
+        return launch, (m_tiles * triton.cdiv(y.shape[1], 64), 1, 1)
+
+    launch, grid = planned(plan, place, x.device, bound)
     launch(grid, x, *parts, x if ends is None else ends.contiguous(), y, *epilogue.tensors(x))
 
 
 # Tiles whose scales are folded: `triton_e2m1`, and experts in `triton_w4`.
 
 
-def tiled_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor) -> None:
+def tiled_product(
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor,
+    plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Codes in tiles, decoded in registers; of a weight alone and many rows of x, dequantized."""
     rows = triton.cdiv(x.shape[0], 1 if ends is None else ends.shape[0])
     if ends is None and rows > tile_config.MOST_ROWS and rounding != "none":
-        dequantized_product(x, w, epilogue, y)
+        dequantized_product(x, w, epilogue, y, plan)
         return
-    config = tile_config.tile_config(
-        rows, y.shape[1], machine(x.device), experts=ends is not None, pair=epilogue.pair
-    )  # fmt: skip
-    tiles_launched(x, w, epilogue, rounding, ends, y, config)
+
+    def bound(launcher: Launcher) -> TiledProduct:
+        config = tile_config.tile_config(
+            rows, y.shape[1], machine(x.device), experts=ends is not None, pair=epilogue.pair
+        )
+        return TiledProduct(launcher, x, w, epilogue, rounding, ends, y, config)
+
+    planned(plan, "tiles", x.device, bound)(x, w, epilogue, ends, y)
 
 
-def tiles_launched(
-    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor, config: TileConfig,
-    parts: int = 0,
-) -> None:  # fmt: skip
-    """`tiled_product` in one configuration; `parts` of K, 0 for as many as fill the GPU."""
-    spec, M, (rows, K), BM, BN = w.spec, x.shape[0], w.shape, config.BM, config.BN
-    experts = 1 if ends is None else ends.shape[0]
-    m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, experts)
-    step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
-    if BM * BN >= tile_config.LARGE:
-        step = min(step, 64)
-    on, tiles = machine(x.device), m_tiles * (y.shape[1] // BN)
-    programs = tile_config.FEW_ROWS_PROGRAMS if BM == 16 and on.kind == "sm90" else tile_config.PROGRAMS
-    if not parts:
-        parts = tile_config.splitk_parts(tiles, K // step, on.multiprocessors, programs) if ends is None else 1
-    partial, counters = x, x
-    if parts > 1:
-        halves = 2 if epilogue.pair else 1
-        counters, partial = splitk_workspace(tiles, parts * tiles * halves * BM * BN, x.device)
-    factored = spec.format == "nvfp4" and rounding == "dtype"
-    exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
-    scale = w.parts["scale"].contiguous()
-    if spec.element != "int4":
-        scale = scale.view(torch.int32)
-    launch = plain_launcher_for(x.device).bind(
-        tiled_product_kernel, num_warps=config.warps, num_stages=config.stages, **epilogue.constants(x),
-        x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
-        FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
-        BN=BN, BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
-        FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
-        ASM=on.ptx and exact and not factored,
-    )  # fmt: skip
-    launch(
-        (tiles * parts, 1, 1), x, w.parts["codes"].contiguous(), scale, w.parts.get("zero", scale),
-        w.parts.get("global_scale", scale), x if ends is None else ends.contiguous(), y, partial, counters,
-        *epilogue.tensors(x),
-    )  # fmt: skip
+class TiledProduct:
+    """`tiled_product` in one configuration, bound for a shape; `parts` of K, 0 for as many as fill the GPU."""
+
+    def __init__(
+        self, launcher: Launcher, x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None,
+        y: Tensor, config: TileConfig, parts: int = 0,
+    ) -> None:  # fmt: skip
+        spec, M, (rows, K), BM, BN = w.spec, x.shape[0], w.shape, config.BM, config.BN
+        experts = 1 if ends is None else ends.shape[0]
+        m_tiles = triton.cdiv(M, BM) if ends is None else M // BM + min(M, experts)
+        step = min(spec.group or 128, 128) if spec.element == "int4" else 128 if K % 128 == 0 else 64
+        if BM * BN >= tile_config.LARGE:
+            step = min(step, 64)
+        on, tiles = machine(x.device), m_tiles * (y.shape[1] // BN)
+        programs = tile_config.FEW_ROWS_PROGRAMS if BM == 16 and on.kind == "sm90" else tile_config.PROGRAMS
+        if not parts:
+            parts = tile_config.splitk_parts(tiles, K // step, on.multiprocessors, programs) if ends is None else 1
+        self._tiles, self._grid = tiles, (tiles * parts, 1, 1)
+        self._partial_sums = parts * tiles * (2 if epilogue.pair else 1) * BM * BN if parts > 1 else 0
+        self._as_words = spec.element != "int4"
+        factored = spec.format == "nvfp4" and rounding == "dtype"
+        exact = x.dtype == torch.bfloat16 or (spec.element == "int4" and x.dtype == torch.float16)
+        self._launch = launcher.bind(
+            tiled_product_kernel, num_warps=config.warps, num_stages=config.stages, **epilogue.constants(x),
+            x_row=x.stride(0), M=M, N=rows // experts, K=K, rows=rows, E=experts, m_tiles=m_tiles,
+            FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
+            BN=BN, BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
+            FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
+            ASM=on.ptx and exact and not factored,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, w: QuantTensor, epilogue: Epilogue, ends: Tensor | None, y: Tensor) -> None:
+        """The product of contiguous x, into y."""
+        sums = counters = x
+        if self._partial_sums:
+            counters, sums = splitk_workspace(self._tiles, self._partial_sums, x.device)
+        parts = w.parts
+        scale = parts["scale"].contiguous()
+        if self._as_words:
+            scale = scale.view(torch.int32)
+        self._launch(
+            self._grid, x, parts["codes"].contiguous(), scale, parts.get("zero", scale),
+            parts.get("global_scale", scale), x if ends is None else ends.contiguous(), y, sums, counters,
+            *epilogue.tensors(x),
+        )  # fmt: skip
 
 
 # Weights dequantized to memory.
 
 
-def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor) -> None:
+def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor, plan: Plan | None = None) -> None:
     """Pieces of the dequantized weight, multiplied by torch; sums are kept in fp32 where something follows."""
     N, K = w.shape
     rows = max(64, piece_of(PIECE, 2) // (K * x.element_size()) // 64 * 64)
@@ -313,7 +335,7 @@ def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor
     h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
     for first in range(0, N, rows):
         last = min(first + rows, N)
-        piece = dequantized(w, x.dtype, (first, last), buffer[: last - first])
+        piece = dequantized_rows(w, x.dtype, first, last, plan, buffer[: last - first])
         if plain:
             torch.mm(x, piece.t(), out=h[:, first:last])
         else:
@@ -323,7 +345,15 @@ def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor
     if epilogue.empty:
         y.copy_(h)
     else:
-        apply_epilogue(x, h, epilogue, y)
+        apply_epilogue(x, h, epilogue, y, plan)
+
+
+def dequantized_rows(
+    w: QuantTensor, dtype: torch.dtype, first: int, last: int, plan: Plan | None, out: Tensor | None = None
+) -> Tensor:  # -> [last - first, K]
+    """Rows of the weight from `first`, a multiple of 16, to `last`."""
+    bound = partial(dequantizer, w, dtype, (first, last))
+    return planned(plan, f"rows {first}:{last} {dtype}", w.device, bound)(w, out)
 
 
 def float32_product(x: Tensor, piece: Tensor) -> Tensor:
@@ -334,7 +364,7 @@ def float32_product(x: Tensor, piece: Tensor) -> Tensor:
 
 
 def dense_experts_product(
-    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor, y: Tensor
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor, y: Tensor, plan: Plan | None = None
 ) -> None:
     """Some experts at a time, dequantized and multiplied from memory."""
     kind = x.dtype if x.dtype != torch.float32 and (rounding == "dtype" or w.spec.act == "none") else torch.float32
@@ -342,11 +372,13 @@ def dense_experts_product(
     if w.spec.act != "none":
         x = quantize_activation(x, w.spec).value()
     N = w.shape[0] // ends.shape[0]
-    for first, some, dense in dense_experts(w, ends.shape[0], kind):
-        dense_product(x, dense, epilogue, ends, y, first=first, experts=some, N=N)
+    for first, some, dense in dense_experts(w, ends.shape[0], kind, plan):
+        dense_product(x, dense, epilogue, ends, y, plan, "experts", first=first, experts=some, N=N)
 
 
-def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+def dense_experts(
+    w: QuantTensor, experts: int, kind: torch.dtype, plan: Plan | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
     """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
     N, K = w.shape[0] // experts, w.shape[1]
     most = max(1, piece_of(DENSE_EXPERTS) // (N * K * kind.itemsize))
@@ -354,14 +386,16 @@ def dense_experts(w: QuantTensor, experts: int, kind: torch.dtype) -> Iterator[t
     most = max(aligned, most // aligned * aligned)
     for first in range(0, experts, most):
         last = min(first + most, experts)
-        yield first, last - first, dequantized(w, kind, (first * N, last * N))
+        yield first, last - first, dequantized_rows(w, kind, first * N, last * N, plan)
 
 
 def dense_product(
-    x: Tensor, dense: Tensor, epilogue: Epilogue, ends: Tensor, y: Tensor, *, first: int, experts: int, N: int
-) -> None:
+    x: Tensor, dense: Tensor, epilogue: Epilogue, ends: Tensor, y: Tensor, plan: Plan | None, place: str, *, first: int,
+    experts: int, N: int, any_alignment: Collection[str] = (),
+) -> None:  # fmt: skip
     """Rows of x times the dense rows of their experts, those of experts from `first` on."""
     _blocks_launched(
-        x, (dense,) * 7, epilogue, ends, y, N=N, K=dense.shape[1], first_expert=first, E=experts,
-        FORMAT=code_tiles.DENSE.value, MANTISSA=0, FLOAT_BIAS=0, WIDE=torch.float32 in (x.dtype, dense.dtype),
+        x, (dense,) * 7, epilogue, ends, y, plan, f"{place} {first}:{experts}", N=N, K=dense.shape[1],
+        first_expert=first, E=experts, FORMAT=code_tiles.DENSE.value, MANTISSA=0, FLOAT_BIAS=0,
+        WIDE=torch.float32 in (x.dtype, dense.dtype), any_alignment=any_alignment,
     )  # fmt: skip

@@ -10,7 +10,7 @@ R = N, or N / 2 for a pair.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
-from rlkernel_triton.launchers import Plan, launcher_for, piece_of, planned
-from rlkernel_triton.quant.dequantize import dequantizer
+from rlkernel_triton.launchers import Plan, launcher_for, piece_of
 from rlkernel_triton.quant.epilogue import NO_EPILOGUE, Epilogue
 from rlkernel_triton.quant.formats import is_of_blocks
 from rlkernel_triton.quant.layouts import check_layout
@@ -31,9 +30,13 @@ from rlkernel_triton.quant.product import (
     bind_w4_product,
     dense_experts,
     dense_product,
+    dequantized_rows,
     float32_product,
     product,
 )
+
+# A gradient may arrive at any address; where there is no epilogue it stands for its tensors too.
+_ARRIVES: Final = ("x", "bias", "xa", "lora_b", "residual")
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
@@ -175,16 +178,19 @@ def _linear_backward(dh: Tensor, ends: Tensor | None, w: QuantTensor, plan: Plan
     N, K = w.shape
     if ends is not None:
         dx = dh.new_zeros(dh.shape[0], K, dtype=torch.float32)
-        for first, some, dense in dense_experts(w, ends.shape[0], dh.dtype):
+        dh = dh.contiguous()
+        for first, some, dense in dense_experts(w, ends.shape[0], dh.dtype, plan):
             transposed = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
-            dense_product(dh.contiguous(), transposed, NO_EPILOGUE, ends, dx, first=first, experts=some, N=K)
+            dense_product(
+                dh, transposed, NO_EPILOGUE, ends, dx, plan, "gradient", first=first, experts=some, N=K,
+                any_alignment=_ARRIVES,
+            )  # fmt: skip
         return dx
     rows = max(64, 2 * piece_of(PIECE, 2) // (K * dh.element_size()) // 64 * 64)
     total = None
     for first in range(0, N, rows):
         last = min(first + rows, N)
-        dequantize = planned(plan, f"rows {first}", dh.device, partial(dequantizer, w, dh.dtype, (first, last)))
         left = dh if last - first == N else dh[:, first:last]
-        part = float32_product(left, dequantize(w).t())
+        part = float32_product(left, dequantized_rows(w, dh.dtype, first, last, plan).t())
         total = part if total is None else total.add_(part)
     return dh.new_zeros(dh.shape[0], K, dtype=torch.float32) if total is None else total

@@ -12,6 +12,7 @@ import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
+from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant import dequantize, layouts, product, quantize
 from rlkernel_triton.quant.epilogue import NO_EPILOGUE
 from rlkernel_triton.quant.formats import BLOCK_FORMATS, E2M1, W4, is_of_blocks
@@ -155,5 +156,7 @@ def test_parts_of_k_add_up(device, kind, config) -> None:
     w = reference.quantize(torch.randn(64, 512, generator=torch.Generator().manual_seed(5)).to(device), kind)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
     y = torch.full((5, 64), torch.nan, dtype=torch.bfloat16, device=device)
-    product.tiles_launched(x, rlk.prepack(w), NO_EPILOGUE, "any", None, y, config, 2)
+    packed = rlk.prepack(w)
+    launcher = plain_launcher_for(x.device)
+    product.TiledProduct(launcher, x, packed, NO_EPILOGUE, "any", None, y, config, 2)(x, packed, NO_EPILOGUE, None, y)
     assert over(y, x, reference.dequantize(w, dtype=torch.float32), "any") <= 1

@@ -1,5 +1,8 @@
 """Operators of prepared calls: what they launch, and that a plan launches the same for every call of its shape."""
 
+import itertools
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
@@ -118,3 +121,18 @@ def test_a_draw_is_two_launches():
         sample(SampleCall(meta(2, 1000), top_k=20, seed=7, step=3))
     kernels = [launch.build.kernel.partition(":")[2] for launch in recorder.launches]
     assert kernels == ["tile_stats", "select_and_sample"]
+
+
+@pytest.mark.parametrize("sequences", [6, 64])
+def test_results_by_group_begin_where_a_vector_may_and_none_is_a_view_of_another(sequences):
+    call = AdvantageCall(torch.zeros(sequences), kind="grpo", group=2)
+    with using(Recorder()):
+        result = advantage.prepare(call)(call)
+    stats = result.stats
+    made = [result.advantages, stats.group_mean, stats.group_std, stats.invalid, stats.constant, stats.group_count]
+    assert [(x.data_ptr() % 16, x.shape, x.is_contiguous(), x._is_view()) for x in made] == [
+        (0, (sequences,), True, False)
+    ] * 6
+    places = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in made)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+    assert {f.name: getattr(stats, f.name) for f in fields(stats)} | {"count": None} == vars(replace(stats))

@@ -89,3 +89,43 @@ def test_a_plan_writes_into_the_weight_that_each_call_names():
 def test_a_weight_that_wants_a_gradient_is_refused_before_anything_is_bound():
     with using(Recorder()), pytest.raises(ArgumentError, match=r"weight.detach\(\)"):
         quantize.prepare(QuantizeCall(weight().requires_grad_(), "int8_channel"))
+
+
+class Counting(Recorder):
+    """A recorder that knows how often a kernel was bound."""
+
+    bound = 0
+
+    def launch_of(self, binding):
+        self.bound += 1
+        return super().launch_of(binding)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["one weight", "experts"])
+@pytest.mark.parametrize("name", ["int4_g128", "int8_channel", "mxfp4", "nvfp4", "gguf_q4_k"])
+def test_products_and_their_gradients_are_bound_once_a_shape(name, experts):
+    recorder, x = Counting(), weight()[:6].bfloat16().requires_grad_()
+    given = {"ends": torch.tensor([2, 6])} if experts else {"residual": torch.zeros(6, 64, dtype=torch.bfloat16)}
+    with using(recorder):
+        w = quantize.quantize(QuantizeCall(weight(), name))
+        recorder.launches.clear()
+        run = qmatmul.prepare(QmatmulCall(x, w, **given))
+        bound = []
+        for _ in range(2):
+            run(QmatmulCall(x, w, **given)).float().sum().backward()
+            bound.append(recorder.bound)
+    assert bound[0] == bound[1]
+    half = len(recorder.launches) // 2
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+def test_the_gradient_of_experts_may_arrive_at_any_address():
+    recorder, x = Recorder(), weight()[:6].bfloat16().requires_grad_()
+    with using(recorder):
+        w = quantize.quantize(QuantizeCall(weight(), "int8_channel"))
+        call = QmatmulCall(x, w, ends=torch.tensor([2, 6]))
+        run = qmatmul.prepare(call)
+        torch.autograd.grad(run(call), x, torch.ones(6 * 32 + 1, dtype=torch.bfloat16)[1:].view(6, 32))
+        aligned = len(recorder.launches)
+        torch.autograd.grad(run(call), x, torch.ones(6, 32, dtype=torch.bfloat16))
+    assert recorder.launches[aligned - 1] != recorder.launches[-1]
