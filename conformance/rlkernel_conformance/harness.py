@@ -83,11 +83,11 @@ def carry_out(
         except UnsatisfiedAssumption as rejection:
             rejected.append(str(rejection))
             raise
-        except ResolutionError as error:
-            if not subject.disclaims(error):
+        except ResolutionError as refusal:
+            if not subject.disclaims(refusal):
                 raise
-            rejected.append(str(error))
-            raise UnsatisfiedAssumption(str(error)) from error
+            rejected.append(str(refusal))
+            raise UnsatisfiedAssumption(str(refusal)) from refusal
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))
         if subject.measures:  # hypothesis climbs towards the worst case
