@@ -26,7 +26,7 @@ class Call:
     op: str  # "logprob@1"
     device: str  # torch device type: "cpu", "cuda"
     dtype: str | None = None  # of the primary tensor: "bfloat16"
-    grad: bool = False
+    grad: bool = False  # whether gradients are needed
     features: frozenset[str] = frozenset()  # what the arguments need
     arch: str | None = None  # "sm90", "gfx942", "x86_64"
 
@@ -43,9 +43,9 @@ class Call:
 class OpPolicy:
     """The policy for one operator."""
 
-    order: tuple[str, ...] = (AUTO,)
+    order: tuple[str, ...] = (AUTO,)  # backends that may run, best first
     fallback: str = "warn"  # what a fallback does: "warn" | "error"; there is no silence
-    need: frozenset[str] = frozenset()
+    need: frozenset[str] = frozenset()  # features that an implementation must claim
     profile: bool = False  # whether each call is inside a profiler range with its decision's id
     audit: int = 0  # every how many calls of a plan one is compared with the reference; 0: none
     max_workspace_bytes: int | None = None  # most that a call may need on its device beyond its results; None: any
@@ -64,7 +64,7 @@ class Policy:
     `source` says where each value came from, keyed "order", "ops.logprob.order", …; it is not part of equality.
     """
 
-    default: OpPolicy = OpPolicy()
+    default: OpPolicy = OpPolicy()  # of operators that `ops` does not have
     ops: Mapping[str, OpPolicy] = field(default_factory=dict)  # by operator name
     probe: str = "subprocess"  # "subprocess" | "inprocess" | "off"
     lock: str | None = None  # path of the lock file that must hold
@@ -75,7 +75,7 @@ class Policy:
         return hash((self.default, frozenset(self.ops.items()), self.probe, self.lock, self.reports))
 
     def of(self, op: str) -> OpPolicy:
-        """The policy of an operator, by name or by id."""
+        """The policy of an operator `op`, by name or by id."""
         return self.ops.get(op.partition("@")[0], self.default)
 
 
@@ -83,9 +83,9 @@ class Policy:
 class Rejected:
     """A candidate that was not chosen."""
 
-    backend: str
-    reason: Reason
-    target: str | None = None
+    backend: str  # its name
+    reason: Reason  # the first that held against it
+    target: str | None = None  # its function; None where it got no so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class Room:
 class Decision:
     """Which implementation takes a call, and why each other candidate does not."""
 
-    call: Call
-    policy: OpPolicy
+    call: Call  # what was decided about
+    policy: OpPolicy  # under which it was decided
     backend: str | None  # None: nothing in order can take it
-    target: str | None
+    target: str | None  # "package.module:function" of what runs
     version: str | None  # distribution and version that provides it: "rlkernel 0.1.0"
     rejected: tuple[Rejected, ...]  # in the order in which they were considered
     # Set where the decision is a fallback (docs/explain.md): the backend of the order that was passed over, or the one

@@ -18,9 +18,11 @@ from torch import Tensor
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.spec import OPERATORS
 
+__all__ = ["Pair", "Saved"]
+
 C = TypeVar("C")
 R = TypeVar("R")
-Saved = tuple[Tensor | None, ...]
+Saved = tuple[Tensor | None, ...]  # what forward keeps for backward; None where a tensor is not needed
 
 
 class Pair(ABC, Generic[C, R]):

@@ -82,7 +82,7 @@ class Impl(_Claim):
 
     op: OpId = Field(description="operator and version of its meaning, e.g. 'logprob@1'")
     target: Target = Field(description="'package.module:function' of the operator's call record; imported when chosen")
-    requires: Requires
+    requires: Requires = Field(description="devices, dtypes, architectures and packages it is for")
     supports: frozenset[str] = Field(default=frozenset(), description="feature names from the operator's spec")
     prepared: bool = Field(
         default=False,
@@ -114,7 +114,7 @@ class Backend(_Claim):
 
     name: Name = Field(description="the entry point's name, used in `order`")
     api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (2, 0)")
-    impls: tuple[Impl, ...]
+    impls: tuple[Impl, ...] = Field(description="its implementations, in its own order of preference")
     self_test: Target | None = Field(
         default=None,
         description="'package.module:function' taking a device string; runs one small kernel and raises if it is wrong",
@@ -133,5 +133,5 @@ class Backend(_Claim):
         return claims
 
     def of(self, op: str) -> tuple[Impl, ...]:
-        """Implementations of an operator id, in the manifest's order of preference."""
+        """Implementations of an operator id, `op`, in the manifest's order of preference."""
         return tuple(i for i in self.impls if i.op == op)

@@ -77,10 +77,10 @@ CODES: Final[frozenset[str]] = frozenset(f"{stage}/{code}" for stage, codes in S
 class Reason:
     """One refusal: at which stage, under which code, in which words, and what would change it."""
 
-    stage: str
-    code: str
-    text: str
-    fix: str = ""
+    stage: str  # a key of STAGES
+    code: str  # one of the stage's
+    text: str  # for people; may be reworded
+    fix: str = ""  # a line to run or to write; empty where there is none
 
     def __post_init__(self) -> None:
         if f"{self.stage}/{self.code}" not in CODES:

@@ -20,15 +20,17 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import Clause
 
+__all__ = ["Attack", "attack"]
+
 
 @dataclass(frozen=True)
 class Attack:
     """One property that tries to refute one clause."""
 
-    op: str
-    clause: Clause
-    cases: Callable[[Subject], SearchStrategy[Any]]
-    prop: Callable[[Subject, Any], None]
+    op: str  # operator name
+    clause: Clause  # what it tries to refute
+    cases: Callable[[Subject], SearchStrategy[Any]]  # subject -> a strategy of cases
+    prop: Callable[[Subject, Any], None]  # subject, case: raises a Violation where the clause does not hold
     examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
     scale: float = 1.0  # examples of a profile times this
     memory: int = 0  # bytes on a device, without which it is not carried out; on a host it then never is
@@ -50,7 +52,7 @@ def attack(
     scale: float = 1.0,
     memory: int = 0,
 ) -> Callable[[Callable[[Subject, Any], None]], Callable[[Subject, Any], None]]:
-    """Register a property as the attack on a clause of a spec.
+    """Register a property as the attack on a clause; `cases`, `examples`, `scale` and `memory` are those of `Attack`.
 
     Raises:
         ValueError: no spec has this clause, or it has an attack already.

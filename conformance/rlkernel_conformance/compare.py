@@ -11,13 +11,15 @@ from torch import Tensor
 
 from rlkernel_conformance.subject import Subject
 
+__all__ = ["Violation", "close", "require", "same_bits", "within"]
+
 
 class Violation(AssertionError):
     """A clause does not hold; the message says what was found and what should have been."""
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise a Violation unless it holds."""
+    """Raise a Violation with this `message` unless it holds."""
     if not holds:
         raise Violation(message)
 
@@ -28,7 +30,7 @@ def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: st
     Args:
         subject: whose spec holds the tolerances.
         output: name of the tolerance rows.
-        found: a result of the subject.
+        found: [...] a result of the subject.
         expected: array of the same shape.
         dtype: dtype of the inputs.
         scale: multiplies the absolute tolerance: what the error is relative to, where that is not 1.
@@ -41,7 +43,15 @@ def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: st
 def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: Any) -> None:
     """`found` is no further from the float64 `expected` than `allowed`; NaN must meet NaN, infinities themselves.
 
-    What may lie beyond the largest number of `found`'s dtype may be rounded to infinity.
+    What may lie beyond the largest number of `found`'s dtype may be rounded to infinity. The largest error over what is
+    allowed is kept in `subject.measures` under `output`.
+
+    Args:
+        subject: whose result it is.
+        output: its name.
+        found: [...] the result.
+        expected: array of the same shape.
+        allowed: largest absolute error, a number or an array of that shape.
     """
     have = plain(found, output).astype(np.float64)
     want, allowed = np.asarray(expected, np.float64), np.asarray(allowed, np.float64)
@@ -71,7 +81,7 @@ def _overflow(dtype: torch.dtype) -> float:
 
 
 def same_bits(output: str, found: Tensor, expected: Tensor, when: str) -> None:
-    """Two results are equal bit by bit."""
+    """Two results [...] of one `output`, `found` and `expected`, are equal bit by bit; `when` ends the message."""
     require(
         found.shape == expected.shape, f"{output} has shape {list(found.shape)}, not {list(expected.shape)}, {when}"
     )

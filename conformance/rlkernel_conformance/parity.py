@@ -22,6 +22,8 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
+__all__ = ["parity"]
+
 CLIP: Final = 0.2
 LOG_PROBABILITIES: Final = ("logprob", "linear_logprob", "sample")
 Row = dict[str, Any]

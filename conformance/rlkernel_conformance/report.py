@@ -46,6 +46,8 @@ from rlkernel_core.errors import ConfigError
 from rlkernel_core.host.facts import facts
 from rlkernel_core.spec import OPERATORS
 
+__all__ = ["compare", "report"]
+
 _ROOT: Final = Path("/")
 SCHEMA: Final = 2
 NOT_ASKED: Final = "not asked for: the run was of other clauses"  # why a clause is `not_run` that nobody wanted
@@ -315,7 +317,7 @@ def _lasting(told: Any) -> Any:
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What is different between two reports, a line a clause; empty where they agree."""
+    """What is different between two reports, `old` and `new`, a line a clause; empty where they agree."""
 
     def facts(content: Mapping[str, Any]) -> dict[str, str]:
         told = {

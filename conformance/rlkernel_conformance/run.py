@@ -28,6 +28,8 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
+__all__ = ["Progress", "run"]
+
 SHARE: Final = 2  # clauses for which another process is worth its start: compilation takes most of the time
 
 

@@ -21,6 +21,8 @@ from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
 
+__all__ = ["Subject"]
+
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -59,8 +61,8 @@ class Subject:
     a check of its own, which stands in place of the operator's.
     """
 
-    backend: str
-    op: str
+    backend: str  # its name
+    op: str  # operator name
     device: str = "cpu"
     check: str | None = None  # "module:function" in place of the operator's check; None: the operator's
     measures: dict[str, float] = field(default_factory=dict, compare=False)  # worst error over tolerance, by output

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from rlkernel_core.spec.sampling import SampleResult
 
+__all__ = ["assert_same_decisions", "assert_same_install", "install", "sample_shard"]
+
 
 def assert_same_decisions(group: ProcessGroup | None = None, *, timeout: float = TIMEOUT) -> int:
     """Compare what every rank of a group has decided so far; every rank calls it, and waits for the others.

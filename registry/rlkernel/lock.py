@@ -13,11 +13,13 @@ from typing import Any, Final
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ConfigError
 
+__all__ = ["content", "differences", "read", "write"]
+
 VERSION: Final = 1
 
 
 def read(path: str) -> Mapping[str, frozenset[tuple[str, str]]]:
-    """Operator id -> allowed (target, provider).
+    """What the lock file at `path` pins: operator id -> allowed (target, provider).
 
     Raises:
         ConfigError: no such file, or not a lock file of this version.
@@ -58,7 +60,7 @@ def content(decisions: Iterable[Decision]) -> dict[str, Any]:
 
 
 def write(path: str | Path, decisions: Iterable[Decision]) -> dict[str, Any]:
-    """Write the lock file; returns its content."""
+    """Write the lock file of `decisions` to `path`; returns its content."""
     pins = content(decisions)
     Path(path).write_text(json.dumps(pins, indent=2) + "\n", encoding="utf-8")
     return pins
@@ -67,7 +69,7 @@ def write(path: str | Path, decisions: Iterable[Decision]) -> dict[str, Any]:
 def differences(
     pinned: Mapping[str, frozenset[tuple[str, str]]], decisions: Iterable[Decision]
 ) -> dict[str, tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]]:
-    """Operator id -> (pinned, now), each a set of (target, provider), where the two differ."""
+    """Where a lock and `decisions` differ: operator id -> (pinned, now), each a set of (target, provider)."""
     now = {
         op: frozenset((pin["target"], pin["provider"]) for pin in pins)
         for op, pins in content(decisions)["operators"].items()

@@ -18,7 +18,7 @@ from rlkernel_core.spec import OPERATORS
 class Ran:
     """One kind of call and what served it."""
 
-    decision: Decision
+    decision: Decision  # what runs, and why
     calls: int  # replays of a recorded graph go past the count
     audit: Audited | None = None  # what comparing some of them with the reference found; None where no policy said so
 
@@ -57,7 +57,11 @@ def status() -> list[Ran]:
 
 
 def last_decision(op: str) -> Decision | None:
-    """The decision behind the latest call of an operator in this process; None before the first."""
+    """The decision behind the latest call of operator `op` in this process; None before the first.
+
+    Raises:
+        UnknownNameError: no such operator.
+    """
     import rlkernel
 
     if op not in OPERATORS:

@@ -16,6 +16,8 @@ from rlkernel_core.decision import Call, Decision, OpPolicy, Rejected
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.reasons import Reason
 
+__all__ = ["content", "planned", "read", "through", "write"]
+
 T = TypeVar("T")
 
 FILE: Final = "decisions.json"

@@ -34,7 +34,7 @@ class QuantActivation:
 
 
 def quantize_activation(x: Tensor, spec: QuantSpec) -> QuantActivation:  # x [M, K] fp32 or float64
-    """Quantize x as `spec.act` says."""
+    """Quantize x, [M, K] fp32 or float64, as `spec.act` says."""
     size = 128 if spec.act == "block128_fp8" else x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % size))
     blocks = blocks.view(x.shape[0], blocks.shape[1] // size, size)

@@ -26,7 +26,14 @@ def quantize(
     dtype: torch.dtype | None = None,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """Quantize a weight, a parameter included; see `rlkernel_core.spec.quantize.QuantizeCall` for the contract."""
+    """Quantize a weight, a parameter included; the contract is `rlkernel_core.spec.quantize.QuantizeCall`.
+
+    Args:
+        weight: [Nout, K] floating, on any device.
+        format: a name of FORMATS, or a QuantSpec.
+        dtype: what `dequantize` gives by default; the weight's own, fp32 for float64.
+        out: a weight of the same spec and shape that is written to, and returned.
+    """
     spec = spec_of(format)
     weight = weight.detach()
     if out is not None:
@@ -56,7 +63,7 @@ def _constants(codec: Codec, spec: QuantSpec, like: Tensor) -> dict[str, Tensor]
 
 
 def update_(w: QuantTensor, weight: Tensor) -> None:
-    """Quantize a new weight into the storage of `w`, whatever its layout: no address changes.
+    """Quantize a new weight [Nout, K] into the storage of `w`, whatever its layout: no address changes.
 
     Raises:
         ArgumentError: the weight has another shape or device.
@@ -76,7 +83,7 @@ def update_(w: QuantTensor, weight: Tensor) -> None:
 
 
 def dequantize(w: QuantTensor, *, dtype: torch.dtype | None = None) -> Tensor:  # -> [Nout, K]
-    """The weight that `w` stands for; see `rlkernel_core.spec.quantize.DequantizeCall` for the contract."""
+    """The weight [Nout, K] that `w` stands for, in `dtype`; None: as `w.dtype` says. See DequantizeCall."""
     w = layouts.unpack(w)
     result = torch.empty(w.shape, dtype=dtype or w.dtype, device=w.device)
     for start, stop in row_blocks(w.shape):
@@ -91,6 +98,6 @@ def decode_rows(w: QuantTensor, start: int, stop: int) -> Tensor:  # -> [stop - 
 
 
 def error_bound(w: QuantTensor, weight: Tensor) -> Tensor:  # [Nout, K] -> float64 [Nout, K]
-    """How far the fp32 values of `w`, quantized from `weight`, may be from it: the format's own error, per element."""
+    """How far `w`, quantized from `weight` [Nout, K], may be from it: [Nout, K] float64, the format's own error."""
     w = layouts.unpack(w)
     return codec_of(w.spec).error_bound(w.parts, weight, w.spec)

@@ -44,7 +44,7 @@ def pack(w: QuantTensor, layout: str = TILED) -> QuantTensor:
 
 
 def unpack(w: QuantTensor) -> QuantTensor:
-    """The same weight in the canonical layout; itself if it is."""
+    """The weight `w` in the canonical layout; itself if it is."""
     check_layout("w", w, KNOWN)
     if w.layout == CANONICAL:
         return w

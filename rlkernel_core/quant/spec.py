@@ -195,6 +195,7 @@ def _rows() -> tuple[Format, ...]:
     )
 
 
+# format -> its row: the default spec, the options that may change, the codec's module
 FORMATS: Final[Mapping[str, Format]] = {row.spec.format: row for row in _rows()}
 
 

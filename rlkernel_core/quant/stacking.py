@@ -21,7 +21,7 @@ from rlkernel_core.quant.tensor import CANONICAL, QuantTensor, check_layout
 
 
 def stack(weights: Sequence[QuantTensor]) -> QuantTensor:  # of [N_i, K] -> [sum N_i, K]
-    """One weight of the rows of all; its memory is its own. Compares what all rows share, on the host.
+    """One weight of the rows of all `weights`; its memory is its own. Compares what all rows share, on the host.
 
     Raises:
         ArgumentError: none is given; formats, K, dtypes or devices differ; a block of rows or of elements would go on

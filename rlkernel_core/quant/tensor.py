@@ -45,10 +45,10 @@ class QuantTensor:
     keeps every address, so that recorded graphs see the new values.
     """
 
-    spec: QuantSpec
+    spec: QuantSpec  # what the parts mean
     shape: tuple[int, int]  # (Nout, K)
     dtype: torch.dtype  # what dequantize gives by default
-    parts: dict[str, Tensor]  # named as the format's codec names them: codes, scale, zero, absmax, ...
+    parts: dict[str, Tensor]  # codes [Nout, bytes], scale, zero, absmax, ...: names and shapes are the format's
     layout: str = CANONICAL  # who may read `codes`: canonical, or what a backend's prepack made
 
     @property
@@ -80,17 +80,17 @@ class QuantTensor:
         return dataclasses.replace(self, parts=moved)
 
     def flatten(self) -> tuple[list[Tensor], QuantMeta]:
-        """Tensors, and hashable data to put them together again."""
+        """Tensors of the parts, [...] each, and hashable data to put them together again."""
         return list(self.parts.values()), QuantMeta(self.spec, self.shape, self.dtype, self.layout, tuple(self.parts))
 
     @staticmethod
     def unflatten(tensors: Sequence[Tensor], meta: QuantMeta) -> QuantTensor:
-        """Inverse of `flatten`."""
+        """Inverse of `flatten`, of its `tensors` and its `meta`; the tensors have the shapes [...] they had."""
         parts = dict(zip(meta.names, tensors, strict=True))
         return QuantTensor(meta.spec, meta.shape, meta.dtype, parts, meta.layout)
 
     def same_bits(self, other: QuantTensor) -> bool:
-        """Equal in spec, shape, layout and every stored bit (NaN scales included); reads the device."""
+        """Equal to `other` in spec, shape, layout and every stored bit (NaN scales included); reads the device."""
         import torch
 
         mine, theirs = self.flatten(), other.flatten()
@@ -100,7 +100,7 @@ class QuantTensor:
         )
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """Tensors by name, with one more that holds the rest as JSON; nothing is copied."""
+        """Tensors by `prefix` and name, with one uint8 [bytes] that holds the rest as JSON; nothing is copied."""
         import torch
 
         meta = {
@@ -115,7 +115,7 @@ class QuantTensor:
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Tensor], prefix: str = "") -> QuantTensor:
-        """Inverse of `state_dict`.
+        """Inverse of `state_dict`: the weight that `state`, tensors [...] by name, holds under `prefix`.
 
         Raises:
             ArgumentError: a tensor is missing, or has not the size and dtype that the format says.
@@ -140,7 +140,11 @@ class QuantTensor:
         return weight
 
     def validate(self) -> None:
-        """Hold sizes and dtypes of a canonical weight's parts against its format; reads metadata only."""
+        """Hold sizes and dtypes of a canonical weight's parts against its format; reads metadata only.
+
+        Raises:
+            ArgumentError: a part is missing, or has another size or dtype.
+        """
         if self.layout != CANONICAL:
             return
         want = codec_of(self.spec).storage(self.spec, self.shape)

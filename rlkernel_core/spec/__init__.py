@@ -57,4 +57,4 @@ class _Catalog(Mapping[str, OpSpec[Any, Any]]):
         return len(_WHERE)
 
 
-OPERATORS: Final = _Catalog()
+OPERATORS: Final = _Catalog()  # operator name -> its spec, imported on first use

@@ -51,13 +51,17 @@ class AdvantageResult:
     """Advantages, fp32 (float64 where any floating input is); nothing here requires grad."""
 
     advantages: Tensor  # [B] or token-level, see `output`
-    returns: Tensor | None  # token-level targets of the value function, never whitened; None for kinds over groups
-    stats: AdvantageStats
+    returns: (
+        Tensor | None
+    )  # [B, T] or [N]: token-level targets of the value function, never whitened; None for kinds over groups
+    stats: AdvantageStats  # what was computed on the way
 
 
 @dataclass(slots=True, eq=False)
 class AdvantageCall(OpCall[AdvantageResult]):
     """Advantages of `rewards`. They are constants of the loss: inputs that require grad are detached.
+
+    Token-level stands for [B, T], a padded layout, or [N] with `cu_seqlens`, a packed one.
 
     Args:
         rewards: token-level, or one per sequence [B] ([B, K] for gdpo); any real dtype. Kinds over tokens put a
@@ -72,7 +76,7 @@ class AdvantageCall(OpCall[AdvantageResult]):
         gamma: discount in [0, 1].
         lam: lambda in [0, 1]; a tensor [B] is per sequence, a token-level one per token with Sutton's index: the
             lambda of the next state weighs its return against its value. (N == B: counts as per token.)
-        lam_value: another lambda for `returns` (decoupled GAE).
+        lam_value: as lam, another lambda for `returns` (decoupled GAE).
         length_adaptive: alpha > 0: the policy's lambda is 1 - 1 / max(alpha L, 1) for L valid tokens (or turns).
         bootstrap: [B] value of the state after the last valid token; 0 where not given.
         dones: token-level bool, an episode ends there.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class ScanResult:
     """What affine_suffix_scan returns, fp32 (float64 for float64 inputs)."""
 
-    y: Tensor  # shape of b
+    y: Tensor  # [B, T] or [N], as b
     carry: Tensor  # [B] y of the first position: what a scan further left would take as its `init`
 
 

@@ -47,10 +47,10 @@ class Clause:
 class Tolerance:
     """How far an output may be from the float64 definition on the same stored inputs."""
 
-    output: str
+    output: str  # name of the result
     dtype: str  # dtype of the inputs the row is about
-    atol: float
-    rtol: float
+    atol: float  # absolute
+    rtol: float  # relative to the expected value
     source: str  # where the number comes from
 
 
@@ -91,10 +91,10 @@ class OpSpec(Generic[P, R_co]):
     name: str  # as in `rlkernel.<name>`
     record: Callable[P, OpCall[R_co]]  # the class of its calls
     summary: str  # one line, for tables
-    features: tuple[Feature, ...]
+    features: tuple[Feature, ...]  # the closed list of what an implementation may claim
     clauses: tuple[Clause, ...]  # the operator's own; those of every operator are added
-    tolerances: tuple[Tolerance, ...] = ()
-    version: int = 1
+    tolerances: tuple[Tolerance, ...] = ()  # how close is close, by result and dtype
+    version: int = 1  # of its meaning
     # The tensor argument that decides device and dtype of a call; None where `where` does.
     primary: str | None = None
     # Tensor arguments a gradient may be asked for.
@@ -178,12 +178,12 @@ class OpSpec(Generic[P, R_co]):
         return self.record(*args, **kwargs)
 
     def refuse_unknown(self, name: str, value: object) -> None:
-        """Raise the error for a keyword that the operator does not have."""
+        """Raise ArgumentTypeError for a keyword `name`, given as `value`, that the operator does not have."""
         hint = did_you_mean(name, self.parameters).removeprefix("; ")
         raise ArgumentTypeError(name, checks.describe(value), f"{self.name} has no such argument", hint)
 
     def taking_arguments(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
-        """A function of a record as a function of the operator's arguments, which are checked at every call."""
+        """A function of a record, `run`, as one of the operator's arguments, which are checked at every call."""
 
         def with_arguments(*args: Any, **kwargs: Any) -> Any:
             call = self.call(*args, **kwargs)

@@ -29,7 +29,11 @@ BUCKET_STEPS: Final = ((64, 8), (256, 16), (1 << 62, 32))
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then multiples of 8, 16 and 32, ending in exactly `most`."""
+    """1, 2, 4, 8, then multiples of 8, 16 and 32, ending in exactly `most`.
+
+    Raises:
+        ArgumentError: `most` is below 1.
+    """
     checks.integer("most", most, at_least=1)
     sizes = [s for s in (1, 2, 4, 8) if s < most]
     for up_to, step in BUCKET_STEPS:
@@ -120,7 +124,8 @@ class CaptureGroup:
     """Graphs that share memory and therefore never replay at the same time.
 
     `lock` serializes captures and replays; `pools` is where an implementation keeps its memory pool. By default
-    there is one group per process and device; two streams that really run at once need two groups.
+    there is one group per process and device; two streams that really run at once need two groups. `name` is what
+    messages call it.
 
     Where functions with collectives are captured (`collectives=True`), all ranks of `process_group` (None: all there
     are) capture, look at static tensors and replay in the same order; `timeout` is how many seconds they wait for each
@@ -145,18 +150,18 @@ class CaptureStats:
     state: str  # ready | paused | guarded | closed
     graphs: int  # graphs held now
     captures: int = 0  # graphs recorded, recaptures included
-    replays: int = 0
+    replays: int = 0  # calls that replayed
     eager_calls: Mapping[str, int] = field(default_factory=dict)  # reason -> calls that did not replay
     recaptures: Mapping[str, int] = field(default_factory=dict)  # reason -> keys recorded again
-    evictions: int = 0
-    warmup_calls: int = 0
+    evictions: int = 0  # graphs dropped for another, see `max_graphs`
+    warmup_calls: int = 0  # plain runs before recordings
     verified: int = 0  # replays compared with a plain run
     copied_bytes: int = 0  # inputs copied into static buffers
     pad_rows: int = 0  # rows added by buckets, over all replays
     capture_ms: float = 0.0  # warm-up and recording
     guard_ns: int = 0  # looking at static tensors
     pool_bytes: int = 0  # static inputs and outputs held now
-    last_error: str | None = None
+    last_error: str | None = None  # of the latest capture that failed
 
 
 @dataclass
@@ -191,11 +196,11 @@ class GraphedCallable(Protocol):
         ...
 
     def invalidate(self, reason: str = "invalidated") -> None:
-        """Forget all graphs; keys are captured anew when next used. Lifts a failed guard."""
+        """Forget all graphs; keys are captured anew when next used, counted under `reason`. Lifts a failed guard."""
         ...
 
     def pause(self, mode: str = "keep") -> None:
-        """Refuse calls until `resume`. "discard" also frees graphs and buffers."""
+        """Refuse calls until `resume`. `mode` "keep" keeps graphs and buffers, "discard" frees them."""
         ...
 
     def resume(self) -> None:

@@ -38,9 +38,14 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
         weight: [V, D], the output head.
         ids: [N] or [B, T] integer, the tokens that were chosen: hidden[t] predicts ids[t].
         old_logprob: as ids, as in policy_loss: under the same temperature, softcap, scale and support.
+        advantages: as in policy_loss.
+        bias: [V], as in linear_logprob.
+        temperature: as in linear_logprob.
+        softcap: as in linear_logprob.
+        logit_scale: as in linear_logprob.
         support: as in linear_logprob: the loss is then that of the law over the kept ids.
         mask: as in policy_loss; hidden and ids may hold anything where it is False.
-        entropy: compute the entropy: for the bonus, the statistics and the result.
+        entropy: compute the entropy, nats: for the bonus, the statistics and the result.
         entropy_coef: as in policy_loss; needs entropy=True.
         max_workspace_bytes: most extra memory beyond result and gradients. It decides which of the ways to the same
             numbers is taken; below the minimum of all of them it is refused.

@@ -33,9 +33,9 @@ class GammaGate:
     """Shape of VESPO's weight exp(l + k log w - l w), by the sign of the advantage (arXiv 2602.10693)."""
 
     k_pos: float = 2.0  # A >= 0
-    lambda_pos: float = 3.0
+    lambda_pos: float = 3.0  # A >= 0
     k_neg: float = 3.0  # A < 0
-    lambda_neg: float = 2.0
+    lambda_neg: float = 2.0  # A < 0
 
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
@@ -77,7 +77,7 @@ class Rejection:
     What is rejected counts nowhere: not in the loss, not in its KL and entropy terms, not in local denominators.
     """
 
-    statistic: str = "k1"
+    statistic: str = "k1"  # k1, k2 or k3
     level: str = "token"
     low: float | None = None
     high: float | None = None

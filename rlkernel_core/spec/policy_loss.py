@@ -74,17 +74,17 @@ class LossStats:
     sequences: Tensor | None  # int64: sequences with at least one token in the loss; None without sequences
     policy_loss: Tensor  # the policy term alone, aggregated
     ratio_mean: Tensor  # of rho as the kind uses it, before clipping (gmpo clips inside its own; vespo: v)
-    ratio_min: Tensor
-    ratio_max: Tensor
+    ratio_min: Tensor  # the smallest of the same
+    ratio_max: Tensor  # and the largest
     clip_low: Tensor  # fraction of tokens held at the lower bound (their policy gradient is 0, but for cispo)
     clip_high: Tensor  # ... at the upper bound
     clip_dual: Tensor  # ... at dual_clip or ratio_cap
     approx_kl_k1: Tensor  # mean of -d, estimates KL(old || current)
     approx_kl_k3: Tensor  # mean of e^d - 1 - d, the same without negative values
     effective_sample_size: Tensor  # (sum v)^2 / (n sum v^2) in (0, 1], v = rho * w
-    entropy: Tensor | None = None  # mean entropy; None if none was given
-    kl_ref: Tensor | None = None  # mean of the KL estimate to the reference, before kl_importance
-    rollout_kl: Tensor | None = None  # mean of e^x - 1 - x, x = old - rollout: KL(rollout || old)
+    entropy: Tensor | None = None  # mean entropy, nats; None if none was given
+    kl_ref: Tensor | None = None  # mean of the KL estimate to the reference, nats, before kl_importance
+    rollout_kl: Tensor | None = None  # nats, mean of e^x - 1 - x, x = old - rollout: KL(rollout || old)
     rollout_missing: Tensor | None = None  # fraction of tokens whose rollout_logprob is NaN (taken as equal to old)
     correction_mean: Tensor | None = None  # mean of w
     correction_clipped: Tensor | None = None  # fraction of tokens whose weight was outside [low, high]
@@ -96,9 +96,9 @@ class LossResult:
     """What policy_loss and linear_policy_loss return."""
 
     loss: Tensor  # 0-dim, fp32 (float64 for float64 inputs), differentiable
-    stats: LossStats
-    logprob: Tensor | None = None  # linear_policy_loss: log-probability per token, detached; masked tokens 0
-    entropy: Tensor | None = None  # linear_policy_loss with entropy=True: per token, detached; masked tokens 0
+    stats: LossStats  # what happened
+    logprob: Tensor | None = None  # linear_policy_loss: [N] or [B, T] log-probability, detached; masked 0
+    entropy: Tensor | None = None  # linear_policy_loss with entropy=True: [N] or [B, T] nats, detached; masked 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

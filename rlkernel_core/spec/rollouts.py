@@ -57,14 +57,14 @@ class GroupRules:
 class GroupState:
     """What stands between a group and its use."""
 
-    id: int
+    id: int  # as given to `reserve`
     reason: str  # ready | open | incomplete | too few valid | too old | constant rewards
     rejected: bool  # not ready, and waiting will not help
-    members: int
-    finished: int
-    valid: int
+    members: int  # sequences it has
+    finished: int  # members that ended
+    valid: int  # members with a valid status and finite rewards
     tokens: int  # of its finished members
-    age: int
+    age: int  # newest policy version minus the oldest of its members
 
     @property
     def ready(self) -> bool:
@@ -83,15 +83,15 @@ class BufferStats:
     used: Mapping[str, int]  # the same, now; tokens are whole pages
     high_water: Mapping[str, int]  # the same, at most so far
     appended: int  # tokens given to append
-    popped: int
-    stored: int
+    popped: int  # tokens
+    stored: int  # tokens held now
     dropped: Mapping[str, int] = field(default_factory=dict)  # reason -> tokens
-    reserved_seqs: int = 0
-    popped_seqs: int = 0
-    stored_seqs: int = 0
+    reserved_seqs: int = 0  # sequences given room
+    popped_seqs: int = 0  # sequences popped
+    stored_seqs: int = 0  # sequences held now
     dropped_seqs: Mapping[str, int] = field(default_factory=dict)  # reason -> sequences
     staleness: Mapping[int, int] = field(default_factory=dict)  # age in versions -> sequences popped
-    nbytes: int = 0
+    nbytes: int = 0  # of storage on the device
 
 
 @runtime_checkable
@@ -160,6 +160,8 @@ class RolloutBuffer(Protocol):
     def reserve(self, limits: int | Sequence[int], groups: Sequence[int], *, version: int = 0) -> Slots:
         """Room for one sequence per entry of `groups`, each of at most `limits` tokens. All or nothing.
 
+        `version` is that of the policy which draws them.
+
         Raises:
             BufferFullError: no room; with on_full="drop_oldest" only if dropping finished groups does not make it.
         """
@@ -196,7 +198,10 @@ class RolloutBuffer(Protocol):
         ...
 
     def groups(self, rules: GroupRules | None = None, *, version: int | None = None) -> tuple[GroupState, ...]:
-        """Every group, oldest first, and whether it is ready. `version` is the newest (default: the newest seen)."""
+        """Every group, oldest first, and whether it is ready by `rules`.
+
+        `version` is the newest (default: the newest seen).
+        """
         ...
 
     def pop(
@@ -231,11 +236,14 @@ class RolloutBuffer(Protocol):
         ...
 
     def prune(self, rules: GroupRules | None = None, *, version: int | None = None) -> Mapping[str, int]:
-        """Drop groups that the rules reject for good; reason -> groups."""
+        """Drop groups that the rules reject for good at the policy's newest `version`; reason -> groups."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What `append` reads and writes, by name: the static tensors of a graph that contains it."""
+        """What `append` reads and writes, by name: the static tensors of a graph that contains it.
+
+        Fields are stored by pages, [pages, tokens of a page, ...]; counters are [slots].
+        """
         ...
 
     def assert_zero_growth(self) -> AbstractContextManager[None]:
@@ -243,11 +251,11 @@ class RolloutBuffer(Protocol):
         ...
 
     def save(self, path: str) -> None:
-        """Write everything stored to a file."""
+        """Write everything stored to a file at `path`."""
         ...
 
     def load(self, path: str) -> None:
-        """Take over what a buffer of the same shape saved, in place: addresses stay."""
+        """Take over what a buffer of the same shape saved at `path`, in place: addresses stay."""
         ...
 
     @property

@@ -103,9 +103,9 @@ class SampleResult:
     log_kept_mass: Tensor  # [N] log of the kept tokens' mass under the tempered law; 0 where nothing was dropped
     kept_count: Tensor  # [N] int32
     status: Tensor  # [N] int32, bits of Status
-    # [N] each: kept = {x > threshold} and {x == threshold, id <= threshold_id}; (-inf, -1) where nothing was dropped.
-    threshold: Tensor
-    threshold_id: Tensor  # int64
+    # Kept are {x > threshold} and {x == threshold, id <= threshold_id}; (-inf, -1) where nothing was dropped.
+    threshold: Tensor  # [N], see threshold_id
+    threshold_id: Tensor  # [N] int64: ids above it are dropped where x equals the threshold; -1: nothing was
     raw_logprob: Tensor | None = None  # [N] log softmax of the logits as given, at the token
     entropy: Tensor | None = None  # [N] nats, of the processed law: the mean of -logprob
     kept_ids: Tensor | None = None  # [N, kept_capacity] int64, best first, -1 behind the last

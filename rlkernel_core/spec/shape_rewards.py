@@ -45,7 +45,7 @@ class ShapedRewards:
     """What shape_rewards returns, fp32 (float64 for float64 inputs); nothing here requires grad."""
 
     rewards: Tensor  # [B], or token-level with a KL term, token-level rewards, or output="token"
-    kl: Tensor | None = None  # [B] sum of the KL estimates over the valid tokens, before kl_coef
+    kl: Tensor | None = None  # [B] nats: sum of the KL estimates over the valid tokens, before kl_coef
     penalty: Tensor | None = None  # [B] the overlong term
     running: RunningMoments | None = None  # new state with normalize="running"; the one passed in is not written to
 
@@ -53,6 +53,8 @@ class ShapedRewards:
 @dataclass(slots=True, eq=False)
 class ShapeRewardsCall(OpCall[ShapedRewards]):
     """Clip, normalize and penalize rewards. The result is a constant: inputs are detached.
+
+    Token-level stands for [B, T], a padded layout, or [N] with `cu_seqlens`, a packed one.
 
     Args:
         rewards: [B] per sequence, or token-level (then only the KL term applies); any real dtype. A reward that is
@@ -70,7 +72,7 @@ class ShapeRewardsCall(OpCall[ShapedRewards]):
         overlong_buffer: tokens before `max_length` over which it grows, linearly, from 0.
         overlong_factor: >= 0.
         overlong_cap: never below -overlong_factor; False keeps growing beyond max_length.
-        kl: estimator of KL(policy | reference) in the reward.
+        kl: estimator of KL(policy | reference), in nats, in the reward.
         kl_coef: beta.
         logprob: token-level log-probability under the policy that sampled.
         ref_logprob: token-level log-probability under the reference.

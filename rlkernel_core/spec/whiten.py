@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class WhitenResult:
     """What whiten returns, fp32 (float64 for float64 inputs); nothing here requires grad."""
 
-    y: Tensor  # shape of x; x itself where `apply` is False
+    y: Tensor  # [...] as x; x itself where `apply` is False
     count: Tensor  # [] how many values the moments are of
     mean: Tensor  # []
     var: Tensor  # []
@@ -39,7 +39,7 @@ class WhitenCall(OpCall[WhitenResult]):
     """Whiten `x` over its valid values. The result is a constant: x is detached.
 
     Args:
-        x: any shape, any real dtype. Valid values that are not finite are left out of the moments and give 0.
+        x: [...], any real dtype. Valid values that are not finite are left out of the moments and give 0.
         mask: bool of x's shape; False values may be anything.
         lengths: [B] integer for x [B, T]. Not with `mask`.
         counts: shape of x, how often each value counts: whitening of per-sequence values over their tokens.

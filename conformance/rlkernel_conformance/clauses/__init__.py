@@ -9,6 +9,8 @@ from rlkernel_conformance.attack import ATTACKS, Attack
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
+__all__ = ["attacks_on"]
+
 # Operators, each with a module of its name; one that is not here has no attacks yet, and a report says so.
 MODULES: Final = (
     "advantage",
@@ -33,7 +35,7 @@ MODULES: Final = (
 
 
 def attacks_on(op: str) -> tuple[Attack, ...]:
-    """The attacks on an operator, in the order of its clauses.
+    """The attacks on an operator, `op`, in the order of its clauses.
 
     Raises:
         UnknownNameError: no such operator, or one without attacks.

@@ -19,19 +19,19 @@ CLIP: Final = 0.2  # the bound of PPO and GRPO
 
 @dataclass(frozen=True)
 class Drift:
-    """One comparison."""
+    """One comparison of log-probabilities; x = log p trainer - log p rollout, in nats."""
 
-    tokens: int
-    max: float  # |x|
-    mean: float
-    p99: float
-    kl: float
-    clip: float
+    tokens: int  # compared
+    max: float  # largest |x|
+    mean: float  # of |x|
+    p99: float  # 99th percentile of |x|
+    kl: float  # mean of e^x - 1 - x: KL(rollout || trainer), nats per token
+    clip: float  # share of tokens whose ratio e^x starts outside [1 - CLIP, 1 + CLIP]
     equal: float  # share of tokens with the same bits
 
     @classmethod
     def between(cls, trainer: Tensor, rollout: Tensor) -> Drift:
-        """Of log-probabilities of one shape; in float64, so that measuring adds nothing."""
+        """Of log-probabilities [...] by `trainer` and by `rollout`; in float64, so that measuring adds nothing."""
         same = (trainer == rollout).double().mean()
         x = trainer.detach().double().flatten() - rollout.detach().double().flatten()
         ratio = x.exp()

@@ -24,12 +24,12 @@ SCORES: Final = ("sampler", "linear_logprob")  # where the rollout's log-probabi
 class Agreement:
     """What was found."""
 
-    model: str
+    model: str  # its name
     drift: Drift  # the whole path: model and kernels
     kernels: Drift  # both sides from the rollout's hidden states
     hidden: float  # largest difference of hidden states, relative to their largest entry
-    rollout: tuple[Decision, ...]
-    trainer: tuple[Decision, ...]
+    rollout: tuple[Decision, ...]  # what the rollout ran
+    trainer: tuple[Decision, ...]  # what the trainer ran
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

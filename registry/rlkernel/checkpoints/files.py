@@ -29,7 +29,7 @@ _GGUF_DENSE: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 @contextmanager
 def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
-    """A safetensors or GGUF file, the folder or the index of a sharded checkpoint, or its shards.
+    """What is at `path`: a safetensors or GGUF file, the folder or the index of a sharded checkpoint, or its shards.
 
     Raises:
         ArgumentError: no such file, one that is cut off, or of another kind; a tensor that two files hold, or that an

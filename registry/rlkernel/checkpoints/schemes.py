@@ -168,6 +168,7 @@ _ROWS: Final = (
         _dtype(".weight", "I8", *_FP8),
     ),
 )
+# name -> how a library spells a quantized weight
 SCHEMES: Final[Mapping[str, Scheme]] = {scheme.name: scheme for scheme in _ROWS}
 
 
@@ -180,7 +181,9 @@ class Item:
     entries: Mapping[str, Entry]  # ending -> entry
 
     def read(self, source: Source, config: Mapping[str, Any] | None = None) -> list[QuantTensor] | Tensor:
-        """Load it: QuantTensors (several where experts are stacked), or a tensor.
+        """Load it from `source`: QuantTensors (several where experts are stacked), or a tensor [...] as stored.
+
+        `config` stands in place of the checkpoint's own quantization config.
 
         Raises:
             ArgumentError: sizes, groups, zero-points or scales that the scheme does not allow.
@@ -199,7 +202,7 @@ class Item:
 
 
 def items(source: Source) -> Iterator[Item]:
-    """The weights of a checkpoint in the order of the file; nothing is loaded.
+    """The weights of a checkpoint, `source`, in the order of the file; nothing is loaded.
 
     Raises:
         ArgumentError: a tensor of integers or small floats that belongs to no weight.

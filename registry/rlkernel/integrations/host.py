@@ -25,7 +25,7 @@ from rlkernel_core.errors import HostError
 class Symbol:
     """A name of the host that an integration uses, with the parameters that it counts on."""
 
-    module: str
+    module: str  # to import
     name: str  # dotted within the module
     takes: str | None = None  # parameters in order, "logits, labels"; None for what is no function
 
@@ -57,12 +57,12 @@ class Symbol:
 class Host:
     """A framework, the versions that its integration was made for, and what the integration does there."""
 
-    name: str
-    distribution: str
+    name: str  # as people write it
+    distribution: str  # as pip writes it
     versions: str  # a window, as pip writes it
     tested: str  # the version whose code was read and, where `ran`, run
     does: str  # in a few words, for tables
-    symbols: tuple[Symbol, ...]
+    symbols: tuple[Symbol, ...]  # what it uses of the host
     ran: bool = True  # False: held against the host's source alone, never run in it
     source: str = ""  # what pip installs it from; "" for its name and versions on the package index
 
@@ -110,12 +110,12 @@ class Host:
 class Active:
     """An integration at work in this process."""
 
-    host: str
-    version: str
+    host: str  # its name
+    version: str  # of the host
     symbols: tuple[str, ...]  # what was replaced, or registered
     calls: Counter[str] = field(default_factory=Counter)  # operator -> calls that the host made through it
     depth: int = 1  # blocks that want it, one inside the other
-    undo: Callable[[], None] = field(default=lambda: None, repr=False)
+    undo: Callable[[], None] = field(default=lambda: None, repr=False)  # puts back what was replaced
 
     def __str__(self) -> str:
         said = ", ".join(f"{op} x{n}" for op, n in sorted(self.calls.items()))

@@ -26,6 +26,7 @@ __all__ = ["HEAD", "HOST", "callback", "enabled", "grpo_trainer"]
 def callback(*, force: bool = False) -> Any:
     """A `transformers.TrainerCallback` that is `enabled()` from the first step to the last, and writes decisions.json.
 
+    `force` takes a version of TRL outside the window, too.
     Where training fails in between, the replacement stays until `close()`: `with trl.enabled()` has no such gap.
 
     Raises:

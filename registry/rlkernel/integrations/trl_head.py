@@ -26,8 +26,10 @@ from rlkernel_core.spec.policy_loss import LossResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The one global of TRL that is replaced: the function that computes log-probabilities from hidden states.
 HEAD: Final = Symbol("trl.trainer.utils", "_ChunkedLogProbFunction")
 
+# The versions of TRL and the symbols of it that this integration was made for.
 HOST: Final = Host(
     name="trl",
     distribution="trl",

@@ -16,7 +16,7 @@ _WEIGHT = "weight."
 
 
 class QuantLinear(torch.nn.Module):
-    """`y = x w'^T + s (x A^T) B^T + bias` by `rlkernel.qmatmul`.
+    """`y = x w'^T + s (x A^T) B^T + bias` by `rlkernel.qmatmul`, of a `weight` [Nout, K] and a `bias` [Nout] or None.
 
     The weight is no parameter: it has no gradient and does not follow `module.half()`, only devices. Its tensors are in
     the state dict under `weight.`, named as `QuantTensor.state_dict` names them, which is how `rlkernel quant convert`
@@ -33,12 +33,19 @@ class QuantLinear(torch.nn.Module):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Linear, format: str | QuantSpec) -> QuantLinear:  # noqa: A002  as quantize
-        """The layer with its weight quantized; prepack it by `layer.weight = rlkernel.prepack(layer.weight)`."""
+        """The layer `linear` with its weight quantized to `format`.
+
+        Prepack it by `layer.weight = rlkernel.prepack(layer.weight)`.
+        """
         with torch.no_grad():
             return cls(rlk.quantize(linear.weight, format), linear.bias)
 
     def add_lora(self, rank: int, alpha: float, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Start a LoRA of a rank: A normal with variance 1 / r, B of zeros, s = alpha / r."""
+        """Start a LoRA of `dtype` and rank r: A [r, K] normal with variance 1 / r, B [Nout, r] zeros, s = alpha / r.
+
+        Raises:
+            ArgumentError: a rank below 1.
+        """
         if rank < 1:
             raise ArgumentError("rank", rank, "must be at least 1", "Leave LoRA out instead.")
         outputs, inputs = self.weight.shape
@@ -56,12 +63,12 @@ class QuantLinear(torch.nn.Module):
         return rlk.LoRA(self.lora_A, self.lora_B, self.lora_scale)
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., Nout]
-        """One call of the operator."""
+        """One call of the operator: `x` [..., K] gives [..., Nout]."""
         result: Tensor = rlk.qmatmul(x, self.weight, bias=self.bias, lora=self.lora)
         return result
 
     def update_(self, weight: Tensor) -> None:  # [Nout, K]
-        """Quantize a new weight into the storage of the old one: recorded graphs see it, no address changes."""
+        """Quantize a new weight [Nout, K] into the storage of the old one; graphs that were recorded see it."""
         with torch.no_grad():
             rlk.quantize(weight, self.weight.spec, out=self.weight)
 

@@ -23,16 +23,16 @@ SKIP: Final = ("*lm_head*", "*embed*", "*router*", "*.gate")
 class QuantPolicy:
     """Patterns are those of the shell, over names of modules."""
 
-    format: str | QuantSpec = "int4_g128"
+    format: str | QuantSpec = "int4_g128"  # of every linear layer that no pattern names
     skip: tuple[str, ...] = SKIP  # stay as they are
     formats: Mapping[str, str | QuantSpec] = field(default_factory=dict)  # pattern -> another format; the first counts
     lora_rank: int = 0  # 0: none
-    lora_alpha: float = 16.0
-    lora_dtype: torch.dtype = torch.bfloat16
+    lora_alpha: float = 16.0  # the addition is scaled by alpha / rank
+    lora_dtype: torch.dtype = torch.bfloat16  # of A and B
     prepack: bool = False  # into the layout that the chosen implementation reads fastest
 
     def format_of(self, name: str) -> QuantSpec | None:
-        """The format of a layer; None where it stays."""
+        """The format of the layer `name`; None where it stays."""
         if any(fnmatch.fnmatch(name, pattern) for pattern in self.skip):
             return None
         return spec_of(next((f for p, f in self.formats.items() if fnmatch.fnmatch(name, p)), self.format))
@@ -44,6 +44,7 @@ FOUR_BIT: Final = QuantPolicy()  # where none is named
 def quantize_model(model: torch.nn.Module, policy: QuantPolicy | str | QuantSpec = FOUR_BIT) -> dict[str, str]:
     """Replace linear layers by QuantLinear, in place and one at a time; name -> format of what was replaced.
 
+    `policy` may be a format.
     With `lora_rank` every replaced layer gets a LoRA, and all other parameters stop requiring gradients: QLoRA.
     A weight that two modules share is quantized where its owner is no Linear of its own: tied heads stay dense.
 

@@ -19,8 +19,8 @@ class SyncReport:
 
     quantized: int  # weights
     copied: int  # tensors that are not quantized
-    bytes_read: int
-    bytes_written: int
+    bytes_read: int  # of the full-precision weights
+    bytes_written: int  # into the model's storage
     seconds: float  # the device's, waited for at both ends
 
     @property
@@ -38,7 +38,8 @@ def requantize_(model: torch.nn.Module, weights: Mapping[str, Tensor], *, partia
 
     Args:
         model: what `quantize_model` returned.
-        weights: name -> tensor; a quantized layer's name ends in `.weight`, as it did before it was quantized.
+        weights: name -> tensor [...] of the layer's shape; a quantized layer's name ends in `.weight`, as it did
+            before it was quantized.
         partial: weights that are missing stay; otherwise they are an error.
 
     Raises:
