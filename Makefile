@@ -63,8 +63,8 @@ fresh: build ## the same from the built wheels, in a new environment without the
 
 site: $(STAMP) ## the documentation as a site in site/, and every page looked at in Chromium where that is installed
 	$(RUN) -m pip install --quiet -e '.[docs]'
-	$(VENV)/bin/mkdocs build --strict
-	$(RUN) -m pytest -q tests/test_site.py
+	$(RUN) -m mkdocs build --strict
+	SITE_FOLDER=site $(RUN) -m pytest -q tests/test_site.py
 
 hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
 	$(RUN) -m pip install --quiet -e '.[hosts]'

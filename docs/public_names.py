@@ -88,7 +88,7 @@ def complaints(entry: Public) -> list[str]:
     if inspect.isroutine(found):
         return list(_about_function(where, found, ""))
     module = _defining(import_module(entry.module), entry.name)
-    return [] if said(*_assignment(module, entry.name)) else [f"{where}: no comment says what this constant is"]
+    return [] if described(*_assignment(module, entry.name)) else [f"{where}: no comment says what this constant is"]
 
 
 def _about_class(where: str, cls: type) -> Iterator[str]:
@@ -163,15 +163,18 @@ def _fields(cls: type) -> dict[str, tuple[str, str]]:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name, kind = statement.target.id, ast.unparse(statement.annotation)
             if not name.startswith("_") and "ClassVar" not in kind:
-                described = getattr(vars(cls).get("__pydantic_fields__", {}).get(name), "description", None)
-                found[name] = (kind, described or said(statement, lines))
+                found[name] = (kind, described(statement, lines))
     return found
 
 
-def said(statement: ast.stmt | None, lines: Sequence[str]) -> str:
-    """What the comment beside a statement says, or else the one above it."""
+def described(statement: ast.stmt | None, lines: Sequence[str]) -> str:
+    """What the description of a field says, or the comment beside a statement, or else the one above it."""
     if statement is None:
         return ""
+    value = getattr(statement, "value", None)
+    for keyword in value.keywords if isinstance(value, ast.Call) else ():
+        if keyword.arg == "description" and isinstance(keyword.value, ast.Constant):
+            return str(keyword.value.value)
     last = lines[(statement.end_lineno or statement.lineno) - 1]
     beside = [last[statement.end_col_offset or 0 :].partition("#")[2]]
     beside += [lines[n].partition("#")[2] for n in range(statement.lineno - 1, (statement.end_lineno or 0) - 1)]

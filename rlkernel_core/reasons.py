@@ -1,7 +1,7 @@
 """Why a candidate was not chosen, as data: stage, code, text, fix.
 
 The list of codes is closed: `Reason` refuses a code that is not in `CODES`, each code is created in one place of
-the source, has a line in docs/explain.md and a test that provokes it. Machines match on `stage/code`; `text` is
+the source, has a line in docs/reasons.md and a test that provokes it. Machines match on `stage/code`; `text` is
 for people and may be reworded; `fix` is a line to run or write.
 Imports nothing outside the standard library.
 """

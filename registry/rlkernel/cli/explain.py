@@ -51,7 +51,7 @@ def command(
     Nothing is run, no device is started and torch is not imported, so the
     hardware need not be here. Backends stand in the order in which they are
     considered; each refusal has a stable code and the line that changes it
-    (docs/explain.md lists all of them).
+    (docs/reasons.md lists all of them).
     """
     wanted = features(need, op)
     with ordered(order), _judging_all([op] if op else OPERATORS, everyone=everyone):
