@@ -123,7 +123,7 @@ class Subject:
         return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
 
     def disclaims(self, error: ResolutionError) -> bool:
-        """Whether a call was refused because it needs what is not claimed: such a call is no case."""
+        """Whether `error` refused a call because it needs what is not claimed: such a call is no case."""
         if error.decision is None:
             return False
         call = error.decision.call

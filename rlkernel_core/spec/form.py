@@ -133,7 +133,7 @@ class OpSpec(Generic[P, R_co]):
         return frozenset(f.name for f in self.features)
 
     def family(self, name: str) -> tuple[str, ...]:
-        """The features of a family: of "kind", "kind:grpo" and its like."""
+        """The features of the family `name`: of "kind", "kind:grpo" and its like."""
         return tuple(f.name for f in self.features if f.name.startswith(f"{name}:"))
 
     @cached_property
