@@ -1,4 +1,4 @@
-"""docs/write-a-backend.md from its first block to its last, in a fresh environment without a network."""
+"""Pages that install what they write, from their first block to their last, in a fresh environment without a network."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ from typing import Any
 
 from rlkernel.config import validated
 from tests.environments import Environment, environment
-from tests.test_docs import ROOT, Block, assert_printed, blocks, sessions
+from tests.test_docs import INSTALLING, Block, assert_printed, blocks, sessions
 
 __all__ = ["environment"]
-PAGE = ROOT / "docs" / "write-a-backend.md"
+WRITE, VENDOR = INSTALLING
 
 
 def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> None:
+    folder = followed(WRITE, environment)
+    with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
+        assert "rlkernel_acme/whiten.py" in wheel.namelist()
+
+
+def test_a_vendor_has_a_tested_plugin_after_the_start_page(environment) -> None:
+    folder = followed(VENDOR, environment)
+    said = environment.run("rlkernel", "explain", "whiten", "--order", "acme,auto", cwd=folder).stdout
+    assert "YES  acme" in said
+
+
+def followed(page: Path, environment: Environment) -> Path:
+    """Carry out every block of a page; the folder in which that ends."""
     folder = environment.folder
-    for i, block in enumerate(blocks(PAGE)):
+    for i, block in enumerate(blocks(page)):
         expected = int(block.options.get("exit", "0"))
         if block.language == "bash":
             for command in block.code.splitlines():
@@ -34,9 +47,8 @@ def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> No
         elif block.language == "toml":
             described(tomllib.loads(block.code), tomllib.loads((folder / "pyproject.toml").read_text()))
         else:
-            assert block.language == "text", i
-    with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
-        assert "rlkernel_acme/whiten.py" in wheel.namelist()
+            assert block.language in {"text", "yaml"}, i
+    return folder
 
 
 def carried_out(environment: Environment, command: str, folder: Path) -> Path:
@@ -58,7 +70,7 @@ def said(environment: Environment, command: str, folder: Path, expected: int) ->
 def described(shown: dict[str, Any], project: dict[str, Any]) -> None:
     """A table of the page is one that rlkernel takes, or stands in the project so."""
     if "rlkernel" in shown:
-        validated(shown["rlkernel"], PAGE.name, {"acme"})
+        validated(shown["rlkernel"], "page", {"acme"})
     else:
         entry = shown["project"]["entry-points"]
         assert entry == project["project"]["entry-points"]
