@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,9 @@ class Environment:
     python: Path
     cache: Path
 
-    def run(self, *words: str, cwd: Path | None = None, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, cwd: Path | None = None, expected: int = 0, variables: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run `rlkernel`, `python`, `pytest` or `pip` of the environment, and compare the exit code."""
         known = {
             "rlkernel": [str(self.python), "-m", "rlkernel"],
@@ -41,7 +44,7 @@ class Environment:
             capture_output=True,
             text=True,
             cwd=cwd or self.folder,
-            env={**settings, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cache)},
+            env={**settings, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cache), **(variables or {})},
         )
         assert done.returncode == expected, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
         return done

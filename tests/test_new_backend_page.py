@@ -1,7 +1,9 @@
-"""Pages that install what they write, from their first block to their last, in a fresh environment without a network."""
+"""Pages that install what they write, block by block, in a fresh environment without a network."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import subprocess
 import tomllib
@@ -9,9 +11,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlkernel.config import validated
 from tests.environments import Environment, environment
-from tests.test_docs import INSTALLING, Block, assert_printed, blocks, sessions
+from tests.test_docs import INSTALLING, ROOT, Block, assert_printed, blocks, sessions
 
 __all__ = ["environment"]
 WRITE, VENDOR = INSTALLING
@@ -29,12 +33,24 @@ def test_a_vendor_has_a_tested_plugin_after_the_start_page(environment) -> None:
     assert "YES  acme" in said
 
 
+def test_the_ci_of_the_page_gives_the_reusable_workflow_its_inputs() -> None:
+    workflow = ROOT / ".github" / "workflows" / "conformance.yml"
+    if not workflow.exists():
+        pytest.skip("no .github/workflows/conformance.yml here")
+    (page,) = (block.code for block in blocks(WRITE) if "uses:" in block.code)
+    given = re.findall(r"^      (\w+):", page.partition("with:\n")[2], re.MULTILINE)
+    taken = re.findall(r"^      (\w+):$", workflow.read_text().partition("inputs:\n")[2], re.MULTILINE)
+    assert [name for name in given if name not in taken] == []
+
+
 def followed(page: Path, environment: Environment) -> Path:
     """Carry out every block of a page; the folder in which that ends."""
     folder = environment.folder
     for i, block in enumerate(blocks(page)):
         expected = int(block.options.get("exit", "0"))
-        if block.language == "bash":
+        if "file" in block.options:
+            (folder / block.options["file"]).write_text(block.code)
+        elif block.language == "bash":
             for command in block.code.splitlines():
                 folder = carried_out(environment, command, folder)
         elif block.language == "console":
@@ -54,11 +70,13 @@ def followed(page: Path, environment: Environment) -> Path:
 def carried_out(environment: Environment, command: str, folder: Path) -> Path:
     """Run a command; the working folder after it."""
     words = shlex.split(command)
+    variables = dict(w.split("=", 1) for w in itertools.takewhile(lambda w: re.match(r"[A-Z_]+=", w), words))
+    words = words[len(variables) :]
     if words[0] == "cd":
         return folder / words[1]
     if words[:3] == ["rlkernel", "conformance", "run"] and "--op" not in words:
         words += ["--op", "whiten"]  # test_new_backend_installed.py attacks every operator of the template
-    environment.run(*words, cwd=folder)
+    environment.run(*words, cwd=folder, variables=variables)
     return folder
 
 
