@@ -3,8 +3,9 @@
 Blocks by language: `python` runs in order in one namespace per page; `console` runs each `$ rlkernel …` line and must
 print what stands below it (`...` stands for any lines); `bash` runs `rlkernel` and `python` commands and checks that
 others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate.
-Two pages install what they write: tests/test_new_backend_page.py runs them in an environment of their own. A notebook's
-cells must print what is committed below them.
+Two pages install what they write, and run in environments of their own: docs/write-a-backend.md in
+tests/test_new_backend_page.py, docs/start/vendor.md in tests/test_newcomer.py. A notebook's cells must print what is
+committed below them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,31 @@ SLOW = (
     "python docs",
     "python examples",
     "python -m pytest --pyargs",  # test_conformance_plugin runs it
+)
+
+
+PROSE = sorted([*PAGES, ROOT / "SECURITY.md", *(ROOT / "backends").glob("*/README.md")])
+# Sentences that pages once had, and turns of phrase that readers had to read twice.
+UNCLEAR = (
+    "a silent fallback is not slow",
+    "held to, clause by clause",
+    "backend that is about this device",
+    "a line a clause on standard error",
+    "nothing is taken that cannot be done",
+    "in a version that does not do",
+    "is to be had",
+    "and nothing else does",
+    "cannot be had by cheating",
+    "divide one by the other",
+    "that lacks any",
+    "held against",
+    "was held to",
+    "worth having",
+    "cry wolf",
+    "stand in line",
+    "owes",
+    "in vain",
+    "whoever",
 )
 
 
@@ -197,6 +223,12 @@ def test_every_link_leads_to_a_file(page) -> None:
     prose = FENCE.sub("", page.read_text())
     targets = [m["target"] for m in LINK.finditer(prose) if "://" not in m["target"]]
     assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_is_in_plain_words(page) -> None:
+    prose = " ".join(FENCE.sub("", page.read_text()).lower().split())
+    assert [said for said in UNCLEAR if re.search(rf"\b{re.escape(said)}", prose)] == []
 
 
 def test_every_page_stands_in_the_navigation_of_the_site() -> None:

@@ -1,4 +1,4 @@
-"""Pages that install what they write, block by block, in a fresh environment without a network."""
+"""docs/write-a-backend.md from its first block to its last, in a fresh environment without a network."""
 
 from __future__ import annotations
 
@@ -18,35 +18,12 @@ from tests.environments import Environment, environment
 from tests.test_docs import INSTALLING, ROOT, Block, assert_printed, blocks, sessions
 
 __all__ = ["environment"]
-WRITE, VENDOR = INSTALLING
+PAGE = INSTALLING[0]
 
 
 def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> None:
-    folder = followed(WRITE, environment)
-    with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
-        assert "rlkernel_acme/whiten.py" in wheel.namelist()
-
-
-def test_a_vendor_has_a_tested_plugin_after_the_start_page(environment) -> None:
-    folder = followed(VENDOR, environment)
-    said = environment.run("rlkernel", "explain", "whiten", "--order", "acme,auto", cwd=folder).stdout
-    assert "YES  acme" in said
-
-
-def test_the_ci_of_the_page_gives_the_reusable_workflow_its_inputs() -> None:
-    workflow = ROOT / ".github" / "workflows" / "conformance.yml"
-    if not workflow.exists():
-        pytest.skip("no .github/workflows/conformance.yml here")
-    (page,) = (block.code for block in blocks(WRITE) if "uses:" in block.code)
-    given = re.findall(r"^      (\w+):", page.partition("with:\n")[2], re.MULTILINE)
-    taken = re.findall(r"^      (\w+):$", workflow.read_text().partition("inputs:\n")[2], re.MULTILINE)
-    assert [name for name in given if name not in taken] == []
-
-
-def followed(page: Path, environment: Environment) -> Path:
-    """Carry out every block of a page; the folder in which that ends."""
     folder = environment.folder
-    for i, block in enumerate(blocks(page)):
+    for i, block in enumerate(blocks(PAGE)):
         expected = int(block.options.get("exit", "0"))
         if "file" in block.options:
             (folder / block.options["file"]).write_text(block.code)
@@ -64,7 +41,18 @@ def followed(page: Path, environment: Environment) -> Path:
             described(tomllib.loads(block.code), tomllib.loads((folder / "pyproject.toml").read_text()))
         else:
             assert block.language in {"text", "yaml"}, i
-    return folder
+    with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
+        assert "rlkernel_acme/whiten.py" in wheel.namelist()
+
+
+def test_the_ci_of_the_page_gives_the_reusable_workflow_its_inputs() -> None:
+    workflow = ROOT / ".github" / "workflows" / "conformance.yml"
+    if not workflow.exists():
+        pytest.skip("no .github/workflows/conformance.yml here")
+    (page,) = (block.code for block in blocks(PAGE) if "uses:" in block.code)
+    given = re.findall(r"^      (\w+):", page.partition("with:\n")[2], re.MULTILINE)
+    taken = re.findall(r"^      (\w+):$", workflow.read_text().partition("inputs:\n")[2], re.MULTILINE)
+    assert [name for name in given if name not in taken] == []
 
 
 def carried_out(environment: Environment, command: str, folder: Path) -> Path:
