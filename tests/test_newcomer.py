@@ -19,8 +19,8 @@ def test_every_command_that_a_user_types_does_what_the_page_says(user, tmp_path)
     ("command", "why"),
     [
         ("pip install -e '.[cpu]'", ""),
-        ("pip install -e . -e backends/triton", ""),
-        ("pip install --index-url https://download.pytorch.org/whl/cpu torch", "network"),
+        ("pip install -e '.[cuda]' -e backends/triton", ""),
+        ("pip install torch --index-url https://download.pytorch.org/whl/cpu", "network"),
         ("pip install trl==1.16.0", "network"),
         ("make demo", "network"),
         ("make test", "CI"),
