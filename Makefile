@@ -32,8 +32,9 @@ check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-conform: $(STAMP) ## attack plain torch with every clause at length, and write the report and README's table
+conform: $(STAMP) ## attack plain torch with every clause at length, and write the report and the tables of README and docs
 	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch
+	$(VENV)/bin/rlkernel conformance table docs/conformance.md
 	$(VENV)/bin/rlkernel conformance table README.md
 
 evidence: $(STAMP) ## which reports and results are of other sources than are here, and the command that renews each

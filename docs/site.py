@@ -115,7 +115,8 @@ def notebook(content: str, source: str) -> str:
         if printed:
             parts.append(f"```text\n{printed.rstrip()}\n```")
     name = posixpath.basename(source)
-    return "\n\n".join([*parts, f"[Download {name}]({name})"]) + "\n"
+    page = "\n\n".join([*parts, f"[Download {name}]({name})"]) + "\n"
+    return re.sub(r"^# .*", r"\g<0> (notebook)", page, count=1)
 
 
 def listed(nav: Any, pages: list[str], placed: set[str] | None = None) -> Any:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,11 @@ class Environment:
     folder: Path
     python: Path
     cache: Path
+    offline: bool = True  # pip installs what lies here, and fetches nothing
 
-    def run(self, *words: str, cwd: Path | None = None, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, cwd: Path | None = None, expected: int = 0, variables: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run `rlkernel`, `python`, `pytest` or `pip` of the environment, and compare the exit code."""
         known = {
             "rlkernel": [str(self.python), "-m", "rlkernel"],
@@ -32,7 +36,7 @@ class Environment:
             "pip": [sys.executable, "-m", "pip", "--python", str(self.python)],
         }
         argv = [*known[words[0]], *words[1:]]
-        if words[0] == "pip":
+        if words[0] == "pip" and self.offline:
             argv += _OFFLINE
         settings = {k: v for k, v in os.environ.items() if not k.startswith(("RLKERNEL_", "PYTHON"))}
         done = subprocess.run(
@@ -41,7 +45,7 @@ class Environment:
             capture_output=True,
             text=True,
             cwd=cwd or self.folder,
-            env={**settings, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cache)},
+            env={**settings, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cache), **(variables or {})},
         )
         assert done.returncode == expected, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
         return done
@@ -50,14 +54,19 @@ class Environment:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """A virtual environment without pip, on top of this one."""
-    root = tmp_path_factory.mktemp("fresh")
+    return made(tmp_path_factory.mktemp("fresh"))
+
+
+def made(root: Path, *, empty: bool = False) -> Environment:
+    """A virtual environment without pip in a folder, on top of this one; or an empty one, into which pip may fetch."""
     venv.create(root / "env", with_pip=False)
     python = root / "env" / "bin" / "python"
-    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
-    # What `--system-site-packages` does for a base interpreter, for an environment, whose .pth files count too.
-    below = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    (Path(site) / "below.pth").write_text(below)
+    if not empty:
+        asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
+        # What `--system-site-packages` does for a base interpreter, for an environment, whose .pth files count too.
+        below = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (Path(site) / "below.pth").write_text(below)
     work = root / "work"
     work.mkdir()
-    return Environment(work, python, root / "cache")
+    return Environment(work, python, root / "cache", offline=not empty)

@@ -1,15 +1,18 @@
-"""The table of operators by backends says what reports say."""
+"""The tables of operators by backends and by hardware say what reports, results and builds say."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlkernel_conformance import documents, table
 from rlkernel_conformance import report as reports
+from rlkernel_conformance.hardware import hardware
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
@@ -69,30 +72,99 @@ def test_a_folder_without_reports_is_an_error(tmp_path) -> None:
         table.table(tmp_path)
 
 
+def test_links_lead_from_the_folder_of_the_page(tmp_path) -> None:
+    write(tmp_path / "reports" / "here", "held")
+    said = table.table(tmp_path / "reports", tmp_path / "docs")
+    assert "(../reports/here/report.md)" in said
+
+
 def test_it_is_written_between_its_markers(tmp_path, cli) -> None:
     write(Path("conformance/reports/good"), "held")
     page = Path("page.md")
-    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    begin, end = table.markers("conformance")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     assert cli("conformance", "table", "page.md").exit_code == 0
     said = cli("conformance", "table").stdout
-    assert page.read_text() == f"before\n{table.BEGIN}\n\n{said}\n{table.END}\nafter\n"
+    assert page.read_text() == f"before\n{begin}\n\n{said}\n{end}\nafter\n"
     assert json.loads(cli("conformance", "table", "--json").stdout)[0]["report"] == "good"
 
 
 def test_a_file_without_markers_is_an_error(tmp_path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing\n")
-    with pytest.raises(ConfigError, match="has no place for the table"):
+    with pytest.raises(ConfigError, match="has no place for a table"):
         table.write(page, tmp_path)
 
 
-def test_the_readme_says_what_the_reports_say() -> None:
-    between = (ROOT / "README.md").read_text().partition(table.BEGIN)[2].partition(table.END)[0]
+@pytest.mark.parametrize(("page", "name"), [("docs/conformance.md", "conformance"), ("README.md", "hardware")])
+def test_a_page_says_what_the_reports_say(page, name) -> None:
+    begin, end = table.markers(name)
+    between = (ROOT / page).read_text().partition(begin)[2].partition(end)[0]
+    with contextlib.chdir(ROOT):
+        made = table.TABLES[name](Path("conformance/reports"), Path(page).parent)
     # A change of a kernel makes no cell wrong but older.
-    page, now = (
-        re.sub(r", (\d+ )?\*older\*", "", text) for text in (between, table.table(ROOT / "conformance" / "reports"))
+    there, now = (re.sub(r", (\d+ )?\*older\*", "", text) for text in (between, made))
+    assert there.strip() == now
+
+
+def test_hardware_is_measured_where_a_report_of_kernels_was_made_on_its_card(tmp_path) -> None:
+    write(tmp_path / "triton", "held", "violated")
+    on_card(tmp_path / "triton", "triton")
+    lines = by_hardware(tmp_path).splitlines()
+    assert lines[0] == "| Operator | NVIDIA Hopper |"
+    assert "| `whiten` | measured on H100; fails 1 clause of `triton` |" in lines
+    assert lines[-1].startswith("Reports: [`triton`](triton/report.md) (")
+
+
+def test_plain_torch_on_a_card_is_not_a_kernel_that_was_measured(tmp_path) -> None:
+    write(tmp_path / "torch", "held")
+    on_card(tmp_path / "torch", "torch")
+    assert "measured" not in by_hardware(tmp_path)
+
+
+def test_hardware_whose_machine_code_a_simulator_ran_says_so(tmp_path) -> None:
+    write(tmp_path / "simulated", "held")
+    renamed(tmp_path / "simulated", backend="simulated-gfx942")
+    assert "| `whiten` | executed in a simulator |" in by_hardware(tmp_path)
+
+
+def test_hardware_is_compiled_where_every_build_was(tmp_path) -> None:
+    write(tmp_path / "torch", "held")
+    builds = tmp_path / "builds.md"
+    builds.write_text(
+        "## whiten\n\n| kernel | build | sm80 | gfx1100 |\n|---|---|---|---|\n"
+        "| `k` | a | 47 | 20 |\n| `k` | b | 40 |  |\n"
     )
-    assert page.strip() == now
+    lines = by_hardware(tmp_path, builds).splitlines()
+    assert lines[0] == "| Operator | NVIDIA Ampere, Ada | AMD RDNA 3, 4 |"
+    assert "| `whiten` | compiled | compiled in part |" in lines
+
+
+def test_an_operator_that_a_benchmark_timed_was_measured_on_its_card(tmp_path) -> None:
+    write(tmp_path / "torch", "held")
+    folder = tmp_path / "results" / "h200"
+    folder.mkdir(parents=True)
+    row = {"op": "whiten", "candidates": [{"name": "triton", "status": "measured"}]}
+    machine = {"device_arch": "sm90", "device_name": "NVIDIA H200"}
+    (folder / "results.json").write_text(json.dumps({"environment": machine, "results": [row]}))
+    assert "| `whiten` | measured on H200 |" in by_hardware(tmp_path)
+
+
+def by_hardware(folder: Path, builds: Path = Path("none")) -> str:
+    return hardware(folder, folder / "results", builds, folder)
+
+
+def renamed(folder: Path, **changed: Any) -> None:
+    """A report of another backend or device than that which made it."""
+    content = {**documents.read(folder), **changed}
+    documents.write({**content, "hash": reports.content_hash(content)}, folder)
+
+
+def on_card(folder: Path, backend: str) -> None:
+    runs = documents.read(folder)["runs"]
+    for run in runs.values():
+        run["environment"] |= {"device_arch": "sm90", "device_name": "NVIDIA H100 80GB HBM3"}
+    renamed(folder, backend=backend, device="cuda", runs=runs)
 
 
 def test_plain_torch_has_a_report_of_the_standard_profile_without_a_waiver() -> None:

@@ -3,13 +3,16 @@
 Blocks by language: `python` runs in order in one namespace per page; `console` runs each `$ rlkernel …` line and must
 print what stands below it (`...` stands for any lines); `bash` runs `rlkernel` and `python` commands and checks that
 others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate.
-docs/write-a-backend.md installs what it writes: tests/test_new_backend_page.py runs it in an environment of its own.
+Two pages install what they write, and run in environments of their own: docs/write-a-backend.md in
+tests/test_new_backend_page.py, docs/start/vendor.md in tests/test_newcomer.py. A notebook's cells must print what is
+committed below them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -33,8 +36,9 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)#]+)(?:#[^)]*)?\)")
-WRITE = ROOT / "docs" / "write-a-backend.md"
+INSTALLING = [ROOT / "docs" / "write-a-backend.md", ROOT / "docs" / "start" / "vendor.md"]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 # Take minutes or the network; what they name is checked instead.
 NOT_RUN = {"pip", "git", "cd", "make", "export", "pytest"}
 SLOW = (
@@ -46,6 +50,31 @@ SLOW = (
     "python docs",
     "python examples",
     "python -m pytest --pyargs",  # test_conformance_plugin runs it
+)
+
+
+PROSE = sorted([*PAGES, ROOT / "SECURITY.md", *(ROOT / "backends").glob("*/README.md")])
+# Sentences that pages once had, and turns of phrase that readers had to read twice.
+UNCLEAR = (
+    "a silent fallback is not slow",
+    "held to, clause by clause",
+    "backend that is about this device",
+    "a line a clause on standard error",
+    "nothing is taken that cannot be done",
+    "in a version that does not do",
+    "is to be had",
+    "and nothing else does",
+    "cannot be had by cheating",
+    "divide one by the other",
+    "that lacks any",
+    "held against",
+    "was held to",
+    "worth having",
+    "cry wolf",
+    "stand in line",
+    "owes",
+    "in vain",
+    "whoever",
 )
 
 
@@ -76,7 +105,7 @@ def project(tmp_path, monkeypatch):
     rlk.refresh()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != WRITE], ids=[n for n in NAMES if ROOT / n != WRITE])
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in INSTALLING], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_block_runs(page, project) -> None:
     namespace: dict[str, object] = {"__name__": "docs"}
     for i, block in enumerate(blocks(page)):
@@ -96,6 +125,19 @@ def test_every_block_runs(page, project) -> None:
                 validated(table, page.name, {*rlk.policy.known_names(rlk.policy.installed()), "acme"})
         else:
             assert block.language in {"text", "json", "make", "yaml", ""}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
+def test_every_cell_of_a_notebook_prints_what_stands_below_it(notebook, project) -> None:
+    namespace: dict[str, object] = {"__name__": "notebook"}
+    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert cells
+    for i, cell in enumerate(cells):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("".join(cell["source"]), f"{notebook.name}[{i}]", "exec"), namespace)  # our own docs
+        assert printed.getvalue() == "".join(line for out in cell["outputs"] for line in out["text"])
+        assert cell["execution_count"] == i + 1  # in order, from a fresh kernel
 
 
 def sessions(code: str) -> list[tuple[str, list[str]]]:
@@ -189,6 +231,12 @@ def test_no_cell_of_a_table_is_longer_than_a_line(page) -> None:
     cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
     shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "").strip() for cell in cells]
     assert [cell for cell in shown if len(cell) > 79 and "$" not in cell] == []  # tests/test_site.py measures formulas
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_is_in_plain_words(page) -> None:
+    prose = " ".join(FENCE.sub("", page.read_text()).lower().split())
+    assert [said for said in UNCLEAR if re.search(rf"\b{re.escape(said)}", prose)] == []
 
 
 def test_every_page_stands_in_the_navigation_of_the_site() -> None:

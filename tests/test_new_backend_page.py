@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import subprocess
 import tomllib
@@ -9,19 +11,23 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlkernel.config import validated
 from tests.environments import Environment, environment
-from tests.test_docs import ROOT, Block, assert_printed, blocks, sessions
+from tests.test_docs import INSTALLING, ROOT, Block, assert_printed, blocks, sessions
 
 __all__ = ["environment"]
-PAGE = ROOT / "docs" / "write-a-backend.md"
+PAGE = INSTALLING[0]
 
 
 def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> None:
     folder = environment.folder
     for i, block in enumerate(blocks(PAGE)):
         expected = int(block.options.get("exit", "0"))
-        if block.language == "bash":
+        if "file" in block.options:
+            (folder / block.options["file"]).write_text(block.code)
+        elif block.language == "bash":
             for command in block.code.splitlines():
                 folder = carried_out(environment, command, folder)
         elif block.language == "console":
@@ -34,19 +40,31 @@ def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> No
         elif block.language == "toml":
             described(tomllib.loads(block.code), tomllib.loads((folder / "pyproject.toml").read_text()))
         else:
-            assert block.language == "text", i
+            assert block.language in {"text", "yaml"}, i
     with zipfile.ZipFile(next((folder / "dist").glob("rlkernel_acme-*.whl"))) as wheel:
         assert "rlkernel_acme/whiten.py" in wheel.namelist()
+
+
+def test_the_ci_of_the_page_gives_the_reusable_workflow_its_inputs() -> None:
+    workflow = ROOT / ".github" / "workflows" / "conformance.yml"
+    if not workflow.exists():
+        pytest.skip("no .github/workflows/conformance.yml here")
+    (page,) = (block.code for block in blocks(PAGE) if "uses:" in block.code)
+    given = re.findall(r"^      (\w+):", page.partition("with:\n")[2], re.MULTILINE)
+    taken = re.findall(r"^      (\w+):$", workflow.read_text().partition("inputs:\n")[2], re.MULTILINE)
+    assert [name for name in given if name not in taken] == []
 
 
 def carried_out(environment: Environment, command: str, folder: Path) -> Path:
     """Run a command; the working folder after it."""
     words = shlex.split(command)
+    variables = dict(w.split("=", 1) for w in itertools.takewhile(lambda w: re.match(r"[A-Z_]+=", w), words))
+    words = words[len(variables) :]
     if words[0] == "cd":
         return folder / words[1]
     if words[:3] == ["rlkernel", "conformance", "run"] and "--op" not in words:
         words += ["--op", "whiten"]  # test_new_backend_installed.py attacks every operator of the template
-    environment.run(*words, cwd=folder)
+    environment.run(*words, cwd=folder, variables=variables)
     return folder
 
 
@@ -58,7 +76,7 @@ def said(environment: Environment, command: str, folder: Path, expected: int) ->
 def described(shown: dict[str, Any], project: dict[str, Any]) -> None:
     """A table of the page is one that rlkernel takes, or stands in the project so."""
     if "rlkernel" in shown:
-        validated(shown["rlkernel"], PAGE.name, {"acme"})
+        validated(shown["rlkernel"], "page", {"acme"})
     else:
         entry = shown["project"]["entry-points"]
         assert entry == project["project"]["entry-points"]

@@ -57,6 +57,18 @@ def test_twenty_steps_of_the_trainer_with_presets_equal_stock_trl(stock, tmp_pat
     )
 
 
+def test_logits_that_are_saved_for_the_backward_pass_give_the_same_training(stock, tmp_path) -> None:
+    mine = trl_runs.grpo(tmp_path, trainer=ours.grpo_trainer(backward="save"), steps=20, **USED_TWICE)
+    same(stock, mine)
+    assert any("backward:save" in ran.decision.call.features for ran in rlk.status() if ran.op == "linear_logprob@1")
+
+
+def test_an_unknown_way_backward_is_refused_before_anything_is_patched() -> None:
+    with pytest.raises(rlk.ArgumentError, match="backward"), ours.enabled(backward="keep"):
+        pass
+    assert integrations.active() == []
+
+
 @pytest.mark.parametrize("kind", ["RLOO", "DPO", "KTO", "SFT"])
 def test_two_steps_of_another_trainer_equal_stock_trl(kind, tmp_path) -> None:
     stock = trl_runs.train(kind, tmp_path / "stock")

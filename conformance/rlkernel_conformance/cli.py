@@ -41,7 +41,7 @@ EXAMPLES: Final = (
     ("rlkernel conformance report from-gpu.json --report reports/acme", "renew a report with one of another machine"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
     ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
-    ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's table"),
+    ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's tables"),
     ("rlkernel conformance evidence", "which reports are of other sources than are here, and what renews them"),
 )
 EXITS: Final = {

@@ -1,23 +1,26 @@
-"""What the committed reports say, as one table: operators by backends. Nobody types a verdict by hand.
+"""What the committed reports say, as tables that nobody types: operators by backends, and operators by hardware.
 
 What was found with other sources than are there now is marked as older, operator by operator.
 
-rlkernel conformance table             print it
-rlkernel conformance table README.md   write it between the markers of a file
+rlkernel conformance table                      print operators by backends
+rlkernel conformance table docs/conformance.md  write each table between its markers in a file
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_conformance.documents import place, providers, read, versions
 from rlkernel_conformance.evidence import manifest_of, older, reports, sources
+from rlkernel_conformance.hardware import hardware
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
-BEGIN: Final = "<!-- conformance: written by `rlkernel conformance table README.md` -->"
-END: Final = "<!-- end of conformance -->"
+RESULTS: Final = Path("benchmarks/results")
+BUILDS: Final = Path("backends/triton/builds/README.md")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -43,8 +46,13 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def table(folder: Path) -> str:
-    """Markdown: a column a report, a row an operator, and below where each report was made."""
+def table(folder: Path, at: Path = Path()) -> str:
+    """Markdown: a column a report, a row an operator, and below where each report was made.
+
+    Args:
+        folder: the reports.
+        at: the folder of the page, from which links lead.
+    """
     columns = rows(folder)
     names = [f"`{c['report']}`" for c in columns]
     lines = [
@@ -57,13 +65,25 @@ def table(folder: Path) -> str:
     lines.append("")
     for c in columns:
         where = f"on {c['place']}, torch {c['torch']}, {c['profile']} profile, {c['created']}"
-        link = f"[`{c['report']}`](conformance/reports/{c['report']}/report.md)"
+        link = f"[`{c['report']}`]({os.path.relpath(folder / c['report'] / 'report.md', at)})"
         lines.append(f"- {link}: {c['provider']} {where}: **{c['verdict']}**")
     return "\n".join(lines)
 
 
+# What a page may have between `<!-- NAME: written by ... -->` and `<!-- end of NAME -->`.
+TABLES: Final[Mapping[str, Callable[[Path, Path], str]]] = {
+    "conformance": table,
+    "hardware": lambda folder, at: hardware(folder, RESULTS, BUILDS, at),
+}
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines between which a table stands."""
+    return f"<!-- {name}: written by `rlkernel conformance table FILE` -->", f"<!-- end of {name} -->"
+
+
 def write(path: Path, folder: Path) -> None:
-    """Write the table between the markers of a file.
+    """Write each table for which a file has markers.
 
     Raises:
         ConfigError: the file has no markers, or cannot be read.
@@ -72,11 +92,17 @@ def write(path: Path, folder: Path) -> None:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{path} has no place for the table: put {BEGIN} and {END} on lines of their own")
-    path.write_text(f"{before}{BEGIN}\n\n{table(folder)}\n\n{END}{after}", encoding="utf-8")
+    written = text
+    for name, made in TABLES.items():
+        begin, end = markers(name)
+        before, there, rest = written.partition(begin)
+        _, closed, after = rest.partition(end)
+        if there and closed:
+            written = f"{before}{begin}\n\n{made(folder, path.parent)}\n\n{end}{after}"
+    if written == text and not any(markers(name)[0] in text for name in TABLES):
+        places = ", ".join(" and ".join(markers(name)) for name in TABLES)
+        raise ConfigError(f"{path} has no place for a table: put one of these pairs on lines of their own: {places}")
+    path.write_text(written, encoding="utf-8")
 
 
 def _cells(content: dict[str, Any]) -> dict[str, str]:

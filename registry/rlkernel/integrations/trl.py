@@ -23,29 +23,34 @@ from rlkernel.integrations.trl_head import HEAD, HOST, enabled
 __all__ = ["HEAD", "HOST", "callback", "enabled", "grpo_trainer"]
 
 
-def callback(*, force: bool = False) -> Any:
+def callback(*, backward: str = "auto", force: bool = False) -> Any:
     """A `transformers.TrainerCallback` that is `enabled()` from the first step to the last, and writes decisions.json.
 
     `force` takes a version of TRL outside the window, too.
     Where training fails in between, the replacement stays until `close()`: `with trl.enabled()` has no such gap.
 
+    Args:
+        backward: as in `enabled`.
+        force: as in `enabled`.
+
     Raises:
         HostError: as `enabled`.
     """
     HOST.require(force=force)
-    return trl_trainers.callback(force=force)
+    return trl_trainers.callback(backward=backward, force=force)
 
 
-def grpo_trainer(base: Any = None, *, fused: bool = False, force: bool = False) -> Any:
+def grpo_trainer(base: Any = None, *, fused: bool = False, backward: str = "auto", force: bool = False) -> Any:
     """A subclass of `GRPOTrainer` whose log-probabilities, advantages and losses are rlkernel's, by TRL's presets.
 
     Args:
         base: the class to derive from; TRL's own by default.
         fused: head and loss in one by `linear_policy_loss`, with the gradient made in the forward pass.
+        backward: as in `enabled`; not for what `fused` computes.
         force: as in `enabled`.
 
     Raises:
         HostError: as `enabled`; on construction, also for an option of `GRPOConfig` that no preset reproduces.
     """
     trl_trainers.GRPO.require(force=force)
-    return trl_trainers.grpo(base, fused=fused, force=force)
+    return trl_trainers.grpo(base, fused=fused, backward=backward, force=force)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel.integrations.host import Active, Host, Symbol, replaced
+from rlkernel_core import checks
 from rlkernel_core.errors import HostError
+from rlkernel_core.spec.linear_logprob import BACKWARD
 from rlkernel_core.spec.policy_loss import LossResult
 
 if TYPE_CHECKING:
@@ -79,8 +81,8 @@ class Wanted:
 class LinearHead:
     """The interface of TRL's autograd function: `apply` with its arguments, and its five results."""
 
-    def __init__(self, calls: Counter[str]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Counter[str], backward: str = "auto") -> None:
+        self.calls, self.backward = calls, backward
         self.wanted: Wanted | None = None
 
     @contextmanager
@@ -129,7 +131,9 @@ class LinearHead:
                 return self._fused(self.wanted, hidden, weight, targets, temperature, law)
         with torch.autocast(device, enabled=False):
             wanted = "entropy" in outputs
-            out = rlk.linear_logprob(hidden, weight, targets, temperature=temperature, entropy=wanted, **law)
+            out = rlk.linear_logprob(
+                hidden, weight, targets, temperature=temperature, entropy=wanted, backward=self.backward, **law
+            )
             self.calls["linear_logprob"] += 1
             with torch.no_grad():
                 squares = means = top = None
@@ -168,18 +172,22 @@ class LinearHead:
 
 
 @contextmanager
-def enabled(*, force: bool = False) -> Iterator[Active]:
+def enabled(*, backward: str = "auto", force: bool = False) -> Iterator[Active]:
     """TRL's trainers score tokens by `rlkernel.linear_logprob` inside the block; which kernel that is, policy says.
 
     Args:
+        backward: of `linear_logprob`: "save" keeps the logits for the backward pass, which is faster and takes 2 bytes
+            a token and id of the vocabulary; "recompute" and "auto" compute them again.
         force: take a version of TRL outside the window, too, if its symbols are what they were.
 
     Raises:
+        ArgumentError: no such way backward.
         HostError: TRL is absent, of a version that this was not made for, or has changed.
     """
+    checks.choice("backward", backward, BACKWARD)
 
     def make(_: Any, calls: Counter[str]) -> Any:
-        return LinearHead(calls)
+        return LinearHead(calls, backward)
 
     with replaced(HOST, HEAD, make, force=force) as entry:
         yield entry

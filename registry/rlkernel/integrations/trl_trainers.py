@@ -214,7 +214,7 @@ def _kl(trainer: Any, logprob: Tensor, inputs: dict[str, Any], mask: Tensor) -> 
     return mean
 
 
-def grpo(base: Any, *, fused: bool, force: bool) -> Any:
+def grpo(base: Any, *, fused: bool, backward: str, force: bool) -> Any:
     """The class of `trl.grpo_trainer`."""
     parent = import_module("trl").GRPOTrainer if base is None else base
 
@@ -226,11 +226,11 @@ def grpo(base: Any, *, fused: bool, force: bool) -> Any:
             loss_arguments(self)
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
-            with enabled(force=force) as self.rlkernel:
+            with enabled(backward=backward, force=force) as self.rlkernel:
                 return super().train(*args, **kwargs)
 
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-            with enabled(force=force) as self.rlkernel:
+            with enabled(backward=backward, force=force) as self.rlkernel:
                 return super().evaluate(*args, **kwargs)
 
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +252,7 @@ def grpo(base: Any, *, fused: bool, force: bool) -> Any:
     return RLKernelGRPOTrainer
 
 
-def callback(*, force: bool) -> Any:
+def callback(*, backward: str, force: bool) -> Any:
     """An instance of the class of `trl.callback`."""
     parent = import_module("transformers").TrainerCallback
 
@@ -264,7 +264,7 @@ def callback(*, force: bool) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 theirs
             self.close()  # a training that failed before
-            self.stack.enter_context(enabled(force=force))
+            self.stack.enter_context(enabled(backward=backward, force=force))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 theirs
             self.close()
