@@ -245,6 +245,13 @@ def test_a_title_is_what_was_found() -> None:
     )
 
 
+def test_ratios_are_written_with_the_digits_that_they_have() -> None:
+    very = (
+        content(candidate(us=1e5), peer(us=100.0))["results"] + content(candidate(us=1.0), peer(us=12345.0))["results"]
+    )
+    assert "(0.001 to 12 345 times as fast, median 6 173)" in finding("advantage", very)
+
+
 def test_a_panel_has_seven_lines_at_most_and_says_how_many_are_missing() -> None:
     many = [peer(f"peer {i}", us=100.0 + i) for i in range(9)]
     figure = lines("qmatmul", curves(swept(candidate(), *many)["results"]))

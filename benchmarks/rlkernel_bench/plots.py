@@ -125,7 +125,8 @@ def _span(ends: Iterable[str]) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+    digits = ".1g" if ratio < 0.1 else ".2f" if ratio < 2 else ".2g" if ratio < 10 else ",.0f"
+    return f"{ratio:{digits}}".replace(",", " ")
 
 
 def bars(suite: str, results: Sequence[Result]) -> Figure:
