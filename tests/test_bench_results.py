@@ -270,6 +270,20 @@ def test_a_roofline_has_seven_series_at_most() -> None:
     assert figure.legends[0].get_texts()[-1].get_text().startswith("others: peer 5, peer 6")
 
 
+def test_a_candidate_has_one_color_in_every_panel_and_a_peer_its_own_name() -> None:
+    kept = swept(candidate(), peer("marlin"), formats=("nf4", "mxfp4"))
+    for result in kept["results"][:4]:
+        result["candidates"] = result["candidates"][1:]
+    panels = [{x.get_label(): x.get_color() for x in a.lines} for a in lines("qmatmul", curves(kept["results"])).axes]
+    assert [[*p] for p in panels] == [["Marlin"], ["rlkernel-triton", "Marlin"]]
+    assert panels[0]["Marlin"] == panels[1]["Marlin"] != panels[1]["rlkernel-triton"]
+
+
+def test_the_roofline_is_titled_by_the_nearest_of_ours() -> None:
+    near, far = (content(candidate(us=us, gb_s=1000.0, tflop_s=400.0)) for us in (60.0, 100.0))
+    assert roofline([near, far]).get_suptitle() == "rlkernel reaches up to 83 % of the machine's roof, at logprob"
+
+
 def test_no_legend_covers_data() -> None:
     kept = swept(candidate(gb_s=10.0, tflop_s=5.0), peer(gb_s=9.0, tflop_s=4.0), formats=("nf4", "mxfp4"))
     every = [*pictures([kept]), *pictures([kept | {"size": "full"}])]

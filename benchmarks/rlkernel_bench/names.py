@@ -21,7 +21,21 @@ _CANDIDATES: Final = {
     "flashinfer": "FlashInfer",
     "flashinfer's draw": "FlashInfer draws in a CUDA graph",
     "reduce-overhead in place": "torch.compile (reduce-overhead)",
+    "reduce-overhead": "torch.compile (reduce-overhead)",
+    "liger sm90": "Liger (kernels for Hopper)",
+    "flashinfer fp8": "FlashInfer (fp8)",
+    "grouped_mm": "torch's grouped product",
+    "int4pack": "torch's int4 product",
+    "scaled_mm": "torch's fp8 product",
+    "launches": "launching as many kernels",
+    "cce": "Cut Cross-Entropy",
+    "quack": "QuACK",
+    "humming": "Humming",
+    "marlin": "Marlin",
+    "tritonllm": "TritonLLM",
+    "rl-kernel": "RL-Kernel",
 }
+_CANDIDATES_OF: Final[Mapping[str, Mapping[str, str]]] = {"qmatmul": {"cublas": "cuBLAS on a bf16 weight"}}
 # our variant behind the colon -> what it does
 _VARIANTS: Final = {
     "save": "keeping the logits",
@@ -56,7 +70,7 @@ _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 def candidate(name: str, suite: str = "") -> str:
     """The name of a candidate with its variant: `triton:save` is `rlkernel-triton, keeping the logits`."""
     base, _, variant = name.partition(":")
-    known = _CANDIDATES.get(base, base)
+    known = _CANDIDATES_OF.get(suite, {}).get(base) or _CANDIDATES.get(base, base)
     said = _VARIANTS_OF.get(suite, {}).get(variant) or _VARIANTS.get(variant, variant)
     return f"{known}, {said}" if variant else known
 

@@ -192,15 +192,17 @@ def lines(suite: str, panels: Mapping[str, Sequence[Result]]) -> Figure:
     every = figure.subplots(tall, wide, squeeze=False).flatten()
     for axes in every[len(panels) :]:
         axes.set_axis_off()
+    named = list(dict.fromkeys(t.name for panel in panels.values() for r in panel for t in timed(r)))
     for axes, (name, panel) in zip(every, panels.items(), strict=False):
-        _panel(axes, suite, panel)
+        _panel(axes, suite, panel, named)
         axes.set_title("\n".join(textwrap.wrap(name, 55)), fontsize=9)
     results = [r for panel in panels.values() for r in panel]
     _titled(figure, finding(suite, results), left_out(results))
     return figure
 
 
-def _panel(axes: Axes, suite: str, panel: Sequence[Result]) -> None:
+def _panel(axes: Axes, suite: str, panel: Sequence[Result], named: Sequence[str]) -> None:
+    """Draw a panel; a candidate has the look of its place in `named`, so the same in every panel."""
     first = next(iter(panel[0]["sizes"]))
     ruler = panel[0]["ruler"]
     found: dict[str, dict[int, float]] = {}
@@ -211,11 +213,12 @@ def _panel(axes: Axes, suite: str, panel: Sequence[Result]) -> None:
             who[t.name] = t.who
     # The quickest at the largest size first, after ours and the ruler.
     ranked = sorted(found, key=lambda n: (who[n] != OURS, n != ruler, found[n][max(found[n])] / max(found[n])))
-    for i, name in enumerate(ranked[:SERIES]):
-        style = {"color": "0.5", "lw": 2.5} if name == ruler else {"color": LINES[i], "marker": MARKS[i], "ms": 4}
-        axes.plot(
-            sorted(found[name]), [found[name][n] for n in sorted(found[name])], label=names.candidate(name), **style
-        )
+    for name in ranked[:SERIES]:
+        i = named.index(name)
+        look = {"color": f"C{i}", "marker": MARKS[i % len(MARKS)], "ms": 4}
+        style = {"color": "0.5", "lw": 2.5} if name == ruler else look
+        at = sorted(found[name])
+        axes.plot(at, [found[name][n] for n in at], label=names.candidate(name, suite), **style)
     sizes = sorted({n for at in found.values() for n in at})
     times = [us for name in ranked[:SERIES] for us in found[name].values()]
     if max(sizes) > DECADES * min(sizes):
@@ -224,6 +227,8 @@ def _panel(axes: Axes, suite: str, panel: Sequence[Result]) -> None:
         axes.minorticks_off()
     if max(times) > DECADES * min(times):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     else:
         axes.set_ylim(bottom=0)
     axes.set(xlabel=names.size(suite, first), ylabel="\u00b5s per call")
@@ -323,17 +328,18 @@ def _points(contents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[tuple
 
 def _nearest(contents: Sequence[Mapping[str, Any]]) -> str:
     """How near to the roof ours come, as a title."""
-    shares = {
-        r["suite"]: max(shares)
+    shares = [
+        (t.share, r["suite"])
         for content in contents
         for r in content["results"]
         if any(c.get("tflop_s") for c in r["candidates"])
-        and (shares := [t.share for t in timed(r) if t.who == OURS and t.share is not None])
-    }
+        for t in timed(r)
+        if t.who == OURS and t.share is not None
+    ]
     if not shares:
         return "No kernel of rlkernel was measured on a workload with arithmetic"
-    top = max(shares, key=lambda suite: shares[suite])
-    return f"Up to {shares[top]:.0f} % of the machine's roof, by rlkernel at {top}"
+    share, suite = max(shares)
+    return f"rlkernel reaches up to {share:.0f} % of the machine's roof, at {suite}"
 
 
 def _titled(figure: Figure, title: str, note: str = "") -> None:
