@@ -8,6 +8,15 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
 STAMP   = $(VENV)/.rlkernel-ready
 
+# The demo has an environment of its own where there is a GPU: this Python's torch uses one, and then that build is kept,
+# or NVIDIA's driver is loaded, which its files tell also where nvidia-smi is not installed. `make demo GPU=` is the CPU's.
+GPU_VENV = .venv-gpu
+ifneq (,$(filter demo,$(MAKECMDGOALS)))
+OWN_TORCH := $(shell $(PYTHON) -c "import pathlib, torch; torch.cuda.is_available() and print(pathlib.Path(torch.__file__).parents[1])" 2>/dev/null)
+GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/wsl/lib/libcuda.so.1)
+endif
+DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
+
 .PHONY: help setup demo test check conform evidence bench docs fresh site hosts build clean
 
 help: ## this list
@@ -21,8 +30,16 @@ $(STAMP): pyproject.toml
 	$(RUN) -m pip install --quiet -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## watch a small model learn arithmetic by GRPO on this machine, in two minutes
-	$(VENV)/bin/rlkernel demo
+demo: $(DEMO_VENV)/.rlkernel-ready ## watch a small model learn arithmetic by GRPO here: a minute on a GPU, two on a CPU
+	$(DEMO_VENV)/bin/rlkernel demo
+
+$(GPU_VENV)/.rlkernel-ready: pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	echo "$(OWN_TORCH)" > $$($(GPU_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/own_torch.pth
+	$(GPU_VENV)/bin/python -c "import torch" 2>/dev/null || $(GPU_VENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(GPU_VENV)/bin/python -m pip install --quiet -e '.[demo]' numpy
+	$(GPU_VENV)/bin/python tools/gpu_backends.py
+	touch $@
 
 test: $(STAMP) ## all tests
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
@@ -77,5 +94,5 @@ build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same byt
 	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

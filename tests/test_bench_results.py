@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from rlkernel_bench import names
 from rlkernel_bench.compare import compare
-from rlkernel_bench.plots import curves, draw
+from rlkernel_bench.plots import SERIES, bars, curves, draw, finding, lines, pictures, roofline
 from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
@@ -153,22 +155,153 @@ def test_a_row_of_the_table_is_a_row_of_the_csv() -> None:
     assert lines[1].startswith("logprob,logprob,w0,triton,backend,1,measured,100.0,99.0,101.0,9,eager")
 
 
+def texts(figure) -> str:
+    """Everything that is written in a picture."""
+    figure.draw_without_rendering()
+    every = [figure.get_suptitle()]
+    for axes in figure.axes:
+        every += [axes.get_title(), axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()]
+        every += [t.get_text() for t in [*axes.texts, *axes.get_yticklabels()]]
+        every += [line.get_label() for line in axes.lines]
+    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
+        every += [t.get_text() for t in legend.get_texts()] if legend else []
+    return "\n".join(every)
+
+
+def swept(*candidates, formats=("nf4",), works=4) -> dict:
+    """A sweep over the first size, of some formats."""
+    kept = content(*candidates, works=works * len(formats))
+    for i, result in enumerate(kept["results"]):
+        result["sizes"] = {"M": 2 ** (i % works), "K": 8}
+        result["options"] = {"format": formats[i // works]}
+        result["suite"] = result["op"] = "qmatmul"
+    return kept | {"size": "sweep"}
+
+
 def test_the_pictures_are_drawn(tmp_path) -> None:
-    names = draw([content(candidate(gb_s=2000.0, tflop_s=0.0), peer(gb_s=900.0, tflop_s=400.0))], tmp_path)
-    assert names == ["roofline.png", "bars-logprob.png"]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    drawn = draw([content(candidate(gb_s=2000.0, tflop_s=0.0), peer(gb_s=900.0, tflop_s=400.0))], tmp_path)
+    assert drawn == ["roofline.png", "bars-logprob.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
 
 
-def test_workloads_of_a_sweep_that_differ_in_one_size_are_lines_and_no_bars(tmp_path) -> None:
-    kept = content(candidate(), peer(), works=5)
-    for n, result in enumerate(kept["results"]):
-        result["sizes"] = {"M": 2**n, "K": 8} if n < 4 else {"M": 1, "K": 16}
-        result["options"] = {"format": "nf4"}
+def test_workloads_of_a_sweep_that_differ_in_one_size_are_lines_and_no_bars() -> None:
+    kept = swept(candidate(), peer(), works=5)
+    kept["results"][4]["sizes"] = {"M": 1, "K": 16}
     [(name, panel)] = curves(kept["results"]).items()
-    assert (name, [r["work"] for r in panel]) == ("K 8, bfloat16, forward", ["w0", "w1", "w2", "w3"])
-    assert draw([kept], tmp_path) == ["roofline.png", "bars-logprob.png"]
-    assert draw([kept | {"size": "sweep"}], tmp_path) == ["roofline.png", "curves-logprob.png", "bars-logprob.png"]
-    assert (tmp_path / "curves-logprob.png").read_bytes().startswith(b"\x89PNG")
+    assert (name, [r["work"] for r in panel]) == ("8 inputs, bf16, forward, format nf4", ["w0", "w1", "w2", "w3"])
+    assert [name for name, _ in pictures([kept | {"size": "full"}])] == ["bars-qmatmul.png"]
+    assert [name for name, _ in pictures([kept])] == ["curves-qmatmul.png", "bars-qmatmul.png"]
+
+
+def test_without_arithmetic_there_is_no_roofline() -> None:
+    assert roofline([content(candidate(gb_s=2000.0, tflop_s=0.0))]) is None
+
+
+def test_a_rate_above_the_roof_is_left_out_and_said_so() -> None:
+    honest = candidate("cuda", gb_s=1000.0, tflop_s=500.0)
+    refuted = peer("cublas fp32", us=10.0, gb_s=5000.0, tflop_s=2500.0, status="impossible")
+    uncaught = peer("liger", gb_s=1600.0, tflop_s=900.0)  # above 8e14 operations a second
+    figure = roofline([content(honest, refuted, uncaught)])
+    [points] = [c for c in figure.axes[0].collections if len(c.get_offsets())]
+    assert points.get_offsets().tolist() == [[500.0, 500.0]]
+    said = texts(figure)
+    assert "Left out as faster than the hardware allows: cuBLAS (logits in fp32) in logprob, forward, Liger" in said
+
+
+def test_a_time_below_the_floor_is_no_bar_and_said_so() -> None:
+    figure = bars("logprob", content(candidate(), peer("trl", us=1.0, status="impossible"))["results"])
+    assert len(figure.axes[0].patches) == 1
+    assert "Left out as faster than the hardware allows: TRL (forward)." in texts(figure)
+
+
+def test_bars_are_shares_of_the_limit_on_a_linear_axis_with_their_times() -> None:
+    figure = bars("logprob", content(candidate(us=100.0), peer(us=1000.0))["results"])
+    axes = figure.axes[0]
+    assert [bar.get_width() for bar in axes.patches] == [50.0, 5.0]
+    assert (axes.get_xscale(), axes.get_xlabel()[0]) == ("linear", "%")
+    assert {"100 \u00b5s", "1 ms", "rlkernel-triton", "plain torch"} <= set(texts(figure).splitlines())
+
+
+def test_what_does_a_part_of_the_job_is_no_bar() -> None:
+    figure = bars("logprob", content(candidate(), candidate("cublas", 60.0, kind="ruler"))["results"])
+    assert len(figure.axes[0].patches) == 1
+    assert "for comparison, cuBLAS (the logits alone): 60 \u00b5s" in texts(figure)
+
+
+def test_pictures_name_no_candidate_and_no_workload_in_the_short_way_of_files() -> None:
+    ours = [candidate(f"{name}:{way}") for name in ("triton", "cuda") for way in ("save", "recompute")]
+    for figure in (bars("logprob", content(*ours, works=2)["results"]), lines("q", curves(swept(*ours)["results"]))):
+        assert not re.search(r"triton:|cuda:|ours|\d+x\d+|bfloat16", texts(figure))
+
+
+def test_a_title_is_what_was_found() -> None:
+    fast = content(candidate(us=50.0), peer(us=100.0))["results"]
+    slow = content(candidate(us=200.0), peer(us=100.0))["results"]
+    assert finding("logprob", [*fast, *slow]) == (
+        "logprob: rlkernel is faster than the fastest other at 1 of 2 workloads (0.50 to 2 times as fast, median 1.25)"
+    )
+    assert finding("logprob", content(candidate(us=100.0))["results"]) == (
+        "logprob: rlkernel reaches 50 % of the hardware's limit"
+    )
+
+
+def test_ratios_are_written_with_the_digits_that_they_have() -> None:
+    very = (
+        content(candidate(us=1e5), peer(us=100.0))["results"] + content(candidate(us=1.0), peer(us=12345.0))["results"]
+    )
+    assert "(0.001 to 12 345 times as fast, median 6 173)" in finding("advantage", very)
+
+
+def test_a_panel_has_seven_lines_at_most_and_says_how_many_are_missing() -> None:
+    many = [peer(f"peer {i}", us=100.0 + i) for i in range(9)]
+    figure = lines("qmatmul", curves(swept(candidate(), *many)["results"]))
+    axes = figure.axes[0]
+    assert len(axes.lines) == SERIES
+    assert (axes.lines[0].get_label(), axes.get_legend().get_title().get_text()) == (
+        "rlkernel-triton",
+        "3 slower not drawn",
+    )
+
+
+def test_a_roofline_has_seven_series_at_most() -> None:
+    many = [peer(f"peer {i}", gb_s=1000.0, tflop_s=100.0 + i) for i in range(9)]
+    figure = roofline([content(candidate(gb_s=1000.0, tflop_s=400.0), *many)])
+    assert len(figure.legends[0].get_texts()) == SERIES
+    assert figure.legends[0].get_texts()[-1].get_text().startswith("others: peer 5, peer 6")
+
+
+def test_a_candidate_has_one_color_in_every_panel_and_a_peer_its_own_name() -> None:
+    kept = swept(candidate(), peer("marlin"), formats=("nf4", "mxfp4"))
+    for result in kept["results"][:4]:
+        result["candidates"] = result["candidates"][1:]
+    panels = [{x.get_label(): x.get_color() for x in a.lines} for a in lines("qmatmul", curves(kept["results"])).axes]
+    assert [[*p] for p in panels] == [["Marlin"], ["rlkernel-triton", "Marlin"]]
+    assert panels[0]["Marlin"] == panels[1]["Marlin"] != panels[1]["rlkernel-triton"]
+
+
+def test_the_roofline_is_titled_by_the_nearest_of_ours() -> None:
+    near, far = (content(candidate(us=us, gb_s=1000.0, tflop_s=400.0)) for us in (60.0, 100.0))
+    assert roofline([near, far]).get_suptitle() == "rlkernel reaches up to 83 % of the machine's roof, at logprob"
+
+
+def test_no_legend_covers_data() -> None:
+    kept = swept(candidate(gb_s=10.0, tflop_s=5.0), peer(gb_s=9.0, tflop_s=4.0), formats=("nf4", "mxfp4"))
+    every = [*pictures([kept]), *pictures([kept | {"size": "full"}])]
+    assert [name for name, _ in every] == ["roofline.png", "curves-qmatmul.png", "roofline.png", "bars-qmatmul.png"]
+    for _, figure in every:
+        figure.draw_without_rendering()
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+        plots = [axes.get_window_extent() for axes in figure.axes if axes.axison]
+        assert legends
+        assert not any(legend.get_window_extent().overlaps(plot) for legend in legends for plot in plots)
+
+
+def test_a_size_of_one_is_said_in_the_singular_and_a_model_by_its_name() -> None:
+    assert (names.size("sample", "B", 1), names.size("sample", "B", 1024)) == ("1 row", "1 024 rows")
+    sizes = {"B": 64, "T": 16, "L": 36, "D": 4096, "Q": 4096, "K": 1024, "F": 12288, "V": 151936}
+    step = {"suite": "rollout", "op": "sample,capture", "sizes": sizes, "dtype": "bfloat16", "task": "decode"}
+    told = names.parts({**step, "options": {"weights": "int4_g128"}})
+    assert [*told.values()] == ["64 rows", "16 tokens each", "Qwen3-8B", "bf16", "decode", "weights int4_g128"]
 
 
 def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) -> None:

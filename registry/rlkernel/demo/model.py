@@ -1,7 +1,7 @@
 """A small causal transformer, twice: as the trainer holds it, and as the rollout runs it on int4 weights.
 
 The two share their weights by re-quantization after every update. They are different programs on purpose (full
-sequences in fp32 there, one token at a time from a KV cache and packed weights here), because that is what a trainer
+sequences there, one token at a time from a KV cache and packed weights here), because that is what a trainer
 and a rollout engine are; the demo measures how far apart their log-probabilities are.
 
 Legend: B sequences · T tokens · D hidden · H heads · V vocabulary.
@@ -23,7 +23,7 @@ LINEARS: Final = ("qkv", "out", "up", "down")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; 400 thousand parameters at the defaults."""
+    """Sizes of the model."""
 
     vocab: int
     context: int
@@ -82,16 +82,17 @@ def norm(x: Tensor) -> Tensor:
 class Decoder:
     """The rollout's model: int4 weights, a KV cache of fixed size, one token per sequence and call."""
 
-    def __init__(self, policy: Policy, batch: int, fmt: str) -> None:
+    def __init__(self, policy: Policy, batch: int, fmt: str, dtype: torch.dtype) -> None:
         shape, device = policy.shape, policy.head.weight.device
-        self.shape, self.format = shape, fmt
-        head = shape.hidden // shape.heads
-        self.cache = torch.zeros(shape.layers, 2, batch, shape.heads, shape.context, head, device=device)
+        self.shape, self.format, self.dtype = shape, fmt, dtype
+        sizes = (shape.layers, 2, batch, shape.heads, shape.context, shape.hidden // shape.heads)
+        self.cache = torch.zeros(sizes, device=device, dtype=dtype)
         self.tokens, self.positions, self.head = (
-            w.detach().clone() for w in (policy.tokens.weight, policy.positions.weight, policy.head.weight)
+            w.detach().to(dtype, copy=True) for w in (policy.tokens.weight, policy.positions.weight, policy.head.weight)
         )
         self.weights = [
-            {name: rlk.quantize(weight, fmt) for name, weight in _linears(block).items()} for block in policy.blocks
+            {name: rlk.quantize(weight, fmt) for name, weight in self._linears(block).items()}
+            for block in policy.blocks
         ]
 
     def static(self) -> list[Tensor]:
@@ -106,7 +107,7 @@ class Decoder:
         self.positions.copy_(policy.positions.weight)
         self.head.copy_(policy.head.weight)
         for mine, block in zip(self.weights, policy.blocks, strict=True):
-            for name, weight in _linears(block).items():
+            for name, weight in self._linears(block).items():
                 rlk.quantize(weight, self.format, out=mine[name])
 
     def logits(self, ids: Tensor, at: Tensor) -> Tensor:
@@ -123,6 +124,5 @@ class Decoder:
             x = x + rlk.qmatmul(F.gelu(rlk.qmatmul(norm(x), weights["up"])), weights["down"])
         return norm(x) @ self.head.T
 
-
-def _linears(block: nn.Module) -> dict[str, Tensor]:
-    return {name: getattr(block, name).weight.detach() for name in LINEARS}
+    def _linears(self, block: nn.Module) -> dict[str, Tensor]:
+        return {name: getattr(block, name).weight.detach().to(self.dtype) for name in LINEARS}

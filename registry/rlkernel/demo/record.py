@@ -3,26 +3,25 @@
 options.json     how it was started
 metrics.jsonl    one line per update, written as it happens
 decisions.json   which backend served each kind of call, and the hash of all
-summary.json     the outcome; "complete": false where it was interrupted
-curves.png       reward, drift and throughput
+summary.json     the outcome, and what served each side; "complete": false where it was interrupted
+curves.png       the picture of it, where matplotlib is installed
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
 
 import rlkernel as rlk
 from rlkernel import record as decisions
 from rlkernel.demo.train import Step
+from rlkernel_core.decision import Decision
 
-PANELS: Final = (
-    ("reward", {"reward": "mean reward"}),
-    ("drift, nats", {"drift_max": "max", "drift_mean": "mean", "drift_kl": "KL"}),
-    ("rollout tokens / s", {"tokens_per_second": "tokens / s"}),
-)
+SERVED: Final = ("side", "op", "backend", "target", "provider")
 
 
 class RunFolder:
@@ -31,6 +30,7 @@ class RunFolder:
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path = path
         self.steps: list[Step] = []
+        self.served: dict[str, set[Decision]] = {}
         self.summary: dict[str, Any] = {
             "complete": False,
             "reward_first": None,
@@ -50,21 +50,36 @@ class RunFolder:
         self._metrics.write(json.dumps(step.as_dict()) + "\n")
         self._metrics.flush()
 
+    @contextmanager
+    def on(self, side: str) -> Iterator[None]:
+        """What is called inside serves this side: every decision whose count of calls rises."""
+        before = {ran.decision: ran.calls for ran in rlk.status()}
+        yield
+        rose = {ran.decision for ran in rlk.status() if ran.calls > before.get(ran.decision, 0)}
+        self.served.setdefault(side, set()).update(rose)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._metrics.close()
-        ran = rlk.status()
         decisions.write(self.path)
-        served = sorted({(r.op, r.backend, str(r.decision.target), str(r.decision.version)) for r in ran})
+        served = {
+            (side, d.call.op, str(d.backend), str(d.target), str(d.version))
+            for side, found in self.served.items()
+            for d in found
+        }
         self.summary |= _outcome(self.steps)
         self.summary |= {
             "complete": kind is None,
             "decisions_hash": rlk.decisions_hash(),
-            "served": [dict(zip(("op", "backend", "target", "provider"), row, strict=True)) for row in served],
+            "served": [dict(zip(SERVED, row, strict=True)) for row in sorted(served)],
             "folder": str(self.path),
+            "picture": None,
         }
+        if self.steps and find_spec("matplotlib") is not None:
+            from rlkernel.demo.picture import FILE, draw
+
+            draw([step.as_dict() for step in self.steps], self.summary, self.path / FILE)
+            self.summary["picture"] = str(self.path / FILE)
         self._write("summary.json", self.summary)
-        if self.steps:
-            draw(self.steps, self.path / "curves.png")
 
     def _write(self, name: str, content: Any) -> None:
         (self.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -86,22 +101,3 @@ def _outcome(steps: list[Step]) -> dict[str, Any]:
         "drift_kl": sum(s.drift_kl for s in steps) / len(steps),
         "tokens_per_second": sum(s.tokens_per_second for s in steps) / len(steps),
     }
-
-
-def draw(steps: list[Step], path: Path) -> None:
-    """Reward, drift and throughput over the updates."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    for axes, (title, lines) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        for name, label in lines.items():
-            axes.plot([s.step for s in steps], [getattr(s, name) for s in steps], label=label)
-        axes.set(title=title, xlabel="update")
-        if len(lines) > 1:
-            axes.set_yscale("log")  # a maximum dwarfs a mean
-        else:
-            axes.set_ylim(bottom=0, top=1 if title == "reward" else None)
-        axes.grid(alpha=0.3)
-        if len(lines) > 1:
-            axes.legend()
-    figure.savefig(path, dpi=120)

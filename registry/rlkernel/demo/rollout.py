@@ -27,8 +27,8 @@ class Rollouts:
 class Engine:
     """Answers problems with quantized weights under one captured graph."""
 
-    def __init__(self, policy: Policy, batch: int, fmt: str, temperature: float) -> None:
-        self.decoder = Decoder(policy, batch, fmt)
+    def __init__(self, policy: Policy, batch: int, fmt: str, temperature: float, dtype: torch.dtype) -> None:
+        self.decoder = Decoder(policy, batch, fmt, dtype)
         decoder = self.decoder
 
         def step(ids: Tensor, at: Tensor, seed: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 
 import rlkernel as rlk
 from rlkernel.demo import task
+from rlkernel.demo.clock import Clock
 from rlkernel.demo.model import Policy, Shape
 from rlkernel.demo.record import RunFolder
+from rlkernel.demo.scale import place
 from rlkernel.demo.train import Recipe, Step, fit, improve
 from rlkernel_core.errors import ConfigError
 
@@ -25,16 +28,18 @@ class Options:
     seed: int = 0
     out: Path | None = None  # run folder; None: runs/grpo-<time>
     order: tuple[str, ...] = ()  # backends; empty: what the configuration says
-    recipe: Recipe = field(default_factory=Recipe)
+    device: str | None = None  # as torch spells it; None: a GPU if there is one, else the CPU
+    recipe: Recipe | None = None  # None: the device's, cut to the time that it may take there
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What an onlooker is told: the phase, how far it is, and the latest update."""
+    """What an onlooker is told: the phase, how far it is, how long the run still takes, and the latest update."""
 
     phase: str  # "fit" | "improve"
     done: int
-    total: int
+    total: int  # falls where the time is short
+    left: float | None = None  # seconds until the run's end; None before it can be told
     loss: float | None = None
     step: Step | None = None
 
@@ -42,26 +47,62 @@ class Progress:
 def run(options: Options, watch: Callable[[Progress], None] = lambda _: None) -> dict[str, Any]:
     """Run the demo; returns the summary that is also in the run folder.
 
-    The same seed gives the same curve on the same machine and number of threads.
+    The same seed gives the same curve on the same machine; where time is short, less of it.
 
     Raises:
-        ConfigError: an unknown backend, or a run folder that exists already.
+        ConfigError: an unknown backend, a device that is not here, or a run folder that exists already.
+        UnknownNameError: a type of device that the demo has no scale for.
         KeyboardInterrupt: passed on after the run folder has been completed.
     """
+    device, scale = place(options.device)
+    recipe = options.recipe or scale.recipe
     folder = options.out or Path("runs") / time.strftime("grpo-%Y%m%d-%H%M%S")
     if folder.exists():
         raise ConfigError(f"out: {folder} exists already; name another folder, or delete it")
-    recipe = options.recipe
-    with rlk.use(*options.order), RunFolder(folder, {**asdict(options), "out": str(folder)}) as record:
-        began = time.perf_counter()
+    started = {**asdict(options), "out": str(folder), "device": str(device), "recipe": asdict(recipe)}
+    clock = Clock(recipe, None if options.recipe else scale.seconds)
+    with rlk.use(*options.order), _threads(scale.threads), RunFolder(folder, started) as record:
         torch.manual_seed(options.seed)
         generator = torch.Generator().manual_seed(options.seed)
-        policy = Policy(Shape(vocab=len(task.ALPHABET), context=task.PROMPT + task.ANSWER))
-        for i, loss in enumerate(fit(policy, recipe, generator), 1):
-            watch(Progress("fit", i, recipe.fit_steps, loss=loss))
-        record.summary["parameters"] = sum(p.numel() for p in policy.parameters())
-        for step in improve(policy, recipe, generator, options.seed):
+        shape = Shape(len(task.ALPHABET), task.PROMPT + task.ANSWER, scale.hidden, scale.layers, scale.heads)
+        policy = Policy(shape).to(device)
+        record.summary |= {
+            "device": _name(device),
+            "dtype": recipe.dtype,
+            "parameters": sum(p.numel() for p in policy.parameters()),
+            "steps_wanted": recipe.steps,
+            "seconds_wanted": clock.seconds,
+        }
+        for done, loss in enumerate(fit(policy, recipe, generator), 1):
+            clock.tick("fit")
+            total = clock.total("fit")
+            watch(Progress("fit", done, total, clock.left("fit"), loss=loss))
+            if done >= total:
+                break
+        record.summary["fit_steps"] = done
+        for step in improve(policy, recipe, generator, options.seed, record.on):
             record.add(step)
-            watch(Progress("improve", step.step + 1, recipe.steps, step=step))
-        record.summary["seconds"] = round(time.perf_counter() - began, 1)
+            clock.tick("improve")
+            total = clock.total("improve")
+            watch(Progress("improve", step.step + 1, total, clock.left("improve"), step=step))
+            if step.step + 1 >= total:
+                break
+        record.summary["seconds"] = round(clock.elapsed, 1)
     return record.summary
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """At most so many threads of torch inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, count or before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    return torch.cuda.get_device_name(device)

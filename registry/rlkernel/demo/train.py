@@ -6,7 +6,8 @@ Legend: B sequences · G group · A answer length · D hidden.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ from rlkernel.demo.model import Policy
 from rlkernel.demo.rollout import Engine, Rollouts
 
 FIT_BATCH: Final = 256
-FIT_RATE: Final = 2e-3
 CLIP: Final = (0.2, 0.28)  # clip-higher, arXiv 2503.14476
 
 
@@ -29,6 +29,7 @@ class Recipe:
 
     steps: int = 100  # GRPO updates
     fit_steps: int = 300  # supervised steps before
+    fit_rate: float = 2e-3  # their highest rate of learning
     prompts: int = 64  # problems per update
     group: int = 8  # answers per problem
     epochs: int = 2  # passes over a batch of rollouts
@@ -36,6 +37,13 @@ class Recipe:
     temperature: float = 1.0
     weights: str = "int4_g32"  # format of the rollout's weights
     correction: float = 2.0  # cap of the truncated importance weight
+    dtype: str = "float32"  # of activations on both sides; parameters and their updates are fp32
+
+    @property
+    def activations(self) -> torch.dtype:
+        """The same as torch names it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,35 +69,54 @@ class Step:
 
 def fit(policy: Policy, recipe: Recipe, generator: Generator) -> Iterator[float]:
     """Fit the model to the careless writer's text; yields the loss of every step."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=FIT_RATE, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.fit_rate, betas=(0.9, 0.98))
     device = policy.head.weight.device
     for step in range(recipe.fit_steps):
         for g in optimizer.param_groups:
-            g["lr"] = FIT_RATE * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / recipe.fit_steps)
+            g["lr"] = recipe.fit_rate * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / recipe.fit_steps)
         batch = task.problems(FIT_BATCH, generator, error_rate=task.ERROR_RATE)
         prompts, answers = batch.prompts.to(device), batch.answers.to(device)
-        logprob = _logprob(policy, prompts, answers, torch.ones_like(answers, dtype=torch.bool))
-        loss = -logprob.logprob.mean()
+        every = torch.ones_like(answers, dtype=torch.bool)
+        loss = -_logprob(policy, recipe, prompts, answers, every).logprob.mean()
         _update(policy, optimizer, loss)
         yield loss.item()
 
 
-def improve(policy: Policy, recipe: Recipe, generator: Generator, seed: int) -> Iterator[Step]:
-    """GRPO: answer, judge, compare within the group, update, sync; yields what each update did."""
-    batch = recipe.prompts * recipe.group
-    engine = Engine(policy, batch, recipe.weights, recipe.temperature)
+def improve(
+    policy: Policy,
+    recipe: Recipe,
+    generator: Generator,
+    seed: int,
+    on: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+) -> Iterator[Step]:
+    """GRPO: answer, judge, compare within the group, update, sync; yields what each update did.
+
+    Args:
+        policy: the trainer's model; it is changed.
+        recipe: the dials.
+        generator: draws the problems; on the CPU.
+        seed: keys the noise of every request.
+        on: entered around the work of each side, "rollout" or "trainer".
+    """
+    batch, device = recipe.prompts * recipe.group, policy.head.weight.device
+    with on("rollout"):
+        engine = Engine(policy, batch, recipe.weights, recipe.temperature, recipe.activations)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(recipe.steps):
         began = time.perf_counter()
         given = task.problems(recipe.prompts, generator)
-        prompts, answers = (x.repeat_interleave(recipe.group, 0) for x in (given.prompts, given.answers))
+        prompts, answers = (x.repeat_interleave(recipe.group, 0).to(device) for x in (given.prompts, given.answers))
         # A request's noise is keyed by its own seed: no other request, and no place in the batch, changes its draw.
-        seeds = (seed * recipe.steps + step) * batch + torch.arange(batch)
-        rollouts = engine.answer(prompts, seeds)
+        seeds = (seed * recipe.steps + step) * batch + torch.arange(batch, device=device)
+        with on("rollout"):
+            rollouts = engine.answer(prompts, seeds)
+            drawn = rollouts.mask.sum().item()  # waits for the device
         answered = time.perf_counter()
         reward = task.rewards(rollouts.tokens, answers)
-        stats, old = _learn(policy, optimizer, recipe, prompts, rollouts, reward)
-        engine.sync(policy)
+        with on("trainer"):
+            stats, old = _learn(policy, optimizer, recipe, prompts, rollouts, reward)
+        with on("rollout"):
+            engine.sync(policy)
         gap = (old - rollouts.logprob)[rollouts.mask]
         yield Step(
             step=step,
@@ -101,7 +128,7 @@ def improve(policy: Policy, recipe: Recipe, generator: Generator, seed: int) -> 
             clipped=float(stats.clip_low + stats.clip_high),
             entropy=float(stats.entropy),
             loss=float(stats.policy_loss),
-            tokens_per_second=rollouts.mask.sum().item() / (answered - began),
+            tokens_per_second=drawn / (answered - began),
             seconds=time.perf_counter() - began,
         )
 
@@ -116,11 +143,11 @@ def _learn(
 ) -> tuple[Any, Tensor]:
     """A few epochs on one batch; returns the last epoch's statistics and the log-probabilities before the first."""
     advantages = rlk.advantage(reward, kind="grpo", group=recipe.group).advantages
-    temperature = recipe.temperature
+    given = (prompts, rollouts.tokens, rollouts.mask, recipe.temperature)
     with torch.no_grad():
-        old = _logprob(policy, prompts, rollouts.tokens, rollouts.mask, temperature).logprob
+        old = _logprob(policy, recipe, *given).logprob
     for _ in range(recipe.epochs):
-        out = _logprob(policy, prompts, rollouts.tokens, rollouts.mask, temperature, entropy=True)
+        out = _logprob(policy, recipe, *given, entropy=True)
         result = rlk.policy_loss(
             out.logprob,
             old,
@@ -137,14 +164,22 @@ def _learn(
 
 
 def _logprob(
-    policy: Policy, prompts: Tensor, answers: Tensor, mask: Tensor, temperature: float = 1.0, *, entropy: bool = False
+    policy: Policy,
+    recipe: Recipe,
+    prompts: Tensor,
+    answers: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
 ) -> rlk.LogprobResult:
     """Log-probability [B, A] of every answer token, without ever making the logits."""
-    ids = torch.cat([prompts, answers], 1)
-    hidden = policy(ids[:, :-1])[:, task.PROMPT - 1 :]  # [B, A, D]
+    ids, dtype = torch.cat([prompts, answers], 1), recipe.activations
+    with torch.autocast(ids.device.type, dtype, enabled=dtype != policy.head.weight.dtype):
+        hidden = policy(ids[:, :-1])[:, task.PROMPT - 1 :]  # [B, A, D]
     out = rlk.linear_logprob(
-        hidden.reshape(-1, hidden.shape[-1]),
-        policy.head.weight,
+        hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        policy.head.weight.to(dtype),
         answers.reshape(-1),
         temperature=temperature,
         mask=mask.reshape(-1),
