@@ -126,6 +126,13 @@ def test_an_extra_brings_a_backend_and_what_it_needs(extra, brought) -> None:
     assert found - {"rlkernel", *(Requirement(r).name for r in PROJECTS[0]["dependencies"])} == brought
 
 
+def test_our_distributions_pin_each_other_to_this_version() -> None:
+    ours = [p for p in PROJECTS if p["name"] != "rlkernel-template"]  # a third party's takes newer ones
+    tables = [[*p["dependencies"], *chain(*p.get("optional-dependencies", {}).values())] for p in ours]
+    asked = [Requirement(text) for text in chain(*tables) if Requirement(text).name in NAMES]
+    assert {str(one.specifier) for one in asked} == {f"=={rlkernel_core.__version__}"}
+
+
 def test_every_requirement_of_triton_ends_with_the_newest_version_that_launches_know() -> None:
     newest = max(triton_abi.FORMS)
     tables = [[*p["dependencies"], *chain(*p.get("optional-dependencies", {}).values())] for p in PROJECTS]
