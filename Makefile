@@ -17,10 +17,10 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build clean
+.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build wheelhouse clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## a virtual environment with torch's CPU build and everything the tests need
 
@@ -88,10 +88,14 @@ hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside
 	$(RUN) -m pip install --quiet -e '.[hosts]'
 	$(RUN) -m pytest -q tests/test_trl.py tests/test_transformers.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 
+DISTS = . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml))
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
 	rm -rf dist
-	for d in . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
+	for d in $(filter-out $(SKIP),$(DISTS)); do PYTHONPATH=$(CURDIR)/backends/triton $(RUN) -m build --no-isolation --outdir dist $$d || exit 1; done
 	cd dist && sha256sum *.tar.gz *.whl > SHA256SUMS
+
+wheelhouse: build ## the same, and an index of the wheels in dist/simple for pip; SKIP=backends/jetson/ leaves out the slow one
+	$(RUN) tools/index.py dist
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) $(GPU_VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

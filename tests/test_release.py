@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from email.parser import Parser
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import rlkernel_core
+from rlkernel.discover import FIRST_PARTY
+from rlkernel_cuda import flashinfer
+from rlkernel_triton.launchers import triton_abi
 from tests.distributions import FOLDERS, ROOT, Built, build
-from tests.environments import Environment, environment
+from tests.environments import Environment, environment, without_rlkernel
+from tools.index import write
 
 __all__ = ["environment"]
 PROJECTS = [tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS]
@@ -95,10 +102,100 @@ def test_a_distribution_says_what_it_is(dist, project) -> None:
     assert [r for r in pinned if not third_party and not r.endswith(f"=={rlkernel_core.__version__}")] == []
 
 
-def test_an_extra_of_rlkernel_names_every_backend_of_ours() -> None:
-    extras = PROJECTS[0]["optional-dependencies"]
-    ours = [n for n in NAMES[1:] if n not in {"rlkernel-template", "cdna-simulator"}]  # a third party's; no backend
-    assert [n for n in ours if extras.get(n.removeprefix("rlkernel-")) != [n]] == []
+@pytest.mark.parametrize(
+    ("extra", "brought"),
+    [
+        ("", set()),
+        ("[cpu]", {"torch", "numpy"}),
+        ("[triton]", {"rlkernel-triton", "torch", "triton"}),
+        ("[cuda]", {"rlkernel-cuda", "rlkernel-triton", "torch", "triton", "flashinfer-python"}),
+        ("[rocm]", {"rlkernel-rocm", "rlkernel-triton"}),  # neither torch nor Triton, nor what PyPI calls aiter
+        ("[jetson]", {"rlkernel-jetson", "rlkernel-triton"}),
+    ],
+)
+def test_an_extra_brings_a_backend_and_what_it_needs(extra, brought) -> None:
+    found: set[str] = set()
+    waiting = [Requirement(f"rlkernel{extra}")]
+    while waiting:
+        wanted = waiting.pop()
+        found.add(wanted.name)
+        if wanted.name in NAMES:
+            project = PROJECTS[NAMES.index(wanted.name)]
+            extras = project.get("optional-dependencies", {})
+            waiting += map(Requirement, [*project["dependencies"], *(r for e in wanted.extras for r in extras[e])])
+    assert found - {"rlkernel", *(Requirement(r).name for r in PROJECTS[0]["dependencies"])} == brought
+
+
+def test_our_distributions_pin_each_other_to_this_version() -> None:
+    ours = [p for p in PROJECTS if p["name"] != "rlkernel-template"]  # a third party's takes newer ones
+    tables = [[*p["dependencies"], *chain(*p.get("optional-dependencies", {}).values())] for p in ours]
+    asked = [Requirement(text) for text in chain(*tables) if Requirement(text).name in NAMES]
+    assert {str(one.specifier) for one in asked} == {f"=={rlkernel_core.__version__}"}
+
+
+def test_every_requirement_of_triton_ends_with_the_newest_version_that_launches_know() -> None:
+    newest = max(triton_abi.FORMS)
+    tables = [[*p["dependencies"], *chain(*p.get("optional-dependencies", {}).values())] for p in PROJECTS]
+    asked = [Requirement(text) for text in chain(*tables) if Requirement(text).name == "triton"]
+    assert len(asked) == 3  # dev, rlkernel-triton[cuda], rlkernel-cuda
+    for one in asked:
+        assert one.specifier.contains(f"{newest[0]}.{newest[1]}.9")
+        assert not one.specifier.contains(f"{newest[0]}.{newest[1] + 1}.0")
+        assert str(one.marker) == 'platform_system == "Linux"'
+
+
+def test_the_extra_cuda_asks_for_the_flashinfer_that_its_backend_takes() -> None:
+    asked = [Requirement(text) for text in PROJECTS[0]["optional-dependencies"]["cuda"]]
+    (library,) = [one for one in asked if one.name == "flashinfer-python"]
+    assert library.specifier == Requirement(flashinfer.NEEDED).specifier
+    assert str(library.marker) == 'platform_system == "Linux"'
+
+
+@pytest.fixture(scope="module")
+def wheelhouse(dist) -> Path:
+    """What `make wheelhouse` makes, and in the place of FlashInfer's 62 MB a wheel that has its name and version."""
+    folder = next(iter(dist.values())).wheel.parent
+    about = "flashinfer_python-0.7.2.dist-info"
+    with zipfile.ZipFile(folder / "flashinfer_python-0.7.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 0.7.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    write(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("extra", "hidden", "place", "brought"),
+    [
+        ("cpu", (), ("--device", "cpu"), []),
+        ("triton", (), ("--device", "cuda", "--arch", "sm80", "--dtype", "bfloat16"), ["triton"]),
+        ("cuda", (), ("--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16"), ["cuda", "triton"]),
+        # Where no triton can be found, pip would fail for one that asks for it.
+        ("rocm", ("triton",), ("--device", "cuda", "--arch", "gfx942", "--dtype", "bfloat16"), ["rocm", "triton"]),
+        ("jetson", ("triton",), ("--device", "cuda", "--arch", "sm87", "--dtype", "bfloat16"), ["jetson", "triton"]),
+    ],
+)
+def test_an_extra_installs_from_the_wheelhouse_and_its_commands_run(
+    wheelhouse, tmp_path, extra, hidden, place, brought
+) -> None:
+    made = without_rlkernel(tmp_path, *hidden)
+    made.run("pip", "install", f"--find-links={wheelhouse}", f"rlkernel[{extra}]")
+    assert "\n0 problem(s), 0 warning(s)" in made.run("rlkernel", "doctor").stdout
+    rows = json.loads(made.run("rlkernel", "backends", "--json").stdout)
+    here = {row["name"] for row in rows if row["state"] != "not installed"}
+    assert {name for name in FIRST_PARTY if name in here} == {*brought, "torch"}
+    said = made.run("rlkernel", "explain", "linear_logprob", *place).stdout
+    assert re.findall(r"^  YES +(\S+)", said, re.MULTILINE) == [*brought, "torch"][:1]
+
+
+def test_pip_installs_from_its_index_and_compares_digests(wheelhouse, tmp_path) -> None:
+    made = without_rlkernel(tmp_path, "triton")
+    index = (wheelhouse / "simple").as_uri()
+    made.run("pip", "install", "--dry-run", f"--index-url={index}", "rlkernel[rocm]")
+    page = wheelhouse / "simple" / "rlkernel-rocm" / "index.html"
+    page.write_text(page.read_text().replace("#sha256=", "#sha256=0"))
+    said = made.run("pip", "install", "--dry-run", f"--index-url={index}", "rlkernel[rocm]", expected=1)
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in said.stderr
 
 
 def test_all_of_them_installed_work(dist, environment: Environment) -> None:

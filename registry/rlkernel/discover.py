@@ -65,7 +65,6 @@ _CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 _RDNA: Final = ("gfx11*", "gfx12*")
 _UNTRIED: Final = ("gfx125*",)
 _NO_GRAPHS: Final = {"capture": _RDNA}
-_WITH_TRITON: Final = "pip install --no-deps rlkernel-triton"  # whose dependencies would replace the vendor's torch
 
 # `auto` considers these alone, lowest tier first.
 FIRST_PARTY: Final[Mapping[str, Ours]] = {
@@ -73,14 +72,14 @@ FIRST_PARTY: Final[Mapping[str, Ours]] = {
     "rocm": Ours(
         "rlkernel-rocm",
         0,
-        f"pip install 'rlkernel[rocm]' && {_WITH_TRITON}",
+        "pip install 'rlkernel[rocm]'",
         ("cuda",),  # torch calls HIP "cuda"
         Coverage(_PORTABLE, (*_CDNA, *_RDNA), _UNTRIED, _NO_GRAPHS),
     ),
     "jetson": Ours(
         "rlkernel-jetson",
         0,
-        f"pip install 'rlkernel[jetson]' && {_WITH_TRITON}",
+        "pip install 'rlkernel[jetson]'",
         ("cuda",),
         Coverage(_PORTABLE, ("sm87", "sm101", "sm110")),
     ),

@@ -27,8 +27,7 @@ def manifest() -> Backend:
         from rlkernel_triton.claims import manifest as portable_manifest
     except ModuleNotFoundError as error:
         raise RLKernelError(
-            "rlkernel-jetson runs the kernels of rlkernel-triton, which is not installed: pip install --no-deps "
-            "rlkernel-triton (without --no-deps pip would replace the torch of JetPack)"
+            "rlkernel-jetson runs the kernels of rlkernel-triton, which is not installed: pip install rlkernel-triton"
         ) from error
     bundled = bundle_manifest("jetson", "rlkernel_jetson.bundled", ARCHS)
     others = tuple(

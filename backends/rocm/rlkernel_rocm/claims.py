@@ -29,8 +29,7 @@ def manifest() -> Backend:
         from rlkernel_triton.claims import manifest as portable
     except ModuleNotFoundError as error:
         raise RLKernelError(
-            "rlkernel-rocm runs the kernels of rlkernel-triton, which is not installed: pip install --no-deps "
-            "rlkernel-triton (without --no-deps pip would put PyPI's Triton over the one of your ROCm build)"
+            "rlkernel-rocm runs the kernels of rlkernel-triton, which is not installed: pip install rlkernel-triton"
         ) from error
     impls = [
         impl.model_copy(update={"supports": impl.supports - broken})

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel.doctor.software import AITER_INSTALL
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant.spec import QuantSpec
@@ -136,9 +138,17 @@ def test_an_aiter_that_is_not_what_it_should_be_is_refused(installed, how, said)
         calls.load(calls.GEMM_A8W8)
 
 
-def test_without_aiter_the_error_says_where_it_is() -> None:
-    with pytest.raises(RLKernelError, match="github.com/ROCm/aiter"):
+def test_without_aiter_the_error_has_the_line_that_installs_it() -> None:
+    with pytest.raises(RLKernelError) as caught:
         calls.load(calls.GEMM_A8W8)
+    assert str(caught.value) == f"amd-aiter is not installed: {calls.INSTALL}"
+
+
+def test_that_line_is_the_doctors_too_and_asks_for_a_version_whose_signatures_are_on_record() -> None:
+    assert calls.INSTALL == AITER_INSTALL
+    (version,) = re.findall(r"amd-aiter==([^+]+)\+", calls.INSTALL)
+    assert version in RECORDED
+    assert calls.INSTALL.endswith(f"/v{version}")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_the_entry_point_names_the_backend() -> None:
 
 def test_installing_pulls_neither_torch_nor_triton_nor_aiter() -> None:
     needed = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert needed == ["rlkernel==0.1.0"]
+    assert needed == ["rlkernel==0.1.0", "rlkernel-triton==0.1.0"]  # which asks for rlkernel alone
 
 
 def test_importing_claims_loads_no_torch_no_triton_no_numpy_and_no_aiter() -> None:
@@ -47,7 +47,7 @@ def test_without_rlkernel_triton_the_error_names_the_line_that_installs_it(monke
     from rlkernel_rocm.claims import manifest
 
     monkeypatch.setitem(sys.modules, "rlkernel_triton.claims", None)
-    with pytest.raises(RLKernelError, match="pip install --no-deps rlkernel-triton"):
+    with pytest.raises(RLKernelError, match="pip install rlkernel-triton"):
         manifest()
 
 

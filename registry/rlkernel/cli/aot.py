@@ -90,7 +90,7 @@ def _loaded(action: str) -> Callable[..., Any]:
     if isinstance(found, Reason):
         raise RLKernelError(
             f"bundles are made and read by rlkernel-triton, which {found.text.partition(' ')[2]}: "
-            "pip install 'rlkernel[triton]' (on Jetson: pip install --no-deps rlkernel-triton)"
+            "pip install 'rlkernel[triton]' (on Jetson or ROCm: pip install rlkernel-triton)"
         )
     return found
 

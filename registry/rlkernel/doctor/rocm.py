@@ -32,9 +32,7 @@ def triton_build(machine: Machine) -> Iterator[Finding]:
     name = wanted.partition("=")[0]
     if machine.has("triton") and not machine.has(name):
         text = f"PyPI's triton {machine.packages['triton']} is installed where torch {torch.version} asks for {wanted}"
-        fix = (
-            f"pip uninstall triton, then reinstall torch, and rlkernel-triton with --no-deps ({name} comes with torch)"
-        )
+        fix = f"pip uninstall triton, then reinstall torch, which brings {name}, and pip install 'rlkernel[rocm]'"
         yield problem("rocm/triton", text, "kernels may not compile for this GPU", fix)
 
 

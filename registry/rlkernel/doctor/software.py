@@ -17,6 +17,11 @@ _TRITONS: Final = ("triton", "triton-rocm", "pytorch-triton", "pytorch-triton-ro
 # Distributions that write the import package `flashinfer`, beside the one that is meant.
 _OTHER_FLASHINFERS: Final = ("flashinfer", "amd-flashinfer")
 _AITER: Final = "0.1.12"  # older ones reseed torch's generator in their samplers; PyPI's only wheel is one of them
+# AMD's wheels lie beside its releases; this one is for ROCm 7.2 and Python 3.12, other names say what they are for.
+AITER_INSTALL: Final = (
+    "pip install 'amd-aiter==0.1.20.post1+rocm7.2.manylinux.2.28' "
+    "--find-links https://github.com/ROCm/aiter/releases/expanded_assets/v0.1.20.post1"
+)
 _PLAIN: Final = "the reference in plain torch serves: right, slow, and it holds whole [N, V] tensors"
 
 
@@ -67,7 +72,7 @@ def flashinfer(machine: Machine) -> Iterator[Finding]:
     elif machine.has("rlkernel-cuda"):
         text = "rlkernel-cuda is installed without flashinfer-python"
         cost = "nothing, but where an order names the backend flashinfer, or for its peer in rlkernel bench"
-        yield note("flashinfer/missing", text, cost, "pip install flashinfer-python")
+        yield note("flashinfer/missing", text, cost, "pip install 'flashinfer-python>=0.7.2,<0.8'")
     for part in ("flashinfer-cubin", "flashinfer-jit-cache"):
         have = machine.packages.get(part)
         if version is not None and have is not None and have.partition("+")[0] != version:
@@ -85,13 +90,12 @@ def amd_aiter(machine: Machine) -> Iterator[Finding]:
     if version is not None and Version(version) < Version(_AITER):
         text = f"amd-aiter {version} is older than {_AITER}"
         cost = "its samplers reseed torch's generator: random numbers repeat"
-        yield problem("aiter/old", text, cost, "install a wheel from the releases of github.com/ROCm/aiter")
+        yield problem("aiter/old", text, cost, AITER_INSTALL)
     elif version is not None:
         yield ok("aiter/version", f"amd-aiter {version}")
     elif machine.has("rlkernel-rocm") and machine.hardware.amd:
         text = "AITER is not installed; it is optional"
-        fix = "wheels for your ROCm are among the releases of github.com/ROCm/aiter"
-        yield note("aiter/missing", text, "Triton kernels serve instead", fix)
+        yield note("aiter/missing", text, "Triton kernels serve instead", AITER_INSTALL)
 
 
 def ours(machine: Machine) -> Iterator[Finding]:
@@ -113,9 +117,8 @@ def ours(machine: Machine) -> Iterator[Finding]:
         for name, known in FIRST_PARTY.items():
             if gpu.arch is not None and known.made_for("cuda", gpu.arch) and not machine.has(known.dist):
                 text = f"the backend {name} is made for {gpu.arch} and is not installed"
-                fix = (
-                    f"pip install --no-deps {known.dist}" if machine.hardware.board else known.install
-                )  # keeps its torch
+                vendor = machine.hardware.board is not None or gpu.arch.startswith("gfx")
+                fix = f"pip install {known.dist}" if vendor else known.install  # no extra: neither torch nor Triton
                 yield warning("rlkernel/backend-missing", text, _PLAIN, fix)
 
 

@@ -21,7 +21,11 @@ DISTRIBUTION: Final = "amd-aiter"
 OLDEST: Final = "0.1.12"
 NEEDED: Final = f"{DISTRIBUTION}>={OLDEST}"
 FAKE: Final = "__rlkernel_fake__"  # an attribute of modules that tests put in AITER's place
-_FIX: Final = "wheels for your ROCm are among the releases of github.com/ROCm/aiter"
+# AMD's wheels lie beside its releases; this one is for ROCm 7.2 and Python 3.12, other names say what they are for.
+INSTALL: Final = (
+    "pip install 'amd-aiter==0.1.20.post1+rocm7.2.manylinux.2.28' "
+    "--find-links https://github.com/ROCm/aiter/releases/expanded_assets/v0.1.20.post1"
+)
 
 
 class CallSpec(NamedTuple):
@@ -63,9 +67,9 @@ def owner() -> str:
             f"the module aiter belongs to {', '.join(others)}, which is not AMD's: pip uninstall {' '.join(others)}"
         )
     if installed is None:
-        raise RLKernelError(f"{DISTRIBUTION} is not installed; {_FIX}")
+        raise RLKernelError(f"{DISTRIBUTION} is not installed: {INSTALL}")
     if Version(installed) < Version(OLDEST):
-        raise RLKernelError(f"{DISTRIBUTION} {installed} is older than {OLDEST}; {_FIX}")
+        raise RLKernelError(f"{DISTRIBUTION} {installed} is older than {OLDEST}: {INSTALL}")
     return installed
 
 

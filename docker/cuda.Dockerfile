@@ -1,0 +1,23 @@
+# rlkernel on NVIDIA GPUs: its kernels, PyTorch for CUDA 13, and nvcc, which FlashInfer compiles with.
+#
+#   docker build -f docker/cuda.Dockerfile -t rlkernel:cuda .
+#   docker run --rm --gpus all rlkernel:cuda rlkernel doctor --probe
+
+FROM python:3.12-slim-bookworm AS wheels
+WORKDIR /source
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . ./backends/triton ./backends/cuda
+
+FROM nvidia/cuda:13.2.1-devel-ubuntu24.04
+# Triton compiles its launchers at run time: a C compiler and Python's headers.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/rlkernel
+ENV PATH=/opt/rlkernel/bin:$PATH
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --find-links /wheels "$(echo /wheels/rlkernel-*.whl)[cuda,conformance,bench,judge]"
+RUN useradd --create-home --uid 10001 rlkernel
+USER 10001
+WORKDIR /home/rlkernel
+CMD ["rlkernel", "doctor"]
