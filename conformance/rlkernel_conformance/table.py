@@ -14,6 +14,7 @@ from typing import Any, Final
 from rlkernel_conformance.documents import place, providers, read, versions
 from rlkernel_conformance.evidence import manifest_of, older, reports, sources
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 BEGIN: Final = "<!-- conformance: written by `rlkernel conformance table README.md` -->"
@@ -70,6 +71,8 @@ def write(path: Path, folder: Path) -> None:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(missing(path)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     before, begin, rest = text.partition(BEGIN)

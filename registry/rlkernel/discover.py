@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from rlkernel import installation
 from rlkernel.coverage import Coverage
 from rlkernel_core.decision import ALIASES, PLAIN_TORCH
 from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
@@ -41,9 +42,18 @@ class Ours(NamedTuple):
 
     dist: str
     tier: int  # position within `auto`, lowest first
-    install: str  # the line that installs it
+    released: str  # the line that installs a released version
     devices: tuple[str, ...]  # torch device types it is made for
     kernels: Coverage = Coverage()  # the operators it has kernels for, and the architectures
+
+    @property
+    def install(self) -> str:
+        """The line that installs it where the user stands: from the clone that rlkernel came from, or a release."""
+        name = self.dist.removeprefix("rlkernel-")
+        if name == self.dist:  # rlkernel itself
+            return self.released
+        folders = (name,) if name == "triton" else ("triton", name)  # whose kernels all others run
+        return installation.backends(folders, "--no-deps" if name in _VENDORS_TORCH else "", self.released)
 
     def made_for(self, device: str, arch: str | None) -> bool:
         """Whether one would install it for this hardware; an unknown architecture counts as any."""
@@ -65,6 +75,7 @@ _CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 _RDNA: Final = ("gfx11*", "gfx12*")
 _UNTRIED: Final = ("gfx125*",)
 _NO_GRAPHS: Final = {"capture": _RDNA}
+_VENDORS_TORCH: Final = ("rocm", "jetson")  # where pip must not put PyPI's torch or Triton in place of the vendor's
 _WITH_TRITON: Final = "pip install --no-deps rlkernel-triton"  # whose dependencies would replace the vendor's torch
 
 # `auto` considers these alone, lowest tier first.

@@ -275,7 +275,7 @@ def _locked(candidate: Candidate, impl: Impl, facts: Facts, call: Call) -> Reaso
         return None
     pinned = ", ".join(f"{target} [{provider}]" for target, provider in sorted(allowed))
     text = f"rlkernel.lock pins {pinned}; this is {impl.target} [{candidate.provider}]"
-    return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock`")
+    return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock --force`")
 
 
 def environment(name: str, needed: Iterable[str], packages: Mapping[str, str]) -> Reason | None:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 import typer
 
 from rlkernel import policy
-from rlkernel.cli.options import Json, Order
+from rlkernel.cli.options import Json, Order, backends_named
 from rlkernel.cli.output import console, print_json, print_table
+from rlkernel.installation import extras
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 if TYPE_CHECKING:
     from rlkernel.demo.run import Progress
@@ -23,7 +25,7 @@ EXAMPLES: Final = (
     ("rlkernel demo --steps 20 --seed 1 --json", "a short run, its summary as JSON"),
     ("rlkernel demo --order torch", "on the reference alone"),
 )
-EXITS: Final = {0: "the run is complete", 130: "interrupted; the run folder holds what was done until then"}
+EXITS: Final = {0: "the run is complete"}
 _NEEDED: Final = ("torch", "numpy", "matplotlib")
 _EVERY: Final = {"fit": 50, "improve": 5}  # a line of progress where output is no terminal
 
@@ -46,9 +48,11 @@ def command(
     measured at every update and corrected. The run folder holds metrics,
     plots, and which backend served each operator.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'rlkernel[cpu,demo]'")
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"the demo needs {', '.join(lacking)}: {extras('cpu', 'demo')}")
+    if config is not None and not config.is_file():
+        raise ConfigError(f"--config: {missing(config)}")
     if config is not None:
         os.environ["RLKERNEL_CONFIG"] = str(config)
         policy.refresh()
@@ -56,7 +60,7 @@ def command(
     from rlkernel.demo.train import Recipe
 
     recipe = Recipe() if steps is None else dataclasses.replace(Recipe(), steps=steps)
-    names = tuple(name.strip() for name in order.split(",") if name.strip()) if order else ()
+    names = backends_named(order)
     with _Display(quiet=json) as display:
         try:
             summary = run(Options(seed=seed, out=out, order=names, recipe=recipe), display.show)

@@ -8,6 +8,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rlkernel import installation
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.machine import Machine
@@ -37,7 +38,7 @@ def triton(machine: Machine) -> Iterator[Finding]:
         elif machine.torch is not None and machine.torch.devices:
             text = "Triton is not installed"
             yield warning(
-                "triton/missing", text, _PLAIN, "pip install 'rlkernel[triton]'; torch for ROCm brings its own"
+                "triton/missing", text, _PLAIN, f"{FIRST_PARTY['triton'].install}; torch for ROCm brings its own"
             )
     else:
         version = machine.packages[found[0]]
@@ -114,7 +115,9 @@ def ours(machine: Machine) -> Iterator[Finding]:
             if gpu.arch is not None and known.made_for("cuda", gpu.arch) and not machine.has(known.dist):
                 text = f"the backend {name} is made for {gpu.arch} and is not installed"
                 fix = (
-                    f"pip install --no-deps {known.dist}" if machine.hardware.board else known.install
+                    f"pip install --no-deps {known.dist}"
+                    if machine.hardware.board and not installation.clone()
+                    else known.install
                 )  # keeps its torch
                 yield warning("rlkernel/backend-missing", text, _PLAIN, fix)
 
