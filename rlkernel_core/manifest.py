@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rlkernel_core.errors import ApiMismatchError
+from rlkernel_core.hardware import architecture
 
 # (major, minor) of this plugin API. A plugin works when its major is ours and its minor is not above ours.
 API_VERSION: Final[tuple[int, int]] = (2, 0)
@@ -33,12 +34,17 @@ def _match(pattern: re.Pattern[str], example: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _spelled(value: object) -> object:
+    """An architecture in the one spelling that calls have: "sm90" for sm_90 and SM90."""
+    return architecture(value) if isinstance(value, str) else value
+
+
 Target = Annotated[str, _match(_TARGET, "package.module:function")]
 Name = Annotated[str, _match(_NAME, "acme")]
 OpId = Annotated[str, _match(_OP, "logprob@1")]
 Device = Annotated[str, _match(_DEVICE, "cuda")]
 Dtype = Annotated[str, _match(_DTYPE, "bfloat16")]
-Arch = Annotated[str, _match(_ARCH, "sm90', 'sm80+' or 'gfx9*")]
+Arch = Annotated[str, BeforeValidator(_spelled), _match(_ARCH, "sm90', 'sm80+' or 'gfx9*")]
 
 
 class _Claim(BaseModel):

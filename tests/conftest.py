@@ -5,11 +5,18 @@ from collections.abc import Iterator
 import pytest
 
 import rlkernel as rlk
+from rlkernel import installation
 from tests.command_line import cli
 from tests.plugins import plug
 from tests.process_groups import alone
 
 __all__ = ["alone", "cli", "plug"]
+
+
+@pytest.fixture(autouse=True)
+def released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that install something are those of a released version, wherever the tests run."""
+    monkeypatch.setattr(installation, "clone", lambda: None)
 
 
 @pytest.fixture

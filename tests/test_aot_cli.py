@@ -57,10 +57,10 @@ def test_what_does_not_compile_is_left_out_and_told_where_that_is_asked_for(cli,
     [
         (("make",), "unknown action 'make'"),
         (("list",), "Name one: rlkernel aot list FILE"),
-        (("list", "gone.zip"), "there is no bundle at gone.zip. Make it again"),
+        (("list", "gone.zip"), "there is no bundle at gone.zip: gone.zip does not exist. Make it again"),
         (("build",), "Add --target sm_87"),
         (("build", "x.zip", "--target", "sm_87"), "Write --out x.zip"),
-        (("build", "--target", "sm_78"), "unknown target 'sm_78'"),
+        (("build", "--target", "sm_78"), "unknown architecture of cuda 'sm_78'; did you mean"),
     ],
 )
 def test_wrong_words_are_refused_with_the_right_ones(cli, words, said) -> None:

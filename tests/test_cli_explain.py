@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
 
 import rlkernel as rlk
+from rlkernel.cli import backends
+from rlkernel.doctor.hardware import Gpu, Hardware
 from rlkernel_core import __version__
 from rlkernel_core.decision import Decision
 from rlkernel_core.spec import OPERATORS
@@ -144,3 +147,42 @@ def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> N
     assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "plain torch")
     assert (rows["triton"]["state"], rows["triton"]["fix"]) == ("not installed", "pip install 'rlkernel[triton]'")
     assert "pip install 'rlkernel[cuda]'" in cli("backends").stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arch", "state", "text"),
+    [
+        ((), ("sm90",), "no device", "no GPU is in this machine"),
+        (("sm75",), ("sm90", "sm80+"), "no device", "it claims sm90, sm80+; here is sm75"),
+        (("sm75", "sm90"), ("sm90",), "ready", ""),
+        ((None,), ("sm90",), "ready", ""),
+        (("gfx942",), (), "ready", ""),
+    ],
+)
+def test_a_backend_is_ready_only_where_its_hardware_is(cli, plug, monkeypatch, gpus, arch, state, text) -> None:
+    plug("cuda", CUDA.replace(', packages=("no-such-vendor-library>=0.7",)', f", arch={arch}"), dist="rlkernel-cuda")
+    monkeypatch.setattr(backends, "machine", lambda: Hardware(nvidia=tuple(Gpu("a card", a) for a in gpus)))
+    rows = answer(cli("backends", "--json"))
+    assert [(r["state"], r["text"]) for r in rows if r["name"] == "cuda"] == [(state, text)]
+    assert len({r["name"] for r in rows}) == len(rows)
+
+
+def test_a_backend_that_lacks_a_package_is_not_ready(cli, plug) -> None:
+    plug("cuda", CUDA, dist="rlkernel-cuda")
+    (row,) = [r for r in answer(cli("backends", "--json")) if r["name"] == "cuda"]
+    assert (row["state"], row["fix"]) == ("environment/missing-package", "pip install 'rlkernel[cuda]'")
+
+
+def test_without_torch_no_backend_is_ready(cli, plug, monkeypatch) -> None:
+    plug("acme", good("acme"))
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else there(name))
+    found = {r["name"]: r for r in answer(cli("backends", "--load", "--json"))}
+    assert {found[n]["state"] for n in ("torch", "acme")} == {"environment/missing-package"}
+    assert "pip install torch" in found["torch"]["fix"]
+
+
+def test_whether_a_device_of_another_kind_is_here_is_left_to_status(cli, plug) -> None:
+    plug("acme", good("acme").replace('"*"', '"acme"'))
+    (row,) = [r for r in answer(cli("backends", "--load", "--json")) if r["name"] == "acme"]
+    assert (row["state"], row["fix"]) == ("loaded", "rlkernel status --device acme")

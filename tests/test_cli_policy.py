@@ -118,7 +118,7 @@ def test_a_file_that_is_no_record_is_an_error_that_names_it(tmp_path, text) -> N
 
 def test_a_run_that_is_not_there_is_a_clean_error(cli) -> None:
     result = cli("status", "nowhere")
-    assert (result.exit_code, "nowhere is no file" in result.stderr) == (2, True)
+    assert (result.exit_code, "nowhere does not exist" in result.stderr) == (2, True)
 
 
 def test_a_lock_pins_every_operator_and_holds(cli, tmp_path) -> None:
@@ -146,7 +146,12 @@ def test_the_lock_in_force_does_not_keep_a_new_one_from_being_written(cli, tmp_p
     cli("lock")
     good = path.read_text()
     path.write_text(good.replace(NOW, "rlkernel 0.0.9"))
-    assert cli("lock").exit_code == 0
+    before = path.read_bytes()
+    refused = cli("lock")
+    assert (refused.exit_code, refused.stdout, path.read_bytes()) == (2, "", before)
+    assert "exists and is not overwritten" in refused.stderr
+    assert cli("lock", "--force").exit_code == 0
+    assert cli("lock").exit_code == 0  # it is this very lock
     assert path.read_text() == good
 
 
@@ -172,4 +177,4 @@ def test_a_lock_that_would_pin_nothing_is_not_written(cli, tmp_path) -> None:
 
 def test_checking_against_a_lock_that_is_not_there_is_a_clean_error(cli) -> None:
     result = cli("lock", "--check")
-    assert (result.exit_code, "rlkernel.lock is no file" in result.stderr) == (2, True)
+    assert (result.exit_code, "rlkernel.lock does not exist" in result.stderr) == (2, True)

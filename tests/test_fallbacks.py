@@ -95,7 +95,7 @@ def ran() -> list[tuple[str, str, str | None]]:
 
 
 def test_without_kernels_a_gpu_is_told_once_which_line_installs_them() -> None:
-    (text,) = told(logprob, entropy, whiten, linear_logprob)
+    (text,) = told(linear_logprob, entropy, whiten, logprob)
     assert "plain torch runs on cuda sm90, because the kernels for it are not installed" in text
     assert f"Fix: {INSTALL}." in text
     assert ran() == [
@@ -103,6 +103,11 @@ def test_without_kernels_a_gpu_is_told_once_which_line_installs_them() -> None:
         ("logprob@1", PLAIN_TORCH, "triton"),
         ("whiten@1", PLAIN_TORCH, "triton"),
     ]
+
+
+def test_the_line_installs_the_first_backend_that_has_kernels_of_the_operator() -> None:
+    (text,) = told(logprob, linear_logprob)
+    assert "Fix: pip install 'rlkernel[triton]'." in text
 
 
 def test_kernels_that_do_not_take_the_call_are_told_once_per_operator(here) -> None:
@@ -156,7 +161,7 @@ def test_plain_torch_in_place_of_kernels_can_be_forbidden(here) -> None:
         logprob()
     assert str(not_installed.value).startswith(
         'fallback = "error" forbids that plain torch runs on cuda sm90, because the kernels for it are '
-        f"not installed. Fix: {INSTALL}."
+        "not installed. Fix: pip install 'rlkernel[triton]'."
     )
     assert "instead of triton (dtype/unsupported" in str(refused.value).splitlines()[0]
     assert refused.value.decision.fell_back_from == "triton"
@@ -250,7 +255,7 @@ def test_a_lock_for_a_gpu_says_that_it_pins_plain_torch_and_what_installs_kernel
     result = cli("lock", *ON_HOPPER)
     (said,) = result.stderr.splitlines()
     assert result.exit_code == 0
-    assert said.startswith("rlkernel.lock pins a fallback for logprob@1, linear_logprob@1")
+    assert said.startswith("warning: rlkernel.lock pins a fallback for logprob@1, linear_logprob@1")
     assert said.endswith(
         f": plain torch runs on cuda sm90, because the kernels for it are not installed. Fix: {INSTALL}."
     )

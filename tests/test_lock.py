@@ -56,7 +56,7 @@ def test_a_file_that_is_no_lock_is_an_error_that_names_it(tmp_path, text) -> Non
 
 
 def test_a_lock_that_is_not_there_is_an_error() -> None:
-    with rlk.use(lock="/nowhere/rlkernel.lock"), pytest.raises(ConfigError, match="is no file"):
+    with rlk.use(lock="/nowhere/rlkernel.lock"), pytest.raises(ConfigError, match="does not exist"):
         rlk.logprob(LOGITS, IDS)
 
 

@@ -45,11 +45,11 @@ def test_auto_names_the_backends_that_have_kernels_for_the_call(op, device, arch
 @pytest.mark.parametrize(
     ("op", "arch", "expected", "line"),
     [
-        ("logprob", "sm90", "triton", "pip install 'rlkernel[cuda]'"),  # which brings those of rlkernel-triton too
+        ("logprob", "sm90", "triton", "pip install 'rlkernel[triton]'"),  # Hopper's have none of it
         ("linear_logprob", "sm90", "cuda", "pip install 'rlkernel[cuda]'"),
         ("logprob", "sm80", "triton", "pip install 'rlkernel[triton]'"),
-        ("logprob", "sm87", "jetson", FIRST_PARTY["jetson"].install),
-        ("logprob", "gfx942", "rocm", FIRST_PARTY["rocm"].install),
+        ("logprob", "sm87", "jetson", FIRST_PARTY["jetson"].released),
+        ("logprob", "gfx942", "rocm", FIRST_PARTY["rocm"].released),
         ("logprob", None, "triton", "pip install 'rlkernel[triton]'"),  # the one for most hardware
     ],
 )

@@ -27,6 +27,7 @@ from rlkernel_bench.candidates import Candidate
 from rlkernel_bench.run import candidates
 from rlkernel_bench.work import Inputs, Outputs, Problem, Work
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 Record = dict[str, Any]  # "bits": output -> digest, "unstable": outputs; or "error" and "error says"
 _SLOW: Final = ("process",)  # clocks of workloads that start processes and return no tensors
@@ -108,6 +109,8 @@ def compare(old: Path, new: Path) -> Comparison:
 
 def read(file: Path) -> dict[str, Any]:
     """A file that `rlkernel bench bits` wrote."""
+    if not file.is_file():
+        raise ConfigError(f"{missing(file)}; rlkernel bench bits --out FILE writes one")
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         content["about"]["device_name"], content["workloads"]

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rlkernel.cli.options import Json
+from rlkernel.cli.options import Force, Json, present, to_write
 from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel.installation import extras
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
 EXAMPLES: Final = (
@@ -62,6 +63,7 @@ def command(
     seconds: Annotated[float | None, typer.Option(min=0.001, help="How long to measure a candidate, about.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json; the file, of bits.")] = None,
     threshold: Annotated[str, typer.Option(help="Difference that counts as one, such as 5%.")] = "5%",
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure operators beside their peers.
@@ -79,17 +81,19 @@ def command(
         counts = " or ".join(map(str, _ACTIONS[action]))
         raise ConfigError(f"{action} takes {counts} more word(s), got {given}; see rlkernel bench --help")
     _need("torch", "numpy", "hypothesis")
+    where = ",".join(map(present, device.split(",")))
     if action == "list":
         _list(json=json)
         return
     if action == "run":
-        fine = _run(suite, op, work, size, device, backend, manifest, peers, seconds, out, json=json)
+        fine = _run(suite, op, work, size, where, backend, manifest, peers, seconds, out, json=json)
     elif action == "bits" and given:
         fine = _compare_bits(*map(Path, given), json=json)
     elif action == "bits":
         with ExitStack() as scope:
             _register(manifest or (), scope)
-            fine = _bits(suite, op, work, size, device, backend, out or Path("bits.json"), json=json)
+            to = to_write(out or Path("bits.json"), "--out", force=force)
+            fine = _bits(suite, op, work, size, where, backend, to, json=json)
     elif action == "evidence":
         fine = _evidence(Path(given[0]) if given else None, json=json)
     elif action == "compare":
@@ -119,11 +123,14 @@ def _bits(
     *,
     json: bool,
 ) -> bool:
+    from rlkernel.policy import installed
     from rlkernel_bench.bits import record
     from rlkernel_bench.run import chosen
     from rlkernel_bench.suites import SUITES
 
     works = chosen(suites or list(SUITES), size, _operators(ops), only or ())
+    for name in _names(backend) or ():
+        installed()[name]  # raises where there is none
     counts = record(works, device, _names(backend) or (), out)
     if json:
         print_json({**counts, "file": str(out)})
@@ -151,7 +158,7 @@ def _compare_bits(old: Path, new: Path, *, json: bool) -> bool:
 def _need(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"rlkernel bench needs {', '.join(missing)}: pip install 'rlkernel[cpu,bench]'")
+        raise ConfigError(f"rlkernel bench needs {', '.join(missing)}: {extras('cpu', 'bench')}")
 
 
 def _share(text: str) -> float:

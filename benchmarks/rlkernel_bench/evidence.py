@@ -16,6 +16,7 @@ from rlkernel_conformance.manifests import here, sources_of
 from rlkernel_core.decision import ALIASES
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
+from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 RESULTS: Final = Path("benchmarks/results")
@@ -70,6 +71,8 @@ def evidence(folder: Path) -> Iterator[Evidence]:
     Raises:
         ConfigError: there is no such file, or one was changed.
     """
+    if not folder.exists():
+        raise ConfigError(missing(folder))
     files = sorted(folder.rglob(FILE))
     if not files:
         raise ConfigError(f"{folder} holds no {FILE}; rlkernel bench run --out {folder} writes one")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 SCHEMA: Final = 2  # 1 did not say of which sources a number is
 FILE: Final = "results.json"
@@ -53,6 +54,8 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: no such file, no results of these schemas, or changed after they were written.
     """
     file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{missing(file)}; rlkernel bench run --out FOLDER writes results")
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         schema, said = content["schema"], content["hash"]
@@ -71,6 +74,8 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: there is none.
     """
+    if not folder.exists():
+        raise ConfigError(missing(folder))
     files = sorted([*folder.glob(FILE), *folder.glob(f"*/{FILE}"), *folder.glob("*.results.json")])
     if not files:
         raise ConfigError(f"{folder} holds no {FILE}; rlkernel bench run --out {folder} writes one")

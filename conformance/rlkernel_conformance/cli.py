@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from rlkernel import policy
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel.hardware import present
+from rlkernel.installation import extras
+from rlkernel.survey import named
 from rlkernel_core.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -134,7 +138,7 @@ def command(
     """
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"the suite needs {', '.join(lacking)}: pip install 'rlkernel[cpu,conformance]'")
+        raise ConfigError(f"the suite needs {', '.join(lacking)}: {extras('cpu', 'conformance')}")
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
     given = words or []
@@ -146,6 +150,8 @@ def command(
     from rlkernel_conformance.profiles import profile as known
 
     hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
+    for name in op or ():
+        named(name)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
     effort = _Effort(
         ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, missing, json
@@ -175,15 +181,16 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         sys.path.insert(0, "")  # as `python -m` has it
     if effort.missing and effort.report is None:
         raise ConfigError("--missing needs --report FOLDER, which has what is not missing")
+    devices = _here(effort.devices, (backend,), effort.manifest)
     earlier = None if effort.report is None else found(effort.report)
     if earlier is not None:
-        same_subject(earlier, backend, effort.devices[0], [str(arch_of(effort.devices[0]))])
+        same_subject(earlier, backend, devices[0], [str(arch_of(devices[0]))])
     content = run(
         backend,
         effort.profile,
         ops=effort.ops,
         clauses=effort.clauses,
-        devices=effort.devices,
+        devices=devices,
         jobs=effort.jobs,
         manifest=effort.manifest,
         waivers=effort.waivers,
@@ -195,6 +202,18 @@ def _run(backend: str, *, effort: _Effort) -> bool:
         content = only(put(content, effort.report), content["operators"])
     show(content, json=effort.json)
     return passes(content)
+
+
+def _here(devices: tuple[str, ...], backends: tuple[str, ...], manifest: str | None = None) -> tuple[str, ...]:
+    """Devices by their names, all in this machine; the backends that are attacked may claim names of their own."""
+    from rlkernel_conformance.manifests import load
+
+    if manifest is not None:
+        asked = [load(manifest)]
+    else:
+        found = [policy.installed()[name] for name in backends]
+        asked = [candidate.manifest for candidate in found if candidate.manifest is not None]
+    return tuple(present(device, asked) for device in devices)
 
 
 def _tell(progress: Progress) -> None:
@@ -285,7 +304,7 @@ def _table(path: str | None = None, *, effort: _Effort) -> bool:
 def _parity(a: str, b: str, *, effort: _Effort) -> bool:
     from rlkernel_conformance.parity import markdown, parity
 
-    found = parity(a, b, ops=effort.ops, device=effort.devices[0])
+    found = parity(a, b, ops=effort.ops, device=_here(effort.devices, (a, b))[0])
     if effort.json:
         print_json(found)
     else:

@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 
 from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, upgraded
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 _COLORS: Final = {
     "holds": "brightgreen",
@@ -86,6 +87,8 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: no such file, not a report of these schemas, or changed after it was written.
     """
     file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{missing(file)}; rlkernel conformance run BACKEND --report FOLDER writes a report")
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         schema, said = content["schema"], content["hash"]

@@ -17,6 +17,7 @@ from rlkernel_conformance.documents import place, providers, read, versions
 from rlkernel_conformance.evidence import manifest_of, older, reports, sources
 from rlkernel_conformance.hardware import hardware
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 RESULTS: Final = Path("benchmarks/results")
@@ -90,6 +91,8 @@ def write(path: Path, folder: Path) -> None:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(missing(path)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     written = text

@@ -22,6 +22,7 @@ from typing import Any
 from rlkernel_conformance.harness import Outcome
 from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 
@@ -51,6 +52,8 @@ def read(path: Path, backend: str, known: Collection[str], today: date) -> tuple
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"--waivers: {missing(path)}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     if set(content) - {"waiver"} or not isinstance(content.get("waiver", []), list):

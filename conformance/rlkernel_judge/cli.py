@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from rlkernel.cli.options import Json
+from rlkernel.cli.options import Json, present
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 from rlkernel_judge.requirements import require
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def command(
     if files == [SERVE]:
         from rlkernel_judge.serve import serve
 
-        serve(host, port, tuple(device.split(",")), token_file, waiting, sandbox)
+        serve(host, port, tuple(map(present, device.split(","))), token_file, waiting, sandbox)
         return
     require("the judge", "hypothesis", "numpy", "torch")
     if op is None:
@@ -77,7 +78,7 @@ def command(
     from rlkernel_judge.trial import judge
     from rlkernel_judge.verdict import Task, complaints
 
-    asked: dict[str, Any] = {"op": op, "baseline": baseline, "device": device, "profile": profile}
+    asked: dict[str, Any] = {"op": op, "baseline": baseline, "device": present(device), "profile": profile}
     asked |= {"clauses": tuple(clause or ()), "timing": timing, "strict": strict}
     asked |= {"limit_s": limit, "sandbox": sandbox, "score": score}
     try:
@@ -103,6 +104,8 @@ def _bytes(file: str) -> bytes:
     try:
         with Path(file).open("rb") as source:
             return source.read(MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(missing(file)) from error
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
 

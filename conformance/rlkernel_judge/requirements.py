@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from rlkernel.installation import extras
 from rlkernel_core.errors import ConfigError
 
 
@@ -14,4 +15,4 @@ def require(what: str, *packages: str) -> None:
         ConfigError: some are missing; it names the line that installs them.
     """
     if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"{what} needs {', '.join(missing)}: pip install 'rlkernel[cpu,judge]'")
+        raise ConfigError(f"{what} needs {', '.join(missing)}: {extras('cpu', 'judge')}")

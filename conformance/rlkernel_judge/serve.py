@@ -11,6 +11,7 @@ from typing import Final
 import typer
 
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 from rlkernel_judge.requirements import require
 
 _STOPPING_S: Final = 10
@@ -69,6 +70,8 @@ def token_of(host: str, file: Path | None) -> str | None:
         return None
     try:
         token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except FileNotFoundError as error:
+        raise ConfigError(f"--token-file: {missing(file)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file {file} cannot be read: {error}") from error
     if len(token) < 16:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 from rlkernel_core import __version__ as __version__
 
 if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a test holds the two together
-    from rlkernel.dispatch import typed
     from rlkernel.explanation import Explanation as Explanation
     from rlkernel.explanation import explain as explain
     from rlkernel.policy import configure as configure
@@ -28,6 +27,24 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.provenance import decisions_hash as decisions_hash
     from rlkernel.provenance import last_decision as last_decision
     from rlkernel.provenance import status as status
+    from rlkernel.signatures import advantage as advantage
+    from rlkernel.signatures import affine_suffix_scan as affine_suffix_scan
+    from rlkernel.signatures import capture as capture
+    from rlkernel.signatures import dequantize as dequantize
+    from rlkernel.signatures import group_filter as group_filter
+    from rlkernel.signatures import linear_logprob as linear_logprob
+    from rlkernel.signatures import linear_policy_loss as linear_policy_loss
+    from rlkernel.signatures import lm_head_sample as lm_head_sample
+    from rlkernel.signatures import logprob as logprob
+    from rlkernel.signatures import policy_loss as policy_loss
+    from rlkernel.signatures import prepack as prepack
+    from rlkernel.signatures import qmatmul as qmatmul
+    from rlkernel.signatures import quantize as quantize
+    from rlkernel.signatures import rollout_buffer as rollout_buffer
+    from rlkernel.signatures import sample as sample
+    from rlkernel.signatures import shape_rewards as shape_rewards
+    from rlkernel.signatures import verify as verify
+    from rlkernel.signatures import whiten as whiten
     from rlkernel_core.decision import Decision as Decision
     from rlkernel_core.errors import AmbiguousBackendError as AmbiguousBackendError
     from rlkernel_core.errors import ApiMismatchError as ApiMismatchError
@@ -53,22 +70,6 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import UnknownNameError as UnknownNameError
     from rlkernel_core.quant.spec import QuantSpec as QuantSpec
     from rlkernel_core.quant.tensor import QuantTensor as QuantTensor
-    from rlkernel_core.spec import advantage as _advantage
-    from rlkernel_core.spec import affine_suffix_scan as _affine_suffix_scan
-    from rlkernel_core.spec import capture as _capture
-    from rlkernel_core.spec import group_filter as _group_filter
-    from rlkernel_core.spec import linear_logprob as _linear_logprob
-    from rlkernel_core.spec import linear_policy_loss as _linear_policy_loss
-    from rlkernel_core.spec import lm_head_sample as _lm_head_sample
-    from rlkernel_core.spec import logprob as _logprob
-    from rlkernel_core.spec import policy_loss as _policy_loss
-    from rlkernel_core.spec import qmatmul as _qmatmul
-    from rlkernel_core.spec import quantize as _quantize
-    from rlkernel_core.spec import rollout_buffer as _rollout_buffer
-    from rlkernel_core.spec import sample as _sample
-    from rlkernel_core.spec import shape_rewards as _shape_rewards
-    from rlkernel_core.spec import verify as _verify
-    from rlkernel_core.spec import whiten as _whiten
     from rlkernel_core.spec.advantage import AdvantageResult as AdvantageResult
     from rlkernel_core.spec.advantage import AdvantageStats as AdvantageStats
     from rlkernel_core.spec.advantage_presets import advantage_preset as advantage_preset
@@ -105,25 +106,6 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.spec.shape_rewards import ShapedRewards as ShapedRewards
     from rlkernel_core.spec.verify import VerifyResult as VerifyResult
     from rlkernel_core.spec.whiten import WhitenResult as WhitenResult
-
-    advantage = typed(_advantage.AdvantageCall)
-    affine_suffix_scan = typed(_affine_suffix_scan.AffineSuffixScanCall)
-    capture = typed(_capture.CaptureCall)
-    dequantize = typed(_quantize.DequantizeCall)
-    group_filter = typed(_group_filter.GroupFilterCall)
-    linear_logprob = typed(_linear_logprob.LinearLogprobCall)
-    linear_policy_loss = typed(_linear_policy_loss.LinearPolicyLossCall)
-    lm_head_sample = typed(_lm_head_sample.LmHeadSampleCall)
-    logprob = typed(_logprob.LogprobCall)
-    policy_loss = typed(_policy_loss.PolicyLossCall)
-    prepack = typed(_quantize.PrepackCall)
-    qmatmul = typed(_qmatmul.QmatmulCall)
-    quantize = typed(_quantize.QuantizeCall)
-    rollout_buffer = typed(_rollout_buffer.RolloutBufferCall)
-    sample = typed(_sample.SampleCall)
-    shape_rewards = typed(_shape_rewards.ShapeRewardsCall)
-    verify = typed(_verify.VerifyCall)
-    whiten = typed(_whiten.WhitenCall)
 
 # Module -> what the front door takes from it; operators are generated by rlkernel.dispatch.
 _HOMES: Final = {

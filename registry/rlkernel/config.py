@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rlkernel_core.decision import ALIASES, AUTO, CONFORMANT, OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
+from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 FILE: Final = "rlkernel.toml"
@@ -150,7 +151,7 @@ def find_file(environ: Mapping[str, str], start: Path) -> Path | None:
     if named := environ.get("RLKERNEL_CONFIG"):
         path = Path(named)
         if not _is_file(path):
-            raise ConfigError(f"RLKERNEL_CONFIG: {named} is no file; unset it or correct the path")
+            raise ConfigError(f"RLKERNEL_CONFIG: {missing(path)}; unset it or correct the path")
         return path
     return next((f for d in (start, *start.parents) if _is_file(f := d / FILE)), None)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from rlkernel import installation
 from rlkernel.coverage import Coverage
 from rlkernel_core.decision import ALIASES, PLAIN_TORCH
 from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
@@ -41,9 +42,23 @@ class Ours(NamedTuple):
 
     dist: str
     tier: int  # position within `auto`, lowest first
-    install: str  # the line that installs it
+    released: str  # the line that installs a released version
     devices: tuple[str, ...]  # torch device types it is made for
     kernels: Coverage = Coverage()  # the operators it has kernels for, and the architectures
+
+    @property
+    def install(self) -> str:
+        """The line that installs it where the user stands: from the clone that rlkernel came from, or a release."""
+        name = self.dist.removeprefix("rlkernel-")
+        if name == self.dist:  # rlkernel itself
+            return self.released
+        folders = (name,) if name == "triton" else ("triton", name)  # whose kernels all others run
+        return installation.backends(folders, self.released)
+
+    def install_on(self, arch: str | None) -> str:
+        """The same for an architecture; a vendor's own torch and Triton stay, so no extra that asks for PyPI's."""
+        vendors = arch is not None and (arch.startswith("gfx") or arch in JETSON_ARCHS)
+        return f"pip install {self.dist}" if vendors and not installation.clone() else self.install
 
     def made_for(self, device: str, arch: str | None) -> bool:
         """Whether one would install it for this hardware; an unknown architecture counts as any."""

@@ -17,8 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 from rlkernel import policy
 from rlkernel.decide import bind, plan_for
 from rlkernel.plans import Choice, names_in_parts, parts
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import OpCall, OpSpec, P
+from rlkernel_core.spec.form import OpSpec, P
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -37,11 +36,6 @@ class Operator(Protocol[P, R_co]):
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R_co]:
         """A function that keeps to the implementation which takes this very call, whatever the policy becomes."""
         ...
-
-
-def typed(record: Callable[P, OpCall[R_co]]) -> Operator[P, R_co]:
-    """The front-door operator of a record, with its types kept."""
-    return operator(next(spec for spec in OPERATORS.values() if spec.record is record))
 
 
 def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlkernel import limits, policy
+from rlkernel import hardware, limits, policy
 from rlkernel.decide import Verdicts, call_of, chosen, facts_for, place
 from rlkernel.resolve import resolve
 from rlkernel.wording import explanation
@@ -74,7 +74,7 @@ def explain(
         The text, with the Decision as `.decision`.
 
     Raises:
-        UnknownNameError: no such operator or feature; the nearest ones are suggested.
+        UnknownNameError: no such operator, feature, device, architecture or dtype; the nearest ones are suggested.
         ArgumentError: the operator itself would refuse these arguments.
     """
     if op not in OPERATORS:
@@ -91,6 +91,12 @@ def explain(
         given = spec.call(*args, **kwargs)
         found, here = call_of(spec, given), str(place(spec, given)[0])
     where = here if device is None else str(device)
+    if isinstance(device, str) or arch is not None:
+        asked = hardware.in_order()
+        where = hardware.device(where, asked, "device") if isinstance(device, str) else where
+        arch = arch and hardware.architecture(arch, where.partition(":")[0], asked, "arch")
+    if isinstance(dtype, str):
+        dtype = hardware.dtype(dtype, hardware.in_order(), "dtype")
     call = Call(
         spec.id,
         where.partition(":")[0],

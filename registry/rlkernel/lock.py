@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 __all__ = ["content", "differences", "read", "write"]
 
@@ -26,7 +27,7 @@ def read(path: str) -> Mapping[str, frozenset[tuple[str, str]]]:
     """
     if not Path(path).is_file():
         raise ConfigError(
-            f"lock: {path} is no file; write it with `rlkernel lock`, or remove `lock` from the configuration"
+            f"lock: {missing(path)}; write it with `rlkernel lock`, or remove `lock` from the configuration"
         )
     try:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -37,7 +38,7 @@ def read(path: str) -> Mapping[str, frozenset[tuple[str, str]]]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"lock: {path} is not a lock file: {error!r}; write a new one with `rlkernel lock`"
+            f"lock: {path} is not a lock file: {error!r}; write a new one with `rlkernel lock --force`"
         ) from error
     except OSError as error:
         raise ConfigError(f"lock: {path} cannot be read: {error.strerror}") from error
@@ -62,8 +63,18 @@ def content(decisions: Iterable[Decision]) -> dict[str, Any]:
 def write(path: str | Path, decisions: Iterable[Decision]) -> dict[str, Any]:
     """Write the lock file of `decisions` to `path`; returns its content."""
     pins = content(decisions)
-    Path(path).write_text(json.dumps(pins, indent=2) + "\n", encoding="utf-8")
+    Path(path).write_text(_text(pins), encoding="utf-8")
     return pins
+
+
+def is_of(path: str | Path, decisions: Iterable[Decision]) -> bool:
+    """Whether a file is the very lock that `write` would make of these decisions."""
+    file = Path(path)
+    return file.is_file() and file.read_bytes() == _text(content(decisions)).encode()
+
+
+def _text(pins: Mapping[str, Any]) -> str:
+    return json.dumps(pins, indent=2) + "\n"
 
 
 def differences(

@@ -14,6 +14,7 @@ from rlkernel.provenance import Planned, Ran, decisions_hash, plans, status
 from rlkernel_core import __version__
 from rlkernel_core.decision import Call, Decision, OpPolicy, Rejected
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 from rlkernel_core.reasons import Reason
 
 __all__ = ["content", "planned", "read", "through", "write"]
@@ -80,7 +81,7 @@ def _read(run: str | Path, part: Callable[[Any], T]) -> T:
     path = Path(run)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; a run writes it with rlkernel.record.write(folder)")
+        raise ConfigError(f"{missing(path)}; a run writes it with rlkernel.record.write(folder)")
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         version = found["version"]

@@ -191,7 +191,7 @@ def _consider(
     """The first implementation of a backend that takes the call, and the reasons of those before it."""
     if candidate is None:
         known = FIRST_PARTY.get(slot.name)
-        fix = known.install if known else f"install the distribution that provides {slot.name!r}"
+        fix = known.install_on(call.arch) if known else f"install the distribution that provides {slot.name!r}"
         reason = Reason("load", "not-installed", f"no installed distribution provides {slot.name!r}", fix)
         return None, [Rejected(slot.name, reason)]
     if candidate.reason is not None:
@@ -275,7 +275,7 @@ def _locked(candidate: Candidate, impl: Impl, facts: Facts, call: Call) -> Reaso
         return None
     pinned = ", ".join(f"{target} [{provider}]" for target, provider in sorted(allowed))
     text = f"rlkernel.lock pins {pinned}; this is {impl.target} [{candidate.provider}]"
-    return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock`")
+    return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock --force`")
 
 
 def environment(name: str, needed: Iterable[str], packages: Mapping[str, str]) -> Reason | None:

@@ -63,12 +63,21 @@ def summary(decision: Decision) -> str:
 
 
 def fallbacks(decisions: Iterable[Decision]) -> list[str]:
-    """What `summary` says of the fallbacks among decisions, once for all operators of which it says the same."""
-    found: dict[str, list[str]] = {}
+    """What `summary` says of the fallbacks among decisions, once for all operators that have the same cause.
+
+    Where kernels of several backends are not installed, the line is that of the first of them under `auto`, which
+    brings those of the others.
+    """
+    found: dict[str, list[Decision]] = {}
     for decision in decisions:
         if decision.fell_back_from is not None and decision.backend is not None:
-            found.setdefault(_fallback(decision), []).append(decision.call.op)
-    return [f"{', '.join(dict.fromkeys(ops))}: {text}" for text, ops in found.items()]
+            found.setdefault(_cause(decision), []).append(decision)
+    ranks = list(FIRST_PARTY)
+    said = []
+    for alike in found.values():
+        first = min(alike, key=lambda d: ranks.index(d.fell_back_from) if d.fell_back_from in ranks else len(ranks))
+        said.append(f"{', '.join(dict.fromkeys(d.call.op for d in alike))}: {_fallback(first)}")
+    return said
 
 
 def by_plain_torch(decision: Decision) -> bool:
@@ -88,15 +97,7 @@ def why(decision: Decision) -> Rejected:
 
 
 def remedy(decision: Decision) -> str:
-    """The line that ends a fallback, or nothing.
-
-    Where kernels are not installed it installs all that there are for the hardware, not those of one operator alone.
-    """
-    if without_kernels(decision):
-        call, absent = decision.call, {r.backend for r in decision.rejected if r.reason.slug == "load/not-installed"}
-        here = {r.backend for r in decision.rejected} - absent
-        lines = [o.install for n, o in FIRST_PARTY.items() if n not in here and o.made_for(call.device, call.arch)]
-        return lines[0] if call.arch and lines else why(decision).reason.fix
+    """The line that ends a fallback, or nothing."""
     if why(decision).reason.code == "outranked":
         return f'order = ["{decision.fell_back_from}", "auto"]'
     return why(decision).reason.fix
@@ -120,13 +121,16 @@ def remark(decision: Decision) -> str:
 
 def _fallback(decision: Decision) -> str:
     """What runs instead of what, why, and the line that changes it; nothing that differs between calls of one kind."""
-    reason, fix = why(decision).reason, remedy(decision)
-    end = f" Fix: {fix}." if fix else ""
-    torch = f"plain torch runs on {_hardware(decision)}"
+    fix = remedy(decision)
+    return f"{_cause(decision)}." + (f" Fix: {fix}." if fix else "")
+
+
+def _cause(decision: Decision) -> str:
+    reason, torch = why(decision).reason, f"plain torch runs on {_hardware(decision)}"
     if without_kernels(decision):
-        return f"{torch}, because the kernels for it are not installed.{end}"
+        return f"{torch}, because the kernels for it are not installed"
     what = torch if by_plain_torch(decision) else f"{decision.backend} runs"
-    return f"{what} instead of {decision.fell_back_from} ({reason.slug}: {reason.text}).{end}"
+    return f"{what} instead of {decision.fell_back_from} ({reason.slug}: {reason.text})"
 
 
 def _hardware(decision: Decision) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import ConfigError, HostError
+from rlkernel_core.paths import missing
 
 WEIGHTS: Final = ("*.safetensors", "*.bin")
 # What a head does beside a product and a bias; the sides would have to be told.
@@ -54,6 +55,8 @@ def pretrained(path: Path, *, seed: int = 0, dtype: torch.dtype | None = None, d
         HostError: transformers is not installed.
         ConfigError: no configuration there, or a head that does more than a product and a bias.
     """
+    if not path.exists():
+        raise ConfigError(f"{missing(path)}; give a folder of save_pretrained, or a config.json")
     if find_spec("transformers") is None:
         raise HostError(
             "a model of your own needs transformers; pip install transformers, or leave MODEL away for the built-in one"

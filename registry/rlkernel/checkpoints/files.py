@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from rlkernel.checkpoints import folders, gguf_blocks
 from rlkernel.checkpoints.schemes import Entry, Source
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.paths import missing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
     if not isinstance(path, Path | str):
         files, path = [Path(shard) for shard in path], "shards"
     elif Path(path).is_dir() or str(path).endswith(folders.INDEX):
-        files, told = folders.files_of(_there(Path(path)))
+        files, told = folders.files_of(there(Path(path)))
     else:
         files = [Path(path)]
     sources = [_file(file) for file in files]
@@ -47,14 +48,19 @@ def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
 
 
 def _file(path: Path) -> Source:
-    with _there(path).open("rb") as file:
+    with there(path).open("rb") as file:
         magic = file.read(4)
     return _gguf(path) if magic == _GGUF_MAGIC else _safetensors(path)
 
 
-def _there(path: Path) -> Path:
+def there(path: Path) -> Path:
+    """A path, which must lead to something.
+
+    Raises:
+        ArgumentError: it does not; the message has the nearest name.
+    """
     if not path.exists():
-        raise ArgumentError("file", str(path), "does not exist", "Pass a .safetensors or .gguf file, or a folder.")
+        raise ArgumentError("file", str(path), missing(path), "Pass a .safetensors or .gguf file, or a folder.")
     return path
 
 

@@ -1,7 +1,8 @@
 """The command line `rlkernel`: one command per file, imported when it is asked for.
 
 A command file holds a function `command` (its docstring is the help's first part), `EXAMPLES` (command line, what it
-shows; tests run them) and `EXITS` (exit code, what it means). Errors of rlkernel become one message and exit code 2.
+shows; tests run them) and `EXITS` (what the exit codes 0 and 1 of `CODES` mean for it). Errors of rlkernel become one
+message and exit code 2.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from rlkernel_core import __version__
 from rlkernel_core.errors import RLKernelError, UnknownNameError
@@ -44,7 +47,18 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "new-backend": ("rlkernel.cli.new_backend", EXTEND),
 }
 
-MALFORMED: Final = 2  # the question or the configuration is at fault: the same for every command
+# What every command ends with, whatever it does; its `EXITS` say what yes and no are. docs/explain.md has this table.
+CODES: Final[Mapping[int, str]] = {
+    0: "yes: it is done, or what was asked holds",
+    1: "no: what was asked does not hold",
+    2: "no answer: a word, a file, the configuration or what is installed does not allow one; the message says which",
+    70: "a bug: an implementation, a plugin or rlkernel raised, and the traceback is printed",
+    130: "interrupted",
+    141: "whoever read the output has stopped reading",
+}
+MALFORMED, BUG, INTERRUPTED, UNREAD = 2, 70, 130, 141
+
+_USAGE: Final[Any] = typer.BadParameter.__base__  # UsageError, wherever this Typer has it
 
 _HELP: Final = """The operator layer of RL post-training: which kernel runs, and why.
 
@@ -57,6 +71,7 @@ Quick start:
   rlkernel demo                           a small model learns through them
 
 Every command takes --json; its --help shows examples and exit codes."""
+_EPILOG: Final = "Exit codes of every command:\n\n" + "\n\n".join(f"{code}  {text}" for code, text in CODES.items())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,14 +82,51 @@ def main(argv: list[str] | None = None) -> None:
         _fail(UnknownNameError("command", first, COMMANDS))
         sys.exit(MALFORMED)
     names = COMMANDS if first is None and arguments != ["--version"] else [first] if first else []
-    app(names)(args=arguments, prog_name="rlkernel")
+    from rlkernel.discover import guarded
+
+    _, error = guarded(lambda: app(names)(args=arguments or ["--help"], prog_name="rlkernel"))
+    if isinstance(error, SystemExit):
+        raise error
+    if error is not None:
+        traceback.print_exception(error)
+        sys.exit(BUG)
+
+
+class _Group(TyperGroup):
+    """The commands, each of which ends with one of `CODES`; a malformed command line is one line, as other errors."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line; in standalone mode exit with its code."""
+        run = functools.partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+        if not standalone_mode:
+            return run()
+        try:
+            code = run()
+        except _USAGE as error:
+            at = error.ctx.command_path if error.ctx is not None else "rlkernel"
+            _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; {at} --help shows what there is")
+            code = MALFORMED
+        except typer.Abort:
+            code = INTERRUPTED
+        except SystemExit as end:  # of shell completion, or 1 where standard output is closed
+            code = UNREAD if end.code == 1 else end.code
+        sys.exit(code)
 
 
 def app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The application with these commands; the others' modules are not imported."""
     found = typer.Typer(
+        cls=_Group,
         help=_HELP,
-        no_args_is_help=True,
+        epilog=_EPILOG,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -116,7 +168,7 @@ def _clean(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _fail(error: RLKernelError) -> None:
+def _fail(error: RLKernelError | str) -> None:
     typer.echo(f"{typer.style('error', fg='red', bold=True)}: {error}", err=True)
 
 
@@ -125,6 +177,6 @@ def _help(part: Any) -> str:
     lines = [*(inspect.getdoc(part.command) or "").splitlines(), "", "Examples:"]
     for example, shows in part.EXAMPLES:
         lines += ["", f"  {example}", f"      {shows}"]
-    exits = {**part.EXITS, MALFORMED: "question or configuration is malformed; the message says how"}
+    exits = {**CODES, **part.EXITS}
     lines += ["", "Exit codes:", "", *(f"  {code}  {meaning}" for code, meaning in sorted(exits.items()))]
     return "\n".join(lines).replace("[", r"\[")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from rlkernel import lock
-from rlkernel.cli.options import Json
+from rlkernel import lock, policy
+from rlkernel.cli.options import Force, Json, backends_named, dtype_named, present, to_write
 from rlkernel.cli.output import plain, print_json, print_table
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write a lock file that pins both sides.")
     ] = None,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Draw with the rollout's kernels, score with the trainer's, compare.
@@ -64,9 +65,17 @@ def command(
     head's kernels alone are told apart from the rest of the model.
     """
     from rlkernel.agree import builtin, measure
+    from rlkernel.agree.sides import SCORES
     from rlkernel.probe import device_here
 
-    kind, where = _dtype(dtype), device or device_here()
+    kind, where = _dtype(dtype), device_here() if device is None else present(device)
+    drawn, scored = backends_named(rollout, "--rollout"), backends_named(trainer, "--trainer")
+    for order in (drawn, scored):
+        policy.use(*order)  # an error before anything is drawn
+    if score not in SCORES:
+        raise UnknownNameError("score", score, SCORES)
+    if output is not None:
+        to_write(output, "--output", force=force)
     if model is None:
         subject: Any = builtin(seed=seed, invariant=invariant, dtype=kind, device=where, context=_room(prompt + tokens))
     elif invariant:
@@ -77,8 +86,8 @@ def command(
         subject = pretrained(model, seed=seed, dtype=kind, device=where)
     found = measure(
         subject,
-        rollout=_names(rollout),
-        trainer=_names(trainer),
+        rollout=drawn,
+        trainer=scored,
         score=score,
         sequences=sequences,
         prompt=prompt,
@@ -97,10 +106,6 @@ def command(
         raise typer.Exit(1)
 
 
-def _names(order: str | None) -> tuple[str, ...]:
-    return tuple(name.strip() for name in (order or "").split(",") if name.strip())
-
-
 def _room(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
@@ -108,7 +113,7 @@ def _room(length: int) -> int:
 def _dtype(name: str) -> torch.dtype:
     import torch
 
-    found = getattr(torch, name, None)
+    found = getattr(torch, str(dtype_named(name)), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"--dtype {name} is no floating type; use float32, bfloat16 or float16")
     return found

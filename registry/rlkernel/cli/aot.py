@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from rlkernel.cli.options import Json
+from rlkernel import installation
+from rlkernel.cli.options import Force, Json
 from rlkernel.cli.output import print_json, print_table
-from rlkernel.discover import load_target
+from rlkernel.discover import FIRST_PARTY, load_target
+from rlkernel.hardware import architecture
 from rlkernel.probe import forget
+from rlkernel.survey import named
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
+from rlkernel_core.hardware import GPU
 from rlkernel_core.reasons import Reason
 
 EXAMPLES: Final = (
@@ -53,6 +58,7 @@ def command(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="build: leave out what does not compile, and say so.")
     ] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Compile the portable kernels ahead of time, for GPUs that need not be here.
@@ -64,11 +70,10 @@ def command(
     """
     if action not in _ACTIONS:
         raise UnknownNameError("action", action, _ACTIONS)
-    act = _loaded(action)
     if action == "list":
         if file is None:
             raise ArgumentError("FILE", "nothing", "list reads a bundle", "Name one: rlkernel aot list FILE.")
-        _show(act(file), json=json)
+        _show(_loaded(action)(file), json=json)
         return
     if not target:
         raise ArgumentError(
@@ -76,7 +81,12 @@ def command(
         )
     if file is not None:
         raise ArgumentError("FILE", file, "build writes where --out says", f"Write --out {file}.")
-    found = act(target, op or (), out=out, jobs=jobs, ptx=ptx, configurations=configurations, keep_going=keep_going)
+    if out is not None and Path(out).exists() and not force:
+        raise ArgumentError("--out", out, "exists and is not overwritten", "Name another, or add --force.")
+    archs = _named(target, op or ())
+    found = _loaded(action)(
+        archs, op or (), out=out, jobs=jobs, ptx=ptx, configurations=configurations, keep_going=keep_going
+    )
     forget()  # without this bundle the self-test of a backend may have failed
     _show(found, json=json)
     if found["failed"]:
@@ -85,12 +95,20 @@ def command(
         raise typer.Exit(1)
 
 
+def _named(targets: Iterable[str], ops: Iterable[str]) -> list[str]:
+    """The architectures that targets name; operators must exist, too."""
+    for op in ops:
+        named(op)
+    return [architecture(target, GPU, (), "--target") for target in targets]
+
+
 def _loaded(action: str) -> Callable[..., Any]:
     found = load_target(_TARGETS[action])
     if isinstance(found, Reason):
+        vendors = "" if installation.clone() else f" (on Jetson or ROCm: {FIRST_PARTY['triton'].install_on('gfx942')})"
         raise RLKernelError(
             f"bundles are made and read by rlkernel-triton, which {found.text.partition(' ')[2]}: "
-            "pip install 'rlkernel[triton]' (on Jetson or ROCm: pip install rlkernel-triton)"
+            f"{FIRST_PARTY['triton'].install}{vendors}"
         )
     return found
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+import importlib.util
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from rlkernel import policy
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import plain, print_json, print_table
-from rlkernel.discover import FIRST_PARTY, Candidate
+from rlkernel.coverage import matches
+from rlkernel.discover import ACCELERATORS, FIRST_PARTY, Candidate, PackageVersions
+from rlkernel.doctor.hardware import Hardware, look
+from rlkernel.doctor.system import install_line
+from rlkernel.resolve import ANY, environment
 from rlkernel_core.decision import AUTO
+
+if TYPE_CHECKING:
+    from rlkernel_core.manifest import Impl, Requires
 
 EXAMPLES: Final = (
     ("rlkernel backends", "what is installed, and what one could install"),
@@ -18,8 +28,11 @@ EXAMPLES: Final = (
 )
 EXITS: Final = {0: "listed; a backend that cannot be loaded is listed with its reason"}
 
+_MISSING: Final = "environment/missing-package"
+_ALWAYS: Final = ("cpu",)  # in every machine
 _TIERS: Final = {0: "vendor", 1: "portable", 2: "plain torch"}
 _READY, _NOT_LOADED, _NOT_INSTALLED = "ready", "not loaded", "not installed"
+_NO_DEVICE, _LOADED = "no device", "loaded"
 
 
 def command(
@@ -27,7 +40,7 @@ def command(
     load: Annotated[bool, typer.Option("--load", help="Load the manifests of third-party plugins as well.")] = False,
     json: Json = False,
 ) -> None:
-    """Backends that are installed, their operators and devices, and our own that are not.
+    """Backends that are installed, whether they can run here, and our own that are not installed.
 
     `auto` considers our own alone: vendor, then portable, then plain torch.
     A third-party plugin is listed without importing it, unless the order
@@ -56,10 +69,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _row(found: Candidate, *, loaded: bool) -> dict[str, Any]:
     impls = found.manifest.impls if found.manifest else ()
-    devices = {
-        d for i in impls for d in ([i.requires.device] if isinstance(i.requires.device, str) else i.requires.device)
-    }
-    state = _READY if found.manifest else found.reason.slug if found.reason else _NOT_LOADED
+    state, text, fix = _state(found, loaded=loaded)
     return {
         "name": found.name,
         "distribution": found.dist,
@@ -68,11 +78,56 @@ def _row(found: Candidate, *, loaded: bool) -> dict[str, Any]:
         "installed": True,
         "loaded": loaded and found.manifest is not None,
         "state": state,
-        "text": found.reason.text if found.reason else "",
-        "fix": found.reason.fix if found.reason else "" if loaded else "rlkernel backends --load",
+        "text": text,
+        "fix": fix,
         "operators": sorted({i.op for i in impls}),
-        "devices": sorted(devices),
+        "devices": sorted(_devices(impls)),
     }
+
+
+def _state(found: Candidate, *, loaded: bool) -> tuple[str, str, str]:
+    """Whether a backend can run here, what is in the way, and the line that changes it; torch is not imported."""
+    if found.reason is not None:
+        return found.reason.slug, found.reason.text, found.reason.fix
+    if found.manifest is None:
+        return _NOT_LOADED, "", "" if loaded else "rlkernel backends --load"
+    impls = found.manifest.impls
+    if importlib.util.find_spec("torch") is None:
+        return _MISSING, "needs torch, which is not installed", install_line(machine())
+    lacking = [environment(found.name, impl.requires.packages, PackageVersions()) for impl in impls]
+    if impls and (reason := next(iter(lacking))) is not None and all(lacking):
+        return reason.slug, reason.text, reason.fix
+    claimed = _devices(impls)
+    if not claimed or claimed & {ANY, *_ALWAYS}:
+        return _READY, "", ""
+    if not claimed & ACCELERATORS:  # only torch, with what registers it, knows whether one is here
+        return _LOADED, "", f"rlkernel status --device {min(claimed)}"
+    gpus = machine().gpus
+    if not gpus:
+        return _NO_DEVICE, "no GPU is in this machine", "" if machine().nvidia_problem is None else "rlkernel doctor"
+    if not any(_is_for(impl.requires, gpu.arch) for impl in impls for gpu in gpus):
+        wanted = ", ".join(dict.fromkeys(a for impl in impls for a in impl.requires.arch))
+        return _NO_DEVICE, f"it claims {wanted}; here is {', '.join(dict.fromkeys(str(g.arch) for g in gpus))}", ""
+    return _READY, "", ""
+
+
+def _devices(impls: Iterable[Impl]) -> set[str]:
+    """Device types that are claimed."""
+    claimed = (impl.requires.device for impl in impls)
+    return {device for named in claimed for device in ([named] if isinstance(named, str) else named)}
+
+
+def _is_for(requires: Requires, arch: str | None) -> bool:
+    """Whether claims cover an architecture; an unknown one is refused by none."""
+    if arch is None:
+        return True
+    return (not requires.arch or matches(requires.arch, arch)) and not matches(requires.arch_excluded, arch)
+
+
+@cache
+def machine() -> Hardware:
+    """The accelerators of this machine, looked for once."""
+    return look()
 
 
 def _absent(name: str) -> dict[str, Any]:
@@ -93,7 +148,9 @@ def _absent(name: str) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    color = {_READY: "green", _NOT_LOADED: "dim", _NOT_INSTALLED: "dim"}.get(row["state"], "red")
+    color = {_READY: "green", **dict.fromkeys((_LOADED, _NOT_LOADED, _NOT_INSTALLED, _NO_DEVICE), "dim")}.get(
+        row["state"], "red"
+    )
     state = f"[{color}]{row['state']}[/]"
     more = [row["text"], row["fix"]]
     state += "".join(f"\n{plain(text)}" for text in more if text)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 import typer
 
 from rlkernel import policy
-from rlkernel.cli.options import Json, Order
+from rlkernel.cli.options import Json, Order, backends_named
 from rlkernel.cli.output import console, print_json, print_table
+from rlkernel.installation import extras
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.paths import missing
 
 if TYPE_CHECKING:
     from rlkernel.demo.run import Progress
@@ -25,7 +27,7 @@ EXAMPLES: Final = (
     ("rlkernel demo --steps 20 --seed 1 --json", "so many updates, however long they take; the summary as JSON"),
     ("rlkernel demo --order torch", "on the reference alone"),
 )
-EXITS: Final = {0: "the run is complete", 130: "interrupted; the run folder holds what was done until then"}
+EXITS: Final = {0: "the run is complete"}
 _NEEDED: Final = ("torch", "numpy")
 _NO_PICTURE: Final = "none without matplotlib: pip install matplotlib && python -m rlkernel.demo.picture {}"
 _EVERY: Final = {"fit": 20, "improve": 5}  # a line of progress where output is no terminal
@@ -56,9 +58,11 @@ def command(
     update and corrected. The run folder holds metrics, a picture of reward
     and drift, and which backend served each operator.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the demo needs {', '.join(missing)}: pip install 'rlkernel[cpu]'")
+    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConfigError(f"the demo needs {', '.join(lacking)}: {extras('cpu')}")
+    if config is not None and not config.is_file():
+        raise ConfigError(f"--config: {missing(config)}")
     if config is not None:
         os.environ["RLKERNEL_CONFIG"] = str(config)
         policy.refresh()
@@ -67,7 +71,7 @@ def command(
 
     _, scale = place(device)
     recipe = dataclasses.replace(scale.recipe, steps=steps) if steps is not None else None
-    names = tuple(name.strip() for name in order.split(",") if name.strip()) if order else ()
+    names = backends_named(order)
     with _Display(quiet=json) as display:
         try:
             summary = run(Options(seed=seed, out=out, order=names, device=device, recipe=recipe), display.show)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from rlkernel import policy
-from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, features, ordered
+from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, dtype_named, features, ordered, place
 from rlkernel.cli.output import colored, print_json, print_table
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.survey import Situation, foresee, served, survey
@@ -55,7 +55,8 @@ def command(
     """
     wanted = features(need, op)
     with ordered(order), _judging_all([op] if op else OPERATORS, everyone=everyone):
-        situation = Situation(device or "cpu", arch, dtype, grad, wanted, rows, vocab)
+        where, known = place(device, arch)
+        situation = Situation(where or "cpu", known, dtype_named(dtype), grad, wanted, rows, vocab)
         decisions = survey(situation) if op is None else [foresee(op, situation)]
     if json:
         print_json([d.as_dict() for d in decisions] if op is None else decisions[0].as_dict())

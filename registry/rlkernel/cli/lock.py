@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from rlkernel import lock, policy, record
-from rlkernel.cli.options import Arch, Device, Dtype, Json, Order, ordered
+from rlkernel.cli.options import Arch, Device, Dtype, Force, Json, Order, dtype_named, ordered, place, to_write
 from rlkernel.cli.output import print_json
 from rlkernel.probe import arch_of, device_here
 from rlkernel.survey import Situation, survey
@@ -45,6 +45,7 @@ def command(
         Path | None, typer.Option("--from", metavar="RUN", help="Pin what ran in this run instead of deciding anew.")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare with the file instead of writing it.")] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Write rlkernel.lock: operator, implementation and version, for every process of a run.
@@ -61,12 +62,13 @@ def command(
     if check:
         _compare(path, decisions, json=json)
         return
-    for said in fallbacks(decisions):
-        typer.secho(f"{path} pins a fallback for {said}", fg="yellow", err=True)
     if not lock.content(decisions)["operators"]:
         typer.echo("nothing in the order takes any operator here, so nothing is written; see rlkernel status", err=True)
         raise typer.Exit(1)
+    to_write(path, "--output", force=force or lock.is_of(path, decisions))
     content = lock.write(path, decisions)
+    for said in fallbacks(decisions):
+        typer.secho(f"warning: {path} pins a fallback for {said}", fg="yellow", err=True)
     if json:
         print_json({"file": str(path), **content, "fallbacks": _fallbacks(decisions)})
         return
@@ -82,8 +84,9 @@ def command(
 def _decided(device: str | None, arch: str | None, dtype: str | None, grad: bool | None) -> list[Decision]:
     """Decisions for every operator, the lock in force left out of account."""
     here = device is None and arch is None
-    where = device or device_here()
-    known = arch_of(where) if here else arch
+    named, known = place(device, arch)
+    where = named or device_here()
+    known, dtype = (arch_of(where) if here else known), dtype_named(dtype)
     decisions = []
     for wanted in (False, True) if grad is None else (grad,):
         ops = [op for op, spec in OPERATORS.items() if not wanted or "grad" in spec.feature_names]
@@ -123,6 +126,6 @@ def _compare(path: Path, decisions: list[Decision], *, json: bool) -> None:
             for mark, color, pins in (("-", "red", old - new), ("+", "green", new - old)):
                 for target, provider in sorted(pins):
                     typer.secho(f"  {mark} {target}  [{provider}]", fg=color)
-        typer.echo(f"{path} does not hold; `rlkernel lock` writes a new one")
+        typer.echo(f"{path} does not hold; `rlkernel lock --force` writes a new one")
     if found:
         raise typer.Exit(1)

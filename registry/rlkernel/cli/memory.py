@@ -11,6 +11,7 @@ from rlkernel.cli.options import Json
 from rlkernel.cli.output import print_json, print_table
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.host.memory import Memory, gpu_held, memory, size
+from rlkernel_core.quant.spec import row_of
 
 EXAMPLES: Final = (
     ("rlkernel memory", "total, available, reserved, and what may be taken without swapping"),
@@ -45,6 +46,8 @@ def command(
     With FILE, its headers are read and held against the budget; nothing is
     loaded.
     """
+    if format is not None:
+        row_of(format)
     found = memory()
     if found is None:
         raise ConfigError("/proc/meminfo does not tell what is available: this command works on Linux alone")

@@ -11,7 +11,7 @@ import typer
 
 from rlkernel.checkpoints import conversion, files, folders
 from rlkernel.checkpoints.schemes import Item, Source, items
-from rlkernel.cli.options import Json
+from rlkernel.cli.options import Force, Json, to_write
 from rlkernel.cli.output import print_json, print_table
 from rlkernel_core.errors import ArgumentError, UnknownNameError
 
@@ -65,6 +65,7 @@ def command(
         float, typer.Option(min=0.001, metavar="GB", help="convert: the largest shard of a folder.")
     ] = folders.SHARD_BYTES / 1e9,
     check: Annotated[bool, typer.Option("--check", help="inspect: read every weight too.")] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Read quantized weights of GPTQ, AWQ, compressed-tensors, bitsandbytes, HQQ, gpt-oss, ModelOpt, DeepSeek and GGUF.
@@ -84,6 +85,9 @@ def command(
         return
     if target is None:
         raise ArgumentError("target", "nothing", "convert writes a file or a folder", "Name it after the source.")
+    files.there(source)
+    if not target.is_dir():  # a folder is never overwritten
+        to_write(target, "TARGET", force=force)
     chosen = scheme or ("gguf" if target.suffix == ".gguf" else conversion.OWN)
     done = conversion.convert(
         source,

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 
 from rlkernel.cli.options import Json
 from rlkernel.cli.output import print_json
+from rlkernel_core.errors import UnknownNameError
 
 EXAMPLES: Final = (
     ("rlkernel schema config", "the form of rlkernel.toml, for an editor or a check in CI"),
     ("rlkernel schema manifest", "what a plugin may claim"),
 )
 EXITS: Final = {0: "printed"}
-
-
-class Form(StrEnum):
-    """What there is a schema of."""
-
-    config = "config"
-    manifest = "manifest"
-    decision = "decision"
 
 
 def _config() -> dict[str, Any]:
@@ -48,16 +40,16 @@ def _decision() -> dict[str, Any]:
     return found
 
 
-_SCHEMAS: Final[Mapping[Form, Callable[[], dict[str, Any]]]] = {
-    Form.config: _config,
-    Form.manifest: _manifest,
-    Form.decision: _decision,
+_SCHEMAS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {
+    "config": _config,
+    "manifest": _manifest,
+    "decision": _decision,
 }
 
 
 def command(
     form: Annotated[
-        Form | None, typer.Argument(metavar="config|manifest|decision", help="Left out, all under their names.")
+        str | None, typer.Argument(metavar="config|manifest|decision", help="Left out, all under their names.")
     ] = None,
     *,
     json: Json = False,  # noqa: ARG001 every command takes it; a schema is JSON anyway
@@ -67,4 +59,6 @@ def command(
     config is rlkernel.toml, manifest is what a plugin exports, decision is
     what `rlkernel explain --json` and decisions.json hold.
     """
-    print_json(_SCHEMAS[form]() if form else {f.value: make() for f, make in _SCHEMAS.items()})
+    if form is not None and form not in _SCHEMAS:
+        raise UnknownNameError("form", form, _SCHEMAS)
+    print_json(_SCHEMAS[form]() if form is not None else {name: make() for name, make in _SCHEMAS.items()})

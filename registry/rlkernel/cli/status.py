@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from rlkernel import integrations, policy, record
-from rlkernel.cli.options import Json, Order, ordered
+from rlkernel.cli.options import Json, Order, ordered, present
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel.probe import arch_of, device_here
 from rlkernel.provenance import plans
@@ -47,7 +47,7 @@ def command(
         _print_run(run, json=json)
         return
     with ordered(order):
-        where = device or device_here()
+        where = device_here() if device is None else present(device)
         situations = [Situation(where, arch_of(where), grad=grad) for grad in (False, True)]
         plain_calls, training = (survey(s, here=True) for s in situations)
         lock = policy.current().policy.lock

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Final
 import typer
 
 import rlkernel
-from rlkernel.cli.options import Json, Order, ordered
+from rlkernel.cli.options import Json, Order, dtype_named, ordered, present
 from rlkernel.cli.output import print_json, print_table
 from rlkernel.probe import device_here
 from rlkernel.survey import named
 from rlkernel_core.errors import CaptureError, ConfigError, ResolutionError, UnknownNameError
+from rlkernel_core.quant.spec import row_of
 
 EXAMPLES: Final = (
     ("rlkernel warmup --tokens 64 --vocab 1000 --hidden 64 --length 32", "every operator at these sizes"),
@@ -232,15 +233,15 @@ def command(
     that build kernels at their first call are refused inside a capture; this is
     the call before it.
     """
-    if dtype not in _DTYPES:
-        raise UnknownNameError("dtype", dtype, _DTYPES)
+    row_of(format)
     with ordered(order):
+        if dtype_named(dtype) not in _DTYPES:
+            raise UnknownNameError("dtype", dtype, _DTYPES)
+        where = device_here() if device is None else present(device)
         found = [
             row
             for rows in tokens or [Sizes.tokens]
-            for row in warm(
-                op or EXAMPLES_OF, Sizes(rows, vocab, hidden, length, dtype, format), device or device_here()
-            )
+            for row in warm(op or EXAMPLES_OF, Sizes(rows, vocab, hidden, length, dtype, format), where)
         ]
     if json:
         print_json({"warmed": [asdict(w) for w in found], "seconds": sum(w.first_s for w in found)})

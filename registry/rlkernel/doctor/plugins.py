@@ -53,7 +53,9 @@ def pinned(machine: Machine) -> Iterator[Finding]:
     missing = {op: pins for op, pins in machine.locked.items() if not pins & have}
     for op, pins in missing.items():
         text = f"{machine.policy.lock} pins {', '.join(f'{t} [{p}]' for t, p in sorted(pins))}, which is not installed"
-        yield problem("lock/missing", text, f"{op} raises LockError", "install what is pinned, or run rlkernel lock")
+        yield problem(
+            "lock/missing", text, f"{op} raises LockError", "install what is pinned, or run rlkernel lock --force"
+        )
     if not missing:
         yield ok("lock/holds", f"{machine.policy.lock} pins {len(machine.locked)} operator(s); all are installed")
 

@@ -8,6 +8,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from rlkernel import installation
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.machine import Machine
@@ -42,7 +43,7 @@ def triton(machine: Machine) -> Iterator[Finding]:
         elif machine.torch is not None and machine.torch.devices:
             text = "Triton is not installed"
             yield warning(
-                "triton/missing", text, _PLAIN, "pip install 'rlkernel[triton]'; torch for ROCm brings its own"
+                "triton/missing", text, _PLAIN, f"{FIRST_PARTY['triton'].install}; torch for ROCm brings its own"
             )
     else:
         version = machine.packages[found[0]]
@@ -117,8 +118,7 @@ def ours(machine: Machine) -> Iterator[Finding]:
         for name, known in FIRST_PARTY.items():
             if gpu.arch is not None and known.made_for("cuda", gpu.arch) and not machine.has(known.dist):
                 text = f"the backend {name} is made for {gpu.arch} and is not installed"
-                vendor = machine.hardware.board is not None or gpu.arch.startswith("gfx")
-                fix = f"pip install {known.dist}" if vendor else known.install  # no extra: neither torch nor Triton
+                fix = known.install_on(gpu.arch)
                 yield warning("rlkernel/backend-missing", text, _PLAIN, fix)
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from packaging.utils import canonicalize_name
 
-from rlkernel import policy
+from rlkernel import hardware, policy
 from rlkernel.discover import FIRST_PARTY
 from rlkernel_core.decision import AUTO
 from rlkernel_core.errors import ArgumentError
@@ -74,6 +74,7 @@ def check_device(device: str) -> None:
     Raises:
         ArgumentError: with the spelling.
     """
+    hardware.refuse_other(device, "--device")
     if not _DEVICE.fullmatch(device):
         kind = re.sub("[^a-z0-9_]", "", device.partition(":")[0].lower()) or "cuda"
         raise ArgumentError("--device", repr(device), "must be a device type, without an index", f"Say {kind!r}.")

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from rlkernel_core import __version__
 from rlkernel_core.errors import RLKernelError
+from rlkernel_core.paths import missing
 from rlkernel_triton.aot.configurations import Code
 
 FORMAT: Final = 2
@@ -61,7 +62,7 @@ class Bundle:
             description = json.loads(self._zip.read(DESCRIPTION))
             form = description.get("format")
         except FileNotFoundError as error:
-            raise BundleError(f"there is no bundle at {path}. {_remade(path)}") from error
+            raise BundleError(f"there is no bundle at {path}: {missing(path)}. {_remade(path)}") from error
         except (*_UNREADABLE, AttributeError) as error:
             raise BundleError(f"{path} is no bundle of rlkernel, or damaged ({error}). {_remade(path)}") from error
         if form != FORMAT:

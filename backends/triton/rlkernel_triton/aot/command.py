@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
+from rlkernel_core.hardware import architecture
+from rlkernel_core.paths import missing
 from rlkernel_triton.aot import recordings
 from rlkernel_triton.aot.backend import OPERATORS, WITH, folder
 from rlkernel_triton.aot.bundle import Bundle, write_bundle
@@ -35,7 +37,7 @@ def build(
     """Compile a bundle and describe it.
 
     Args:
-        targets: keys of `TARGETS`.
+        targets: keys of `TARGETS`, in any spelling: sm_90, sm90.
         ops: operators, with those that they cannot be used without; all that bundles have where empty.
         out: the file; by default one named after the targets where the backend `aot` looks.
         jobs: processes; 0 for one a core.
@@ -53,15 +55,18 @@ def build(
     for op in ops:
         if op not in OPERATORS:
             raise UnknownNameError("operator of bundles", op, OPERATORS)
+    by_arch = {architecture(target): target for target in TARGETS}
     for target in targets:
-        if target not in TARGETS:
+        if architecture(target) not in by_arch:
             raise UnknownNameError("target", target, TARGETS)
+    targets = [by_arch[architecture(target)] for target in targets]
+    for target in targets:
         _require_ptx(target, ptx)
     path = Path(out) if out else folder() / f"{'-'.join(sorted(set(targets)))}.zip"
     _require_room(path)
     if configurations and not Path(configurations).is_file():
         raise ArgumentError(
-            "--configurations", configurations, "is no file", "AOT_MISSING=FILE writes one (docs/aot.md)."
+            "--configurations", configurations, missing(configurations), "AOT_MISSING=FILE writes one (docs/aot.md)."
         )
     asked = {*ops, *(other for op in ops for other in WITH.get(op, ()))}
     table = recordings.read(Path(configurations)) if configurations else {}

@@ -1,0 +1,29 @@
+"""What errors say of a path that is not there: the nearest name beside it.
+
+Imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+
+def missing(path: Path | str) -> str:
+    """`x/modle.gguf does not exist; did you mean x/model.gguf?`, or which folder of the path is not there.
+
+    Of a folder where a file was asked for, `x is no file`.
+    """
+    path = Path(path)
+    if path.exists():
+        return f"{path} is no file"
+    gone = path
+    while not gone.parent.is_dir() and gone.parent != gone:
+        gone = gone.parent
+    said = f"{path} does not exist" + (f": there is no {gone}" if gone != path else "")
+    try:
+        names = [file.name for file in gone.parent.iterdir()]
+    except OSError:
+        return said
+    near = difflib.get_close_matches(gone.name, names, n=1)
+    return f"{said}; did you mean {gone.parent / near[0]}?" if near else said
