@@ -8,7 +8,6 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from rlkernel import installation
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.machine import Machine
