@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 PEERS = ("torch", "cublas", "cublas fp32", "bare graph", "launches")
 
 
+@pytest.mark.filterwarnings("ignore::rlkernel_core.errors.FallbackWarning")  # plain torch on a GPU, as asked for
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_reference_is_right_on_every_toy_workload_of_a_gpu(suite) -> None:
     content = run([suite], device="cuda", use=("reference",), against=PEERS, effort=Effort(0.001))

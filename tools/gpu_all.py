@@ -125,11 +125,13 @@ class Session:
         return step
 
 
-def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]:
+def tests(session: Session, folders: dict[str, Path], until: float) -> list[Any]:
     """The GPU tests of plain torch and of every backend, as jobs; each returns its counts and failures."""
     targets = {"torch": ROOT / "tests" / "test_cuda.py", "bench": ROOT / "tests" / "test_bench_cuda.py"}
-    # Compilation takes the time: one process a file. What runs kernels in an interpreter needs no GPU.
-    files = [(name, file) for name, folder in folders.items() for file in sorted(folder.glob("tests/**/test_*.py"))]
+    # Compilation takes the time: one process a file. What runs kernels in an interpreter needs no GPU. Several backends
+    # may share a folder.
+    named = {folder: name for name, folder in reversed(folders.items())}
+    files = [(name, file) for folder, name in named.items() for file in sorted(folder.glob("tests/**/test_*.py"))]
     targets |= {
         f"{name}-{file.stem}": file
         for name, file in files
@@ -140,7 +142,7 @@ def tests(session: Session, folders: dict[str, Path], limit: float) -> list[Any]
         report = session.work / f"{name}.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-ra", "--no-header"]
         command += ["-p", "no:cacheprovider", f"--junit-xml={report}", str(target.relative_to(ROOT))]
-        step = session.run(f"tests of {name}", command, limit, bare=True)
+        step = session.run(f"tests of {name}", command, until - time.monotonic(), bare=True)
         return {"name": name, "rc": step["rc"], "seconds": step["seconds"], **junit(report)}
 
     return [lambda n=n, t=t: one(n, t) for n, t in targets.items()]
@@ -306,7 +308,7 @@ def main() -> int:
         limit = asked.budget * (asked.checking if "bench" in parts else 0.97)
         until = time.monotonic() + limit
         profiles = asked.profile.split(",")
-        checks = tests(session, {n: f for n, f in folders.items() if n in names}, limit) if "tests" in parts else []
+        checks = tests(session, {n: f for n, f in folders.items() if n in names}, until) if "tests" in parts else []
         attacks = []
         if "conformance" in parts:
             attacks = conformance(session, [n for n in names if n != "torch"], asked, until)
