@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -176,3 +177,14 @@ def test_a_broken_plugin_cannot_break_the_console(tmp_path) -> None:
     code = "from rlkernel.cli import main; main(['backends', '--load'])"
     done = python(f"import sys; sys.path.insert(0, {str(site)!r}); {code}", cwd=tmp_path)
     assert (done.returncode, "load/import-error" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_whose_metavar_is_its_own_name_in_capitals_states_its_name(name) -> None:
+    """Typer 0.27 takes such a metavar for the option's name: `--DEVICE` in place of `--device`."""
+    command = import_module(COMMANDS[name][0]).command
+    hints = get_type_hints(command, include_extras=True)
+    found = [(p, m) for p, hint in hints.items() for m in getattr(hint, "__metadata__", ())]
+    options = {p: m for p, m in found if type(m).__name__ == "OptionInfo"}
+    alike = [p for p, m in options.items() if str(m.metavar).lower() == p]
+    assert [p for p in alike if not str(options[p].default).startswith("--")] == []

@@ -18,7 +18,7 @@ from rlkernel.demo.clock import LEAST, Clock
 from rlkernel.demo.run import Options, run
 from rlkernel.demo.scale import SCALES, place
 from rlkernel.demo.train import Recipe
-from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -124,28 +124,16 @@ def test_a_run_takes_the_gpu_that_is_here_and_else_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(scale, "device_here", lambda: "cpu")
     assert place(None) == (torch.device("cpu"), SCALES["cpu"])
     monkeypatch.setattr(scale, "device_here", lambda: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(scale, "present", lambda device: device)
     assert place(None) == (torch.device("cuda"), SCALES["cuda"])
     assert place("cuda:1") == (torch.device("cuda:1"), SCALES["cuda"])
     assert place("cpu") == (torch.device("cpu"), SCALES["cpu"])
-    with pytest.raises(ConfigError, match="cuda:2 is not here; torch sees cuda:0 to cuda:1"):
-        place("cuda:2")
 
 
-def test_a_device_that_is_not_here_is_an_error_with_its_remedy(monkeypatch) -> None:
-    monkeypatch.setattr(scale, "device_here", lambda: "cpu")
-    with pytest.raises(ConfigError, match=r"sees no cuda device here; run `rlkernel doctor`, or use --device cpu"):
-        place("cuda")
-    with pytest.raises(UnknownNameError, match="did you mean 'cuda'"):
-        place("cudo")
-    with pytest.raises(ConfigError, match="no number behind the colon; write cpu:0"):
-        place("cpu:x")
-
-
-def test_the_command_refuses_a_device_that_is_not_here_and_writes_nothing(cli, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(scale, "device_here", lambda: "cpu")
-    result = cli("demo", "--device", "cuda", "--out", str(tmp_path / "run"))
+def test_the_command_refuses_a_device_that_is_not_here_and_writes_nothing(cli, tmp_path) -> None:
+    result = cli("demo", "--device", "cuda:99", "--out", str(tmp_path / "run"))
     assert (result.exit_code, (tmp_path / "run").exists()) == (2, False)
+    assert "torch sees no such device here" in result.stderr
 
 
 def test_the_cpu_runs_on_one_thread_and_has_its_threads_back_after(tmp_path) -> None:

@@ -289,7 +289,7 @@ def test_only_the_loopback_is_open_without_a_token(tmp_path) -> None:
     assert token_of("0.0.0.0", tmp_path / "token") == TOKEN
     with pytest.raises(ConfigError, match="at least 16"):
         token_of("0.0.0.0", tmp_path / "short")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         token_of("127.0.0.1", tmp_path / "none")
 
 

@@ -38,7 +38,7 @@ def test_auto_names_the_backends_that_have_kernels_for_the_call(op, device, arch
     rejected = decide(device, arch, op=op).rejected
     assert [r.backend for r in rejected] == absent
     assert {(r.reason.slug, r.reason.fix) for r in rejected} == {
-        ("load/not-installed", FIRST_PARTY[name].install) for name in absent
+        ("load/not-installed", FIRST_PARTY[name].install_on(arch)) for name in absent
     }
 
 
@@ -91,3 +91,9 @@ def test_plain_torch_that_is_named_after_auto_is_not() -> None:
 
 def test_without_auto_nobody_is_advertised() -> None:
     assert decide("cuda", "sm90", ("torch",)).rejected == ()
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm87"])
+def test_the_portable_kernels_leave_a_vendors_torch_alone(arch) -> None:
+    reasons = {r.backend: r.reason.fix for r in decide("cuda", arch).rejected}
+    assert reasons["triton"] == "pip install rlkernel-triton"

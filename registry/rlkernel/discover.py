@@ -56,9 +56,10 @@ class Ours(NamedTuple):
         return installation.backends(folders, self.released)
 
     def install_on(self, arch: str | None) -> str:
-        """The same for an architecture; a vendor's own torch and Triton stay, so no extra that asks for PyPI's."""
+        """The same for an architecture; a vendor's own torch and Triton stay: the extra `triton` asks for PyPI's."""
         vendors = arch is not None and (arch.startswith("gfx") or arch in JETSON_ARCHS)
-        return f"pip install {self.dist}" if vendors and not installation.clone() else self.install
+        portable = self.dist == "rlkernel-triton"
+        return f"pip install {self.dist}" if portable and vendors and not installation.clone() else self.install
 
     def made_for(self, device: str, arch: str | None) -> bool:
         """Whether one would install it for this hardware; an unknown architecture counts as any."""

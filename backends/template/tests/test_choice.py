@@ -15,7 +15,7 @@ OPERATORS = [impl.op.partition("@")[0] for impl in backend.impls]
 @pytest.mark.parametrize("op", OPERATORS)
 def test_it_is_refused_until_the_order_names_it(op) -> None:
     with rlk.use("auto"):
-        decision = rlk.explain(op, device=DEVICE).decision
+        decision = rlk.explain(op).decision
     assert {r.backend: r.reason.slug for r in decision.rejected}["template"] == "policy/third-party"
 
 

@@ -51,10 +51,10 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 CODES: Final[Mapping[int, str]] = {
     0: "yes: it is done, or what was asked holds",
     1: "no: what was asked does not hold",
-    2: "no answer: a word, a file, the configuration or what is installed does not allow one; the message says which",
-    70: "a bug: an implementation, a plugin or rlkernel raised, and the traceback is printed",
+    2: "no answer: the message says which word, file or setting is wrong",
+    70: "a bug: something raised; the traceback is printed",
     130: "interrupted",
-    141: "whoever read the output has stopped reading",
+    141: "the reader of the output has closed it",
 }
 MALFORMED, BUG, INTERRUPTED, UNREAD = 2, 70, 130, 141
 

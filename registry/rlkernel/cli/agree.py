@@ -48,8 +48,10 @@ def command(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens drawn a sequence.")] = 24,
     temperature: Annotated[float, typer.Option(min=1e-6, help="Of the law, on both sides.")] = 1.0,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of weights and hidden states.")] = "float32",
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="Where; default cuda if torch sees one.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Of weights and hidden states.")] = "float32",
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Where; default cuda if torch sees one.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, prompts and draws.")] = 0,
     limit: Annotated[float | None, typer.Option(min=0.0, help="Exit with 1 where |dlogp| is larger somewhere.")] = None,
     output: Annotated[

@@ -38,7 +38,8 @@ _TITLES: Final = {"fit": "1/2 fitting to careless text", "improve": "2/2 improvi
 def command(
     *,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cpu, cuda (ROCm too), cuda:1; a GPU if there is one.")
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="cpu, cuda (ROCm too), cuda:1; a GPU if there is one."),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="GRPO updates; unless given, as many as fit into the time.")

@@ -24,7 +24,9 @@ def command(
     *,
     op: Annotated[
         list[str] | None,
-        typer.Option(metavar="OP", help=f"Operator; may be given several times. {', '.join(READY)} unless given."),
+        typer.Option(
+            "--op", metavar="OP", help=f"Operator; may be given several times. {', '.join(READY)} unless given."
+        ),
     ] = None,
     device: Annotated[
         list[str] | None,

@@ -22,10 +22,12 @@ Device = Annotated[
     typer.Option(metavar="TYPE", help="Device type as torch spells it: cpu, cuda (ROCm too). It need not be here."),
 ]
 Arch = Annotated[
-    str | None, typer.Option(metavar="ARCH", help="Architecture: sm90, sm87, gfx942. Left out, none is refused for it.")
+    str | None,
+    typer.Option("--arch", metavar="ARCH", help="Architecture: sm90, sm87, gfx942. Left out, none is refused for it."),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Type of the main tensor: bfloat16, float32. Left out, any.")
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Type of the main tensor: bfloat16, float32. Left out, any."),
 ]
 Need = Annotated[
     list[str] | None,

@@ -32,7 +32,11 @@ def command(
     *,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="A device that is here, cuda:1; default cuda if torch sees one, else cpu."),
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="A device that is here, cuda:1; default cuda if torch sees one, else cpu.",
+        ),
     ] = None,
     order: Order = None,
     json: Json = False,

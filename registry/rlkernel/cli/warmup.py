@@ -216,11 +216,15 @@ def command(
     vocab: Annotated[int, typer.Option(min=1, help="Tokens of the vocabulary.")] = Sizes.vocab,
     hidden: Annotated[int, typer.Option(min=1, help="Width of hidden states and of square weights.")] = Sizes.hidden,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = Sizes.length,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of logits, hidden states and weights.")] = Sizes.dtype,
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="Of quantized weights.")] = Sizes.format,  # noqa: A002
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Of logits, hidden states and weights.")
+    ] = Sizes.dtype,
+    format: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Of quantized weights.")] = Sizes.format,  # noqa: A002
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="A device that is here; default cuda if torch sees one, else cpu."),
+        typer.Option(
+            "--device", metavar="DEVICE", help="A device that is here; default cuda if torch sees one, else cpu."
+        ),
     ] = None,
     order: Order = None,
     json: Json = False,

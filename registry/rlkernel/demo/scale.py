@@ -9,8 +9,9 @@ from typing import Final
 import torch
 
 from rlkernel.demo.train import Recipe
+from rlkernel.hardware import present
 from rlkernel.probe import device_here
-from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -45,23 +46,11 @@ def place(device: str | None) -> tuple[torch.device, Scale]:
     """The device to run on, the one that is here by default, and the scale of its type.
 
     Raises:
-        UnknownNameError: a type of device that the demo has no scale for.
-        ConfigError: a device that torch cannot use here.
+        ArgumentError: a device that torch does not see here, or a word for something else.
+        UnknownNameError: nobody has such a device, or the demo has no scale for its type.
     """
-    wanted = device or device_here()
-    kind, _, index = wanted.partition(":")
+    wanted = present(device or device_here())
+    kind = wanted.partition(":")[0]
     if kind not in SCALES:
         raise UnknownNameError("device of the demo", wanted, SCALES)
-    if index and not index.isdecimal():
-        raise ConfigError(f"device: {wanted!r} has no number behind the colon; write {kind}:0")
-    if kind != device_here() and kind != "cpu":
-        built = torch.version.cuda or torch.version.hip or "no GPU"
-        raise ConfigError(
-            f"device: torch {torch.__version__} (built for {built}) sees no {kind} device here; "
-            "run `rlkernel doctor`, or use --device cpu"
-        )
-    if kind != "cpu" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device: {wanted} is not here; torch sees {kind}:0 to {kind}:{torch.cuda.device_count() - 1}"
-        )
     return torch.device(wanted), SCALES[kind]
