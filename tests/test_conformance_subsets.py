@@ -37,7 +37,7 @@ def some_of(op: str, share: float, seed: int) -> frozenset[str]:
 
 
 @pytest.mark.filterwarnings("ignore::rlkernel_core.errors.FallbackWarning")  # captures that run eagerly say so
-@pytest.mark.parametrize("share", [0.0, 0.15, 0.5])
+@pytest.mark.parametrize("share", [0.0, 0.4])
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op != "capture"])  # whose clauses take minutes
 def test_plain_torch_with_some_of_its_claims_passes_every_clause(op: str, share: float) -> None:
     with policy.registered(claiming(op, some_of(op, share, seed=1))):
