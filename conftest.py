@@ -1,8 +1,16 @@
-"""A fixture of every test."""
+"""A fixture of every test, and which tests go first."""
 
 import gc
 
 import pytest
+
+LONGEST = "test_kernels_interpreted.py"  # minutes a test: begun last, one process would work alone at the end
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first; all others stay in their order."""
+    items.sort(key=lambda item: item.path.name != LONGEST)
 
 
 @pytest.fixture(scope="module", autouse=True)

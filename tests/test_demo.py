@@ -304,7 +304,7 @@ def test_the_title_of_the_picture_is_what_was_found(first, last, words) -> None:
 
 def making(*arguments: str) -> str:
     """What make would do for the demo."""
-    command = ["make", "--dry-run", "--always-make", "demo", "PYTHON=python3", *arguments]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo", "PYTHON=python3", *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 

@@ -123,7 +123,7 @@ CASES = [
     ("jetson/old", "problem", machine(hardware=Hardware(board=replace(NANO, l4t="35.4.1"))), "35.4.1", "JetPack"),
     ("triton/missing", "note", machine(hardware=JETSON, torch=ORIN_WHEEL), "", "--no-deps"),
     ("rlkernel/backend-missing", "warning", machine(hardware=JETSON, torch=ORIN_WHEEL),
-     "jetson", "pip install rlkernel-jetson"),
+     "jetson", "pip install 'rlkernel[jetson]'"),
     ("jetson/hidden", "note", machine(torch=ORIN_WHEEL), "sm87", "--runtime nvidia"),
     ("jetson/wheel", "problem", machine(hardware=JETSON, torch=SERVER_WHEEL), "sm87", "TORCH_CUDA_ARCH_LIST=8.7"),
     ("jetson/nvml", "note", machine(hardware=JETSON), "nvidia-smi", "rlkernel memory"),
@@ -154,7 +154,7 @@ CASES = [
      "rlkernel 0.1.0 and rlkernel-triton 0.2.0", "pip install rlkernel==0.2.0 rlkernel-triton==0.2.0"),
     ("rlkernel/backend-missing", "warning", machine(hardware=NVIDIA, torch=CU128),
      "cuda", "pip install 'rlkernel[cuda]'"),
-    ("rlkernel/backend-missing", "warning", machine(hardware=AMD, torch=ROCM), "rocm", "pip install rlkernel-rocm"),
+    ("rlkernel/backend-missing", "warning", machine(hardware=AMD, torch=ROCM), "rocm", "pip install 'rlkernel[rocm]'"),
     ("rlkernel/backend-missing", "warning", machine(hardware=AMD, torch=ROCM),
      "triton", "pip install rlkernel-triton"),  # without the extra, whose torch is for CUDA
     ("backend/broken", "note", machine(candidates=(candidate(reason=BROKEN),)), "OSError", "pip install -U acme"),

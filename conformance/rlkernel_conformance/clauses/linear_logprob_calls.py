@@ -205,16 +205,16 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
         return out.logprob.detach(), found["hidden"]
 
     every = torch.arange(case.N, device=subject.device)
-    values, slopes = part(every)
+    values, whole_dx = part(every)
     alone = [part(every[i : i + 1]) for i in range(case.N)]
     others = {
         "in a reversed batch": [x.flip(0) for x in part(every.flip(0))],
         "one row at a time": [torch.cat(x) for x in zip(*alone, strict=True)],
         "at the end of a large batch": [x[-case.N :] for x in part(every.repeat(40))],
     }
-    for when, (value, slope) in others.items():
+    for when, (value, dx) in others.items():
         same_bits("logprob", value, values, when)
-        same_bits("dX", slope, slopes, when)
+        same_bits("dX", dx, whole_dx, when)
 
 
 @attack("LL-31", lambda s: heads(s, plainly=True).map(small), scale=0.5)
@@ -232,14 +232,14 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
         g = {"logprob": torch.ones_like(out.logprob)}
         return out.logprob.detach(), gradients({"logprob": out.logprob}, g, leaves)["hidden"]
 
-    values, slopes = outcome(given["hidden"])
+    values, whole_dx = outcome(given["hidden"])
     for poison in (np.nan, np.inf):
         hidden = given["hidden"].clone()
         hidden[0] = poison
-        value, slope = outcome(hidden)
+        value, dx = outcome(hidden)
         require(bool(value[0].isnan()), f"a row of {poison} gives {value[0].item()!r}, not NaN")
         same_bits("logprob", value[1:], values[1:], f"beside a row of {poison}")
-        same_bits("dX", slope[1:], slopes[1:], f"beside a row of {poison}")
+        same_bits("dX", dx[1:], whole_dx[1:], f"beside a row of {poison}")
 
 
 def with_mask(subject: Subject, case: Head) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def frozen_operands_get_nothing_and_change_nothing(subject: Subject, case: Step)
 def masked_tokens_may_hold_anything(subject: Subject, case: Step) -> None:
     """NaN in hidden, in old and in rollout, and ids far out of range, under the mask."""
     given = case.given(subject)
-    want, slopes = run(subject, given)
+    want, gradients = run(subject, given)
     mask = given["mask"]
     dirty = {**given, "hidden": torch.where(mask[..., None], given["hidden"], torch.nan)}
     dirty["ids"] = torch.where(mask, given["ids"], 2**40)
@@ -203,7 +203,7 @@ def masked_tokens_may_hold_anything(subject: Subject, case: Step) -> None:
     if grads:
         require(bool((grads["hidden"][~mask.reshape(-1)] == 0).all()), "a masked token has a gradient")
         check_operands(subject, case, grads)
-        check_operands(subject, case, slopes)
+        check_operands(subject, case, gradients)
 
 
 @attack("LPL-08", lambda s: steps(s, plainly=True, per_token=True, T=4), scale=0.5)

@@ -151,7 +151,7 @@ class Step:
         rest = {k: v for k, v in change.items() if k not in ARRAYS}
         return self.batch.definition(**arrays, **self.options(), **rest)
 
-    def slopes(self, subject: Subject, **change: Any) -> Any:
+    def dlogits(self, subject: Subject, **change: Any) -> Any:
         """The definition's gradient of the scaled logits, [N, V]."""
         args, named = self.expected(subject, **change)
         g = {"logprob": oracle.gradient(*args, **named).reshape(-1)}
@@ -199,7 +199,7 @@ def check_operands(
     subject: Subject, step: Step, grads: dict[str, Tensor], *, scale: float = 1.0, **change: Any
 ) -> None:
     """The gradients of the operands are the definition's."""
-    given, dz = step.operands(subject), scale * step.slopes(subject, **change)
+    given, dz = step.operands(subject), scale * step.dlogits(subject, **change)
     weight = plain(given["weight"], "weight")
     row = float(np.linalg.norm(weight)) / len(weight) ** 0.5  # of the head
     size = 0.02 * abs(scale) * size_of(step, subject, **change) * row / step.head.temperature

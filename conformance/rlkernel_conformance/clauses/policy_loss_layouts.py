@@ -97,8 +97,8 @@ def every_argument_has_an_effect(subject: Subject, case: Batch) -> None:
                 break
             leaf = given["logprob"].requires_grad_(grad(subject))
             out = subject(**given)
-            slope = torch.autograd.grad(out.loss, leaf)[0] if leaf.requires_grad else leaf
-            outcomes.append([*leaves(out).values(), slope])
+            gradient = torch.autograd.grad(out.loss, leaf)[0] if leaf.requires_grad else leaf
+            outcomes.append([*leaves(out).values(), gradient])
         if len(outcomes) == 2:
             a, b = outcomes
             changed = len(a) != len(b) or any(not torch.equal(p, q) for p, q in zip(a, b, strict=True))
@@ -136,7 +136,7 @@ def losses_of_ranks_add_up(subject: Subject, case: Batch) -> None:
     counted = x["mask"].sum() if case.aggregate == "token_mean" else x["mask"].any(1).sum()
     cut = 1 + case.seed % (case.B - 1)
     whole = call(subject, case)
-    total, slopes = 0.0, []
+    total, gradients = 0.0, []
     for rows in (slice(0, cut), slice(cut, case.B)):
         part = replace(case, B=len(x["mask"][rows]))
         count: Any = float(counted)
@@ -144,10 +144,10 @@ def losses_of_ranks_add_up(subject: Subject, case: Batch) -> None:
             count = torch.tensor(count, device=subject.device)
         found = call(subject, part, denominator=count, **{n: a[rows] for n, a in x.items()})
         total += found.result.loss.item()
-        slopes.append(found.dlogprob)
+        gradients.append(found.dlogprob)
     agree(subject, case, whole.result.loss, total)
     if whole.dlogprob is not None:
-        want = np.concatenate(slopes)
+        want = np.concatenate(gradients)
         size = 1 + 1e4 * np.abs(want).max()
         close(subject, "grad_logprob", torch.from_numpy(whole.dlogprob), want, case.dtype, scale=size)
 
@@ -199,9 +199,9 @@ def nothing_to_learn_from_is_a_connected_zero(subject: Subject, case: Batch) -> 
     leaf = given["logprob"].requires_grad_()
     out = subject(**given)
     require(out.loss.requires_grad, "the loss of no token has no gradient")
-    (slope,) = torch.autograd.grad(out.loss, leaf)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
     require(out.loss.item() == 0, f"the loss of no token is {out.loss.item()!r}")
-    require(bool((slope == 0).all()), f"the gradient of no token is {slope.tolist()}")
+    require(bool((gradient == 0).all()), f"the gradient of no token is {gradient.tolist()}")
     for name, value in leaves(out.stats).items():
         require(value.item() == 0, f"{name} of no token is {value.item()!r}")
 
