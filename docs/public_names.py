@@ -151,7 +151,7 @@ def _shaped(told: str, known: Collection[str]) -> bool:
 
 
 def _fields(cls: type) -> dict[str, tuple[str, str]]:
-    """Field -> its annotation, and what stands beside it."""
+    """Field -> its annotation and the comment beside it."""
     try:
         lines, _ = inspect.getsourcelines(cls)
     except OSError:

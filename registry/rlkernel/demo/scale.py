@@ -1,4 +1,4 @@
-"""How large the demo is on each type of device, and how long it may take there: the only place that says so."""
+"""How large the demo is on each type of device, and how long it may take there: in one table."""
 
 from __future__ import annotations
 
