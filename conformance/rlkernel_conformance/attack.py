@@ -6,11 +6,13 @@
 
 `cases(subject)` is a hypothesis strategy of frozen dataclasses of plain values (sizes, a seed, names of distributions),
 never of tensors: they shrink well, print as source, and rebuild the same tensors anywhere.
+
+Where combinations matter more than values a `Table` of cases stands in place of the strategy: all its rows are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +22,25 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import Clause
 
-__all__ = ["Attack", "attack"]
+__all__ = ["Attack", "Coverage", "Table", "attack"]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of what a table is for was executed."""
+
+    executed: int
+    possible: int
+    missed: tuple[str, ...] = ()  # what was not, in words
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cases that are all tried, those first that find most."""
+
+    rows: Callable[[Subject], Sequence[Any]]
+    simpler: Callable[[Subject, Any], Iterator[Any]]  # cases that are a little simpler than one that fails
+    coverage: Callable[[Subject, Sequence[Any]], Coverage]  # by the cases that were executed
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class Attack:
 
     op: str  # operator name
     clause: Clause  # what it tries to refute
-    cases: Callable[[Subject], SearchStrategy[Any]]  # subject -> a strategy of cases
+    cases: Callable[[Subject], SearchStrategy[Any]] | Table  # subject -> a strategy of cases, or all cases
     prop: Callable[[Subject, Any], None]  # subject, case: raises a Violation where the clause does not hold
     examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
     scale: float = 1.0  # examples of a profile times this
@@ -46,7 +66,7 @@ ATTACKS: Final[dict[str, Attack]] = {}
 
 def attack(
     clause: str,
-    cases: Callable[[Subject], SearchStrategy[Any]],
+    cases: Callable[[Subject], SearchStrategy[Any]] | Table,
     *,
     examples: tuple[Any, ...] = (),
     scale: float = 1.0,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import hypothesis
@@ -11,7 +13,7 @@ from hypothesis.errors import Unsatisfiable, UnsatisfiedAssumption
 
 from rlkernel.discover import guarded
 from rlkernel_conformance import faults
-from rlkernel_conformance.attack import Attack
+from rlkernel_conformance.attack import Attack, Table
 from rlkernel_conformance.clauses import attacks_on
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.memory import room
@@ -36,6 +38,7 @@ class Outcome:
     executed: int = 0  # cases
     measures: dict[str, float] = field(default_factory=dict)  # worst error over tolerance, by output
     features: tuple[str, ...] = ()  # features that its calls needed
+    coverage: dict[str, Any] = field(default_factory=dict)  # of a table: executed, possible, missed
     seconds: float = 0.0
 
     @property
@@ -72,6 +75,7 @@ def carry_out(
     Without `shrink` a counterexample is the first one that was found.
     """
     seen: list[Any] = []
+    taken: list[Any] = []  # cases that were executed
     rejected: list[str] = []  # what the subject's own check said of cases that it takes in no form
     worst: dict[str, float] = {}
 
@@ -88,19 +92,25 @@ def carry_out(
                 raise
             rejected.append(str(refusal))
             raise UnsatisfiedAssumption(str(refusal)) from refusal
+        taken.append(case)
         for output, error in subject.measures.items():
             worst[output] = max(error, worst.get(output, 0.0))
-        if subject.measures:  # hypothesis climbs towards the worst case
+        if subject.measures and not isinstance(attack.cases, Table):  # hypothesis climbs towards the worst case
             hypothesis.target(max(subject.measures.values()), label="error over tolerance")
 
     def attacked() -> None:
         examples = max(1, round(profile.examples * attack.scale))
-        search(body, attack.cases(subject), first=attack.examples, examples=examples, shrink=shrink)
+        if isinstance(attack.cases, Table):
+            try_all(body, attack.cases, subject, examples=math.inf if profile.thorough else examples, shrink=shrink)
+        else:
+            search(body, attack.cases(subject), first=attack.examples, examples=examples, shrink=shrink)
 
     began = time.perf_counter()
     _, error = guarded(attacked)
     common: dict[str, Any] = {"executed": len(seen) - len(rejected), "measures": worst}
     common["seconds"] = time.perf_counter() - began
+    if isinstance(attack.cases, Table):
+        common["coverage"] = asdict(attack.cases.coverage(subject, taken))
     clause = attack.clause
     if error is None:
         return Outcome(subject.op, clause.id, clause.title, "held", **common)
@@ -117,3 +127,31 @@ def carry_out(
     return Outcome(
         subject.op, clause.id, clause.title, "fault", faults.of_error(error), faults.message_of(error), **common
     )
+
+
+def try_all(
+    body: Callable[[Any], None], table: Table, subject: Subject, *, examples: float, shrink: bool = True
+) -> None:
+    """Run `body` on the rows of a table until one raises, and raise that of a simpler case if there is one.
+
+    Raises:
+        Unsatisfiable: no row is a case.
+    """
+
+    def error_of(case: Any) -> BaseException | None:
+        _, error = guarded(lambda: body(case))
+        return None if isinstance(error, UnsatisfiedAssumption) else error
+
+    executed = 0
+    for number, case in enumerate(table.rows(subject)):
+        if number >= examples:
+            break
+        _, error = guarded(lambda case=case: body(case))  # type: ignore[misc]
+        executed += error is None
+        if error is not None and not isinstance(error, UnsatisfiedAssumption):
+            while shrink and (found := next(filter(error_of, table.simpler(subject, case)), None)) is not None:
+                case = found  # noqa: PLW2901  a simpler one
+            body(case)
+            raise error
+    if not executed:
+        raise Unsatisfiable

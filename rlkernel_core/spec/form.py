@@ -231,6 +231,12 @@ _COMMON: Mapping[int, tuple[str, str, str]] = {
         "side_effect",
     ),
     96: ("nothing kept", "calls whose results are dropped leave no memory behind", "side_effect"),
+    97: (
+        "together",
+        "the definition's results and gradients for any two of options, sizes, layouts, dtypes, modes and gradients",
+        "accuracy",
+    ),
+    98: ("real sizes", "sizes of real models, and around powers of two, give the definition's results", "accuracy"),
 }
 
 

@@ -43,6 +43,7 @@ def attacks_on(op: str) -> tuple[Attack, ...]:
     if op not in MODULES:
         raise UnknownNameError("operator with attacks" if op in OPERATORS else "operator", op, MODULES)
     import_module(f"rlkernel_conformance.clauses.{op}")
-    import_module("rlkernel_conformance.clauses.common_clauses")
+    for common in ("common_clauses", "options_together"):
+        import_module(f"rlkernel_conformance.clauses.{common}")
     order = [c.id for c in OPERATORS[op].clauses]
     return tuple(sorted((a for a in ATTACKS.values() if a.op == op), key=lambda a: order.index(a.clause.id)))

@@ -261,7 +261,7 @@ ATTACKED: Final = {
 GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")  # attacked with the example call of the operator
 
 for _spec in OPERATORS.values():
-    for _clause in common_clauses(prefix_of(_spec)):
+    for _clause in (c for c in common_clauses(prefix_of(_spec)) if int(c.id.rpartition("-")[2]) in ATTACKED):
         _prop, _scale = ATTACKED[int(_clause.id.rpartition("-")[2])]
         attack(_clause.id, calls, scale=_scale)(_prop)
     for _clause in (c for c in _spec.clauses if c.title == "bad arguments" and _spec.name in REFUSED):

@@ -1,13 +1,13 @@
-"""Planted bugs that any operator may have: they prove the clauses 91 to 96 of each.
+"""Planted bugs that any operator may have: they prove the clauses 91 to 98 of each.
 
-Of these six clauses each bug refutes the one that it names and keeps the others.
+Of 91 to 96 each bug refutes the one that it names and keeps the others.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, Final
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.mutants import plant
-from rlkernel_conformance.mutants.bug import Bug, Run
+from rlkernel_conformance.mutants.bug import Bug, How, Run
+from rlkernel_conformance.spaces import space_of
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.rollout_buffer import RolloutBufferCall
@@ -142,6 +143,27 @@ def keeps_what_it_made(right: Run, call: Any) -> Any:
     return right(call)
 
 
+def is_wrong_under_autocast(right: Run, call: Any) -> Any:
+    if not torch.is_autocast_enabled("cpu"):
+        return right(call)
+    return results(right, call, lambda _, x: x + 1 if x.dtype is not torch.bool else ~x)
+
+
+LARGE: Final = 1 << 16  # elements
+
+
+def is_wrong_at_real_sizes(right: Run, call: Any) -> Any:
+    if max((x.numel() for x in leaves(call.as_dict()).values()), default=0) < LARGE:
+        return right(call)
+    return results(right, call, lambda _, x: x + 1 if x.dtype is not torch.bool else ~x)
+
+
+IN_A_SPACE: Final[Mapping[int, tuple[How, str]]] = {
+    97: (is_wrong_under_autocast, "computes in bfloat16 under autocast"),
+    98: (is_wrong_at_real_sizes, "an index of 16 bits"),
+}
+
+
 def bugs_of(op: str, prefix: str) -> dict[str, Bug]:
     """The bugs by name, for an operator whose clauses start with a prefix."""
     rows: tuple[tuple[int, Callable[[Run, Any], Any], str], ...] = (
@@ -157,6 +179,7 @@ def bugs_of(op: str, prefix: str) -> dict[str, Bug]:
         (95, stops_the_clock, "a monkey-patched timer (KernelBench)"),
         (95, works_on_in_a_thread, "results that another thread finishes"),
         (96, keeps_what_it_made, "leaks allocations"),
+        *((n, *bug) for n, bug in IN_A_SPACE.items() if space_of(op) is not None),
     )
     bugs = {f"{how.__name__}_in_{op}": Bug(f"{prefix}-{number}", wrong, how) for number, how, wrong in rows}
     unfit, unchecked = f"accepts_what_it_cannot_do_in_{op}", f"answers_a_bad_argument_in_{op}"

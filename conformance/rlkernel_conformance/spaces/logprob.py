@@ -1,0 +1,216 @@
+"""The calls of logprob@1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlkernel_conformance import draw
+from rlkernel_conformance.spaces.layouts import SAME_VALUES
+from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions import logprob as definition
+from rlkernel_core.spec.logprob import Support
+
+ROWS = ((5,), (), (2, 3), (1,), (2, 1, 2), (0,))
+VOCABULARIES = (33, 1, 2, 128, 1000, 4099)
+# Around powers of two and edges of tiles, and vocabularies of Llama 2 and 3, Qwen and Gemma.
+REAL = (1023, 1025, 8193, 16385, 32000, 65537, 128256, 131073, 151936, 262144)
+
+
+def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
+    """Options, sizes and values."""
+    return {
+        "rows": ROWS,
+        "V": VOCABULARIES,
+        "values": tuple(draw.LOGITS),
+        "dtype": subject.dtypes,
+        "ids": ("inside", "edges", "outside"),
+        "temperature": claimed(subject, {"1": "", "0.7": "", **dict.fromkeys(PER_ROW, "per_row_temperature")}),
+        "softcap": claimed(subject, {None: "", 1.5: "softcap", 50.0: "softcap"}),
+        "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
+        "entropy": claimed(subject, {False: "", True: "entropy"}),
+        "top": claimed(subject, {0: "", 1: "top_logprobs", 5: "top_logprobs", "V": "top_logprobs"}),
+        "support": claimed(subject, {"": "", "ragged": "support", "twice": "support", "all": "support"}),
+        "validate": claimed(subject, {False: "", True: "validate"}),
+    }
+
+
+PER_ROW = ("rows", "number", "last of one")
+RULES = (
+    Rule(("ids", "validate"), lambda ids, validate: not validate or ids != "outside"),
+    Rule(("top", "V"), lambda top, V: top != "V" or V < 1000),
+)
+
+
+def temperature_of(point: Point, rows: tuple[int, ...], device: str) -> Any:
+    """A number, or a tensor that broadcasts to the rows."""
+    how = point["temperature"]
+    if how not in PER_ROW:
+        return float(how)
+    shape = {"rows": rows, "number": (), "last of one": (*rows[:-1], 1) if rows else ()}[how]
+    return (0.5 + torch.rand(shape, generator=point.generator(3), dtype=torch.float64)).float().to(device)
+
+
+def mask_of(point: Point, rows: tuple[int, ...], device: str) -> torch.Tensor:
+    """Rows that count."""
+    mask = torch.rand(rows, generator=point.generator(4)) < {"some": 0.6, "none": 0.0, "all": 2.0}[point["mask"]]
+    return mask.to(device)
+
+
+def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) -> torch.Tensor:
+    """Ids in range, at its edges, or every second one out of it; none where `impossible` [N, V] holds."""
+    g, n = point.generator(5), math.prod(rows)
+    ids = torch.randint(V, (n,), generator=g)
+    if point["ids"] == "edges":
+        ids = torch.where(torch.arange(n) % 2 == 0, 0, V - 1)
+    if impossible is not None and n:
+        hit = impossible.gather(1, ids[:, None])[:, 0]
+        ids = torch.where(hit, (~impossible).int().argmax(1), ids)
+    if point["ids"] == "outside":
+        ids = torch.where(torch.arange(n) % 2 == 0, torch.tensor([-100, -1, V, V + 1])[torch.arange(n) % 4], ids)
+    return ids.view(rows)
+
+
+def support_of(point: Point, n: int, V: int, device: str) -> Support:
+    """Kept ids: a few of each row; some twice, and others behind the last offset; or all."""
+    how, g = point["support"], np.random.default_rng(point.seed)
+    kept = [np.arange(V) if how == "all" else g.choice(V, size=min(V, 1 + i % 4), replace=False) for i in range(n)]
+    kept = [np.concatenate([k, k[:1]]) if how == "twice" else k for k in kept]
+    behind = [np.zeros(2, np.int64)] if how == "twice" else []
+    flat = np.concatenate([*kept, *behind, np.zeros(0, np.int64)]).astype(np.int64)
+    offsets = np.cumsum([0, *(len(k) for k in kept)]).astype(np.int64)
+    return Support(torch.from_numpy(flat).to(device), torch.from_numpy(offsets).to(device))
+
+
+def arguments(subject: Subject, point: Point) -> Given:
+    """The call."""
+    rows, V = point["rows"], point["V"]
+    n = math.prod(rows)
+    x = draw.logits(point["values"], n, V, point.seed, point["dtype"], "cpu")
+    given: Given = {
+        "logits": x.view(*rows, V).to(subject.device),
+        "ids": ids_of(point, rows, V, ~x.float().isfinite()).to(subject.device),
+        "temperature": temperature_of(point, rows, subject.device),
+    }
+    given |= {"softcap": point["softcap"]} if point["softcap"] else {}
+    given |= {"mask": mask_of(point, rows, subject.device)} if point["mask"] else {}
+    given |= {"support": support_of(point, n, V, subject.device)} if point["support"] else {}
+    given |= {name: True for name in ("entropy", "validate") if point[name]}
+    given |= {"top_logprobs": min(V, V if point["top"] == "V" else point["top"])} if point["top"] else {}
+    return given
+
+
+def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str, Any]) -> dict[str, Want]:
+    """All results of the definition, and the gradient of the logits."""
+    x = numbers(given, "logits")
+    law = Law.of(x.reshape(-1, x.shape[-1]), given, x.shape[:-1], upstream)
+    found = law.results(subject, point["dtype"], given)
+    if upstream:
+        want = Want.near(subject, "grad_logits", point["dtype"], law.grad, scale=law.grad_scale[:, None])
+        found["d_logits"] = Want(want.values.reshape(x.shape), want.allowed.reshape(x.shape))
+    return found
+
+
+@dataclass(frozen=True)
+class Law:
+    """What the definition says of N rows, with masked and invalid rows as the page says."""
+
+    shape: tuple[int, ...]  # of the rows
+    logits: Any  # [N, V]
+    row: definition.Row  # of the rows as if all counted
+    mask: Any  # [N]
+    valid: Any  # [N] the id is in range
+    grad: Any  # [N, V] of the logits
+    grad_scale: Any  # [N] what an error of the gradient is relative to
+
+    @classmethod
+    def of(cls, x: Any, given: Given, shape: tuple[int, ...], upstream: Mapping[str, Any]) -> Law:
+        """Of logits [N, V] and the arguments of a call."""
+        n, V = x.shape
+        ids = given["ids"].cpu().numpy().reshape(-1).astype(np.int64)
+        mask = given["mask"].cpu().numpy().reshape(-1) if "mask" in given else np.ones(n, bool)
+        valid, t = (ids >= 0) & (ids < V), given["temperature"]
+        T = np.broadcast_to(t.double().cpu().numpy() if torch.is_tensor(t) else t, shape).reshape(-1)
+        ignored = {"logprob": valid, "log_kept_mass": valid}
+        g = {name: np.where(mask & ignored.get(name, mask), u.reshape(-1), 0.0) for name, u in upstream.items()}
+        row = definition.logprob(
+            x,
+            np.where(valid, ids, 0),
+            temperature=T,
+            softcap=given.get("softcap"),
+            kept=kept_of(given.get("support")),
+            g=g or None,
+        )
+        most = sum(np.abs(u) for u in g.values()) / T if g else np.zeros(n)
+        return cls(shape, x, row, mask, valid, row.grad, most * np.maximum(4, np.abs(row.lse)))
+
+    def results(self, subject: Subject, dtype: str, given: Given) -> dict[str, Want]:
+        """Of all that was asked for."""
+        row, stored = self.row, "float64" if dtype == "float64" else "float32"
+        size = np.maximum(1, np.abs(row.lse))
+
+        def near(output: str, values: Any, scale: Any, other: Any = 0.0) -> Want:
+            values = np.where(self.mask if values.ndim == 1 else self.mask[:, None], values, other)
+            want = Want.near(subject, output, dtype, values, scale=scale, stored=stored)
+            shape = (*self.shape, *values.shape[1:])
+            return Want(want.values.reshape(shape), want.allowed.reshape(shape), want.dtype)
+
+        found = {
+            "logprob": near("logprob", np.where(self.valid, row.logprob, np.nan), 2 * size),
+            "lse": near("lse", row.lse, size),
+            "invalid": Want((self.mask & ~self.valid).reshape(self.shape), 0.0, "bool"),
+        }
+        if given.get("entropy"):
+            found["entropy"] = near("entropy", row.entropy, np.maximum(1, np.abs(row.lse) / 4))
+        if row.log_kept_mass is not None:
+            found["log_kept_mass"] = near("logprob", np.where(self.valid, row.log_kept_mass, np.nan), 4 * size)
+        if n := given.get("top_logprobs"):
+            best = np.argsort(-self.logits, axis=1, kind="stable")[:, :n]
+            ids = np.where(self.mask[:, None], best, -1)
+            found["top_ids"] = Want(ids.reshape(*self.shape, n), 0.0, "int64")
+            every = [self._logprob_of(given, best[:, i]) for i in range(n)]
+            found["top_logprobs"] = near("logprob", np.stack(every, 1), 2 * size[:, None])
+        return found
+
+    def _logprob_of(self, given: Given, ids: Any) -> Any:
+        T = given["temperature"]
+        T = T.double().cpu().numpy() if torch.is_tensor(T) else T
+        T = np.broadcast_to(T, self.shape).reshape(-1)
+        return definition.logprob(self.logits, ids, temperature=T, softcap=given.get("softcap")).logprob
+
+
+def kept_of(support: Support | None) -> list[list[int]] | None:
+    """Kept ids, row by row."""
+    if support is None:
+        return None
+    ids, offsets = support.ids.tolist(), support.offsets.tolist()
+    return [ids[a:b] for a, b in itertools.pairwise(offsets)]
+
+
+INTEGERS = ("int64", "int32")
+TENSORS = {
+    "logits": Argument(),
+    "ids": Argument(dtypes=(*INTEGERS, "int16")),
+    "temperature": Argument(
+        dtypes=("float32", "float64", "bfloat16"), given=Rule(("temperature",), lambda t: t in PER_ROW)
+    ),
+    "mask": Argument(given=Rule(("mask",), bool)),
+    "support.ids": Argument(SAME_VALUES, INTEGERS, Rule(("support",), bool)),
+    "support.offsets": Argument(SAME_VALUES, INTEGERS, Rule(("support",), bool)),
+}
+SPACE = Space(
+    "logprob",
+    factors,
+    arguments,
+    expected,
+    TENSORS,
+    RULES,
+    lambda subject: [{"V": V, "rows": (2,), "entropy": "entropy" in subject.claims} for V in REAL],
+)

@@ -1,0 +1,308 @@
+"""The calls that an operator takes, as factors with levels: options, sizes, layouts, dtypes, modes, upstream gradients.
+
+A module per operator gives its own factors, how a call is made of their levels, and what the definition says of it.
+Layouts and dtypes of every tensor, modes and upstream gradients are factors of all operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.compare import Violation, plain, require, same_bits, within
+from rlkernel_conformance.spaces.covering import Array, Rule, covering
+from rlkernel_conformance.spaces.layouts import ANY, laid_out
+from rlkernel_conformance.spaces.modes import GRADLESS, MODES, under
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.tree import flatten
+
+__all__ = ["UPSTREAM", "Argument", "Point", "Rule", "Space", "Want", "claimed"]
+
+Given = dict[str, Any]
+# What comes back from whatever used the results: what `.sum()` sends, numbers of either sign, nothing, a large loss
+# scale, a view of wider storage, numbers for one result alone; backward twice; a gradient of a gradient.
+UPSTREAM: Final = ("none", "ones", "normal", "zero", "large", "padded", "some", "twice", "second order")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One call: the level of every factor, and a seed of its values."""
+
+    seed: int
+    levels: Mapping[str, Any]
+
+    def __getitem__(self, factor: str) -> Any:
+        return self.levels[factor]
+
+    def generator(self, salt: int = 0) -> torch.Generator:
+        """Of values on the CPU."""
+        return torch.Generator().manual_seed(1009 * self.seed + salt)
+
+
+@dataclass(frozen=True)
+class Want:
+    """What the definition says of one result."""
+
+    values: Any  # array of the result's shape, float64 or integers
+    allowed: Any = 0.0  # largest absolute error, a number or an array
+    dtype: str | None = None  # of the result; None: whatever holds it
+
+    @classmethod
+    def near(
+        cls, subject: Subject, output: str, dtype: str, values: Any, *, scale: Any = 1.0, stored: str | None = None
+    ) -> Want:
+        """Within the spec's tolerance of `output` for inputs of `dtype`; `scale` multiplies the absolute part."""
+        atol, rtol = subject.tolerance(output, dtype)
+        values = np.asarray(values, np.float64)
+        return cls(values, atol * np.asarray(scale, np.float64) + rtol * np.abs(np.nan_to_num(values)), stored)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How a tensor argument may be given."""
+
+    layouts: tuple[str, ...] = ANY
+    dtypes: tuple[str, ...] = ()  # empty: as it is made; the first is the usual one
+    given: Rule | None = None  # the calls that have it; None: all
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The calls of one operator."""
+
+    op: str
+    # Levels by factor, of what the subject claims; the first level is the simplest.
+    factors: Callable[[Subject], Mapping[str, Sequence[Any]]]
+    # Arguments by name, made anew each time, on the subject's device.
+    arguments: Callable[[Subject, Point], Given]
+    # What the definition says of the arguments as they are stored, by result; with upstream gradients by result, also
+    # "d_NAME" for every argument that may want one.
+    expected: Callable[[Subject, Point, Given, Mapping[str, Any]], Mapping[str, Want]]
+    tensors: Mapping[str, Argument]
+    rules: tuple[Rule, ...] = ()
+    # Levels of sizes of real models: changes to the simplest call, each with as much else as a size needs.
+    real: Callable[[Subject], Sequence[Mapping[str, Any]]] = field(default=lambda _: ())
+
+    def all_factors(self, subject: Subject) -> dict[str, tuple[Any, ...]]:
+        """The operator's factors and those that all operators have."""
+        spec, found = subject.spec, {name: tuple(levels) for name, levels in self.factors(subject).items()}
+        for name, how in self.tensors.items():
+            found[f"layout of {name}"] = how.layouts
+            if how.dtypes:
+                found[f"dtype of {name}"] = how.dtypes
+        found["mode"] = tuple(MODES)
+        graded = "grad" in subject.claims and spec.carrying
+        found["upstream"] = UPSTREAM if graded else UPSTREAM[:1]
+        if graded and len(spec.differentiable) > 1:
+            found["wants"] = ("all", *spec.differentiable)
+        return {name: levels for name, levels in found.items() if len(levels) != 1 or name in self.factors(subject)}
+
+    def all_rules(self, subject: Subject) -> tuple[Rule, ...]:
+        """The operator's rules and those that all operators have."""
+        factors, found = self.all_factors(subject), list(self.rules)
+        for name, how in self.tensors.items():
+            whats = [what for what in (f"layout of {name}", f"dtype of {name}") if what in factors]
+            given = how.given
+            found += [_only_where(given, what, factors[what][0]) for what in whats] if given is not None else []
+        if "upstream" in factors:
+            found.append(Rule(("mode", "upstream"), lambda mode, up: mode not in GRADLESS or up == "none"))
+        if "wants" in factors:
+            found.append(Rule(("upstream", "wants"), lambda up, wants: up != "none" or wants == "all"))
+            optional = {n: a.given for n, a in self.tensors.items() if a.given is not None}
+            found += [_only_where(optional[n], "wants", n, other=True) for n in factors["wants"] if n in optional]
+        return tuple(r for r in found if all(f in factors for f in r.factors))
+
+
+def _only_where(given: Rule, factor: str, level: Any, *, other: bool = False) -> Rule:
+    """Where the argument is not given the factor has this level, or with `other` any but this one."""
+
+    def holds(*levels: Any) -> bool:
+        *theirs, mine = levels
+        return given.holds(*theirs) or (mine != level if other else mine == level)
+
+    return Rule((*given.factors, factor), holds)
+
+
+def claimed(subject: Subject, levels: Mapping[Any, str]) -> tuple[Any, ...]:
+    """The levels whose feature is claimed; an empty one needs nothing."""
+    return tuple(level for level, feature in levels.items() if not feature or feature in subject.claims)
+
+
+@cache
+def array(space: Space, subject: Subject) -> Array:
+    """The covering array of a space for what a subject claims."""
+    factors = space.all_factors(subject)
+    if any(not levels for levels in factors.values()):
+        return Array((), frozenset())
+    return covering(factors, space.all_rules(subject))
+
+
+def points(space: Space, subject: Subject) -> tuple[Point, ...]:
+    """All rows of the array, the seed of each its place."""
+    return tuple(Point(i, row) for i, row in enumerate(array(space, subject).rows))
+
+
+def real_sizes(space: Space, subject: Subject) -> tuple[Point, ...]:
+    """The simplest call at every real size."""
+    factors = space.all_factors(subject)
+    if any(not levels for levels in factors.values()):
+        return ()
+    simplest = {name: levels[0] for name, levels in factors.items()}
+    return tuple(Point(i, {**simplest, **changes}) for i, changes in enumerate(space.real(subject)))
+
+
+def simpler(space: Space, subject: Subject, point: Point) -> Iterator[Point]:
+    """The point with one level replaced by a simpler one, the simplest first."""
+    rules = space.all_rules(subject)
+    for name, levels in space.all_factors(subject).items():
+        now = levels.index(point[name]) if point[name] in levels else len(levels)
+        for level in levels[:now]:
+            changed = {**point.levels, name: level}
+            if all(r.holds(*(changed[f] for f in r.factors)) for r in rules):
+                yield Point(point.seed, changed)
+
+
+def judge(space: Space, subject: Subject, point: Point) -> None:
+    """Make the call and compare it with the definition; raises a Violation that names the levels which matter."""
+    try:
+        _judge(space, subject, point)
+    except Violation as violation:
+        simplest = {name: levels[0] for name, levels in space.all_factors(subject).items()}
+        with_ = ", ".join(f"{n}={x!r}" for n, x in point.levels.items() if x != simplest.get(n))
+        raise Violation(f"{violation} (with {with_})" if with_ else str(violation)) from None
+
+
+def _judge(space: Space, subject: Subject, point: Point) -> None:
+    given, mode, how = _stored(space, subject, point), point["mode"], point.levels.get("upstream", "none")
+    called = _with_leaves(subject, point, given)
+    wanted = {n: x for n, x in leaves(called).items() if x.requires_grad and how != "none"}
+    before = {n: x.detach().clone() for n, x in leaves(called).items()}
+    scope = nullcontext() if mode == "autocast" else under(mode, subject.device)
+    with under(mode, subject.device):
+        out = subject(**called)
+    with scope:
+        upstream, grads = _backward(subject, point, out, wanted) if wanted else ({}, {})
+    found = {n: x.detach() for n, x in leaves(out).items()} | grads
+    if mode in GRADLESS or not wanted:
+        needy = [n for n, x in leaves(out).items() if x.requires_grad and mode in GRADLESS]
+        require(not needy, f"{needy} want gradients in {mode}")
+    for name, x in leaves(called).items():
+        same_bits(name, x, before[name], "after the call")
+    theirs = {x.untyped_storage().data_ptr(): n for n, x in leaves(called).items() if x.numel()}
+    for name, x in found.items():
+        owner = theirs.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        require(owner is None, f"{name} is memory of the argument {owner}")
+    detached = _detached(given)
+    for name, want in space.expected(subject, point, detached, {n: plain(g, n) for n, g in upstream.items()}).items():
+        if name.startswith("d_") and name not in grads:
+            continue
+        require(name in found, f"{name or 'the result'} is missing")
+        have = found[name]
+        within(subject, name, have, want.values, want.allowed)
+        is_of = str(have.dtype).removeprefix("torch.")
+        require(want.dtype in {None, is_of}, f"{name or 'the result'} is {is_of}, not {want.dtype}")
+
+
+def _stored(space: Space, subject: Subject, point: Point) -> Given:
+    """The arguments in their dtypes and layouts."""
+    values, structure = flatten(space.arguments(subject, point))
+
+    def placed(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        dtype, layout = point.levels.get(f"dtype of {name}"), point.levels.get(f"layout of {name}", "contiguous")
+        return laid_out(x if dtype is None else x.to(getattr(torch, dtype)), layout)
+
+    built: Given = structure.build([placed(n, x) for n, x in zip(structure.names(), values, strict=True)])
+    return built
+
+
+def _with_leaves(subject: Subject, point: Point, given: Given) -> Given:
+    """The arguments, those that may want gradients wanting them."""
+    spec, wants = subject.spec, point.levels.get("wants", "all")
+    how, mode = point.levels.get("upstream", "none"), point["mode"]
+    if "grad" not in subject.claims or (how == "none" and mode not in GRADLESS):
+        return given
+    named = spec.differentiable if wants == "all" else (wants,)
+
+    def leaf(x: Any) -> Any:
+        floating = isinstance(x, Tensor) and x.is_floating_point()
+        return x.detach().requires_grad_() if floating else x
+
+    return {n: leaf(x) if n in named else x for n, x in given.items()}
+
+
+def _detached(given: Given) -> Given:
+    values, structure = flatten(given)
+    built: Given = structure.build([x.detach() if isinstance(x, Tensor) else x for x in values])
+    return built
+
+
+def _backward(
+    subject: Subject, point: Point, out: Any, wanted: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The upstream gradients by result, and the gradients as "d_NAME"."""
+    how = point["upstream"]
+    results = {n: getattr(out, n) if n else out for n in subject.spec.carrying}
+    results = {n: x for n, x in results.items() if x is not None and x.requires_grad}
+    require(bool(results), "no result carries a gradient")
+    if how == "some":
+        name = list(results)[point.seed % len(results)]
+        results = {name: results[name]}
+    upstream = {n: _upstream(how, x, point.generator(97 + i)) for i, (n, x) in enumerate(results.items())}
+
+    def backward(**options: Any) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            list(results.values()), list(wanted.values()), list(upstream.values()), allow_unused=True, **options
+        )
+
+    kept = {n: x.clone() for n, x in upstream.items()}
+    if how == "second order":
+        _second_order_is_refused(backward, tuple(wanted.values()))
+    found = backward(retain_graph=how == "twice")
+    if how == "twice":
+        for name, once, again in zip(wanted, found, backward(), strict=True):
+            if once is not None and again is not None:
+                same_bits(f"d_{name}", again, once, "when the graph is walked again")
+    for name, x in upstream.items():
+        same_bits(f"the upstream gradient of {name}", x, kept[name], "after the backward pass")
+    named = zip(wanted.items(), found, strict=True)
+    grads = {f"d_{n}": torch.zeros_like(x) if g is None else g.detach() for (n, x), g in named}
+    return upstream, grads
+
+
+def _upstream(how: str, x: Tensor, generator: torch.Generator) -> Tensor:
+    if how == "ones":
+        return torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
+    if how == "zero":
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    g = torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x.device, x.dtype)
+    g = 1000 * g if how == "large" else g
+    return laid_out(g, "padded") if how == "padded" else g
+
+
+def _second_order_is_refused(backward: Callable[..., Any], wanted: Sequence[Tensor]) -> None:
+    """A gradient of a gradient is refused; none is given without a word."""
+    try:
+        found = backward(retain_graph=True, create_graph=True)
+        again = [g.sum() for g in found if g is not None and g.requires_grad]
+        if not again:
+            return  # constants for autograd, which refuses to go on from them
+        torch.autograd.grad(again, list(wanted))
+    except (RuntimeError, NotImplementedError, RLKernelError):
+        return
+    raise Violation("a gradient of a gradient is given, and operators are differentiable once")
+
+
+def numbers(given: Given, name: str) -> np.ndarray[Any, Any]:
+    """The values of an argument as an array."""
+    return plain(given[name], name)
