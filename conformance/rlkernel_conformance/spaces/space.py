@@ -71,7 +71,7 @@ class Argument:
     """How a tensor argument may be given."""
 
     layouts: tuple[str, ...] = ANY
-    dtypes: tuple[str, ...] = ()  # empty: as it is made; the first is the usual one
+    dtypes: tuple[str, ...] = ()  # the first is the usual one; "" as it is made
     given: Rule | None = None  # the calls that have it; None: all
 
 
@@ -220,7 +220,7 @@ def _stored(space: Space, subject: Subject, point: Point) -> Given:
         if not isinstance(x, Tensor):
             return x
         dtype, layout = point.levels.get(f"dtype of {name}"), point.levels.get(f"layout of {name}", "contiguous")
-        return laid_out(x if dtype is None else x.to(getattr(torch, dtype)), layout)
+        return laid_out(x.to(getattr(torch, dtype)) if dtype else x, layout)
 
     built: Given = structure.build([placed(n, x) for n, x in zip(structure.names(), values, strict=True)])
     return built

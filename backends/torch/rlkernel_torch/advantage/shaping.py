@@ -28,7 +28,7 @@ def shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     kept: RunningMoments | None = None
     penalty = None
     if not by_token:
-        x = x if call.clip is None else x.clamp(*call.clip)
+        x = x if call.clip is None else torch.where(x.isfinite(), x.clamp(*call.clip), x)
         if call.normalize != "none":
             whole = across_ranks(moments(x, x.isfinite()), call.process_group)
             if call.normalize == "running":
