@@ -37,7 +37,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
         "entropy": claimed(subject, {False: "", True: "entropy"}),
         "top": claimed(subject, {0: "", 1: "top_logprobs", 5: "top_logprobs", "V": "top_logprobs"}),
-        "support": claimed(subject, {"": "", "ragged": "support", "twice": "support", "all": "support"}),
+        "support": claimed(subject, {"": "", **dict.fromkeys(("ragged", "twice", "all", "outside"), "support")}),
         "validate": claimed(subject, {False: "", True: "validate"}),
     }
 
@@ -45,6 +45,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
 PER_ROW = ("rows", "number", "last of one")
 RULES = (
     Rule(("ids", "validate"), lambda ids, validate: not validate or ids != "outside"),
+    Rule(("support", "validate"), lambda support, validate: not validate or support != "outside"),
     Rule(("top", "V"), lambda top, V: top != "V" or V < 1000),
 )
 
@@ -79,10 +80,12 @@ def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) 
 
 
 def support_of(point: Point, n: int, V: int, device: str) -> Support:
-    """Kept ids: a few of each row; some twice, and others behind the last offset; or all."""
+    """Kept ids: a few of each row; some twice, and others behind the last offset; all; some out of range."""
     how, g = point["support"], np.random.default_rng(point.seed)
     kept = [np.arange(V) if how == "all" else g.choice(V, size=min(V, 1 + i % 4), replace=False) for i in range(n)]
     kept = [np.concatenate([k, k[:1]]) if how == "twice" else k for k in kept]
+    if how == "outside":
+        kept = [np.append(k, (-1, V, V + 1)[i % 3]) if i % 2 == 0 else k for i, k in enumerate(kept)]
     behind = [np.zeros(2, np.int64)] if how == "twice" else []
     flat = np.concatenate([*kept, *behind, np.zeros(0, np.int64)]).astype(np.int64)
     offsets = np.cumsum([0, *(len(k) for k in kept)]).astype(np.int64)
@@ -136,16 +139,20 @@ class Law:
         n, V = x.shape
         ids = given["ids"].cpu().numpy().reshape(-1).astype(np.int64)
         mask = given["mask"].cpu().numpy().reshape(-1) if "mask" in given else np.ones(n, bool)
-        valid, t = (ids >= 0) & (ids < V), given["temperature"]
+        inside, t, kept = (ids >= 0) & (ids < V), given["temperature"], kept_of(given.get("support"))
+        possible = [[k for k in row if 0 <= k < V] for row in kept or ()]
+        valid = (
+            inside if kept is None else inside & np.array([a == b for a, b in zip(kept, possible, strict=True)], bool)
+        )
         T = np.broadcast_to(t.double().cpu().numpy() if torch.is_tensor(t) else t, shape).reshape(-1)
         ignored = {"logprob": valid, "log_kept_mass": valid}
         g = {name: np.where(mask & ignored.get(name, mask), u.reshape(-1), 0.0) for name, u in upstream.items()}
         row = definition.logprob(
             x,
-            np.where(valid, ids, 0),
+            np.where(inside, ids, 0),
             temperature=T,
             softcap=given.get("softcap"),
-            kept=kept_of(given.get("support")),
+            kept=None if kept is None else possible,
             g=g or None,
         )
         most = sum(np.abs(u) for u in g.values()) / T if g else np.zeros(n)

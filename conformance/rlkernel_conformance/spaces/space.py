@@ -91,6 +91,8 @@ class Space:
     rules: tuple[Rule, ...] = ()
     # Levels of sizes of real models: changes to the simplest call, each with as much else as a size needs.
     real: Callable[[Subject], Sequence[Mapping[str, Any]]] = field(default=lambda _: ())
+    # What is done with a result that is an object with methods, by the arguments of its call; None: it is the result.
+    use: Callable[[Subject, Point, Given, Any], Any] | None = None
 
     def all_factors(self, subject: Subject) -> dict[str, tuple[Any, ...]]:
         """The operator's factors and those that all operators have."""
@@ -189,6 +191,7 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
     scope = nullcontext() if mode == "autocast" else under(mode, subject.device)
     with under(mode, subject.device):
         out = subject(**called)
+        out = out if space.use is None else space.use(subject, point, called, out)
     with scope:
         upstream, grads = _backward(subject, point, out, wanted) if wanted else ({}, {})
     found = {n: x.detach() for n, x in leaves(out).items()} | grads
