@@ -13,6 +13,7 @@ import torch
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.spaces.layouts import SAME_VALUES
+from rlkernel_conformance.spaces.modes import WITHOUT_SYNCHRONIZATION
 from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as definition
@@ -46,6 +47,7 @@ PER_ROW = ("rows", "number", "last of one")
 RULES = (
     Rule(("ids", "validate"), lambda ids, validate: not validate or ids != "outside"),
     Rule(("support", "validate"), lambda support, validate: not validate or support != "outside"),
+    Rule(("validate", "mode"), lambda validate, mode: not validate or mode != WITHOUT_SYNCHRONIZATION),
     Rule(("top", "V"), lambda top, V: top != "V" or V < 1000),
 )
 

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["GRADLESS", "MODES", "under"]
+from rlkernel_common.graphs.audit import Audit
+
+__all__ = ["GRADLESS", "MODES", "WITHOUT_SYNCHRONIZATION", "under"]
 
 
 @contextmanager
@@ -41,10 +43,27 @@ def _threads(_: str) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def _without_synchronization(device: str) -> Iterator[None]:
+    """What waits for the device, or a shape that depends on values, is an error."""
+    if not device.startswith("cuda"):
+        with Audit([], collectives=False):
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def _autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
+# For operators that may be captured, after a call of the same shape.
+WITHOUT_SYNCHRONIZATION: Final = "no synchronization"
 # By the device of the arguments.
 MODES: Final[Mapping[str, Callable[[str], AbstractContextManager[Any]]]] = {
     "plain": lambda _: nullcontext(),
@@ -55,6 +74,7 @@ MODES: Final[Mapping[str, Callable[[str], AbstractContextManager[Any]]]] = {
     "meta by default": lambda _: torch.device("meta"),
     "deterministic": _deterministic,
     "more threads": _threads,
+    WITHOUT_SYNCHRONIZATION: _without_synchronization,
 }
 GRADLESS: Final = ("no_grad", "inference")
 

@@ -7,7 +7,7 @@ Layouts and dtypes of every tensor, modes and upstream gradients are factors of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
@@ -20,9 +20,9 @@ from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.compare import Violation, plain, require, same_bits, within
 from rlkernel_conformance.spaces.covering import Array, Rule, covering
 from rlkernel_conformance.spaces.layouts import ANY, laid_out
-from rlkernel_conformance.spaces.modes import GRADLESS, MODES, under
+from rlkernel_conformance.spaces.modes import GRADLESS, MODES, WITHOUT_SYNCHRONIZATION, under
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import RLKernelError
+from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.tree import flatten
 
 __all__ = ["UPSTREAM", "Argument", "Point", "Rule", "Space", "Want", "claimed"]
@@ -101,7 +101,7 @@ class Space:
             found[f"layout of {name}"] = how.layouts
             if how.dtypes:
                 found[f"dtype of {name}"] = how.dtypes
-        found["mode"] = tuple(MODES)
+        found["mode"] = tuple(m for m in MODES if m != WITHOUT_SYNCHRONIZATION or "capturable" in subject.claims)
         graded = "grad" in subject.claims and spec.carrying
         found["upstream"] = UPSTREAM if graded else UPSTREAM[:1]
         if graded and len(spec.differentiable) > 1:
@@ -189,11 +189,15 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
     wanted = {n: x for n, x in leaves(called).items() if x.requires_grad and how != "none"}
     before = {n: x.detach().clone() for n, x in leaves(called).items()}
     scope = nullcontext() if mode == "autocast" else under(mode, subject.device)
-    with under(mode, subject.device):
-        out = subject(**called)
-        out = out if space.use is None else space.use(subject, point, called, out)
-    with scope:
-        upstream, grads = _backward(subject, point, out, wanted) if wanted else ({}, {})
+    if mode == WITHOUT_SYNCHRONIZATION:
+        subject(**called)  # what is made once a shape may wait
+    try:
+        with under(mode, subject.device):
+            out = subject(**called)
+            out = out if space.use is None else space.use(subject, point, called, out)
+        upstream, grads = _backward(subject, point, out, wanted, scope) if wanted else ({}, {})
+    except CaptureError as error:
+        raise Violation(f"waits for the device, or has a shape that depends on values: {error}") from error
     found = {n: x.detach() for n, x in leaves(out).items()} | grads
     if mode in GRADLESS or not wanted:
         needy = [n for n, x in leaves(out).items() if x.requires_grad and mode in GRADLESS]
@@ -251,9 +255,9 @@ def _detached(given: Given) -> Given:
 
 
 def _backward(
-    subject: Subject, point: Point, out: Any, wanted: Mapping[str, Tensor]
+    subject: Subject, point: Point, out: Any, wanted: Mapping[str, Tensor], scope: AbstractContextManager[Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The upstream gradients by result, and the gradients as "d_NAME"."""
+    """The upstream gradients by result, and the gradients as "d_NAME"; the graph is walked within `scope`."""
     how = point["upstream"]
     results = {n: getattr(out, n) if n else out for n in subject.spec.carrying}
     results = {n: x for n, x in results.items() if x is not None and x.requires_grad}
@@ -262,20 +266,22 @@ def _backward(
         name = list(results)[point.seed % len(results)]
         results = {name: results[name]}
     upstream = {n: _upstream(how, x, point.generator(97 + i)) for i, (n, x) in enumerate(results.items())}
+    kept = {n: x.clone() for n, x in upstream.items()}
 
     def backward(**options: Any) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(
             list(results.values()), list(wanted.values()), list(upstream.values()), allow_unused=True, **options
         )
 
-    kept = {n: x.clone() for n, x in upstream.items()}
-    if how == "second order":
-        _second_order_is_refused(backward, tuple(wanted.values()))
-    found = backward(retain_graph=how == "twice")
-    if how == "twice":
-        for name, once, again in zip(wanted, found, backward(), strict=True):
-            if once is not None and again is not None:
-                same_bits(f"d_{name}", again, once, "when the graph is walked again")
+    again: tuple[Tensor | None, ...] = ()
+    with scope:
+        if how == "second order":
+            _second_order_is_refused(backward, tuple(wanted.values()))
+        found = backward(retain_graph=how == "twice")
+        again = backward() if how == "twice" else ()
+    for name, first, second in zip(wanted, found, again, strict=False):
+        if first is not None and second is not None:
+            same_bits(f"d_{name}", second, first, "when the graph is walked again")
     for name, x in upstream.items():
         same_bits(f"the upstream gradient of {name}", x, kept[name], "after the backward pass")
     named = zip(wanted.items(), found, strict=True)
