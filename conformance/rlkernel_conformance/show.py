@@ -10,9 +10,10 @@ import typer
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_conformance import tolerances
 from rlkernel_conformance.documents import place, providers
-from rlkernel_conformance.report import REFUTED, STATUSES
+from rlkernel_conformance.report import NOT_ASKED, REFUTED, STATUSES
 
 _FAILING: Final = ("fails", "unfinished")
+_SHOWN: Final = 5  # combinations without a case; the report has more
 _TOLD: Final = (*REFUTED, "waived", "no_room", "not_run")
 
 
@@ -29,8 +30,8 @@ def show(content: dict[str, Any], *, json: bool) -> None:
     rows = []
     for op, found in content["operators"].items():
         counts = {s: sum(c["status"] == s for c in found["clauses"]) for s in STATUSES}
-        rows.append((op, found["verdict"], *(str(counts[s]) for s in STATUSES)))
-    columns = ("operator", "verdict", *(s.replace("_", " ") for s in STATUSES))
+        rows.append((op, found["verdict"], _covered(found), *(str(counts[s]) for s in STATUSES)))
+    columns = ("operator", "verdict", "combinations", *(s.replace("_", " ") for s in STATUSES))
     about = f"{providers(content)} on {place(content)}, profile {content['profile']}"
     title = f"{about}: {content['verdict']}, {content['summary']['cases']} cases"
     print_table(columns, rows, title=title)
@@ -40,8 +41,20 @@ def show(content: dict[str, Any], *, json: bool) -> None:
         if found["unproved_claims"]:
             typer.echo(f"{op} claims without an executed case: {', '.join(found['unproved_claims'])}")
         for clause in found["clauses"]:
-            if clause["status"] in _TOLD:
+            if clause["status"] in _TOLD and clause["message"] != NOT_ASKED:
                 typer.echo("\n".join(_lines(op, clause)))
+            missed = clause.get("coverage", {}).get("missed", ())
+            if missed and clause["status"] == "held":
+                typer.echo(
+                    f"{op} {clause['clause']} {clause['title']}: not executed\n  " + "\n  ".join(missed[:_SHOWN])
+                )
+
+
+def _covered(found: dict[str, Any]) -> str:
+    """The share of combinations and sizes that were executed; empty where none was due."""
+    tables = [c["coverage"] for c in found["clauses"] if c.get("coverage", {}).get("possible")]
+    possible = sum(t["possible"] for t in tables)
+    return f"{sum(t['executed'] for t in tables) / possible:.0%}" if possible else ""
 
 
 def _lines(op: str, clause: dict[str, Any]) -> list[str]:
