@@ -36,6 +36,7 @@ class RecordingSubject(Subject):
         needed, _ = guarded(lambda: self.spec.needs(self.spec.call(*args, **kwargs)))  # what has none is refused below
         result = super().__call__(*args, **kwargs)
         self.needed.update(needed or ())
+        self.needed.update(name for name in self.spec.optional if getattr(result, name) is not None)
         return result
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,6 +20,7 @@ from rlkernel_core.manifest import Impl
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
+from rlkernel_core.spec.sample_clauses import PHILOX
 
 __all__ = ["Subject"]
 
@@ -90,6 +91,15 @@ class Subject:
     def claims(self) -> frozenset[str]:
         """Features that some implementation claims."""
         return frozenset[str]().union(*(i.supports for i in self.impls))
+
+    @property
+    def exact_noise(self) -> bool:
+        """Whether a draw is the contract's own token. Another's follows the law, and repeats in its row."""
+        return PHILOX.name in self.claims
+
+    def choices(self, argument: str, values: Iterable[str], default: str) -> tuple[str, ...]:
+        """The default of an argument, first, and the other values whose feature, `argument:value`, is claimed."""
+        return (default, *(v for v in values if v != default and f"{argument}:{v}" in self.claims))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
