@@ -68,8 +68,9 @@ def the_loss_is_that_of_the_plain_operators(subject: Subject, case: Step) -> Non
     for name, want in oracle.statistics(*args, **named).items() if "stats" in subject.claims else ():
         have = getattr(out.stats, name)
         if have is None:
-            raise Violation(f"{name} is None")
-        close(subject, "stats", have, want, case.dtype(subject), scale=size if name == "policy_loss" else 8.0)
+            raise Violation(f"stats.{name} is None")
+        scale = size if name == "policy_loss" else 8.0
+        close(subject, "stats", have, want, case.dtype(subject), scale=scale, name=f"stats.{name}")
     mask = args[3].reshape(-1)
     for name, want in (("logprob", args[0]), ("entropy", named.get("entropy"))):
         if name == "logprob" and "logprob" not in subject.claims:

@@ -203,7 +203,7 @@ def nothing_to_learn_from_is_a_connected_zero(subject: Subject, case: Batch) -> 
     require(out.loss.item() == 0, f"the loss of no token is {out.loss.item()!r}")
     require(bool((gradient == 0).all()), f"the gradient of no token is {gradient.tolist()}")
     for name, value in leaves(out.stats).items() if "stats" in subject.claims else ():
-        require(value.item() == 0, f"{name} of no token is {value.item()!r}")
+        require(value.item() == 0, f"stats.{name} of no token is {value.item()!r}")
 
 
 @attack("PL-15", lambda s: batches(s, masked=True))
@@ -233,7 +233,8 @@ def packed_is_padded(subject: Subject, case: Batch) -> None:
     judged(subject, case, one)
     size = 4 + 10 * expected(case).size
     for name, value in leaves(two.result.stats).items() if "stats" in subject.claims else ():
-        close(subject, "stats", getattr(one.result.stats, name), value.item(), case.dtype, scale=size)
+        have = getattr(one.result.stats, name)
+        close(subject, "stats", have, value.item(), case.dtype, scale=size, name=f"stats.{name}")
 
 
 @attack("PL-17", lambda s: batches(s, packed=True), scale=0.5)
