@@ -10,7 +10,9 @@ from torch import Tensor
 
 import rlkernel_torch
 from rlkernel_core.manifest import Backend, Impl
+from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.advantage import AdvantageResult
+from rlkernel_core.spec.group_filter import GroupFilterResult
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.policy_loss import LossResult
@@ -19,6 +21,8 @@ from rlkernel_core.spec.sample_clauses import PHILOX
 from rlkernel_core.spec.sampling import SampleResult, SamplingParams
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_torch.advantage.estimate import advantage as torch_advantage
+from rlkernel_torch.advantage.filtering import group_filter as torch_group_filter
+from rlkernel_torch.linear_logprob import linear_logprob as torch_linear_logprob
 from rlkernel_torch.lm_head_sample import lm_head_sample as torch_lm_head_sample
 from rlkernel_torch.logprob import logprob as torch_logprob
 from rlkernel_torch.policy_loss import policy_loss as torch_policy_loss
@@ -30,6 +34,7 @@ LACKING = {
     "lm_head_sample": {PHILOX.name, "batch_invariant", "capturable", "slot"},
     "verify": {PHILOX.name, "batch_invariant", "capturable"},
     "logprob": {"lse"},
+    "linear_logprob": {"lse", "batch_invariant", "group"},
     "policy_loss": {"stats", "count_empty"},
     "advantage": {"stats", "singleton_zero", "singleton_error", "ddof", "peer", "process_group"},
 }
@@ -94,10 +99,42 @@ def advantage(call: Any) -> AdvantageResult:
     return replace(out, stats=None)
 
 
-def backend(op: str, function: str = "") -> Backend:
-    """A backend of one operator, by a function of this module."""
+def backend(op: str, function: str = "", check: str | None = None) -> Backend:
+    """A backend of one operator, by a function of this module, with a check of this module if one is named."""
     plain: Impl = next(i for i in rlkernel_torch.backend.impls if i.op.startswith(f"{op}@"))
-    claims = plain.supports - LACKING[op]
+    claims = plain.supports - LACKING.get(op, set())
     target = f"{__name__}:{function or op}"
-    impl = Impl(op=plain.op, target=target, requires=plain.requires, supports=claims)
+    asked = f"{__name__}:{check}" if check else None
+    impl = Impl(op=plain.op, target=target, requires=plain.requires, supports=claims, check=asked)
     return Backend(name="stranger", api=rlkernel_torch.backend.api, impls=(impl,))
+
+
+def rounds_strided_loss(call: Any) -> LossResult:
+    """Another order of summation for tensors that are not contiguous: the last bits differ."""
+    out = torch_policy_loss(call)
+    return out if call.logprob.is_contiguous() else replace(out, loss=out.loss * (1 + torch.finfo(out.loss.dtype).eps))
+
+
+def rounds_strided_heads(call: Any) -> LogprobResult:
+    """The same of a head."""
+    out = torch_linear_logprob(call)
+    contiguous = call.hidden.is_contiguous() and call.weight.is_contiguous()
+    return out if contiguous else replace(out, logprob=out.logprob * (1 + torch.finfo(out.logprob.dtype).eps))
+
+
+def small_groups_only(call: Any) -> Reason | None:
+    """The check of an implementation that takes batches of at most four sequences."""
+    if call.rewards.shape[0] <= 4:
+        return None
+    return Reason("shape", "unsupported", "it takes four sequences at most", "split the batch")
+
+
+def raises(call: Any) -> Reason | None:
+    """A check with a bug."""
+    raise RuntimeError(f"no table of tiles for {call.rewards.shape[0]}")
+
+
+def wrong_count(call: Any) -> GroupFilterResult:
+    """A wrong result, and nothing left behind."""
+    out = torch_group_filter(call)
+    return replace(out, kept_groups=out.kept_groups + 1)

