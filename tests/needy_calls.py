@@ -10,6 +10,7 @@ import torch
 import rlkernel as rlk
 from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, logprobs
 from rlkernel_core.quant.spec import FORMATS
+from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
 from rlkernel_core.spec.policy_kinds import KINDS, KLS
 from rlkernel_core.spec.qmatmul import ACTIVATIONS
@@ -19,7 +20,7 @@ Call = dict[str, Any]
 
 # No call needs these: a policy asks for them (`need = ["deterministic"]`), `grad` the caller's tensors, and `pause` is
 # about a method of what capture returns.
-BY_POLICY = {"grad", "deterministic", "batch_invariant", "capturable", "pause"}
+BY_POLICY = {"grad", "deterministic", "batch_invariant", "capturable", "pause", "noise:philox4x32-10"}
 PER_ROW = torch.linspace(0.5, 2.0, N)
 GROUP_IDS = torch.tensor([7, 7, 3, 3, 3, 7])
 
@@ -76,8 +77,10 @@ def more(group: Any) -> Mapping[str, list[Call]]:
             {**by_token, "kind": "reinforce_pp", "process_group": group},
             {**by_token, "kind": "gae", "values": draw(B, T), "lam": torch.linspace(0, 1, B)},
             {"singleton": "error"},
+            *({"eps_mode": mode} for mode in EPS_MODES),
+            *({"whiten": "global", "whiten_eps_mode": mode} for mode in EPS_MODES),
         ],
-        "whiten": [{"process_group": group}],
+        "whiten": [{"process_group": group}, *({"eps_mode": mode} for mode in EPS_MODES)],
         "group_filter": [{"group": GROUP_IDS}, {"rule": "distinct"}],
         "shape_rewards": [*({**kl, "kl": k} for k in ("abs", "k2")), {"normalize": "batch", "process_group": group}],
     }

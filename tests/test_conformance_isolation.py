@@ -60,6 +60,7 @@ def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostil
 
 def test_every_fault_that_a_cpu_can_show_is_shown_by_a_hostile_backend() -> None:
     of_gpus = {"unsupported_arch", "shared_memory_exceeded", "illegal_access", "compile_error", "jit_error"}
+    of_gpus |= {"race", "uninitialized_read", "bad_barrier"}
     of_chance = {"killed", "unknown", "illegal_instruction"}
     assert {h.fault for h in hostile_backends()} == set(FAULTS) - of_gpus - of_chance
 
@@ -102,4 +103,4 @@ def test_what_a_device_that_fails_could_not_run_is_no_fault_of_the_backend() -> 
 
 def test_features_that_calls_needed_are_told() -> None:
     (outcome,) = attack_in_processes(Subject("torch", "logprob"), attacks("LP-12"), EFFORT)
-    assert outcome.features == ("entropy",)
+    assert outcome.features == ("entropy", "lse")

@@ -177,3 +177,30 @@ def test_a_manifest_that_cannot_be_meant_cannot_be_registered() -> None:
         with rlk.registered(Backend(name="acme", api=API_VERSION, impls=(impl,))):
             pass
     assert "acme" not in policy.installed()
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        ("op='logprob', target='a:b', requires=Requires(device='cpu')", "Impl.op: 'logprob' should look like"),
+        (
+            "op='logprob@1', target='a:b', requires=Requires(device='cpu'), suports=()",
+            "Impl.suports: there is no such field; did you mean 'supports'?; the fields are check, gradient,",
+        ),
+        ("op='logprob@1', target='a:b'", "Impl.requires: is missing; write requires=..., devices, dtypes,"),
+        (
+            "op='logprob@1', target='a:b', requires=Requires(device='cuda:0')",
+            "Requires.device: 'cuda:0' should look like 'cuda'",
+        ),
+        (
+            "op='policy_loss@1', target='a:b', requires=Requires(device='cpu')",
+            "policy_loss@1.supports: a:b claims no kind:..., and every call needs one; add one of kind:ppo, kind:grpo,",
+        ),
+    ],
+)
+def test_a_bad_manifest_says_which_field_breaks_which_rule_and_what_to_write(plug, claim, said) -> None:
+    plug("acme", MANIFEST + f"backend = Backend(name='acme', api=(2, 0), impls=(Impl({claim}),))")
+    text = policy.installed()["acme"].reason.text
+    assert said in text, text
+    assert "Input should be" not in text
+    assert "function-after" not in text

@@ -143,6 +143,8 @@ def test_a_distribution_is_published_with_attestations_after_those_that_it_pins(
 def test_each_minor_version_of_torch_from_the_oldest_on_is_tried_every_week() -> None:
     tried = [Version(text) for text in JOBS["weekly", "torch"]["strategy"]["matrix"]["torch"]]
     oldest = next(Requirement(r) for r in PROJECTS["rlkernel"]["optional-dependencies"]["cpu"] if r.startswith("torch"))
+    assert JOBS["weekly", "conformance"]["strategy"] == JOBS["weekly", "torch"]["strategy"]
+    assert JOBS["weekly", "conformance"]["with"]["profile"] == "quick"
     (floor,) = [Version(one.version) for one in oldest.specifier]
     assert [v.minor for v in tried] == list(range(floor.minor, tried[-1].minor + 1))
     ours = re.search(r"^TORCH +\?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -7,6 +7,7 @@ are looked at, and the features that calls needed are noted, so that a claim wit
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -30,12 +31,19 @@ class RecordingSubject(Subject):
     """A subject that notes the features its calls needed."""
 
     needed: set[str] = field(default_factory=set, compare=False)
+    tell: Callable[[], None] = field(default=lambda: None, compare=False)  # writes the case and its call down
+
+    def note(self, values: Iterable[Any], names: Iterable[str]) -> None:
+        """Keep a call in words, here and where it outlives this process."""
+        super().note(values, names)
+        self.tell()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator."""
         needed, _ = guarded(lambda: self.spec.needs(self.spec.call(*args, **kwargs)))  # what has none is refused below
         result = super().__call__(*args, **kwargs)
         self.needed.update(needed or ())
+        self.needed.update(name for name in self.spec.optional if getattr(result, name) is not None)
         return result
 
 
@@ -45,9 +53,11 @@ class ClauseRunner:
     def __init__(self, job: dict[str, Any], last_case: int, scope: ExitStack) -> None:
         self.attacks = leak_check.attacks_with_leak_check(job["op"])
         self.profile = Profile(**job["profile"])
-        self.subject = RecordingSubject(job["backend"], job["op"], job["device"], job["check"])
+        subject = RecordingSubject(job["backend"], job["op"], job["device"], job["check"])
+        self.subject = replace(subject, tell=self._write)
         self.last_case = last_case  # descriptor of the file that tells it
         self.case: Any = None
+        self.attack: Attack | None = None
         self.manifest: str | None = job["manifest"]
         if self.manifest:
             scope.enter_context(rlkernel.registered(load(self.manifest)))
@@ -81,12 +91,17 @@ class ClauseRunner:
 
         @wraps(attack.prop)
         def prop(subject: Subject, case: Any) -> None:
-            self.case = case
-            os.ftruncate(self.last_case, 0)
-            os.pwrite(self.last_case, self._script(attack).encode(), 0)
+            self.case, self.attack = case, attack
+            self._write()
             attack.prop(subject, case)
 
         return replace(attack, prop=prop)
+
+    def _write(self) -> None:
+        """The script of the case at hand, for whoever is left if this process ends in it."""
+        if self.attack is not None:
+            os.ftruncate(self.last_case, 0)
+            os.pwrite(self.last_case, self._script(self.attack).encode(), 0)
 
     def _script(self, attack: Attack) -> str:
         return "" if self.case is None else script(self.subject, attack, self.case, self.manifest)

@@ -35,6 +35,10 @@ EXAMPLES: Final = (
         "what a report lacks of an operator",
     ),
     ("rlkernel conformance run acme --manifest acme.kernels:backend", "a backend that is not installed yet"),
+    (
+        "rlkernel conformance run acme --device cuda --profile memcheck",
+        "out-of-bounds accesses of its kernels, by clause",
+    ),
     ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),
     ("rlkernel conformance mutants --op logprob", "backends with one planted bug each: does the suite find them all?"),
     (
@@ -103,7 +107,13 @@ def command(
         list[str] | None,
         typer.Option(help="run: a clause such as SA-08; may be given several times. All, unless given."),
     ] = None,
-    profile: Annotated[str, typer.Option(help="quick, standard or deep: how many cases a clause.")] = "quick",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="quick, standard or deep: how many cases a clause; memcheck, racecheck, initcheck or synccheck: two, "
+            "under that tool of compute-sanitizer."
+        ),
+    ] = "quick",
     device: Annotated[str, typer.Option(help="torch devices with commas, such as cpu or cuda:0,cuda:1.")] = "cpu",
     limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds for one clause, instead of the profile's: for interpreters.")
@@ -172,17 +182,26 @@ def command(
 
 def _run(backend: str, *, effort: _Effort) -> bool:
     from rlkernel.probe import arch_of
+    from rlkernel_conformance import sanitizer
     from rlkernel_conformance.documents import found, put
+    from rlkernel_conformance.profiles import sanitizer_of
     from rlkernel_conformance.report import only, same_subject
     from rlkernel_conformance.run import run
     from rlkernel_conformance.show import passes, show
 
     if effort.manifest is not None:
         sys.path.insert(0, "")  # as `python -m` has it
+    if effort.profile.sanitizer is not None:
+        sanitizer.executable()  # before a device is looked for, which may be missing too
     if effort.missing and effort.report is None:
         raise ConfigError("--missing needs --report FOLDER, which has what is not missing")
     devices = _here(effort.devices, (backend,), effort.manifest)
     earlier = None if effort.report is None else found(effort.report)
+    if earlier is not None and sanitizer_of(earlier["profile"]) != effort.profile.sanitizer:
+        raise ConfigError(
+            f"{effort.report} has a report of profile {earlier['profile']}, and {effort.profile.name} is evidence of "
+            "another kind: give it a folder of its own"
+        )
     if earlier is not None:
         same_subject(earlier, backend, devices[0], [str(arch_of(devices[0]))])
     content = run(

@@ -24,7 +24,16 @@ def require(holds: bool, message: str) -> None:
         raise Violation(message)
 
 
-def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: str, *, scale: Any = 1.0) -> None:
+def close(
+    subject: Subject,
+    output: str,
+    found: Tensor,
+    expected: Any,
+    dtype: str,
+    *,
+    scale: Any = 1.0,
+    name: str | None = None,
+) -> None:
     """`found` is within the spec's tolerance of the float64 `expected`; NaN must meet NaN, infinities themselves.
 
     Args:
@@ -34,13 +43,16 @@ def close(subject: Subject, output: str, found: Tensor, expected: Any, dtype: st
         expected: array of the same shape.
         dtype: dtype of the inputs.
         scale: multiplies the absolute tolerance: what the error is relative to, where that is not 1.
+        name: of the result in messages, where that is not `output`: "stats.clip_low".
     """
     atol, rtol = subject.tolerance(output, dtype)
     want = np.asarray(expected, np.float64)
-    within(subject, output, found, want, atol * np.asarray(scale, np.float64) + rtol * np.abs(want))
+    within(subject, output, found, want, atol * np.asarray(scale, np.float64) + rtol * np.abs(want), name=name)
 
 
-def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: Any) -> None:
+def within(
+    subject: Subject, output: str, found: Tensor, expected: Any, allowed: Any, *, name: str | None = None
+) -> None:
     """`found` is no further from the float64 `expected` than `allowed`; NaN must meet NaN, infinities themselves.
 
     What may lie beyond the largest number of `found`'s dtype may be rounded to infinity. The largest error over what is
@@ -52,10 +64,12 @@ def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed:
         found: [...] the result.
         expected: array of the same shape.
         allowed: largest absolute error, a number or an array of that shape.
+        name: of the result in messages, where that is not `output`.
     """
-    have = plain(found, output).astype(np.float64)
+    shown = name or output
+    have = plain(found, shown).astype(np.float64)
     want, allowed = np.asarray(expected, np.float64), np.asarray(allowed, np.float64)
-    require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
+    require(have.shape == want.shape, f"{shown} has shape {have.shape}, not {want.shape}")
     same = (have == want) | (np.isnan(have) & np.isnan(want))
     finite = np.isfinite(have) & np.isfinite(want)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -69,7 +83,7 @@ def within(subject: Subject, output: str, found: Tensor, expected: Any, allowed:
         place = tuple(int(i) for i in at)
         found_there, expected_there = have[at].item(), want[at].item()
         text = f"is {found_there!r}, expected {expected_there!r}: {worst:.3g} times the tolerance"
-        raise Violation(f"{output}{list(place)} {text}")
+        raise Violation(f"{shown}{list(place) if place else ''} {text}")
 
 
 def _overflow(dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, upgraded
+from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, standing, upgraded
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.paths import missing
 
@@ -182,6 +182,7 @@ def _failure(op: str, clause: Mapping[str, Any]) -> list[str]:
     if waiver := clause.get("waiver"):
         lines += [f"Waived until {waiver['expires']}: {waiver['reason']} ({waiver['issue']})", ""]
     lines.append(f"{clause['fault'] or clause['status'].replace('_', ' ')}: {clause['message']}")
+    lines += ["", f"The call: `{clause['call']}`"] if clause.get("call") else []
     return [*lines, *(["", "```python", clause["reproduce"].rstrip(), "```"] if clause["reproduce"] else [])]
 
 
@@ -194,7 +195,7 @@ def junit(content: Mapping[str, Any]) -> str:
             case = ET.SubElement(suite, "testcase", classname=op, name=f"{clause['clause']} {clause['title']}")
             if clause["status"] in REFUTED:
                 failure = ET.SubElement(case, "failure", type=clause["fault"], message=clause["message"])
-                failure.text = clause["reproduce"]
+                failure.text = "\n".join(filter(None, (clause.get("call"), clause["reproduce"])))
             elif clause["status"] == "not_run":
                 ET.SubElement(case, "error", type="not_run", message=clause["message"])
             elif clause["status"] != "held":
@@ -204,5 +205,6 @@ def junit(content: Mapping[str, Any]) -> str:
 
 def badge(content: Mapping[str, Any]) -> dict[str, Any]:
     """A badge in the endpoint form that badge services read."""
-    text = f"{content['verdict']} ({content['summary']['held']} clauses)"
+    clauses = [c for found in content["operators"].values() for c in found["clauses"]]
+    text = standing(content["verdict"], clauses)
     return {"schemaVersion": 1, "label": "rlkernel", "message": text, "color": _COLORS[content["verdict"]]}

@@ -15,7 +15,7 @@ from rlkernel.resolve import claims
 from rlkernel_conformance.documents import FILE, read
 from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import here, known, sources_of
-from rlkernel_conformance.profiles import PROFILES
+from rlkernel_conformance.profiles import PROFILES, sanitizer_of
 from rlkernel_conformance.report import architectures
 from rlkernel_core.decision import ALIASES, Call
 from rlkernel_core.errors import ConfigError
@@ -81,9 +81,10 @@ def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call)
     """
     about = " ".join(filter(None, (backend, call.op, "on", call.device, call.arch)))
     found = [(path, read(path)) for path in reports(Path(folder))]
-    mine = [(path, content) for path, content in found if _is_of(content, backend, call)]
+    judged = [(path, content) for path, content in found if sanitizer_of(content["profile"]) is None]
+    mine = [(path, content) for path, content in judged if _is_of(content, backend, call)]
     if not mine:
-        profile = next(reversed(PROFILES))
+        profile = next(name for name, p in reversed(PROFILES.items()) if p.sanitizer is None)
         fix = f"rlkernel conformance run {backend} --op {call.op.partition('@')[0]} --profile {profile}"
         fix += f" --device {call.device} --report {folder}/{backend}"
         return Reason("evidence", "none", f"no report in {folder} is of {about}", fix)

@@ -179,8 +179,10 @@ def _advantage(e: Example) -> Arguments:
     }
     shapes = {"gdpo": e.normal(e.N, 2), "remax": e.rewards()}
     rewards = shapes.get(kind, e.normal(e.N, T) if row.family == "steps" else e.rewards())
-    lengths = {"lengths": torch.arange(e.N, device=e.device) % T + 1} if kind == "opo" else {}
-    return {"rewards": rewards, "kind": kind, **{name: given[name] for name in row.requires}, **lengths}
+    more: Arguments = {"lengths": torch.arange(e.N, device=e.device) % T + 1} if kind == "opo" else {}
+    if "singleton" in row.takes and e.subject is not None and "singleton_zero" not in e.subject.claims:
+        more["singleton"] = "any"
+    return {"rewards": rewards, "kind": kind, **{name: given[name] for name in row.requires}, **more}
 
 
 def _qmatmul(e: Example) -> Arguments:

@@ -40,6 +40,7 @@ class Outcome:
     features: tuple[str, ...] = ()  # features that its calls needed
     coverage: dict[str, Any] = field(default_factory=dict)  # of a table: executed, possible, missed
     seconds: float = 0.0
+    call: str = ""  # the last call of the failing case, in words
 
     @property
     def failed(self) -> bool:
@@ -82,13 +83,14 @@ def carry_out(
     def body(case: Any) -> None:
         seen.append(case)
         subject.measures.clear()
+        subject.called.clear()
         try:
             attack.prop(subject, case)
         except UnsatisfiedAssumption as rejection:
             rejected.append(str(rejection))
             raise
         except ResolutionError as refusal:
-            if not subject.disclaims(refusal):
+            if not (subject.disclaims(refusal) or subject.refuses(refusal)):
                 raise
             rejected.append(str(refusal))
             raise UnsatisfiedAssumption(str(refusal)) from refusal
@@ -120,6 +122,7 @@ def carry_out(
     if isinstance(error, Unsatisfiable) and len(rejected) == len(seen):
         text = f"refused at selection, every case of {len(rejected)}: {rejected[-1]}"
         return Outcome(subject.op, clause.id, clause.title, "not_claimed", message=text, seconds=common["seconds"])
+    common["call"] = " ".join(subject.called)
     common["reproduce"] = script(subject, attack, seen[-1], manifest) if seen else ""
     if isinstance(error, Violation):
         fault = "nan" if " is nan," in str(error) else "wrong_result"

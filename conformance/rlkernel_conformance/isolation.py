@@ -14,11 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import IO, Any, Final
 
 from rlkernel.probe import cache_folder
-from rlkernel_conformance import faults
+from rlkernel_conformance import faults, sanitizer
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import Profile
@@ -59,6 +60,8 @@ def attack_in_processes(
             found = _not_attacked(left, profile)
         elif time.monotonic() >= until:
             found = _out_of_time(left)
+        elif profile.sanitizer is not None:
+            found = iter((_sanitized(subject, left[0], profile, manifest, until),))
         else:
             found = _one_worker(subject, left, profile, manifest, until)
         for outcome in found:
@@ -83,10 +86,36 @@ def _out_of_time(left: list[Attack]) -> Iterator[Outcome]:
     return (not_run(a, text) for a in left)
 
 
+def _sanitized(subject: Subject, attack: Attack, profile: Profile, manifest: str | None, until: float) -> Outcome:
+    """The outcome of one clause in a process of its own, at which a tool of compute-sanitizer looks.
+
+    What the tool finds is a fault. Where it could not look, nothing was judged: the clause is `not_run`.
+    """
+    tool = str(profile.sanitizer)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "log"
+        (outcome,) = _one_worker(subject, [attack], profile, manifest, until, file)
+        log = file.read_text(errors="replace") if file.exists() else ""
+    if found := sanitizer.findings(log):
+        text = f"{tool}: {sanitizer.message(found, log)}"
+        return replace(outcome, status="fault", fault=sanitizer.TOOLS[tool], message=text)
+    if outcome.status == "held" and sanitizer.summary(log) is None:
+        return not_run(attack, f"{tool} did not look at it to the end: {sanitizer.complaint(log)}")
+    return outcome
+
+
 def _one_worker(
-    subject: Subject, attacks: list[Attack], profile: Profile, manifest: str | None, until: float
+    subject: Subject,
+    attacks: list[Attack],
+    profile: Profile,
+    manifest: str | None,
+    until: float,
+    log: Path | None = None,
 ) -> Iterator[Outcome]:
-    """Outcomes of one worker, the last one a fault if it did not end as a worker does. At least one."""
+    """Outcomes of one worker, the last one a fault if it did not end as a worker does. At least one.
+
+    `log` is where the profile's sanitizer writes, which is waited for.
+    """
     left = list(attacks)
     job: dict[str, Any] = {
         "secret": secrets.token_hex(16),
@@ -100,8 +129,8 @@ def _one_worker(
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }
     with tempfile.TemporaryFile() as case:
-        worker, channel = _start(job, case)
-        healthy, begun, limit = False, False, STARTING_S
+        worker, channel = _start(job, case, log)
+        healthy, begun, limit = False, False, STARTING_S if log is None else profile.limit_s
         try:
             while True:
                 message = channel.next(max(0.0, min(limit, until - time.monotonic())))
@@ -132,20 +161,26 @@ def _one_worker(
                 else:
                     if len(left) == len(attacks):  # a worker reports at least one
                         yield from (_failed(a, "protocol_error", "the worker was done before it began") for a in left)
+                    if log is not None:
+                        with suppress(subprocess.TimeoutExpired):
+                            worker.wait(max(0.0, min(profile.limit_s, until - time.monotonic())))
                     return
         finally:
             _end(worker)
             channel.close()
 
 
-def _start(job: dict[str, Any], case: IO[bytes]) -> tuple[subprocess.Popen[bytes], _Channel]:
-    """A worker with its job, and the channel it speaks on."""
+def _start(job: dict[str, Any], case: IO[bytes], log: Path | None) -> tuple[subprocess.Popen[bytes], _Channel]:
+    """A worker with its job, under the profile's sanitizer if it is to write to `log`, and the channel it speaks on."""
+    tool = job["profile"]["sanitizer"]
+    under = sanitizer.command(tool, log) if log is not None else []
     read, write = os.pipe()
     path = os.pathsep.join(p or os.curdir for p in sys.path)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")}
     environ |= {"PYTHONPATH": path, "HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis")}
+    environ |= sanitizer.VARIABLES if under else {}
     worker = subprocess.Popen(  # noqa: S603 our own interpreter and module
-        [sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())],
+        [*under, sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())],
         pass_fds=(write, case.fileno()),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkernel import policy
-from rlkernel.discover import GROUP, brief, entries, guarded
+from rlkernel.discover import GROUP, brief, broken_rules, entries, guarded
 from rlkernel.resolve import claims
 from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
 from rlkernel_core.decision import ALIASES
@@ -35,10 +35,14 @@ def load(where: str) -> Backend:
     Raises:
         ConfigError: it cannot be imported, or is no manifest.
     """
+    from pydantic import ValidationError
+
     from rlkernel_core.manifest import Backend
 
     module, _, name = where.partition(":")
     found, error = guarded(lambda: getattr(import_module(module), name))
+    if isinstance(error, ValidationError):
+        raise ConfigError(f"the manifest at {where!r} breaks a rule: {broken_rules(error)}") from error
     if error is not None:
         raise ConfigError(f"no manifest at {where!r} (module:attribute): {brief(error)}") from error
     if not isinstance(found, Backend):

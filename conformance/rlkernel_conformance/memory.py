@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.profiler import profile
@@ -68,6 +68,19 @@ def room(device: str) -> int:
         return 0
     free, _ = guarded(lambda: torch.cuda.mem_get_info(device)[0])
     return free or 0
+
+
+# Rows between which memory is compared: few, then so many that a block of 4096 rows is full at both.
+_ROWS: Final = ((128, 384), (8192, 16384))
+
+
+def does_not_grow(extra: Callable[[int], int], most: float) -> None:
+    """`extra` bytes of a call of so many rows grow by less than `most` a row, once a block of rows is full."""
+    for small, large in _ROWS:
+        grown = (extra(large) - extra(small)) / (large - small)
+        if grown < most:
+            return
+    raise Violation(f"extra memory grows by {grown:.0f} bytes a row between {small} and {large} rows")
 
 
 def least_workspace(call: Callable[[int], object], used: Callable[[int], int]) -> int:

@@ -279,6 +279,18 @@ def _packages(subjects: Iterable[Subject]) -> tuple[str, ...]:
     return tuple(sorted({*_PACKAGES, *needed}))
 
 
+def standing(verdict: str, clauses: Iterable[Mapping[str, Any]]) -> str:
+    """A verdict with the clauses that it stands for: `holds 25`, `holds 33 of 34`, or `fails, 24 of 25 hold`.
+
+    Counted are the clauses that the claims call for. One of 34 that has no room on the device is not held.
+    """
+    due = [c["status"] for c in clauses if c["status"] != "not_claimed"]
+    held = due.count("held")
+    if verdict == "holds":
+        return f"holds {held}" if held == len(due) else f"holds {held} of {len(due)}"
+    return f"{verdict}, {held} of {len(due)} hold"
+
+
 def worst(verdicts: Iterable[str]) -> str:
     """The worst of them; "holds" where there is none."""
     return min(verdicts, key=VERDICTS.index, default="holds")

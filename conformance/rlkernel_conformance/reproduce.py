@@ -32,7 +32,8 @@ def script(subject: Subject, attack: Attack, case: Any, manifest: str | None = N
     ]
     where = f", manifest={manifest!r}" if manifest else ""
     call = f"{subject.backend!r}, {subject.op!r}, {attack.clause.id!r}, {shown}, device={subject.device!r}{where}"
-    return "\n".join(lines) + f"\nreproduce({call})\n"
+    said = f"  # its last call: {subject.called[0]}" if subject.called else ""
+    return "\n".join(lines) + f"\nreproduce({call}){said}\n"
 
 
 def reproduce(

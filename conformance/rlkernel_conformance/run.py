@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from rlkernel import policy
 from rlkernel.discover import known_names
+from rlkernel_conformance import sanitizer
 from rlkernel_conformance import waivers as waived
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import MODULES
@@ -79,11 +80,18 @@ def run(
     Raises:
         UnknownNameError: no such backend or operator, or no attack on a clause of that id here.
         ConfigError: the backend did not load, or implements none of the operators on this device; the devices differ
-            in kind; the waivers are malformed or expired.
+            in kind; the waivers are malformed or expired; the profile's sanitizer is missing, or has no GPU to look at.
     """
     kinds = {d.partition(":")[0] for d in devices}
     if len(kinds) != 1:
         raise ConfigError(f"devices of several kinds, {', '.join(devices)}: attack each kind in a run of its own")
+    if profile.sanitizer is not None:
+        sanitizer.executable()
+        if kinds != {"cuda"}:
+            raise ConfigError(
+                f"profile {profile.name} looks at kernels on an NVIDIA GPU, and the device is {devices[0]}: "
+                "add --device cuda"
+            )
     for op in ops:
         if op not in OPERATORS:
             raise UnknownNameError("operator", op, OPERATORS)

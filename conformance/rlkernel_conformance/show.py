@@ -64,6 +64,7 @@ def _lines(op: str, clause: dict[str, Any]) -> list[str]:
         f"{op} {clause['clause']} {clause['title']}",
         *excuse,
         f"  {clause['fault'] or clause['status'].replace('_', ' ')}: {clause['message']}",
+        *([f"  the call: {clause['call']}"] if clause.get("call") else []),
         *(f"    {line}" for line in clause["reproduce"].splitlines()),
     ]
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from hypothesis.errors import UnsatisfiedAssumption
+from torch import Tensor
 
 import rlkernel
 from rlkernel import decide, policy, resolve
 from rlkernel.discover import PackageVersions
 from rlkernel.dispatch import Operator, operator
+from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
+from rlkernel_core.spec.sample_clauses import PHILOX
 
 __all__ = ["Subject"]
 
@@ -53,6 +57,22 @@ def arranged(x: Any) -> Any:
         return x
 
 
+def in_words(x: Any) -> str:
+    """An argument as a message shows it: of tensors dtype, sizes and, unless contiguous, strides; no values."""
+    if isinstance(x, Tensor):
+        kind = str(x.dtype).removeprefix("torch.")
+        laid = "" if x.layout is not torch.strided or x.is_contiguous() else f" of strides {list(x.stride())}"
+        return f"{kind}{list(x.shape)}{laid}{' with a gradient' if x.requires_grad else ''}"
+    if isinstance(x, QuantTensor):
+        return f"{checks.describe(x.spec)} weight {list(x.shape)}"
+    if is_dataclass(x) and not isinstance(x, type):
+        shown = {f.name: getattr(x, f.name) for f in fields(x) if f.repr}
+        return f"{type(x).__name__}({', '.join(f'{n}={in_words(v)}' for n, v in shown.items() if v is not None)})"
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(in_words, x))})"
+    return checks.describe(x)
+
+
 @dataclass(frozen=True)
 class Subject:
     """One backend, one operator, one device. Calls go through the front door with every fallback an error.
@@ -66,6 +86,7 @@ class Subject:
     device: str = "cpu"
     check: str | None = None  # "module:function" in place of the operator's check; None: the operator's
     measures: dict[str, float] = field(default_factory=dict, compare=False)  # worst error over tolerance, by output
+    called: list[str] = field(default_factory=list, compare=False)  # the last call, in words
 
     @property
     def spec(self) -> OpSpec[Any, Any]:
@@ -92,6 +113,15 @@ class Subject:
         return frozenset[str]().union(*(i.supports for i in self.impls))
 
     @property
+    def exact_noise(self) -> bool:
+        """Whether a draw is the contract's own token. Another's follows the law, and repeats in its row."""
+        return PHILOX.name in self.claims
+
+    def choices(self, argument: str, values: Iterable[str], default: str) -> tuple[str, ...]:
+        """The default of an argument, first, and the other values whose feature, `argument:value`, is claimed."""
+        return (default, *(v for v in values if v != default and f"{argument}:{v}" in self.claims))
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Floating dtypes of the primary tensor that are claimed, simplest first."""
         if any(not i.requires.dtypes for i in self.impls):
@@ -105,22 +135,33 @@ class Subject:
         Kernels may want a quantized weight in a layout and in multiples of a tile: one that is refused is prepacked, as
         the refusal says. A case whose weight is refused even so is no case.
         """
+        self.note((*args, *kwargs.values()), (*list(self.spec.parameters)[: len(args)], *kwargs))
         run = self.operator
         try:
             return run(*args, **kwargs)
         except ResolutionError as error:
-            if not self._refuses(error) or not any(map(_as_stored, (*args, *kwargs.values()))):
+            if not self.refuses(error) or not any(map(_as_stored, (*args, *kwargs.values()))):
                 raise
         try:
             return run(*map(arranged, args), **{name: arranged(a) for name, a in kwargs.items()})
         except ResolutionError as error:
-            if self._refuses(error):
+            if self.refuses(error):
                 raise UnsatisfiedAssumption(f"{self.backend} takes no such weight: {error}") from error
             raise
 
-    def _refuses(self, error: ResolutionError) -> bool:
+    def note(self, values: Iterable[Any], names: Iterable[str]) -> None:
+        """Keep a call in words, in place of the last one: a property may make many, each with other arguments."""
+        given = ", ".join(f"{name}={in_words(x)}" for name, x in zip(names, values, strict=True))
+        self.called[:] = [f"{self.op}({given})"]
+
+    def refuses(self, error: ResolutionError) -> bool:
+        """Whether the backend's own limits or check refused a call with a Reason, as they may: it is no case.
+
+        A check that raised has refused nothing: that is a fault.
+        """
         rejected = error.decision.rejected if error.decision is not None else ()
-        return any(r.backend == self.backend and r.reason.stage == "shape" for r in rejected)
+        own = [r.reason for r in rejected if r.backend == self.backend]
+        return any(reason.stage == "shape" and reason.slug != "shape/check-failed" for reason in own)
 
     def disclaims(self, error: ResolutionError) -> bool:
         """Whether `error` refused a call because it needs what is not claimed: such a call is no case."""
@@ -140,7 +181,7 @@ class Subject:
         try:
             return self(*args, **kwargs)
         except ResolutionError as error:
-            if self._refuses(error):
+            if self.refuses(error):
                 return None
             raise
 

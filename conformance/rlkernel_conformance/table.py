@@ -16,6 +16,7 @@ from typing import Any, Final
 from rlkernel_conformance.documents import place, providers, read, versions
 from rlkernel_conformance.evidence import manifest_of, older, reports, sources
 from rlkernel_conformance.hardware import hardware
+from rlkernel_conformance.report import standing
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
@@ -123,14 +124,10 @@ def _cell(operator: dict[str, Any], others: int) -> str:
     `holds 33 of 34`: one needs more memory than the device has. `holds 33, older`: all are of other sources than those
     of now; `holds 33, 2 older`: so many are.
     """
-    statuses = [c["status"] for c in operator["clauses"] if c["status"] != "not_claimed"]
-    held = statuses.count("held")
-    verdict = operator["verdict"]
+    said = standing(operator["verdict"], operator["clauses"])
     results = sum(bool(c["executed"] or c["fault"]) for c in operator["clauses"])
     count = f"{others} " * (others < results)
     age = f", {count}*older*" if others else ""
-    if verdict == "holds":
-        return (f"holds {held}" if held == len(statuses) else f"holds {held} of {len(statuses)}") + age
     untried = len(operator["unproved_claims"])
     tried = f", {untried} claim{'s' * (untried > 1)} untried" if untried else ""
-    return f"{verdict}, {held} of {len(statuses)} hold{tried}{age}"
+    return f"{said}{tried}{age}"

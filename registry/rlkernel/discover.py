@@ -7,6 +7,7 @@ Imports no torch and no backend.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from packaging.utils import canonicalize_name
 from rlkernel import installation
 from rlkernel.coverage import Coverage
 from rlkernel_core.decision import ALIASES, PLAIN_TORCH
-from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
+from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError, did_you_mean
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
 
@@ -267,7 +268,7 @@ def _load(entries: list[EntryPoint]) -> Candidate:
         fix = "pip install -U rlkernel" if newer else f"pip install -U {found.dist}"
         return replace(found, reason=Reason("api", "too-new" if newer else "too-old", str(error), fix))
     if isinstance(error, ValidationError):
-        return replace(found, reason=_invalid(found, _brief_validation(error)))
+        return replace(found, reason=_invalid(found, broken_rules(error)))
     reason = Reason(
         "load", "import-error", f"{entry.value} raised {brief(error)}", f"pip install -U {found.dist}, or uninstall it"
     )
@@ -293,9 +294,9 @@ def _contradiction(name: str, manifest: Backend) -> str | None:
     try:
         type(manifest).model_validate(manifest.model_dump(warnings=False))  # `model_construct` does not
     except ValidationError as error:
-        return _brief_validation(error)
+        return broken_rules(error)
     if manifest.name != name:
-        return f"it calls itself {manifest.name!r}"
+        return f"name: it calls itself {manifest.name!r}, and is known as {name!r}; write name={name!r}"
     if name in ALIASES:
         return f"{name!r} is another name of the backend {ALIASES[name]!r}"
     for impl in manifest.impls:
@@ -305,16 +306,19 @@ def _contradiction(name: str, manifest: Backend) -> str | None:
         if int(number) == OPERATORS[op].version and (odd := impl.supports - OPERATORS[op].feature_names):
             return str(UnknownNameError(f"feature of {impl.op}", min(odd), OPERATORS[op].feature_names))
         if int(number) == OPERATORS[op].version and (lacking := _unreachable(impl, OPERATORS[op])):
-            return f"{impl.op}: {impl.target} claims no {lacking}, and every call needs one"
+            return f"{impl.op}.supports: {impl.target} claims no {lacking}"
         for text in impl.requires.packages:
             if problem := _no_requirement(text):
-                return f"packages: {text!r}: {problem}"
+                return f"{impl.op}.requires.packages: {text!r}: {problem}; write a name and versions, 'torch>=2.9'"
     return None
 
 
 def _unreachable(impl: Impl, spec: OpSpec[Any, Any]) -> str | None:
     """A family of features of which every call needs one and an implementation claims none."""
-    return next((f"{name}:..." for name in spec.one_of if impl.supports.isdisjoint(spec.family(name))), None)
+    for name in spec.one_of:
+        if impl.supports.isdisjoint(family := spec.family(name)):
+            return f"{name}:..., and every call needs one; add one of {', '.join(family)}"
+    return None
 
 
 def _no_requirement(text: str) -> str | None:
@@ -334,9 +338,37 @@ def _invalid(found: Candidate, problem: str) -> Reason:
     )
 
 
-def _brief_validation(error: ValidationError) -> str:
-    """The errors of pydantic in one line: `impls.0.op: Value error, …; …`."""
-    return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+def broken_rules(error: ValidationError) -> str:
+    """Which fields of a manifest break which rule, and what to write: `Impl.op: 'logprob' should look like …; …`."""
+    found = [{**e, "loc": _fields_of(e["loc"])} for e in error.errors()]
+    judged = {e["loc"] for e in found if e["type"] != "tuple_type"}  # what may be a word or several is tried as both
+    rules = [_broken_rule(error.title, e) for e in found if e["type"] != "tuple_type" or e["loc"] not in judged]
+    return "; ".join(dict.fromkeys(rules))
+
+
+def _fields_of(place: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Where a field stands, without pydantic's names of the forms that it may have."""
+    return tuple(str(part) for part in place if re.fullmatch(r"\w+", str(part)))
+
+
+def _broken_rule(model: str, found: Any) -> str:
+    from rlkernel_core import manifest
+
+    *_, last = path = list(found["loc"]) or [model]
+    where = ".".join([model, *path] if found["loc"] else path)
+    if found["type"] == "extra_forbidden":
+        known = {name for m in _MODELS for name in getattr(manifest, m).model_fields}
+        if model in _MODELS and len(path) == 1:
+            known = set(getattr(manifest, model).model_fields)
+        return f"{where}: there is no such field{did_you_mean(last, known)}; the fields are {', '.join(sorted(known))}"
+    if found["type"] == "missing":
+        fields = {n: f for m in _MODELS for n, f in getattr(manifest, m).model_fields.items()}
+        about = fields[last].description if last in fields else None
+        return f"{where}: is missing; write {last}=...{f', {about}' if about else ''}"
+    return f"{where}: {str(found['msg']).removeprefix('Value error, ')}"
+
+
+_MODELS: Final = ("Backend", "Impl", "Requires", "Limits")
 
 
 class PackageVersions(Mapping[str, str]):

@@ -54,7 +54,7 @@ class AdvantageResult:
     returns: (
         Tensor | None
     )  # [B, T] or [N]: token-level targets of the value function, never whitened; None for kinds over groups
-    stats: AdvantageStats  # what was computed on the way
+    stats: AdvantageStats | None = None  # what was computed on the way; None if not claimed
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +106,8 @@ class AdvantageCall(OpCall[AdvantageResult]):
             threshold 1/std if std > eps else 0.
         min_std: std <= min_std counts as low.
         low_std: what a low std gives: "zero", or "center": x - mean, undivided.
-        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), or "error" (synchronizes).
+        singleton: fewer than two members: "zero", "raw" (mean 0, std 1), "error" (synchronizes), or "any": no group is
+            as small, or what the implementation gives is as good.
         constant: "zero": statistics are shifted by the first member, a constant group gives exactly 0; "peer": they
             are not, and the rounding noise of the mean is amplified as in the peers.
         invalid: what an invalid sequence gets: "zero", or its "raw" reward where that is finite.
@@ -188,6 +189,7 @@ SPEC = OpSpec(
     summary="advantages of every kind: scans over tokens, statistics over groups, whitening",
     primary="rewards",
     one_of=("kind",),
+    optional=("stats",),
     check=check,
     needed=needed,
     features=FEATURES,

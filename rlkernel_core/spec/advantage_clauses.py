@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from rlkernel_core import checks
-from rlkernel_core.spec.advantage_kinds import KINDS
+from rlkernel_core.spec.advantage_kinds import EPS_MODES, KINDS
 from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, Tolerance
 
 FEATURES: Final = (
@@ -35,7 +35,17 @@ FEATURES: Final = (
     Feature("leave_one_out", "statistics over the other members"),
     Feature("scale:batch", "std of the rewards of the whole batch"),
     Feature("peer", "what only a peer does: constant, invalid, singleton, masked_time, masked_out, low_std, min_std"),
+    Feature("singleton_zero", "a group with fewer than two members gets 0"),
     Feature("singleton_error", "a group of one raises; synchronizes with the host"),
+    Feature("ddof", "another ddof of the std of groups than 1"),
+    *(Feature(f"eps_mode:{mode}", f"eps in the factor of groups as {mode} has it") for mode in EPS_MODES[1:]),
+    Feature("whiten_ddof", "another ddof of the whitening than 1"),
+    *(
+        Feature(f"whiten_eps_mode:{mode}", f"eps in the factor of the whitening as {mode} has it")
+        for mode in EPS_MODES
+        if mode != "var_add"
+    ),
+    Feature("stats", "statistics of groups and of the whitening are returned, and which rewards are invalid"),
     Feature("whiten", "whitening over the batch, applied or deferred"),
     Feature("process_group", "moments merged across ranks"),
     Feature("token_output", "per-token result of a kind over groups"),
@@ -52,7 +62,9 @@ def needed(call: Any) -> dict[str, object]:
         "lam_tensor": checks.is_tensor(call.lam) or checks.is_tensor(call.lam_value),
         "sequence_masks": any(getattr(call, n) is not None for n in ("in_stats", "in_loss", "valid_range")),
         "peer": any(getattr(call, n) != plain for n, plain in _PLAIN.items()) or call.singleton == "raw",
+        "singleton_zero": call.singleton == "zero" and kind and "singleton" in kind.takes,
         "singleton_error": call.singleton == "error",
+        "stats": whiten == "defer",
         "whiten": whiten != "none",
         "token_output": call.output == "token",
     }
@@ -120,7 +132,7 @@ CLAUSES: Final = (
         "accuracy",
         "kind:grpo",
     ),
-    Clause("AD-12", "a group of one", "gets 0 by default, no exception, no NaN", "accuracy", "kind:grpo"),
+    Clause("AD-12", "a group of one", "gets 0 by default, no exception, no NaN", "accuracy", "singleton_zero"),
     Clause(
         "AD-13",
         "invalid is not contagious",

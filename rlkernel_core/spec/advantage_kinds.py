@@ -146,7 +146,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "scale": ("auto", "group", "batch", "none"),
         "eps_mode": EPS_MODES,
         "low_std": ("zero", "center"),
-        "singleton": ("zero", "raw", "error"),
+        "singleton": ("zero", "raw", "error", "any"),
         "constant": ("zero", "peer"),
         "invalid": ("zero", "raw"),
         "whiten": ("auto", "none", "global", "defer"),

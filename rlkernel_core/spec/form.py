@@ -105,6 +105,9 @@ class OpSpec(Generic[P, R_co]):
     # None, bools and strings, and at the *sign* of numbers, never at their size: calls that differ in size share one
     # decision.
     needed: Callable[[Any], Mapping[str, object]] = field(default=lambda _: {})
+    # Fields of the result that an implementation may leave None unless it claims the feature of that name. No argument
+    # asks for them: they come with every call to who claims them, and who depends on one says `need` in the policy.
+    optional: tuple[str, ...] = ()
     # Families of features, "kind" for "kind:grpo" and its like, of which every call needs one.
     one_of: tuple[str, ...] = ()
     # Integers that change from call to call and that no plan may look at, such as the step of a draw.

@@ -117,6 +117,7 @@ SPEC = OpSpec(
         Feature("rule:std", "std above a threshold"),
         Feature("rule:mean", "mean inside an interval"),
         Feature("rule:distinct", "at least two different rewards"),
+        Feature("ddof", "another ddof of the std than 1"),
         Feature("group_ids", "groups by arbitrary ids, not by size"),
         Feature("valid", "members that do not count"),
     ),

@@ -33,7 +33,7 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
-from rlkernel_core.spec.logprob import LogprobResult, Support, check_support, check_temperature
+from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,6 +145,7 @@ SPEC = OpSpec(
     primary="hidden",
     differentiable=("hidden", "weight", "bias"),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
+    optional=("lse",),
     check=check,
     sizes=_sizes,
     needed=needed,
@@ -153,6 +154,7 @@ SPEC = OpSpec(
         DETERMINISTIC,
         BATCH_INVARIANT,
         CAPTURABLE,
+        LSE,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
         Feature("bias", "a bias per vocabulary entry, with its gradient"),
@@ -281,7 +283,13 @@ SPEC = OpSpec(
             "an unmasked id or kept id out of range gives NaN, gradient 0 and a flag, and disturbs no other row",
             "refusal",
         ),
-        Clause("LL-24", "any layout", "strided hidden and weight give the bits of contiguous input", "invariance"),
+        Clause(
+            "LL-24",
+            "any layout",
+            "strided hidden and weight give what contiguous ones give, within tolerance; the same bits where "
+            "batch_invariant is claimed",
+            "invariance",
+        ),
         Clause(
             "LL-25", "no rows", "N = 0, or all rows masked, gives empty or zero results and zero gradients", "accuracy"
         ),

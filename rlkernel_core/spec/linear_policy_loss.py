@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlkernel_core.spec import linear_logprob as head
 from rlkernel_core.spec import policy_checks
-from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, OpCall, OpSpec, Tolerance
+from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import LossConfig
 from rlkernel_core.spec.policy_loss import LossFields, LossResult, loss_needed
@@ -155,6 +155,7 @@ CLAUSES = (
         "the returned log-probabilities, passed as old_logprob of a second call on the same weights, give a ratio of "
         "exactly 1",
         "invariance",
+        "logprob",
     ),
     Clause("LPL-10", "sequence level", "sequence-level ratios see every token of a sequence", "law", "level:sequence"),
     Clause(
@@ -197,10 +198,15 @@ SPEC = OpSpec(
     one_of=("kind", "aggregate"),
     differentiable=("hidden", "weight", "bias"),
     carrying=("loss",),
+    optional=("stats", "logprob"),
     check=check,
     sizes=_sizes,
     needed=lambda call: {**loss_needed(call), **head.needed(call)},
-    features=(*loss_features, *(f for f in head.SPEC.features if f.name in _HEAD)),
+    features=(
+        *loss_features,
+        Feature("logprob", "the log-probability of every token is returned"),
+        *(f for f in head.SPEC.features if f.name in _HEAD),
+    ),
     clauses=CLAUSES,
     tolerances=(
         Tolerance("loss", "float32", 1e-5, 1e-4, "log p within 1e-5 times sum |omega A|"),

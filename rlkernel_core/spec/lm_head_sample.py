@@ -30,7 +30,7 @@ from rlkernel_core.spec.form import (
 )
 from rlkernel_core.spec.linear_logprob import mixed_dtypes
 from rlkernel_core.spec.sample import check_request, needed
-from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
+from rlkernel_core.spec.sample_clauses import FEATURES, PHILOX, REPEATS, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, RequestParams, SampleResult, check_no_gradient
 
 if TYPE_CHECKING:
@@ -112,7 +112,12 @@ SPEC = OpSpec(
         Feature("softcap", "logit soft-capping"),
     ),
     clauses=(
-        Clause("LH-01", "equals sample", "token and kept set are those of sample(logits) with fp32 logits", "law"),
+        Clause(
+            "LH-01",
+            "equals sample",
+            "kept set, and token if the noise is the contract's, are those of sample(fp32 logits)",
+            "law",
+        ),
         Clause("LH-02", "log-probability", "logprob, log_kept_mass and raw_logprob match float64", "accuracy"),
         Clause("LH-03", "no stored logits", "peak memory of a call without filters is far below N x V", "side_effect"),
         Clause("LH-04", "law", "over steps, tokens follow the processed law", "law"),
@@ -126,7 +131,7 @@ SPEC = OpSpec(
             "LH-11", "padded head", "rows of the head from vocab_size on change nothing", "invariance", "vocab_size"
         ),
         Clause("LH-12", "mixed dtypes", "operands are exact in fp32; the products are summed there", "accuracy"),
-        Clause("LH-13", "place independence", "a request draws the same token in any batch", "invariance"),
+        Clause("LH-13", "place independence", "a request draws the same token in any batch", "invariance", PHILOX.name),
         Clause("LH-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
         Clause("LH-15", "no rows", "N = 0 gives empty results", "accuracy"),
         Clause("LH-16", "bad arguments", "wrong sizes, dtypes and numbers: ArgumentError naming it", "refusal"),
@@ -135,6 +140,7 @@ SPEC = OpSpec(
         Clause("LH-19", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
+        Clause("LH-22", *REPEATS),
     ),
     tolerances=(
         *TOLERANCES,

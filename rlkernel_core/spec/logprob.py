@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
@@ -58,7 +58,7 @@ class LogprobResult:
     """What logprob and linear_logprob return; every tensor is fp32 (float64 for float64 inputs)."""
 
     logprob: Tensor  # [...] log p of the chosen id; masked rows 0
-    lse: Tensor  # [...] logsumexp of z over the whole vocabulary, support or not; masked rows 0
+    lse: Tensor | None = None  # [...] logsumexp of z over all of the vocabulary; masked rows 0; None if not claimed
     entropy: Tensor | None = None  # [...] nats, of softmax(z); masked rows 0
     top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
     top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
@@ -159,6 +159,9 @@ def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) ->
         )
 
 
+LSE: Final = Feature("lse", "logsumexp of every row is returned, with its gradient")
+
+
 def _sizes(call: LogprobCall) -> dict[str, int]:
     return {"rows": call.ids.numel(), "vocab": call.logits.shape[-1]}
 
@@ -170,6 +173,7 @@ SPEC = OpSpec(
     primary="logits",
     differentiable=("logits",),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
+    optional=("lse",),
     needed=lambda call: {"per_row_temperature": checks.is_tensor(call.temperature)},
     check=check,
     sizes=_sizes,
@@ -179,6 +183,7 @@ SPEC = OpSpec(
         BATCH_INVARIANT,
         CAPTURABLE,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
+        LSE,
         Feature("softcap", "logit soft-capping"),
         Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
         Feature("entropy", "entropy of the tempered law, with its gradient"),
@@ -187,7 +192,12 @@ SPEC = OpSpec(
         Feature("validate", "ids checked on the host"),
     ),
     clauses=(
-        Clause("LP-01", "matches float64", "log p, lse are within tolerance of the float64 definition", "accuracy"),
+        Clause(
+            "LP-01",
+            "matches float64",
+            "log p, and lse where claimed, are within tolerance of the float64 definition",
+            "accuracy",
+        ),
         Clause(
             "LP-02",
             "confident rows keep precision",

@@ -11,7 +11,7 @@ from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause
 
 CLAUSES: Final = (
     Clause(
-        "PL-01", "matches float64", "loss and statistics are within tolerance of the float64 definition", "accuracy"
+        "PL-01", "matches float64", "loss, and statistics where claimed, are within tolerance of float64", "accuracy"
     ),
     Clause("PL-02", "gradient", "the gradients of logprob and entropy match float64", "gradient", "grad"),
     Clause(
@@ -119,9 +119,20 @@ CLAUSES: Final = (
         "law",
         "rollout",
     ),
-    Clause("PL-25", "statistics", "each statistic is its formula; none carries a gradient or synchronizes", "accuracy"),
+    Clause(
+        "PL-25",
+        "statistics",
+        "each statistic is its formula; none carries a gradient or synchronizes",
+        "accuracy",
+        "stats",
+    ),
     Clause("PL-26", "large log-ratios", "log-ratios of +-1e4 give finite loss and gradient", "accuracy"),
-    Clause("PL-27", "any layout", "strided and expanded tensors give the bits of contiguous ones", "invariance"),
+    Clause(
+        "PL-27",
+        "any layout",
+        "strided and expanded tensors give what contiguous ones give, within tolerance",
+        "invariance",
+    ),
     Clause(
         "PL-28",
         "sequence order",

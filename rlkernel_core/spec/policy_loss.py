@@ -96,8 +96,8 @@ class LossResult:
     """What policy_loss and linear_policy_loss return."""
 
     loss: Tensor  # 0-dim, fp32 (float64 for float64 inputs), differentiable
-    stats: LossStats  # what happened
-    logprob: Tensor | None = None  # linear_policy_loss: [N] or [B, T] log-probability, detached; masked 0
+    stats: LossStats | None = None  # what happened; None if not claimed
+    logprob: Tensor | None = None  # linear_policy_loss: [N] or [B, T], detached; masked 0; None if not claimed
     entropy: Tensor | None = None  # linear_policy_loss with entropy=True: [N] or [B, T] nats, detached; masked 0
 
 
@@ -229,6 +229,8 @@ features: tuple[Feature, ...] = (
     Feature("mask", "masked tokens count nowhere, whatever they hold"),
     Feature("packed", "sequences packed end to end, described by cu_seqlens"),
     Feature("on_policy", "old_logprob=None: the ratio is 1 and carries its gradient"),
+    Feature("count_empty", "means over sequences that count those without tokens too"),
+    Feature("stats", "statistics of what happened in the loss are returned"),
     Feature("dual_clip", "bounded loss where the advantage is negative and the ratio large"),
     Feature("kl_importance", "KL term times the differentiable ratio"),
     Feature("entropy", "entropy bonus and statistic"),
@@ -246,6 +248,7 @@ SPEC = OpSpec(
     one_of=("kind", "aggregate"),
     differentiable=("logprob", "entropy"),
     carrying=("loss",),
+    optional=("stats",),
     check=check,
     needed=loss_needed,
     features=features,

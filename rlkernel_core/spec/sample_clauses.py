@@ -9,10 +9,16 @@ from typing import Final
 
 from rlkernel_core.spec.form import BATCH_INVARIANT, CAPTURABLE, DETERMINISTIC, Clause, Feature, Tolerance
 
+PHILOX: Final = Feature(
+    "noise:philox4x32-10",
+    "noise is the contract's function of (seed, step, id): a request draws the same token on every backend that claims "
+    "it, wherever its row stands",
+)
 FEATURES: Final = (
     DETERMINISTIC,
     BATCH_INVARIANT,
     CAPTURABLE,
+    PHILOX,
     Feature("per_row_parameters", "temperature, top_k, top_p or min_p as a tensor, one entry per row"),
     Feature("top_k", "exactly k kept, ties to the lowest id"),
     Feature("top_p", "nucleus on the renormalized survivors, crossing token kept"),
@@ -33,6 +39,12 @@ FEATURES: Final = (
     Feature("stream", "another noise stream than the target's"),
 )
 
+# Title, text and judgment of a clause that sampling operators have, whatever their noise is.
+REPEATS: Final = (
+    "draws repeat",
+    "the same logits, seed and step in the same row of the same call draw the same token, whatever was drawn before",
+    "determinism",
+)
 _FP32: Final = "a sum of fp32 exponentials, its logarithm and one subtraction; relative to max(1, |log p|)"
 
 TOLERANCES: Final = (
@@ -55,7 +67,7 @@ TOLERANCES: Final = (
 
 CLAUSES: Final = (
     Clause("SA-01", "token is kept", "the token is in the kept set of the float64 definition", "law"),
-    Clause("SA-02", "noise", "the token is the argmax of y + g over the kept set, g as defined", "law"),
+    Clause("SA-02", "noise", "the token is the argmax of y + g over the kept set, g as defined", "law", PHILOX.name),
     Clause("SA-03", "law", "over steps, tokens follow the processed law (chi-square, stated alpha)", "law"),
     Clause("SA-04", "rare events", "tokens 14 and 18 nats below the best keep their frequency", "law"),
     Clause("SA-05", "log-probability", "logprob is within tolerance of the float64 definition", "accuracy"),
@@ -101,17 +113,20 @@ CLAUSES: Final = (
         "accuracy",
         "kept_ids",
     ),
-    Clause("SA-30", "streams", "stream s uses noise word s of the contract; streams differ", "law", "stream"),
+    Clause(
+        "SA-30", "streams", "streams differ; with the noise of the contract, stream s uses its word s", "law", "stream"
+    ),
     Clause(
         "SA-31",
         "place independence",
         "a request draws the same token in any batch, row, slot, stride or dtype of equal values",
         "invariance",
+        PHILOX.name,
     ),
     Clause("SA-32", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
     Clause("SA-33", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
     Clause("SA-34", "capture", "replays with new logits, parameters and steps as eager", "capture", "capturable"),
-    Clause("SA-35", "coupling", "the unfiltered winner wins every filtered draw that keeps it", "law"),
+    Clause("SA-35", "coupling", "the unfiltered winner wins every filtered draw that keeps it", "law", PHILOX.name),
     Clause("SA-36", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
     Clause("SA-37", "no rows", "N = 0 gives empty results", "accuracy"),
     Clause(
@@ -120,4 +135,5 @@ CLAUSES: Final = (
         "wrong rank, size, dtype, number, shared noise: ArgumentError naming it",
         "refusal",
     ),
+    Clause("SA-39", *REPEATS),
 )

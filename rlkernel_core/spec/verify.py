@@ -35,7 +35,7 @@ from rlkernel_core.spec.form import (
     OpSpec,
 )
 from rlkernel_core.spec.sample import needed_of_rows
-from rlkernel_core.spec.sample_clauses import FEATURES, TOLERANCES
+from rlkernel_core.spec.sample_clauses import FEATURES, PHILOX, REPEATS, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, SamplingParams, check_edits, check_no_gradient, check_sampling_params
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ SPEC = OpSpec(
             "strict drafts",
             "without draft laws the tokens are those that sample draws one by one, bit for bit",
             "law",
+            PHILOX.name,
         ),
         Clause("VF-03", "law with probabilities", "VF-01 for any draft law", "law", "draft_probs"),
         Clause("VF-04", "law with logits", "equals draft_probs = softmax(draft_logits)", "law", "draft_logits"),
@@ -170,7 +171,9 @@ SPEC = OpSpec(
         Clause("VF-09", "penalties", "row j counts the drafts before it", "law", "penalties"),
         Clause("VF-10", "rows behind", "rows behind the last emitted token hold invalid_token and 0", "law"),
         Clause("VF-11", "degenerate rows", "empty laws, NaN and foreign draft ids reject, in their request", "law"),
-        Clause("VF-12", "place independence", "a request's outcome is the same in any batch", "invariance"),
+        Clause(
+            "VF-12", "place independence", "a request's outcome is the same in any batch", "invariance", PHILOX.name
+        ),
         Clause("VF-13", "no drafts", "k_i = 0 is sample; B = 0 gives empty results", "accuracy"),
         Clause("VF-14", "inputs untouched", "no argument, global generator or default is written to", "side_effect"),
         Clause("VF-15", "bad arguments", "wrong sizes, dtypes, both draft laws: ArgumentError naming it", "refusal"),
@@ -179,6 +182,7 @@ SPEC = OpSpec(
         Clause("VF-18", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
         Clause("VF-19", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("VF-20", "padding columns", "columns from vocab_size on change nothing", "invariance", "vocab_size"),
+        Clause("VF-21", *REPEATS),
     ),
     tolerances=TOLERANCES,
 )

@@ -101,6 +101,12 @@ SPEC = OpSpec(
         Feature("lengths", "padded rows by length"),
         Feature("counts", "how often each value counts"),
         Feature("carry", "masked values are transformed too"),
+        Feature("ddof", "another ddof than 1"),
+        *(
+            Feature(f"eps_mode:{mode}", f"eps in the factor as {mode} has it")
+            for mode in EPS_MODES
+            if mode != "var_add"
+        ),
         Feature("process_group", "moments merged across ranks"),
     ),
     clauses=(

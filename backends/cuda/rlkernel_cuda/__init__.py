@@ -24,7 +24,7 @@ PAIRS: Final = {"linear_logprob": "LinearLogprobPair", "linear_policy_loss": "Li
 CLAIMED: Final = frozenset(
     {
         "deterministic", "batch_invariant", "capturable", "per_row_parameters", "top_k", "top_p", "min_p", "vocab_size",
-        "slot", "raw_logprob", "stream",
+        "slot", "raw_logprob", "stream", "noise:philox4x32-10",
     }
 )  # fmt: skip
 

@@ -151,12 +151,12 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
         """Operands, and [N]: ids, and numbers for each field of the law that the gradient reads; [N, V] logits."""
         del wanted
-        N, lse = call.ids.numel(), result.lse
+        N, like = call.ids.numel(), result.logprob
         ids = call.ids.new_empty(N, dtype=torch.int64)
         first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
-        logits = lse.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
+        logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
         there = (True, True, True, call.entropy, *[call.support is not None] * 2)
-        return *_arguments(call), ids, first, logits, *[lse.new_empty(N) if x else None for x in there]
+        return *_arguments(call), ids, first, logits, *[like.new_empty(N) if x else None for x in there]
 
 
 def _arguments(call: LinearLogprobCall) -> Saved:

@@ -93,7 +93,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         N = call.ids.numel()
 
         def number() -> Tensor:
-            return result.lse.new_empty(N)
+            return result.logprob.new_empty(N)
 
         mean = None if result.entropy is None else number()
         kept = (None, None) if call.support is None else (number(), number())

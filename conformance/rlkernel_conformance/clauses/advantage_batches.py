@@ -40,7 +40,7 @@ OPTIONS: Final[Mapping[str, frozenset[str]]] = {
     "masked steps": frozenset({"peer"}),
     "carry": frozenset({"peer"}),
     "alone": frozenset({"peer", "group_ids"}),
-    "out of range": frozenset({"peer", "sequence_masks"}),
+    "out of range": frozenset({"peer", "sequence_masks", "ddof"}),
     "unclipped": frozenset(),
 }
 
@@ -103,9 +103,12 @@ class Batch:
 
     def groups(self, subject: Subject) -> int | Tensor:
         """Ids in no order; or a size that divides B, where ids are not claimed."""
+        alone = "singleton_zero" in subject.claims  # else every group has two members or more
+        if "group_ids" in subject.claims and not alone:
+            return 7919 * (torch.arange(self.B, device=subject.device) % max(1, self.B // 2)) - 12345
         if "group_ids" in subject.claims:
             return 7919 * draw.integers((self.B,), max(1, self.B // 3), self.seed + 5, subject.device) - 12345
-        return next(n for n in (3, 2, 1) if self.B % n == 0)
+        return next(n for n in (3, 2, 1 if alone else self.B) if self.B % n == 0)
 
     def _over_time(self, subject: Subject) -> dict[str, Any]:
         shape, has = (self.B, self.T), subject.claims
@@ -145,11 +148,14 @@ class Batch:
             given["eps"] = self.eps
         if self.takes("eps_mode"):
             given |= {"eps_mode": self.eps_mode, "ddof": self.ddof}
+        if "singleton_zero" not in subject.claims:
+            given["singleton"] = "any"
         if self.kind == "gdpo":
             given["reward_weights"] = torch.tensor([1.0, 0.5, 2.0], device=subject.device)
         if self.kind == "gigpo":
             given |= {"step_rewards": self.noise(shape, 2, subject), "step_weight": STEP_WEIGHT}
-            given["anchor"] = draw.integers(shape, 3, self.seed + 9, subject.device)
+            states = 3 if "singleton_zero" in subject.claims else 1
+            given["anchor"] = draw.integers(shape, states, self.seed + 9, subject.device)
         if self.kind in {"opo", "gdpo", "reinforce_pp_baseline"}:
             lengths = 1 + draw.integers((self.B,), self.T, self.seed + 10, subject.device)
             if "lengths" in subject.claims:
@@ -298,8 +304,8 @@ def batches(subject: Subject, among: tuple[str, ...] = tuple(KINDS), **fixed: An
         "gamma": st.sampled_from((0.97, 1.0, 0.5)),
         "lam": st.sampled_from((0.9, 1.0, 0.3)),
         "eps": st.sampled_from((1e-6, 0.05)),
-        "eps_mode": st.sampled_from(EPS_MODES),
-        "ddof": st.sampled_from((1, 0)),
+        "eps_mode": st.sampled_from(subject.choices("eps_mode", EPS_MODES, "std_add")),
+        "ddof": st.sampled_from((1, 0) if "ddof" in subject.claims else (1,)),
         "levels": st.booleans(),
         "ends": st.booleans(),
     }

@@ -27,6 +27,7 @@ from rlkernel_conformance.clauses.advantage_batches import (
 from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import advantage as oracle
+from rlkernel_core.spec.advantage_kinds import EPS_MODES
 
 # Values whose naive mean is another number, or whose one-pass variance is negative (verl, NeMo-RL#1518, slime).
 CONSTANTS = (12.3, 0.9, 0.7, 0.3, 30.1, 0.1, 1e5 + 0.1, -1e-20)
@@ -77,6 +78,8 @@ def a_group_of_one_gets_zero(subject: Subject, case: Batch) -> None:
 @where_claimed
 def what_is_invalid_harms_no_other(subject: Subject, case: Batch) -> None:
     """NaN, infinities and rewards out of range in one sequence: it gets 0 and a flag, the rest what it would get."""
+    if "singleton_zero" not in subject.claims:
+        case = replace(case, B=3)  # one group of which two members stay
     given = replace(case, whiten=False).arguments(subject)
     x = given["rewards"]
     poisons: list[tuple[float, dict[str, Any]]] = [(torch.nan, {}), (torch.inf, {}), (-torch.inf, {})]
@@ -91,9 +94,10 @@ def what_is_invalid_harms_no_other(subject: Subject, case: Batch) -> None:
         if "mask" in given and case.kind not in BY_SEQUENCE and not bool(given["mask"][0].any()):
             return
         out = subject(**bad)
-        flags = out.stats.invalid.tolist()
-        require(flags == [True] + [False] * (case.B - 1), f"{poison} in the first sequence is flagged as {flags}")
-        if isinstance(given.get("group"), int) and out.stats.group_count is not None:
+        if "stats" in subject.claims:
+            flags = out.stats.invalid.tolist()
+            require(flags == [True] + [False] * (case.B - 1), f"{poison} in the first sequence is flagged as {flags}")
+        if isinstance(given.get("group"), int) and "stats" in subject.claims and out.stats.group_count is not None:
             counted = int(out.stats.group_count.reshape(case.B, -1)[0, 0])
             require(counted == given["group"] - 1, f"{counted} members are counted beside one that is invalid")
         require(bool((out.advantages[0] == 0).all()), f"a reward of {poison} gets {out.advantages[0].tolist()}")
@@ -108,6 +112,8 @@ def two_masks_are_two(subject: Subject, case: Batch) -> None:
     """Counted and not trained, trained and not counted."""
     given = case.arguments(subject)
     counted, trained = (draw.integers((case.B,), 2, case.seed + i, subject.device) == 1 for i in (20, 21))
+    if "singleton_zero" not in subject.claims:
+        counted[:] = True
     found = subject(**given, in_stats=counted, in_loss=trained).advantages
     x, member = plain(given["rewards"], "rewards"), plain(counted, "in_stats")
     group = given["group"]
@@ -163,16 +169,26 @@ _WHITENED = ("reinforce_pp", "returns", "dr_grpo", "grpo", "rloo")
 def whitened_advantages_have_mean_0_and_variance_1(subject: Subject, case: Batch) -> None:
     """Over the valid tokens or sequences; deferred, the moments give the same; a constant batch is exactly 0."""
     given = {**case.arguments(subject), "whiten": "global", "whiten_eps": 0.0}
-    out, later = subject(**given), subject(**{**given, "whiten": "defer"})
+    deferred = "stats" in subject.claims
+    out, later = subject(**given), subject(**{**given, "whiten": "defer" if deferred else "none"})
     a = plain(out.advantages, "advantages")
     valid = plain(given["mask"], "mask") if "mask" in given else np.ones(a.shape, bool)
     values = a[valid]
     if len(values) > 1 and np.ptp(plain(later.advantages, "advantages")[valid]) > 1e-3:
         require(abs(values.mean()) < 1e-4, f"the mean is {values.mean()!r}")
         require(abs(values.var(ddof=1) - 1) < 1e-3, f"the variance is {values.var(ddof=1)!r}")
-        applied = (later.advantages - later.stats.mean) * later.stats.rstd
-        applied = applied if "mask" not in given else torch.where(given["mask"], applied, 0.0)
-        alike(subject, out.advantages, applied, case.dtype)
+        if deferred:
+            applied = (later.advantages - later.stats.mean) * later.stats.rstd
+            applied = applied if "mask" not in given else torch.where(given["mask"], applied, 0.0)
+            alike(subject, out.advantages, applied, case.dtype)
+        raw = plain(later.advantages, "advantages")
+        for mode in subject.choices("whiten_eps_mode", EPS_MODES, "var_add"):
+            for ddof in (1, 0) if "whiten_ddof" in subject.claims else (1,):
+                how = {"whiten_eps": 0.05, "whiten_eps_mode": mode, "whiten_ddof": ddof}
+                mean, var = oracle.mean_var(raw[valid], ddof)
+                want = np.where(valid, (raw - mean) * oracle.factor(var, 0.05, mode), 0.0)
+                found = subject(**{**given, **how}).advantages
+                close(subject, "advantages", found, want, case.dtype, scale=4 * np.maximum(1.0, np.abs(want).max()))
     require(not bool(a[~valid].any()), "a masked advantage is not 0")
     if case.kind in OVER_TIME:
         for value in (30.1, 0.1, 12.3, -7e4):

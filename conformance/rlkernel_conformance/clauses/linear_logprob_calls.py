@@ -22,7 +22,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     with_leaves,
 )
 from rlkernel_conformance.compare import close, plain, require, same_bits
-from rlkernel_conformance.memory import least_workspace, peak
+from rlkernel_conformance.memory import does_not_grow, least_workspace, peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 
@@ -55,10 +55,8 @@ def a_case(subject: Subject, case: Head, rows: int) -> Head:
 
 @attack("LL-05", lambda s: heads(s, plainly=True), scale=0.05)
 def memory_does_not_grow_with_rows(subject: Subject, case: Head) -> None:
-    """Three times the rows: a few numbers more per row, a tenth of a row of logits at most."""
-    few, many = (extra(subject, a_case(subject, case, n), backward="recompute") for n in (128, 384))
-    per_row = (many - few) / 256
-    require(per_row < WIDE * 4 / 10, f"extra memory grows by {per_row:.0f} bytes a row")
+    """Twice or three times the rows: a few numbers more per row, a tenth of a row of logits at most."""
+    does_not_grow(lambda n: extra(subject, a_case(subject, case, n), backward="recompute"), most=WIDE * 4 / 10)
 
 
 @attack("LL-07", lambda s: heads(s, plainly=True), scale=0.05)
@@ -98,7 +96,8 @@ def shards_equal_the_whole(subject: Subject, case: Head) -> None:
     want = definition(given)
     for out, _ in ranks:
         close(subject, "logprob", out.logprob, want.logprob, case.dtype, scale=2.0)
-        close(subject, "lse", out.lse, want.lse, case.dtype, scale=2.0)
+        if "lse" in subject.claims:
+            close(subject, "lse", out.lse, want.lse, case.dtype, scale=2.0)
     if not ranks[0][1]:
         return
     call, leaves = with_leaves(given)
@@ -161,15 +160,20 @@ def an_id_out_of_range_is_flagged_and_never_zero(subject: Subject, case: Head) -
 
 
 @attack("LL-24", heads, scale=0.5)
-def layout_changes_no_bit(subject: Subject, case: Head) -> None:
+def layout_changes_nothing(subject: Subject, case: Head) -> None:
     """Padded rows and transposed storage of hidden and weight; rows in two dimensions."""
     given = case.given(subject)
     want = subject(**given)
     for name in ("hidden", "weight"):
         for view in (draw.strided(given[name]), given[name].t().contiguous().t()):
-            same_results(subject(**{**given, name: view}), want, f"with a strided {name}")
+            found = subject(**{**given, name: view})
+            if "batch_invariant" in subject.claims:
+                same_results(found, want, f"with a strided {name}")
+            close(subject, "logprob", found.logprob, plain(want.logprob, "logprob"), case.dtype, scale=2.0)
     shaped = subject(**{**given, "hidden": given["hidden"][None], "ids": given["ids"][None]})
-    same_bits("logprob", shaped.logprob[0], want.logprob, "in two dimensions")
+    if "batch_invariant" in subject.claims:
+        same_bits("logprob", shaped.logprob[0], want.logprob, "in two dimensions")
+    close(subject, "logprob", shaped.logprob[0], plain(want.logprob, "logprob"), case.dtype, scale=2.0)
 
 
 @attack("LL-25", lambda s: heads(s, plainly=True).map(small), scale=0.3)

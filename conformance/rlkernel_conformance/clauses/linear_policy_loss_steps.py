@@ -47,6 +47,7 @@ WIDE: Final = {"dppo_tv": {"clip": (0.9, 0.9)}, "dppo_kl": {"clip": (0.9, 0.9)}}
 # What a step may ask for besides what its batch and its head say, and the features that this needs.
 OPTIONS: Final[Mapping[str, frozenset[str]]] = {
     "dual_clip": frozenset({"dual_clip"}),
+    "count_empty": frozenset({"count_empty", "mask", "aggregate:seq_mean_token_mean"}),
     "entropy_aggregate": frozenset({"entropy", "entropy_aggregate"}),
     "per_row_temperature": frozenset({"per_row_temperature"}),
     "mixed_dtypes": frozenset({"mixed_dtypes"}),
@@ -140,6 +141,8 @@ class Step:
         out: dict[str, Any] = dict(WIDE.get(self.batch.kind, {}))
         if self.option == "dual_clip":
             out["dual_clip"] = 1.3
+        if self.option == "count_empty":
+            out["count_empty"] = True
         if self.option == "entropy_aggregate":
             out["entropy_aggregate"] = "token_sum" if self.batch.aggregate != "token_sum" else "token_mean"
         return out
@@ -274,6 +277,8 @@ def _asking(step: Step) -> Step:
     """The step with what its option needs of it, or without the option where its kind has none."""
     if step.option == "dual_clip" and KINDS[step.batch.kind].surrogate != "clip":
         return replace(step, option="")
+    if step.option == "count_empty":
+        return replace(step, batch=replace(step.batch, aggregate="seq_mean_token_mean", masked=True))
     return replace(step, batch=replace(step.batch, bonus=True)) if step.option == "entropy_aggregate" else step
 
 

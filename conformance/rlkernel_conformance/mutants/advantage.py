@@ -172,6 +172,7 @@ BUGS: Final = {
         "AD-16", "one-pass variance, E[x^2] - E[x]^2 (RL-Kernel, slime)", plant.returns(advantages=one_pass_variance)
     ),
     "whitened_biased": Bug("AD-17", "whitening with the biased std", plant.given(whiten_ddof=0)),
+    "whitening_has_one_eps": Bug("AD-17", "one place for eps, whatever is asked", plant.ignores("whiten_eps_mode")),
     "deferred_std": Bug(
         "AD-17",
         "deferred moments with the std for its reciprocal",

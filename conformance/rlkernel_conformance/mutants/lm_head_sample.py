@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
-from rlkernel_conformance.mutants.sample import FILTERS, with_status
+from rlkernel_conformance.mutants.sample import FILTERS, draws_anew, with_status
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status
@@ -145,5 +145,6 @@ BUGS: Final = {
         "padding rows draw token 0",
         plant.returns(token=lambda c, o: o.token if c.slot is None else torch.where(c.slot < 0, 0, o.token)),
     ),
+    "draws_anew": Bug("LH-22", "noise of a generator that runs on", plant.maps(seed=draws_anew)),
     "asks_the_host": plant.reads_a_value("LH-17", lambda c: c.hidden),
 }

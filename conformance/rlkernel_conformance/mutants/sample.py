@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status, TokenLi
 from rlkernel_torch.sample import Best, sample
 
 FILTERS: Final = ("top_k", "top_p", "min_p")
+_DRAWS: Final = count(1)
 _KEPT: Final[dict[tuple[int, int], tuple[SampleResult, Tensor, Any]]] = {}
 
 
@@ -167,7 +169,16 @@ def with_a_shared_seed(call: SampleCall) -> SampleCall:
     return replace(call, seed=seed) if call.slot is None else call
 
 
+def draws_anew(seed: Any) -> Any:
+    return seed ^ next(_DRAWS)
+
+
 BUGS: Final = {
+    "draws_anew": Bug(
+        "SA-39",
+        "noise of a generator that runs on: the same request draws another token (vLLM without a seed)",
+        plant.maps(seed=draws_anew),
+    ),
     # what is drawn, and its log-probability
     "draws_before_it_filters": Bug(
         "SA-01", "the draw is made before the filters, of the whole vocabulary", draws_before_it_filters

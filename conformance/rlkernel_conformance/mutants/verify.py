@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkernel_common import philox
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
-from rlkernel_conformance.mutants.sample import first_parameters, raw_for_processed, with_status
+from rlkernel_conformance.mutants.sample import draws_anew, first_parameters, raw_for_processed, with_status
 from rlkernel_core.spec.sampling import STREAMS, Status
 from rlkernel_core.spec.verify import VerifyCall, VerifyResult
 from rlkernel_torch.sample import draw
@@ -151,5 +151,6 @@ BUGS: Final = {
     "reads_the_padding": Bug(
         "VF-20", "padded rows read to their end", lambda right, call: right(padded_draft_laws(call))
     ),
+    "draws_anew": Bug("VF-21", "noise of a generator that runs on", plant.maps(seed=draws_anew)),
     "asks_the_host": plant.reads_a_value("VF-16", lambda c: c.target_logits),
 }

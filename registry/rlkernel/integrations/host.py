@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
 from rlkernel_core.errors import HostError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -197,3 +199,17 @@ def _replace(symbol: Symbol, make: Callable[[Any, Counter[str]], Any], calls: Co
         setattr(module, symbol.name, original)
 
     return undo
+
+
+def asked_of(op: str, feature: str, result: T | None) -> T:
+    """An optional result of an operator, which an integration cannot do without.
+
+    Raises:
+        HostError: it is None: the implementation that ran does not claim it.
+    """
+    if result is None:
+        raise HostError(
+            f"the integration reads `{feature}` of {op}, and the implementation that ran does not claim {feature}; "
+            f'need = ["{feature}"] lets only those run that do'
+        )
+    return result

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel.integrations.host import Active, Host, Symbol, replaced
+from rlkernel.integrations.host import Active, Host, Symbol, asked_of, replaced
 from rlkernel_core import checks
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.linear_logprob import BACKWARD
@@ -140,7 +140,8 @@ class LinearHead:
                 if "log_sum_sq_probs" in outputs:
                     twice = rlk.linear_logprob(hidden, weight, targets, temperature=temperature / 2, **law)
                     self.calls["linear_logprob"] += 1
-                    squares = twice.lse - 2 * out.lse
+                    twice_lse, lse = (asked_of("linear_logprob", "lse", x.lse) for x in (twice, out))
+                    squares = twice_lse - 2 * lse
                 if "mean_logits" in outputs:
                     means = _mean(hidden, weight, bias, chunk_size, final_logit_softcapping, logit_scale) / temperature
                 if "is_top1" in outputs:

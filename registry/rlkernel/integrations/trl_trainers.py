@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel import record
-from rlkernel.integrations.host import Symbol
+from rlkernel.integrations.host import Symbol, asked_of
 from rlkernel.integrations.trl_head import HEAD, HOST, Wanted, enabled
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.advantage_presets import advantage_preset
@@ -165,7 +165,8 @@ def loss(trainer: Any, model: Any, inputs: dict[str, Any], *, fused: bool) -> Te
         result = rlk.policy_loss(logprob, old, adv, mask=mask, ref_logprob=reference, **known)
         trainer.rlkernel.calls["policy_loss"] += 1
     with torch.no_grad():
-        _log(trainer, mode, result.stats, logprob, entropy, mask, inputs)
+        op = "linear_policy_loss" if fused and torch.is_grad_enabled() else "policy_loss"
+        _log(trainer, mode, asked_of(op, "stats", result.stats), logprob, entropy, mask, inputs)
     return result.loss if whole else result.loss / accumulated
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel.integrations.host import Active, Host, Symbol, registered
+from rlkernel.integrations.host import Active, Host, Symbol, asked_of, registered
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.advantage_presets import advantage_preset
 from rlkernel_core.spec.policy_presets import policy_loss_preset
@@ -123,9 +123,9 @@ def loss(
         advantages = advantages * rollout_is_weights
     known, times = _arguments(name, response_mask, loss_agg_mode, config)
     result = rlk.policy_loss(log_prob, old_log_prob, advantages, mask=response_mask.bool(), **known)
-    said = result.stats
     if name == "gpg":
         return result.loss * times, {}
+    said = asked_of("policy_loss", "stats", result.stats)
     numbers = [said.approx_kl_k1, said.clip_low + said.clip_high, said.clip_dual]
     kl, clipped, dual = torch.stack([x.float() for x in numbers]).tolist()  # one synchronization
     metrics = {"actor/ppo_kl": kl}

@@ -21,6 +21,7 @@ from rlkernel_core import API_VERSION, __version__
 from rlkernel_core.errors import ArgumentError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
+_WIDTH: Final = 100  # of a claim in the manifest, before it is indented
 _FLOATS: Final = ("bfloat16", "float16", "float32")
 
 
@@ -36,10 +37,21 @@ class Ready:
 
 READY: Final[Mapping[str, Ready]] = {
     "logprob": Ready(
-        ("deterministic", "entropy", "grad", "mask", "per_row_temperature"), check="fits", tests=("test_logprob",)
+        ("deterministic", "entropy", "grad", "lse", "mask", "per_row_temperature"),
+        check="fits",
+        tests=("test_logprob",),
     ),
-    "advantage": Ready(("deterministic", "kind:grpo"), shares=("scale",)),
-    "whiten": Ready(("deterministic", "mask"), shares=("scale",)),
+    "advantage": Ready(
+        (
+            *("ddof", "deterministic", "eps_mode:threshold", "eps_mode:var_add", "eps_mode:var_clamp", "kind:grpo"),
+            *("singleton_zero", "stats"),
+        ),
+        shares=("scale",),
+    ),
+    "whiten": Ready(
+        ("ddof", "deterministic", "eps_mode:std_add", "eps_mode:threshold", "eps_mode:var_clamp", "mask"),
+        shares=("scale",),
+    ),
 }
 
 
@@ -195,7 +207,10 @@ def _impl(op: str, plugin: Plugin) -> list[str]:
         f'    target="{plugin.package}.{op}:{op}",',
         f"    requires=Requires(device=({devices}{',' if len(plugin.devices) == 1 else ''}), dtypes=({dtypes})),",
     ]
-    lines += [f"    supports={{{supports}}},"] if supports else []
+    if known.supports:
+        line = f"    supports={{{supports}}},"
+        each = ["    supports={", *(f'        "{word}",' for word in known.supports), "    },"]
+        lines += [line] if len(line) <= _WIDTH else each
     lines += [f'    check="{plugin.package}.{op}:{known.check}",'] if known.check else []
     return [*lines, "),"]
 

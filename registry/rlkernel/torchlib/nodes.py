@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -30,7 +31,8 @@ _LEAVES: Final = "Tensor[] tensors, SymInt[] integers, float[] floats, str imple
 _SIZELESS: Final = frozenset({"seed", "step", "stream"})
 GRAD: Final = '{"g": '  # in the text of a call: a gradient is wanted
 
-Key = tuple[str, str, tuple[Any, ...]]  # operator, text of the call, dtype and rank of every tensor
+# Operator, implementation, text of the call, dtype and rank of every tensor.
+Key = tuple[str, str, str, tuple[Any, ...]]
 
 
 class Results(NamedTuple):
@@ -60,7 +62,7 @@ class Node(NamedTuple):
     @property
     def key(self) -> Key:
         """What the form of the result depends on."""
-        return self.op, self.call, tuple((t.dtype, t.dim()) for t in self.tensors)
+        return self.op, self.implementation, self.call, tuple((t.dtype, t.dim()) for t in self.tensors)
 
     @property
     def marked(self) -> list[Tensor]:
@@ -82,7 +84,9 @@ _DEFINED: Final[set[str]] = set()
 CHOSEN: Final[dict[str, Callable[[Any, Any], Plan]]] = {}
 # Implementation -> its pair of forward and backward; None where it has none.
 PAIRS: Final[dict[str, type[Pair[Any, Any]] | None]] = {}
-PLACES: Final[dict[tuple[str, Key], tuple[Place, ...]]] = {}  # by implementation and call
+# Implementation -> the optional fields of the result that it does not claim: nodes leave them out.
+UNCLAIMED: Final[dict[str, frozenset[str]]] = {}
+PLACES: Final[dict[Key, tuple[Place, ...]]] = {}
 REFUSED: Final[dict[str, Exception]] = {}  # the same for calls that nothing may take
 RESULTS: Final[dict[Key, Results]] = {}
 
@@ -121,7 +125,13 @@ def _forward(node: Node) -> list[Tensor]:
     node.counted(plan)
     with autocast(node.call), torch.no_grad():
         result = plan.run(record)
-    return _own(_expected(node, result), node.tensors)
+    return _own(_expected(node, _claimed(node, result)), node.tensors)
+
+
+def _claimed(node: Node, result: Any) -> Any:
+    """The result without what the implementation may give or not, so that every call returns the same fields."""
+    unclaimed = UNCLAIMED.get(node.implementation)
+    return replace(result, **dict.fromkeys(unclaimed)) if unclaimed else result
 
 
 def _expected(node: Node, result: Any) -> list[Tensor]:
@@ -146,10 +156,10 @@ def _saving(node: Node) -> list[Tensor]:
         else:  # another implementation takes this shape, and its backward recomputes
             result = plan.run(record)
             saved = kind.saved_like(record, result, _wanted(kind, record, node))
-    results = _expected(node, result)
+    results = _expected(node, _claimed(node, result))
     places, new = _places(saved, node.tensors, results)
     # A graph from torch's cache has not been traced in this process.
-    if places != (expected := PLACES.setdefault((node.implementation, node.key), places)):
+    if places != (expected := PLACES.setdefault(node.key, places)):
         said = f"saved {_said(places)}, its saved_like said {_said(expected)}"
         raise RLKernelError(f"{node.op}: {node.implementation} {said}")
     return _own([*results, *new], node.tensors)
@@ -183,7 +193,7 @@ def _places(
 def kept(node: Node, returned: Sequence[Tensor]) -> list[Tensor]:
     """What the backward node takes beside the call's own tensors, of what the forward node has returned."""
     count = _tensors_of(RESULTS[node.key].outline)
-    places = PLACES.get((node.implementation, node.key), ())
+    places = PLACES.get(node.key, ())
     where = {"results": returned[:count], "new": returned[count:]}
     return [where[place.among][place.at] for place in places if place.among in where]
 
@@ -252,7 +262,7 @@ def _saving_shapes(node: Node) -> list[Tensor]:
     if kind is None:
         return _empty(made)
     places, new = _places(kind.saved_like(record, result, _wanted(kind, record, node)), node.tensors, made)
-    PLACES[node.implementation, node.key] = places
+    PLACES[node.key] = places
     return _empty([*made, *new])
 
 
@@ -264,7 +274,7 @@ def _faked(node: Node) -> tuple[Any, Any, list[Tensor]]:
     check = OPERATORS[node.op].check
     if check is not None:
         check(record)
-    result = FAKES[node.op](record)
+    result = _claimed(node, FAKES[node.op](record))
     form, made = outline(result)
     fields = carried(node.op, result) if GRAD in node.call else ()
     carrying = tuple(next((at for at, t in enumerate(made) if t is x), None) for x in fields)
@@ -314,7 +324,7 @@ def _backward(grads: list[Tensor | None], saved: list[Tensor], node: Node) -> li
             rest = iter(saved)
             again = [
                 None if among == "nothing" else node.tensors[at] if among == "call" else next(rest)
-                for among, at in PLACES[node.implementation, node.key]
+                for among, at in PLACES[node.key]
             ]
             upstream = [None if at is None else grads[at] for at in RESULTS[node.key].carrying]
             with torch.no_grad():
@@ -345,7 +355,7 @@ def _recomputed(grads: list[Tensor | None], node: Node) -> list[Tensor]:
     with recording_gradients():
         plan, _ = _planned(node, record)
         with autocast(node.call):
-            _, results = outline(plan.run(record))
+            _, results = outline(_claimed(node, plan.run(record)))
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         found: Sequence[Tensor | None] = [None] * len(leaves)
         if pairs:

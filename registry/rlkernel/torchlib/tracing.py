@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rlkernel import policy
-from rlkernel.decide import Bound, Verdicts, call_of, choose, pair_of, place, planned, settle
+from rlkernel.decide import Bound, Verdicts, call_of, choose, chosen, pair_of, place, planned, settle
 from rlkernel.limits import question
 from rlkernel.plans import Plan, Table, key_or_none
 from rlkernel.resolve import claims
@@ -30,7 +30,7 @@ from rlkernel.torchlib.call_codec import (
     surroundings,
     write,
 )
-from rlkernel_core.decision import AUTO
+from rlkernel_core.decision import AUTO, Decision
 from rlkernel_core.errors import ArgumentError, RLKernelError, RLKernelWarning
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import OpSpec
@@ -51,7 +51,7 @@ def compiled(op: str, record: Any) -> Any:
     implementation = _choose(op, call, facts, integers, floats, grad, _rules(op))
     node = getattr(torch.ops.rlkernel, f"{op}_differentiable" if nodes.GRAD in call else op)
     tensors = node(leaves.tensors, leaves.integers, leaves.floats, implementation, call)
-    return rebuild(_outline_of(op, call, facts), tensors)
+    return rebuild(_outline_of(op, implementation, call, facts), tensors)
 
 
 def _alike(number: float) -> float:
@@ -92,19 +92,19 @@ def _choose(
     """Decide as the eager path does and name the outcome; a refusal is named too, and raised when the graph runs."""
     with _disable_current_modes(), torch.set_grad_enabled(grad):
         try:
-            name, run, pair = _chosen(op, call, facts, integers, floats, rules)
+            name, run, pair, unclaimed = _chosen(op, call, facts, integers, floats, rules)
         except (RLKernelError, RLKernelWarning) as error:
             name = f"refused {type(error).__name__} {_digest(error)}"
             nodes.REFUSED[name] = error
         else:
-            nodes.CHOSEN[name], nodes.PAIRS[name] = run, pair
+            nodes.CHOSEN[name], nodes.PAIRS[name], nodes.UNCLAIMED[name] = run, pair, unclaimed
     return name
 
 
 def _chosen(
     op: str, call: str, facts: Facts, integers: tuple[int, ...], floats: tuple[float, ...], rules: str
-) -> tuple[str, Callable[[Any, Any], Plan], Any]:
-    """What nodes call an implementation, the plans of its calls, and its pair, or None."""
+) -> tuple[str, Callable[[Any, Any], Plan], Any, frozenset[str]]:
+    """What nodes call an implementation, the plans of its calls, its pair or None, and what it may not return."""
     # Stand-ins have the rank of the arguments and no size: the reference checks sizes when it gives the node's shapes.
     spec = replace(OPERATORS[op], check=None)
     with FakeTensorMode():  # left before anything is decided: choosing imports plugins and may run their self-tests
@@ -116,22 +116,31 @@ def _chosen(
         )
     if _looks_at_sizes(op, str(place(spec, given)[0])):
         name = f"{spec.id} by shape {_digest('compiled', call, facts, integers, floats, rules)}"
-        return name, _ByShape(op), _likely_pair(spec, given)
+        pair, unclaimed = _likely(spec, given)
+        return name, _ByShape(op), pair, unclaimed
     bound = Bound(OPERATORS[op], choose(spec, given))
-    chosen = bound.choice.decision
-    name = f"{chosen.backend} {chosen.target} [{chosen.version}] {chosen.hash} {chosen.policy.watched}".rstrip()
-    return name, lambda _, run: bound.lookup(run), bound.choice.pair
+    decision = bound.choice.decision
+    name = (
+        f"{decision.backend} {decision.target} [{decision.version}] {decision.hash} {decision.policy.watched}".rstrip()
+    )
+    return name, lambda _, run: bound.lookup(run), bound.choice.pair, _unclaimed(spec, decision)
 
 
-def _likely_pair(spec: OpSpec[Any, Any], given: Any) -> Any:
-    """The pair of the implementation that takes calls of this kind in the smallest sizes; None where there is none.
+def _unclaimed(spec: OpSpec[Any, Any], decision: Decision) -> frozenset[str]:
+    """The optional fields of the result that what was chosen does not claim."""
+    impl = chosen(decision)
+    return frozenset[str]() if impl is None else frozenset(spec.optional) - impl.supports
+
+
+def _likely(spec: OpSpec[Any, Any], given: Any) -> tuple[Any, frozenset[str]]:
+    """The pair, or None, and the unclaimed results of the implementation that takes the smallest calls of this kind.
 
     A size that another implementation takes is served too: its backward recomputes.
     """
     asked = call_of(spec, given)
     with policy.PROCESS.lock:
         decision, run = settle(spec, asked, str(place(spec, given)[0]), Verdicts(given).of)
-    return pair_of(spec, decision) if run is not None else None
+    return pair_of(spec, decision) if run is not None else None, _unclaimed(spec, decision)
 
 
 class _ByShape:
@@ -169,6 +178,6 @@ def _looks_at_sizes(op: str, device: str) -> bool:
 
 
 @constant
-def _outline_of(op: str, call: str, facts: Facts) -> Outline:
+def _outline_of(op: str, implementation: str, call: str, facts: Facts) -> Outline:
     """What the operator's node returns; its shape function has just run."""
-    return nodes.RESULTS[op, call, tuple((t, rank) for t, _, rank, _ in facts)].outline
+    return nodes.RESULTS[op, implementation, call, tuple((t, rank) for t, _, rank, _ in facts)].outline

@@ -68,9 +68,9 @@ def _refusing(groups: Groups, call: AdvantageCall) -> AdvantageResult:
     return result
 
 
-def _refuse_singletons(call: AdvantageCall, stats: AdvantageStats) -> None:
+def _refuse_singletons(call: AdvantageCall, stats: AdvantageStats | None) -> None:
     """The one check that reads values: singleton="error" asks for it."""
-    if stats.group_count is None:
+    if stats is None or stats.group_count is None:
         return
     alone = stats.group_count < 2
     alone = (alone if alone.dim() == 1 else alone.any(1)) & ~stats.invalid

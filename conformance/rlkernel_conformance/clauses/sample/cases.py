@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.compare import plain
 from rlkernel_conformance.sampling_batches import KINDS, Batch, random_batch
 from rlkernel_conformance.subject import Subject
@@ -114,6 +115,18 @@ def alive(subject: Subject, batch: Batch) -> Iterator[tuple[int, Drawn]]:
     for i, row in enumerate(definitions(batch)):
         if row.log_p is not None and sure(subject, row):
             yield i, row
+
+
+# Results that do not depend on which token was drawn.
+OF_THE_LAW: Final = ("log_kept_mass", "kept_count", "threshold", "threshold_id", "entropy", "kept_ids", "top_ids")
+
+
+def same_draws(subject: Subject, found: SampleResult, expected: SampleResult, when: str) -> None:
+    """Two results are equal bit by bit; where noise is not the contract's, what the tokens have no part in."""
+    a, b = (leaves(out) for out in (found, expected))
+    if not subject.exact_noise:
+        a, b = ({n: x for n, x in out.items() if n in OF_THE_LAW} for out in (a, b))
+    same_results(a, b, when)
 
 
 def described(out: SampleResult, i: int, x: np.ndarray[Any, Any]) -> list[int]:

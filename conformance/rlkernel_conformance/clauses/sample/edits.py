@@ -55,10 +55,9 @@ def penalties_follow_their_formulas(subject: Subject, case: Draws) -> None:
     noise = {"seed": case.seed, "step": 3}
     repeated = subject(x, penalties=Penalties(1.5, 0.5, 0.25, None, ids), **noise)
     same = subject(x, penalties=Penalties(1.5, 0.5, 0.25, None, ids, counted if V > 1 else counted + 1), **noise)
-    require(
-        (int(repeated.token) == int(same.token) and bool(repeated.logprob == same.logprob)) or V == 1,
-        "an id twice in output_ids is not the same as a count of 2",
-    )
+    equal = int(repeated.token) == int(same.token) and bool(repeated.logprob == same.logprob)
+    text = "an id twice in output_ids is not the same as a count of 2"
+    require(equal or V == 1 or not subject.exact_noise, text)
 
 
 @attack("SA-18", lambda s: plain_draws(s, N=1, kinds="plain"), scale=SCALE)
@@ -74,8 +73,10 @@ def a_bias_is_added_and_revives_nothing(subject: Subject, case: Draws) -> None:
     twice = lists(subject, "bias", [[(0, 1.0), (V, 9.0), (0, 1.5), (-1, 9.0), (2**40, 9.0)]], spare=0)
     once = lists(subject, "bias", [[(0, 2.5)]], spare=0)
     a, b = subject(x, bias=twice, **noise), subject(x, bias=once, **noise)
-    close(subject, "logprob", a.logprob, plain(b.logprob, "logprob"), case.dtype)
-    require(int(a.token) == int(b.token), "repeated ids do not add up, or a foreign one counts")
+    if int(a.token) == int(b.token):
+        close(subject, "logprob", a.logprob, plain(b.logprob, "logprob"), case.dtype)
+    else:
+        require(not subject.exact_noise, "repeated ids do not add up, or a foreign one counts")
 
 
 def lists(subject: Subject, kind: str, rows: list[list[Any]], spare: int) -> Any:

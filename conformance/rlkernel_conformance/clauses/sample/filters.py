@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.sample.cases import (
     SCALE,
     Draws,
@@ -18,6 +17,7 @@ from rlkernel_conformance.clauses.sample.cases import (
     described,
     everything,
     plain_draws,
+    same_draws,
 )
 from rlkernel_conformance.compare import close, plain, require
 from rlkernel_conformance.sampling_batches import Batch, pack, ragged_bias, to
@@ -61,7 +61,7 @@ def neutral_values_change_no_bit(subject: Subject, case: Draws) -> None:
     for name, values in neutral.items():
         for value in values if name in subject.claims else ():
             given = {n: v for n, v in arguments.items() if n != name} | {name: to(subject.device, value)}
-            same_results(subject(x, **given, **asked), bare, f"with {name} = {value}")
+            same_draws(subject, subject(x, **given, **asked), bare, f"with {name} = {value}")
 
 
 @attack("SA-09", plain_draws, scale=SCALE)
@@ -142,7 +142,9 @@ def rows_have_their_own_parameters(subject: Subject, case: Draws) -> None:
         noise = to(subject.device, {n: batch.arguments()[n][i : i + 1] for n in ("seed", "step")})
         one = subject(batch.logits[i : i + 1].to(subject.device), temperature=row.temperature, **alone, **noise)
         text = f"row {i} in a batch and alone"
-        require(int(one.token) == int(together.token[i]), f"{text}: {int(together.token[i])}, {int(one.token)}")
+        same = int(one.token) == int(together.token[i])
+        require(same or not subject.exact_noise, f"{text}: {int(together.token[i])}, {int(one.token)}")
         require(int(one.kept_count) == int(together.kept_count[i]), f"{text}: another kept set")
-        want = plain(one.logprob, "logprob")
-        close(subject, "logprob", together.logprob[i : i + 1], want, case.dtype, scale=2.0)
+        if same:
+            want = plain(one.logprob, "logprob")
+            close(subject, "logprob", together.logprob[i : i + 1], want, case.dtype, scale=2.0)
