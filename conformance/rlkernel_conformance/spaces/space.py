@@ -210,7 +210,8 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
         require(owner is None, f"{name} is memory of the argument {owner}")
     detached = _detached(given)
     for name, want in space.expected(subject, point, detached, {n: plain(g, n) for n, g in upstream.items()}).items():
-        if name.startswith("d_") and name not in grads:
+        unclaimed = name.partition(".")[0] in {*subject.spec.optional} - subject.claims
+        if name not in found and (name.startswith("d_") or unclaimed):
             continue
         require(name in found, f"{name or 'the result'} is missing")
         have = found[name]
