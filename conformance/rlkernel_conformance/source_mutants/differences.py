@@ -1,0 +1,372 @@
+"""A mutant beside the original on the same calls: is there one whose result differs?
+
+Compared are results, the gradients of a drawn upstream gradient, errors, what is written to arguments, and whose memory
+a result is. Numbers count as different beyond the operator's tolerance, everything else by its bits. How much memory a
+call takes, and whether it waits for the device, is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from hypothesis.errors import UnsatisfiedAssumption
+from torch import Tensor
+
+from rlkernel.discover import brief, guarded
+from rlkernel_conformance.attack import Attack
+from rlkernel_conformance.clauses.derived_attacks import has_gradients, storage
+from rlkernel_conformance.example_calls import USES, Call, D, T, V, claimed_choices
+from rlkernel_conformance.harness import carry_out
+from rlkernel_conformance.leak_check import attacks_with_leak_check
+from rlkernel_conformance.profiles import Profile
+from rlkernel_conformance.search import search
+from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
+from rlkernel_conformance.source_mutants.processes import Send
+from rlkernel_conformance.source_mutants.trials import subject_of
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.decision import PLAIN_TORCH
+from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.tree import flatten
+
+Arguments = dict[str, Any]
+CALLS: Final = 500  # drawn calls a mutant, beside those that clauses make
+_SCALES: Final = (-1.0, 0.1, 8.0, 100.0, 0.0)
+_SIZES: Final = (6, 1, 2, 3, 5, 8, 17, 33)
+_OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has
+_LIMIT_S: Final = 60.0  # of the search among clauses' own calls
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a search found: nothing, rounding within the tolerance, or a call whose result differs."""
+
+    calls: int
+    rounding: bool = False  # some bits of numbers differ, within the tolerance
+    found: str = ""  # the call, and what differs
+    compared: bool = True  # False: results of this operator are objects, whose methods only clauses call
+
+
+def plain_call(subject: Subject, seed: int) -> Arguments:
+    """The example call of an operator, of several sizes."""
+    return Call(seed, _SIZES[seed % len(_SIZES)]).given(subject)
+
+
+def varied_call(subject: Subject, seed: int) -> Arguments:
+    """The example call with up to three options and some tensors changed, as the operator's check lets through."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def one(of: list[Any]) -> Any:
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    spec, given = subject.spec, plain_call(subject, int(torch.randint(1 << 20, (), generator=draw)))
+    words = [f.name.partition(":")[2] for f in spec.features if ":" in f.name]
+    pools: dict[str, list[Any]] = {
+        "bool": [True, False],
+        "str": words,
+        "int": [0, 1, 2, 3, 7],
+        "float": [0.0, 0.1, 0.5, 1.0, 1.5, 3.0, -0.5],
+    }
+    free = {
+        name: values
+        for name, p in spec.parameters.items()
+        if (values := [v for kind, pool in pools.items() if kind in str(p.annotation).split(" | ") for v in pool])
+    }
+    for name in [one(list(free)) for _ in range(1 + seed % 3)] if free else []:
+        changed = claimed_choices(subject, {**given, name: one(free[name])})
+        if _accepted(subject, changed):
+            given = changed
+    for name, x in list(given.items()):
+        if isinstance(x, Tensor) and x.dim() and one([True, False, False]):
+            wide = torch.stack([x, x], dim=-1)[..., 0]  # strided
+            others = [wide, x.double(), x.bfloat16(), *(x * s for s in _SCALES), x.round(), x[..., :1].expand_as(x)]
+            changed = {**given, name: one(others) if x.is_floating_point() else wide}
+            if _accepted(subject, changed):
+                given = changed
+    return given
+
+
+def _accepted(subject: Subject, given: Arguments) -> bool:
+    def check() -> None:
+        call = subject.spec.call(**given)
+        if subject.spec.check is not None:
+            subject.spec.check(call)
+        if not subject.spec.needs(call) <= subject.claims:
+            raise RLKernelError("needs what is not claimed")
+
+    return guarded(check)[1] is None
+
+
+def large_call(subject: Subject, seed: int) -> Arguments:
+    """The example call with more rows, tokens, entries of the vocabulary and inputs, up to tens of thousands of one."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def one(of: tuple[int, ...]) -> int:
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    sizes, rows = {}, one((6, 6, 12, 72, 600))
+    for size, more in ((V, (V, 1000, 4097, 33_000)), (T, (T, 17, 130, 2049)), (D, (D, 96, 1000))):
+        sizes[size] = one(more if rows < 600 else more[:2])  # keep memory small
+    given = Call(seed, rows).given(subject)
+    changed = {name: _resized(x, sizes, draw) if isinstance(x, Tensor) else x for name, x in given.items()}
+    return changed if _accepted(subject, changed) else given
+
+
+def _resized(x: Tensor, sizes: Mapping[int, int], draw: torch.Generator) -> Tensor:
+    """A tensor whose dimensions of some sizes have others: what is there, drawn again, with noise on numbers."""
+    for dim, size in enumerate(x.shape):
+        if size in sizes and sizes[size] != size:
+            order = torch.randint(size, (sizes[size],), generator=draw)
+            x = x.index_select(dim, order)
+            if x.is_floating_point():
+                x = x * (1 + 0.2 * torch.randn(x.shape, generator=draw, dtype=torch.float32)).to(x.dtype)
+    return x
+
+
+# Where calls come from, and what share of the calls: a subject and a seed -> arguments, made anew.
+SOURCES: Final[Mapping[Callable[[Subject, int], Arguments], float]] = {
+    plain_call: 0.2,
+    varied_call: 1.0,
+    large_call: 0.1,
+}
+
+
+def search_differences(
+    send: Send, folder: Path, op: str, clauses: tuple[str, ...], profile: Profile, calls: int
+) -> None:
+    """Compare a mutant with the original; says a Difference after each source of calls, the last one is the finding.
+
+    Args:
+        send: what is found goes there.
+        folder: of the mutant.
+        op: the operator.
+        clauses: those whose calls execute the change.
+        profile: at which they did not find it.
+        calls: how many calls to draw; a 25th of it are the cases of each clause.
+    """
+    with subject_of(PluginCopy(folder), op) as mutant:
+        pair = _Pair(Subject(PLAIN_TORCH, op), mutant)
+        for source, share in SOURCES.items():
+            send(source.__name__, None)
+            for seed in range(math.ceil(calls * share)):
+                given, error = guarded(lambda: source(mutant, seed))  # noqa: B023  called at once
+                if error is None and given is not None:
+                    pair.compare(given, f"{source.__name__}(seed={seed})", gradients=bool(seed % 4))
+                if pair.found:
+                    break
+            send("found", pair.difference())
+            if pair.found:
+                return
+        if op in USES:
+            _attack_again(send, mutant, clauses, profile)
+        else:
+            _calls_of_clauses(send, pair, clauses, math.ceil(calls / 25))
+
+
+def _attack_again(send: Send, mutant: Subject, clauses: tuple[str, ...], profile: Profile) -> None:
+    """What makes objects is attacked with other and more draws instead."""
+    deeper = replace(profile, examples=5 * profile.examples)
+    cases = 0
+    for clause in clauses:
+        send(clause, None)
+        outcome = carry_out(mutant, attacks_with_leak_check(mutant.op)[clause], deeper, shrink=False)
+        cases += outcome.executed
+        if outcome.failed:
+            send("found", Difference(cases, found=f"{clause} with five times the cases: {outcome.message}"))
+            return
+    send("found", Difference(cases, compared=False))
+
+
+def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: int) -> None:
+    """The calls that clauses make of other draws, each compared, whatever the clause looks at."""
+    began = time.monotonic()
+    for clause in clauses:
+        attack = attacks_with_leak_check(pair.mutant.op)[clause]
+        compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
+        send(clause, None)
+        guarded(
+            partial(_compare_calls, attack, compared, cases)
+        )  # an attack may fail where its call is not what it expects
+        send("found", pair.difference())
+        if pair.found or time.monotonic() - began > _LIMIT_S:
+            return
+
+
+def _compare_calls(attack: Attack, subject: _Compared, cases: int) -> None:
+    def body(case: Any) -> None:
+        _, error = guarded(lambda: attack.prop(subject, case))
+        if isinstance(error, UnsatisfiedAssumption):
+            raise error
+        if subject.pair.found:
+            raise RLKernelError(subject.pair.found)
+
+    examples = max(1, round(cases * attack.scale))
+    search(body, attack.cases(subject), examples=examples, shrink=False, seed=_OTHER_DRAWS)
+
+
+@dataclass(frozen=True)
+class _Compared(Subject):
+    """The mutant, whose every call is made of the original too."""
+
+    pair: Any = field(default=None, compare=False)
+    clause: str = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator."""
+        given, _ = guarded(lambda: self.spec.call(*args, **kwargs).as_dict())
+        if given is not None and not self.pair.found:
+            self.pair.compare(given, f"a call of {self.clause}", gradients=True)
+        return super().__call__(*args, **kwargs)
+
+
+class _Pair:
+    """The original and the mutant, and what was found so far."""
+
+    def __init__(self, original: Subject, mutant: Subject) -> None:
+        self.original, self.mutant = original, mutant
+        self.calls, self.rounding, self.found = 0, False, ""
+
+    def difference(self) -> Difference:
+        """What was found so far."""
+        return Difference(self.calls, self.rounding, self.found)
+
+    def compare(self, given: Arguments, said: str, *, gradients: bool) -> None:
+        """Make a call of both."""
+        wanted = gradients and has_gradients(self.original) and torch.is_grad_enabled()
+        a, b = (_Made.of(subject, given, wanted) for subject in (self.original, self.mutant))
+        self.calls += 1
+        text = self._differs(a, b)
+        if text:
+            self.found = f"{said}, {_told(given)}: {text}"
+
+    def _differs(self, a: _Made, b: _Made) -> str:
+        if a.error != b.error:
+            return f"{b.error or 'no error'}, was {a.error or 'no error'}"
+        if a.notes != b.notes:
+            return f"{b.notes}, was {a.notes}"
+        if a.values.keys() != b.values.keys():
+            return f"results {sorted(b.values)}, were {sorted(a.values)}"
+        for name, x in a.values.items():
+            text = self._unequal(name, x, b.values[name])
+            if text:
+                return text
+        return ""
+
+    def _unequal(self, name: str, x: Any, y: Any) -> str:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            same = type(x) is type(y) and (x == y if isinstance(x, str | int | float | bool) else True)
+            return "" if same else f"{name} is {y!r}, was {x!r}"
+        if (x.dtype, x.shape, x.requires_grad) != (y.dtype, y.shape, y.requires_grad):
+            kinds = [f"{t.dtype} {list(t.shape)}{' with gradient' if t.requires_grad else ''}" for t in (y, x)]
+            return f"{name} is {kinds[0]}, was {kinds[1]}"
+        p, q = x.detach(), y.detach()
+        if not p.is_floating_point():
+            return "" if torch.equal(p, q) else f"{name} is {_few(q)}, was {_few(p)}"
+        p, q = p.double(), q.double()
+        strange = ~p.isfinite() | ~q.isfinite()
+        if not torch.equal(torch.where(strange, p, 0).nan_to_num(1e3), torch.where(strange, q, 0).nan_to_num(1e3)):
+            return f"{name} is {_few(q)}, was {_few(p)}"
+        error = torch.where(strange, 0, (p - q).abs())
+        worst = float(error.amax()) if error.numel() else 0.0
+        largest = float(torch.where(strange, 0, p).abs().amax()) if p.numel() else 0.0
+        atol, rtol = self._tolerance(name, x.dtype)
+        self.rounding |= worst > 0
+        return f"{name} is {_few(q)}, was {_few(p)}: off by {worst:.3g}" if worst > 2 * (atol + rtol * largest) else ""
+
+    def _tolerance(self, name: str, dtype: torch.dtype) -> tuple[float, float]:
+        """Of a result, or of the gradient of an argument, by the nearest name that the spec has a row for."""
+        kind = str(dtype).removeprefix("torch.")
+        known = {t.output for t in self.original.spec.tolerances}
+        names = (name, name.partition(".")[0], name.rpartition(".")[2], "grad" if name.startswith("grad_") else name)
+        found = next((n for n in names if n in known), None)
+        if found is not None:
+            return self.original.tolerance(found, kind)
+        return 1e-7, 4 * torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a call gave."""
+
+    values: Mapping[str, Any]
+    notes: tuple[str, ...] = ()  # whose memory results are, which arguments were written to
+    error: str = ""
+
+    @classmethod
+    def of(cls, subject: Subject, given: Arguments, gradients: bool) -> _Made:
+        leaves, structure = flatten(given)
+        names = structure.names()
+        mine = [_copied(x) if isinstance(x, Tensor) else x for x in leaves]
+        wanted = {
+            name: x.requires_grad_()
+            for name, x in zip(names, mine, strict=True)
+            if gradients and isinstance(x, Tensor) and x.is_floating_point()
+            if name.partition(".")[0] in subject.spec.differentiable
+        }
+
+        def call() -> Any:
+            with subject.chosen():
+                made = subject(**structure.build(mine))
+                if subject.op in USES:
+                    return USES[subject.op](subject, Call(0), made)
+                return made
+
+        out, error = guarded(call)
+        if isinstance(error, ArgumentError):
+            return cls({}, (), f"{type(error).__name__} of {error.argument}")
+        if error is not None:
+            return cls({}, (), brief(error).partition(":")[0])
+        found, form = flatten(out)
+        values = dict(zip(form.names("result"), found, strict=True))
+        values |= _gradients(subject, out, wanted)
+        pairs = [(n, x, y) for n, x, y in zip(names, leaves, mine, strict=True) if isinstance(x, Tensor)]
+        notes = [f"writes to {n}" for n, x, y in pairs if not _same(x, y)]
+        owners = {storage(y): n for n, _, y in pairs if y.numel()}
+        tensors = [(n, x) for n, x in values.items() if isinstance(x, Tensor) and x.numel()]
+        notes += [f"{n} is memory of {owners[storage(x)]}" for n, x in tensors if storage(x) in owners]
+        return cls(values, tuple(notes))
+
+
+def _gradients(subject: Subject, out: Any, wanted: Mapping[str, Tensor]) -> dict[str, Any]:
+    results = [getattr(out, name) if name else out for name in subject.spec.carrying] if wanted else []
+    results = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    if not results:
+        return {}
+    draw = torch.Generator().manual_seed(7)
+    upstream = [torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x) for x in results]
+    found, error = guarded(
+        lambda: torch.autograd.grad(results, list(wanted.values()), upstream, allow_unused=True, retain_graph=False)
+    )
+    if found is None:
+        return {"backward": brief(error).partition(":")[0]}
+    return {f"grad_{name}": g for name, g in zip(wanted, found, strict=True)}
+
+
+def _copied(x: Tensor) -> Tensor:
+    """The same values with the same strides, in memory of its own."""
+    if x.layout is not torch.strided or x.is_meta:
+        return x
+    held = x.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype).set_(held, x.storage_offset(), x.shape, x.stride())
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return bool(((x == y) | ((x != x) & (y != y))).all()) if x.numel() else True  # noqa: PLR0124  NaN
+
+
+def _few(x: Tensor) -> str:
+    flat = x.reshape(-1)[:6].tolist()
+    return f"{flat}{'' if x.numel() <= 6 else ' ...'}"
+
+
+def _told(given: Arguments) -> str:
+    def one(x: Any) -> str:
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)[:60]
+
+    return ", ".join(f"{name}={one(x)}" for name, x in given.items() if x is not None and x is not False)
