@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,25 +29,32 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.search import search
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
 from rlkernel_conformance.source_mutants.processes import Send
-from rlkernel_conformance.source_mutants.trials import subject_of
+from rlkernel_conformance.source_mutants.trials import executed_lines, subject_of
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_core.tree import flatten
 
 Arguments = dict[str, Any]
-CALLS: Final = 500  # drawn calls a mutant, beside those that clauses make
+Where = tuple[Path, frozenset[int]]  # a file of the original, and the lines that a change is about
+CALLS: Final = 400  # drawn calls a mutant, beside those that clauses make
 _SCALES: Final = (-1.0, 0.1, 8.0, 100.0, 0.0)
+_INTS: Final = (0, 1, 2, 3, 7)
+_FLOATS: Final = (0.0, 0.1, 0.5, 1.0, 1.5, 3.0, -0.5)
+_VARIANTS: Final = 2  # of each call that a clause makes
+# Calls that execute a change, without a difference, after which it is taken for none, and after which no more are made.
+ENOUGH: Final = 50
+_PLENTY: Final = 2500
 _SIZES: Final = (6, 1, 2, 3, 5, 8, 17, 33)
 _OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has
-_LIMIT_S: Final = 60.0  # of the search among clauses' own calls
+_LIMIT_S: Final = 30.0  # of the search among clauses' own calls
 
 
 @dataclass(frozen=True)
 class Difference:
     """What a search found: nothing, rounding within the tolerance, or a call whose result differs."""
 
-    calls: int
+    calls: int  # that execute the change
     rounding: bool = False  # some bits of numbers differ, within the tolerance
     found: str = ""  # the call, and what differs
     compared: bool = True  # False: results of this operator are objects, whose methods only clauses call
@@ -59,37 +66,46 @@ def plain_call(subject: Subject, seed: int) -> Arguments:
 
 
 def varied_call(subject: Subject, seed: int) -> Arguments:
-    """The example call with up to three options and some tensors changed, as the operator's check lets through."""
+    """The example call with some options and tensors changed."""
     draw = torch.Generator().manual_seed(seed)
+    return varied(subject, plain_call(subject, int(torch.randint(1 << 20, (), generator=draw))), draw)
 
-    def one(of: list[Any]) -> Any:
+
+def varied(subject: Subject, given: Arguments, draw: torch.Generator) -> Arguments:
+    """A call with up to three options and some tensors changed, as the operator's check lets through."""
+
+    def one(of: Sequence[Any]) -> Any:
         return of[int(torch.randint(len(of), (), generator=draw))]
 
-    spec, given = subject.spec, plain_call(subject, int(torch.randint(1 << 20, (), generator=draw)))
+    spec = subject.spec
     words = [f.name.partition(":")[2] for f in spec.features if ":" in f.name]
-    pools: dict[str, list[Any]] = {
-        "bool": [True, False],
-        "str": words,
-        "int": [0, 1, 2, 3, 7],
-        "float": [0.0, 0.1, 0.5, 1.0, 1.5, 3.0, -0.5],
-    }
+    pools = {"bool": (True, False), "str": words, "int": _INTS, "float": _FLOATS, "None": (None,)}
     free = {
         name: values
         for name, p in spec.parameters.items()
         if (values := [v for kind, pool in pools.items() if kind in str(p.annotation).split(" | ") for v in pool])
     }
-    for name in [one(list(free)) for _ in range(1 + seed % 3)] if free else []:
+    for name in [one(list(free)) for _ in range(one((0, 1, 2, 3)))] if free else []:
         changed = claimed_choices(subject, {**given, name: one(free[name])})
         if _accepted(subject, changed):
             given = changed
     for name, x in list(given.items()):
-        if isinstance(x, Tensor) and x.dim() and one([True, False, False]):
-            wide = torch.stack([x, x], dim=-1)[..., 0]  # strided
-            others = [wide, x.double(), x.bfloat16(), *(x * s for s in _SCALES), x.round(), x[..., :1].expand_as(x)]
-            changed = {**given, name: one(others) if x.is_floating_point() else wide}
+        if isinstance(x, Tensor) and x.numel() and x.dim() and one((True, False)):
+            changed = {**given, name: one(_others(x, torch.rand(x.shape, generator=draw)))}
             if _accepted(subject, changed):
                 given = changed
     return given
+
+
+def _others(x: Tensor, chance: Tensor) -> list[Tensor]:
+    """Tensors in the place of one: strided, of other values here and there (by a `chance` from 0 to 1 for each)."""
+    x = x.detach()
+    some, zero = chance < 0.3, torch.zeros((), dtype=x.dtype)
+    strided, first = torch.stack([x, x], dim=-1)[..., 0], x[..., :1].expand_as(x)
+    if not x.is_floating_point():
+        return [strided, first, torch.where(some, zero, x)]
+    values = [*(x * s for s in _SCALES), x.round(), *(torch.where(some, v, x) for v in (0.0, 1.0, -1e4, torch.nan))]
+    return [strided, first, x.double(), x.bfloat16(), *(v.to(x.dtype) for v in values), torch.where(some, first, x)]
 
 
 def _accepted(subject: Subject, given: Arguments) -> bool:
@@ -138,7 +154,7 @@ SOURCES: Final[Mapping[Callable[[Subject, int], Arguments], float]] = {
 
 
 def search_differences(
-    send: Send, folder: Path, op: str, clauses: tuple[str, ...], profile: Profile, calls: int
+    send: Send, folder: Path, op: str, where: Where, clauses: tuple[str, ...], profile: Profile, calls: int
 ) -> None:
     """Compare a mutant with the original; says a Difference after each source of calls, the last one is the finding.
 
@@ -146,12 +162,13 @@ def search_differences(
         send: what is found goes there.
         folder: of the mutant.
         op: the operator.
+        where: the change is.
         clauses: those whose calls execute the change.
         profile: at which they did not find it.
         calls: how many calls to draw; a 25th of it are the cases of each clause.
     """
     with subject_of(PluginCopy(folder), op) as mutant:
-        pair = _Pair(Subject(PLAIN_TORCH, op), mutant)
+        pair = _Pair(Subject(PLAIN_TORCH, op), mutant, where)
         for source, share in SOURCES.items():
             send(source.__name__, None)
             for seed in range(math.ceil(calls * share)):
@@ -194,7 +211,7 @@ def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: 
             partial(_compare_calls, attack, compared, cases)
         )  # an attack may fail where its call is not what it expects
         send("found", pair.difference())
-        if pair.found or time.monotonic() - began > _LIMIT_S:
+        if pair.found or pair.calls > _PLENTY or time.monotonic() - began > _LIMIT_S:
             return
 
 
@@ -221,16 +238,24 @@ class _Compared(Subject):
         """Call the operator."""
         given, _ = guarded(lambda: self.spec.call(*args, **kwargs).as_dict())
         if given is not None and not self.pair.found:
-            self.pair.compare(given, f"a call of {self.clause}", gradients=True)
+            said = f"a call of {self.clause}"
+            self.pair.compare(given, said, gradients=True)
+            alone = given.get("process_group") is None  # ranks have to agree on what they call
+            for i in range(_VARIANTS if alone else 0):
+                draw = torch.Generator().manual_seed(_VARIANTS * self.pair.made + i)
+                other, _ = guarded(lambda: varied(self, given, draw))  # noqa: B023  called at once
+                if other is not None and not self.pair.found:
+                    self.pair.compare(other, f"{said}, varied", gradients=True)
         return super().__call__(*args, **kwargs)
 
 
 class _Pair:
     """The original and the mutant, and what was found so far."""
 
-    def __init__(self, original: Subject, mutant: Subject) -> None:
-        self.original, self.mutant = original, mutant
-        self.calls, self.rounding, self.found = 0, False, ""
+    def __init__(self, original: Subject, mutant: Subject, where: Where) -> None:
+        self.original, self.mutant, self.where = original, mutant, where
+        self.made = self.calls = 0  # calls; those that execute the change
+        self.rounding, self.found = False, ""
 
     def difference(self) -> Difference:
         """What was found so far."""
@@ -239,8 +264,14 @@ class _Pair:
     def compare(self, given: Arguments, said: str, *, gradients: bool) -> None:
         """Make a call of both."""
         wanted = gradients and has_gradients(self.original) and torch.is_grad_enabled()
-        a, b = (_Made.of(subject, given, wanted) for subject in (self.original, self.mutant))
+        path, lines = self.where
+        with executed_lines(path.parent) as executed:
+            a = _Made.of(self.original, given, wanted)
+        self.made += 1
+        if executed.get(path.name, set()).isdisjoint(lines):
+            return
         self.calls += 1
+        b = _Made.of(self.mutant, given, wanted)
         text = self._differs(a, b)
         if text:
             self.found = f"{said}, {_told(given)}: {text}"
@@ -282,11 +313,11 @@ class _Pair:
     def _tolerance(self, name: str, dtype: torch.dtype) -> tuple[float, float]:
         """Of a result, or of the gradient of an argument, by the nearest name that the spec has a row for."""
         kind = str(dtype).removeprefix("torch.")
-        known = {t.output for t in self.original.spec.tolerances}
-        names = (name, name.partition(".")[0], name.rpartition(".")[2], "grad" if name.startswith("grad_") else name)
-        found = next((n for n in names if n in known), None)
-        if found is not None:
-            return self.original.tolerance(found, kind)
+        first, last = name.partition(".")[0], name.rpartition(".")[2]
+        for output in (name, first, last, *(["grad"] if name.startswith("grad_") else [])):
+            rows = {t.dtype: (t.atol, t.rtol) for t in self.original.spec.tolerances if t.output == output}
+            if kind in rows or "float32" in rows:
+                return rows.get(kind) or rows["float32"]
         return 1e-7, 4 * torch.finfo(dtype).eps
 
 

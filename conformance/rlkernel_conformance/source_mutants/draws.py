@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from rlkernel_conformance.source_mutants.mutations import KINDS, Mutation, mutations_of
-from rlkernel_conformance.source_mutants.plugin_copy import files, source_of
+from rlkernel_conformance.source_mutants.plugin_copy import files, original, source_of
 from rlkernel_conformance.source_mutants.trials import ClauseRun
 from rlkernel_core.spec import OPERATORS
 
@@ -24,6 +25,11 @@ class Site:
     file: str
     mutation: Mutation
     clauses: tuple[str, ...]
+
+    @property
+    def where(self) -> tuple[Path, frozenset[int]]:
+        """The file of the original, and the lines of it that run where the change does."""
+        return original(self.file), frozenset(_lines(self.file, self.mutation))
 
 
 def sites(runs: Sequence[ClauseRun]) -> list[Site]:

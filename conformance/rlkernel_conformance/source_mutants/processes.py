@@ -24,7 +24,10 @@ from rlkernel_conformance.clauses import MODULES
 
 _MEMORY: Final = 16 << 30  # address space of a trial, as of a worker of the suite
 _START_S: Final = 240.0  # for the first message: the server imports torch for the first trial
-_WARM: Final = ("rlkernel_conformance.source_mutants.trials", *(f"rlkernel_conformance.clauses.{op}" for op in MODULES))
+_WARM: Final = (
+    "rlkernel_conformance.source_mutants.differences",
+    *(f"rlkernel_conformance.clauses.{op}" for op in MODULES),
+)
 
 Send = Callable[[str, Any], None]  # what a trial says: the name of a step that it begins, or "found", and a value
 

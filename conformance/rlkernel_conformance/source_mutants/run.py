@@ -202,7 +202,7 @@ def attacked(
     def compared() -> Iterator[Trial]:
         for i in survivors:
             one = todo[i]
-            args = (folder / f"mutant-{i}", one.op, one.order, profile, calls)
+            args = (folder / f"mutant-{i}", one.op, one.site.where, one.order, profile, calls)
             yield Trial(str(i), differences.search_differences, args, limit_s=120.0)
 
     for trial, answer in carried_out(due(), jobs):
@@ -243,4 +243,6 @@ def _told_apart(one: Drawn, answer: Answer) -> SourceMutant:
         text = f"no failure in {last.calls} further cases; what this operator makes is not compared call by call"
         return one.result("survived", why=text)
     what = "rounding alone differs" if last.rounding else "no difference"
-    return one.result("equivalent", why=f"{what} in {last.calls} calls")
+    if last.calls < differences.ENOUGH:
+        return one.result("survived", why=f"{what} in {last.calls} calls that execute it, too few to rule it out")
+    return one.result("equivalent", why=f"{what} in {last.calls} calls that execute it")
