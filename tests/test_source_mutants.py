@@ -15,7 +15,7 @@ from rlkernel_conformance.source_mutants.processes import Trial, carried_out
 from rlkernel_conformance.source_mutants.run import Drawn, Findings, SourceMutant, attacked, originals
 from rlkernel_conformance.source_mutants.trials import ClauseRun
 
-EFFORT = Profile("test", 3, 60)
+EFFORT = Profile("test", 2, 60)
 FILTERING = "copied_torch/advantage/filtering.py"
 
 
@@ -53,7 +53,8 @@ def test_a_kind_of_change(kind, source, expected) -> None:
 
 
 def test_every_kind_of_change_is_drawn_somewhere() -> None:
-    kinds = {m.kind for file in files() for m in mutations_of(source_of(file), {"threshold": (0.0,)})}
+    common = [file for file in files() if file.startswith("copied_torch/") and "sharded" not in file]
+    kinds = {m.kind for file in common for m in mutations_of(source_of(file), {"threshold": (0.0,)})}
     assert set(KINDS) - kinds == set()
 
 

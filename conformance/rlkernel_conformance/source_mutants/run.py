@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -212,6 +213,7 @@ def attacked(
             survivors.append(i)
         else:
             found[i] = mutant
+            shutil.rmtree(folder / f"mutant-{i}")
             watch(mutant)
     for trial, answer in carried_out(compared(), jobs):
         one, i = todo[int(trial.name)], int(trial.name)
