@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
 from rlkernel.discover import brief, guarded
-from rlkernel_conformance.attack import Attack
+from rlkernel_conformance.attack import Attack, Table
 from rlkernel_conformance.clauses.derived_attacks import has_gradients, storage
 from rlkernel_conformance.example_calls import USES, Call, D, T, V, claimed_choices
 from rlkernel_conformance.harness import carry_out
@@ -201,15 +202,12 @@ def _attack_again(send: Send, mutant: Subject, clauses: tuple[str, ...], profile
 
 
 def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: int) -> None:
-    """The calls that clauses make of other draws, each compared, whatever the clause looks at."""
-    began = time.monotonic()
-    for clause in clauses:
-        attack = attacks_with_leak_check(pair.mutant.op)[clause]
+    """The calls that clauses make of other draws, each compared whatever the clause looks at; tables first."""
+    began, attacks = time.monotonic(), attacks_with_leak_check(pair.mutant.op)
+    for clause in sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table)):
         compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
         send(clause, None)
-        guarded(
-            partial(_compare_calls, attack, compared, cases)
-        )  # an attack may fail where its call is not what it expects
+        guarded(partial(_compare_calls, attacks[clause], compared, cases))  # an attack may not expect what it meets
         send("found", pair.difference())
         if pair.found or pair.calls > _PLENTY or time.monotonic() - began > _LIMIT_S:
             return
@@ -223,8 +221,13 @@ def _compare_calls(attack: Attack, subject: _Compared, cases: int) -> None:
         if subject.pair.found:
             raise RLKernelError(subject.pair.found)
 
-    examples = max(1, round(cases * attack.scale))
-    search(body, attack.cases(subject), examples=examples, shrink=False, seed=_OTHER_DRAWS)
+    if isinstance(attack.cases, Table):
+        rows = attack.cases.rows(subject)
+        for row in Random(_OTHER_DRAWS).sample(rows, k=min(len(rows), 5 * cases)):
+            body(row)
+    else:
+        examples = max(1, round(cases * attack.scale))
+        search(body, attack.cases(subject), examples=examples, shrink=False, seed=_OTHER_DRAWS)
 
 
 @dataclass(frozen=True)
