@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlkernel.discover import brief, guarded
 from rlkernel_conformance.attack import Attack, Table
@@ -243,13 +244,17 @@ class _Compared(Subject):
         if given is not None and not self.pair.found:
             said = f"a call of {self.clause}"
             self.pair.compare(given, said, gradients=True)
-            alone = given.get("process_group") is None  # ranks have to agree on what they call
-            for i in range(_VARIANTS if alone else 0):
+            for i in range(0 if _on_ranks(given) else _VARIANTS):
                 draw = torch.Generator().manual_seed(_VARIANTS * self.pair.made + i)
                 other, _ = guarded(lambda: varied(self, given, draw))  # noqa: B023  called at once
                 if other is not None and not self.pair.found:
                     self.pair.compare(other, f"{said}, varied", gradients=True)
         return super().__call__(*args, **kwargs)
+
+
+def _on_ranks(given: Arguments) -> bool:
+    """Whether other ranks make the call too, which have to agree with this one on what they call."""
+    return any(isinstance(x, ProcessGroup) for x in given.values())
 
 
 class _Pair:
@@ -271,7 +276,7 @@ class _Pair:
         with executed_lines(path.parent) as executed:
             a = _Made.of(self.original, given, wanted)
         self.made += 1
-        if executed.get(path.name, set()).isdisjoint(lines):
+        if executed.get(path.name, set()).isdisjoint(lines) and not _on_ranks(given):
             return
         self.calls += 1
         b = _Made.of(self.mutant, given, wanted)
