@@ -6,7 +6,8 @@ of the bugs that nobody thought of the clauses find. `run.mutants` draws and att
 1. `plugin_copy` writes plain torch, and what it computes with, as packages of other names: a plugin like any other.
 2. `trials` attacks the unchanged copy, and notes the lines that each clause executes.
 3. `mutations` lists the changes of these lines; `draws` draws from them, evenly over kinds.
-4. `trials` attacks each mutant with the clauses that execute its line, the cheapest first, up to the first that fails.
+4. `trials` attacks each mutant with the clauses that execute its line, up to the first that fails: those first that are
+   cheap and killed others.
 5. `differences` calls those that fail none beside the original, in search of a call whose result differs.
 
 Every trial is a process of its own, forked by a server that has imported torch and the suite (`processes`).

@@ -138,10 +138,10 @@ class Drawn:
     site: Site
     runs: list[ClauseRun]  # of the original, with what each clause took
 
-    @property
-    def order(self) -> tuple[str, ...]:
-        """The clauses that execute the change, the cheapest first."""
-        return tuple(r.clause for r in sorted(self.runs, key=lambda r: r.seconds) if r.clause in self.site.clauses)
+    def order(self, kills: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
+        """The clauses that execute the change: first those that take little time and killed many so far."""
+        mine = (r for r in self.runs if r.clause in self.site.clauses)
+        return tuple(r.clause for r in sorted(mine, key=lambda r: r.seconds / (1 + kills[self.op, r.clause])))
 
     @property
     def limits(self) -> dict[str, float]:
@@ -193,17 +193,18 @@ def attacked(
     """Each attacked, and if it survives, compared in about so many `calls`; in the order drawn."""
     found: dict[int, SourceMutant] = {}
     survivors: list[int] = []
+    kills = Counter[tuple[str, str]]()
 
     def due() -> Iterator[Trial]:
         for i, one in enumerate(todo):
             made = copy.mutant(folder / f"mutant-{i}", one.site.file, one.site.mutation)
-            args = (made.folder, one.op, profile, one.order)
+            args = (made.folder, one.op, profile, one.order(kills))
             yield Trial(str(i), trials.attack_mutant, args, one.limits)
 
     def compared() -> Iterator[Trial]:
         for i in survivors:
             one = todo[i]
-            args = (folder / f"mutant-{i}", one.op, one.site.where, one.order, profile, calls)
+            args = (folder / f"mutant-{i}", one.op, one.site.where, one.order(kills), profile, calls)
             yield Trial(str(i), differences.search_differences, args, limit_s=120.0)
 
     for trial, answer in carried_out(due(), jobs):
@@ -213,6 +214,7 @@ def attacked(
             survivors.append(i)
         else:
             found[i] = mutant
+            kills[one.op, mutant.clause] += 1
             shutil.rmtree(folder / f"mutant-{i}")
             watch(mutant)
     for trial, answer in carried_out(compared(), jobs):
