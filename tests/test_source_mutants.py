@@ -12,10 +12,12 @@ from rlkernel_conformance.source_mutants.draws import drawn, sites
 from rlkernel_conformance.source_mutants.mutations import KINDS, mutations_of
 from rlkernel_conformance.source_mutants.plugin_copy import PACKAGES, PluginCopy, files, source_of
 from rlkernel_conformance.source_mutants.processes import Trial, carried_out
-from rlkernel_conformance.source_mutants.run import Drawn, Findings, SourceMutant, attacked, originals
+from rlkernel_conformance.source_mutants.run import Drawn, Findings, SourceMutant, attacked, originals, run
 from rlkernel_conformance.source_mutants.trials import ClauseRun
+from rlkernel_core.errors import UnknownNameError
 
 EFFORT = Profile("test", 2, 60)
+CLAUSES = frozenset(("GF-01", "GF-06"))
 FILTERING = "copied_torch/advantage/filtering.py"
 
 
@@ -125,8 +127,8 @@ def judged(tmp_path_factory) -> dict[str, SourceMutant]:
     }
     folder = tmp_path_factory.mktemp("mutants")
     copy = PluginCopy.written(folder / "original")
-    runs = originals(copy, ("group_filter",), EFFORT)["group_filter"]
-    assert [r.clause for r in runs if not r.held] == []
+    runs = originals(copy, ("group_filter",), EFFORT, clauses=CLAUSES)["group_filter"]
+    assert {r.clause: r.held for r in runs} == dict.fromkeys(CLAUSES, True)
     found = {site.mutation.new: site for site in sites(runs) if site.file == FILTERING}
     todo = [Drawn("group_filter", found[new], runs) for new in wanted.values()]
     return dict(zip(wanted, attacked(copy, folder, todo, EFFORT, calls=40), strict=True))
@@ -145,6 +147,11 @@ def test_a_mutant_is_judged(judged, name, status) -> None:
     assert judged[name].status == status
     assert bool(judged[name].clause) == (status == "killed")
     assert judged[name].why
+
+
+def test_clauses_are_named_as_they_are() -> None:
+    with pytest.raises(UnknownNameError, match="GF-99"):
+        run(["group_filter"], 1, 1, EFFORT, clauses=["GF-99"])
 
 
 def endless(send) -> None:

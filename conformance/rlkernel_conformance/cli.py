@@ -111,7 +111,7 @@ def command(
     ] = None,
     clause: Annotated[
         list[str] | None,
-        typer.Option(help="run: a clause such as SA-08; may be given several times. All, unless given."),
+        typer.Option(help="run, --drawn: a clause such as SA-08; may be given several times. All, unless given."),
     ] = None,
     profile: Annotated[
         str,
@@ -331,7 +331,16 @@ def _source_mutants(number: int, effort: _Effort) -> bool:
     def tell(text: str) -> None:
         typer.echo(text, err=True)
 
-    found = run(effort.ops, number, effort.seed, effort.profile, jobs=effort.jobs, watch=told, tell=tell)
+    found = run(
+        effort.ops,
+        number,
+        effort.seed,
+        effort.profile,
+        clauses=effort.clauses,
+        jobs=effort.jobs,
+        watch=told,
+        tell=tell,
+    )
     show(found, json=effort.json)
     return not any(mutant.status == "survived" for mutant in found.mutants)
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.source_mutants import differences, trials
 from rlkernel_conformance.source_mutants.draws import Site, drawn, sites, unexecuted
@@ -18,7 +19,7 @@ from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy, original
 from rlkernel_conformance.source_mutants.processes import Answer, Trial, carried_out
 from rlkernel_conformance.source_mutants.trials import ClauseRun, Kill
 from rlkernel_conformance.sources import CLONE
-from rlkernel_core.errors import RLKernelError
+from rlkernel_core.errors import RLKernelError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
 _SLOWER: Final = 5.0  # a mutant may take so many times what the original took for a clause
@@ -94,6 +95,7 @@ def run(
     seed: int,
     profile: Profile,
     *,
+    clauses: Iterable[str] = (),
     jobs: int = 1,
     watch: Callable[[SourceMutant], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
@@ -105,16 +107,24 @@ def run(
         number: mutants.
         seed: what is drawn depends on it, on the sources, and on which lines the clauses execute.
         profile: effort of each attack.
+        clauses: ids such as "GF-04"; mutants are attacked with these alone. Empty for all.
         jobs: processes at a time.
         watch: told every mutant as it is done.
         tell: told what goes on.
+
+    Raises:
+        UnknownNameError: no clause of that id.
+        RLKernelError: an attack on the unchanged copy did not end.
     """
-    names = tuple(ops) or tuple(OPERATORS)
+    names, wanted = tuple(ops) or tuple(OPERATORS), frozenset(clauses)
+    known = {clause for op in names for clause in attacks_with_leak_check(op)}
+    for clause in wanted - known:
+        raise UnknownNameError("clause", clause, known)
     with tempfile.TemporaryDirectory(prefix="rlkernel-mutants-") as temporary:
         folder = Path(temporary)
         copy = PluginCopy.written(folder / "original")
         tell(f"attacking the original: {', '.join(names)}")
-        runs = originals(copy, names, profile, jobs=jobs, tell=tell)
+        runs = originals(copy, names, profile, clauses=wanted, jobs=jobs, tell=tell)
         todo = []
         for i, op in enumerate(names):
             share = number // len(names) + (i < number % len(names))
@@ -160,15 +170,19 @@ def originals(
     ops: tuple[str, ...],
     profile: Profile,
     *,
+    clauses: frozenset[str] = frozenset(),
     jobs: int = 1,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[ClauseRun]]:
-    """How the unchanged copy fares with every clause of the operators; tells a line of each operator.
+    """How the unchanged copy fares with these clauses of the operators, or all; tells a line of each operator.
 
     Raises:
         RLKernelError: an attack on it did not end.
     """
-    due = [Trial(op, trials.attack_original, (copy.folder, op, profile), limit_s=4 * profile.limit_s) for op in ops]
+    due = [
+        Trial(op, trials.attack_original, (copy.folder, op, profile, clauses), limit_s=4 * profile.limit_s)
+        for op in ops
+    ]
     found = {}
     for trial, answer in carried_out(due, jobs):
         if answer.ended != "done":

@@ -58,11 +58,11 @@ def subject_of(copy: PluginCopy, op: str) -> Iterator[Subject]:
             yield subject
 
 
-def attack_original(send: Send, folder: Path, op: str, profile: Profile) -> None:
-    """Attack the unchanged copy with every clause; says a ClauseRun of each."""
+def attack_original(send: Send, folder: Path, op: str, profile: Profile, clauses: frozenset[str]) -> None:
+    """Attack the unchanged copy with some clauses, or all if none is named; says a ClauseRun of each."""
     with subject_of(PluginCopy(folder), op) as subject:
         gc.freeze()
-        for attack in due_on(subject)[0]:
+        for attack in (a for a in due_on(subject)[0] if not clauses or a.clause.id in clauses):
             send(attack.clause.id, None)
             with executed_lines(folder) as lines:
                 outcome = carry_out(subject, attack, profile, shrink=False)
