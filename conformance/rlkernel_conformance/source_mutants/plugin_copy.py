@@ -34,8 +34,11 @@ PACKAGES: Final = {
 # The contract: the meaning of formats, the class of quantized weights, how they are cut and joined.
 _SHARED: Final = ("spec", "tensor", "slicing", "stacking")
 _CONTRACT: Final = tuple(f"{PACKAGES['rlkernel_core.quant']}/{name}.py" for name in _SHARED)
+# Whether a run is being recorded for a graph is what the capture says that the suite uses, not the copy's.
+_RECORDING: Final = "rlkernel_common.graphs.audit import recording"
 _NAMES: Final = re.compile(
-    rf"\b(rlkernel_torch|rlkernel_common|rlkernel_core\.quant(?!\.(?:{'|'.join(_SHARED)})\b))(?![\w-])"
+    rf"\b(?!{re.escape(_RECORDING)})"
+    rf"(rlkernel_torch|rlkernel_common|rlkernel_core\.quant(?!\.(?:{'|'.join(_SHARED)})\b))(?![\w-])"
 )
 
 
