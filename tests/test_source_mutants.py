@@ -13,7 +13,7 @@ from rlkernel_conformance.source_mutants.mutations import KINDS, mutations_of
 from rlkernel_conformance.source_mutants.plugin_copy import PACKAGES, PluginCopy, files, source_of
 from rlkernel_conformance.source_mutants.processes import Trial, carried_out
 from rlkernel_conformance.source_mutants.run import Drawn, Findings, SourceMutant, attacked, originals, run
-from rlkernel_conformance.source_mutants.trials import ClauseRun
+from rlkernel_conformance.source_mutants.trials import ClauseRun, executed_lines
 from rlkernel_core.errors import UnknownNameError
 
 EFFORT = Profile("test", 2, 60)
@@ -113,6 +113,30 @@ def test_the_copy_shares_the_contract_alone(tmp_path) -> None:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith(tuple(PACKAGES)):
                 assert node.module in allowed, (file, node.module)
                 assert allowed[node.module] in (None, [alias.name for alias in node.names]), (file, node.module)
+
+
+OPERATORS = """
+def helper():
+    return 1
+
+def other():
+    return helper()
+
+def own():
+    return helper() + other()
+"""
+
+
+@pytest.mark.parametrize(("called", "expected"), [("helper", {2, 3}), ("other", set()), ("own", {2, 3, 5, 6, 8, 9})])
+def test_lines_count_that_the_operator_runs_but_no_other_does(tmp_path, called, expected) -> None:
+    file = tmp_path / "operators.py"
+    file.write_text(OPERATORS)
+    namespace: dict = {}
+    exec(compile(OPERATORS, str(file), "exec"), namespace)
+    named = {name: frozenset({("operators.py", name)}) for name in ("own", "other")}
+    with executed_lines(tmp_path, named["own"], named["other"]) as lines:
+        namespace[called]()
+    assert lines.get("operators.py", set()) == expected
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def attack_original(send: Send, folder: Path, op: str, profile: Profile, clauses
         gc.freeze()
         for attack in (a for a in due_on(subject)[0] if not clauses or a.clause.id in clauses):
             send(attack.clause.id, None)
-            with executed_lines(folder) as lines:
+            with executed_lines(folder, *_functions(subject)) as lines:
                 outcome = carry_out(subject, attack, profile, shrink=False)
             found = {name: frozenset(seen) for name, seen in lines.items()}
             held = not outcome.failed
@@ -96,22 +96,54 @@ def attack_mutant(send: Send, folder: Path, op: str, profile: Profile, clauses: 
         send("found", kill)
 
 
+Function = tuple[str, str]  # file relative to the folder, name
+
+
+def _functions(subject: Subject) -> tuple[frozenset[Function], frozenset[Function]]:
+    """The functions that implement the operator, and those of others, which clauses make arguments with."""
+    manifest = policy.installed()[subject.backend].manifest
+    impls = manifest.impls if manifest is not None else ()
+    places = [(i.op == subject.spec.id, i.target.partition(":")) for i in impls]
+    named = [(mine, (f"{module.replace('.', '/')}.py", name)) for mine, (module, _, name) in places]
+    own = frozenset(function for mine, function in named if mine)
+    return own, frozenset(function for _, function in named) - own
+
+
+class _Depth(threading.local):
+    """How many calls of the operator, and of others outside of it, a thread is in."""
+
+    own = others = 0
+
+
 @contextmanager
-def executed_lines(folder: Path) -> Iterator[Mapping[str, set[int]]]:
-    """Lines of the functions in a folder that run in the scope, in any thread, by file relative to the folder."""
+def executed_lines(
+    folder: Path, own: frozenset[Function] = frozenset(), others: frozenset[Function] = frozenset()
+) -> Iterator[Mapping[str, set[int]]]:
+    """Lines of the functions in a folder that run in the scope, in any thread, by file relative to the folder.
+
+    What runs within one of `others` does not count, unless one of `own` called it.
+    """
     prefix = f"{folder}/"
     seen: dict[str, set[int]] = {}
+    depth = _Depth()
 
     def called(frame: FrameType, _event: str, _arg: Any) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(prefix) or not code.co_flags & inspect.CO_OPTIMIZED:
             return None
-        lines = seen.setdefault(code.co_filename.removeprefix(prefix), set())
+        file = code.co_filename.removeprefix(prefix)
+        is_own, is_other = (file, code.co_name) in own, (file, code.co_name) in others and not depth.own
+        depth.own += is_own
+        depth.others += is_other
+        lines = set() if depth.others else seen.setdefault(file, set())
         lines.add(frame.f_lineno)
 
         def within(frame: FrameType, event: str, _arg: Any) -> Any:
             if event == "line":
                 lines.add(frame.f_lineno)
+            elif event == "return":
+                depth.own -= is_own
+                depth.others -= is_other
             return within
 
         return within
