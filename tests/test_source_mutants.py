@@ -9,7 +9,8 @@ import pytest
 
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.source_mutants.draws import drawn, sites
-from rlkernel_conformance.source_mutants.mutations import KINDS, mutations_of
+from rlkernel_conformance.source_mutants.kinds import KINDS
+from rlkernel_conformance.source_mutants.mutations import mutations_of
 from rlkernel_conformance.source_mutants.plugin_copy import PACKAGES, PluginCopy, files, source_of
 from rlkernel_conformance.source_mutants.processes import Trial, carried_out
 from rlkernel_conformance.source_mutants.run import Drawn, Findings, SourceMutant, attacked, originals, run

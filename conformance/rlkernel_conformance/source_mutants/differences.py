@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,12 @@ from torch.distributed import ProcessGroup
 from rlkernel.discover import brief, guarded
 from rlkernel_conformance.attack import Attack, Table
 from rlkernel_conformance.clauses.derived_attacks import has_gradients, storage
-from rlkernel_conformance.example_calls import USES, Call, D, T, V, claimed_choices
+from rlkernel_conformance.example_calls import USES, Call
 from rlkernel_conformance.harness import carry_out
 from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.search import search
+from rlkernel_conformance.source_mutants.drawn_calls import SOURCES, Arguments, varied
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
 from rlkernel_conformance.source_mutants.processes import Send
 from rlkernel_conformance.source_mutants.trials import executed_lines, subject_of
@@ -37,19 +38,14 @@ from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_core.tree import flatten
 
-Arguments = dict[str, Any]
 Where = tuple[Path, frozenset[int]]  # a file of the original, and the lines that a change is about
 CALLS: Final = 400  # drawn calls a mutant, beside those that clauses make
-_SCALES: Final = (-1.0, 0.1, 8.0, 100.0, 0.0)
-_INTS: Final = (0, 1, 2, 3, 7)
-_FLOATS: Final = (0.0, 0.1, 0.5, 1.0, 1.5, 3.0, -0.5)
 _VARIANTS: Final = 2  # of each call that a clause makes
 # Calls that execute a change, without a difference, after which it is taken for none, and after which no more are made.
 ENOUGH: Final = 50
 _PLENTY: Final = 2500
-_SIZES: Final = (6, 1, 2, 3, 5, 8, 17, 33)
 _OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has
-_LIMIT_S: Final = 30.0  # of the search among clauses' own calls
+_LIMIT_S: Final = 30.0  # of the search in each source of calls
 
 
 @dataclass(frozen=True)
@@ -60,99 +56,6 @@ class Difference:
     rounding: bool = False  # some bits of numbers differ, within the tolerance
     found: str = ""  # the call, and what differs
     compared: bool = True  # False: results of this operator are objects, whose methods only clauses call
-
-
-def plain_call(subject: Subject, seed: int) -> Arguments:
-    """The example call of an operator, of several sizes."""
-    return Call(seed, _SIZES[seed % len(_SIZES)]).given(subject)
-
-
-def varied_call(subject: Subject, seed: int) -> Arguments:
-    """The example call with some options and tensors changed."""
-    draw = torch.Generator().manual_seed(seed)
-    return varied(subject, plain_call(subject, int(torch.randint(1 << 20, (), generator=draw))), draw)
-
-
-def varied(subject: Subject, given: Arguments, draw: torch.Generator) -> Arguments:
-    """A call with up to three options and some tensors changed, as the operator's check lets through."""
-
-    def one(of: Sequence[Any]) -> Any:
-        return of[int(torch.randint(len(of), (), generator=draw))]
-
-    spec = subject.spec
-    words = [f.name.partition(":")[2] for f in spec.features if ":" in f.name]
-    pools = {"bool": (True, False), "str": words, "int": _INTS, "float": _FLOATS, "None": (None,)}
-    free = {
-        name: values
-        for name, p in spec.parameters.items()
-        if (values := [v for kind, pool in pools.items() if kind in str(p.annotation).split(" | ") for v in pool])
-    }
-    for name in [one(list(free)) for _ in range(one((0, 1, 2, 3)))] if free else []:
-        changed = claimed_choices(subject, {**given, name: one(free[name])})
-        if _accepted(subject, changed):
-            given = changed
-    for name, x in list(given.items()):
-        if isinstance(x, Tensor) and x.numel() and x.dim() and one((True, False)):
-            changed = {**given, name: one(_others(x, torch.rand(x.shape, generator=draw)))}
-            if _accepted(subject, changed):
-                given = changed
-    return given
-
-
-def _others(x: Tensor, chance: Tensor) -> list[Tensor]:
-    """Tensors in the place of one: strided, of other values here and there (by a `chance` from 0 to 1 for each)."""
-    x = x.detach()
-    some, zero = chance < 0.3, torch.zeros((), dtype=x.dtype)
-    strided, first = torch.stack([x, x], dim=-1)[..., 0], x[..., :1].expand_as(x)
-    if not x.is_floating_point():
-        return [strided, first, torch.where(some, zero, x)]
-    values = [*(x * s for s in _SCALES), x.round(), *(torch.where(some, v, x) for v in (0.0, 1.0, -1e4, torch.nan))]
-    return [strided, first, x.double(), x.bfloat16(), *(v.to(x.dtype) for v in values), torch.where(some, first, x)]
-
-
-def _accepted(subject: Subject, given: Arguments) -> bool:
-    def check() -> None:
-        call = subject.spec.call(**given)
-        if subject.spec.check is not None:
-            subject.spec.check(call)
-        if not subject.spec.needs(call) <= subject.claims:
-            raise RLKernelError("needs what is not claimed")
-
-    return guarded(check)[1] is None
-
-
-def large_call(subject: Subject, seed: int) -> Arguments:
-    """The example call with more rows, tokens, entries of the vocabulary and inputs, up to tens of thousands of one."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def one(of: tuple[int, ...]) -> int:
-        return of[int(torch.randint(len(of), (), generator=draw))]
-
-    sizes, rows = {}, one((6, 6, 12, 72, 600))
-    for size, more in ((V, (V, 1000, 4097, 33_000)), (T, (T, 17, 130, 2049)), (D, (D, 96, 1000))):
-        sizes[size] = one(more if rows < 600 else more[:2])  # keep memory small
-    given = Call(seed, rows).given(subject)
-    changed = {name: _resized(x, sizes, draw) if isinstance(x, Tensor) else x for name, x in given.items()}
-    return changed if _accepted(subject, changed) else given
-
-
-def _resized(x: Tensor, sizes: Mapping[int, int], draw: torch.Generator) -> Tensor:
-    """A tensor whose dimensions of some sizes have others: what is there, drawn again, with noise on numbers."""
-    for dim, size in enumerate(x.shape):
-        if size in sizes and sizes[size] != size:
-            order = torch.randint(size, (sizes[size],), generator=draw)
-            x = x.index_select(dim, order)
-            if x.is_floating_point():
-                x = x * (1 + 0.2 * torch.randn(x.shape, generator=draw, dtype=torch.float32)).to(x.dtype)
-    return x
-
-
-# Where calls come from, and what share of the calls: a subject and a seed -> arguments, made anew.
-SOURCES: Final[Mapping[Callable[[Subject, int], Arguments], float]] = {
-    plain_call: 0.2,
-    varied_call: 1.0,
-    large_call: 0.1,
-}
 
 
 def search_differences(
@@ -173,30 +76,34 @@ def search_differences(
         pair = _Pair(Subject(PLAIN_TORCH, op), mutant, where)
         for source, share in SOURCES.items():
             send(source.__name__, None)
+            began = time.monotonic()
             for seed in range(math.ceil(calls * share)):
                 given, error = guarded(lambda: source(mutant, seed))  # noqa: B023  called at once
                 if error is None and given is not None:
                     pair.compare(given, f"{source.__name__}(seed={seed})", gradients=bool(seed % 4))
-                if pair.found:
+                if pair.found or time.monotonic() - began > _LIMIT_S:
                     break
             send("found", pair.difference())
             if pair.found:
                 return
         if op in USES:
-            _attack_again(send, mutant, clauses, profile)
+            _attack_again(send, pair, clauses, profile)
         else:
             _calls_of_clauses(send, pair, clauses, math.ceil(calls / 25))
 
 
-def _attack_again(send: Send, mutant: Subject, clauses: tuple[str, ...], profile: Profile) -> None:
-    """What makes objects is attacked with other and more draws instead."""
-    deeper = replace(profile, examples=5 * profile.examples)
-    cases = 0
+def _attack_again(send: Send, pair: _Pair, clauses: tuple[str, ...], profile: Profile) -> None:
+    """What makes objects is attacked with more draws instead; what the original fails too shows nothing."""
+    deeper, attacks, cases = replace(profile, examples=5 * profile.examples), attacks_with_leak_check(pair.mutant.op), 0
     for clause in clauses:
         send(clause, None)
-        outcome = carry_out(mutant, attacks_with_leak_check(mutant.op)[clause], deeper, shrink=False)
+        outcome = carry_out(pair.mutant, attacks[clause], deeper, shrink=False)
         cases += outcome.executed
-        if outcome.failed:
+        if not outcome.failed:
+            continue
+        with pair.original.chosen():
+            also = carry_out(pair.original, attacks[clause], deeper, shrink=False)
+        if not also.failed:
             send("found", Difference(cases, found=f"{clause} with five times the cases: {outcome.message}"))
             return
     send("found", Difference(cases, compared=False))

@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rlkernel_conformance.source_mutants.mutations import KINDS, Mutation, mutations_of
+from rlkernel_conformance.source_mutants.kinds import KINDS
+from rlkernel_conformance.source_mutants.mutations import Mutation, mutations_of
 from rlkernel_conformance.source_mutants.plugin_copy import files, original, source_of
 from rlkernel_conformance.source_mutants.trials import ClauseRun
 from rlkernel_core.spec import OPERATORS
