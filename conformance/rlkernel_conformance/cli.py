@@ -42,6 +42,10 @@ EXAMPLES: Final = (
     ("rlkernel conformance run acme --device cuda:0,cuda:1 --waivers waivers.toml", "two devices; known failures"),
     ("rlkernel conformance mutants --op logprob", "backends with one planted bug each: does the suite find them all?"),
     (
+        "rlkernel conformance mutants --drawn 20 --seed 1 --op whiten",
+        "small changes of plain torch's source, drawn by seed: what share does the suite find?",
+    ),
+    (
         "rlkernel conformance mutants --hostile",
         "backends that crash, hang, leak and lie: is each reported as what it is?",
     ),
@@ -84,6 +88,8 @@ class _Effort:
     waivers: Path | None
     report: Path | None
     hostile: bool
+    drawn: int | None
+    seed: int
     within: float
     missing: bool
     json: bool
@@ -105,7 +111,7 @@ def command(
     ] = None,
     clause: Annotated[
         list[str] | None,
-        typer.Option(help="run: a clause such as SA-08; may be given several times. All, unless given."),
+        typer.Option(help="run, --drawn: a clause such as SA-08; may be given several times. All, unless given."),
     ] = None,
     profile: Annotated[
         str,
@@ -131,6 +137,11 @@ def command(
         typer.Option(help="Folder for report.json, report.md, junit.xml, badge.json; renews a report there."),
     ] = None,
     hostile: Annotated[bool, typer.Option("--hostile", help="mutants: the hostile backends only.")] = False,
+    drawn: Annotated[
+        int | None,
+        typer.Option(min=1, help="mutants: so many changes of plain torch's source in place of the planted bugs."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="mutants: which changes --drawn draws.")] = 0,
     within: Annotated[
         float | None, typer.Option(min=1, help="run: seconds for all of it; clauses left then are reported as not run.")
     ] = None,
@@ -164,7 +175,20 @@ def command(
         named(name)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
     effort = _Effort(
-        ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, missing, json
+        ops=ops,
+        clauses=tuple(clause or ()),
+        profile=hard,
+        devices=devices,
+        jobs=many,
+        manifest=manifest,
+        waivers=waivers,
+        report=report,
+        hostile=hostile,
+        drawn=drawn,
+        seed=seed,
+        within=limits,
+        missing=missing,
+        json=json,
     )
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
@@ -257,6 +281,8 @@ def _report(path: str, *, effort: _Effort) -> bool:
 
 
 def _mutants(*, effort: _Effort) -> bool:
+    if effort.drawn is not None:
+        return _source_mutants(effort.drawn, effort)
     from rlkernel_conformance.hostile import attack_hostile, hostile_backends
     from rlkernel_conformance.mutation_run import mutation_run
     from rlkernel_core.spec import OPERATORS
@@ -287,6 +313,36 @@ def _mutants(*, effort: _Effort) -> bool:
     else:
         typer.echo(f"{killed} of {len(rows)} mutants killed")
     return killed == len(rows)
+
+
+def _source_mutants(number: int, effort: _Effort) -> bool:
+    from rlkernel_conformance.source_mutants.run import SourceMutant, run
+    from rlkernel_conformance.source_mutants.show import show
+
+    begun = 0
+
+    def told(mutant: SourceMutant) -> None:
+        nonlocal begun
+        begun += 1
+        mark = typer.style(f"{mutant.status:10}", fg="red" if mutant.status == "survived" else "green")
+        text = f"{mutant.op:20} {mutant.kind:10} {mutant.file}:{mutant.line}  {mutant.clause}"
+        typer.echo(f"{begun:4}/{number}  {mark} {text}", err=True)
+
+    def tell(text: str) -> None:
+        typer.echo(text, err=True)
+
+    found = run(
+        effort.ops,
+        number,
+        effort.seed,
+        effort.profile,
+        clauses=effort.clauses,
+        jobs=effort.jobs,
+        watch=told,
+        tell=tell,
+    )
+    show(found, json=effort.json)
+    return not any(mutant.status == "survived" for mutant in found.mutants)
 
 
 def _compare(old: str, new: str, *, effort: _Effort) -> bool:

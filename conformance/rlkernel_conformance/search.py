@@ -28,6 +28,7 @@ def search(
     first: Iterable[Any] = (),
     examples: int,
     shrink: bool = True,
+    seed: int = SEED,
 ) -> None:
     """Run `body` on cases until one raises, and raise that; without `shrink` for the first that was found.
 
@@ -37,6 +38,7 @@ def search(
         first: cases that are always tried, before any is drawn.
         examples: cases to draw.
         shrink: look for a smaller case that raises too.
+        seed: another one draws other cases.
     """
     settings = hypothesis.settings(
         max_examples=examples,
@@ -48,7 +50,7 @@ def search(
         phases=(*_PHASES, Phase.shrink) if shrink else _PHASES,
         suppress_health_check=list(HealthCheck),
     )
-    test: Any = hypothesis.seed(SEED)(hypothesis.given(cases)(body))
+    test: Any = hypothesis.seed(seed)(hypothesis.given(cases)(body))
     for case in first:
         test = hypothesis.example(case)(test)
     with _alone():
