@@ -1,4 +1,7 @@
-"""Self-tests, run by probes in processes of their own, which import this module alone: it is light, and so they are."""
+"""Self-tests, run by probes in processes of their own.
+
+These processes import this module alone: it is light, and so are they.
+"""
 
 from __future__ import annotations
 

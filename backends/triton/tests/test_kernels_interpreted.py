@@ -1,8 +1,8 @@
 """The kernel tests in a few processes under Triton's interpreter.
 
 Triton decides when it is imported whether it interprets, so the tests of `kernels/` run with `TRITON_INTERPRET=1` in a
-child. A child takes seconds to begin, so each has many tests: every so-and-so-many-th, which comes to shares of about
-the same length (kernels/conftest.py). On a machine with a GPU run them directly: `pytest backends/triton/tests/kernels`.
+child. A child takes seconds to begin, so each has many tests: one of every SHARES, which makes shares of about the same
+length (kernels/conftest.py). On a machine with a GPU run them directly: `pytest backends/triton/tests/kernels`.
 """
 
 import os
