@@ -178,7 +178,7 @@ def other_torch(content):
     [
         ({"backend": "acme"}, "evidence/none", "no report in"),
         ({"sources": "0" * 16}, "evidence/older", "of other sources"),
-        ({"without": 2}, "evidence/not-held", "has no result for CO-01, WH-96"),
+        ({"without": 2}, "evidence/not-held", "has no result for CO-01, WH-98"),
     ],
 )
 def test_a_policy_that_needs_conformance_passes_over_what_no_report_holds_for(cli, given, code, said) -> None:
