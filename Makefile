@@ -41,8 +41,8 @@ $(GPU_VENV)/.rlkernel-ready: pyproject.toml
 	$(GPU_VENV)/bin/python tools/gpu_backends.py
 	touch $@
 
-test: $(STAMP) ## all tests
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal
+test: $(STAMP) ## all tests; TESTS='tests/test_sample.py -k seed' are some of them
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal $(TESTS)
 
 check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff format --check .

@@ -4,13 +4,14 @@ import gc
 
 import pytest
 
-LONGEST = "test_kernels_interpreted.py"  # minutes a test: begun last, one process would work alone at the end
+# A minute a test: begun last, one process would work alone at the end.
+LONGEST = ("test_kernels_interpreted.py", "test_emulated.py", "test_new_backend_page.py", "test_newcomer.py")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest tests first; all others stay in their order."""
-    items.sort(key=lambda item: item.path.name != LONGEST)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="module", autouse=True)

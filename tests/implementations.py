@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -70,30 +69,6 @@ def check_lies(call: LogprobCall) -> Any:
     return False
 
 
-def passes(device: str) -> None:
-    """A self-test that passes, and leaves a trace where RLKERNEL-free environment variable TRACE points to."""
-    if trace := os.environ.get("TRACE"):
-        with open(trace, "a") as file:
-            file.write(device + "\n")
-
-
-def fails(device: str) -> None:
-    """A self-test that finds a wrong result."""
-    raise ValueError(f"wrong result on {device}")
-
-
-def crashes(device: str) -> None:
-    """A self-test that takes its process along, after printing a lie."""
-    print('{"ok": true}', flush=True)
-    os._exit(0)
-
-
-def hangs(device: str) -> None:
-    """A self-test that does not end."""
-    while True:
-        pass
-
-
 def acme(
     target: str = "ones",
     *,
@@ -114,8 +89,9 @@ def acme(
         check=f"{HERE}:{check}" if check else None,
         gradient=f"{HERE}:{gradient}" if gradient else None,
     )
-    test = f"{HERE}:{self_test}" if self_test else None
-    return Backend(name=name, api=API_VERSION, impls=(impl,), self_test=test)
+    return Backend(
+        name=name, api=API_VERSION, impls=(impl,), self_test=f"tests.self_tests:{self_test}" if self_test else None
+    )
 
 
 def few_rows(call: LogprobCall) -> Reason | None:

@@ -108,7 +108,7 @@ UNWRITTEN: Final = before(f"""
 SLOW: Final = before(f"""
 import time
 {HEAD}
-    time.sleep(0.02)
+    time.sleep(0.01)
     return work(logits, ids, temperature)
 """)
 LATER: Final = before(f"""

@@ -4,7 +4,8 @@
     python -m tests.newcomer --network    # in an empty environment, pip as it stands on the pages
 
 Prints every step with its seconds and ends with 1 where one failed. Blocks are read as `tests.test_docs` reads them;
-Python blocks of a page are one script, after its commands. `make test` is left out: it is what CI runs.
+Python blocks of a page are one script, after its commands. `make test` is left out: it is what CI runs. Without the
+network so are the scripts that `tests.test_docs` runs, and a command that the user has typed before in the same folder.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.environments import Environment, made
-from tests.test_docs import ROOT, assert_printed, blocks, sessions
+from tests.test_docs import INSTALLING, ROOT, assert_printed, blocks, sessions
 
 USERS: Final[Mapping[str, tuple[str, ...]]] = {
     "trainer": (
@@ -54,6 +55,7 @@ def steps(user: str, environment: Environment) -> Iterator[Step]:
     Raises:
         AssertionError: a command failed, or printed something else than the page says; the message has its output.
     """
+    typed: set[tuple[Path, str]] = set()
     for page in USERS[user]:
         folder = environment.folder / user / Path(page).stem
         folder.mkdir(parents=True)
@@ -65,26 +67,37 @@ def steps(user: str, environment: Environment) -> Iterator[Step]:
                 script.append(block.code)
             elif block.language in {"bash", "console"}:
                 lines = block.code.replace("\\\n", " ").splitlines()
-                typed = sessions(block.code) if block.language == "console" else [(line, []) for line in lines]
-                for line, printed in typed:
+                entered = sessions(block.code) if block.language == "console" else [(line, []) for line in lines]
+                for line, printed in entered:
                     command = line.partition("#")[0].strip()
                     if command.startswith("cd "):
                         folder /= command.removeprefix("cd ")
                     elif command:
-                        yield typing(page, command, printed, folder, environment)
-        if script:
+                        where = place(command, folder)
+                        if environment.offline and not printed and (where, command) in typed:
+                            yield Step(page, command, "before", 0.0)
+                        else:
+                            yield typing(page, command, printed, where, environment)
+                        typed.add((where, command))
+        if script and environment.offline and ROOT / page not in INSTALLING:
+            yield Step(page, f"python: {len(script)} blocks", "docs", 0.0)
+        elif script:
             begun = time.monotonic()
             environment.run("python", "-c", "\n".join(script), cwd=folder)
             yield Step(page, f"python: {len(script)} blocks", "", time.monotonic() - begun)
 
 
-def typing(page: str, command: str, printed: list[str], folder: Path, environment: Environment) -> Step:
-    """Run one command where a reader of the page stands."""
+def place(command: str, folder: Path) -> Path:
+    """Where a reader of a page types a command: in the clone what is of the clone, else in a folder of their own."""
+    own = (folder / "pyproject.toml").exists()  # a plugin that the page has made
+    return ROOT if command.startswith(IN_CLONE) and not own else folder
+
+
+def typing(page: str, command: str, printed: list[str], cwd: Path, environment: Environment) -> Step:
+    """Run one command."""
     why = left_out(command, offline=environment.offline)
     if why:
         return Step(page, command, why, 0.0)
-    own = (folder / "pyproject.toml").exists()  # a plugin that the page has made
-    cwd = ROOT if command.startswith(IN_CLONE) and not own else folder
     begun = time.monotonic()
     if command.startswith("make"):
         subprocess.run([*shlex.split(command), f"VENV={environment.folder / 'made'}"], check=True, cwd=cwd)

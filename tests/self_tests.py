@@ -1,4 +1,7 @@
-"""Self-tests of odd behavior, run by probes in processes of their own."""
+"""Self-tests, run by probes in processes of their own.
+
+These processes import this module alone: it is light, and so are they.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,30 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+
+def passes(device: str) -> None:
+    """A self-test that passes, and leaves a trace where RLKERNEL-free environment variable TRACE points to."""
+    if trace := os.environ.get("TRACE"):
+        with open(trace, "a") as file:
+            file.write(device + "\n")
+
+
+def fails(device: str) -> None:
+    """A self-test that finds a wrong result."""
+    raise ValueError(f"wrong result on {device}")
+
+
+def crashes(device: str) -> None:
+    """A self-test that takes its process along, after printing a lie."""
+    print('{"ok": true}', flush=True)
+    os._exit(0)
+
+
+def hangs(device: str) -> None:
+    """A self-test that does not end."""
+    while True:
+        pass
 
 
 def forks(device: str) -> None:
@@ -73,8 +100,6 @@ def calls_an_operator(device: str) -> None:
         file.write("x")
     from tests.implementations import acme
 
-    with rlk.registered(
-        acme(self_test="passes").model_copy(update={"self_test": "tests.self_tests:calls_an_operator"})
-    ):
+    with rlk.registered(acme(self_test="calls_an_operator")):
         with rlk.use("acme"):
             rlk.logprob(torch.zeros(2, 3), torch.tensor([0, 1]))

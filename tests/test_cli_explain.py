@@ -142,6 +142,12 @@ def test_listing_imports_no_third_party_that_is_not_asked_for(cli, plug, monkeyp
     assert (row["state"], row["operators"], row["devices"]) == ("ready", ["logprob@1"], ["*"])
 
 
+def test_a_backend_of_ours_that_auto_leaves_out_is_listed_as_ours(cli, plug) -> None:
+    plug("flashinfer", good("flashinfer", "rlkernel-cuda"), dist="rlkernel-cuda")
+    (row,) = [r for r in answer(cli("backends", "--json")) if r["name"] == "flashinfer"]
+    assert (row["kind"], row["state"]) == ("ours, if named", "ready")
+
+
 def test_backends_shows_our_own_that_are_not_installed_with_their_line(cli) -> None:
     rows = {r["name"]: r for r in answer(cli("backends", "--json"))}
     assert (rows["torch"]["state"], rows["torch"]["kind"]) == ("ready", "plain torch")

@@ -95,6 +95,28 @@ def test_a_command_names_a_manifest_that_no_distribution_does_and_the_interprete
     )
 
 
+COMMITTED = Path(__file__).parents[1] / "conformance" / "reports"
+RUN = "rlkernel conformance run {} --op whiten --missing --profile standard --device cuda --manifest {} --report {}"
+COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("rocm-simulated-gfx942", "python tools/simulated_reports.py gfx942 whiten --to {parent}"),
+        ("aot-sm90", f"{COMPILING} {RUN.format('aot', 'aot_compile_missing:backend', '{report}')}"),
+        ("orin-ptx", f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx', 'aot_compile_missing:backend', '{report}')}"),
+    ],
+)
+def test_a_report_that_a_tool_of_the_clone_has_made_is_renewed_by_that_tool(name, command) -> None:
+    content = documents.read(COMMITTED / name)
+    assert evidence.renewal(content, "whiten@1", COMMITTED / name) == command.format(
+        parent=COMMITTED, report=COMMITTED / name
+    )
+    tools = [word for word in command.split() if word.startswith(("tools/", "PYTHONPATH="))]
+    assert [t for t in tools if not (COMMITTED.parents[1] / t.removeprefix("PYTHONPATH=")).exists()] == []
+
+
 def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
     put("old", sources="0" * 16)
     put("new")
@@ -131,6 +153,21 @@ def test_a_policy_that_needs_conformance_runs_what_a_report_holds_for(cli) -> No
         assert rlkernel.explain("whiten").decision.backend == "torch"
 
 
+def test_a_report_is_read_once_until_its_file_changes(cli, monkeypatch) -> None:
+    put()
+    opened, read = [], evidence.read
+    monkeypatch.setattr(evidence, "read", lambda path: opened.append(path) or read(path))
+    with conformant():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            rlkernel.whiten(torch.tensor([1.0, 3.0], dtype=dtype))
+    assert len(opened) == 1
+    put(without=2)
+    rlkernel.refresh()
+    with conformant(), pytest.raises(ResolutionError, match="has no result for"):
+        rlkernel.whiten(torch.tensor([1.0, 3.0]))
+    assert len(opened) == 2
+
+
 def other_torch(content):
     runs = content["runs"]
     return {r: {**run, "environment": {**run["environment"], "torch": "2.0.0"}} for r, run in runs.items()}
@@ -141,7 +178,7 @@ def other_torch(content):
     [
         ({"backend": "acme"}, "evidence/none", "no report in"),
         ({"sources": "0" * 16}, "evidence/older", "of other sources"),
-        ({"without": 2}, "evidence/not-held", "has no result for CO-01, WH-96"),
+        ({"without": 2}, "evidence/not-held", "has no result for CO-01, WH-98"),
     ],
 )
 def test_a_policy_that_needs_conformance_passes_over_what_no_report_holds_for(cli, given, code, said) -> None:

@@ -3,9 +3,9 @@
 Blocks by language: `python` runs in order in one namespace per page; `console` runs each `$ rlkernel …` line and must
 print what stands below it (`...` stands for any lines); `bash` runs `rlkernel` and `python` commands and checks that
 others (make, pip, git) name things that exist; `toml` must parse, and a `[rlkernel]` table must validate.
-Two pages install what they write, and run in environments of their own: docs/write-a-backend.md in
-tests/test_new_backend_page.py, docs/start/vendor.md in tests/test_newcomer.py. A notebook's cells must print what is
-committed below them.
+Three pages run in environments of their own: docs/write-a-backend.md in tests/test_new_backend_page.py,
+docs/start/vendor.md and docs/judge.md in tests/test_newcomer.py. A notebook's cells must print what is committed below
+them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)#]+)(?:#[^)]*)?\)")
-INSTALLING = [ROOT / "docs" / "write-a-backend.md", ROOT / "docs" / "start" / "vendor.md"]
+# Run elsewhere: the first two install what they write, a judge is slow enough once.
+INSTALLING = [ROOT / "docs" / page for page in ("write-a-backend.md", "start/vendor.md", "judge.md")]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 # Take minutes or the network; what they name is checked instead.

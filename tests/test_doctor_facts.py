@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 
-from rlkernel.doctor import diagnose, examine
+from rlkernel.doctor import diagnose, examine, machine
 from rlkernel.doctor.hardware import Gpu, Hardware, gfx, look
 from rlkernel.doctor.torchbuild import TorchBuild, ask
 from tests import boards
@@ -29,6 +30,15 @@ def check(device):
 impl = Impl(op="logprob@1", target="acme_plugin:check", requires=Requires(device="cpu"))
 backend = Backend(name="acme", api=(2, 0), impls=(impl,), self_test="acme_plugin:check")
 """
+
+
+TORCH_HERE = functools.cache(ask)
+
+
+@pytest.fixture(autouse=True)
+def torch_is_asked_once(monkeypatch) -> None:
+    """Each child that imports torch takes seconds, and says what the first one said."""
+    monkeypatch.setattr(machine, "ask", TORCH_HERE)
 
 
 def write(path: Path, text: str) -> None:

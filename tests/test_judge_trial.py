@@ -98,7 +98,7 @@ def test_work_that_is_done_after_the_timer_is_found_in_the_timed_results() -> No
 def test_a_slow_candidate_is_slow_by_the_clock_outside() -> None:
     found = verdict(SLOW, "LP-19", timing=True)
     assert (found.correct, found.speedup < 1, found.fast_p["1"], found.score) == (True, True, 0.0, 0.5)
-    assert found.times.candidate.median >= 0.02
+    assert found.times.candidate.median >= 0.01
 
 
 def test_a_source_that_reaches_out_is_refused_before_anything_runs() -> None:

@@ -108,9 +108,9 @@ def stops(device: str) -> None:
 
 
 def test_a_self_test_may_call_the_operator(monkeypatch) -> None:
-    from tests import implementations
+    from tests import self_tests
 
-    monkeypatch.setattr(implementations, "calls_the_operator", calls_the_operator, raising=False)
+    monkeypatch.setattr(self_tests, "calls_the_operator", calls_the_operator, raising=False)
     CALLED.clear()
     with rlk.registered(acme(self_test="calls_the_operator")), rlk.use("acme", probe="inprocess"):
         assert (rlk.logprob(LOGITS, IDS).logprob == 1).all()
@@ -118,10 +118,10 @@ def test_a_self_test_may_call_the_operator(monkeypatch) -> None:
 
 
 def test_what_was_called_in_a_failed_self_test_is_not_remembered(monkeypatch) -> None:
-    from tests import implementations
+    from tests import self_tests
 
     test = calls_the_operator_and_fails
-    monkeypatch.setattr(implementations, test.__name__, test, raising=False)
+    monkeypatch.setattr(self_tests, test.__name__, test, raising=False)
     with rlk.registered(acme(self_test=test.__name__)):
         for _ in range(2):
             with rlk.use("acme", probe="inprocess"), pytest.raises(ResolutionError, match="wrong after all"):
@@ -129,9 +129,9 @@ def test_what_was_called_in_a_failed_self_test_is_not_remembered(monkeypatch) ->
 
 
 def test_a_self_test_that_is_interrupted_has_not_passed(monkeypatch) -> None:
-    from tests import implementations
+    from tests import self_tests
 
-    monkeypatch.setattr(implementations, "stops", stops, raising=False)
+    monkeypatch.setattr(self_tests, "stops", stops, raising=False)
     CALLED.clear()
     with rlk.registered(acme(self_test="stops")), rlk.use("acme", probe="inprocess"):
         for _ in range(2):
@@ -159,9 +159,9 @@ def records(device: str) -> None:
 
 
 def test_every_device_of_a_type_is_tested_and_decided_on_its_own(monkeypatch) -> None:
-    from tests import implementations
+    from tests import self_tests
 
-    monkeypatch.setattr(implementations, "records", records, raising=False)
+    monkeypatch.setattr(self_tests, "records", records, raising=False)
     CALLED.clear()
     with FakeTensorMode():
         cards = [

@@ -237,6 +237,13 @@ def test_an_impostor_of_a_first_party_name_is_not_part_of_auto() -> None:
     assert (decision.backend, decision.rejected[0].reason.slug) == ("torch", "policy/third-party")
 
 
+def test_a_backend_of_ours_that_auto_leaves_out_is_no_third_party() -> None:
+    machine = by_name(candidate("flashinfer", impl("*"), dist="rlkernel-cuda"), candidate("torch", impl("*")))
+    decision = resolve(machine, FACTS, Call(OP, "cpu"), OpPolicy())
+    assert (decision.backend, decision.rejected[0].reason.slug) == ("torch", "policy/not-in-order")
+    assert "'auto' leaves it out" in decision.rejected[0].reason.text
+
+
 def test_tiers_are_vendor_then_portable_then_reference() -> None:
     machine = by_name(candidate("torch", impl("*")), candidate("triton", impl("cuda")), candidate("cuda", impl("cuda")))
     chosen = []

@@ -168,6 +168,7 @@ class Seen:
         async with async_playwright() as play:
             browser = await play.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             context = await browser.new_context()
+            context.set_default_timeout(180_000)  # milliseconds: other processes may want the same cores
             await context.route("**/search_index.json", lambda route: route.fulfill(json=NOTHING_TO_SEARCH))
             await asyncio.gather(*(self._tab(context, queue) for _ in range(TABS)))
             tab = await context.new_page()

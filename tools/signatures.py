@@ -20,8 +20,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "registry" / "rlkernel" / "signatures.pyi"
 HEAD = """# The public operators with their signatures. Written by tools/signatures.py; do not edit.
-# Each is a function of its call's arguments; `bind` gives one that keeps to the implementation which takes this call.
+# Each is a function of its call's arguments; `bind`, of the same, gives one that keeps to the implementation that
+# takes this call.
 # ruff: noqa: A002 arguments are named by the records
+
+"""
+COMMON = """
+_R_co = TypeVar("_R_co", covariant=True)
+
+class Operator(Protocol):
+    spec: OpSpec[Any, Any]
+    last: Choice | None
+    __name__: str
 
 """
 
@@ -61,15 +71,14 @@ def parameters(spec: Any) -> list[str]:
 
 
 def operator(spec: Any) -> str:
-    """Two classes and the name of an operator."""
+    """A class of functions with an operator's arguments, the operator's own, and its name."""
     result = spec.signature.return_annotation
     takes = "".join(f"        {line},\n" for line in ("self", *parameters(spec)))
     name = "".join(word.title() for word in spec.name.split("_"))
     return (
-        f"class _{name}Function(Protocol):\n    def __call__(\n{takes}    ) -> {result}: ...\n\n"
-        f"class _{name}(_{name}Function, Protocol):\n"
-        "    spec: OpSpec[Any, Any]\n    last: Choice | None\n    __name__: str\n"
-        f"    def bind(\n{takes}    ) -> _{name}Function: ...\n\n"
+        f"class _{name}Function(Protocol[_R_co]):\n    def __call__(\n{takes}    ) -> _R_co: ...\n\n"
+        f"class _{name}(_{name}Function[{result}], Operator, Protocol):\n"
+        f"    bind: _{name}Function[_{name}Function[{result}]]\n\n"
         f"{spec.name}: _{name}\n"
     )
 
@@ -78,7 +87,7 @@ def text() -> str:
     """The file's content."""
     from rlkernel_core.spec import OPERATORS
 
-    needed = {("typing", "Any"), ("typing", "Protocol"), ("rlkernel.plans", "Choice")}
+    needed = {("typing", "Any"), ("typing", "Protocol"), ("typing", "TypeVar"), ("rlkernel.plans", "Choice")}
     needed.add(("rlkernel_core.spec.form", "OpSpec"))
     for spec in OPERATORS.values():
         modules = [base.__module__ for base in spec.record.__mro__ if base.__module__.startswith("rlkernel_core")]
@@ -96,7 +105,7 @@ def text() -> str:
         if given := sorted(names - {""}):
             imports.setdefault(group, []).append(f"from {module} import {', '.join(given)}\n")
     blocks = "\n".join("".join(lines) for _, lines in sorted(imports.items()))
-    return HEAD + blocks + "\n" + "\n".join(operator(OPERATORS[name]) for name in sorted(OPERATORS))
+    return HEAD + blocks + COMMON + "\n".join(operator(OPERATORS[name]) for name in sorted(OPERATORS))
 
 
 if __name__ == "__main__":

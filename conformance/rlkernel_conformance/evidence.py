@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,11 @@ STATES: Final = {
 }
 RENEWABLE: Final = ("older", "missing", "absent")
 _CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
+_SIMULATED: Final = (
+    "rlkernel_rocm.simulated."  # whose reports tools/simulated_reports.py makes, at an effort of its own
+)
+# backends/triton/tools/aot_compile_missing.py, which bundles that lack a build need, and the name that it had before
+_COMPILING: Final = ("aot_compile_missing", "aot_growing")
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call)
         ConfigError: no report there, or one that was changed.
     """
     about = " ".join(filter(None, (backend, call.op, "on", call.device, call.arch)))
-    found = [(path, read(path)) for path in reports(Path(folder))]
+    found = [(path, _as_read(path.resolve(), path.stat().st_mtime_ns)) for path in reports(Path(folder))]
     judged = [(path, content) for path, content in found if sanitizer_of(content["profile"]) is None]
     mine = [(path, content) for path, content in judged if _is_of(content, backend, call)]
     if not mine:
@@ -105,6 +111,12 @@ def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call)
         else:
             return None
     return said[0]
+
+
+@lru_cache(maxsize=128)
+def _as_read(path: Path, changed: int) -> dict[str, Any]:
+    """A report, read once a process for as long as its file stays as it is; nobody changes what was read."""
+    return read(path)
 
 
 def _is_of(content: Mapping[str, Any], backend: str, call: Call) -> bool:
@@ -178,13 +190,21 @@ def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, 
 
 
 def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
-    """The command that gives a report what it lacks of an operator."""
+    """The command that gives a report what it lacks of an operator; tools of a clone, where they made the report."""
     name = ALIASES.get(content["backend"], content["backend"])
     profile = content["operators"].get(op, content)["profile"]
     manifest = _named(content)
+    module = (manifest or _first_target(content)).partition(":")[0]
+    if profile not in PROFILES and module.startswith(_SIMULATED):
+        arch = module.removeprefix(_SIMULATED)
+        return f"python tools/simulated_reports.py {arch} {op.partition('@')[0]} --to {folder.parent}"
     variables = [run["environment"]["variables"] for run in content["runs"].values()]
+    before = ["TRITON_INTERPRET=1"] * any(v.get("TRITON_INTERPRET") == "1" for v in variables)
+    if module in _COMPILING:
+        manifest = f"{_COMPILING[0]}:backend"
+        before += ["PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl", *["AOT_CODE=ptx"] * (name != "aot")]
     words = [
-        *["TRITON_INTERPRET=1"] * any(v.get("TRITON_INTERPRET") == "1" for v in variables),
+        *before,
         f"rlkernel conformance run {name} --op {op.partition('@')[0]} --missing",
         f"--profile {profile if profile in PROFILES else next(iter(PROFILES))}",
         f"--device {content['device'].partition(':')[0]}",
@@ -198,5 +218,10 @@ def _named(content: Mapping[str, Any]) -> str | None:
     """Where a manifest stands that no distribution names: as the report says, else beside the implementations."""
     if content["manifest"] or ALIASES.get(content["backend"], content["backend"]) in known():
         return content["manifest"]
-    first = next(target for found in content["operators"].values() for target in found["implementations"])
-    return f"{first.partition(':')[0]}:backend"
+    module = _first_target(content).partition(":")[0]
+    return f"{module}:backend" if module else None
+
+
+def _first_target(content: Mapping[str, Any]) -> str:
+    """An implementation that a report is of, "module:function"; empty where it names none."""
+    return next((target for found in content["operators"].values() for target in found["implementations"]), "")

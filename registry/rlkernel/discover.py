@@ -133,6 +133,11 @@ class Candidate:
         return known.tier if known and known.dist == canonicalize_name(self.dist) else None
 
     @property
+    def ours(self) -> bool:
+        """Whether a distribution of this project provides it; some of ours `auto` leaves out, such as `flashinfer`."""
+        return canonicalize_name(self.dist) in {known.dist for known in FIRST_PARTY.values()}
+
+    @property
     def provider(self) -> str:
         """Distribution and version: `rlkernel-cuda 0.1.0`."""
         return f"{self.dist} {self.version}"
@@ -244,7 +249,7 @@ def _dist(entry: EntryPoint) -> tuple[str, str]:
 
 def _first(entries: list[EntryPoint]) -> EntryPoint:
     """Our own distribution where it is among the rivals, else the first."""
-    return next((e for e in entries if _unloaded(e).tier is not None), entries[0])
+    return next((e for e in entries if _unloaded(e).ours), entries[0])
 
 
 def _unloaded(entry: EntryPoint) -> Candidate:
@@ -256,7 +261,7 @@ def _load(entries: list[EntryPoint]) -> Candidate:
 
     entry = _first(entries)
     found = _unloaded(entry)
-    if len(entries) > 1 and found.tier is None:
+    if len(entries) > 1 and not found.ours:
         dists = " and ".join(sorted(_dist(e)[0] for e in entries))
         reason = Reason("load", "duplicate-name", f"{dists} both provide {entry.name!r}", "uninstall one of them")
         return replace(found, reason=reason)

@@ -126,11 +126,13 @@ def _expand(order: Iterable[str], candidates: Mapping[str, Candidate], call: Cal
 
 def _tier(candidates: Mapping[str, Candidate], name: str) -> int | None:
     """The tier of an installed first-party backend, judged by who distributes it, not by what it calls itself."""
-    if name not in candidates:
-        return None
-    listed = getattr(candidates, "listed", candidates.__getitem__)
-    tier: int | None = listed(name).tier
-    return tier
+    return _listed(candidates, name).tier if name in candidates else None
+
+
+def _listed(candidates: Mapping[str, Candidate], name: str) -> Candidate:
+    """An installed backend, loaded only if it was before."""
+    listed: Callable[[str], Candidate] = getattr(candidates, "listed", candidates.__getitem__)
+    return listed(name)
 
 
 def _with_kernels(candidates: Mapping[str, Candidate], call: Call, policy: OpPolicy) -> str | None:
@@ -171,11 +173,12 @@ def _outside(candidates: Mapping[str, Candidate], slots: Iterable[_Slot], policy
     out = []
     for name in sorted(set(candidates) - inside):
         fix = f'order = ["{name}", ' + ", ".join(f'"{o}"' for o in policy.order) + "]"
-        if AUTO in policy.order and _tier(candidates, name) is None:
+        if AUTO in policy.order and not _listed(candidates, name).ours:
             text = f"{name} is a third party; it runs only where the order names it"
             out.append(Rejected(name, Reason("policy", "third-party", text, fix)))
         else:
-            text = f"the order {list(policy.order)} does not name it"
+            aside = f", and {AUTO!r} leaves it out" if AUTO in policy.order else ""
+            text = f"the order {list(policy.order)} does not name it{aside}"
             out.append(Rejected(name, Reason("policy", "not-in-order", text, fix)))
     return out
 

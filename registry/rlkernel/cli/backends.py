@@ -42,7 +42,8 @@ def command(
 ) -> None:
     """Backends that are installed, whether they can run here, and our own that are not installed.
 
-    `auto` considers our own alone: vendor, then portable, then plain torch.
+    `auto` considers our own alone: vendor, then portable, then plain torch;
+    those of ours that say "if named" run only where the order names them.
     A third-party plugin is listed without importing it, unless the order
     names it or --load is given.
     """
@@ -52,7 +53,7 @@ def command(
     rows = []
     for name in sorted(installed, key=_rank):
         known = installed.listed(name)
-        wanted = load or known.tier is not None or name in named
+        wanted = load or known.ours or name in named
         rows.append(_row(installed[name] if wanted else known, loaded=wanted))
     rows += [_absent(name) for name in FIRST_PARTY if name not in installed]
     if json:
@@ -74,7 +75,7 @@ def _row(found: Candidate, *, loaded: bool) -> dict[str, Any]:
         "name": found.name,
         "distribution": found.dist,
         "version": found.version,
-        "kind": _TIERS[found.tier] if found.tier is not None else "third party",
+        "kind": _kind(found),
         "installed": True,
         "loaded": loaded and found.manifest is not None,
         "state": state,
@@ -83,6 +84,12 @@ def _row(found: Candidate, *, loaded: bool) -> dict[str, Any]:
         "operators": sorted({i.op for i in impls}),
         "devices": sorted(_devices(impls)),
     }
+
+
+def _kind(found: Candidate) -> str:
+    if found.tier is not None:
+        return _TIERS[found.tier]
+    return "ours, if named" if found.ours else "third party"
 
 
 def _state(found: Candidate, *, loaded: bool) -> tuple[str, str, str]:
