@@ -290,9 +290,8 @@ def _mutants(*, effort: _Effort) -> bool:
     rows: list[dict[str, object]] = []
 
     def tell(op: str, name: str, wrong: str, expected: str, found: tuple[str, ...], *, killed: bool) -> None:
-        rows.append(
-            {"op": op, "mutant": name, "wrong": wrong, "expected": expected, "found": list(found), "killed": killed}
-        )
+        about = {"op": op, "mutant": name, "wrong": wrong, "expected": expected}
+        rows.append({**about, "found": list(found), "killed": killed})
         if not effort.json:
             mark = typer.style("killed  ", fg="green") if killed else typer.style("SURVIVED", fg="red")
             said = ", ".join(dict.fromkeys(found)) or "nothing"
