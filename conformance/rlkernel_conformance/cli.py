@@ -49,12 +49,13 @@ EXAMPLES: Final = (
     ("rlkernel conformance report from-gpu.json --report reports/acme", "renew a report with one of another machine"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
     ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
+    ("rlkernel conformance orders triton --op logprob --arch sm90", "in which order sums are taken, without a GPU"),
     ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's tables"),
     ("rlkernel conformance evidence", "which reports are of other sources than are here, and what renews them"),
 )
 EXITS: Final = {
-    0: "every attacked clause holds or is waived; every mutant is killed; the reports agree",
-    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; the reports differ",
+    0: "every attacked clause holds or is waived; every mutant is killed; the reports agree; all orders are derived",
+    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; the reports differ; an order is not",
 }
 # action -> how few and how many words may follow
 _ACTIONS: Final = {
@@ -66,6 +67,7 @@ _ACTIONS: Final = {
     "table": (0, 1),
     "evidence": (0, 0),
     "parity": (2, 2),
+    "orders": (1, 1),
 }
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
 _REPORTS: Final = Path("conformance/reports")
@@ -87,13 +89,26 @@ class _Effort:
     within: float
     missing: bool
     json: bool
+    orders: _Orders
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """What certificates are asked for."""
+
+    archs: tuple[str, ...]
+    sizes: tuple[str, ...]
+    level: str
+    dtype: str
+    gradient: bool
 
 
 def command(
     action: Annotated[
         str,
         typer.Argument(
-            help="run BACKEND, mutants, report PATH, compare OLD NEW, parity A B, tolerances, table [FILE], evidence.",
+            help="run BACKEND, mutants, report PATH, compare OLD NEW, parity A B, tolerances, table [FILE], evidence, "
+            "orders BACKEND.",
         ),
     ],
     words: Annotated[
@@ -137,6 +152,15 @@ def command(
     missing: Annotated[
         bool, typer.Option("--missing", help="run: only what the report in --report lacks, or has of other sources.")
     ] = False,
+    arch: Annotated[str, typer.Option(help="orders: architectures with commas, such as sm90,gfx942.")] = "sm90",
+    size: Annotated[
+        str | None, typer.Option(help="orders: sizes with commas, such as 8x50257; the operator's own, unless given.")
+    ] = None,
+    level: Annotated[
+        str, typer.Option(help="orders: bits, or order, which is comparable across architectures.")
+    ] = "bits",
+    dtype: Annotated[str, typer.Option(help="orders: of the operator's tensors.")] = "bfloat16",
+    gradient: Annotated[bool, typer.Option("--gradient", help="orders: the gradients are outputs too.")] = False,
     json: Json = False,
 ) -> None:
     """Hold a backend against the clauses of its operators.
@@ -164,8 +188,9 @@ def command(
         named(name)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
     effort = _Effort(
-        ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, missing, json
-    )
+        ops, tuple(clause or ()), hard, devices, many, manifest, waivers, report, hostile, limits, missing, json,
+        _Orders(tuple(arch.split(",")), tuple(size.split(",")) if size else (), level, dtype, gradient),
+    )  # fmt: skip
     acts: dict[str, Callable[..., bool]] = {
         "run": _run,
         "mutants": _mutants,
@@ -175,6 +200,7 @@ def command(
         "table": _table,
         "parity": _parity,
         "evidence": _evidence,
+        "orders": _orders,
     }
     if not acts[action](*given, effort=effort):
         raise typer.Exit(1)
@@ -343,3 +369,29 @@ def _evidence(*, effort: _Effort) -> bool:
     print_table(("report", "operator", "", "clauses", "seconds"), cells, title=f"{len(due)} of {len(found)} to renew")
     typer.echo("".join(f"{e.command}\n" for e in due), nl=False)
     return True
+
+
+def _orders(backend: str, *, effort: _Effort) -> bool:
+    from rlkernel_conformance.orders.calls import PROBES, probe
+    from rlkernel_conformance.orders.certificates import certificate
+    from rlkernel_conformance.orders.show import show_orders
+
+    asked, found = effort.orders, []
+    for op in effort.ops or PROBES:
+        for arch in asked.archs:
+            for size in asked.sizes or probe(op).sizes:
+                found.append(
+                    certificate(
+                        op,
+                        size,
+                        backend=backend,
+                        arch=arch,
+                        level=asked.level,
+                        dtype=asked.dtype,
+                        gradient=asked.gradient,
+                    )
+                )
+                if not effort.json:
+                    typer.echo(f"{op} {arch} {size}: {found[-1].hash or found[-1].why}", err=True)
+    show_orders(found, json=effort.json)
+    return all(c.hash for c in found)
