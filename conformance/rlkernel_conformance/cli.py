@@ -55,7 +55,7 @@ EXAMPLES: Final = (
 )
 EXITS: Final = {
     0: "every attacked clause holds or is waived; every mutant is killed; the reports agree; all orders are derived",
-    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; the reports differ; an order is not",
+    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; reports differ; an order is not",
 }
 # action -> how few and how many words may follow
 _ACTIONS: Final = {
