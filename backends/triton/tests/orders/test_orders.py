@@ -85,7 +85,9 @@ def test_a_sum_in_the_order_of_arrival_has_no_certificate() -> None:
 def test_an_instruction_that_is_not_modeled_is_named() -> None:
     with pytest.raises(UnknownPtxError, match="the PTX holds no kernel"):
         read_ptx(".version 9.0")
-    text = ".target sm_90a\n.visible .entry k(\n.param .u64 k_param_0\n)\n.reqntid 32\n{\n.reg .b32 %r<2>;\nvote.x %r1;\n}"
+    text = (
+        ".target sm_90a\n.visible .entry k(\n.param .u64 k_param_0\n)\n.reqntid 32\n{\n.reg .b32 %r<2>;\nvote.x %r1;\n}"
+    )
     from rlkernel_triton.orders.instructions import bind
     from rlkernel_triton.orders.machine import Machine
     from rlkernel_triton.orders.memory import GlobalMemory
@@ -134,7 +136,10 @@ def test_a_matrix_product_and_its_gradient_are_those_of_the_definition(target) -
 def test_log_probabilities_and_their_gradient_are_those_of_the_definition() -> None:
     x, ids = drawn(4, 900), torch.tensor([0, 899, 500, 31])
     mine, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
-    out, want = traced("logprob", "sm_90", logits=mine, ids=ids, entropy=True), direct.logprob(theirs, ids, entropy=True)
+    out, want = (
+        traced("logprob", "sm_90", logits=mine, ids=ids, entropy=True),
+        direct.logprob(theirs, ids, entropy=True),
+    )
     torch.testing.assert_close(out.logprob.double(), want.logprob, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(out.entropy.double(), want.entropy, atol=2e-5, rtol=1e-5)
     (a,), (b,) = (torch.autograd.grad(o.logprob.sum(), [t]) for o, t in ((out, mine), (want, theirs)))
