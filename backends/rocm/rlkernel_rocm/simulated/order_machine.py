@@ -542,7 +542,7 @@ class OrderMachine(Machine):
         if name in {"v_max_f32", "v_max3_f32"} and not how:
             made = x[0]
             for other in x[1:]:
-                made = np.where(made == other, made, float_expression("max.f32", "max", [made, other]))
+                made = e.maximum(made, other)
             return made
         if name == "v_div_fixup_f32" and self._level == "order":
             return e.expression("div.f32", x[2], x[1])

@@ -166,6 +166,8 @@ def float_expression(called: str, name: str, x: list[Array]) -> Array:
         return e.commutative(called, a, b, x[2], sign)
     if name == "sub":
         return e.commutative(called.replace("sub", "add", 1), x[0], e.negated(x[1]))
+    if called == "max.f32":
+        return e.maximum(x[0], x[1])
     if name in {"add", "max", "min"}:
         return e.commutative(called, x[0], x[1])
     return e.expression(called, *x)

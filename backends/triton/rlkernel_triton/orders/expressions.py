@@ -6,7 +6,9 @@ threads, or packed beside another is recognized. Equal hashes mean equal operati
 a + b, a * b and max(a, b) the order of the two does not count, and signs are taken out of products, as in IEEE 754
 arithmetic neither changes a bit (but for the sign and the payload of a NaN).
 
-    hash   bits 6..63 mixed · bit 5 set · bit 4 depends on data · bit 3 the sign · bits 0..2 the piece
+A maximum is that of a set: max(max(a, b), c) = max(a, max(b, c)), and -inf adds nothing to it.
+
+    hash   bits 7..63 mixed · bit 6 a maximum · bit 5 set · bit 4 depends on data · bit 3 the sign · bits 0..2 the piece
 
 An expression of known bits alone, such as the exponential of a constant, that hardware rounds as it likes is one that
 does not depend on data.
@@ -24,7 +26,8 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 U64: Final = np.uint64
 _SIGN: Final = U64(8)
-_CORE: Final = U64(0xFFFFFFFFFFFFFFC0)
+_CORE: Final = U64(0xFFFFFFFFFFFFFF80)
+_MAXIMUM: Final = U64(64)
 _SOME: Final = U64(32)
 _DATA: Final = U64(16)
 # Odd factors of the operands of an operation, drawn once.
@@ -65,6 +68,19 @@ def expression(name: str, *operands: Array) -> Array:
 def commutative(name: str, a: Array, b: Array, *rest: Array) -> Array:
     """The hash of an operation whose first two operands may be exchanged."""
     return expression(name, np.minimum(a, b), np.maximum(a, b), *rest)
+
+
+def maximum(a: Array, b: Array) -> Array:
+    """max(a, b) of float32: the set of what it is of has a sum of hashes, in whatever order it was made."""
+    nothing = constant(np.asarray(0xFF800000), 32)  # -inf
+
+    def total(x: Array) -> Array:
+        return np.where((x & (_MAXIMUM | _SIGN)) == _MAXIMUM, x, mixed(x ^ seed("max.f32"))) & _CORE
+
+    with np.errstate(over="ignore"):
+        made = ((total(a) + total(b)) & _CORE) | _MAXIMUM | _SOME | ((a | b) & _DATA)
+    found: Array = np.where((a == b) | (b == nothing), a, np.where(a == nothing, b, made))
+    return found
 
 
 def row(name: str, elements: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Orders of sums, derived from PTX: equal where kernels add alike, different where they do not, refused where unknown."""
+"""Orders of sums, derived from PTX: equal where kernels add alike, else different, and refused where unknown."""
 
 import numpy as np
 import pytest
