@@ -5,27 +5,17 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from rlkernel import policy
 from rlkernel.cli.options import Json
-from rlkernel.cli.output import plain, print_json, print_table
-from rlkernel.hardware import present
 from rlkernel.installation import extras
 from rlkernel.survey import named
+from rlkernel_conformance.actions import ACTIONS, Effort, Orders
 from rlkernel_core.errors import ConfigError, UnknownNameError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rlkernel_conformance.mutation_run import MutantResult
-    from rlkernel_conformance.profiles import Profile
-    from rlkernel_conformance.run import Progress
 
 EXAMPLES: Final = (
     ("rlkernel conformance run torch --op logprob", "every clause of one operator, twenty cases each"),
@@ -53,12 +43,13 @@ EXAMPLES: Final = (
     ("rlkernel conformance report from-gpu.json --report reports/acme", "renew a report with one of another machine"),
     ("rlkernel conformance compare reports/old reports/new", "what changed between two reports"),
     ("rlkernel conformance parity reference triton --op logprob", "how far two backends are apart on the same calls"),
+    ("rlkernel conformance orders triton --op logprob --arch sm90", "in which order sums are taken, without a GPU"),
     ("rlkernel conformance table README.md", "write what conformance/reports holds into a file's tables"),
     ("rlkernel conformance evidence", "which reports are of other sources than are here, and what renews them"),
 )
 EXITS: Final = {
-    0: "every attacked clause holds or is waived; every mutant is killed; the reports agree",
-    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; the reports differ",
+    0: "every attacked clause holds or is waived; every mutant is killed; the reports agree; all orders are derived",
+    1: "a clause is refuted, could not be attacked or was not run; a mutant survives; reports differ; an order is not",
 }
 # action -> how few and how many words may follow
 _ACTIONS: Final = {
@@ -70,36 +61,17 @@ _ACTIONS: Final = {
     "table": (0, 1),
     "evidence": (0, 0),
     "parity": (2, 2),
+    "orders": (1, 1),
 }
 _NEEDED: Final = ("hypothesis", "numpy", "torch")
-_REPORTS: Final = Path("conformance/reports")
-
-
-@dataclass(frozen=True)
-class _Effort:
-    """The options, of which every action takes those that concern it."""
-
-    ops: tuple[str, ...]
-    clauses: tuple[str, ...]
-    profile: Profile
-    devices: tuple[str, ...]
-    jobs: int
-    manifest: str | None
-    waivers: Path | None
-    report: Path | None
-    hostile: bool
-    drawn: int | None
-    seed: int
-    within: float
-    missing: bool
-    json: bool
 
 
 def command(
     action: Annotated[
         str,
         typer.Argument(
-            help="run BACKEND, mutants, report PATH, compare OLD NEW, parity A B, tolerances, table [FILE], evidence.",
+            help="run BACKEND, mutants, report PATH, compare OLD NEW, parity A B, tolerances, table [FILE], evidence, "
+            "orders BACKEND.",
         ),
     ],
     words: Annotated[
@@ -148,6 +120,15 @@ def command(
     missing: Annotated[
         bool, typer.Option("--missing", help="run: only what the report in --report lacks, or has of other sources.")
     ] = False,
+    arch: Annotated[str, typer.Option(help="orders: architectures with commas, such as sm90,gfx942.")] = "sm90",
+    size: Annotated[
+        str | None, typer.Option(help="orders: sizes with commas, such as 8x50257; the operator's own, unless given.")
+    ] = None,
+    level: Annotated[
+        str, typer.Option(help="orders: bits, or order, which is comparable across architectures.")
+    ] = "bits",
+    dtype: Annotated[str, typer.Option(help="orders: of the operator's tensors.")] = "bfloat16",
+    gradient: Annotated[bool, typer.Option("--gradient", help="orders: the gradients are outputs too.")] = False,
     json: Json = False,
 ) -> None:
     """Hold a backend against the clauses of its operators.
@@ -174,7 +155,7 @@ def command(
     for name in op or ():
         named(name)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
-    effort = _Effort(
+    effort = Effort(
         ops=ops,
         clauses=tuple(clause or ()),
         profile=hard,
@@ -189,212 +170,7 @@ def command(
         within=limits,
         missing=missing,
         json=json,
+        orders=Orders(tuple(arch.split(",")), tuple(size.split(",")) if size else (), level, dtype, gradient),
     )
-    acts: dict[str, Callable[..., bool]] = {
-        "run": _run,
-        "mutants": _mutants,
-        "report": _report,
-        "compare": _compare,
-        "tolerances": _tolerances,
-        "table": _table,
-        "parity": _parity,
-        "evidence": _evidence,
-    }
-    if not acts[action](*given, effort=effort):
+    if not ACTIONS[action](*given, effort=effort):
         raise typer.Exit(1)
-
-
-def _run(backend: str, *, effort: _Effort) -> bool:
-    from rlkernel.probe import arch_of
-    from rlkernel_conformance import sanitizer
-    from rlkernel_conformance.documents import found, put
-    from rlkernel_conformance.profiles import sanitizer_of
-    from rlkernel_conformance.report import only, same_subject
-    from rlkernel_conformance.run import run
-    from rlkernel_conformance.show import passes, show
-
-    if effort.manifest is not None:
-        sys.path.insert(0, "")  # as `python -m` has it
-    if effort.profile.sanitizer is not None:
-        sanitizer.executable()  # before a device is looked for, which may be missing too
-    if effort.missing and effort.report is None:
-        raise ConfigError("--missing needs --report FOLDER, which has what is not missing")
-    devices = _here(effort.devices, (backend,), effort.manifest)
-    earlier = None if effort.report is None else found(effort.report)
-    if earlier is not None and sanitizer_of(earlier["profile"]) != effort.profile.sanitizer:
-        raise ConfigError(
-            f"{effort.report} has a report of profile {earlier['profile']}, and {effort.profile.name} is evidence of "
-            "another kind: give it a folder of its own"
-        )
-    if earlier is not None:
-        same_subject(earlier, backend, devices[0], [str(arch_of(devices[0]))])
-    content = run(
-        backend,
-        effort.profile,
-        ops=effort.ops,
-        clauses=effort.clauses,
-        devices=devices,
-        jobs=effort.jobs,
-        manifest=effort.manifest,
-        waivers=effort.waivers,
-        watch=(lambda _: None) if effort.json else _tell,
-        within=effort.within,
-        earlier=earlier if effort.missing else None,
-    )
-    if effort.report is not None:
-        content = only(put(content, effort.report), content["operators"])
-    show(content, json=effort.json)
-    return passes(content)
-
-
-def _here(devices: tuple[str, ...], backends: tuple[str, ...], manifest: str | None = None) -> tuple[str, ...]:
-    """Devices by their names, all in this machine; the backends that are attacked may claim names of their own."""
-    from rlkernel_conformance.manifests import load
-
-    if manifest is not None:
-        asked = [load(manifest)]
-    else:
-        found = [policy.installed()[name] for name in backends]
-        asked = [candidate.manifest for candidate in found if candidate.manifest is not None]
-    return tuple(present(device, asked) for device in devices)
-
-
-def _tell(progress: Progress) -> None:
-    """One line on standard error: how far the run is, and how the clause fared."""
-    outcome = progress.outcome
-    good = outcome.status == "held"
-    mark = typer.style(f"{'held' if good else outcome.fault or outcome.status:8}", fg="green" if good else "red")
-    at = f"{progress.done:4}/{progress.due} {progress.seconds:6.0f} s"
-    text = f"{outcome.op:20} {outcome.clause}  {outcome.title}"
-    typer.echo(f"{at}  {mark} {text}  ({outcome.executed} cases, {outcome.seconds:.1f} s)", err=True)
-
-
-def _report(path: str, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.documents import put, read
-    from rlkernel_conformance.show import passes, show
-
-    content = read(Path(path))
-    if effort.report is not None:
-        content = put(content, effort.report)
-    show(content, json=effort.json)
-    return passes(content)
-
-
-def _mutants(*, effort: _Effort) -> bool:
-    if effort.drawn is not None:
-        return _source_mutants(effort.drawn, effort)
-    from rlkernel_conformance.hostile import attack_hostile, hostile_backends
-    from rlkernel_conformance.mutation_run import mutation_run
-    from rlkernel_core.spec import OPERATORS
-
-    rows: list[dict[str, object]] = []
-
-    def tell(op: str, name: str, wrong: str, expected: str, found: tuple[str, ...], *, killed: bool) -> None:
-        about = {"op": op, "mutant": name, "wrong": wrong, "expected": expected}
-        rows.append({**about, "found": list(found), "killed": killed})
-        if not effort.json:
-            mark = typer.style("killed  ", fg="green") if killed else typer.style("SURVIVED", fg="red")
-            said = ", ".join(dict.fromkeys(found)) or "nothing"
-            typer.echo(f"{mark}  {op:20} {name:36} {said}{'' if killed else f', expected {expected}'}", err=True)
-
-    def told(result: MutantResult) -> None:
-        mutant = result.mutant
-        tell(mutant.op, mutant.name, mutant.bug.wrong, mutant.clause, result.failed, killed=result.killed)
-
-    for op in () if effort.hostile else effort.ops or OPERATORS:
-        mutation_run(op, effort.profile, watch=told)
-    for backend in () if effort.ops else hostile_backends():
-        verdict = attack_hostile(backend)
-        tell("hostile", backend.name, backend.does, backend.fault, verdict.faults, killed=verdict.as_expected)
-    killed = sum(bool(row["killed"]) for row in rows)
-    if effort.json:
-        print_json({"killed": killed, "of": len(rows), "mutants": rows})
-    else:
-        typer.echo(f"{killed} of {len(rows)} mutants killed")
-    return killed == len(rows)
-
-
-def _source_mutants(number: int, effort: _Effort) -> bool:
-    from rlkernel_conformance.source_mutants.run import SourceMutant, run
-    from rlkernel_conformance.source_mutants.show import show
-
-    begun = 0
-
-    def told(mutant: SourceMutant) -> None:
-        nonlocal begun
-        begun += 1
-        mark = typer.style(f"{mutant.status:10}", fg="red" if mutant.status == "survived" else "green")
-        text = f"{mutant.op:20} {mutant.kind:10} {mutant.file}:{mutant.line}  {mutant.clause}"
-        typer.echo(f"{begun:4}/{number}  {mark} {text}", err=True)
-
-    def tell(text: str) -> None:
-        typer.echo(text, err=True)
-
-    found = run(
-        effort.ops,
-        number,
-        effort.seed,
-        effort.profile,
-        clauses=effort.clauses,
-        jobs=effort.jobs,
-        watch=told,
-        tell=tell,
-    )
-    show(found, json=effort.json)
-    return not any(mutant.status == "survived" for mutant in found.mutants)
-
-
-def _compare(old: str, new: str, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.documents import read
-    from rlkernel_conformance.report import compare
-
-    lines = compare(read(Path(old)), read(Path(new)))
-    if effort.json:
-        print_json({"differences": lines})
-    else:
-        typer.echo("\n".join(plain(line) for line in lines) if lines else "the reports agree")
-    return not lines
-
-
-def _tolerances(*, effort: _Effort) -> bool:
-    from rlkernel_conformance.show import show_tolerances
-
-    show_tolerances(effort.ops, json=effort.json)
-    return True
-
-
-def _table(path: str | None = None, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.table import rows, table, write
-
-    if effort.json:
-        print_json(rows(_REPORTS))
-    elif path is None:
-        typer.echo(table(_REPORTS))
-    else:
-        write(Path(path), _REPORTS)
-    return True
-
-
-def _parity(a: str, b: str, *, effort: _Effort) -> bool:
-    from rlkernel_conformance.parity import markdown, parity
-
-    found = parity(a, b, ops=effort.ops, device=_here(effort.devices, (a, b))[0])
-    if effort.json:
-        print_json(found)
-    else:
-        typer.echo(markdown(found))
-    return True
-
-
-def _evidence(*, effort: _Effort) -> bool:
-    from rlkernel_conformance.evidence import RENEWABLE, evidence
-
-    found = [e for e in evidence(_REPORTS) if not effort.ops or e.op.partition("@")[0] in effort.ops]
-    if effort.json:
-        print_json([vars(e) for e in found])
-        return True
-    due = [e for e in found if e.state in RENEWABLE]
-    cells = [(e.report, e.op, e.state, str(e.clauses), f"{e.seconds:.0f}" if e.seconds else "") for e in due]
-    print_table(("report", "operator", "", "clauses", "seconds"), cells, title=f"{len(due)} of {len(found)} to renew")
-    typer.echo("".join(f"{e.command}\n" for e in due), nl=False)
-    return True

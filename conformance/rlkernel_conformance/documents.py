@@ -152,6 +152,9 @@ def markdown(content: Mapping[str, Any]) -> str:
     for op, found in content["operators"].items():
         if found["unproved_claims"]:
             lines += ["", f"`{op}` claims without an executed case: {', '.join(found['unproved_claims'])}."]
+        orders = [f"`{o['hash']}` on {o['arch']} at {o['size']}" for o in found.get("orders", ()) if "hash" in o]
+        if orders:
+            lines += ["", f"`{op}` adds in the [order](../../../docs/orders.md) {', '.join(orders)}."]
         lines += [
             f"\n`{op}` {c['clause']} {c['title']} was not executed here: it {c['message']}."
             for c in found["clauses"]

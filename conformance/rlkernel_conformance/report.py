@@ -37,6 +37,7 @@ from rlkernel.discover import PackageVersions
 from rlkernel_conformance import tolerances
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.manifests import sources_of
+from rlkernel_conformance.orders.shipped import shipped
 from rlkernel_conformance.profiles import PROFILES, Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_conformance.waivers import Waiver, needless
@@ -109,6 +110,7 @@ def report(
             "claims": sorted(subject.claims),
             "tolerances": tolerances.version((subject.op,)),
             "problems": needless(waivers, found),
+            "orders": shipped((i.target for i in subject.impls), subject.op),
         }
         clauses = [_clause(o, {w.clause: w for w in waivers}.get(o.clause)) | told for o in found]
         operators[subject.spec.id] = _operator(subject.op, about, clauses, {name: made})
@@ -221,6 +223,7 @@ def _operator(
     }
     return {
         **{k: about[k] for k in ("implementations", "claims", "tolerances", "problems")},
+        **({"orders": about["orders"]} if about.get("orders") else {}),
         "unproved_claims": unproved,
         "profile": profile["name"],
         "verdict": next((v for v, applies in verdicts.items() if applies), "holds"),

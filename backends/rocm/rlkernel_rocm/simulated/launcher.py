@@ -66,7 +66,7 @@ class SimulatedLaunch:
         values, passed = {**self.binding.fixed, **self.binding.by_name(args)}, dict(build.types)
         given = [values[p.name] for p in self.binding.parameters if p.name in passed]
         x, y, z = (*grid, 1, 1)[:3]
-        machine(build, self.arch).launch((x, y, z), _arguments(given), self._order)
+        machine(build, self.arch).launch((x, y, z), arguments(given), self._order)
 
 
 @cache
@@ -85,7 +85,7 @@ def machine(build: Build, arch: str) -> Machine:
     return Machine(read(source, name), lds=made.shared, warps=build.num_warps)
 
 
-def _arguments(given: list[Any]) -> list[Any]:
+def arguments(given: list[Any]) -> list[Any]:
     """Tensors as the stretches of memory that they span; several of one storage share theirs."""
     spans: dict[int, tuple[Any, int, int]] = {}
     for x in given:
