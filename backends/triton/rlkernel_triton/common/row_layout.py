@@ -43,8 +43,11 @@ def rows_of(x: Tensor) -> Rows:
             dims.append((size, step))
     if len(dims) > 2:
         return rows_of(x.clone(memory_format=torch.contiguous_format))
-    inner, inner_stride = dims[0] if dims else (1, 0)
-    outer_stride = dims[1][1] if len(dims) == 2 else 0
+    # One row steps as rows of its length do: a build that took its stride for a multiple of 16 would read more at a
+    # time and sum in another order than the same row of a batch.
+    step = x.shape[-1] * stride
+    inner, inner_stride = dims[0] if dims else (1, step)
+    outer_stride = dims[1][1] if len(dims) == 2 else 0 if dims else step
     return Rows(x, RowLayout(max(inner, 1), outer_stride, inner_stride, stride))
 
 

@@ -138,3 +138,8 @@ def test_the_launcher_in_use_is_that_of_the_innermost_scope():
             assert launcher_for(device) is inner
             assert plain_launcher_for(device) is inner
         assert launcher_for(device) is outer
+
+
+@pytest.mark.parametrize("shape", [(1, 300), (300,), (1, 1, 300)])
+def test_one_row_steps_as_rows_of_its_length_do(shape) -> None:
+    assert rows_of(torch.empty(shape)).layout == (1, 300, 300, 1)
