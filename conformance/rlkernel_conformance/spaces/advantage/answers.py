@@ -59,7 +59,7 @@ def answer(n: Given, shape: tuple[int, ...] | None, tolerance: tuple[float, floa
         a, error = np.where(keep, a, 0.0), np.where(keep, error, 0.0)
     if n["weights"] is not None:
         w = n["weights"] if per_sequence else n["weights"][:, None]
-        a, error = w * a, np.where(w == 0, 0.0, w * error)
+        a, error = w * a, np.where(w == 0, 0.0, np.where(w == 0, 1.0, w) * error)
     if tokens is not None and (n["output"] == "token" or not per_sequence):
         if per_sequence:
             a, error = (np.where(tokens.valid, x[:, None], 0.0) for x in (a, error))

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rlkernel_core.spec.advantage import SPEC
+from rlkernel_core.spec.advantage import AdvantageCall
 from rlkernel_core.spec.advantage_kinds import KINDS
 
 Given = Mapping[str, Any]  # arguments of a call, all of them, tensors as arrays
@@ -75,7 +75,7 @@ class Estimate:
 
 def every_argument(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call with those that are not given, and choices that its kind makes."""
-    call = SPEC.record(**{"rewards": None, **given})
+    call = AdvantageCall(**given)
     n: dict[str, Any] = call.as_dict()
     return n | {c: getattr(KINDS[call.kind], c) for c in ("scale", "whiten") if n[c] == "auto"}
 
