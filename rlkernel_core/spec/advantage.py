@@ -76,8 +76,8 @@ class AdvantageCall(OpCall[AdvantageResult]):
         values: token-level V(s_t).
         gamma: discount in [0, 1].
         lam: lambda in [0, 1]; a tensor [B] is per sequence, a token-level one per token with Sutton's index: the
-            lambda of the next state weighs its return against its value, and c_t has that of its own. (N == B: counts as
-            per token.)
+            lambda of the next state weighs its return against its value; c_t has that of its own state. (N == B:
+            counts as per token.)
         lam_value: as lam, another lambda for `returns` (decoupled GAE).
         length_adaptive: alpha > 0: the policy's lambda is 1 - 1 / max(alpha L, 1) for L valid tokens (or turns).
         bootstrap: [B] value of the state after the last valid token; 0 where not given.

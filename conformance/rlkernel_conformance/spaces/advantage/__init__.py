@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces.advantage.answers import answer
 from rlkernel_conformance.spaces.advantage.calls import TOKENS, arguments
-from rlkernel_conformance.spaces.advantage.levels import FAMILY, NEEDED, RULES, TENSORS, factors
+from rlkernel_conformance.spaces.advantage.levels import EDGE, FAMILY, NEEDED, RULES, TENSORS, factors
 from rlkernel_conformance.spaces.advantage.tokens import every_argument
 from rlkernel_conformance.spaces.space import Given, Point, Space, Want
 from rlkernel_conformance.subject import Subject
@@ -41,6 +41,8 @@ def expected(subject: Subject, point: Point, given: Given, _: Mapping[str, Any])
 # Changes to the simplest call. Groups above 64, ids above what a kernel compares in pairs, more sequences than blocks
 # of one dimension, more time than a chunk of a scan, more than 2^20 tokens.
 PLAIN, PACKED, NONE, MASK = ("plain", "token"), ("packed", "token"), ("none", "sequence"), ("mask", "token")
+AT_EPS: Final = {"numbers": "edge", "ddof": 0, "eps_mode": "threshold", "eps": EDGE}
+AT_LOW: Final = {"numbers": "edge", "ddof": 0, "min_std": EDGE}
 REAL: Final[tuple[Mapping[str, Any], ...]] = (
     *({"kind": "gae", "tokens": PLAIN, "B": 2, "T": T, "lam": 0.9, "gamma": 0.97} for T in (1025, 8193, 16385)),
     {"kind": "gae", "tokens": PACKED, "B": 3, "T": 8193, "lam_value": 0.5, "bootstrap": True},
@@ -60,6 +62,10 @@ REAL: Final[tuple[Mapping[str, Any], ...]] = (
     {"kind": "passk", "tokens": NONE, "B": 2049, "groups": "last short"},
     {"kind": "gigpo", "tokens": NONE, "B": 2049, "groups": "ids", "scale": "group"},
     {"kind": "gdpo", "tokens": NONE, "B": 2049, "groups": "ids", "reward_weights": True, "whiten": "global"},
+    # A std exactly at the threshold of its factor, and at what counts as low.
+    *({"kind": kind, "tokens": NONE, **AT_EPS} for kind in ("grpo", "gdpo", "passk")),
+    *({"kind": kind, "tokens": NONE, **AT_LOW} for kind in ("grpo", "gdpo", "passk")),
+    {"kind": "rloo", "tokens": NONE, **AT_LOW, "scale": "batch", "low_std": "center"},
     {"kind": "dr_grpo", "tokens": NONE, "B": (1 << 17) + 1, "groups": "all", "whiten": "global"},
 )
 
