@@ -89,9 +89,11 @@ class Moments:
         """Whitened, and the largest error."""
         white = ((a - self.shift) - self.moved) * self.rstd
         atol, rtol = tolerance
+        open_ = self.undecided | ~np.isfinite(error)
+        error = np.where(open_, 0.0, error)
         off = self.rstd * (error + self.error) + np.abs(white) * (2 * self.rstd * self.error + rtol) + atol
         off = np.where((white == 0) & self.constant & (self.error == 0), 0.0, off)
-        return white, np.where(self.undecided, np.inf, off)
+        return white, np.where(open_, np.inf, off)
 
 
 def _moments(n: Given, a: Any, error: Any, who: Any, times: Any, tolerance: tuple[float, float]) -> Moments:

@@ -153,7 +153,9 @@ def _chosen(subject: Subject, point: Point, shape: tuple[int, ...]) -> Given:
         "gamma", "length_adaptive", "step_weight", "scale", "eps", "eps_mode", "ddof", "min_std", "low_std",
         "singleton", "constant", "invalid", "leave_one_out", "masked_time", "masked_out",
     )  # fmt: skip
-    given = {name: point[name] for name in plainly if point[name] != simplest[name]}
+    given = {
+        name: point[name] for name in plainly if point[name] != simplest[name] and name in KINDS[point["kind"]].uses
+    }
     for name, salt in (("lam", 31), ("lam_value", 32)):
         of = {"row": (point["B"],), "token": shape}.get(point[name])
         if of is not None:

@@ -72,6 +72,7 @@ def by_group(
             one = 1.0 if n["scale"] == "none" or kind == "maxrl" else factor(1.0, n["eps"], n["eps_mode"])
             raw = n["singleton"] == "raw" and kind != "passk" and len(of) > 0
             out.values[ix], out.exact[ix] = one * x[ix] if raw else 0.0, not raw
+            out.undecided[ix] = n["singleton"] == "any"  # no group is as small, or anything will do
             continue
         dev = _deviation(n, kind, y, member[ix], moved, None if lengths is None else lengths[ix])
         if kind == "maxrl":
@@ -145,7 +146,8 @@ def over_groups(n: Given, tokens: Tokens | None, *, by_token: bool) -> Estimate:
     x, blur = n["rewards"].astype(np.float64), 0.0
     if by_token and tokens is not None:
         rows = np.where(tokens.valid, tokens.rows(x), 0.0)
-        x = rows.sum(1)
+        with np.errstate(invalid="ignore"):  # infinities of both signs
+            x = rows.sum(1)
         blur = _blur(np.where(np.isfinite(rows), rows, 0.0))
     B, kind = len(x), n["kind"]
     if kind == "remax":
@@ -175,7 +177,7 @@ def over_groups(n: Given, tokens: Tokens | None, *, by_token: bool) -> Estimate:
         stats.append(found)
     if kind == "gigpo":
         ok = _ok(x, n["valid_range"]) & np.isfinite(n["step_rewards"])
-        of_state = {**n, "singleton": "zero"}
+        of_state = {**n, "singleton": "any" if n["singleton"] == "any" else "zero"}
         column = n["step_rewards"].astype(np.float64)
         steps = by_group(
             of_state, "grpo", column, ok, groups_of(n["group"], B, n["anchor"].astype(np.int64)),

@@ -41,7 +41,7 @@ OPTIONS: Final[Mapping[str, tuple[Any, ...]]] = {
     "ddof": (1, 0, 2),
     "min_std": (0.0, EDGE),
     "low_std": ("zero", "center"),
-    "singleton": ("zero", "raw"),
+    "singleton": ("zero", "raw", "any"),
     "constant": ("zero", "peer"),
     "invalid": ("zero", "raw"),
     "valid_range": (False, True),
@@ -103,7 +103,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
             subject, {"": "", **dict.fromkeys(("in_stats", "in_loss", "both"), "sequence_masks")}
         ),
         "weights": claimed(subject, {False: "", True: "weights"}),
-        "whiten": claimed(subject, {"none": "", "auto": "", "global": "whiten", "defer": "whiten"}),
+        "whiten": _claimed(subject, "whiten", ("none", "auto", "global", "defer")),
         "whiten_level": ("auto", "token", "sequence"),
         **{name: _claimed(subject, name, levels) for name, levels in WHITENING.items()},
         "output": claimed(subject, {"auto": "", "token": "token_output", "sequence": ""}),
@@ -122,12 +122,14 @@ def _claimed(subject: Subject, name: str, levels: Sequence[Any]) -> tuple[Any, .
             return frozenset({STANDS_FOR[name]} - {""}) | ({name} & SPEC.feature_names)
         return SPEC.needs(SPEC.record(None, kind="grpo", **{name: level})) - plainly  # type: ignore[arg-type]
 
-    return tuple(level for level in levels if needs(level) <= subject.claims)
+    found = tuple(level for level in levels if needs(level) <= subject.claims)
+    # Who does not claim what a small group gets is asked for anything.
+    return found if name != "singleton" or "singleton_zero" in subject.claims else found[:0:-1]
 
 
 def _takes(name: str) -> Callable[[str, Any], bool]:
     simplest, argument = OPTIONS[name][0], {"clips": "trace_clip"}.get(name, name)
-    return lambda kind, level: level == simplest or argument in KINDS[kind].uses
+    return lambda kind, level: level in {simplest, "any"} or argument in KINDS[kind].uses
 
 
 def _fits(kind: str, tokens: tuple[str, str]) -> bool:
