@@ -146,6 +146,12 @@ def test_targets_of_an_invalid_sequence_are_0_also_where_masked_positions_carry(
     assert out.returns[1].tolist() == [3.0, 2.0, 1.0]
 
 
+def test_a_token_without_a_score_has_no_baseline() -> None:
+    rewards, certain = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+    out = rlk.advantage(rewards, kind="otb", group=2, logprob=certain, sum_pi_squared=certain.exp(), eps=0.0)
+    assert out.advantages.tolist() == [[1.0], [3.0]]
+
+
 def test_no_rewards_of_no_sequences_are_per_sequence_beside_packed_tokens() -> None:
     out = rlk.advantage(
         torch.zeros(0), kind="gae", values=torch.ones(5), cu_seqlens=torch.tensor([2]), gamma=1.0, lam=1.0

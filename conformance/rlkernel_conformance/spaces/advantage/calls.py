@@ -126,7 +126,8 @@ def _beside(point: Point, shape: tuple[int, ...]) -> Given:
         ids = torch.randint(-most, most, shape, generator=point.generator(19))
         given["turns"] = torch.where(_bools(point, shape, 20, 0.5), ids, -1)
     if kind == "otb":
-        p = torch.randint(1, 65, shape, generator=point.generator(21)).double() / 64  # some are 1
+        p = torch.randint(1, 41, shape, generator=point.generator(21)).double() / 64
+        p = torch.where(p > 0.5, 1.0, p)  # what is certain has no score at all
         given |= {"logprob": p.log(), "sum_pi_squared": p.square() + (1 - p).square() / 2}
     if kind == "gigpo":
         given["step_rewards"] = _rewards(point, B, 22)

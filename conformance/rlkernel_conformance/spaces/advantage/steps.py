@@ -220,7 +220,7 @@ def token_baseline(n: Given, tokens: Tokens, *, by_token: bool) -> Estimate:
         count[ix] = member[ix].sum()
         if count[ix[0]] > 1:
             total = norm[ix].sum(0) + n["eps"]
-            base[ix] = np.where(total > 0, (togo * norm)[ix].sum(0) / np.where(total > 0, total, 1.0), 0.0)
+            base[ix] = np.where(total != 0, (togo * norm)[ix].sum(0) / np.where(total != 0, total, 1.0), 0.0)
     a = np.where(valid, togo - base, 0.0)
     scale = np.ones((B, T)) * max(1.0, np.abs(r).sum(1).max(initial=0.0)) * np.sqrt(max(T, 1))
     stats = {"group_count": (count, 0.0)}
