@@ -94,8 +94,10 @@ def advantage(call: Any) -> AdvantageResult:
     """Without statistics, and NaN for groups of one."""
     out = torch_advantage(call)
     counts = out.stats.group_count if out.stats is not None else None
-    if counts is not None and counts.dim() == 1 and out.advantages.dim() == 1:
-        out = replace(out, advantages=torch.where(counts == 1, torch.nan, out.advantages))
+    if counts is not None and counts.shape == out.advantages.shape:
+        alone = counts == 1 if call.in_loss is None else (counts == 1) & call.in_loss
+        alone = alone if call.weights is None else alone & (call.weights != 0)
+        out = replace(out, advantages=torch.where(alone, torch.nan, out.advantages))
     return replace(out, stats=None)
 
 

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 class AdvantageStats:
     """What was computed on the way; device tensors all, so that reading them is the caller's synchronization."""
 
-    invalid: Tensor  # [B] bool: a reward, value or ratio was not finite, or the reward outside valid_range
+    # [B] bool: a reward, value or ratio (after its clip) was not finite, or the reward outside valid_range.
+    invalid: Tensor
     group_count: Tensor | None = None  # [B] int64: valid members of the sequence's group
     group_mean: Tensor | None = None  # [B], 0 where the group has no valid member; [B, K] for gdpo, as all group_*
     group_std: Tensor | None = None  # [B], with `ddof`; 0 where the group has too few members
-    constant: Tensor | None = None  # [B] bool: all valid members of the group have the same reward
+    constant: Tensor | None = None  # [B] bool ([B, K] for gdpo): all valid members of the group have the same reward
     count: Tensor | None = None  # [] with whitening: how many tokens or sequences the moments are of
     mean: Tensor | None = None  # [] with whitening
     var: Tensor | None = None  # [] with whitening
@@ -75,7 +76,8 @@ class AdvantageCall(OpCall[AdvantageResult]):
         values: token-level V(s_t).
         gamma: discount in [0, 1].
         lam: lambda in [0, 1]; a tensor [B] is per sequence, a token-level one per token with Sutton's index: the
-            lambda of the next state weighs its return against its value. (N == B: counts as per token.)
+            lambda of the next state weighs its return against its value; c_t has that of its own state. (N == B:
+            counts as per token.)
         lam_value: as lam, another lambda for `returns` (decoupled GAE).
         length_adaptive: alpha > 0: the policy's lambda is 1 - 1 / max(alpha L, 1) for L valid tokens (or turns).
         bootstrap: [B] value of the state after the last valid token; 0 where not given.
@@ -113,7 +115,8 @@ class AdvantageCall(OpCall[AdvantageResult]):
         invalid: what an invalid sequence gets: "zero", or its "raw" reward where that is finite.
         masked_time: "skip": masked tokens take no time; "step": they are steps without reward and value; "reset":
             nothing is carried over them.
-        masked_out: "zero", or "carry": a masked position holds the advantage of the next valid one.
+        masked_out: "zero", or "carry": a masked position holds the advantage of the next valid one; in `returns` that
+            and its own value, or without values the return of the next valid one.
         whiten: "global": over all valid tokens (or sequences) of all ranks; "defer": only the moments, see
             `AdvantageStats.rstd`; "none"; "auto" as the kind says.
         whiten_level: count tokens or sequences; "auto": tokens where a layout is given.

@@ -169,7 +169,8 @@ def _token_rewards(call: Any, rewards: Tensor, tokens: tuple[int, ...] | None) -
     if call.cu_seqlens is None or rewards.dim() == 2:
         return rewards.dim() == 2
     per_sequence = rewards.shape[0] == call.cu_seqlens.shape[0] - 1
-    if rewards.shape[0] == 0 and KINDS[call.kind].family == "steps":
+    none = tokens is None or tokens == tuple(rewards.shape)
+    if rewards.shape[0] == 0 and none and KINDS[call.kind].family == "steps":
         return True  # no rewards of no sequences, whichever way they are read
     if KINDS[call.kind].family == "group" or tokens is None:
         return not per_sequence

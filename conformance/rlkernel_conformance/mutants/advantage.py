@@ -91,6 +91,18 @@ def zeroes_the_masked(call: AdvantageCall) -> None:
         rewards.masked_fill_(~mask, 0)
 
 
+def forgets_dones_of_turns(call: AdvantageCall) -> bool:
+    return call.turns is not None and call.dones is not None
+
+
+def packed_statistics(call: AdvantageCall) -> bool:
+    return call.cu_seqlens is not None and call.in_stats is not None
+
+
+def many_ids(call: AdvantageCall) -> bool:
+    return isinstance(call.group, Tensor) and call.group.numel() > 4096
+
+
 BUGS: Final = {
     "one_clip_for_both": Bug(
         "AD-01",
@@ -210,6 +222,19 @@ BUGS: Final = {
         lambda c: c.rewards.shape[0] > 100,
     ),
     "differs_from_call_to_call": plant.nondeterministic("AD-25", "advantages"),
+    "dones_of_turns": Bug(
+        "AD-97",
+        "a turn is a step, and the end of the episode within it is forgotten",
+        plant.where(forgets_dones_of_turns, plant.ignores("dones", "done_index")),
+    ),
+    "packed_statistics": Bug(
+        "AD-97", "packed, who is not counted is counted", plant.where(packed_statistics, plant.ignores("in_stats"))
+    ),
+    "the_table_is_full": Bug(
+        "AD-98",
+        "above 4096 ids two groups share a slot of the table",
+        plant.where(many_ids, plant.maps(group=lambda g: g // 7919 // 2)),
+    ),
     "asks_the_host": Bug(
         "AD-26", "the host asks whether any reward is invalid", plant.reads_back(lambda c, o: o.stats.invalid.any())
     ),

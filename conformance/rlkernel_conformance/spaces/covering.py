@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, Final
 
 import numpy as np
@@ -73,9 +73,26 @@ class _Search:
         starts = np.cumsum([0, *(len(levels) for levels in factors.values())])
         self.start = {name: int(s) for name, s in zip(self.names, starts, strict=False)}
         self.owner = np.repeat(np.arange(len(self.names)), [len(levels) for levels in factors.values()])
-        self.open = np.triu(self.owner[:, None] != self.owner[None, :])  # [L, L] pairs that no row has yet
-        self.impossible = np.zeros_like(self.open)
         self.rules = {name: [r for r in rules if name in r.factors] for name in self.names}
+        self.agree = self._agreeing(rules)
+        self.open = np.triu(self.agree & (self.owner[:, None] != self.owner[None, :]))  # [L, L] no row has them yet
+        self.impossible = ~self.agree
+
+    def _agreeing(self, rules: Sequence[Rule]) -> Any:  # [L, L] bool
+        """Pairs that no rule of two factors forbids, nor any third factor that has no level for both."""
+        agree = (self.owner[:, None] != self.owner[None, :]) | np.eye(len(self.owner), dtype=bool)
+        for rule in (r for r in rules if len(r.factors) == 2):
+            one, other = ((self.start[f], self.factors[f]) for f in rule.factors)
+            for i, j in product(range(len(one[1])), range(len(other[1]))):
+                at = one[0] + i, other[0] + j
+                agree[at] = agree[at[::-1]] = agree[at] and rule.holds(one[1][i], other[1][j])
+        while True:
+            before = agree.copy()
+            for name in self.names:
+                levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
+                agree &= agree[:, levels].astype(np.float32) @ agree[levels].astype(np.float32) > 0
+            if np.array_equal(agree, before):
+                return agree
 
     def next(self) -> dict[str, int] | None:
         """Indices of the levels of another row; None where no pair is open."""
@@ -105,22 +122,30 @@ class _Search:
     def _row(self, a: int, b: int) -> dict[str, int] | None:
         """A row with two levels, completed greedily; None where the rules leave no way on."""
         row: dict[str, int] = {}
-        for name, level in map(self._named, (a, b)):
-            row[name] = level
-            if not self._keeps(row, name):
-                return None
-        rest = [self.names[i] for i in self.random.permutation(len(self.names)) if self.names[i] not in row]
-        for name in rest:
-            fits = [i for i in range(len(self.factors[name])) if self._keeps({**row, name: i}, name)]
-            if not fits:
-                return None
-            row[name] = fits[int(np.argmax([self._gain(name, i, row) for i in fits]))]
-        return row
+        fits, gain = np.ones(len(self.owner), bool), np.zeros(len(self.owner))
 
-    def _gain(self, name: str, level: int, row: Levels) -> float:
-        at, others = self.start[name] + level, np.array([self.start[n] + i for n, i in row.items()])
-        new = self.open[np.minimum(at, others), np.maximum(at, others)].sum()
-        return float(new) + float(self.random.random()) / 2
+        def put(name: str, level: int) -> bool:
+            row[name], at = level, self.start[name] + level
+            fits[:] &= self.agree[at]
+            gain[:] += self.open[at] | self.open[:, at]
+            return self._keeps(row, name)
+
+        if not all(put(*self._named(at)) for at in (a, b)):
+            return None
+        rest = [self.names[i] for i in self.random.permutation(len(self.names)) if self.names[i] not in row]
+        rest.sort(key=lambda name: -len(self.rules[name]))  # on which most depends
+        for name in rest:
+            levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
+            best = np.where(fits[levels], gain[levels] + self.random.random(levels.stop - levels.start) / 2, -1.0)
+            for level in np.argsort(-best):
+                if best[level] < 0:
+                    return None
+                if self._keeps({**row, name: int(level)}, name):
+                    put(name, int(level))
+                    break
+            else:
+                return None
+        return row
 
     def _keeps(self, row: Mapping[str, int], name: str) -> bool:
         """Whether the rules about a factor hold, those whose factors are all in the row."""

@@ -32,7 +32,7 @@ def over_steps(call: Prepared) -> Estimate:
         rows["rho"] = clipped(rows["ratio"], call["ratio_clip"])
         rows["trace"] = clipped(rows.pop("ratio"), call["trace_clip"])
     invalid = _invalid(call, layout, [rewards, *rows.values()])
-    layout = layout.only(layout.valid & ~layout.spread(invalid))
+    unmasked, layout = layout.valid, layout.only(layout.valid & ~layout.spread(invalid))
     rows = {n: layout.select(x) for n, x in rows.items()}
     per_sequence = {n: torch.where(invalid, 0.0, call[n]) for n in ("bootstrap", "baseline") if call[n] is not None}
     steps = Steps(
@@ -52,7 +52,8 @@ def over_steps(call: Prepared) -> Estimate:
         advantages = advantages - layout.spread(per_sequence["baseline"])
     if head is not None:
         advantages, returns = advantages.gather(-1, head), returns.gather(-1, head)
-    return Estimate(*_masked(call, layout, advantages, returns, invalid))
+    advantages, returns = _masked(call, layout, unmasked, advantages, returns)
+    return Estimate(advantages, invalid, returns)
 
 
 def _kind(call: Prepared, steps: Steps, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -122,12 +123,13 @@ def _going_on(call: Prepared, layout: Layout) -> Tensor | None:
 
 
 def _masked(
-    call: Prepared, layout: Layout, advantages: Tensor, returns: Tensor, invalid: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Masked positions hold 0, or what the next valid one holds."""
+    call: Prepared, layout: Layout, unmasked: Tensor, advantages: Tensor, returns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Masked positions hold 0, or what the next valid one holds; those of an invalid sequence that are `unmasked` 0."""
     if call["masked_out"] == "zero":
-        return layout.select(advantages), invalid, layout.select(returns)
+        return layout.select(advantages), layout.select(returns)
     carried = layout.select(advantages, next_valid(layout, advantages))
     if call["values"] is None:
-        return carried, invalid, layout.select(returns, next_valid(layout, returns))
-    return carried, invalid, layout.select(returns, carried + layout.rows(call["values"]))
+        return carried, layout.select(returns, next_valid(layout, returns))
+    masked = torch.where(unmasked, 0.0, carried + layout.rows(call["values"]))
+    return carried, layout.select(returns, masked)

@@ -39,7 +39,8 @@ def token_baseline(call: Prepared) -> Estimate:
     member = ~invalid & call.chosen("in_stats")
     norm = torch.where(layout.valid & member[:, None], norm, 0.0)
     groups = Groups.of(call["group"], call.extent.sequences, rewards.device)
-    baseline = _columns(groups, togo * norm) / (_columns(groups, norm) + call["eps"])
+    weight = _columns(groups, norm) + call["eps"]  # 0 where eps is, and no member has a score
+    baseline = _columns(groups, togo * norm) / torch.where(weight == 0, 1.0, weight)
     members = groups.total(member.to(torch.int64))
     baseline = torch.where(members[:, None] > 1, baseline, 0.0)
     return Estimate(layout.select(togo - baseline), invalid, togo, stats={"group_count": members})

@@ -108,7 +108,8 @@ def token_baseline_kernel(
             weight += w
             many += 1
         j += 1
-    baseline = tl.where(many > 1, tl.div_rn(total, weight + eps), 0.0)
+    weight += eps  # 0 where eps is, and no member has a score
+    baseline = tl.where(many > 1, tl.div_rn(total, tl.where(weight == 0, 1.0, weight)), 0.0)
     while own < own_until:
         start, count, _width = sequence_bounds(own, B, T, ends, ends, ENDS, False)
         wrong = tl.load(invalid + own) != 0
