@@ -105,22 +105,24 @@ class _Search:
     def _row(self, a: int, b: int) -> dict[str, int] | None:
         """A row with two levels, completed greedily; None where the rules leave no way on."""
         row: dict[str, int] = {}
+        gain = self.random.random(len(self.owner)) / 2  # [L] open pairs of each level with the row; ties by chance
         for name, level in map(self._named, (a, b)):
             row[name] = level
+            gain += self._open_with(self.start[name] + level)
             if not self._keeps(row, name):
                 return None
         rest = [self.names[i] for i in self.random.permutation(len(self.names)) if self.names[i] not in row]
         for name in rest:
-            fits = [i for i in range(len(self.factors[name])) if self._keeps({**row, name: i}, name)]
+            start, levels = self.start[name], range(len(self.factors[name]))
+            fits = [i for i in levels if self._keeps({**row, name: i}, name)] if self.rules[name] else levels
             if not fits:
                 return None
-            row[name] = fits[int(np.argmax([self._gain(name, i, row) for i in fits]))]
+            row[name] = max(fits, key=gain[start : start + len(levels)].__getitem__)
+            gain += self._open_with(start + row[name])
         return row
 
-    def _gain(self, name: str, level: int, row: Levels) -> float:
-        at, others = self.start[name] + level, np.array([self.start[n] + i for n, i in row.items()])
-        new = self.open[np.minimum(at, others), np.maximum(at, others)].sum()
-        return float(new) + float(self.random.random()) / 2
+    def _open_with(self, at: int) -> Any:
+        return self.open[at] | self.open[:, at]  # [L] one of them holds the pair
 
     def _keeps(self, row: Mapping[str, int], name: str) -> bool:
         """Whether the rules about a factor hold, those whose factors are all in the row."""
