@@ -214,7 +214,8 @@ def codes_are_right(weight, w):
     else:
         value = quant.small_floats(w).double().numpy()
     if spec.element not in quant.TABLES:
-        same = (value == tied(ratio, spec)) & (np.signbit(value) == np.signbit(ratio))
+        unsigned = spec.element.endswith("fnuz") & (value == 0)  # fnuz has no -0
+        same = (value == tied(ratio, spec)) & (unsigned | (np.signbit(value) == np.signbit(ratio)))
         if spec.scale_dtype == "e8m0":
             return same
     else:  # a middle of two entries is one of fp32

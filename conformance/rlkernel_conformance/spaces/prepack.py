@@ -58,7 +58,7 @@ def arguments(subject: Subject, point: Point) -> Given:
     return {"w": w} | ({"layout": layout} if layout else {})
 
 
-def use(subject: Subject, point: Point, given: Given, out: Any) -> dict[str, Tensor]:
+def read(subject: Subject, point: Point, given: Given, out: Any) -> dict[str, Tensor]:
     """Bytes of the parts, back in the canonical layout."""
     w = given["w"]
     require(isinstance(out, QuantTensor), f"the result is a {type(out).__name__}, not a QuantTensor")
@@ -94,4 +94,4 @@ def real(subject: Subject) -> list[Mapping[str, Any]]:
     return [*long, *({**kind, "K": 128, "N": N} for kind, N in zip(every[::29], TALL * 2, strict=False))]
 
 
-SPACE = Space("prepack", factors, arguments, expected, {}, (), real, use)
+SPACE = Space("prepack", factors, arguments, expected, {}, (), real, read=read)

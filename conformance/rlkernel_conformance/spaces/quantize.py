@@ -66,7 +66,7 @@ def arguments(subject: Subject, point: Point) -> Given:
     return given | ({"dtype": of} if of else {})
 
 
-def use(subject: Subject, point: Point, given: Given, w: Any) -> dict[str, Tensor]:
+def read(subject: Subject, point: Point, given: Given, w: Any) -> dict[str, Tensor]:
     """Parts in the canonical layout; which codes are the nearest; and the bits beside them, which are 0."""
     weight, out = given["weight"], given.get("out")
     require(isinstance(w, QuantTensor), f"the result is a {type(w).__name__}, not a QuantTensor")
@@ -131,4 +131,4 @@ def real(subject: Subject) -> list[Mapping[str, Any]]:
 
 
 TENSORS = {"weight": Argument()}
-SPACE = Space("quantize", factors, arguments, expected, TENSORS, (), real, use, ("out",))
+SPACE = Space("quantize", factors, arguments, expected, TENSORS, (), real, read=read, written=("out",))
