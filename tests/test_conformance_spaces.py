@@ -11,6 +11,7 @@ from hypothesis.errors import Unsatisfiable, UnsatisfiedAssumption
 import rlkernel as rlk
 from rlkernel_conformance.attack import Coverage, Table
 from rlkernel_conformance.clauses import attacks_on
+from rlkernel_conformance.compare import Violation, within
 from rlkernel_conformance.harness import carry_out, try_all
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.spaces.covering import Rule, covering
@@ -90,3 +91,8 @@ def test_a_bug_of_two_options_is_found_and_both_are_named() -> None:
     assert "entropy=True" in outcome.message
     assert "mask=" in outcome.message
     assert "softcap" not in outcome.message
+
+
+def test_a_bound_that_is_nan_allows_nothing() -> None:
+    with pytest.raises(Violation, match="expected nan"):
+        within(Subject("torch", "logprob"), "y", torch.ones(2), [1.0, float("nan")], [0.5, float("nan")])

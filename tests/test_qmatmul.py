@@ -148,3 +148,11 @@ def test_memory_is_a_few_blocks_of_the_weight_however_large_it_is(kind) -> None:
     assert most - w.nbytes < full.nbytes + 7 * BLOCK
     most, out = peak(lambda: dequantize(w))
     assert most - out.nbytes < 7 * BLOCK
+
+
+def test_a_nan_reaches_the_gradient_of_lora_whatever_its_scale() -> None:
+    w, x = quantize(normal(6, 64), "int8_channel"), normal(2, 64, seed=1)
+    x[0, 0] = torch.nan
+    A, B = normal(2, 64, seed=2).requires_grad_(), normal(6, 2, seed=3).requires_grad_()
+    y = qmatmul(x, w, lora=LoRA(A, B, 0.0), activation="silu")
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(y.sum(), [A, B]))

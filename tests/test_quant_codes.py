@@ -12,7 +12,7 @@ from rlkernel_conformance.mutants import mutants_of
 from rlkernel_conformance.quantized_weights import SPECS, is_nan_or_equal
 from rlkernel_core.definitions import quant as oracle
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, UnknownNameError
-from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, dequantize, quantize
+from rlkernel_core.quant import FORMATS, QuantSpec, QuantTensor, convert, dequantize, quantize
 from rlkernel_core.quant.convert import decode_rows
 from rlkernel_core.quant.nf4 import TABLE, _nearest_by_cell, dynamic_map, nearest
 from rlkernel_torch.direct import prepack
@@ -143,3 +143,18 @@ def test_shapes_are_known_without_values() -> None:
 def test_unknown_formats_and_options_get_suggestions(format, options, error, message) -> None:  # noqa: A002
     with pytest.raises(error, match=message):
         rlk.quantize(torch.randn(2, 2), QuantSpec.named(format, **options) if options else format)
+
+
+def test_autocast_changes_no_code_of_a_short_group() -> None:
+    weight = torch.randn(4, 33, generator=torch.Generator().manual_seed(0)).half()
+    expected = quantize(weight, "int4_g32")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert expected.same_bits(quantize(weight, "int4_g32"))
+
+
+def test_tables_lie_beside_the_weight_whatever_the_default_device(monkeypatch) -> None:
+    monkeypatch.setattr(convert, "_CONSTANTS", {})
+    with torch.device("meta"):
+        w = quantize(torch.ones(2, 64, device="cpu"), QuantSpec.named("nf4", double_quant=True))
+    assert torch.equal(torch.tensor(TABLE), w.parts["table"])
+    assert torch.equal(torch.ones(2, 64), dequantize(w))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from rlkernel_conformance.compare import Violation, require, same_bits
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.tree import flatten
+
+# Operators whose results may be memory of an argument, as their pages say.
+SHARED: Final = {"prepack": ("w",)}
 
 
 def leaves(value: Any) -> dict[str, Tensor]:

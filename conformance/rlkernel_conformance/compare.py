@@ -76,6 +76,7 @@ def within(
         same |= np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))
         error = np.where(finite, np.abs(have - want), np.inf)
         ratio = np.where(same, 0.0, error / allowed)
+        ratio[np.isnan(ratio)] = np.inf  # a bound that is NaN allows nothing
     worst = float(ratio.max(initial=0.0))
     subject.measures[output] = max(worst, subject.measures.get(output, 0.0))
     if worst > 1:

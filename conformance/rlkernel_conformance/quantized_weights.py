@@ -213,3 +213,33 @@ def is_nan_or_equal(found: Tensor, expected: Tensor) -> bool:
     nan = expected.isnan()
     a, b = (x.masked_fill(nan, 0).contiguous().view(torch.uint8) for x in (found, expected))
     return torch.equal(nan, found.isnan()) and torch.equal(a, b)
+
+
+_BYTES: Final = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+# 0, subnormals, the smallest normal, large, the largest of bfloat16 and fp32; and what is not finite
+EXTREMES: Final = (0.0, 1e-45, 3e-39, 1.1754944e-38, 6e-8, 1 / 3, 771.5, 6.5e4, 3e38, 3.4e38, torch.inf, torch.nan)
+SCALES: Final[dict[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
+    "usual": lambda x, g: torch.rand(x.shape, generator=g) * 0.1,
+    "graded": lambda x, g: torch.exp2(torch.arange(x.numel()).remainder(13) - 9.0).view(x.shape),
+    "exponents": lambda x, g: torch.exp2((torch.arange(x.numel()) % 277 - 149.0).double()).to(x.dtype).view(x.shape),
+    "extreme": lambda x, g: torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), x.shape, generator=g)],
+}
+
+
+def with_any_codes(w: QuantTensor, scales: Callable[[Tensor, Generator], Tensor], g: Generator) -> QuantTensor:
+    """A weight on the CPU, filled with other stored bytes: every byte where there is room for all, or random ones."""
+    for name, part in w.parts.items():
+        raw = part.view(torch.uint8).view(-1)
+        bytes_ = name == "codes" or (part.element_size() == 1 and name != "zero")
+        if bytes_ and raw.numel() >= 256:
+            raw.copy_(_BYTES[torch.arange(raw.numel()).remainder(256)])
+        elif name == "g_idx":
+            part.copy_(part[torch.randperm(part.numel(), generator=g)])
+        elif name == "codes" or part.element_size() == 1:
+            high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantizers
+            raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
+        elif name == "zero":
+            part.copy_(torch.rand(part.shape, generator=g) * 15)
+        elif "table" not in name:
+            part.copy_(scales(part, g))
+    return w

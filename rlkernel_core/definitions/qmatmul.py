@@ -21,7 +21,7 @@ def activated(h, name):
     if name == "relu":
         return h.clamp(min=0)
     if name == "silu":
-        return h / (1 + torch.exp(-h))
+        return h / (1 + torch.exp(-h.clamp(min=-700)))  # no inf in its derivative
     if name == "gelu":
         return h * (1 + torch.erf(h / 2**0.5)) / 2
     if name == "gelu_tanh":
@@ -127,9 +127,10 @@ def exact(x, w, *, rounding="any", bias=None, lora=None, activation=None, residu
 
 
 def bounds_of_gradients(e: Exact, dy):
-    """Name -> how far a gradient may be: of x, bias, A, B. Not for relu, which bends at once.
+    """Name -> how far a gradient may be: of x, bias, A, B.
 
-    Sums are fp32 or better; x A^T, w' and dh may be rounded to the dtype of x on the way, and dh depends on h.
+    Sums are fp32 or better; x A^T, w' and dh may be rounded to the dtype of x on the way, and dh depends on h. Where h
+    is within its error of 0, or NaN, relu may let a gradient through or not.
     """
     error, h, dy = e.bound_of_hidden(), e.h.detach(), dy.double()
     leaf = h.clone().requires_grad_()
@@ -139,12 +140,14 @@ def bounds_of_gradients(e: Exact, dy):
         of_gate, of_value = error.chunk(2, 1)
         bent = torch.cat((of_gate * (value.abs() + of_value) + of_value, of_gate), 1)
         off = STEEP * bent * dy.abs().repeat(1, 2)
+    elif e.activation == "relu":
+        off = torch.where(h.abs() > error, 0, dy.abs())
     elif e.activation:
         off = STEEP * error * dy.abs()
     else:
         off = torch.zeros_like(h)
     summed = accumulation_bound(0.0, 1.0, unit=e.unit, inner=max(*e.w.shape, h.shape[0]), weight_rounding="none")
-    off = off + (3 * e.unit + 3 * summed) * dh.abs()
+    off = off + (3 * e.unit + 3 * summed) * (dy if e.activation == "relu" else dh).abs()
     # Where x is quantized to integers, w' = fl32(q s) does for the gradient.
     found = {"x": off @ e.w.abs() + 2.0**-23 * e.integers * dh.abs() @ e.w.abs(), "bias": off.sum(0)}
     if e.lora is not None:

@@ -90,9 +90,11 @@ def k_quant(x, spec):
     b = blocks(x, sub)
     low, high = np.abs(np.minimum(b.min(-1), F(0))), np.maximum(b.max(-1), F(0))  # no unit of -0
     step = (high + low) / F({"int4": 15, "int5": 31}[spec.element])
-    found = {}
+    found, units = {}, {unit: half(blocks(exact, many).max(-1) / F(63)) for unit, exact in (("d", step), ("dmin", low))}
+    gone = ~np.isfinite(units["d"][1]) | ~np.isfinite(units["dmin"][1])  # neither without the other
     for unit, name, exact in (("d", "scale", step), ("dmin", "min", low)):
-        found[unit], wide = half(blocks(exact, many).max(-1) / F(63))
+        found[unit] = units[unit][0].masked_fill(torch.from_numpy(gone), torch.nan)
+        wide = np.where(gone, F(np.nan), units[unit][1])
         found[name] = torch.from_numpy(multiples(exact, wide, many).clip(0, 63).astype(np.uint8))
     return found
 

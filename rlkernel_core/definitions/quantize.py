@@ -31,10 +31,12 @@ def stored(scale, dtype):
 
 
 def scales(weight, spec):
-    """Part name -> expected tensor, for every part but codes and tables. The weight is finite."""
+    """Part name -> expected tensor, for every part but codes and tables."""
     x = weight.detach().cpu().float().numpy()
     if spec.element in quant.TABLES:
         return nf4_scales(x, spec)
+    if not spec.act_order and not np.isfinite(x).all():
+        return beside_lost_groups(x, spec)
     if spec.scale_dtype == "e8m0":
         return quant_scales.powers_of_two(x, spec)
     if spec.format == "nvfp4":
@@ -44,7 +46,7 @@ def scales(weight, spec):
     if spec.scale_rule.endswith("_then_round"):
         return {"scale": quant_scales.half(quant_scales.before_rounding(x, spec))[0]}
     if spec.act_order:
-        order = quant_scales.columns_in_order(x)
+        order = quant_scales.columns_in_order(np.where(np.isfinite(x), x, 0))
         g_idx = np.empty(len(order), np.int32)
         g_idx[order] = np.arange(len(order)) // spec.group
         plain = scales(torch.from_numpy(x[:, order]), replace(spec, act_order=False))
@@ -68,11 +70,30 @@ def scales(weight, spec):
     return {"scale": stored(s, spec.scale_dtype)}
 
 
+def lost(x, rows, columns):
+    """Groups that hold what is not finite, and the weight with zeros in their place."""
+    of_group = grouped(~np.isfinite(x), rows, columns, np.any)
+    wide = np.repeat(of_group, rows or x.shape[0], 0)[: x.shape[0]]
+    return of_group, np.where(np.repeat(wide, columns or x.shape[1], 1)[:, : x.shape[1]], np.float32(0), x)
+
+
+def beside_lost_groups(x, spec):
+    """A group that holds an inf or NaN is a group of zeros whose scale is NaN."""
+    of_group, rest = lost(x, spec.rows, spec.group)
+    found, at = scales(torch.from_numpy(rest), spec), torch.from_numpy(of_group)
+    for name in {"d", "dmin"} & found.keys() or {"scale"}:
+        nan = 255 if spec.scale_dtype == "e8m0" else torch.nan
+        found[name] = torch.where(at, nan, found[name].float()).to(found[name].dtype)
+    return found
+
+
 def nf4_scales(x, spec):
     a = grouped(np.abs(x.reshape(1, -1)), 1, spec.group, np.max)[0]
+    a = np.where(np.isfinite(a), a, np.float32(np.nan))
     if not spec.double_quant:
         return {"absmax": torch.from_numpy(a)}
-    offset = np.float32(a.astype(np.float64).mean())
+    finite = a[np.isfinite(a)].astype(np.float64)
+    offset = np.float32(finite.mean() if finite.size else 0.0)
     rest = a - offset
     b = grouped(np.abs(rest)[None], 1, 256, np.max)[0]
     of_block = np.repeat(b, 256)[: a.size]
@@ -128,8 +149,20 @@ def rounded(ratio, zero, least, most):
     return (low + zero).clip(least, most), (high + zero).clip(least, most)
 
 
+def to_integer(ratio, rounding):
+    """The nearest integer to an exact ratio; a tie as the format's rounding says."""
+    if rounding == "up":  # as llama.cpp does, whose sum is fp32
+        return np.floor((ratio + 0.5).astype(np.float32)).astype(np.float64)
+    return np.rint(ratio) if rounding == "even" else np.copysign(np.floor(np.abs(ratio) + 0.5), ratio)
+
+
 def divided(weight, w):
     """w / s in float64 [N, K], 0 where the scale is 0."""
+    return ratios(weight, w)[0]
+
+
+def ratios(weight, w):
+    """w / s in float64 [N, K], 0 where the scale is 0; and where s is a power of two, so that w / s is exact."""
     spec, shape = w.spec, tuple(weight.shape)
     x = weight.detach().cpu().float().double().numpy()
     if spec.element in quant.TABLES:
@@ -142,17 +175,21 @@ def divided(weight, w):
         s = quant.small_scales(w).numpy()
     elif spec.scale_rule.endswith("_then_round"):
         s = quant_scales.before_rounding(x.astype(np.float32), spec).astype(np.float64)
-        s = np.repeat(np.where(w.parts["scale"].numpy() == 0, 0.0, s), spec.group, 1)[:, : shape[1]]
+        stored = w.parts["scale"].float().numpy()
+        s = np.repeat(np.where(np.isfinite(stored) & (stored != 0), s, 0.0), spec.group, 1)[:, : shape[1]]
     else:
         s = quant.spread(w, w.parts["scale"].double()).numpy()
     usable = np.isfinite(s) & (s != 0)
-    return np.where(usable, x / np.where(usable, s, 1.0), 0.0)
+    return np.where(usable, x / np.where(usable, s, 1.0), 0.0), np.abs(np.frexp(s)[0]) == 0.5
 
 
 def codes_are_right(weight, w):
-    """[N, K] bool: the code of an element is the nearest, or the other where the ratio is at a border."""
+    """[N, K] bool: the code of an element is the nearest, or the other where the ratio is at a border.
+
+    Under a power of two the ratio is exact, and so is the code.
+    """
     w = w.to("cpu")
-    spec, ratio = w.spec, divided(weight, w)
+    spec, (ratio, exact) = w.spec, ratios(weight, w)
     if spec.format.endswith("_k"):
         bits = int(spec.element[-1])
         least, most = (-32, 31) if spec.symmetric else (0, 2**bits - 1)
@@ -165,6 +202,8 @@ def codes_are_right(weight, w):
             low, high = rounded(ratio + zero, 0, 0, 15)
         else:
             low, high = rounded(ratio, zero, *range_of(spec))
+            nearest_one = (to_integer(ratio, spec.rounding) + zero).clip(*range_of(spec))
+            low, high = np.where(exact, nearest_one, low), np.where(exact, nearest_one, high)
         found = quant.integers(w).double().numpy() + (np.float32(zero) if spec.float_zero else zero)
         found = np.rint(found)
         return (low <= found) & (found <= high)
@@ -174,13 +213,18 @@ def codes_are_right(weight, w):
         value = quant.TABLES[spec.element][index.long()].double().numpy()
     else:
         value = quant.small_floats(w).double().numpy()
-    if spec.scale_dtype == "e8m0":  # ratios are exact, so ties are too
-        return (value == tied(ratio, spec)) & (np.signbit(value) == np.signbit(ratio))
+    if spec.element not in quant.TABLES:
+        unsigned = spec.element.endswith("fnuz") & (value == 0)  # fnuz has no -0
+        same = (value == tied(ratio, spec)) & (unsigned | (np.signbit(value) == np.signbit(ratio)))
+        if spec.scale_dtype == "e8m0":
+            return same
+    else:  # a middle of two entries is one of fp32
+        same = exact = np.zeros_like(exact)
     levels = levels_of(spec.element)
     found = np.searchsorted(levels, value)
     found = np.where(levels[found.clip(max=levels.size - 1)] == value, found, -1)
     low, high = nearest(ratio, spec.element)
-    return (low <= found) & (found <= high)
+    return np.where(exact, same, (low <= found) & (found <= high))
 
 
 def tied(ratio, spec):

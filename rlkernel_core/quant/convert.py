@@ -54,12 +54,15 @@ def quantize(
 
 def _constants(codec: Codec, spec: QuantSpec, like: Tensor) -> dict[str, Tensor]:
     """The codec's constant parts beside `like`; moved there once, since a copy from the host is a synchronization."""
-    if type(like) is not Tensor:  # a fake tensor must not meet a real one, nor be remembered
-        return codec.constants(spec)
     key = (spec, like.device)
-    if key not in _CONSTANTS:
-        _CONSTANTS[key] = {name: table.to(like.device) for name, table in codec.constants(spec).items()}
-    return _CONSTANTS[key]
+    remembered = type(like) is Tensor  # a fake tensor must not meet a real one, nor be remembered
+    if remembered and key in _CONSTANTS:
+        return _CONSTANTS[key]
+    with torch.device("cpu"):  # whatever the caller's default device is
+        made = codec.constants(spec)
+    if not remembered:
+        return made
+    return _CONSTANTS.setdefault(key, {name: table.to(like.device) for name, table in made.items()})
 
 
 def update_(w: QuantTensor, weight: Tensor) -> None:

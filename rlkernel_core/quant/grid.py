@@ -185,11 +185,14 @@ def _reduce(x: Tensor, size: int, dim: int, how: Callable[..., Tensor]) -> Tenso
         return how(x, dim, keepdim=True)
     if size == 1:
         return x
-    full = whole // size * size
-    head = how(_split(x.narrow(dim, 0, full), dim, size), dim + 1)
-    if full == whole:
+    groups, rest = whole // size, whole % size
+    head = how(_split(x.narrow(dim, 0, whole - rest), dim, size), dim + 1)
+    if not rest:
         return head
-    return torch.cat((head, how(x.narrow(dim, full, whole - full), dim, keepdim=True)), dim)
+    found = x.new_empty(*x.shape[:dim], groups + 1, *x.shape[dim + 1 :])  # autocast has no `cat` of every dtype
+    found.narrow(dim, 0, groups).copy_(head)
+    found.narrow(dim, groups, 1).copy_(how(x.narrow(dim, whole - rest, rest), dim, keepdim=True))
+    return found
 
 
 def _split(x: Tensor, dim: int, size: int) -> Tensor:

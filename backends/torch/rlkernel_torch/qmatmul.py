@@ -269,7 +269,8 @@ class _Gradients:
         if self.bias is not None:
             self.bias[block] = dh.sum(0)
         if self.xa is not None and product.B is not None:
-            self.xa.addmm_(dh, product.B[block].to(dh.dtype), alpha=product.how.lora_scale)
+            # Not `addmm_` with alpha, which skips the product where the scale is 0, and a NaN in it.
+            self.xa.add_(dh @ product.B[block].to(dh.dtype), alpha=product.how.lora_scale)
         if self.b is not None and product.xa is not None:
             self.b[block] = product.how.lora_scale * (dh.t() @ product.xa)
 

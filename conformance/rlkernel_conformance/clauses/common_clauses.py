@@ -18,7 +18,7 @@ from torch import Tensor
 from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.bad_arguments import REFUSED, bad_values
-from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.call_checks import SHARED, leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive, storage
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
 from rlkernel_conformance.example_calls import Call, base, calls
@@ -31,8 +31,6 @@ from rlkernel_core.spec.form import common_clauses, prefix_of
 from rlkernel_core.tree import flatten
 
 SIZES: Final = (1, 2, 3, 5, 8, 11, 17)
-# Operators whose results may be memory of an argument, as their pages say.
-SHARED: Final = {"prepack": ("w",)}
 
 
 def refuses_what_it_cannot_do(subject: Subject, case: Call) -> None:

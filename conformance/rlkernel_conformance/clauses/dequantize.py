@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.derived_attacks import derive, leaves_inputs_untouched, storage
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.quantized_weights import (
+    SCALES,
     SPECS,
     STORED,
     Weight,
@@ -24,15 +23,13 @@ from rlkernel_conformance.quantized_weights import (
     packed,
     refuses_layout,
     weights,
+    with_any_codes,
 )
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.quant import QuantTensor
 
 DTYPES: Final = ("float32", "bfloat16", "float16")  # of results
-_BYTES: Final = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-# 0, subnormals, the smallest normal, large, the largest of bfloat16 and fp32; and what is not finite
-EXTREMES: Final = (0.0, 1e-45, 3e-39, 1.1754944e-38, 6e-8, 1 / 3, 771.5, 6.5e4, 3e38, 3.4e38, torch.inf, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -49,31 +46,8 @@ class Codes:
     def weight(self, subject: Subject) -> QuantTensor:
         """The stored weight: shaped by the definition, then filled with codes and scales."""
         w = Weight(self.kind, self.N, self.K, self.seed).stored(replace(subject, device="cpu"))
-        w = replace(w, dtype=getattr(torch, self.dtype))
         g = torch.Generator().manual_seed(self.seed)
-        for name, part in w.parts.items():
-            raw = part.view(torch.uint8).view(-1)
-            bytes_ = name == "codes" or (part.element_size() == 1 and name != "zero")
-            if bytes_ and raw.numel() >= 256:
-                raw.copy_(_BYTES[torch.arange(raw.numel()).remainder(256)])
-            elif name == "g_idx":
-                part.copy_(part[torch.randperm(part.numel(), generator=g)])
-            elif name == "codes" or part.element_size() == 1:
-                high = 17 if name == "zero" else 256  # zero-points of 16 are written by other quantizers
-                raw.copy_(torch.randint(high, raw.shape, generator=g).to(torch.uint8))
-            elif name == "zero":
-                part.copy_(torch.rand(part.shape, generator=g) * 15)
-            elif "table" not in name:
-                part.copy_(SCALES[self.scales](part, g))
-        return w.to(subject.device)
-
-
-SCALES: Final[dict[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
-    "usual": lambda x, g: torch.rand(x.shape, generator=g) * 0.1,
-    "graded": lambda x, g: torch.exp2(torch.arange(x.numel()).remainder(13) - 9.0).view(x.shape),
-    "exponents": lambda x, g: torch.exp2((torch.arange(x.numel()) % 277 - 149.0).double()).to(x.dtype).view(x.shape),
-    "extreme": lambda x, g: torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), x.shape, generator=g)],
-}
+        return with_any_codes(replace(w, dtype=getattr(torch, self.dtype)), SCALES[self.scales], g).to(subject.device)
 
 
 def cases(subject: Subject) -> st.SearchStrategy[Codes]:

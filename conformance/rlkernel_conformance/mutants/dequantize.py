@@ -105,6 +105,10 @@ def with_weight(change: Callable[[QuantTensor], QuantTensor]) -> How:
     return lambda right, call: right(replace(call, w=change(call.w)))
 
 
+def scale_of_the_group_before(scale: Tensor) -> Tensor:
+    return torch.cat((scale[:, :-1], scale[:, -2:-1]), 1) if scale.shape[1] > 1 else scale
+
+
 BUGS: Final = {
     "swapped_nibbles": Bug("DQ-04", "the other nibble first", reads("codes", swap_nibbles, stored("nf4", "int4"))),
     "rows_start_at_bytes": Bug("DQ-04", "rows of flat nf4 codes start at a byte", gives(rows_start_at_bytes)),
@@ -165,4 +169,14 @@ BUGS: Final = {
         "DQ-10", "floating atomics, declared deterministic", plant.alternates(gives(lambda c, out: out * 2))
     ),
     "asks_the_host": plant.reads_a_value("DQ-09", lambda c: c.w.parts["codes"].view(torch.uint8)),
+    "act_order_lost_beside_fp16_scales": Bug(
+        "DQ-97",
+        "groups by act order read in order where scales are fp16",
+        reads("g_idx", lambda x: x.sort().values, lambda w: w.spec.scale_dtype == "float16"),
+    ),
+    "last_group_of_long_rows": Bug(
+        "DQ-98",
+        "the scale of the last group of a long row is that of the one before it",
+        reads("scale", scale_of_the_group_before, lambda w: w.shape[1] > 8192),
+    ),
 }

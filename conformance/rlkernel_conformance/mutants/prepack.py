@@ -84,6 +84,21 @@ def differs_from_call_to_call(right: Run, call: PrepackCall) -> QuantTensor:
     return with_parts(out, padding=torch.full((1,), next(_CALLS), device=call.w.device))
 
 
+def forgets_the_dtype(right: Run, call: PrepackCall) -> QuantTensor:
+    out = right(call)
+    return out if out.layout == call.w.layout else replace(out, dtype=torch.float32)
+
+
+def drops_the_end_of_long_rows(right: Run, call: PrepackCall) -> QuantTensor:
+    out = right(call)
+    codes = out.parts["codes"]
+    if out.layout != CANONICAL or call.w.layout == CANONICAL or codes.dim() == 1 or out.shape[1] <= 8192:
+        return out
+    kept = codes.view(torch.uint8).clone()
+    kept[:, -1] = 0
+    return with_parts(out, codes=kept.view(codes.dtype))
+
+
 BUGS: Final = {
     "permutation_undone_wrongly": Bug(
         "PP-01", "a permutation undone by itself instead of by its inverse", permutation_undone_wrongly
@@ -97,4 +112,6 @@ BUGS: Final = {
     "differs_from_call_to_call": Bug(
         "PP-06", "padding left as fresh storage held it, declared deterministic", differs_from_call_to_call
     ),
+    "forgets_the_dtype": Bug("PP-97", "the dtype of a weight is that of the kernel afterwards", forgets_the_dtype),
+    "drops_the_end_of_long_rows": Bug("PP-98", "a byte too few of a long row", drops_the_end_of_long_rows),
 }

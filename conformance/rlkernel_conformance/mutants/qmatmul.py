@@ -59,6 +59,11 @@ def without_the_last_split(call: QmatmulCall) -> Tensor:
     return torch.where(torch.arange(K) < K // 32 * 32, x, 0) if K > 160 and not x.requires_grad else x
 
 
+def without_a_short_group(call: QmatmulCall) -> Tensor:
+    K = call.x.shape[-1]
+    return torch.where(torch.arange(K, device=call.x.device) < K // 128 * 128, call.x, 0)
+
+
 def one_scale_for_all_tokens(call: QmatmulCall) -> Tensor:
     x = call.x
     if call.w.spec.act != "token_int8" or x.dim() != 2 or x.shape[0] < 2:
@@ -303,5 +308,15 @@ BUGS: Final = {
     ),
     "gradient_by_the_first_expert": Bug(
         "QM-31", "the gradient of x by the weight of the first expert", gradient_by_the_first_expert
+    ),
+    "one_scale_beside_a_bias": Bug(
+        "QM-97",
+        "LoRA's scale is that of the default where a bias comes with it",
+        plant.where(lambda c: c.bias is not None, plant.maps(lora=lambda lora: LoRA(lora.A, lora.B))),
+    ),
+    "short_groups_of_long_rows": Bug(
+        "QM-98",
+        "the last short group of a long row left out",
+        plant.where(lambda c: c.x.shape[-1] > 8192, plant.given(x=without_a_short_group)),
     ),
 }

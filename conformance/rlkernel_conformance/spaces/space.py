@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.call_checks import SHARED, leaves
 from rlkernel_conformance.compare import Violation, plain, require, same_bits, within
 from rlkernel_conformance.spaces.covering import Array, Rule, covering
 from rlkernel_conformance.spaces.layouts import ANY, laid_out
 from rlkernel_conformance.spaces.modes import GRADLESS, MODES, WITHOUT_SYNCHRONIZATION, under
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError, RLKernelError
+from rlkernel_core.manifest import Impl
 from rlkernel_core.tree import flatten
 
 __all__ = ["UPSTREAM", "Argument", "Point", "Rule", "Space", "Want", "claimed"]
@@ -55,6 +56,7 @@ class Want:
     values: Any  # array of the result's shape, float64 or integers
     allowed: Any = 0.0  # largest absolute error, a number or an array
     dtype: str | None = None  # of the result; None: whatever holds it
+    signed: bool = False  # -0 is another result than 0
 
     @classmethod
     def near(
@@ -93,6 +95,14 @@ class Space:
     real: Callable[[Subject], Sequence[Mapping[str, Any]]] = field(default=lambda _: ())
     # What is done with a result that is an object with methods, by the arguments of its call; None: it is the result.
     use: Callable[[Subject, Point, Given, Any], Any] | None = None
+    # Tensors by name that are compared in place of a result which is an object; None: those within the result.
+    read: Callable[[Subject, Point, Given, Any], Mapping[str, Tensor]] | None = None
+    written: tuple[str, ...] = ()  # arguments that the call writes to
+
+    def differentiable(self, subject: Subject) -> tuple[str, ...]:
+        """Paths of the tensors that may want gradients: arguments, or tensors within one."""
+        within = {n: tuple(t for t in self.tensors if t.startswith(f"{n}.")) for n in subject.spec.differentiable}
+        return tuple(path for name, paths in within.items() for path in paths or (name,))
 
     def all_factors(self, subject: Subject) -> dict[str, tuple[Any, ...]]:
         """The operator's factors and those that all operators have."""
@@ -104,8 +114,8 @@ class Space:
         found["mode"] = tuple(m for m in MODES if m != WITHOUT_SYNCHRONIZATION or "capturable" in subject.claims)
         graded = "grad" in subject.claims and spec.carrying
         found["upstream"] = UPSTREAM if graded else UPSTREAM[:1]
-        if graded and len(spec.differentiable) > 1:
-            found["wants"] = ("all", *spec.differentiable)
+        if graded and len(wants := self.differentiable(subject)) > 1:
+            found["wants"] = ("all", *wants)
         return {name: levels for name, levels in found.items() if len(levels) != 1 or name in self.factors(subject)}
 
     def all_rules(self, subject: Subject) -> tuple[Rule, ...]:
@@ -139,9 +149,14 @@ def claimed(subject: Subject, levels: Mapping[Any, str]) -> tuple[Any, ...]:
     return tuple(level for level, feature in levels.items() if not feature or feature in subject.claims)
 
 
-@cache
 def array(space: Space, subject: Subject) -> Array:
     """The covering array of a space for what a subject claims."""
+    return _array(space, subject, subject.impls)
+
+
+@lru_cache(256)
+def _array(space: Space, subject: Subject, impls: tuple[Impl, ...]) -> Array:
+    del impls  # a name may stand for another manifest later on
     factors = space.all_factors(subject)
     if any(not levels for levels in factors.values()):
         return Array((), frozenset())
@@ -185,7 +200,7 @@ def judge(space: Space, subject: Subject, point: Point) -> None:
 
 def _judge(space: Space, subject: Subject, point: Point) -> None:
     given, mode, how = _stored(space, subject, point), point["mode"], point.levels.get("upstream", "none")
-    called = _with_leaves(subject, point, given)
+    called = _with_leaves(space, subject, point, given)
     wanted = {n: x for n, x in leaves(called).items() if x.requires_grad and how != "none"}
     before = {n: x.detach().clone() for n, x in leaves(called).items()}
     scope = nullcontext() if mode == "autocast" else under(mode, subject.device)
@@ -198,17 +213,20 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
         upstream, grads = _backward(subject, point, out, wanted, scope) if wanted else ({}, {})
     except CaptureError as error:
         raise Violation(f"waits for the device, or has a shape that depends on values: {error}") from error
-    found = {n: x.detach() for n, x in leaves(out).items()} | grads
+    made = {n: x.detach() for n, x in leaves(out).items()} | grads
     if mode in GRADLESS or not wanted:
         needy = [n for n, x in leaves(out).items() if x.requires_grad and mode in GRADLESS]
         require(not needy, f"{needy} want gradients in {mode}")
-    for name, x in leaves(called).items():
+    for name, x in leaves({n: x for n, x in called.items() if n not in space.written}).items():
         same_bits(name, x, before[name], "after the call")
-    theirs = {x.untyped_storage().data_ptr(): n for n, x in leaves(called).items() if x.numel()}
-    for name, x in found.items():
+    shared = (*space.written, *SHARED.get(space.op, ()))
+    own = leaves({n: x for n, x in called.items() if n not in shared})
+    theirs = {x.untyped_storage().data_ptr(): n for n, x in own.items() if x.numel()}
+    for name, x in made.items():
         owner = theirs.get(x.untyped_storage().data_ptr()) if x.numel() else None
         require(owner is None, f"{name} is memory of the argument {owner}")
     detached = _detached(given)
+    found = made if space.read is None else leaves(space.read(subject, point, called, out)) | grads
     for name, want in space.expected(subject, point, detached, {n: plain(g, n) for n, g in upstream.items()}).items():
         unclaimed = name.partition(".")[0] in {*subject.spec.optional} - subject.claims
         if name not in found and (name.startswith("d_") or unclaimed):
@@ -216,6 +234,9 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
         require(name in found, f"{name or 'the result'} is missing")
         have = found[name]
         within(subject, name, have, want.values, want.allowed)
+        if want.signed:
+            signs = np.signbit(plain(have, name)) == np.signbit(want.values)
+            require(bool((signs | np.isnan(want.values)).all()), f"{name or 'the result'} has a zero of another sign")
         is_of = str(have.dtype).removeprefix("torch.")
         require(want.dtype in {None, is_of}, f"{name or 'the result'} is {is_of}, not {want.dtype}")
 
@@ -227,26 +248,31 @@ def _stored(space: Space, subject: Subject, point: Point) -> Given:
     def placed(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        dtype, layout = point.levels.get(f"dtype of {name}"), point.levels.get(f"layout of {name}", "contiguous")
-        return laid_out(x.to(getattr(torch, dtype)) if dtype else x, layout)
+        dtype, layout = (point.levels.get(f"{what} of {name}") for what in ("dtype", "layout"))
+        x = x.to(getattr(torch, dtype)) if dtype else x
+        return x if layout is None else laid_out(x, layout)
 
     built: Given = structure.build([placed(n, x) for n, x in zip(structure.names(), values, strict=True)])
     return built
 
 
-def _with_leaves(subject: Subject, point: Point, given: Given) -> Given:
+def _with_leaves(space: Space, subject: Subject, point: Point, given: Given) -> Given:
     """The arguments, those that may want gradients wanting them."""
-    spec, wants = subject.spec, point.levels.get("wants", "all")
+    wants = point.levels.get("wants", "all")
     how, mode = point.levels.get("upstream", "none"), point["mode"]
     if "grad" not in subject.claims or (how == "none" and mode not in GRADLESS):
         return given
-    named = spec.differentiable if wants == "all" else (wants,)
+    named = space.differentiable(subject) if wants == "all" else (wants,)
 
     def leaf(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return x.detach().requires_grad_() if floating else x
 
-    return {n: leaf(x) if n in named else x for n, x in given.items()}
+    values, structure = flatten(given)
+    built: Given = structure.build(
+        [leaf(x) if n in named else x for n, x in zip(structure.names(), values, strict=True)]
+    )
+    return built
 
 
 def _detached(given: Given) -> Given:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rlkernel_common.activations import ACTIVATIONS
+from rlkernel_common.precision import full_precision
 from rlkernel_common.row_views import shaped
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_gradients
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
@@ -77,7 +78,8 @@ class QmatmulPair(Pair[QmatmulCall, Tensor]):
         (dy,) = grads
         if dy is None:
             return (None,) * len(self._kinds)
-        found = self._prepared.backward(saved, dy.reshape(-1, dy.shape[-1]), self.wanted)
+        with full_precision(dy):
+            found = self._prepared.backward(saved, dy.reshape(-1, dy.shape[-1]), self.wanted)
         kinds = zip(found, self._kinds, strict=True)
         return tuple([None if g is None or kind is None else g.to(kind[0]).view(kind[1]) for g, kind in kinds])
 
@@ -114,7 +116,8 @@ class _Prepared:
         rows = x if x.dim() == 2 else x.reshape(-1, self._K)
         added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
         epilogue = Epilogue(call.bias, call.lora, self._activation, added)
-        y = product(rows.contiguous(), w, epilogue, self._rounding, call.ends, plan=self._plan)
+        with full_precision(x):
+            y = product(rows.contiguous(), w, epilogue, self._rounding, call.ends, plan=self._plan)
         return y if x.dim() == 2 else shaped(y, torch.Size((*self._leading, y.shape[-1])))
 
     def backward(self, saved: Saved, dy: Tensor, wanted: tuple[bool, ...]) -> Saved:
