@@ -206,20 +206,7 @@ class Stated:
     def wants(self, found: Mapping[str, Any]) -> dict[str, Want]:
         """All that was asked for; `found` chooses where there is a choice."""
         given, source = self.given, self.given.get("top_n_from", "raw")
-        sizes = self.each(lambda r: len(r.law.kept), 0)
-        certain = self.each(lambda r: r.greedy or len(r.law.kept) == 1, True)
-        whole = self.each(lambda r: r.greedy or len(r.law.kept) == (r.x > -np.inf).sum(), True)
-        invalid = given.get("invalid_token", 0)
-        wants = {
-            "status": self.status(found["status"], given.get("kept_capacity", 0)),
-            "kept_count": Want(sizes, 0.0, "int32"),
-            "token": Want(self.each(lambda r: r.token, invalid, invalid), 0.0, "int64"),
-            "logprob": self.near("logprob", self.each(lambda r: r.law.log_p[r.token], -np.inf), certain == 0),
-            "log_kept_mass": self.near("log_kept_mass", self.each(lambda r: r.law.log_kept_mass, -np.inf), whole == 0),
-            **self.thresholds(found),
-        }
-        if given.get("raw_logprob"):
-            wants["raw_logprob"] = self.near("raw_logprob", self.each(lambda r: r.law.log_raw[r.token], np.nan))
+        wants = self.of_every_draw(found) | self.thresholds(found)
         if given.get("entropy"):
             wants["entropy"] = self.near("entropy", self.each(lambda r: r.law.entropy, np.nan))
         if given.get("rank"):
@@ -230,6 +217,22 @@ class Stated:
             best = [r.best(source) for r in self.rows]
             wants["top_ids"] = Want(self.table([ids for ids, _ in best], n, -1), 0.0, "int64")
             wants["top_logprobs"] = self.near("raw_logprob", self.table([p for _, p in best], n, -np.inf), 2.0)
+        return wants
+
+    def of_every_draw(self, found: Mapping[str, Any]) -> dict[str, Want]:
+        """What every sampling operator returns of its rows."""
+        given, invalid = self.given, self.given.get("invalid_token", 0)
+        certain = self.each(lambda r: r.greedy or len(r.law.kept) == 1, True)
+        whole = self.each(lambda r: r.greedy or len(r.law.kept) == (r.x > -np.inf).sum(), True)
+        wants = {
+            "status": self.status(found["status"], given.get("kept_capacity", 0)),
+            "kept_count": Want(self.each(lambda r: len(r.law.kept), 0), 0.0, "int32"),
+            "token": Want(self.each(lambda r: r.token, invalid, invalid), 0.0, "int64"),
+            "logprob": self.near("logprob", self.each(lambda r: r.law.log_p[r.token], -np.inf), certain == 0),
+            "log_kept_mass": self.near("log_kept_mass", self.each(lambda r: r.law.log_kept_mass, -np.inf), whole == 0),
+        }
+        if given.get("raw_logprob"):
+            wants["raw_logprob"] = self.near("raw_logprob", self.each(lambda r: r.law.log_raw[r.token], np.nan))
         return wants
 
     def thresholds(self, found: Mapping[str, Any]) -> dict[str, Want]:
