@@ -265,7 +265,9 @@ def real(subject: Subject) -> list[Mapping[str, Any]]:
     filters = [n for n in ("top_p", "top_k", "min_p") if n in subject.claims]
     wide[-1] |= {n: {"top_p": 0.9, "top_k": "V", "min_p": 0.0625}[n] for n in filters[:1]}
     many = {"V": 5, "values": "equal", "noise": "steps"}
-    return [*wide, *({"rows": N, **many} for N in MANY)]
+    # Without a filter every id that is lost shows in the number of kept tokens.
+    small = {"V": 1000, "rows": 33, "banned": "some", "dtype of banned.ids": "uint8"}
+    return [*wide, *([small] if "banned" in subject.claims else []), *({"rows": N, **many} for N in MANY)]
 
 
 TENSORS: Final = {
