@@ -210,8 +210,8 @@ class Step:
         return bool(at_most >= at_least.max())
 
     def _noise(self, stream: str) -> Array:
-        assert self.noise is not None
-        noise: Array = gumbel(words(*self.noise, self.p.size, STREAMS[stream]))
+        seed, step = self.noise or (0, 0)
+        noise: Array = gumbel(words(seed, step, self.p.size, STREAMS[stream]))
         return noise
 
     def _drawn(self, scores: Array, stream: str, token: int) -> int:
