@@ -14,7 +14,7 @@ from rlkernel_conformance.goodness_of_fit import independent
 from rlkernel_conformance.sampling_batches import Batch, random_batch
 from rlkernel_core.definitions.sampling import sample_row
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.sampling import LogitBias, SampleResult, TokenLists
+from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status, TokenLists
 from rlkernel_torch.direct import lm_head_sample, logprob, sample
 
 INF = math.inf
@@ -175,3 +175,27 @@ def test_what_is_asked_of_a_draw_from_a_head_reaches_it(more) -> None:
     for name, x in fields(lm_head_sample(hidden, weight, **request)).items():
         tolerance = 2e-5 if x.is_floating_point() else 0
         torch.testing.assert_close(x, want[name], atol=tolerance, rtol=tolerance, equal_nan=True, msg=name)
+
+
+def test_no_rows_may_bring_entries_behind_the_last_offset() -> None:
+    ids, offsets = torch.tensor([1]), torch.zeros(1, dtype=torch.int64)
+    bias, banned = LogitBias(ids, torch.tensor([2.0]), offsets), TokenLists(ids, offsets)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert sample(torch.zeros(0, 3), seed=none, step=none, bias=bias, banned=banned).token.shape == (0,)
+
+
+def test_results_do_not_depend_on_the_default_dtype() -> None:
+    x = torch.tensor([[0.0, 1.0], [math.inf, 0.0]])
+    want = fields(sample(x, seed=torch.arange(2), step=0, raw_logprob=True, entropy=True))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(fields(sample(x, seed=torch.arange(2), step=0, raw_logprob=True, entropy=True)), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_row_whose_bias_has_no_meaning_has_no_best_tokens_and_no_infinity() -> None:
+    bias = LogitBias(torch.tensor([0]), torch.tensor([math.nan]), torch.tensor([0, 1]))
+    x = torch.tensor([[0.0, math.inf, 1.0]])
+    drawn = sample(x, seed=0, step=0, bias=bias, top_n=2, top_n_from="processed")
+    assert [drawn.status.tolist(), drawn.top_ids.tolist()] == [[Status.PARAM], [[-1, -1]]]

@@ -134,6 +134,12 @@ def logits_row(g: np.random.Generator, V: int, kind: str, scale: float) -> np.nd
         x[g.integers(V)], x[g.integers(V)] = 3e38, -3e38
     elif kind == "denormal":
         x *= 1e-40
+    elif kind == "zeros":
+        x = np.where(x > 0, 0.0, -0.0)
+    elif kind == "dominant":
+        x[g.integers(V)] += 1e4
+    elif kind == "far":
+        x += g.choice([-1e4, 1e4])
     return x
 
 

@@ -66,7 +66,7 @@ class SampleCall(RequestParams, OpCall[SampleResult]):
         vocab_size: V where the rows are padded, W > V; columns from V on are ignored, whatever they hold. None: W.
         slot: [N] integer, row -> state slot. Parameters, seed, step and penalties then hold one entry per slot, [R];
             `bias`, `allowed` and `banned` stay per row. A row with slot -1 is padding: token = invalid_token, every
-            other result 0 (kept_ids, top_ids and rank -1, top_logprobs -inf).
+            other result 0 (threshold_id, kept_ids, top_ids and rank -1, top_logprobs -inf).
         raw_logprob: also return the log-probability under the raw law.
         top_n: also return the n best ids and their log-probabilities under the law `top_n_from`.
         top_n_from: "raw" or "processed"; `rank` is the token's place in the same law.

@@ -48,10 +48,14 @@ STREAMS: Final = {"target": 0, "draft": 1, "accept": 2, "residual": 3}
 class Status(IntFlag):
     """Bits of `status`; 0 is an ordinary row."""
 
-    EMPTY = 1  # no token is left: token = invalid_token, logprob = log_kept_mass = -inf, raw_logprob NaN
+    # No token is left: token = invalid_token, logprob = log_kept_mass = -inf, raw_logprob and entropy NaN, rank and
+    # kept ids -1, threshold inf; the best tokens of the raw law are returned as ever.
+    EMPTY = 1
     NAN = 2  # the logits held NaN, counted as -inf
     POSINF = 4  # +inf after the edits: uniform over those tokens
-    PARAM = 8  # a parameter has no meaning (T < 0, T not finite, repetition <= 0, ...): results as for EMPTY
+    # A parameter or a bias has no meaning (T < 0, T not finite, repetition <= 0, NaN ...): results as for EMPTY; the
+    # row then has neither EMPTY nor POSINF.
+    PARAM = 8
     KEPT_OVERFLOW = 16  # more tokens kept than kept_capacity: kept_ids is cut, nothing else changes
     FALLBACK = 32  # information only: a slower path of the implementation ran
 

@@ -145,20 +145,21 @@ def edit(
         banned: ids to forbid.
     """
     N, n = logits.shape
+    room = max(N, 1), n + 1  # entries of no row and of no column have a place too
     nan = logits.isnan()
     x = torch.where(nan, -torch.inf, logits)
     ids = torch.arange(low, low + n, device=x.device)
     if allowed is not None:
         x = torch.where(_bit(allowed, ids), x, -torch.inf)
     if banned is not None:
-        hit = torch.zeros(N, n + 1, dtype=torch.bool, device=x.device)
+        hit = torch.zeros(room, dtype=torch.bool, device=x.device)
         hit[_places(banned.ids, banned.offsets, low, n)] = True
-        x = torch.where(hit[:, :n], -torch.inf, x)
+        x = torch.where(hit[:N, :n], -torch.inf, x)
     if bias is not None:
         # Summed in float64 and rounded once: a few fp32 values add up exactly there, in whatever order.
-        total = torch.zeros(N, n + 1, dtype=torch.float64, device=x.device)
+        total = torch.zeros(room, dtype=torch.float64, device=x.device)
         total.index_put_(_places(bias.ids, bias.offsets, low, n), bias.values.double(), accumulate=True)
-        extra = total[:, :n].to(x.dtype)
+        extra = total[:N, :n].to(x.dtype)
         x = torch.where((x == -torch.inf) | (extra == -torch.inf), -torch.inf, x + extra)
     if requests.history is not None:
         x = _penalized(x, ids, requests, requests.history)

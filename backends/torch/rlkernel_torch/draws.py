@@ -42,7 +42,7 @@ class Draw:
 
     def result(self, invalid_token: int, kept_capacity: int = 0) -> SampleResult:
         """What is always returned."""
-        status = self.nan * Status.NAN.value + self.posinf * Status.POSINF.value
+        status = self.nan * Status.NAN.value + (self.posinf & ~self.bad) * Status.POSINF.value
         status = status + torch.where(self.bad, Status.PARAM.value, (self.count == 0) * Status.EMPTY.value)
         if kept_capacity:
             status = status + ((self.count > kept_capacity) & ~self.none) * Status.KEPT_OVERFLOW.value

@@ -66,7 +66,8 @@ def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
             x = torch.where(given.isnan(), -torch.inf, given) if call.top_n_from == "raw" else law.weights.x
             extra["rank"] = drawn.rows(_rank(x, drawn.token), -1, -1).to(torch.int32)
         if top_n:
-            extra["top_ids"], extra["top_logprobs"] = _top(ranked, drawn, top_n)
+            without = drawn.padding if call.top_n_from == "raw" else drawn.padding | drawn.none
+            extra["top_ids"], extra["top_logprobs"] = _top(ranked, without, top_n, drawn.threshold.dtype)
     return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
 
 
@@ -76,13 +77,13 @@ def raw_law(given: Tensor) -> FilteredSoftmax:
     return whole(weigh(given, given.new_ones(given.shape[0])))
 
 
-def _top(law: FilteredSoftmax, drawn: Draw, n: int) -> tuple[Tensor, Tensor]:
-    """The n best ids of a law and their log-probabilities, [N, n]."""
+def _top(law: FilteredSoftmax, without: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The n best ids of a law and their log-probabilities, [N, n]; none in rows that are `without` [N]."""
     best = _order(law)[:, :n]
-    there = law.keep.gather(1, best) & ~drawn.padding[:, None]
+    there = law.keep.gather(1, best) & ~without[:, None]
     y = law.weights.y.gather(1, best) - law.log_total[:, None]
     y = torch.where(law.greedy[:, None], 0.0, y)
-    return torch.where(there, best, -1), torch.where(there, y, -torch.inf).to(drawn.threshold.dtype)
+    return torch.where(there, best, -1), torch.where(there, y, -torch.inf).to(dtype)
 
 
 def _kept_ids(law: FilteredSoftmax, drawn: Draw, capacity: int) -> Tensor:

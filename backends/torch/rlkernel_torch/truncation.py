@@ -68,7 +68,8 @@ class FilteredSoftmax:
 def weigh(x: Tensor, temperature: Tensor) -> Weights:
     """Weights of x [N, V] (no NaN) at temperatures [N]."""
     posinf = (x == torch.inf).any(1)
-    x = torch.where(posinf[:, None], torch.where(x == torch.inf, 0.0, -torch.inf), x)
+    x = torch.where(posinf[:, None] & (x < torch.inf), -torch.inf, x)
+    x = torch.where(x == torch.inf, 0.0, x)
     present = x > -torch.inf
     best = x.argmax(1)
     top = x.gather(1, best[:, None])

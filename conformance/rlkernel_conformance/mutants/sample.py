@@ -173,6 +173,13 @@ def draws_anew(seed: Any) -> Any:
     return seed ^ next(_DRAWS)
 
 
+def ids_of_8_bits_are_signed(call: SampleCall) -> TokenLists | None:
+    banned = call.banned
+    if banned is None or banned.ids.dtype is not torch.uint8:
+        return banned
+    return TokenLists(banned.ids.to(torch.int8), banned.offsets)
+
+
 BUGS: Final = {
     "draws_anew": Bug(
         "SA-39",
@@ -348,4 +355,14 @@ BUGS: Final = {
         "SA-38", "one seed for a batch is spread over it: all rows draw alike", with_a_shared_seed
     ),
     "anonymous_errors": plant.anonymous_errors("SA-38"),
+    "min_p_ignored_beside_penalties": Bug(
+        "SA-97",
+        "min-p ignored where rows are edited first",
+        plant.where(lambda c: c.penalties is not None, plant.ignores("min_p")),
+    ),
+    "ids_of_8_bits_are_signed": Bug(
+        "SA-98",
+        "banned ids of uint8 read as int8: those above 127 are lost",
+        plant.given(banned=ids_of_8_bits_are_signed),
+    ),
 }

@@ -153,4 +153,9 @@ BUGS: Final = {
     ),
     "draws_anew": Bug("VF-21", "noise of a generator that runs on", plant.maps(seed=draws_anew)),
     "asks_the_host": plant.reads_a_value("VF-16", lambda c: c.target_logits),
+    "bias_ignored_beside_draft_laws": Bug(
+        "VF-97",
+        "the bias ignored where the laws of the drafts are given",
+        plant.where(lambda c: c.draft_probs is not None, plant.ignores("bias")),
+    ),
 }

@@ -98,6 +98,9 @@ class Space:
     # Tensors by name that are compared in place of a result which is an object; None: those within the result.
     read: Callable[[Subject, Point, Given, Any], Mapping[str, Tensor]] | None = None
     written: tuple[str, ...] = ()  # arguments that the call writes to
+    # The operator draws and has no gradient: `expected` is given the results in place of upstream gradients, by name,
+    # and says what they must be beside a choice among those that the noise leaves open.
+    draws: bool = False
 
     def differentiable(self, subject: Subject) -> tuple[str, ...]:
         """Paths of the tensors that may want gradients: arguments, or tensors within one."""
@@ -225,9 +228,9 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
     for name, x in made.items():
         owner = theirs.get(x.untyped_storage().data_ptr()) if x.numel() else None
         require(owner is None, f"{name} is memory of the argument {owner}")
-    detached = _detached(given)
     found = made if space.read is None else leaves(space.read(subject, point, called, out)) | grads
-    for name, want in space.expected(subject, point, detached, {n: plain(g, n) for n, g in upstream.items()}).items():
+    known = {n: plain(x, n) for n, x in (found if space.draws else upstream).items()}
+    for name, want in space.expected(subject, point, _detached(given), known).items():
         unclaimed = name.partition(".")[0] in {*subject.spec.optional} - subject.claims
         if name not in found and (name.startswith("d_") or unclaimed):
             continue
