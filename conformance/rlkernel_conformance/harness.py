@@ -152,6 +152,8 @@ def try_all(
         _, error = guarded(lambda case=case: body(case))  # type: ignore[misc]
         executed += error is None
         if error is not None and not isinstance(error, UnsatisfiedAssumption):
+            if faults.needs_new_process(faults.of_error(error), subject.device):
+                raise error  # whatever is called now fails
             while shrink and (found := next(filter(error_of, table.simpler(subject, case)), None)) is not None:
                 case = found  # noqa: PLW2901  a simpler one
             body(case)

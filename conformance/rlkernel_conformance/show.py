@@ -44,7 +44,8 @@ def show(content: dict[str, Any], *, json: bool) -> None:
             if clause["status"] in _TOLD and clause["message"] != NOT_ASKED:
                 typer.echo("\n".join(_lines(op, clause)))
             missed = clause.get("coverage", {}).get("missed", ())
-            if missed and clause["status"] == "held":
+            thorough = content["runs"][clause["run"]]["profile"]["thorough"]
+            if missed and thorough and clause["status"] == "held":
                 typer.echo(
                     f"{op} {clause['clause']} {clause['title']}: not executed\n  " + "\n  ".join(missed[:_SHOWN])
                 )
