@@ -12,12 +12,11 @@ import torch
 from rlkernel_conformance.sampling_batches import KINDS, logits_row, to
 from rlkernel_conformance.spaces import requests
 from rlkernel_conformance.spaces.modes import GRADLESS
+from rlkernel_conformance.spaces.request_rows import Requests, chosen
 from rlkernel_conformance.spaces.requests import (
     Array,
-    Requests,
     bias_levels,
     bias_tensors,
-    chosen,
     generator,
 )
 from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
