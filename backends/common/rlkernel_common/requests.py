@@ -153,7 +153,8 @@ def edit(
         x = torch.where(_bit(allowed, ids), x, -torch.inf)
     if banned is not None:
         hit = torch.zeros(room, dtype=torch.bool, device=x.device)
-        hit[_places(banned.ids, banned.offsets, low, n)] = True
+        row, column = _places(banned.ids, banned.offsets, low, n)
+        hit.view(-1).index_fill_(0, row * (n + 1) + column, value=True)  # `hit[...] = True` would copy from the host
         x = torch.where(hit[:N, :n], -torch.inf, x)
     if bias is not None:
         # Summed in float64 and rounded once: a few fp32 values add up exactly there, in whatever order.
