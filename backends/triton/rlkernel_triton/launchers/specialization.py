@@ -21,6 +21,9 @@ ALIGNMENT: Final = 16  # bytes of a pointer, or the divisor of a number
 POINTER_TYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bool: "*u1",
     torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
+    torch.uint64: "*u64",
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",

@@ -183,7 +183,7 @@ def _linear_backward(dh: Tensor, ends: Tensor | None, w: QuantTensor, plan: Plan
         dx = dh.new_zeros(dh.shape[0], K, dtype=torch.float32)
         dh = dh.contiguous()
         for first, some, dense in dense_experts(w, ends.shape[0], dh.dtype, plan):
-            transposed = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1)
+            transposed = dense.view(some, -1, K).transpose(1, 2).reshape(some * K, -1).contiguous()  # one is a view
             dense_product(
                 dh, transposed, NO_EPILOGUE, ends, dx, plan, "gradient", first=first, experts=some, N=K,
                 any_alignment=_ARRIVES,
