@@ -38,6 +38,20 @@ def test_rules_hold_in_every_row_and_what_they_forbid_is_no_pair() -> None:
     assert array.covered(FACTORS, array.rows) == array.pairs
 
 
+def test_a_pair_is_covered_by_no_row_with_a_level_that_hides_it() -> None:
+    array = covering(FACTORS, hollow={"d": (3,)})
+    alone = [row for row in array.rows if row["d"] != 3]
+    assert array.pairs - array.covered(FACTORS, alone) == {p for p in array.pairs if ("d", 3) in p}
+    assert array.covered(FACTORS, array.rows) == array.pairs
+
+
+def test_a_level_that_stands_beside_hiding_ones_alone_hides_too() -> None:
+    rule = Rule(("a", "d"), lambda a, d: a < 2 or d == 3)
+    array = covering(FACTORS, (rule,), hollow={"d": (3,)})
+    assert array.hollow == {("a", 2), ("d", 3)}
+    assert array.covered(FACTORS, array.rows) == array.pairs
+
+
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
 @pytest.mark.parametrize("x", [torch.arange(6.0).view(2, 3), torch.arange(4), torch.tensor([True, False])])
 def test_a_layout_keeps_values(layout, x) -> None:

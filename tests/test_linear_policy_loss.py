@@ -100,3 +100,16 @@ def test_without_a_gradient_wanted_the_loss_is_the_same():
     loud, _ = case.fused(entropy=True, entropy_coef=0.1)
     assert (silent.loss, silent.stats) == (loud.loss.detach(), loud.stats)
     assert not silent.loss.requires_grad
+
+
+def test_autocast_does_not_round_the_gradient_that_is_made_with_the_loss():
+    g = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(6, 5, generator=g), torch.randn(33, 5, generator=g)
+    ids, old, advantages = torch.arange(6), torch.full((6,), -3.5), torch.ones(6)
+    found = []
+    for autocast in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = linear_policy_loss(leaf, weight, ids, old, advantages, kind="ppo").loss
+        found += torch.autograd.grad(loss, leaf)
+    assert torch.equal(*found)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkernel_conformance.subject import Subject
 
-__all__ = ["Violation", "close", "require", "same_bits", "within"]
+__all__ = ["Violation", "close", "norm_within", "require", "same_bits", "within"]
 
 
 class Violation(AssertionError):
@@ -85,6 +85,17 @@ def within(
         found_there, expected_there = have[at].item(), want[at].item()
         text = f"is {found_there!r}, expected {expected_there!r}: {worst:.3g} times the tolerance"
         raise Violation(f"{shown}{list(place) if place else ''} {text}")
+
+
+def norm_within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: float) -> None:
+    """The Frobenius norm of the error of `found` is no larger than `allowed`; arguments are those of `within`."""
+    have, want = plain(found, output).astype(np.float64), np.asarray(expected, np.float64)
+    require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
+    rounded = np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))  # to infinity
+    error = float(np.linalg.norm(np.where(rounded, want, have) - want))
+    ratio = 0.0 if error == 0 else error / allowed if allowed else math.inf
+    subject.measures[output] = max(ratio, subject.measures.get(output, 0.0))
+    require(ratio <= 1, f"{output} is off by {error:.3g} in all, {ratio:.3g} times the tolerance")
 
 
 def _overflow(dtype: torch.dtype) -> float:

@@ -59,7 +59,7 @@ def logprob(logits, ids, *, temperature=1.0, softcap=None, kept=None, g=None):
         if g is None:
             continue
         up = {name: X(g[name][i]) if name in g else X(0) for name in ("logprob", "lse", "entropy", "log_kept_mass")}
-        q = np.where(keep, np.exp(z - logsumexp(z[keep])), 0)
+        q = np.exp(np.where(keep, z - logsumexp(z[keep]), -np.inf))
         log_p = np.where(finite, z - lse, 0)
         towards = -q
         towards[t] = q[others].sum()  # 1 - q_t without cancelling

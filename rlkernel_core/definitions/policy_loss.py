@@ -31,6 +31,11 @@ def _sum(values):
     return math.fsum(values)
 
 
+def _k3(x):
+    x = _clip(x, -20, 20)
+    return math.expm1(x) - x
+
+
 def _mean(values):
     return _sum(values) / max(len(values), 1)
 
@@ -130,7 +135,7 @@ def rollout(old, roll, mask, correction, rejection):
             mean = _mean(list(out.weight.values()))
         else:
             mean = _mean([out.weight[i, y[0]] for i, y in enumerate(tokens) if y])
-        out.weight = {k: w / mean for k, w in out.weight.items()}
+        out.weight = {k: w / (mean or 1.0) for k, w in out.weight.items()}
     return out
 
 
@@ -348,7 +353,7 @@ def statistics(*args, **options):
         "clip_high": mean(t.high for t in x),
         "clip_dual": mean(t.dual for t in x),
         "approx_kl_k1": mean(-t.d for t in x),
-        "approx_kl_k3": mean(math.expm1(t.d) - t.d for t in x),
+        "approx_kl_k3": mean(_k3(t.d) for t in x),
         "effective_sample_size": math.fsum(v) ** 2 / n / squares if squares else 0.0,
     }
     if options.get("entropy") is not None:
@@ -356,7 +361,7 @@ def statistics(*args, **options):
     if options.get("ref") is not None:
         out["kl_ref"] = mean(t.kl for t in x)
     if options.get("roll") is not None:
-        out["rollout_kl"] = mean(math.expm1(t.delta) - t.delta for t in x)
+        out["rollout_kl"] = mean(_k3(t.delta) for t in x)
         out["rollout_missing"] = mean(t.missing for t in x)
     if options.get("correction") is not None:
         _, _, _, mask = args

@@ -80,11 +80,11 @@ class LossStats:
     clip_high: Tensor  # ... at the upper bound
     clip_dual: Tensor  # ... at dual_clip or ratio_cap
     approx_kl_k1: Tensor  # mean of -d, estimates KL(old || current)
-    approx_kl_k3: Tensor  # mean of e^d - 1 - d, the same without negative values
+    approx_kl_k3: Tensor  # mean of e^d - 1 - d, d within +-20: the same without negative values
     effective_sample_size: Tensor  # (sum v)^2 / (n sum v^2) in (0, 1], v = rho * w
     entropy: Tensor | None = None  # mean entropy, nats; None if none was given
     kl_ref: Tensor | None = None  # mean of the KL estimate to the reference, nats, before kl_importance
-    rollout_kl: Tensor | None = None  # nats, mean of e^x - 1 - x, x = old - rollout: KL(rollout || old)
+    rollout_kl: Tensor | None = None  # nats, mean of e^x - 1 - x, x = old - rollout within +-20: KL(rollout || old)
     rollout_missing: Tensor | None = None  # fraction of tokens whose rollout_logprob is NaN (taken as equal to old)
     correction_mean: Tensor | None = None  # mean of w
     correction_clipped: Tensor | None = None  # fraction of tokens whose weight was outside [low, high]

@@ -223,5 +223,5 @@ def _correction(
         if rule.level != "token":  # each sequence counts once
             share = torch.where(mask, share / sequences.spread(sequences.sum(share).clamp(min=1)), 0.0)
         mean = (weight * share).sum() / share.sum().clamp(min=1e-8)
-        weight = weight / torch.where(mean > 1e-8, mean, 1.0)
+        weight = weight / torch.where(mean > 0, mean, 1.0)
     return weight, outside & mask

@@ -51,10 +51,14 @@ class Packed:
         return cls(offsets, index.clamp(0, max(count - 1, 0)), inside, count)
 
     def sum(self, x: Tensor) -> Tensor:
-        """[N] -> [B], each sequence on its own and in order: no atomics, and no sequence disturbs another."""
+        """[N] -> [B], each sequence on its own and in order: no atomics, and no sequence disturbs another.
+
+        In float64: one after the other in fp32, ten thousand tokens lose 5e-5 of their sum.
+        """
         if self.count == 0:
             return x.new_zeros(0)
-        return torch.segment_reduce(x, "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
+        total = torch.segment_reduce(x.double(), "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
+        return total.to(x.dtype)
 
     def spread(self, y: Tensor) -> Tensor:
         """[B] -> [N]."""

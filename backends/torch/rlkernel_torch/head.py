@@ -68,8 +68,7 @@ class Head(NamedTuple):
 
     def logits(self, x: Tensor, ids: slice) -> Tensor:
         """[R, w] logits of a block, before the cap."""
-        with full_precision(x):
-            y = product(x, self.tile(ids).T)
+        y = product(x, self.tile(ids).T)
         if self.bias is not None:
             y += self.bias[ids]
         return y.mul_(self.scale)
@@ -81,10 +80,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     MKL has a path of its own for few columns, which sums some rows in another order; zeros fill those up.
     """
     n = b.shape[1]
-    if n >= COLUMNS:
-        return a @ b
-    filled = torch.nn.functional.pad(b, (0, COLUMNS - n))
-    return (a @ filled)[:, :n].contiguous()
+    with full_precision(a):
+        if n >= COLUMNS:
+            return a @ b
+        filled = torch.nn.functional.pad(b, (0, COLUMNS - n))
+        return (a @ filled)[:, :n].contiguous()
 
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:

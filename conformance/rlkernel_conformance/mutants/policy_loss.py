@@ -108,7 +108,49 @@ def constants_detached(call: Any) -> Any:
     return replace(call, **free)
 
 
+class OnceMore(torch.autograd.Function):
+    """The same number, whose gradient is that of a sum of it, whatever comes in."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *upstream: Tensor) -> Tensor:
+        return torch.ones_like(upstream[0])
+
+
+def upstream_ignored(right: Run, call: PolicyLossCall) -> LossResult:
+    out = right(call)
+    small = call.logprob.numel() < 100
+    if not small or not out.loss.requires_grad:
+        return out
+    return replace(out, loss=OnceMore.apply(out.loss))  # type: ignore[no-untyped-call]
+
+
+def bound_beside_an_importance(call: Any) -> Any:
+    rule = call.rejection
+    strict = rule is not None and call.kl_importance and rule.statistic == "k2" and rule.high is not None
+    return replace(rule, high=rule.high * (1 - 1e-3)) if strict else rule
+
+
+def first_sequences(call: Any) -> Tensor | None:
+    B = call.logprob.shape[0]
+    if call.logprob.dim() < 2 or B <= 65536:
+        return call.mask
+    kept = torch.arange(B, device=call.logprob.device)[:, None] < 65536
+    return kept.expand(call.logprob.shape) if call.mask is None else call.mask & kept
+
+
 BUGS: Final = {
+    # two options at a time, and sizes of real batches
+    "upstream_ignored": Bug("PL-97", "a backward pass that takes every gradient for that of a sum", upstream_ignored),
+    "bound_beside_an_importance": Bug(
+        "PL-97",
+        "< for <= in a rejection, where a KL term is weighed by importance",
+        plant.given(rejection=bound_beside_an_importance),
+    ),
+    "first_sequences": Bug("PL-98", "sequences counted in 16 bits", plant.given(mask=first_sequences)),
     # terms of the loss
     "half_precision_sum": Bug("PL-01", "the loss summed in 16 bits", plant.returns(loss=half_precision)),
     "kl_without_gradient": Bug(

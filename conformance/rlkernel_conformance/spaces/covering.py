@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -36,47 +37,65 @@ class Array:
 
     rows: tuple[dict[str, Any], ...]
     pairs: frozenset[tuple[tuple[str, int], tuple[str, int]]]  # (factor, index of its level), twice
+    hollow: frozenset[tuple[str, int]] = frozenset()  # levels beside which little is left to see of other pairs
 
     def covered(self, factors: Mapping[str, Sequence[Any]], rows: Sequence[Levels]) -> frozenset[Any]:
         """The pairs that stand in some of `rows`."""
         at = {name: {level: i for i, level in enumerate(levels)} for name, levels in factors.items()}
-        found = {
-            pair
-            for row in rows
-            for pair in combinations([(name, at[name][row[name]]) for name in factors if name in row], 2)
-        }
+        found = set[tuple[tuple[str, int], ...]]()
+        for row in rows:
+            levels = [(name, at[name][row[name]]) for name in factors if name in row]
+            seen = self.hollow.intersection(levels)
+            found.update(p for p in combinations(levels, 2) if not seen or not seen.isdisjoint(p))
         return self.pairs & found
 
 
-def covering(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule] = (), seed: int = 0) -> Array:
+def covering(
+    factors: Mapping[str, Sequence[Any]],
+    rules: Sequence[Rule] = (),
+    seed: int = 0,
+    *,
+    hollow: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> Array:
     """Rows in which every possible pair of levels stands.
 
     Args:
         factors: levels of each, hashable, the simplest first.
         rules: what a row must keep.
         seed: of the order in which ties are broken.
+        hollow: levels that leave nothing to see of the others, e.g. a size of 0, by factor. A pair without one of them
+            is covered only by a row without them.
 
     Returns:
         The rows; `pairs` leaves out those that the rules make impossible.
     """
-    search = _Search(factors, rules, seed)
+    empty = frozenset((f, i) for f, levels in factors.items() for i, x in enumerate(levels) if x in hollow.get(f, ()))
+    search = _Search(factors, rules, seed, empty)
     rows = []
     while (row := search.next()) is not None:
         rows.append({name: factors[name][level] for name, level in row.items()})
-    return Array(tuple(rows), search.possible())
+    return Array(tuple(rows), search.possible(), search.hidden())
 
 
 class _Search:
-    def __init__(self, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: int) -> None:
+    def __init__(
+        self, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: int, hollow: frozenset[tuple[str, int]]
+    ) -> None:
         self.factors, self.names = factors, list(factors)
         self.random = np.random.default_rng(seed)
         starts = np.cumsum([0, *(len(levels) for levels in factors.values())])
         self.start = {name: int(s) for name, s in zip(self.names, starts, strict=False)}
         self.owner = np.repeat(np.arange(len(self.names)), [len(levels) for levels in factors.values()])
-        self.rules = {name: [r for r in rules if name in r.factors] for name in self.names}
+        self.rules = {name: [_Known(r) for r in rules if name in r.factors] for name in self.names}
         self.agree = self._agreeing(rules)
-        self.open = np.triu(self.agree & (self.owner[:, None] != self.owner[None, :]))  # [L, L] no row has them yet
         self.impossible = ~self.agree
+        # [L, L] pairs that no row has yet, either way round
+        self.open = self.agree & (self.owner[:, None] != self.owner[None, :])
+        self.hollow = np.zeros(len(self.owner), bool)
+        self.hollow[[self.start[name] + i for name, i in hollow]] = True
+        for name in self.names:  # what stands beside hollow levels of a factor alone is hollow too
+            levels = slice(self.start[name], self.start[name] + len(factors[name]))
+            self.hollow |= ~(self.agree[:, levels] & ~self.hollow[levels]).any(1)
 
     def _agreeing(self, rules: Sequence[Rule]) -> Any:  # [L, L] bool
         """Pairs that no rule of two factors forbids, nor any third factor that has no level for both."""
@@ -97,23 +116,34 @@ class _Search:
     def next(self) -> dict[str, int] | None:
         """Indices of the levels of another row; None where no pair is open."""
         while True:
-            left = np.argwhere(self.open)
-            if not len(left):
+            left = self.open.sum(1) + self.random.random(len(self.owner)) / 2
+            a = int(left.argmax())
+            if not self.open[a].any():
                 return None
-            a, b = (int(i) for i in left[0])
+            b = int(np.where(self.open[a], left, -1).argmax())
             tries = (self._row(a, b) for _ in range(TRIES))
             row = next((r for r in tries if r is not None), None)
             if row is None:
-                self.open[a, b], self.impossible[a, b] = False, True
+                self.open[a, b] = self.open[b, a] = False
+                self.impossible[a, b] = self.impossible[b, a] = True
                 continue
             at = np.array([self.start[name] + level for name, level in row.items()])
-            self.open[np.minimum(*(g := np.meshgrid(at, at))), np.maximum(*g)] = False
+            seen = at[self.hollow[at]] if self.hollow[at].any() else at
+            if not np.isin((a, b), seen).any():  # the rules let nothing see the two
+                self.open[a, b] = self.open[b, a] = False
+                self.impossible[a, b] = self.impossible[b, a] = True
+                continue
+            self.open[np.ix_(seen, at)] = self.open[np.ix_(at, seen)] = False
             return {name: row[name] for name in self.names}
 
     def possible(self) -> frozenset[Any]:
         """Pairs that the rules leave."""
         pairs = np.argwhere(np.triu(self.owner[:, None] != self.owner[None, :]) & ~self.impossible)
         return frozenset((self._named(int(a)), self._named(int(b))) for a, b in pairs)
+
+    def hidden(self) -> frozenset[tuple[str, int]]:
+        """Levels beside which little is left to see of other pairs."""
+        return frozenset(self._named(int(i)) for i in np.flatnonzero(self.hollow))
 
     def _named(self, at: int) -> tuple[str, int]:
         name = self.names[self.owner[at]]
@@ -127,7 +157,7 @@ class _Search:
         def put(name: str, level: int) -> bool:
             row[name], at = level, self.start[name] + level
             fits[:] &= self.agree[at]
-            gain[:] += self.open[at] | self.open[:, at]
+            gain[:] += self.open[at]
             return self._keeps(row, name)
 
         if not all(put(*self._named(at)) for at in (a, b)):
@@ -136,18 +166,31 @@ class _Search:
         rest.sort(key=lambda name: -len(self.rules[name]))  # on which most depends
         for name in rest:
             levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
-            best = np.where(fits[levels], gain[levels] + self.random.random(levels.stop - levels.start) / 2, -1.0)
-            for level in np.argsort(-best):
-                if best[level] < 0:
-                    return None
-                if self._keeps({**row, name: int(level)}, name):
-                    put(name, int(level))
-                    break
-            else:
+            worth = gain[levels] + self.random.random(levels.stop - levels.start) / 2
+            best = np.argsort(self.hollow[levels] * len(self.owner) ** 2 - worth)
+            good = (int(i) for i in best if fits[levels][i] and self._keeps({**row, name: int(i)}, name))
+            if (level := next(good, None)) is None:
                 return None
+            put(name, level)
         return row
 
     def _keeps(self, row: Mapping[str, int], name: str) -> bool:
         """Whether the rules about a factor hold, those whose factors are all in the row."""
-        due = (r for r in self.rules[name] if all(f in row for f in r.factors))
-        return all(r.holds(*(self.factors[f][row[f]] for f in r.factors)) for r in due)
+        return all(r.holds(self.factors, row) for r in self.rules[name])
+
+
+class _Known:
+    """A rule that remembers what it said of levels."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.said = rule, dict[tuple[int, ...], bool]()
+
+    def holds(self, factors: Mapping[str, Sequence[Any]], row: Mapping[str, int]) -> bool:
+        """Whether it holds of a row, or the row is not so far yet."""
+        if not all(f in row for f in self.rule.factors):
+            return True
+        at = tuple([row[f] for f in self.rule.factors])
+        if at not in self.said:
+            levels = (factors[f][i] for f, i in zip(self.rule.factors, at, strict=True))
+            self.said[at] = bool(self.rule.holds(*levels))
+        return self.said[at]

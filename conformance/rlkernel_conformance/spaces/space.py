@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.call_checks import SHARED, leaves
-from rlkernel_conformance.compare import Violation, plain, require, same_bits, within
+from rlkernel_conformance.compare import Violation, norm_within, plain, require, same_bits, within
 from rlkernel_conformance.spaces.covering import Array, Rule, covering
 from rlkernel_conformance.spaces.layouts import ANY, laid_out
 from rlkernel_conformance.spaces.modes import GRADLESS, MODES, WITHOUT_SYNCHRONIZATION, under
@@ -57,6 +57,7 @@ class Want:
     allowed: Any = 0.0  # largest absolute error, a number or an array
     dtype: str | None = None  # of the result; None: whatever holds it
     signed: bool = False  # -0 is another result than 0
+    norm: bool = False  # what is allowed is the norm of the whole error
 
     @classmethod
     def near(
@@ -101,6 +102,8 @@ class Space:
     # The operator draws and has no gradient: `expected` is given the results in place of upstream gradients, by name,
     # and says what they must be beside a choice among those that the noise leaves open.
     draws: bool = False
+    # Levels that leave little to see of the others, by factor, e.g. a size of 0; modes and gradients have some too.
+    hollow: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def differentiable(self, subject: Subject) -> tuple[str, ...]:
         """Paths of the tensors that may want gradients: arguments, or tensors within one."""
@@ -163,7 +166,10 @@ def _array(space: Space, subject: Subject, impls: tuple[Impl, ...]) -> Array:
     factors = space.all_factors(subject)
     if any(not levels for levels in factors.values()):
         return Array((), frozenset())
-    return covering(factors, space.all_rules(subject))
+    hollow = dict(space.hollow)
+    if "upstream" in factors:
+        hollow |= {"mode": GRADLESS, "upstream": ("none", "zero")}
+    return covering(factors, space.all_rules(subject), hollow=hollow)
 
 
 def points(space: Space, subject: Subject) -> tuple[Point, ...]:
@@ -236,7 +242,7 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
             continue
         require(name in found, f"{name or 'the result'} is missing")
         have = found[name]
-        within(subject, name, have, want.values, want.allowed)
+        (norm_within if want.norm else within)(subject, name, have, want.values, want.allowed)
         if want.signed:
             signs = np.signbit(plain(have, name)) == np.signbit(want.values)
             require(bool((signs | np.isnan(want.values)).all()), f"{name or 'the result'} has a zero of another sign")
