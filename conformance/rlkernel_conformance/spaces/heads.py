@@ -119,7 +119,7 @@ def head_gradients(subject: Subject, given: Given, counted: Any, dz: Any, least:
 OPERANDS: Final = {
     "hidden": Argument(),
     "weight": Argument(),
-    "bias": Argument(dtypes=("", "float32", "float64", "bfloat16", "float16"), given=Rule(("bias",), bool)),
+    "bias": Argument(dtypes=("", "float32", "bfloat16", "float16"), given=Rule(("bias",), bool)),
 }
 
 
