@@ -160,3 +160,17 @@ def test_parts_of_k_add_up(device, kind, config) -> None:
     launcher = plain_launcher_for(x.device)
     product.TiledProduct(launcher, x, packed, NO_EPILOGUE, "any", None, y, config, 2)(x, packed, NO_EPILOGUE, None, y)
     assert over(y, x, reference.dequantize(w, dtype=torch.float32), "any") <= 1
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_the_gradient_of_an_expert_is_that_of_its_weight(device, experts) -> None:
+    """One expert's weight turned around was a view, which the kernel read as if it were contiguous."""
+    g = torch.Generator().manual_seed(3)
+    w = reference.quantize(torch.randn(10 * experts, 64, generator=g), named("int4_g32"))
+    x, dy = torch.randn(6, 64, generator=g), torch.randn(6, 10, generator=g)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32) * (6 // experts)
+    leaf = x.to(device).requires_grad_()
+    rlk.qmatmul(leaf, w.to(device), ends=ends.to(device)).backward(dy.to(device))
+    dense = reference.dequantize(w, dtype=torch.float64).view(experts, 10, 64)
+    want = torch.cat([rows.double() @ of for rows, of in zip(dy.chunk(experts), dense, strict=True)])
+    torch.testing.assert_close(leaf.grad.cpu().double(), want, rtol=1e-5, atol=1e-5)
