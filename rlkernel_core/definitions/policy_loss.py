@@ -276,7 +276,7 @@ def evaluate(
                     parts.append(sign * _least(sign * v, sign * _clip(v, -clip[0], clip[1])))
                 value = -_exp(_mean(parts)) * a
                 rho0 = math.exp(_mean(parts).real)
-                low, high = a < 0 and d0[t] < -clip[0], a > 0 and d0[t] > clip[1]
+                low, high = a < 0 and lim(d0[t]) < -clip[0], a > 0 and lim(d0[t]) > clip[1]
             elif surrogate == "vespo":
                 log_v = math.fsum(lim(d0[u]) for u in y)
                 if correction is not None:
