@@ -93,7 +93,7 @@ def across_ranks(local: Moments, process_group: ProcessGroup | None) -> Moments:
 def variance(m2: Tensor, count: Tensor, ddof: int) -> Tensor:
     """m2 / (count - ddof), 0 where there are too few values."""
     free = count - ddof
-    return torch.where(free > 0, m2 / free.clamp(min=1), 0.0)
+    return torch.where(free > 0, m2 / torch.where(free > 0, free, 1.0), 0.0)  # counts may be fractions
 
 
 def reciprocal(var: Tensor, eps: float, mode: str) -> Tensor:

@@ -34,6 +34,9 @@ def fits(call: QmatmulCall) -> Reason | None:
     scales = x.dtype if integers else torch.float32
     if w.parts["scale"].dtype != scales or (call.bias is not None and call.bias.dtype != x.dtype):
         return Reason("shape", "unsupported", f"scales that are not {scales}, or a bias that is not {x.dtype}")
+    if any(p.data_ptr() % 16 for p in w.parts.values()):
+        fix = "Clone that part of the weight."
+        return Reason("shape", "unsupported", "a weight with a part that begins at no multiple of 16 bytes", fix)
     M = x.numel() // K
     if choice.cut(M, w) is None or N * max(M, 1) >= 2**31 or not all(p.is_contiguous() for p in w.parts.values()):
         return Reason("shape", "unsupported", f"{w.spec} of {w.shape} with {M} tokens")

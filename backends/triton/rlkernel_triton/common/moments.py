@@ -30,7 +30,7 @@ def _merge(n1, s1, d1, q1, n2, s2, d2, q2):
 def _variance(m2, count, ddof):
     """m2 / (count - ddof), 0 where there are too few values."""
     free = count - ddof
-    return tl.where(free > 0, tl.div_rn(m2, tl.maximum(free, 1.0)), 0.0)
+    return tl.where(free > 0, tl.div_rn(m2, tl.where(free > 0, free, 1.0)), 0.0)
 
 
 @triton.jit

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 def flat(x: Tensor) -> Tensor:
-    """[n] contiguous."""
+    """[n] contiguous; the bits of unsigned 64-bit numbers as signed ones, which torch can index."""
+    x = x.view(torch.int64) if x.dtype is torch.uint64 else x
     return x if x.dim() == 1 and x.is_contiguous() else x.reshape(-1).contiguous()
 
 

@@ -117,7 +117,7 @@ class _RowDraws:
             self._prepare(call, x, raw, request, step, allowed, spoiled)
         parameters = self._parameters.copy()
         for i, name in self._gathered:
-            parameters[i] = getattr(call, name).reshape(-1)[request]
+            parameters[i] = flat(getattr(call, name))[request]
         for i, name in self._same:
             parameters[i] = flat(getattr(call, name))
         if self._seeded:
