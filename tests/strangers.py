@@ -57,8 +57,10 @@ def verify(call: VerifyCall) -> VerifyResult:
 
 def mixed(call: SamplingParams, rows: int) -> Tensor:
     """Seeds [rows] int64 of other noise: an odd multiple is one to one, so different requests stay different."""
-    place = torch.arange(rows)
-    seed = call.seed if isinstance(call.seed, Tensor) else torch.tensor(_signed(call.seed))
+    place = torch.arange(rows, device="cpu")  # whatever the default is
+    seed = (
+        call.seed.to(torch.int64) if isinstance(call.seed, Tensor) else torch.tensor(_signed(call.seed), device="cpu")
+    )
     return seed * 6364136223846793005 + place * 1442695040888963407 + 1
 
 

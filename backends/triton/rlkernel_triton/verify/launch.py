@@ -130,7 +130,7 @@ class _RowDraws:
         spoiled: Tensor | None,
     ) -> None:  # fmt: skip
         each = {name: getattr(call, name) for name in _PER_REQUEST}
-        each |= {name: each[name].reshape(-1)[request] for _, name in self._gathered}
+        each |= {name: flat(each[name])[request] for _, name in self._gathered}
         params = SamplingParams(**each, step=step, filter_order=call.filter_order, tie=call.tie, slot=None, stream=0)
         parameters = params.arguments()
         self._parameters = [None if isinstance(p, Tensor) else p for p in parameters]
