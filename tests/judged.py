@@ -12,7 +12,9 @@ BODY: Final = """
     bad = (ids < 0) | (ids >= z.shape[-1])
     at = ids.masked_fill(bad, 0).long()[..., None]
     chosen = z.gather(-1, at).squeeze(-1)
-    others = z.scatter(-1, at, -torch.inf).logsumexp(-1)
+    rest = z.scatter(-1, at, -torch.inf)
+    alone = (rest == -torch.inf).all(-1)
+    others = rest.masked_fill(alone[..., None], 0.0).logsumexp(-1).masked_fill(alone, -torch.inf)
     lawless = z.isnan().any(-1) | (z == torch.inf).any(-1) | (z == -torch.inf).all(-1)
     lp = torch.where(chosen == -torch.inf, chosen, -softplus(others - chosen, threshold=700.0))
     lp = lp.masked_fill(bad | lawless, torch.nan).float()

@@ -25,6 +25,7 @@ BAD: dict[str, tuple[tuple[str, str], ...]] = {
     "configurations": (("here.tom", "here.toml"),),
     "device": (("banana", "cpu"), ("mi300", "--device cuda --arch gfx942"), ("H100", "--arch sm90"), ("rocm", "cuda")),
     "dtype": (("bf16", "bfloat16"), ("float61", "'float16'"), ("banana", "bfloat16")),
+    "level": (("bit", "'bits'"),),
     "format": (("int4_g12", "'int4_g128'"),),
     "manifest": (("no.such:backend", "no.such"),),
     "need": (("entrpy", "'entropy'"),),
@@ -59,6 +60,9 @@ BASE: dict[str, tuple[str, ...]] = {
 # Options of one action of a command.
 OTHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench", "peers"): ("run", "--suite", "logprob", "--work", "no-such-work"),
+    ("conformance", "arch"): ("orders", "triton", "--op", "logprob"),
+    ("conformance", "dtype"): ("orders", "triton", "--op", "logprob"),
+    ("conformance", "level"): ("orders", "triton", "--op", "logprob"),
     ("bench", "threshold"): ("compare", "here.toml", "here.toml"),
     ("judge", "token_file"): ("serve", "--port", "0"),
 }
@@ -84,6 +88,10 @@ LINES: dict[tuple[str, str], tuple[tuple[tuple[str, ...], str], ...]] = {
         (("compare",), "2"),
     ),
     ("conformance", "action"): ((("rum",), "'run'"),),
+    ("conformance", "size"): (
+        (("orders", "triton", "--op", "logprob", "--size", "8y"), "NxV"),
+        (("orders", "triton", "--op", "logprob", "--size", "8x0"), "NxV"),
+    ),
     ("conformance", "words"): (
         (("run", "tirton"), "'triton'"),
         (("parity", "torch", "tirton"), "'triton'"),

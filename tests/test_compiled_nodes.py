@@ -69,7 +69,8 @@ def test_a_sum_of_sizes_is_told_from_its_parts() -> None:
 
 def test_results_share_no_storage_with_arguments_or_each_other() -> None:
     run = torch.compile(rlk.logprob, backend="aot_eager", fullgraph=True)
-    with rlk.registered(acme("first_column")), rlk.use("acme"):
+    claims = frozenset({"grad", "lse"})
+    with rlk.registered(acme("first_column", supports=claims)), rlk.use("acme"):
         result = run(LOGITS, IDS)
     assert torch.equal(result.logprob, LOGITS[:, 0])
     storages = {t.untyped_storage().data_ptr() for t in (LOGITS, result.logprob, result.lse)}

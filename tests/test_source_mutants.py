@@ -142,7 +142,7 @@ def test_lines_count_that_the_operator_runs_but_no_other_does(tmp_path, called, 
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory) -> dict[str, SourceMutant]:
-    """Changes of group_filter whose effect is known, by what stands there now."""
+    """Changes of group_filter whose effect is known, by the text that is replaced."""
     wanted = {
         "groups is doubled": "(head | group_keep)",
         "another rule": "(not call.rule == 'std')",

@@ -12,7 +12,7 @@ import typer
 
 from rlkernel import policy
 from rlkernel.cli.output import plain, print_json, print_table
-from rlkernel.hardware import present
+from rlkernel.hardware import architecture, present
 from rlkernel_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -259,8 +259,9 @@ def _orders(backend: str, *, effort: Effort) -> bool:
     from rlkernel_conformance.orders.show import show_orders
 
     asked, found = effort.orders, []
+    archs = [architecture(arch, "cuda", ()) for arch in asked.archs]
     for op in effort.ops or PROBES:
-        for arch in asked.archs:
+        for arch in archs:
             for size in asked.sizes or probe(op).sizes:
                 found.append(
                     certificate(

@@ -29,8 +29,8 @@ __all__ = ["Attack", "Coverage", "Table", "attack"]
 class Coverage:
     """How much of what a table is for was executed."""
 
-    executed: int
-    possible: int
+    executed: int  # of what is possible, in the table's own unit: pairs of levels, or sizes
+    possible: int  # by the rules and by what the subject claims
     missed: tuple[str, ...] = ()  # what was not, in words
 
 
@@ -38,7 +38,7 @@ class Coverage:
 class Table:
     """Cases that are all tried, those first that find most."""
 
-    rows: Callable[[Subject], Sequence[Any]]
+    rows: Callable[[Subject], Sequence[Any]]  # subject -> all cases
     simpler: Callable[[Subject, Any], Iterator[Any]]  # cases that are a little simpler than one that fails
     coverage: Callable[[Subject, Sequence[Any]], Coverage]  # by the cases that were executed
 

@@ -98,7 +98,7 @@ class ClauseRunner:
         return replace(attack, prop=prop)
 
     def _write(self) -> None:
-        """The script of the case at hand, for whoever is left if this process ends in it."""
+        """The script of the case at hand, for the process that reports it if this one ends."""
         if self.attack is not None:
             os.ftruncate(self.last_case, 0)
             os.pwrite(self.last_case, self._script(self.attack).encode(), 0)

@@ -63,7 +63,7 @@ def within(
         output: its name.
         found: [...] the result.
         expected: array of the same shape.
-        allowed: largest absolute error, a number or an array of that shape.
+        allowed: largest absolute error, a number or an array of that shape; infinity: anything will do, NaN too.
         name: of the result in messages, where that is not `output`.
     """
     shown = name or output
@@ -75,7 +75,7 @@ def within(
     with np.errstate(invalid="ignore", divide="ignore"):
         same |= np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))
         error = np.where(finite, np.abs(have - want), np.inf)
-        ratio = np.where(same, 0.0, error / allowed)
+        ratio = np.where(same | (np.isposinf(allowed) & np.isfinite(want)), 0.0, error / allowed)
         ratio[np.isnan(ratio)] = np.inf  # a bound that is NaN allows nothing
     worst = float(ratio.max(initial=0.0))
     subject.measures[output] = max(worst, subject.measures.get(output, 0.0))
@@ -88,7 +88,15 @@ def within(
 
 
 def norm_within(subject: Subject, output: str, found: Tensor, expected: Any, allowed: float) -> None:
-    """The Frobenius norm of the error of `found` is no larger than `allowed`; arguments are those of `within`."""
+    """The Frobenius norm of the error of `found` is no larger than `allowed`.
+
+    Args:
+        subject: whose result it is.
+        output: its name.
+        found: [...] the result.
+        expected: array of the same shape.
+        allowed: largest norm of the error.
+    """
     have, want = plain(found, output).astype(np.float64), np.asarray(expected, np.float64)
     require(have.shape == want.shape, f"{output} has shape {have.shape}, not {want.shape}")
     rounded = np.isinf(have) & (np.sign(have) * want + allowed >= _overflow(found.dtype))  # to infinity

@@ -35,9 +35,8 @@ STATES: Final = {
 }
 RENEWABLE: Final = ("older", "missing", "absent")
 _CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
-_SIMULATED: Final = (
-    "rlkernel_rocm.simulated."  # whose reports tools/simulated_reports.py makes, at an effort of its own
-)
+# Modules whose reports tools/simulated_reports.py makes, at an effort of its own.
+_SIMULATED: Final = "rlkernel_rocm.simulated."
 # backends/triton/tools/aot_compile_missing.py, which bundles that lack a build need, and the name that it had before
 _COMPILING: Final = ("aot_compile_missing", "aot_growing")
 

@@ -47,7 +47,7 @@ def nothing_grows(prop: Callable[[Subject, Any], None]) -> Callable[[Subject, An
     """A property that holds where repeating another one leaves nothing behind."""
 
     def made(subject: Subject, case: Any) -> None:
-        with suppress(Violation):  # a wrong result is no leak: the clause that is about it says so
+        with suppress(Violation):  # a wrong result is no leak; another clause refutes it
             prop(subject, case)
 
     @wraps(prop)

@@ -50,7 +50,7 @@ def executable() -> str:
 
 
 def command(tool: str, log: Path) -> list[str]:
-    """What stands before the command of a worker, so that `tool` looks at it and writes into `log`."""
+    """The beginning of the command of a worker: `tool` runs it and writes into `log`."""
     # A worker forks under its reaper; errors of API calls are no kernel's, and torch provokes some on purpose.
     options = ("--target-processes", "all", "--report-api-errors", "no", "--log-file", str(log))
     return [executable(), "--tool", tool, *options]

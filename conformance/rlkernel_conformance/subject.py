@@ -124,10 +124,15 @@ class Subject:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Floating dtypes of the primary tensor that are claimed, simplest first."""
-        if any(not i.requires.dtypes for i in self.impls):
+        if self.takes_any_dtype:
             return FLOATS
         claimed = {d for i in self.impls for d in i.requires.dtypes}
         return tuple(d for d in FLOATS if d in claimed)
+
+    @property
+    def takes_any_dtype(self) -> bool:
+        """Whether some implementation claims no dtypes, and so takes integers too."""
+        return any(not i.requires.dtypes for i in self.impls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator.
@@ -150,12 +155,17 @@ class Subject:
             raise
 
     def note(self, values: Iterable[Any], names: Iterable[str]) -> None:
-        """Keep a call in words, in place of the last one: a property may make many, each with other arguments."""
+        """Keep a call in words, in place of the last one: a property may make many, each with other arguments.
+
+        Args:
+            values: of the arguments.
+            names: of the arguments.
+        """
         given = ", ".join(f"{name}={in_words(x)}" for name, x in zip(names, values, strict=True))
         self.called[:] = [f"{self.op}({given})"]
 
     def refuses(self, error: ResolutionError) -> bool:
-        """Whether the backend's own limits or check refused a call with a Reason, as they may: it is no case.
+        """Whether `error` is the refusal of a call by the backend's own limits or check, with a Reason: no case.
 
         A check that raised has refused nothing: that is a fault.
         """

@@ -106,7 +106,7 @@ class OpSpec(Generic[P, R_co]):
     # decision.
     needed: Callable[[Any], Mapping[str, object]] = field(default=lambda _: {})
     # Fields of the result that an implementation may leave None unless it claims the feature of that name. No argument
-    # asks for them: they come with every call to who claims them, and who depends on one says `need` in the policy.
+    # asks for them: an implementation that claims one returns it in every call; `need` in the policy demands the claim.
     optional: tuple[str, ...] = ()
     # Families of features, "kind" for "kind:grpo" and its like, of which every call needs one.
     one_of: tuple[str, ...] = ()

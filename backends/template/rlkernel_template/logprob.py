@@ -28,7 +28,9 @@ def logprob(call: LogprobCall) -> LogprobResult:
     at = torch.where(outside, 0, ids).long()[..., None]
     # The chosen id is left out of the sum: `chosen - logsumexp(z)` would round to 0 where p is near 1.
     chosen = z.gather(-1, at)[..., 0]
-    rest = torch.logsumexp(z.scatter(-1, at, -torch.inf), -1)
+    others = z.scatter(-1, at, -torch.inf)
+    alone = (others == -torch.inf).all(-1)  # the only possible id: a logsumexp of nothing has NaN for a gradient
+    rest = torch.where(alone, -torch.inf, torch.logsumexp(torch.where(alone[..., None], 0.0, others), -1))
     lse = torch.logaddexp(rest, chosen)
     values = torch.where(outside | ~lse.isfinite(), torch.nan, -softplus(rest - chosen))
     return LogprobResult(

@@ -215,7 +215,7 @@ class PagedRolloutBuffer:
         if reward is None:
             return [(math.nan,) * self._rewards] * count
         try:
-            given = torch.as_tensor(reward)
+            given = torch.as_tensor(reward, device="cpu")  # whatever the default is: the numbers are read here
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             problem, remedy = "must be numbers, as many for each slot", "Pass a list or tensor [B] or [B, K]."
             raise ArgumentTypeError("reward", checks.describe(reward), problem, remedy) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from rlkernel_conformance.attack import Coverage, Table, attack
 from rlkernel_conformance.spaces import space_of
-from rlkernel_conformance.spaces.space import Point, Space, array, judge, points, real_sizes, simpler
+from rlkernel_conformance.spaces.space import Point, array, judge, points, real_sizes, simpler
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.form import prefix_of
@@ -16,29 +16,12 @@ TOLD = 40  # pairs without a case that a report names
 
 def is_the_definitions(subject: Subject, point: Point) -> None:
     """Results and gradients, arguments as they were."""
-    space = space_of(subject.op)
-    if space is not None:
-        judge(space, subject, point)
-
-
-def _rows(choose: Callable[[Space, Subject], Sequence[Point]]) -> Callable[[Subject], Sequence[Point]]:
-    def rows(subject: Subject) -> Sequence[Point]:
-        space = space_of(subject.op)
-        return choose(space, subject) if space is not None else ()
-
-    return rows
-
-
-def _simpler(subject: Subject, point: Point) -> Iterator[Point]:
-    space = space_of(subject.op)
-    return simpler(space, subject, point) if space is not None else iter(())
+    judge(space_of(subject.op), subject, point)
 
 
 def pairs_covered(subject: Subject, executed: Sequence[Point]) -> Coverage:
     """Pairs of levels of any two factors."""
     space = space_of(subject.op)
-    if space is None:
-        return Coverage(0, 0)
     factors, made = space.all_factors(subject), array(space, subject)
     known = [p.levels for p in executed if all(p[name] in levels for name, levels in factors.items())]
     covered = made.covered(factors, known)
@@ -50,14 +33,15 @@ def pairs_covered(subject: Subject, executed: Sequence[Point]) -> Coverage:
 
 def sizes_covered(subject: Subject, executed: Sequence[Point]) -> Coverage:
     """Real sizes."""
-    rows = _rows(real_sizes)(subject)
-    missed = [str(p.levels) for p in rows if p.seed not in {e.seed for e in executed}]
-    return Coverage(len(rows) - len(missed), len(rows), tuple(missed))
+    space, done = space_of(subject.op), {p.seed for p in executed}
+    rows, changes = real_sizes(space, subject), space.real(subject)
+    missed = tuple(str(changes[p.seed]) for p in rows if p.seed not in done)
+    return Coverage(len(rows) - len(missed), len(rows), missed)
 
 
 TABLES: dict[int, tuple[Table, float]] = {
-    97: (Table(_rows(points), _simpler, pairs_covered), 2.0),
-    98: (Table(_rows(real_sizes), lambda *_: iter(()), sizes_covered), 1.0),
+    97: (Table(lambda s: points(space_of(s.op), s), lambda s, p: simpler(space_of(s.op), s, p), pairs_covered), 2.0),
+    98: (Table(lambda s: real_sizes(space_of(s.op), s), lambda *_: iter(()), sizes_covered), 1.0),
 }
 
 

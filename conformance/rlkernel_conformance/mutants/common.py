@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
 from typing import Any, Final
 
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.mutants import plant
-from rlkernel_conformance.mutants.bug import Bug, How, Run
-from rlkernel_conformance.spaces import space_of
+from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.rollout_buffer import RolloutBufferCall
@@ -153,15 +152,10 @@ LARGE: Final = 1 << 16  # elements
 
 
 def is_wrong_at_real_sizes(right: Run, call: Any) -> Any:
-    if max((x.numel() for x in leaves(call.as_dict()).values()), default=0) < LARGE:
+    elements = max((x.numel() for x in leaves(call.as_dict()).values()), default=getattr(call, "max_tokens", 0))
+    if elements < LARGE:
         return right(call)
     return results(right, call, lambda _, x: x + 1 if x.dtype is not torch.bool else ~x)
-
-
-IN_A_SPACE: Final[Mapping[int, tuple[How, str]]] = {
-    97: (is_wrong_under_autocast, "computes in bfloat16 under autocast"),
-    98: (is_wrong_at_real_sizes, "an index of 16 bits"),
-}
 
 
 def bugs_of(op: str, prefix: str) -> dict[str, Bug]:
@@ -179,7 +173,8 @@ def bugs_of(op: str, prefix: str) -> dict[str, Bug]:
         (95, stops_the_clock, "a monkey-patched timer (KernelBench)"),
         (95, works_on_in_a_thread, "results that another thread finishes"),
         (96, keeps_what_it_made, "leaks allocations"),
-        *((n, *bug) for n, bug in IN_A_SPACE.items() if space_of(op) is not None),
+        (97, is_wrong_under_autocast, "computes in bfloat16 under autocast"),
+        (98, is_wrong_at_real_sizes, "an index of 16 bits"),
     )
     bugs = {f"{how.__name__}_in_{op}": Bug(f"{prefix}-{number}", wrong, how) for number, how, wrong in rows}
     unfit, unchecked = f"accepts_what_it_cannot_do_in_{op}", f"answers_a_bad_argument_in_{op}"

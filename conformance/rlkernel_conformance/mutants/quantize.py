@@ -148,6 +148,14 @@ def parameters_are_refused(right: Run, call: QuantizeCall) -> QuantTensor:
     return right(call)
 
 
+def away_from_zero(call: QuantizeCall, parts: dict[str, Tensor], w: QuantTensor) -> None:
+    if w.spec.element == "int8" and w.spec.rounding == "even":
+        scale = parts["scale"].float()
+        usable = scale.isfinite() & (scale != 0)
+        ratio = torch.where(usable, call.weight.detach().float() / torch.where(usable, scale, 1.0), 0.0)
+        parts["codes"].copy_((ratio + 0.5 * ratio.sign()).trunc().clamp(-127, 127).to(torch.int8))
+
+
 def scale_of_the_group_before(call: QuantizeCall, parts: dict[str, Tensor], w: QuantTensor) -> None:
     if "scale" in parts and parts["scale"].shape[1] > 1:
         parts["scale"][:, -1] = parts["scale"][:, -2]
@@ -254,6 +262,9 @@ BUGS: Final = {
         "QZ-15", "a parameter is refused under no_grad as well", parameters_are_refused
     ),
     "asks_the_host": plant.reads_a_value("QZ-16", lambda c: c.weight),
+    "rounds_away_from_zero": Bug(
+        "QZ-98", "codes of 8 bits by a cast of x + 1/2", stores(lambda w: w.layout == CANONICAL, away_from_zero)
+    ),
     "last_group_of_long_rows": Bug(
         "QZ-98",
         "the last group of a long row with the scale of the one before it",

@@ -24,7 +24,7 @@ class Mutation:
     line: int  # of what is replaced
     start: int  # of what is replaced, in bytes
     stop: int
-    new: str  # what stands there instead
+    new: str  # its replacement
 
     def applied(self, source: bytes) -> bytes:
         """The file with the change."""

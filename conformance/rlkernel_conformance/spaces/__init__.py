@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 
 from rlkernel_conformance.spaces.space import Space
 
 __all__ = ["space_of"]
 
 
-def space_of(op: str) -> Space | None:
-    """The space of an operator's calls; None where none is written."""
-    name = f"{__name__}.{op}"
-    if find_spec(name) is None:
-        return None
-    space: Space = import_module(name).SPACE
+def space_of(op: str) -> Space:
+    """The space of an operator's calls."""
+    space: Space = import_module(f"{__name__}.{op}").SPACE
     return space

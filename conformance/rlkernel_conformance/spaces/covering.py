@@ -37,7 +37,7 @@ class Array:
 
     rows: tuple[dict[str, Any], ...]
     pairs: frozenset[tuple[tuple[str, int], tuple[str, int]]]  # (factor, index of its level), twice
-    hollow: frozenset[tuple[str, int]] = frozenset()  # levels beside which little is left to see of other pairs
+    masking: frozenset[tuple[str, int]] = frozenset()  # levels that mask other pairs
 
     def covered(self, factors: Mapping[str, Sequence[Any]], rows: Sequence[Levels]) -> frozenset[Any]:
         """The pairs that stand in some of `rows`."""
@@ -45,7 +45,7 @@ class Array:
         found = set[tuple[tuple[str, int], ...]]()
         for row in rows:
             levels = [(name, at[name][row[name]]) for name in factors if name in row]
-            seen = self.hollow.intersection(levels)
+            seen = self.masking.intersection(levels)
             found.update(p for p in combinations(levels, 2) if not seen or not seen.isdisjoint(p))
         return self.pairs & found
 
@@ -55,7 +55,7 @@ def covering(
     rules: Sequence[Rule] = (),
     seed: int = 0,
     *,
-    hollow: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    masking: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> Array:
     """Rows in which every possible pair of levels stands.
 
@@ -63,23 +63,27 @@ def covering(
         factors: levels of each, hashable, the simplest first.
         rules: what a row must keep.
         seed: of the order in which ties are broken.
-        hollow: levels that leave nothing to see of the others, e.g. a size of 0, by factor. A pair without one of them
-            is covered only by a row without them.
+        masking: levels by factor that mask a bug in the others, e.g. a size of 0. A pair without one of them is covered
+            only by a row without them.
 
     Returns:
         The rows; `pairs` leaves out those that the rules make impossible.
     """
-    empty = frozenset((f, i) for f, levels in factors.items() for i, x in enumerate(levels) if x in hollow.get(f, ()))
+    empty = frozenset((f, i) for f, levels in factors.items() for i, x in enumerate(levels) if x in masking.get(f, ()))
     search = _Search(factors, rules, seed, empty)
     rows = []
     while (row := search.next()) is not None:
         rows.append({name: factors[name][level] for name, level in row.items()})
-    return Array(tuple(rows), search.possible(), search.hidden())
+    return Array(tuple(rows), search.possible(), search.masking_levels())
 
 
 class _Search:
     def __init__(
-        self, factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: int, hollow: frozenset[tuple[str, int]]
+        self,
+        factors: Mapping[str, Sequence[Any]],
+        rules: Sequence[Rule],
+        seed: int,
+        masking: frozenset[tuple[str, int]],
     ) -> None:
         self.factors, self.names = factors, list(factors)
         self.random = np.random.default_rng(seed)
@@ -91,11 +95,11 @@ class _Search:
         self.impossible = ~self.agree
         # [L, L] pairs that no row has yet, either way round
         self.open = self.agree & (self.owner[:, None] != self.owner[None, :])
-        self.hollow = np.zeros(len(self.owner), bool)
-        self.hollow[[self.start[name] + i for name, i in hollow]] = True
-        for name in self.names:  # what stands beside hollow levels of a factor alone is hollow too
+        self.masking = np.zeros(len(self.owner), bool)
+        self.masking[[self.start[name] + i for name, i in masking]] = True
+        for name in self.names:  # a level that the rules allow beside masking ones alone masks too
             levels = slice(self.start[name], self.start[name] + len(factors[name]))
-            self.hollow |= ~(self.agree[:, levels] & ~self.hollow[levels]).any(1)
+            self.masking |= ~(self.agree[:, levels] & ~self.masking[levels]).any(1)
 
     def _agreeing(self, rules: Sequence[Rule]) -> Any:  # [L, L] bool
         """Pairs that no rule of two factors forbids, nor any third factor that has no level for both."""
@@ -128,8 +132,8 @@ class _Search:
                 self.impossible[a, b] = self.impossible[b, a] = True
                 continue
             at = np.array([self.start[name] + level for name, level in row.items()])
-            seen = at[self.hollow[at]] if self.hollow[at].any() else at
-            if not np.isin((a, b), seen).any():  # the rules let nothing see the two
+            seen = at[self.masking[at]] if self.masking[at].any() else at
+            if not np.isin((a, b), seen).any():  # every row that the rules allow masks the two
                 self.open[a, b] = self.open[b, a] = False
                 self.impossible[a, b] = self.impossible[b, a] = True
                 continue
@@ -141,9 +145,9 @@ class _Search:
         pairs = np.argwhere(np.triu(self.owner[:, None] != self.owner[None, :]) & ~self.impossible)
         return frozenset((self._named(int(a)), self._named(int(b))) for a, b in pairs)
 
-    def hidden(self) -> frozenset[tuple[str, int]]:
-        """Levels beside which little is left to see of other pairs."""
-        return frozenset(self._named(int(i)) for i in np.flatnonzero(self.hollow))
+    def masking_levels(self) -> frozenset[tuple[str, int]]:
+        """Levels that mask other pairs."""
+        return frozenset(self._named(int(i)) for i in np.flatnonzero(self.masking))
 
     def _named(self, at: int) -> tuple[str, int]:
         name = self.names[self.owner[at]]
@@ -167,7 +171,7 @@ class _Search:
         for name in rest:
             levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
             worth = gain[levels] + self.random.random(levels.stop - levels.start) / 2
-            best = np.argsort(self.hollow[levels] * len(self.owner) ** 2 - worth)
+            best = np.argsort(self.masking[levels] * len(self.owner) ** 2 - worth)
             good = (int(i) for i in best if fits[levels][i] and self._keeps({**row, name: int(i)}, name))
             if (level := next(good, None)) is None:
                 return None

@@ -32,7 +32,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "B": (12, 2, 6, 1, 0, 480),
         "K": (0, 1, 3),
         "values": tuple(TABLES),
-        "dtype": (*subject.dtypes, *(("int32", "int64", "bool") if subject.device == "cpu" else ())),
+        "dtype": (*subject.dtypes, *(("int32", "int64", "bool") if subject.takes_any_dtype else ())),
         "group": claimed(subject, {2: "", 1: "", "all": "", 6: "", **dict.fromkeys(IDS, "group_ids")}),
         "rule": claimed(subject, {"std": "rule:std", "mean": "rule:mean", "distinct": "rule:distinct"}),
         # A std of exactly that, of rewards 0 and 1 and of 0.25 and 0.75 with ddof = 0; means of exactly low and high.

@@ -124,5 +124,5 @@ SPACE = Space(
     },
     (),
     real,
-    hollow={"rows": ((0,),), "mask": ("none",), "V": (1,)},
+    masking={"rows": ((0,),), "mask": ("none",), "V": (1,)},
 )

@@ -198,5 +198,6 @@ SPACE = Space(
     },
     _RULES,
     real,
-    hollow={**loss.HOLLOW, "support": ("ragged", "all")},  # a support may take another way through the head
+    masking={**loss.MASKING, "support": ("ragged", "all")},  # a support may take another way through the head
+    smooth=False,
 )

@@ -8,11 +8,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from rlkernel_conformance.compare import plain
 from rlkernel_conformance.sampling_batches import to
 from rlkernel_conformance.spaces import requests, sample
 from rlkernel_conformance.spaces.modes import GRADLESS
 from rlkernel_conformance.spaces.requests import bias_levels, bias_tensors, generator
-from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
+from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed
 from rlkernel_conformance.subject import Subject
 
 VOCABULARIES: Final = (33, 1, 2, 100, 1023, 1025, 2100)
@@ -64,8 +65,8 @@ def expected(subject: Subject, point: Point, given: Given, found: Mapping[str, A
     """What sample's definition says of the logits, which are exact."""
     V = given.get("vocab_size")
     with np.errstate(invalid="ignore"):
-        x = numbers(given, "hidden") @ numbers(given, "weight")[:V].T
-        x = x + numbers(given, "bias")[:V] if "bias" in given else x
+        x = plain(given["hidden"], "hidden") @ plain(given["weight"], "weight")[:V].T
+        x = x + plain(given["bias"], "bias")[:V] if "bias" in given else x
         x = x * given.get("logit_scale", 1.0)
     return sample.results(subject, point["dtype"], x, given, found, "logit_bias")
 

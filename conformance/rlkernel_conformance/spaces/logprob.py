@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from rlkernel_conformance import draw
+from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces.layouts import SAME_VALUES
 from rlkernel_conformance.spaces.modes import WITHOUT_SYNCHRONIZATION
-from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
+from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as definition
 from rlkernel_core.spec.logprob import Support
@@ -48,6 +49,11 @@ RULES = (
     Rule(("ids", "validate"), lambda ids, validate: not validate or ids != "outside"),
     Rule(("support", "validate"), lambda support, validate: not validate or support != "outside"),
     Rule(("validate", "mode"), lambda validate, mode: not validate or mode != WITHOUT_SYNCHRONIZATION),
+    # An id that is impossible has log p = -inf and no gradient that is promised; expanded rows or ids may be such.
+    Rule(
+        ("values", "layout of logits", "layout of ids", "upstream"),
+        lambda values, *how: values != "holes" or "expanded" not in how[:2] or how[2] == "none",
+    ),
     Rule(("top", "V"), lambda top, V: top != "V" or V < 1000),
 )
 
@@ -114,7 +120,7 @@ def arguments(subject: Subject, point: Point) -> Given:
 
 def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str, Any]) -> dict[str, Want]:
     """All results of the definition, and the gradient of the logits."""
-    x = numbers(given, "logits")
+    x = plain(given["logits"], "logits")
     law = Law.of(x.reshape(-1, x.shape[-1]), given, x.shape[:-1], upstream)
     found = law.results(subject, point["dtype"], given)
     if upstream:

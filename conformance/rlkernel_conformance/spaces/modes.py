@@ -14,48 +14,21 @@ __all__ = ["GRADLESS", "MODES", "WITHOUT_SYNCHRONIZATION", "under"]
 
 
 @contextmanager
-def _default_dtype(_: str) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+def _set(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Iterator[None]:
+    """A setting of the process has a value within the scope, and its own afterwards."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        write(before)
 
 
-@contextmanager
-def _deterministic(_: str) -> Iterator[None]:
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error")  # `use_deterministic_algorithms` loads the compiler
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
-@contextmanager
-def _threads(_: str) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 2)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _without_synchronization(device: str) -> Iterator[None]:
+def _without_synchronization(device: str) -> AbstractContextManager[Any]:
     """What waits for the device, or a shape that depends on values, is an error."""
     if not device.startswith("cuda"):
-        with Audit([], collectives=False):
-            yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        return Audit([], collectives=False)
+    return _set(torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode, "error")
 
 
 def _autocast(device: str) -> AbstractContextManager[Any]:
@@ -70,10 +43,11 @@ MODES: Final[Mapping[str, Callable[[str], AbstractContextManager[Any]]]] = {
     "no_grad": lambda _: torch.no_grad(),
     "inference": lambda _: torch.inference_mode(),
     "autocast": _autocast,
-    "float64 by default": _default_dtype,
+    "float64 by default": lambda _: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "meta by default": lambda _: torch.device("meta"),
-    "deterministic": _deterministic,
-    "more threads": _threads,
+    # `use_deterministic_algorithms` would load the compiler.
+    "deterministic": lambda _: _set(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, "error"),
+    "more threads": lambda _: _set(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 2),
     WITHOUT_SYNCHRONIZATION: _without_synchronization,
 }
 GRADLESS: Final = ("no_grad", "inference")

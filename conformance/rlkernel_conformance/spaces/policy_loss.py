@@ -131,7 +131,7 @@ def _norm(aggregate: str) -> bool:
 
 
 # No token at all.
-HOLLOW: Final = {"size": ((0, 4), (3, 0)), "mask": ("none",)}
+MASKING: Final = {"size": ((0, 4), (3, 0)), "mask": ("none",)}
 LOSS_RULES: Final = (
     Rule(("loss", "bounds"), lambda loss, bounds: bounds == "usual" or bounds in BOUNDS[surrogate_of(loss)]),
     Rule(("loss", "dual clip"), lambda loss, c: c is None or surrogate_of(loss) == "clip"),
@@ -352,5 +352,6 @@ SPACE = Space(
     },
     LOSS_RULES,
     real,
-    hollow=HOLLOW,
+    masking=MASKING,
+    smooth=False,
 )

@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces.requests import Array
-from rlkernel_conformance.spaces.space import Given, numbers
+from rlkernel_conformance.spaces.space import Given
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import NAN, PARAM, Drawn, Row, edited, gumbel, philox4x32, sample_row
 from rlkernel_core.spec.sampling import Penalties
@@ -43,7 +44,7 @@ class Requests:
         """[N] a parameter's entries; floats in the type of the edits."""
         value = self.given.get(name, default)
         if torch.is_tensor(value):
-            flat = numbers({name: value}, name).reshape(-1)
+            flat = plain(value, name).reshape(-1)
             return self._rounded(np.resize(flat, len(self.owner)) if flat.size == 1 else flat[self._safe(flat.size)])
         return self._rounded(np.full(len(self.owner), value, None if isinstance(value, float) else object))
 
@@ -106,8 +107,8 @@ class Requests:
             seen = seen[self._safe(len(seen)) if len(seen) != 1 else np.zeros_like(self.owner)]
         count = self.history
         if asked.output_ids is not None:
-            ids = numbers({"": asked.output_ids}, "").astype(np.int64)
-            times = np.ones_like(ids) if asked.output_counts is None else numbers({"": asked.output_counts}, "")
+            ids = plain(asked.output_ids, "an entry").astype(np.int64)
+            times = np.ones_like(ids) if asked.output_counts is None else plain(asked.output_counts, "an entry")
             total = np.zeros((len(ids), V), np.int64)
             row, column = np.nonzero((ids >= 0) & (ids < V))
             np.add.at(total, (row, ids[row, column]), times[row, column].astype(np.int64))
@@ -214,12 +215,12 @@ LAW: Final = (*OFF, "repetition", "frequency", "presence")
 def _unpacked(bits: torch.Tensor, V: int) -> Array:
     """[R, V] bool."""
     ids = np.arange(V)
-    return (numbers({"": bits}, "")[:, ids >> 5] >> (ids & 31)) & 1 != 0
+    return (plain(bits, "an entry")[:, ids >> 5] >> (ids & 31)) & 1 != 0
 
 
 def _lists(flat: torch.Tensor, offsets: torch.Tensor) -> Iterator[Array]:
     """The entries of each row."""
-    values, ends = numbers({"": flat}, ""), numbers({"": offsets}, "").astype(np.int64)
+    values, ends = plain(flat, "an entry"), plain(offsets, "an entry").astype(np.int64)
     for a, b in itertools.pairwise(ends):
         yield values[a:b]
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from rlkernel_conformance.compare import plain
 from rlkernel_conformance.sampling_batches import KINDS, logits_row, to
 from rlkernel_conformance.spaces import requests
 from rlkernel_conformance.spaces.modes import GRADLESS
@@ -19,7 +20,7 @@ from rlkernel_conformance.spaces.requests import (
     bias_tensors,
     generator,
 )
-from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
+from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import Drawn
 from rlkernel_core.spec.sampling import Status
@@ -112,7 +113,7 @@ def asked(point: Point, V: int, N: int) -> Given:
 
 def expected(subject: Subject, point: Point, given: Given, found: Mapping[str, Any]) -> dict[str, Want]:
     """All results, by the tokens that were drawn where these are possible."""
-    x = numbers(given, "logits")[:, : given.get("vocab_size")]
+    x = plain(given["logits"], "logits")[:, : given.get("vocab_size")]
     return results(subject, point["dtype"], x, given, found)
 
 
@@ -121,7 +122,7 @@ def results(
 ) -> dict[str, Want]:
     """Of logits [N, V]."""
     N, V = logits.shape
-    slot = numbers(given, "slot").astype(np.int64) if "slot" in given else np.arange(N)
+    slot = plain(given["slot"], "slot").astype(np.int64) if "slot" in given else np.arange(N)
     asking = Requests(given, logits.astype("float64" if dtype == "float64" else "float32"), slot, bias=bias)
     laws = [asking.law_keeping(subject, i, int(count)) for i, count in enumerate(found["kept_count"])]
     noise = asking.gumbel(given.get("stream", 0)) if subject.exact_noise else None

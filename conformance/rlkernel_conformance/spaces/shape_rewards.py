@@ -39,7 +39,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "tokens": claimed(subject, WAYS),
         "level": ("sequence", "token"),
         "values": tuple(VALUES),
-        "dtype": (*subject.dtypes, *(("int64",) if subject.device == "cpu" else ())),
+        "dtype": (*subject.dtypes, *(("int64",) if subject.takes_any_dtype else ())),
         "clip": claimed(subject, {False: "", True: "clip"}),
         "normalize": claimed(
             subject,

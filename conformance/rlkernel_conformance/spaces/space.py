@@ -102,8 +102,9 @@ class Space:
     # The operator draws and has no gradient: `expected` is given the results in place of upstream gradients, by name,
     # and says what they must be beside a choice among those that the noise leaves open.
     draws: bool = False
-    # Levels that leave little to see of the others, by factor, e.g. a size of 0; modes and gradients have some too.
-    hollow: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # Levels by factor that mask a bug in the others, e.g. a size of 0; modes and gradients have some too.
+    masking: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    smooth: bool = True  # the gradient has no jumps: a second derivative, where it is given, can be judged
 
     def differentiable(self, subject: Subject) -> tuple[str, ...]:
         """Paths of the tensors that may want gradients: arguments, or tensors within one."""
@@ -166,10 +167,10 @@ def _array(space: Space, subject: Subject, impls: tuple[Impl, ...]) -> Array:
     factors = space.all_factors(subject)
     if any(not levels for levels in factors.values()):
         return Array((), frozenset())
-    hollow = dict(space.hollow)
+    masking = dict(space.masking)
     if "upstream" in factors:
-        hollow |= {"mode": GRADLESS, "upstream": ("none", "zero")}
-    return covering(factors, space.all_rules(subject), hollow=hollow)
+        masking |= {"mode": GRADLESS, "upstream": ("none", "zero")}
+    return covering(factors, space.all_rules(subject), masking=masking)
 
 
 def points(space: Space, subject: Subject) -> tuple[Point, ...]:
@@ -219,12 +220,12 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
         with under(mode, subject.device):
             out = subject(**called)
             out = out if space.use is None else space.use(subject, point, called, out)
-        upstream, grads = _backward(subject, point, out, wanted, scope) if wanted else ({}, {})
+        upstream, grads = _backward(space, subject, point, out, called, scope) if wanted else ({}, {})
     except CaptureError as error:
         raise Violation(f"waits for the device, or has a shape that depends on values: {error}") from error
     made = {n: x.detach() for n, x in leaves(out).items()} | grads
-    if mode in GRADLESS or not wanted:
-        needy = [n for n, x in leaves(out).items() if x.requires_grad and mode in GRADLESS]
+    if mode in GRADLESS:
+        needy = [n for n, x in leaves(out).items() if x.requires_grad]
         require(not needy, f"{needy} want gradients in {mode}")
     for name, x in leaves({n: x for n, x in called.items() if n not in space.written}).items():
         same_bits(name, x, before[name], "after the call")
@@ -291,34 +292,45 @@ def _detached(given: Given) -> Given:
 
 
 def _backward(
-    subject: Subject, point: Point, out: Any, wanted: Mapping[str, Tensor], scope: AbstractContextManager[Any]
+    space: Space, subject: Subject, point: Point, out: Any, called: Given, scope: AbstractContextManager[Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The upstream gradients by result, and the gradients as "d_NAME"; the graph is walked within `scope`."""
-    how = point["upstream"]
-    results = {n: getattr(out, n) if n else out for n in subject.spec.carrying}
-    results = {n: x for n, x in results.items() if x is not None and x.requires_grad}
+    how, wanted = point["upstream"], {n: x for n, x in leaves(called).items() if x.requires_grad}
+    results = _carrying(subject, out)
     require(bool(results), "no result carries a gradient")
     if how == "some":
         name = list(results)[point.seed % len(results)]
         results = {name: results[name]}
     upstream = {n: _upstream(how, x, point.generator(97 + i)) for i, (n, x) in enumerate(results.items())}
     kept = {n: x.clone() for n, x in upstream.items()}
-
-    def backward(**options: Any) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            list(results.values()), list(wanted.values()), list(upstream.values()), allow_unused=True, **options
-        )
-
+    if how == "second order":
+        _judge_second_order(space, subject, point, called, upstream)
     with scope:
-        if how == "second order":
-            _second_order_is_refused(backward, tuple(wanted.values()))
-        found = backward(retain_graph=how == "twice")
-        found = backward() if how == "twice" else found  # what was saved for the first walk is there for the second
+        found = _gradients(results, wanted, upstream, retain_graph=how == "twice")
+        # What was saved for the first walk is there for the second.
+        again = _gradients(results, wanted, upstream) if how == "twice" else found
+    if "deterministic" in subject.claims:
+        for name, first, second in zip(wanted, found, again, strict=True):
+            if first is not None and second is not None:
+                same_bits(f"d_{name}", second, first, "when the graph is walked again")
     for name, x in upstream.items():
         same_bits(f"the upstream gradient of {name}", x, kept[name], "after the backward pass")
-    named = zip(wanted.items(), found, strict=True)
+    named = zip(wanted.items(), again, strict=True)
     grads = {f"d_{n}": torch.zeros_like(x) if g is None else g.detach() for (n, x), g in named}
     return upstream, grads
+
+
+def _carrying(subject: Subject, out: Any) -> dict[str, Tensor]:
+    """The results that carry gradients, by name."""
+    results = {n: getattr(out, n) if n else out for n in subject.spec.carrying}
+    return {n: x for n, x in results.items() if x is not None and x.requires_grad}
+
+
+def _gradients(
+    results: Mapping[str, Tensor], wanted: Mapping[str, Tensor], upstream: Mapping[str, Tensor], **options: Any
+) -> tuple[Tensor | None, ...]:
+    outputs = [results[n] for n in upstream]
+    return torch.autograd.grad(outputs, list(wanted.values()), list(upstream.values()), allow_unused=True, **options)
 
 
 def _upstream(how: str, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -331,19 +343,48 @@ def _upstream(how: str, x: Tensor, generator: torch.Generator) -> Tensor:
     return laid_out(g, "padded") if how == "padded" else g
 
 
-def _second_order_is_refused(backward: Callable[..., Any], wanted: Sequence[Tensor]) -> None:
-    """A gradient of a gradient is refused; none is given without a word."""
+STEP: Final = 1e-2  # of a difference quotient
+SHARE: Final = 0.05  # of a second derivative that the quotient may be off by
+
+
+def _judge_second_order(
+    space: Space, subject: Subject, point: Point, called: Given, upstream: Mapping[str, Tensor]
+) -> None:
+    """A gradient of a gradient is refused, or it is the derivative of the gradient: v'Hv against a difference quotient.
+
+    A backward pass that takes what it saved for constants gives another one, and autograd does not notice.
+    """
+    values, structure = flatten(called)
+    names = structure.names()
+    wanted = {n: x for n, x in zip(names, values, strict=True) if isinstance(x, Tensor) and x.requires_grad}
+    along = {n: _upstream("normal", x, point.generator(197 + i)) for i, (n, x) in enumerate(wanted.items())}
+
+    def slope(step: float, **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Leaves moved by `step`, and the products of their gradients with `along`."""
+        moved = {n: (x.detach() + step * along[n]).requires_grad_() for n, x in wanted.items()}
+        out = subject(**structure.build([moved.get(n, x) for n, x in zip(names, values, strict=True)]))
+        found = zip(along.values(), _gradients(_carrying(subject, out), moved, upstream, **options), strict=True)
+        return moved, [g * v for v, g in found if g is not None]
+
     try:
-        found = backward(retain_graph=True, create_graph=True)
-        again = [g.sum() for g in found if g is not None and g.requires_grad]
+        at, products = slope(0.0, create_graph=True)
+        again = [x.sum() for x in products if x.requires_grad]
         if not again:
             return  # constants for autograd, which refuses to go on from them
-        torch.autograd.grad(again, list(wanted))
-    except (RuntimeError, NotImplementedError, RLKernelError):
+        second = torch.autograd.grad(again, list(at.values()), allow_unused=True)
+    except (RuntimeError, RLKernelError):
         return
-    raise Violation("a gradient of a gradient is given, and operators are differentiable once")
-
-
-def numbers(given: Given, name: str) -> np.ndarray[Any, Any]:
-    """The values of an argument as an array."""
-    return plain(given[name], name)
+    if not space.smooth or any(x.dtype not in {torch.float32, torch.float64} for x in wanted.values()):
+        return
+    terms = [h * v for v, h in zip(along.values(), second, strict=True) if h is not None]
+    exact, size = (sum(float(f(x).double().sum()) for x in terms) for f in (torch.detach, torch.abs))
+    ahead, behind = (sum(float(x.detach().double().sum()) for x in slope(step)[1]) for step in (STEP, -STEP))
+    quotient = (ahead - behind) / (2 * STEP)
+    noise = sum(float(x.detach().abs().double().sum()) for x in products) * 1e-3
+    if np.isfinite([exact, quotient]).all():
+        off = abs(exact - quotient)
+        require(
+            off <= SHARE * (size + abs(quotient)) + noise,
+            f"a gradient of a gradient is given and is {exact:.6g} along a line, where the gradient changes by "
+            f"{quotient:.6g}; operators are differentiable once: refuse it",
+        )

@@ -11,13 +11,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from rlkernel_conformance.compare import plain
 from rlkernel_conformance.sampling_batches import to
 from rlkernel_conformance.spaces import requests
 from rlkernel_conformance.spaces.modes import GRADLESS
 from rlkernel_conformance.spaces.request_rows import Requests, chosen
 from rlkernel_conformance.spaces.requests import Array, bias_levels, bias_tensors, generator
 from rlkernel_conformance.spaces.sample import VALUES, Judged, Stated, logits_of
-from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed, numbers
+from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.sampling import gumbel, uniform, words
 from rlkernel_core.spec.sampling import STREAMS
@@ -114,9 +115,9 @@ def _ids(point: Point, x: Array, q: Array, V: int) -> Array:
 
 def expected(subject: Subject, point: Point, given: Given, found: Mapping[str, Any]) -> dict[str, Want]:
     """All results, request by request along the drafts that were accepted, where each step is possible."""
-    logits = numbers(given, "target_logits")[:, : given.get("vocab_size")]
+    logits = plain(given["target_logits"], "target_logits")[:, : given.get("vocab_size")]
     M, V = logits.shape
-    cu, ids = (numbers(given, name).astype(np.int64) for name in ("cu_draft", "draft_ids"))
+    cu, ids = (plain(given[name], name).astype(np.int64) for name in ("cu_draft", "draft_ids"))
     B = len(cu) - 1
     owner = np.repeat(np.arange(B), np.diff(cu) + 1)
     late = np.arange(M) - (cu[:-1] + np.arange(B))[owner]
@@ -153,10 +154,10 @@ def expected(subject: Subject, point: Point, given: Given, found: Mapping[str, A
 def _stored_laws(given: Given, V: int) -> Array | None:
     """[K, V] what was given as the laws of the drafts; what is no probability counts as 0."""
     if "draft_probs" in given:
-        return np.maximum(np.nan_to_num(numbers(given, "draft_probs")[:, :V]), 0.0)
+        return np.maximum(np.nan_to_num(plain(given["draft_probs"], "draft_probs")[:, :V]), 0.0)
     if "draft_logits" not in given:
         return None
-    z = numbers(given, "draft_logits")[:, :V]
+    z = plain(given["draft_logits"], "draft_logits")[:, :V]
     with np.errstate(invalid="ignore"):
         q = np.exp(z - z.max(1, keepdims=True))
         return np.nan_to_num(q / q.sum(1, keepdims=True))

@@ -31,7 +31,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
     return {
         "shape": SHAPES,
         "values": (*SPREAD, "constant", "negative zero", "two values", "not finite", "std is eps"),
-        "dtype": (*subject.dtypes, *(("int64", "bool") if subject.device == "cpu" else ())),
+        "dtype": (*subject.dtypes, *(("int64", "bool") if subject.takes_any_dtype else ())),
         "valid": claimed(subject, {"all": "", "mask": "mask", "nothing": "mask", "one": "mask", "lengths": "lengths"}),
         "counts": claimed(subject, {"": "", "some": "counts", "fractions": "counts"}),
         "ddof": (1, 0, 2),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
-
 from cdna_simulator import SimulationError, read
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_rocm.simulated.launcher import SIMULATED, arguments
@@ -18,6 +16,7 @@ from rlkernel_triton.launchers.offline import compile_recorded
 from rlkernel_triton.launchers.recorder import build_of
 from rlkernel_triton.launchers.targets import TARGETS
 from rlkernel_triton.orders.errors import NoCertificateError
+from rlkernel_triton.orders.launcher import passed
 from rlkernel_triton.orders.memory import GlobalMemory
 from rlkernel_triton.orders.trace import Trace
 
@@ -77,11 +76,7 @@ class AmdOrderLaunch:
         build = build_of(self.binding, args)
         made = compile_recorded(build, launcher.arch)
         kernel = read(made.compiled.asm["amdgcn"], made.compiled.metadata.name)
-        values, passed = {**self.binding.fixed, **self.binding.by_name(args)}, dict(build.types)
-        given = [values[p.name] for p in self.binding.parameters if p.name in passed]
-        for x in given:
-            if isinstance(x, torch.Tensor) and x.numel():
-                launcher.memory.of(x)
+        given = passed(self.binding, build, args, launcher.memory)
         x, y, z = (*grid, 1, 1)[:3]
         machine = OrderMachine(
             kernel, lds=made.shared, warps=build.num_warps, memory=launcher.memory, level=launcher.level

@@ -123,7 +123,7 @@ class Staging:
 
     def fill(self, pages: Pages, rows: Sequence[Row]) -> Batch:
         """Gather rows into the storage; fillers have length 0."""
-        ends = torch.tensor([0, *(r.length for r in rows)]).cumsum(0)
+        ends = torch.tensor([0, *(r.length for r in rows)], device="cpu").cumsum(0)
         count, total = len(rows), int(ends[-1])
         cu_seqlens = self.cu_seqlens[: count + 1]
         cu_seqlens.copy_(ends)
@@ -132,7 +132,7 @@ class Staging:
         pages.gather(slots, cu_seqlens, fields)
         per_row = {name: x[:count] for name, x in self.per_row.items()}
         for name, x in per_row.items():
-            x.copy_(torch.tensor([r.values[name] for r in rows], dtype=x.dtype).view(x.shape))
+            x.copy_(torch.tensor([r.values[name] for r in rows], dtype=x.dtype, device="cpu").view(x.shape))
         self.generation += 1
         self.out = True
         return self.batch(self, fields, {"cu_seqlens": cu_seqlens, **per_row})

@@ -67,16 +67,21 @@ class OrderLaunch:
         """
         launcher = self._launcher
         build = build_of(self.binding, args)
-        values = {**self.binding.fixed, **self.binding.by_name(args)}
-        passed = dict(build.types)
         kernel, shared = code(build, launcher.name)
-        given = [values[p.name] for p in self.binding.parameters if p.name in passed]
-        for x in given:
-            if isinstance(x, torch.Tensor) and x.numel():
-                launcher.memory.of(x)
+        given = passed(self.binding, build, args, launcher.memory)
         launcher.fusable[kernel.name] = kernel.fusable
         x, y, z = (*grid, 1, 1)[:3]
         Machine(kernel, bind, shared, launcher.level).launch((x, y, z), _parameters(kernel, given), launcher.memory)
+
+
+def passed(binding: Binding, build: Build, args: tuple[Any, ...], memory: GlobalMemory) -> list[Any]:
+    """What a launch passes to the code of a build, in its order; tensors have a place in `memory` then."""
+    values, compiled = {**binding.fixed, **binding.by_name(args)}, dict(build.types)
+    given = [values[p.name] for p in binding.parameters if p.name in compiled]
+    for x in given:
+        if isinstance(x, torch.Tensor) and x.numel():
+            memory.of(x)
+    return given
 
 
 @cache

@@ -293,6 +293,14 @@ def _matrix_places(m: Machine, op: Operand, threads: Array) -> tuple[Array, Arra
     return at, threads
 
 
+def _element(m: Machine, at: Array, i: int, j: int, transposed: bool) -> Array:
+    """Offsets [T] of the j-th of two elements of matrix i that a lane holds; `at`: of the rows that lanes name."""
+    lane: Array = m.lane
+    row, place = (2 * (lane % 4) + j, 2 * (lane // 4)) if transposed else (lane // 4, 4 * (lane % 4) + 2 * j)
+    found: Array = at[m.warp_start + 8 * i + row] + place
+    return found
+
+
 def load_matrix(ins: Instruction) -> Step:
     """ldmatrix: 8 x 8 matrices of 16 bits from shared memory, a row from the address of a lane each."""
     if "m8n8" not in ins.parts or ins.kind != "b16":
@@ -302,11 +310,7 @@ def load_matrix(ins: Instruction) -> Step:
     def step(m: Machine) -> None:
         at, threads = _matrix_places(m, ins.operands[1], m.lanes(ins))
         for i, op in enumerate(_parts(ins.operands[0])):
-            if transposed:
-                rows = [at[m.warp_start + 8 * i + 2 * (m.lane % 4) + j] + 2 * (m.lane // 4) for j in (0, 1)]
-            else:
-                rows = [at[m.warp_start + 8 * i + m.lane // 4] + 4 * (m.lane % 4) + 2 * j for j in (0, 1)]
-            got = [m.shared.load(r[threads], 2) for r in rows]
+            got = [m.shared.load(_element(m, at, i, j, transposed)[threads], 2) for j in (0, 1)]
             bits = got[0][0].astype(np.uint32) | got[1][0].astype(np.uint32) << np.uint32(16)
             hashes = None
             if any(h is not None for _, h in got):
@@ -329,12 +333,8 @@ def store_matrix(ins: Instruction) -> Step:
             value = m.read(op, 32)
             bits, hashes = full(m, value, 2)
             for j in (0, 1):
-                if transposed:
-                    row = at[m.warp_start + 8 * i + 2 * (m.lane % 4) + j] + 2 * (m.lane // 4)
-                else:
-                    row = at[m.warp_start + 8 * i + m.lane // 4] + 4 * (m.lane % 4) + 2 * j
                 half = (bits >> np.uint32(16 * j)).astype(np.uint16)
                 some = None if value.hashes is None else hashes[threads, j : j + 1]
-                m.shared.store(row[threads], 2, half[threads], some)
+                m.shared.store(_element(m, at, i, j, transposed)[threads], 2, half[threads], some)
 
     return step

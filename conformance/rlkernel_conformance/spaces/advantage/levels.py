@@ -85,7 +85,6 @@ IDS: Final[Mapping[str, Callable[[np.random.Generator, int], Any]]] = {
 def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
     """Kinds, options, layouts, sizes and values."""
     kinds = tuple(sorted((k for k in KINDS if f"kind:{k}" in subject.claims), key=lambda k: FAMILY[k] != "group"))
-    unrestricted = any(not i.requires.dtypes for i in subject.impls)
     wide = tuple(d for d in ("float32", "bfloat16", "float64") if d in subject.dtypes)
     layouts = {"mask", "lengths", "packed"} & subject.claims
     return {
@@ -95,7 +94,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "B": (6, 1, 7, 13, 130, 0),
         "T": (5, 1, 33, 0),
         "groups": claimed(subject, {**dict.fromkeys(SIZES, ""), **dict.fromkeys(IDS, "group_ids")}),
-        "dtype": (*subject.dtypes, *(WHOLE if unrestricted else ())),
+        "dtype": (*subject.dtypes, *(WHOLE if subject.takes_any_dtype else ())),
         "other dtype": ("same", *wide),
         "masked": ("zero", "nan", "large"),
         **{name: _claimed(subject, name, levels) for name, levels in OPTIONS.items()},
