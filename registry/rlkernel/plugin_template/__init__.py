@@ -174,7 +174,7 @@ def _words(plugin: Plugin) -> dict[str, str]:
         "names": ", Impl, Requires" if ready else "",
         "impls": _impls(plugin),
         "self_test": f'\n    self_test="{plugin.package}.self_test:self_test",' if ready else "",
-        "table": "\n".join(_row(op, plugin.package) for op in plugin.ops),
+        "claimed": "\n".join(_told(op, plugin.package) for op in plugin.ops),
         "makes": "\n".join(_make(op, plugin.package) for op in plugin.ops),
     }
 
@@ -215,9 +215,10 @@ def _impl(op: str, plugin: Plugin) -> list[str]:
     return [*lines, "),"]
 
 
-def _row(op: str, package: str) -> str:
+def _told(op: str, package: str) -> str:
+    """An operator's line in the README: where it is, and what it claims beyond the contract's core."""
     claims = ", ".join(f"`{f}`" for f in READY[op].supports) if op in READY else "nothing: yet to be written"
-    return f"| `{OPERATORS[op].id}` | `{package}/{op}.py` | {claims} |"
+    return f"- `{OPERATORS[op].id}` in `{package}/{op}.py`; it claims {claims}"
 
 
 def _make(op: str, package: str) -> str:
