@@ -188,7 +188,7 @@ class Large:
     T: int = 1024
 
 
-@attack("AD-27", lambda s: st.just(Large(1 << 31)), scale=0.0, memory=64 << 30)
+@attack("AD-27", lambda s: st.just(Large(1 << 31)), scale=0.0, memory=96 << 30)
 def the_last_row_of_a_large_batch_is_right(subject: Subject, case: Large) -> None:
     """Returns of the first and the last row, where offsets in 32 bits have wrapped."""
     if "kind:returns" not in subject.claims:

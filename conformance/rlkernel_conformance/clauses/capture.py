@@ -355,6 +355,9 @@ def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
         have = _gradients(g(x), upstream, x, model.weight)
         want = _gradients(model(x), upstream, x, model.weight)
         require(equal(have, want), f"gradients are {have}, those of fn {want}")
+    if shape:
+        padded = g.stats.replays * (next(size for size in SIZES if size >= case.n) - case.n)
+        require(g.stats.pad_rows == padded, f"pad_rows is {g.stats.pad_rows}, expected {padded}")
     first = g(x)
     g(x)
     try:

@@ -233,9 +233,12 @@ def a_failure_leaves_nothing(subject: Subject, case: Case) -> None:
 
 @attack("GC-15", cases_of("sync", "size"), scale=0.5)
 def a_failed_capture_is_recorded(subject: Subject, case: Case) -> None:
-    """One warning, every call counted, the reason told."""
+    """One warning, every call counted, the reason told; tried again after `invalidate` and not before."""
+    able = [False]
 
     def fn(x: Tensor) -> Tensor:
+        if able[0]:
+            return x * 2
         return x * float(x.sum().item()) if case.word == "sync" else x[x > 0]
 
     x = case.x(subject)
@@ -250,6 +253,11 @@ def a_failed_capture_is_recorded(subject: Subject, case: Case) -> None:
     require(sum(stats.eager_calls.values()) == 3, f"three eager calls are counted as {stats.eager_calls}")
     require((stats.replays, stats.captures) == (0, 0), f"{stats.replays} replays and {stats.captures} captures")
     require(bool(stats.last_error) and str(stats.last_error) in g.explain(x), f"explain says {g.explain(x)!r}")
+    if case.word == "sync":
+        able[0] = True
+        require(equal(g(x), fn(x)) and g.stats.captures == 0, "what failed is tried again before invalidate")
+        g.invalidate()
+        require(equal(g(x), fn(x)) and g.stats.captures == 1, "what failed is not tried again after invalidate")
 
 
 @attack("GC-16", cases_of("keep", "discard"), examples=each("keep", "discard"), scale=0.5)

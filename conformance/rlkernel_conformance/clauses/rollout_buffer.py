@@ -41,6 +41,10 @@ CYCLE: Final = (
     ("pop", 1),
     ("release",),
 )
+BATCH_DTYPES: Final = {
+    "cu_seqlens": torch.int64, "group": torch.int64, "group_ids": torch.int64, "reward": torch.float32,
+    "valid": torch.bool, "weight": torch.float32, "status": torch.uint8, "version": torch.int64,
+}  # fmt: skip
 LOST: Final = (("reserve", (2, 5), 0), ("append", ((0, 3, True), (1, 3, True))), ("discard", 0), *CYCLE)
 
 
@@ -281,7 +285,7 @@ def the_oldest_finished_go_first(subject: Subject, case: Filled) -> None:
     require(buffer.stats == before, "a reservation that can never fit drops groups")
 
 
-@attack("RB-15", filled(most=3), scale=0.5)
+@attack("RB-15", filled(longest=2 * PAGE, most=3), scale=0.5)
 def fillers_weigh_nothing(subject: Subject, case: Filled) -> None:
     """Rows up to a multiple."""
     buffer, rows = small(subject), len(case.lengths)
@@ -299,6 +303,8 @@ def fillers_weigh_nothing(subject: Subject, case: Filled) -> None:
         tail = found[name][rows:]
         require(tail == [value] * more, f"{name} of filler rows is {tail}, expected {value}")
     require(found["weight"][:rows] == [1.0] * rows, f"rows weigh {found['weight']}")
+    dtypes = {n: getattr(batch, n).dtype for n in BATCH_DTYPES}
+    require(dtypes == BATCH_DTYPES, f"the batch has {dtypes}")
 
 
 @attack("RB-17", programs, examples=(Program((*CYCLE[:4], ("finish", (0,)), ("reserve", (3,), 2))),), scale=0.5)

@@ -7,11 +7,13 @@ call takes, and whether it waits for the device, is not compared.
 
 from __future__ import annotations
 
+import ast
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -73,7 +75,7 @@ def search_differences(
         calls: how many calls to draw; a 25th of it are the cases of each clause.
     """
     with subject_of(PluginCopy(folder), op) as mutant:
-        pair = _Pair(Subject(PLAIN_TORCH, op), mutant, where)
+        pair = _Pair(Subject(PLAIN_TORCH, op), mutant, where, folder)
         for source, share in SOURCES.items():
             send(source.__name__, None)
             began = time.monotonic()
@@ -159,6 +161,12 @@ class _Compared(Subject):
         return super().__call__(*args, **kwargs)
 
 
+def _at_import(path: Path, lines: frozenset[int]) -> bool:
+    """Whether lines of a file are outside its functions: they run once, and every call of the file depends on them."""
+    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+    return not any(n.lineno <= line <= (n.end_lineno or n.lineno) for n in functions for line in lines)
+
+
 def _on_ranks(given: Arguments) -> bool:
     """Whether other ranks make the call too, which have to agree with this one on what they call."""
     return any(isinstance(x, ProcessGroup) for x in given.values())
@@ -167,10 +175,20 @@ def _on_ranks(given: Arguments) -> bool:
 class _Pair:
     """The original and the mutant, and what was found so far."""
 
-    def __init__(self, original: Subject, mutant: Subject, where: Where) -> None:
-        self.original, self.mutant, self.where = original, mutant, where
+    def __init__(self, original: Subject, mutant: Subject, where: Where, folder: Path) -> None:
+        self.original, self.mutant, self.where, self.mutant_folder = original, mutant, where, folder
         self.made = self.calls = 0  # calls; those that execute the change
         self.rounding, self.found = False, ""
+        self._at_import = _at_import(*where)
+
+    def _forget_results(self) -> None:
+        """Clear the caches of the changed file and of the mutant: what is computed once shows at every call."""
+        changed, folder = str(self.where[0]), str(self.mutant_folder)
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None) or ""
+            for value in vars(module).values() if file == changed or file.startswith(folder) else ():
+                if isinstance(value, _lru_cache_wrapper):
+                    value.cache_clear()
 
     def difference(self) -> Difference:
         """What was found so far."""
@@ -180,10 +198,12 @@ class _Pair:
         """Make a call of both."""
         wanted = gradients and has_gradients(self.original) and torch.is_grad_enabled()
         path, lines = self.where
+        self._forget_results()
         with executed_lines(path.parent) as executed:
             a = _Made.of(self.original, given, wanted)
         self.made += 1
-        if executed.get(path.name, set()).isdisjoint(lines) and not _on_ranks(given):
+        ran = executed.get(path.name, set())
+        if (not ran if self._at_import else ran.isdisjoint(lines)) and not _on_ranks(given):
             return
         self.calls += 1
         b = _Made.of(self.mutant, given, wanted)

@@ -80,6 +80,14 @@ def logits_of(given: Given, counted: Any) -> Any:
     return x * given.get("logit_scale", 1.0)
 
 
+def size_of_values(given: Given, lse: Any) -> Any:
+    """What tolerances of log-probabilities scale with, [N].
+
+    They are those of logits up to ten and of sums of 4096 products; the rounding of longer sums grows as their root.
+    """
+    return np.maximum(1, np.abs(lse) / 10) * max(1.0, given["weight"].shape[1] / 4096) ** 0.5
+
+
 def name_of(x: torch.Tensor) -> str:
     """The dtype of a tensor."""
     return str(x.dtype).removeprefix("torch.")
@@ -109,11 +117,17 @@ def head_gradients(subject: Subject, given: Given, counted: Any, dz: Any, least:
         dtype = coarsest(given["hidden"], given["weight"], given[name])
         row = "grad" if subject.op == "linear_logprob" else "grad_hidden" if name == "hidden" else "grad_weight"
         atol, rtol = subject.tolerance(row, dtype)
-        squares = np.square(values)  # where few elements hold the norm, they may err more: see check_gradients
-        few = 1 + 3 * float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 4.0
+        # Where few elements hold the norm, they may err more: see check_gradients. Those of dz are rounded, too.
+        few = 1 + 3 * max(_concentration(values), _concentration(dz))
         bound = atol + rtol * few * max(float(np.linalg.norm(values)), norms[name])
         found[f"d_{name}"] = Want(values.reshape(given[name].shape), bound, name_of(given[name]), norm=True)
     return found
+
+
+def _concentration(x: Any) -> float:
+    """One over the root of how many elements hold the norm of x: 1 where one does, or none."""
+    squares = np.square(x)
+    return float(np.linalg.norm(squares) / squares.sum()) if squares.any() else 1.0
 
 
 OPERANDS: Final = {

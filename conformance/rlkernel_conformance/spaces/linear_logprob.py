@@ -84,7 +84,7 @@ def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str
 
 def _results(subject: Subject, given: Given, law: logprob.Law, copies: int) -> dict[str, Want]:
     dtype = heads.coarsest(given["hidden"], given["weight"])
-    size = np.maximum(1, np.abs(law.row.lse) / 10)
+    size = heads.size_of_values(given, law.row.lse)
     values: dict[str, tuple[str, Any, Any]] = {
         "logprob": ("logprob", np.where(law.valid, law.row.logprob, np.nan), size),
         "lse": ("lse", law.row.lse, size),

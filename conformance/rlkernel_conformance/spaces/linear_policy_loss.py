@@ -133,7 +133,7 @@ def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str
         found[f"stats.{name}"] = Want(value, 0.0, "int64") if whole else near
     if len(shape) == 1 and "cu_seqlens" not in given:
         del found["stats.sequences"]
-    mask, wide = _counted(given).numpy(), np.maximum(1, np.abs(law.row.lse) / 10).reshape(shape)
+    mask, wide = _counted(given).numpy(), heads.size_of_values(given, law.row.lse).reshape(shape)
     for name in ("logprob", *(["entropy"] if given.get("entropy") else [])):
         values = np.where(mask, made[name].numpy(), 0.0)
         found[name] = Want.near(subject, "logprob", dtype, values, scale=2 * wide, stored=stored)

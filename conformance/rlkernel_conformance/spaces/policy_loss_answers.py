@@ -169,6 +169,9 @@ def loss_results(
         if name not in {"tokens", "sequences"}:
             unit = times if name == "policy_loss" else 1.0
             size = 4 * max(1.0, want.scales.get(name, 0.0) * unit)
+            if name == "effective_sample_size":  # a squared sum over a sum of squares: three relative errors add up
+                of_sums, rtol_of_sums = subject.tolerance("stats", dtype)
+                size += 2 * rtol_of_sums / of_sums * value
             found[f"stats.{name}"] = Want.near(subject, "stats", dtype, value * unit, scale=size, stored=stored)
     return found
 

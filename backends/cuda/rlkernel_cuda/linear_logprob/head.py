@@ -253,6 +253,13 @@ class Head:
             clear((count_of(n, 64), count_of(width, 256), 1), dz, of.counted, rows.start)
         self._put_chosen(of, coef, rows, ids.start, dz)
 
+    def save_again(self, of: Operands, saved: Saved) -> None:
+        """Save the logits anew, which their gradient has overwritten: the launches of forward, so the same bits."""
+        sums, chosen = self._empty(2 * self.tiles * self._most), self._empty(self.P)
+        for rows in self._blocks:
+            at = saved.tops[0, rows.start :], saved.tops.stride(0), sums, chosen[rows]
+            self._sum_tiles(of, rows, saved, at)
+
     def dlogits_from_saved(self, of: Operands, coef: Tensor, saved: Saved) -> Tensor:
         """The gradient of the saved logits, in place: [N, V]."""
         kind, (tiles, loop) = self.kind, SAVED
@@ -322,18 +329,22 @@ class Head:
         self, of: Operands, stats: SoftmaxStats, saved: Saved | None, sums: Tensor, tops: Tensor, *, part: bool
     ) -> None:  # fmt: skip
         """Sum each tile of the logits, block by block, and merge the tiles of a row; a part is left as sums."""
-        kind, mode = self.kind, STATS if saved is None else SAVE
+        kind = self.kind
         for rows in self._blocks:
             n = rows.stop - rows.start
-            stride = n if saved is None else saved.tops.stride(0)
-            top = tops if saved is None else saved.tops[0, rows.start :]
             some = stats if n == kind.N else SoftmaxStats(*[x.view(-1)[rows] for x in stats])
-            out = None
-            if saved is not None:
-                out = saved.logits[rows, : kind.V].view(torch.float16)
-            launch = self._logits(Form(mode, tiles.FORWARD, n, kind.V, stride))
-            launch(of, rows, _all(kind.V), Into(top, sums, some.chosen, None, out))
+            top, stride = (tops, n) if saved is None else (saved.tops[0, rows.start :], saved.tops.stride(0))
+            self._sum_tiles(of, rows, saved, (top, stride, sums, some.chosen))
             self._merge_tiles(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
+
+    def _sum_tiles(
+        self, of: Operands, rows: slice, saved: Saved | None, into: tuple[Tensor, int, Tensor, Tensor]
+    ) -> None:
+        """Sum each tile of a block of rows into (maxima, numbers between those of two tiles, sums, chosen logits)."""
+        top, stride, sums, chosen = into
+        out = None if saved is None else saved.logits[rows, : self.kind.V].view(torch.float16)
+        form = Form(STATS if saved is None else SAVE, tiles.FORWARD, rows.stop - rows.start, self.kind.V, stride)
+        self._logits(form)(of, rows, _all(self.kind.V), Into(top, sums, chosen, None, out))
 
     def _merge_ranks(self, of: Operands, stats: SoftmaxStats, ranks: Ranks) -> Tensor:
         """Merge the statistics of all ranks; returns ids in the whole vocabulary, in the head's order."""

@@ -219,12 +219,15 @@ class Host:
         flat = weight if hidden is None else hidden if self._flat else hidden.reshape(self._N, self._D)
         of, stats = self._head.restore(flat, weight, bias, rows)  # type: ignore[arg-type]  # a weight is there
         state = ForwardState(of, rows, stats, of.target if whole is None else whole)
-        coef = self._head.coefficients(state, upstream)
-        if logits[0] is not None and not getattr(logits[0], _SPENT, False):
-            setattr(logits[0], _SPENT, True)  # dz overwrites it: a second pass recomputes the logits
-            found = self._backward.from_dlogits(state, self._head.dlogits_from_saved(of, coef, Saved(*logits)))  # type: ignore[arg-type]
+        if logits[0] is None:
+            found = self._backward.recompute_by_slices(state, self._head.coefficients(state, upstream), cut)
         else:
-            found = self._backward.recompute_by_slices(state, coef, cut)
+            kept = Saved(*logits)  # type: ignore[arg-type]  # the maxima of tiles are there too
+            if getattr(kept.logits, _SPENT, False):
+                self._head.save_again(of, kept)
+            setattr(kept.logits, _SPENT, True)  # dz overwrites it
+            dz = self._head.dlogits_from_saved(of, self._head.coefficients(state, upstream), kept)
+            found = self._backward.from_dlogits(state, dz)
         dx = found.hidden
         if dx is not None:
             if self._group is not None:

@@ -14,12 +14,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import triton
 
 from rlkernel_core.errors import RLKernelWarning
 
+# While one thread has Triton load a kernel, another would find its `run` and not yet its `function`.
+_LOADING: Final = Lock()
 _GRID: Final = "gridX, gridY, gridZ, stream, function"
 _HOOKS: Final = "kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook"
 _COOPERATIVE: Final = "self.launch_cooperative_grid"
@@ -82,8 +85,9 @@ def entry_of(compiled: Any, version: str = triton.__version__) -> Entry | None:
         warn_once(f"Triton {version} is not among those whose kernels are launched directly ({known})")
         return None
     try:
-        run = compiled.run  # loads it
-        found = {name: getattr(compiled, name) for name in ATTRIBUTES}
+        with _LOADING:
+            run = compiled.run  # loads it
+            found = {name: getattr(compiled, name) for name in ATTRIBUTES}
     except AttributeError as error:
         warn_once(f"a kernel compiled by Triton {version} is not as expected: {error}")
         return None

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -156,3 +157,33 @@ def test_a_launcher_that_lacks_what_its_form_names_is_called_in_python():
     made.run = lambda *args: calls.append(args)
     launched(entry_of(made, version), "x", 5)
     assert [(*GRID, *HOOKS, "x", 5)] == calls
+
+
+def test_a_thread_waits_for_the_kernel_that_another_one_loads():
+    made, _, version = compiled()
+    loading, loaded = threading.Event(), threading.Event()
+
+    class Lazy:
+        """As CompiledKernel: `run` is there before `function`."""
+
+        function = None
+        launch_metadata, packed_metadata, metadata = made.launch_metadata, made.packed_metadata, made.metadata
+
+        @property
+        def run(self):
+            if not loading.is_set():
+                loading.set()
+                loaded.wait(60)
+                self.function = "function"
+            return made.run
+
+    lazy, found = Lazy(), []
+    threads = [threading.Thread(target=lambda: found.append(entry_of(lazy, version))) for _ in range(2)]
+    threads[0].start()
+    loading.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # as long as it might take to find no function
+    loaded.set()
+    for thread in threads:
+        thread.join()
+    assert [entry.middle[0] for entry in found] == ["function", "function"]
