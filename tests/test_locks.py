@@ -1,4 +1,4 @@
-"""What CI and the images install: pinned by version and digest, what the distributions ask for, used where it is said."""
+"""What CI and the images install: pinned by version and digest, what distributions ask for, used where it is said."""
 
 from __future__ import annotations
 
