@@ -7,6 +7,8 @@ TORCH  ?= torch==2.13.0
 TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
 STAMP   = $(VENV)/.rlkernel-ready
+# LOCK=requirements/ci.txt installs what CI does, by digests; torch comes from its own index, by version.
+LOCK   ?=
 
 # The demo has an environment of its own where there is a GPU: this Python's torch uses one, and then that build is kept,
 # or NVIDIA's driver is loaded, which its files tell also where nvidia-smi is not installed. `make demo GPU=` is the CPU's.
@@ -17,7 +19,7 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build wheelhouse clean
+.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build wheelhouse lock audit clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,8 +28,9 @@ setup: $(STAMP) ## a virtual environment with torch's CPU build and everything t
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(if $(LOCK),$(RUN) -m pip install --quiet --require-hashes --no-deps -r $(LOCK))
 	$(RUN) -m pip install --quiet "$(TORCH)+cpu" || $(RUN) -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
-	$(RUN) -m pip install --quiet -e '.[dev]'
+	$(RUN) -m pip install --quiet $(if $(LOCK),--no-build-isolation) -e '.[dev]'
 	touch $@
 
 demo: $(DEMO_VENV)/.rlkernel-ready ## watch a small model learn arithmetic by GRPO here: a minute on a GPU, two on a CPU
@@ -96,6 +99,18 @@ build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same byt
 
 wheelhouse: build ## the same, and an index of the wheels in dist/simple for pip; SKIP=backends/jetson/ leaves out the slow one
 	$(RUN) tools/index.py dist
+
+TOOLS = build/tools
+$(TOOLS)/.ready: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --require-hashes --no-deps -r requirements/tools.txt
+	touch $@
+
+lock: $(TOOLS)/.ready ## requirements/*.txt anew: the versions and digests that CI and the images install
+	$(TOOLS)/bin/python tools/lock.py
+
+audit: $(TOOLS)/.ready ## known vulnerabilities of everything in requirements/
+	$(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off $(foreach file,$(wildcard requirements/*.txt),-r $(file))
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) $(GPU_VENV) dist build runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

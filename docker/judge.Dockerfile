@@ -10,7 +10,8 @@
 FROM python:3.12-slim-bookworm AS wheels
 WORKDIR /source
 COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . ./backends/triton
+RUN pip install --no-cache-dir --require-hashes --no-deps -r requirements/build.txt \
+    && pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . ./backends/triton
 
 FROM python:3.12-slim-bookworm
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -18,9 +19,13 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap g++ \
     && rm -rf /var/lib/apt/lists/*
+# Everything but torch, which has an index of its own, and our own wheels by digest: `make lock` writes the file.
 RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --index-url "$TORCH_INDEX" 'torch>=2.9' \
-    && pip install --no-cache-dir --find-links /wheels "$(echo /wheels/rlkernel-*.whl)[cpu,judge]" /wheels/rlkernel_triton-*.whl
+    --mount=type=bind,source=requirements/judge.txt,target=/judge.txt \
+    pip install --no-cache-dir --require-hashes --no-deps -r /judge.txt \
+    && pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
+    && pip install --no-cache-dir --no-index --find-links /wheels \
+        "$(echo /wheels/rlkernel-*.whl)[cpu,judge]" /wheels/rlkernel_triton-*.whl
 # The judge is root here so that candidates are not: it starts them as nobody, who cannot read its token.
 EXPOSE 8473
 ENTRYPOINT ["rlkernel", "judge"]

@@ -3,13 +3,15 @@
 The list of codes is closed: `Reason` refuses a code that is not in `CODES`, each code is created in one place of
 the source, has a line in docs/reasons.md and a test that provokes it. Machines match on `stage/code`; `text` is
 for people and may be reworded; `fix` is a line to run or write.
-Imports nothing outside the standard library.
+Imports nothing outside the standard library and `visible`: a plugin may have written text and fix.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+from rlkernel_core.visible import visible
 
 # Stages in the order in which they are checked, each with its codes and what the code means.
 STAGES: Final[dict[str, dict[str, str]]] = {
@@ -21,12 +23,16 @@ STAGES: Final[dict[str, dict[str, str]]] = {
     },
     "load": {
         "import-error": "importing the plugin's manifest raised",
+        "import-crashed": "importing the plugin, or a function that it names, ended the process that tried it",
+        "import-timeout": "importing the plugin, or a function that it names, did not finish in time",
+        "malformed-entry-point": "the entry point has no name for an order, or does not lead to package.module:name",
         "not-a-manifest": "the entry point does not lead to a rlkernel_core.Backend",
         "invalid-manifest": "the manifest contradicts itself or the catalog of operators and features",
-        "duplicate-name": "two installed distributions claim this backend name",
+        "duplicate-name": "two installed distributions, or two entry points of one, claim this backend name",
+        "reserved-name": "a distribution that is not ours claims the name of one of our backends",
         "not-installed": "the policy names it or `auto` would use it, and no installed distribution provides it",
         "target-missing": "the manifest names a function that cannot be imported",
-        "target-signature": "the function does not take one argument, the operator's call record",
+        "target-signature": "the function does not take one argument, the operator's call record, and answer at once",
     },
     "api": {
         "too-new": "the plugin was built for a newer plugin API",
@@ -85,6 +91,8 @@ class Reason:
     def __post_init__(self) -> None:
         if f"{self.stage}/{self.code}" not in CODES:
             raise ValueError(f"reason code {self.stage}/{self.code} is not in rlkernel_core.reasons.STAGES")
+        object.__setattr__(self, "text", visible(self.text))
+        object.__setattr__(self, "fix", visible(self.fix))
 
     @property
     def slug(self) -> str:

@@ -7,10 +7,10 @@ import pytest
 import rlkernel as rlk
 from rlkernel import installation
 from tests.command_line import cli
-from tests.plugins import plug
+from tests.plugins import plug, untried
 from tests.process_groups import alone
 
-__all__ = ["alone", "cli", "plug"]
+__all__ = ["alone", "cli", "plug", "untried"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ def test_x(plug): plug("acme", MANIFEST)            # the same for this process,
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlkernel import policy
+from rlkernel import policy, trial
 
 # A manifest that claims `logprob@1` and a module-level function that serves it, for any device.
 GOOD = """
@@ -82,9 +83,19 @@ def install(
 
 
 @pytest.fixture
-def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """`install` into this process for the time of a test."""
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins are imported here at once: their trial in a process of half a second is in test_hostile_plugins.py."""
+    monkeypatch.setattr(trial, "tried", lambda *_, **__: trial.Tried(None, {}))
+
+
+@pytest.fixture
+def plug(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Path]]:
+    """`install` into this process for the time of a test; what a plugin does when imported is remembered for all."""
     sites: set[Path] = set()
+    if "XDG_CACHE_HOME" not in os.environ:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
     def plug(name: str, source: str, **options: str) -> Path:
         site = install(tmp_path, name, source, **options)

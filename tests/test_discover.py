@@ -12,6 +12,7 @@ from rlkernel import discover, policy
 from rlkernel_core.errors import ConfigError, FallbackWarning, PluginWarning, UnknownNameError
 from tests.plugins import good, module_of
 
+pytestmark = pytest.mark.usefixtures("untried")  # about what manifests say
 LOGITS, IDS = torch.zeros(2, 3), torch.tensor([0, 1])
 
 MANIFEST = "from rlkernel_core import Backend, Impl, Requires\n"

@@ -155,7 +155,7 @@ def rlkernel_decided():
 
 
 @pytest.fixture
-def watch(tmp_path, monkeypatch):
+def watch(tmp_path, monkeypatch, untried):
     """Install an observer like a distribution, for the time of a test."""
 
     def watch(name: str, source: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rlkernel import outcomes
 from rlkernel import probe as probing
 from rlkernel.discover import Candidate
 from rlkernel.probe import forget, probe
@@ -157,7 +158,7 @@ def test_a_failure_is_believed_for_a_while_a_success_for_good(tmp_path, monkeypa
     said.pop(0)
     assert "out of memory" in str(outcome("forks", tmp_path))
     (file,) = tmp_path.glob("probe-*.json")
-    then = time.time() - probing.FAILURE_BELIEVED_S - 1
+    then = time.time() - outcomes.FAILURE_BELIEVED_S - 1
     os.utime(file, (then, then))
     assert outcome("forks", tmp_path) is None
     os.utime(file, (then, then))

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
-from rlkernel.probe import cache_folder
+from rlkernel.outcomes import cache_folder
 from rlkernel_conformance import faults, sanitizer
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.harness import Outcome

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlkernel import policy
-from rlkernel.discover import GROUP, brief, broken_rules, entries, guarded
+from rlkernel.discover import GROUP, brief, entries, guarded
+from rlkernel.manifest_rules import broken_rules
 from rlkernel.resolve import claims
 from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
 from rlkernel_core.decision import ALIASES

@@ -7,14 +7,13 @@ into an error stays one at the next call. Observers are called last and outside 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest
-from rlkernel.discover import PackageVersions, brief, guarded, load_target
+from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest, targets
+from rlkernel.discover import IN_PROCESS, PackageVersions, brief, described, guarded, load_target
 from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
@@ -98,8 +97,9 @@ def planned(choice: Choice, spec: OpSpec[Any, Any], call: Any) -> Plan:
     plan = choice.plan(call, grad=gradient_wanted(spec.name, call))
     if not callable(plan.run):
         raise ResolutionError(
-            f"{choice.decision.target} prepares calls of {spec.id} and returned {plan.run!r}, which is no function; "
-            f'name another backend first, for example order = ["torch"], and report it to {choice.decision.version}'
+            f"{choice.decision.target} prepares calls of {spec.id} and returned {described(plan.run)}, which is no "
+            f'function; name another backend first, for example order = ["torch"], and report it to '
+            f"{choice.decision.version}"
         )
     if choice.decision.policy.profile:
         plan.run = ranges.ranged(plan.run, choice.decision)
@@ -225,6 +225,33 @@ def facts_for(device: str, *, locked: bool = True) -> Facts:
     return Facts(packages, process.broken_targets, failed, lock.read(path) if path else None, unproved)
 
 
+def foreseen(
+    spec: OpSpec[Any, Any],
+    call: Call,
+    device: str,
+    check: Callable[[Impl], Reason | None] | None = None,
+    *,
+    locked: bool = True,
+) -> Decision:
+    """The decision about a call that is not made: nothing runs, and no backend that is installed is imported for it.
+
+    That the chosen function exists and takes the record is known of a third party's since it was loaded (`trial`), and
+    of ours from their tests; of a backend of this process it is looked up here.
+    """
+    installed = policy.installed()
+    rules, source = policy.policy_for(policy.current(), spec)
+    while True:
+        facts = facts_for(device, locked=locked)
+        decision = resolve(installed, facts, call, rules, source=source, check=check)
+        if decision.backend is None or decision.target is None or installed[decision.backend].dist != IN_PROCESS:
+            return decision
+        found, pair = targets.function(spec, decision.target), pair_of(spec, decision)
+        misfit = next((one for one in (found, pair) if isinstance(one, Reason)), None)
+        if misfit is None:
+            return decision
+        policy.PROCESS.broken_targets[decision.target] = misfit
+
+
 def settle(
     spec: OpSpec[Any, Any],
     call: Call,
@@ -245,7 +272,7 @@ def settle(
         decision = resolve(installed, facts, call, rules, source=source, check=check)
         if decision.backend is None or decision.target is None or decision.ambiguous:
             return decision, None
-        run, pair = _loaded(spec, decision.target), pair_of(spec, decision)
+        run, pair = targets.function(spec, decision.target), pair_of(spec, decision)
         if isinstance(pair, Reason):
             run = pair
         if isinstance(run, Reason):
@@ -281,43 +308,13 @@ def _checked(target: str, call: Any) -> Reason | None:
     if isinstance(check, Reason):
         return check
     said, error = guarded(lambda: check(call))
-    if error is None and (said is None or (isinstance(said, Reason) and said.stage == "shape")):
+    if error is None and (said is None or (type(said) is Reason and said.stage == "shape")):
         return said
-    text = brief(error) if error is not None else f"it returned {said!r}"
+    text = brief(error) if error is not None else f"it returned {described(said)}"
     return Reason("shape", "check-failed", f"{target}: {text}", "report it to the plugin's author")
-
-
-def _loaded(spec: OpSpec[Any, Any], target: str) -> Callable[..., Any] | Reason:
-    """Import a function of one record."""
-    run = load_target(target)
-    if isinstance(run, Reason):
-        return run
-    have, error = guarded(lambda: inspect.signature(run))
-    if error is None and have is not None:
-        _, error = guarded(lambda: have.bind(None))
-    if error is None:
-        return run
-    record = getattr(spec.record, "__name__", "its record")
-    text = f"{target}{have if have is not None else ''} does not take one argument, the {record} of {spec.id}"
-    return _misfit(text)
 
 
 def pair_of(spec: OpSpec[Any, Any], decision: Decision) -> type[Pair[Any, Any]] | Reason | None:
     """The pair of forward and backward that the chosen implementation names; None where it names none."""
     target = next((impl.gradient for impl in _chosen(decision) if impl.gradient is not None), None)
-    if target is None:
-        return None
-    found: Any = load_target(target)
-    if isinstance(found, Reason):
-        return found
-    from rlkernel_core.gradients import Pair  # imports torch, which the target above did already
-
-    if isinstance(found, type) and issubclass(found, Pair) and getattr(found, "op", None) == spec.name:
-        return found
-    text = f"{target} is no rlkernel_core.gradients.Pair of {spec.name}"
-    return _misfit(text)
-
-
-def _misfit(text: str) -> Reason:
-    """A target that loads and is not what its field of the record promises."""
-    return Reason("load", "target-signature", text, "report it to the plugin's author")
+    return targets.pair(spec, target) if target is not None else None

@@ -1,8 +1,8 @@
 """Which backends are installed: entry points listed without importing them, manifests loaded one by one.
 
-A plugin that raises, exits, lies about its name or was built for another API becomes a Reason; its neighbors are
-not disturbed. This module is the only one that catches foreign exceptions, in `guarded`.
-Imports no torch and no backend.
+A plugin that raises, exits, crashes, never returns, lies about its name or was built for another API becomes a Reason;
+its neighbors are not disturbed. A third party's is imported in a process of its own first (`trial`). This module is the
+only one that catches foreign exceptions, in `guarded`. Imports no torch and no backend.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
+from importlib.metadata import EntryPoint, distributions, entry_points, version
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from rlkernel import installation
+from rlkernel import installation, trial
 from rlkernel.coverage import Coverage
-from rlkernel_core.decision import ALIASES, PLAIN_TORCH
-from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError, did_you_mean
+from rlkernel.manifest_rules import broken_rules, contradiction, validated
+from rlkernel_core.decision import ALIASES, AUTO, PLAIN_TORCH
+from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec import OPERATORS
+from rlkernel_core.visible import visible
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
-    from rlkernel_core.manifest import Backend, Impl
-    from rlkernel_core.spec.form import OpSpec
+    from rlkernel_core.manifest import Backend
 
 GROUP: Final = "rlkernel.backends"
 IN_PROCESS: Final = "in-process"
@@ -114,6 +111,10 @@ FIRST_PARTY: Final[Mapping[str, Ours]] = {
 ACCELERATORS: Final = frozenset(device for ours in FIRST_PARTY.values() for device in ours.devices)
 
 T = TypeVar("T")
+_LONGEST: Final = 500  # characters of a message that are worth reading
+# As manifests have names, and Python has modules and attributes; extras in brackets are allowed and mean nothing here.
+_ENTRY_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*")
+_ENTRY_VALUE: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*\s*(\[.*\])?\s*")
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Candidate:
     version: str
     manifest: Backend | None = None
     reason: Reason | None = None
+    broken: Mapping[str, Reason] = field(default_factory=dict, compare=False)  # functions it names -> why they are none
 
     @property
     def tier(self) -> int | None:
@@ -153,8 +155,8 @@ class Installed(Mapping[str, Candidate]):
         for problem in unread:
             warnings.warn(problem, PluginWarning, stacklevel=2)
         for entry in found:
-            rivals = self._entries.setdefault(entry.name, [])
-            if all(_dist(r) != _dist(entry) for r in rivals):  # an editable install may be listed twice
+            rivals = self._entries.setdefault(visible(entry.name), [])
+            if all((_dist(r), r.value) != (_dist(entry), entry.value) for r in rivals):  # some are listed twice
                 rivals.append(entry)
 
     def __iter__(self) -> Iterator[str]:
@@ -201,7 +203,7 @@ def entries(group: str) -> tuple[list[EntryPoint], list[str]]:
         mine, error = guarded(lambda d=dist: [e for e in d.entry_points if e.group == group])  # type: ignore[misc]
         one_by_one += mine or ()
         if error is not None:
-            name, _ = guarded(lambda d=dist: str(d.name))  # type: ignore[misc]
+            name, _ = guarded(lambda d=dist: visible(d.name))  # type: ignore[misc]
             unread.append(f"the entry points of {name} cannot be read: {brief(error)}; reinstall or uninstall it")
     return one_by_one, unread
 
@@ -212,10 +214,12 @@ def known_names(installed: Mapping[str, Candidate]) -> frozenset[str]:
 
 
 def guarded(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Run foreign code; return its result, or what it raised. SystemExit is a failure like any other."""
+    """Run foreign code; return its result, or what it raised, whatever that is; the user's interrupt goes through."""
     try:
         return run(), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 foreign code may raise anything; the caller makes it a Reason
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 foreign code may raise anything; the caller makes it a Reason
         return None, error
 
 
@@ -235,16 +239,28 @@ def load_target(target: str) -> Callable[..., Any] | Reason:
 
 
 def brief(error: BaseException | None) -> str:
-    """`ValueError: first line of the message`."""
-    text, _ = guarded(lambda: str(error))
+    """`ValueError: first line of the message`, as it may be printed."""
+    text, _ = guarded(lambda: str.__str__(str(error)))
     lines = (text or "").strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return visible(f"{_kind(error)}: {lines[0]}" if lines else _kind(error), _LONGEST)
+
+
+def described(thing: object) -> str:
+    """The `repr` of a foreign object, as it may be printed; its type where it has none."""
+    text, _ = guarded(lambda: str.__str__(repr(thing)))
+    return visible(text if text is not None else f"a {_kind(thing)}", _LONGEST)
+
+
+def _kind(thing: object) -> str:
+    """The name of a type, whatever its metaclass would answer."""
+    name: str = type.__dict__["__name__"].__get__(type(thing))
+    return name
 
 
 def _dist(entry: EntryPoint) -> tuple[str, str]:
     known, _ = guarded(lambda: (entry.dist.name, entry.dist.version) if entry.dist else None)
     name, number = known or (None, None)
-    return name or "unknown", number or "0"
+    return visible(name or "unknown"), visible(number or "0")
 
 
 def _first(entries: list[EntryPoint]) -> EntryPoint:
@@ -253,31 +269,68 @@ def _first(entries: list[EntryPoint]) -> EntryPoint:
 
 
 def _unloaded(entry: EntryPoint) -> Candidate:
-    return Candidate(entry.name, *_dist(entry))
+    return Candidate(visible(entry.name), *_dist(entry))
 
 
 def _load(entries: list[EntryPoint]) -> Candidate:
-    from pydantic import ValidationError
-
+    """The one of them that counts, with its manifest; a third party's is tried in a process of its own first."""
     entry = _first(entries)
     found = _unloaded(entry)
-    if len(entries) > 1 and not found.ours:
-        dists = " and ".join(sorted(_dist(e)[0] for e in entries))
-        reason = Reason("load", "duplicate-name", f"{dists} both provide {entry.name!r}", "uninstall one of them")
+    if (reason := _misnamed(found, entries)) is not None:
         return replace(found, reason=reason)
+    if found.ours:  # their tests tell more than half a second in another process
+        return imported(found, entry)
+    reason, broken = tried(entry, GROUP)
+    return replace(found, reason=reason) if reason is not None else replace(imported(found, entry), broken=broken)
+
+
+def tried(entry: EntryPoint, group: str) -> trial.Tried:
+    """What importing an entry point, and what its manifest names, does to a process that is not this one."""
+    if trial.inside():  # this is that process
+        return trial.Tried(None, {})
+    record, _ = guarded(lambda: entry.dist.read_text("RECORD") if entry.dist else "")
+    return trial.tried(trial.Plugin(group, visible(entry.name), entry.value, *_dist(entry)), record or "")
+
+
+def _misnamed(found: Candidate, entries: list[EntryPoint]) -> Reason | None:
+    """Why entry points cannot be told apart, or lead nowhere; known without an import."""
+    if found.ours:
+        return None
+    if found.name in FIRST_PARTY:
+        text = f"{found.dist} provides {found.name!r}, the name of a backend of {FIRST_PARTY[found.name].dist}"
+        return Reason("load", "reserved-name", text, f"pip uninstall {found.dist}")
+    if len(entries) > 1:
+        dists = sorted({_dist(e)[0] for e in entries})
+        who = f"{' and '.join(dists)} both provide" if len(dists) > 1 else f"{dists[0]} has {len(entries)} entry points"
+        return Reason("load", "duplicate-name", f"{who} {found.name!r}", "uninstall one of them")
+    named = _ENTRY_NAME.fullmatch(entries[0].name) and found.name != AUTO
+    if named and _ENTRY_VALUE.fullmatch(entries[0].value):
+        return None
+    what = f"leads to {entries[0].value!r}, which" if named else "has a name that"
+    example = "acme_rl:backend" if named else "acme"
+    text = f"the entry point {found.name!r} {what} should look like {example!r}"
+    return Reason("load", "malformed-entry-point", text, f"report it to the author of {found.dist}")
+
+
+def imported(found: Candidate, entry: EntryPoint) -> Candidate:
+    """An entry point with its manifest, imported in this process, or with the reason why there is none."""
     manifest, error = guarded(entry.load)
-    if error is None:
-        return _judged(found, manifest)
+    return _judged(found, manifest) if error is None else replace(found, reason=raised(found, entry.value, error))
+
+
+def raised(found: Candidate, where: str, error: BaseException) -> Reason:
+    """The reason that an exception is, raised while a manifest was imported or validated."""
+    from pydantic import ValidationError
+
     if isinstance(error, ApiMismatchError):
         newer = error.theirs > error.ours
         fix = "pip install -U rlkernel" if newer else f"pip install -U {found.dist}"
-        return replace(found, reason=Reason("api", "too-new" if newer else "too-old", str(error), fix))
+        return Reason("api", "too-new" if newer else "too-old", str(error), fix)
     if isinstance(error, ValidationError):
-        return replace(found, reason=_invalid(found, broken_rules(error)))
-    reason = Reason(
-        "load", "import-error", f"{entry.value} raised {brief(error)}", f"pip install -U {found.dist}, or uninstall it"
-    )
-    return replace(found, reason=reason)
+        rules, odd = guarded(lambda: broken_rules(error))
+        return _invalid(found, rules or brief(odd))
+    text = f"{where} raised {brief(error)}"
+    return Reason("load", "import-error", text, f"pip install -U {found.dist}, or uninstall it")
 
 
 def _judged(found: Candidate, manifest: object) -> Candidate:
@@ -285,56 +338,15 @@ def _judged(found: Candidate, manifest: object) -> Candidate:
     from rlkernel_core.manifest import Backend
 
     if type(manifest) is not Backend:  # a subclass could answer otherwise than its fields say
-        text = f"the entry point gives a {type(manifest).__name__}, not a rlkernel_core.Backend"
+        text = f"the entry point gives a {_kind(manifest)}, not a rlkernel_core.Backend"
         reason = Reason("load", "not-a-manifest", text, f"report it to the author of {found.dist}")
         return replace(found, reason=reason)
-    problem = _contradiction(found.name, manifest)
-    return replace(found, manifest=manifest) if problem is None else replace(found, reason=_invalid(found, problem))
-
-
-def _contradiction(name: str, manifest: Backend) -> str | None:
-    """What a manifest claims that cannot be meant."""
-    from pydantic import ValidationError
-
-    try:
-        type(manifest).model_validate(manifest.model_dump(warnings=False))  # `model_construct` does not
-    except ValidationError as error:
-        return broken_rules(error)
-    if manifest.name != name:
-        return f"name: it calls itself {manifest.name!r}, and is known as {name!r}; write name={name!r}"
-    if name in ALIASES:
-        return f"{name!r} is another name of the backend {ALIASES[name]!r}"
-    for impl in manifest.impls:
-        op, _, number = impl.op.partition("@")
-        if op not in OPERATORS:
-            return str(UnknownNameError("operator", op, OPERATORS))
-        if int(number) == OPERATORS[op].version and (odd := impl.supports - OPERATORS[op].feature_names):
-            return str(UnknownNameError(f"feature of {impl.op}", min(odd), OPERATORS[op].feature_names))
-        if int(number) == OPERATORS[op].version and (lacking := _unreachable(impl, OPERATORS[op])):
-            return f"{impl.op}.supports: {impl.target} claims no {lacking}"
-        for text in impl.requires.packages:
-            if problem := _no_requirement(text):
-                return f"{impl.op}.requires.packages: {text!r}: {problem}; write a name and versions, 'torch>=2.9'"
-    return None
-
-
-def _unreachable(impl: Impl, spec: OpSpec[Any, Any]) -> str | None:
-    """A family of features of which every call needs one and an implementation claims none."""
-    for name in spec.one_of:
-        if impl.supports.isdisjoint(family := spec.family(name)):
-            return f"{name}:..., and every call needs one; add one of {', '.join(family)}"
-    return None
-
-
-def _no_requirement(text: str) -> str | None:
-    """Why a text is no requirement that can be held against installed versions."""
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement as error:
-        return brief(error)
-    if requirement.marker or requirement.url:
-        return f"a {'marker' if requirement.marker else 'URL'} cannot be held against what is installed"
-    return None
+    plain, error = guarded(lambda: validated(manifest))
+    if plain is None:
+        return replace(found, reason=raised(found, "the manifest", error or ValueError()))
+    problem, error = guarded(lambda: contradiction(found.name, plain))
+    problem = problem if error is None else brief(error)
+    return replace(found, manifest=plain) if problem is None else replace(found, reason=_invalid(found, problem))
 
 
 def _invalid(found: Candidate, problem: str) -> Reason:
@@ -343,47 +355,14 @@ def _invalid(found: Candidate, problem: str) -> Reason:
     )
 
 
-def broken_rules(error: ValidationError) -> str:
-    """Which fields of a manifest break which rule, and what to write: `Impl.op: 'logprob' should look like …; …`."""
-    found = [{**e, "loc": _fields_of(e["loc"])} for e in error.errors()]
-    judged = {e["loc"] for e in found if e["type"] != "tuple_type"}  # what may be a word or several is tried as both
-    rules = [_broken_rule(error.title, e) for e in found if e["type"] != "tuple_type" or e["loc"] not in judged]
-    return "; ".join(dict.fromkeys(rules))
-
-
-def _fields_of(place: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Where a field stands, without pydantic's names of the forms that it may have."""
-    return tuple(str(part) for part in place if re.fullmatch(r"\w+", str(part)))
-
-
-def _broken_rule(model: str, found: Any) -> str:
-    from rlkernel_core import manifest
-
-    *_, last = path = list(found["loc"]) or [model]
-    where = ".".join([model, *path] if found["loc"] else path)
-    if found["type"] == "extra_forbidden":
-        known = {name for m in _MODELS for name in getattr(manifest, m).model_fields}
-        if model in _MODELS and len(path) == 1:
-            known = set(getattr(manifest, model).model_fields)
-        return f"{where}: there is no such field{did_you_mean(last, known)}; the fields are {', '.join(sorted(known))}"
-    if found["type"] == "missing":
-        fields = {n: f for m in _MODELS for n, f in getattr(manifest, m).model_fields.items()}
-        about = fields[last].description if last in fields else None
-        return f"{where}: is missing; write {last}=...{f', {about}' if about else ''}"
-    return f"{where}: {str(found['msg']).removeprefix('Value error, ')}"
-
-
-_MODELS: Final = ("Backend", "Impl", "Requires", "Limits")
-
-
 class PackageVersions(Mapping[str, str]):
     """Distribution name -> installed version, read when asked."""
 
     def __getitem__(self, name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError as error:
+        known, error = guarded(lambda: version(name))
+        if not isinstance(known, str):  # not installed, or its metadata cannot be read
             raise KeyError(name) from error
+        return known
 
     def __iter__(self) -> Iterator[str]:
         return iter(())

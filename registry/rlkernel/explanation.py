@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlkernel import hardware, limits, policy
-from rlkernel.decide import Verdicts, call_of, chosen, facts_for, place
-from rlkernel.resolve import resolve
+from rlkernel import hardware, limits
+from rlkernel.decide import Verdicts, call_of, chosen, foreseen, place
 from rlkernel.wording import explanation
 from rlkernel_core.decision import Call, Decision
 from rlkernel_core.errors import UnknownNameError
@@ -105,10 +104,8 @@ def explain(
         found.features | wanted,
         arch or (found.arch if device is None else None),
     )
-    rules, source = policy.policy_for(policy.current(), spec)
     check = judge(given, {"rows": rows, "vocab": vocab})
-    decision = resolve(policy.installed(), facts_for(where), call, rules, source=source, check=check)
-    return Explanation(with_room(decision, given))
+    return Explanation(with_room(foreseen(spec, call, where, check), given))
 
 
 def judge(call: Any, sizes: Mapping[str, int | None]) -> Callable[[Impl], Reason | None]:

@@ -2,7 +2,7 @@
 
 Distributions register under the entry-point group `rlkernel.hooks`; a program uses `register`. Hooks run on the cold
 path, and where an audited call differs. An observer that raises is reported as a PluginWarning and changes nothing
-else.
+else; one that is installed is imported in a process of its own first.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel.discover import brief, entries, guarded
+from rlkernel.discover import brief, described, entries, guarded, tried
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import PluginWarning
+from rlkernel_core.visible import visible
 
 if TYPE_CHECKING:
     import pluggy
@@ -65,13 +66,17 @@ def _look() -> None:
     """Register the installed observers, one by one: pluggy's own loader stops at the first that raises."""
     _Observers.installed, problems = (), []  # set before, since one of them may call an operator
     for entry in entries(GROUP)[0]:  # discovery tells of distributions that cannot be read
+        name = visible(entry.name)
+        if (reason := tried(entry, GROUP).reason) is not None:
+            problems.append(f"hook plugin {name!r}: {reason.text}")
+            continue
         plugin, error = guarded(entry.load)
         if error is None:
-            _, error = guarded(lambda e=entry, p=plugin: _add(p, e.name))  # type: ignore[misc]
+            _, error = guarded(lambda n=name, p=plugin: _add(p, n))  # type: ignore[misc]
         if error is None:
-            _Observers.installed += (entry.name,)
+            _Observers.installed += (name,)
         else:
-            problems.append(f"hook plugin {entry.name!r}: {brief(error)}")
+            problems.append(f"hook plugin {name!r}: {brief(error)}")
     for problem in problems:
         warnings.warn(problem, PluginWarning, stacklevel=2)
 
@@ -81,7 +86,7 @@ def _add(plugin: object, name: str | None = None) -> None:
 
     manager = _manager()
     if manager.is_registered(plugin):
-        raise ValueError(f"{plugin!r} is registered already")
+        raise ValueError(f"{described(plugin)} is registered already")
 
     try:
         manager.register(plugin, name=name)
@@ -119,7 +124,7 @@ def unregister(plugin: object) -> None:
         ValueError: it is not registered.
     """
     if not _manager().is_registered(plugin):
-        raise ValueError(f"{plugin!r} is not registered")
+        raise ValueError(f"{described(plugin)} is not registered")
     _manager().unregister(plugin)
 
 
@@ -139,5 +144,5 @@ def emit(hook: str, facts: Mapping[str, Any]) -> None:
         offered = {key: facts[key] for key in implementation.argnames}
         _, error = guarded(lambda i=implementation, o=offered: i.function(**o))  # type: ignore[misc]
         if error is not None:
-            text = f"hook {hook} of {implementation.plugin_name}: {brief(error)}"
+            text = f"hook {hook} of {visible(implementation.plugin_name)}: {brief(error)}"
             warnings.warn(text, PluginWarning, stacklevel=2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from rlkernel.discover import brief, guarded, load_target
+from rlkernel.discover import brief, described, guarded, load_target
 from rlkernel_core.decision import Room
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.reasons import Reason
@@ -106,9 +106,9 @@ def workspace(target: str, call: Any) -> int | Reason:
     said, error = guarded(lambda: needs(call))
     if isinstance(error, ArgumentError):
         return 0  # the call itself names the argument
-    if error is None and isinstance(said, int) and said >= 0:
+    if error is None and type(said) is int and said >= 0:
         return said
-    text = brief(error) if error is not None else f"it returned {said!r}"
+    text = brief(error) if error is not None else f"it returned {described(said)}"
     return Reason("memory", "workspace-failed", f"{target}: {text}", "report it to the plugin's author")
 
 

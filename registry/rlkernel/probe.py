@@ -8,28 +8,19 @@ disk: a success for good, a failure for a while, since a device may have been bu
 from __future__ import annotations
 
 import json
-import os
 import platform
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping
-from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from packaging.requirements import Requirement
 
-from rlkernel import selftest
+from rlkernel import child, outcomes, selftest
 from rlkernel.discover import Candidate, PackageVersions, guarded
 from rlkernel_core.reasons import STAGES, Reason
 
 TIMEOUT_S: Final = 120.0  # a first JIT compilation is allowed to be slow
-FAILURE_BELIEVED_S: Final = 3600.0
-_TAIL: Final = 4096  # bytes of stderr that are read
 # Versions of the loaded kernel drivers; one that comes with the kernel has the kernel's.
 _DRIVERS: Final = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 
@@ -89,26 +80,23 @@ def probe(
     if how == "inprocess":
         return _reason(candidate, selftest.verdict(test, device))
     facts = _facts(candidate, device, test)
-    path = _cache_file(facts, cache)
+    path = outcomes.file_of("probe", facts, cache)
     known = None if afresh else _recall(path)
     if known is None:
         known = _run_child(test, device)
-        _remember(path, {**facts, **known})
+        outcomes.remember(path, {**facts, **known})
     return _reason(candidate, known)
 
 
 def remembered(candidate: Candidate, device: str, *, cache: Path | None = None) -> Mapping[str, Any] | None:
     """The outcome of an earlier self-test of a backend on a device: `ok`, else `code` and `error`; None if none ran."""
     test = candidate.manifest.self_test if candidate.manifest else None
-    return _recall(_cache_file(_facts(candidate, device, test), cache)) if test else None
+    return _recall(outcomes.file_of("probe", _facts(candidate, device, test), cache)) if test else None
 
 
 def forget(cache: Path | None = None) -> int:
     """Delete remembered outcomes; returns how many there were."""
-    files = list((cache or cache_folder()).glob("probe-*.json"))
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)
+    return outcomes.forget("probe", cache)
 
 
 def _facts(candidate: Candidate, device: str, test: str) -> dict[str, Any]:
@@ -129,64 +117,21 @@ def _reason(candidate: Candidate, outcome: Mapping[str, Any]) -> Reason | None:
 
 
 def _run_child(test: str, device: str) -> dict[str, Any]:
-    """One self-test in its own process; the verdict is what it wrote, or how the process ended.
-
-    Files and not pipes: what the self-test has started may keep them open, and it may say any amount.
-    """
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")} | {"PYTHONPATH": _path()}
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as stderr:
-        child = subprocess.Popen(  # noqa: S603 our own interpreter and source
-            [sys.executable, "-P", "-c", selftest.CODE, str(said.fileno()), test, device],
-            pass_fds=(said.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=environ,
-            start_new_session=True,
-        )
-        try:
-            child.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return {"ok": False, "code": "timeout", "error": f"no answer within {TIMEOUT_S:g} s"}
-        finally:
-            if child.poll() is None:  # with all that it has started
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-        said.seek(0)
-        if verdict := said.read():
-            outcome: dict[str, Any] = json.loads(verdict)
-            return outcome
-        stderr.seek(-min(stderr.tell(), _TAIL), os.SEEK_END)
-        last = stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-    text = f"the process ended with status {child.returncode}" + (f": {last[0]}" if last else "")
-    return {"ok": False, "code": "crashed", "error": text}
-
-
-def _path() -> str:
-    """Where this process finds its modules; "" is the working folder."""
-    return os.pathsep.join(p or os.curdir for p in sys.path)
-
-
-def cache_folder() -> Path:
-    """Where outcomes are remembered: `rlkernel` in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "rlkernel"
-
-
-def _cache_file(facts: Mapping[str, Any], cache: Path | None) -> Path:
-    name = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return (cache or cache_folder()) / f"probe-{name}.json"
+    """One self-test in its own process; the verdict is what it wrote, or how the process ended."""
+    ended = child.run(selftest.CODE, (test, device), TIMEOUT_S)
+    if ended.timed_out:
+        return {"ok": False, "code": "timeout", "error": f"no answer within {TIMEOUT_S:g} s"}
+    outcome, _ = guarded(lambda: json.loads(ended.said))  # a self-test may write there too
+    if isinstance(outcome, dict) and (outcome.get("ok") is True or outcome.get("code") == "failed"):
+        return {"error": "", **outcome}
+    return {"ok": False, "code": "crashed", "error": ended.how}
 
 
 def _recall(path: Path) -> dict[str, Any] | None:
-    try:
-        known: Any = json.loads(path.read_text(encoding="utf-8"))
-        age = time.time() - path.stat().st_mtime
-    except (OSError, ValueError):
+    known, age = outcomes.recall(path)
+    if known is None:
         return None
-    if not isinstance(known, dict):
-        return None
-    failure = known.get("code") in STAGES["probe"] and "error" in known and age < FAILURE_BELIEVED_S
+    failure = known.get("code") in STAGES["probe"] and "error" in known and age < outcomes.FAILURE_BELIEVED_S
     return known if known.get("ok") is True or failure else None
 
 
@@ -195,14 +140,3 @@ def _text(path: str) -> str | None:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return None
-
-
-def _remember(path: Path, outcome: Mapping[str, Any]) -> None:
-    """Write beside and rename, so that a reader in another process never sees half a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(outcome, file, indent=1)
-        Path(file.name).replace(path)
-    except OSError:
-        return  # a read-only home costs a repeated probe, nothing else

@@ -204,7 +204,8 @@ def _consider(
         return None, [Rejected(slot.name, _absent(candidate, call))]
     rejected: list[Rejected] = []
     for impl in impls:
-        why = _refusal(slot.name, candidate, impl, facts, call, policy) or (check(impl) if check else None)
+        why = _refusal(slot.name, candidate, impl, facts, call, policy) or _broken(candidate, impl)
+        why = why or (check(impl) if check else None)
         why = why or _locked(candidate, impl, facts, call) or facts.failed_probes.get(slot.name)
         if why is None and CONFORMANT in policy.need and facts.unproved is not None:
             why = facts.unproved(slot.name, call)
@@ -258,6 +259,12 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
         text = f"an input requires gradients and {candidate.dist} claims none for {impl.op}"
         return Reason("grad", "unsupported", text, "call it under torch.no_grad(), or name another backend first")
     return None
+
+
+def _broken(candidate: Candidate, impl: Impl) -> Reason | None:
+    """Why a function that an implementation names cannot be used, found out before it was imported here."""
+    named = (impl.target, impl.check, impl.workspace, impl.gradient)
+    return next((candidate.broken[name] for name in named if name is not None and name in candidate.broken), None)
 
 
 def _refused_arch(impl: Impl, call: Call) -> Reason | None:

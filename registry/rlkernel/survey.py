@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlkernel import policy
-from rlkernel.decide import facts_for, settle
+from rlkernel.decide import foreseen, settle
 from rlkernel.explanation import judge, with_room
-from rlkernel.resolve import resolve
 from rlkernel_core.decision import Call, Decision
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
@@ -62,10 +61,8 @@ def foresee(op: str, situation: Situation, *, locked: bool = True, here: bool = 
     if here:
         with policy.PROCESS.lock:
             return settle(spec, call, situation.device, locked=locked)[0]
-    rules, source = policy.policy_for(policy.current(), spec)
     check = judge(None, {"rows": situation.rows, "vocab": situation.vocab})
-    facts = facts_for(situation.device, locked=locked)
-    return with_room(resolve(policy.installed(), facts, call, rules, source=source, check=check))
+    return with_room(foreseen(spec, call, situation.device, check, locked=locked))
 
 
 def survey(

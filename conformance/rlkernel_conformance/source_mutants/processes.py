@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any, Final
 
 from rlkernel.discover import brief, guarded
-from rlkernel.probe import cache_folder
+from rlkernel.outcomes import cache_folder
 from rlkernel_conformance.clauses import MODULES
 
 _MEMORY: Final = 16 << 30  # address space of a trial, as of a worker of the suite

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
+from rlkernel import child
 from rlkernel_core import __version__
 from rlkernel_core.errors import RLKernelError, UnknownNameError
 
@@ -82,6 +84,7 @@ def main(argv: list[str] | None = None) -> None:
         _fail(UnknownNameError("command", first, COMMANDS))
         sys.exit(MALFORMED)
     names = COMMANDS if first is None and arguments != ["--version"] else [first] if first else []
+    os.environ.update(child.QUIET_PYDANTIC)  # before anything imports it
     from rlkernel.discover import guarded
 
     _, error = guarded(lambda: app(names)(args=arguments or ["--help"], prog_name="rlkernel"))

@@ -164,4 +164,4 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     operators = ", ".join(op.partition("@")[0] if op.endswith("@1") else op for op in row["operators"])
     devices = ", ".join("any" if d == "*" else d for d in row["devices"])
     provider = " ".join(filter(None, (row["distribution"], row["version"])))
-    return row["name"], provider, row["kind"], state, operators, devices
+    return plain(row["name"]), plain(provider), row["kind"], state, operators, devices

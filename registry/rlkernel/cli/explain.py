@@ -10,7 +10,7 @@ import typer
 
 from rlkernel import policy
 from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, dtype_named, features, ordered, place
-from rlkernel.cli.output import colored, print_json, print_table
+from rlkernel.cli.output import colored, plain, print_json, print_table
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.survey import Situation, foresee, served, survey
 from rlkernel.wording import explanation, fallbacks, remark
@@ -91,7 +91,9 @@ def _print_all(decisions: list[Decision]) -> None:
     words = [call.device, call.arch or "any architecture", call.dtype or "any dtype"]
     words += ["with gradients"] if call.grad else []
     columns = ("operator", "served by", "implementation", "from", "")
-    rows = [(d.call.op, d.backend or "nobody", d.target or "", d.version or "", remark(d)) for d in decisions]
+    rows = [
+        (d.call.op, d.backend or "nobody", d.target or "", plain(d.version or ""), plain(remark(d))) for d in decisions
+    ]
     print_table(columns, rows, title=", ".join(words))
     for said in fallbacks(decisions):
         typer.echo(f"fallback  {said}")

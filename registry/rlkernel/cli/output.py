@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from rlkernel_core.visible import visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -38,7 +40,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(_shown(cell) for cell in row))
     out = console()
     with out.capture() as drawn:
         out.print(table)
@@ -46,6 +48,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
         typer.secho(title, bold=True)
     lines = [line.rstrip() for line in drawn.get().splitlines()]
     typer.echo("\n".join(lines).strip("\n") + "\n")
+
+
+def say(text: str) -> None:
+    """A line on standard output, of text that may come from a plugin or a file."""
+    typer.echo(_shown(text))
+
+
+def _shown(text: str) -> str:
+    """Text as it may be printed, its own line breaks kept."""
+    return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def plain(text: str) -> str:

@@ -9,13 +9,14 @@ import typer
 
 from rlkernel import integrations, policy, record
 from rlkernel.cli.options import Json, Order, ordered, present
-from rlkernel.cli.output import plain, print_json, print_table
+from rlkernel.cli.output import plain, print_json, print_table, say
 from rlkernel.probe import arch_of, device_here
 from rlkernel.provenance import plans
 from rlkernel.survey import Situation, served, survey
 from rlkernel.wording import fallbacks, remark
 from rlkernel_core.decision import Decision
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.visible import visible
 
 EXAMPLES: Final = (
     ("rlkernel status", "what calls would get on this machine"),
@@ -125,14 +126,14 @@ def _print_run(run: Path, *, json: bool) -> None:
             )
         )
     columns = ("operator", "call", "calls", "served by", "implementation", "from", "decision", "")
-    print_table(columns, rows, title=str(run))
+    print_table(columns, rows, title=visible(str(run)))
     for said in fallbacks(r.decision for r in ran):
-        typer.echo(f"fallback  {said}")
+        say(f"fallback  {said}")
     for r in ran:
         if r.audit is not None:
-            typer.echo(f"audit {r.decision.call}: {r.backend}, {r.audit}")
+            say(f"audit {r.decision.call}: {r.backend}, {r.audit}")
     for through in hosts:
-        typer.echo(f"through {through}")
+        say(f"through {through}")
     for held in planned:
-        typer.echo(f"plans {held}")
-    typer.echo(f"decisions {digest}")
+        say(f"plans {held}")
+    say(f"decisions {digest}")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from rlkernel_core.visible import visible
+
 # severity -> what it says
 SEVERITIES: Final[Mapping[str, str]] = {
     "ok": "as it should be",
@@ -24,6 +26,11 @@ class Finding:
     text: str
     cost: str = ""
     fix: str = ""  # a line to run or write
+
+    def __post_init__(self) -> None:
+        for name in ("text", "cost", "fix"):  # plugins, files and tools of the machine have their words in it
+            lines = getattr(self, name).splitlines()
+            object.__setattr__(self, name, "\n".join(visible(line) for line in lines))
 
     def as_dict(self) -> dict[str, str]:
         """JSON-ready form."""

@@ -15,11 +15,12 @@ from typing import Any, Final
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from rlkernel import config, lock, policy
-from rlkernel.discover import Candidate, known_names
+from rlkernel import config, lock, policy, trial
+from rlkernel.discover import Candidate, guarded, known_names
 from rlkernel.doctor.hardware import Hardware, look
 from rlkernel.doctor.torchbuild import TorchBuild, ask
-from rlkernel.probe import cache_folder, probe, remembered
+from rlkernel.outcomes import cache_folder
+from rlkernel.probe import probe, remembered
 from rlkernel_core.decision import Policy
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
@@ -58,10 +59,12 @@ def examine(*, run_self_tests: bool = False) -> Machine:
     """Gather the facts of this machine.
 
     Args:
-        run_self_tests: run every backend's self-test afresh; otherwise outcomes are recalled.
+        run_self_tests: try every plugin and run every backend's self-test afresh; otherwise outcomes are recalled.
     """
-    packages = {str(canonicalize_name(d.name)): d.version for d in distributions() if d.name}
+    packages = _packages()
     torch = ask() if "torch" in packages else None
+    if run_self_tests and trial.forget():
+        policy.refresh()  # and every plugin is imported in a process of its own again
     installed = policy.installed()
     candidates = tuple(installed[name] for name in sorted(installed))
     problems, file = _configuration(known_names(installed))
@@ -87,6 +90,12 @@ def examine(*, run_self_tests: bool = False) -> Machine:
         cache_problem=_unwritable(cache),
         self_tests=_self_tests(candidates, torch, rules, afresh=run_self_tests),
     )
+
+
+def _packages() -> dict[str, str]:
+    """Canonical name -> version of what is installed; a distribution whose metadata cannot be read is left out."""
+    known = [guarded(lambda d=d: (str(canonicalize_name(d.name)), str(d.version)))[0] for d in distributions()]  # type: ignore[misc]
+    return dict(one for one in known if one is not None)
 
 
 def _tried(read: Callable[[], Any]) -> tuple[Any, list[str]]:
