@@ -17,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from rlkernel import policy
+from rlkernel.discover import brief, guarded
 from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
@@ -33,7 +35,7 @@ from rlkernel_core.manifest import Impl
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import sandbox, score, timing, workloads
 from rlkernel_judge.probes import REPLACED, run_probes
-from rlkernel_judge.source import read
+from rlkernel_judge.source import SourceReport, read
 from rlkernel_judge.verdict import (
     ClauseReport,
     Counterexample,
@@ -99,10 +101,12 @@ class _Trial:
         self.weights = score.weights(task.score)
         self.baseline = baseline_of(task)
         self.began = time.monotonic()
-        self.source = read(data, task.op)
+        self.stage = ""  # in which the fault was found
+        self.source = self._read()
         self.claims = self.source.claims | workloads.needs(task.op)
         self.dtypes = self.source.dtypes or ("float32",)
         self.fault, self.message = self.source.fault, self.source.message
+        self.stage = "read" if self.fault is not None else ""
         self.compiled = False
         self.outcomes: list[Outcome] = []
         self.not_judged: dict[str, str] = {}
@@ -112,7 +116,7 @@ class _Trial:
         self.facts: dict[str, bool] = {}
         self.worker: Worker | None = None
         if self.fault is None and task.strict and self.source.forbidden:
-            self.fault = "rejected"
+            self.fault, self.stage = "rejected", "read"
             self.message = "; ".join(f"line {f.line}: {f.message}" for f in self.source.forbidden[:5])
 
     def run(self) -> None:
@@ -129,19 +133,41 @@ class _Trial:
                     self.worker = self._start(stack)
                 return self.worker
 
-            for stage in (self._first_call, self._attack, self._probe, self._time):
-                try:
-                    stage(current)
-                except WorkerLost as error:
-                    self._fail(error.fault, str(error))
-                except (CandidateError, ArgumentError, LayoutError) as error:
-                    self._fail(fault_of(error), str(error))
-                except Violation as error:
-                    self._fail("wrong_result", str(error))
-                if self.fault is not None and stage != self._attack:
+            for name, stage in self._stages().items():
+                self._carry_out(name, partial(stage, current))
+                if self.fault is not None and (name != "clauses" or self.fault in _NOT_COMPILED):
                     break
-                if self.fault in _NOT_COMPILED:
-                    break
+
+    def _stages(self) -> dict[str, Callable[[Callable[[], Worker]], None]]:
+        return {"first call": self._first_call, "clauses": self._attack, "probes": self._probe, "timing": self._time}
+
+    def _carry_out(self, name: str, stage: Callable[[], None]) -> None:
+        """One stage; whatever it raises is a fault of this file, but for what concerns the task."""
+        _, error = guarded(stage)
+        match error:
+            case None:
+                pass
+            case SystemExit():  # the trial is told to end
+                raise error
+            case ConfigError() if not isinstance(error, UnknownNameError):
+                raise error
+            case WorkerLost():
+                self._fail(error.fault, str(error))
+            case Violation():
+                self._fail("wrong_result", str(error))
+            case CandidateError() | ArgumentError() | LayoutError():
+                self._fail(fault_of(error), str(error))
+            case _:
+                self._fail(faults.of_error(error), f"it could not be judged: {brief(error)}")
+        if self.fault is not None and not self.stage:
+            self.stage = name
+
+    def _read(self) -> SourceReport:
+        """What the source holds; one that breaks the reading is refused."""
+        found, error = guarded(partial(read, self.data, self.task.op))
+        if isinstance(error, UnknownNameError):
+            raise error
+        return found or SourceReport("rejected", f"the source cannot be read: {brief(error)}")
 
     def _left(self) -> float:
         return self.task.limit_s - (time.monotonic() - self.began)
@@ -269,6 +295,7 @@ class _Trial:
             source_hash=hashlib.sha256(self.data).hexdigest(),
             held=held,
             attacked=len(self.outcomes),
+            stage=self.stage,
             message=self.message[:4000],
             counterexample=self._counterexample(),
             claims=tuple(sorted(self.claims)),

@@ -123,6 +123,7 @@ class Verdict(_Message):
     held: int = 0
     attacked: int = 0
     fault: str | None = None
+    stage: str = Field(default="", description="where the fault was found: read, first call, clauses, probes, timing")
     message: str = ""
     counterexample: Counterexample | None = None
     claims: tuple[str, ...] = ()
