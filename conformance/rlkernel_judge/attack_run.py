@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from os import cpu_count
 from pathlib import Path
@@ -31,6 +31,8 @@ FOLDER: Final = Path(__file__).parent / "attacks"
 ESCAPED: Final = "ESCAPED"
 MARGIN: Final = 0.1  # by which a score must be higher, in every one of _PAIRS runs beside its honest body, to count
 _PAIRS: Final = 3
+_ANY_NOISE: Final = 1e9
+_FIRST_S: Final = 20.0
 _GRACE_S: Final = 60.0  # beyond the limit of a trial, to start and to end
 # A busy process for --loaded: computes, and moves more memory than caches hold.
 _BUSY: Final = "import torch\ntorch.set_num_threads(1)\nx = torch.ones(1 << 23)\nwhile True: x = (x * 1.0001).clone()\n"
@@ -70,7 +72,7 @@ class Attack(BaseModel):
         default=None, description="clauses to attack; those of the honest body unless said"
     )
     device: Literal["any", "cpu", "cuda"] = "any"
-    limit_s: float = 90.0
+    limit_s: float = 180.0
 
     @property
     def text(self) -> str:
@@ -93,6 +95,8 @@ class Attempt(BaseModel):
     message: str = ""
     score: float | None = Field(description="none where the trial gave no verdict")
     honest_score: float | None
+    speedup: float | None = None
+    honest_speedup: float | None = None
     runs: int = Field(default=1, description="pairs of runs that the answer rests on")
     succeeded: bool
     skipped: str = ""
@@ -103,6 +107,8 @@ class Attempt(BaseModel):
         if self.skipped:
             return f"skipped, {self.skipped}"
         how = f"stopped at {self.stage} by {self.fault}" if self.fault else "not stopped, and worth no more"
+        if not self.fault and self.speedup is None:
+            how = f"not timed: {self.message}"
         if self.succeeded:
             how = f"SUCCEEDED: {self.message or self.fault or 'a higher score'}"
         scores = [f"{s:.3f}" if s is not None else "none" for s in (self.score, self.honest_score)]
@@ -127,6 +133,8 @@ def attacks(op: str | None = None, only: Sequence[str] = ()) -> tuple[Attack, ..
 def _read(path: Path) -> Attack:
     try:
         return Attack(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path.name}: {error}") from error
     except ValidationError as error:
         raise ConfigError(f"{path.name}: {complaints(error)}") from error
 
@@ -151,18 +159,18 @@ def attempts(
                 continue
             if attack.honest not in verdicts:
                 progress(f"honest {attack.honest}")
-                verdicts[attack.honest] = _judged(honest(attack.honest).source, _task(attack, device))
+                verdicts[attack.honest] = judged(honest(attack.honest).source, _task(attack, device))
             progress(attack.name)
             yield _attempt(attack, device, verdicts[attack.honest])
 
 
 def _attempt(attack: Attack, device: str, other: dict[str, Any]) -> Attempt:
     """One attack; where it scores higher, again beside its honest body."""
-    verdict = _judged(attack.text, _task(attack, device))
+    verdict = judged(attack.text, _task(attack, device))
     runs = 1
     while _above(verdict, other) and runs < _PAIRS:
-        other = _judged(honest(attack.honest).source, _task(attack, device))
-        verdict = _judged(attack.text, _task(attack, device))
+        other = judged(honest(attack.honest).source, _task(attack, device))
+        verdict = judged(attack.text, _task(attack, device))
         runs += 1
     escaped = ESCAPED in str(verdict.get("message"))
     return Attempt(
@@ -172,6 +180,8 @@ def _attempt(attack: Attack, device: str, other: dict[str, Any]) -> Attempt:
         message=str(verdict.get("message") or verdict.get("error") or "")[:500],
         score=verdict.get("score"),
         honest_score=other.get("score"),
+        speedup=verdict.get("speedup"),
+        honest_speedup=other.get("speedup"),
         runs=runs,
         succeeded=escaped or "score" not in verdict or _above(verdict, other),
     )
@@ -187,12 +197,20 @@ def _skipped(attack: Attack, why: str) -> Attempt:
 
 
 def _task(attack: Attack, device: str) -> Task:
-    """What is asked of the judge: sources are not refused for what is read in them, which is the weakest defense."""
+    """What is asked of the judge, without what protects by chance: findings in the source, and a noisy machine."""
     clauses = honest(attack.honest).clauses if attack.clauses is None else attack.clauses
-    return Task(op=attack.honest, device=device, clauses=clauses, strict=False, limit_s=attack.limit_s)
+    return Task(
+        op=attack.honest,
+        device=device,
+        clauses=clauses,
+        strict=False,
+        limit_s=attack.limit_s,
+        noise=_ANY_NOISE,
+        first_s=_FIRST_S,
+    )
 
 
-def _judged(text: str, task: Task) -> dict[str, Any]:
+def judged(text: str, task: Task) -> dict[str, Any]:
     """The verdict as JSON, or {"error": ...}."""
     source = base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
     asked = {"task": task.model_dump(mode="json"), "source": source, "file": "attack.py"}
@@ -210,6 +228,19 @@ def _judged(text: str, task: Task) -> dict[str, Any]:
         return {"error": f"the trial ended with {done.returncode} and without a verdict: {last}"}
     found: dict[str, Any] = answer.get("verdict") or answer
     return found
+
+
+# Faults that say that a candidate is not honest.
+ACCUSATIONS: Final = frozenset({"cheating", "tampering", "too_fast", "background_work"})
+
+
+def honest_runs(op: str, times: int, device: str = "cpu", *, loaded: bool = False) -> Iterator[dict[str, Any]]:
+    """Verdicts on the honest body of an operator, judged as a user's file is, so many times."""
+    body = honest(op)
+    task = Task(op=op, device=device, clauses=body.clauses)
+    with busy(cpu_count() or 1) if loaded else nullcontext():
+        for _ in range(times):
+            yield judged(body.source, task)
 
 
 @contextmanager

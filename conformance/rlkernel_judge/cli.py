@@ -61,6 +61,10 @@ def command(
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="attack: these hostile candidates alone.")
     ] = None,
+    honest: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="attack: judge the honest body so often instead; none may be accused."),
+    ] = 0,
     loaded: Annotated[bool, typer.Option("--loaded", help="attack: run busy processes beside.")] = False,
     json: Json = False,
 ) -> None:
@@ -78,6 +82,9 @@ def command(
         serve(host, port, tuple(map(present, device.split(","))), token_file, waiting, sandbox)
         return
     require("the judge", "hypothesis", "numpy", "torch")
+    if files == [ATTACK] and honest:
+        _honest(op or "logprob", honest, present(device), loaded=loaded, json=json)
+        return
     if files == [ATTACK]:
         _attack(op, present(device), tuple(only or ()), loaded=loaded, json=json)
         return
@@ -85,6 +92,7 @@ def command(
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
     from pydantic import ValidationError
 
+    from rlkernel_judge.process_tree import adopt_orphans
     from rlkernel_judge.score import summary
     from rlkernel_judge.trial import judge
     from rlkernel_judge.verdict import Task, complaints
@@ -96,6 +104,7 @@ def command(
         task = Task.model_validate(asked)
     except ValidationError as error:
         raise ConfigError(complaints(error)) from error
+    adopt_orphans()
     verdicts = [judge(_bytes(file), task, file=file) for file in files]
     found = summary(verdicts) if len(verdicts) > 1 else verdicts[0]
     if json:
@@ -124,6 +133,26 @@ def _attack(op: str | None, device: str, only: tuple[str, ...], *, loaded: bool,
         ran = sum(not a.skipped for a in found)
         typer.echo(f"{ran} attacks ran, {len(found) - ran} skipped, {len(succeeded)} succeeded")
     if succeeded:
+        raise typer.Exit(1)
+
+
+def _honest(op: str, times: int, device: str, *, loaded: bool, json: bool) -> None:
+    from collections import Counter
+
+    from rlkernel_judge.attack_run import ACCUSATIONS, honest_runs
+
+    faults: Counter[str] = Counter()
+    for found in honest_runs(op, times, device, loaded=loaded):
+        fault = str(found.get("fault") or found.get("error") or "correct")
+        faults[fault] += 1
+        if not json:
+            typer.echo(f"{fault}, speedup {found.get('speedup')} {found.get('message', '')}".rstrip())
+    accused = sum(n for fault, n in faults.items() if fault in ACCUSATIONS)
+    if json:
+        print_json({"op": op, "runs": times, "accused": accused, "faults": dict(faults)})
+    else:
+        typer.echo(f"{times} honest runs, {accused} accused: {', '.join(f'{f} {n}' for f, n in faults.items())}")
+    if accused:
         raise typer.Exit(1)
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -34,7 +34,10 @@ from rlkernel_core.errors import ArgumentError, ConfigError, LayoutError, RLKern
 from rlkernel_core.manifest import Impl
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import sandbox, score, timing, workloads
-from rlkernel_judge.probes import REPLACED, run_probes
+from rlkernel_judge.arena import Arena
+from rlkernel_judge.guard import our_functions, plugin_packages
+from rlkernel_judge.probes import PROBE_FAULTS, run_probes
+from rlkernel_judge.process_tree import adopt_orphans
 from rlkernel_judge.source import SourceReport, read
 from rlkernel_judge.verdict import (
     ClauseReport,
@@ -105,6 +108,10 @@ class _Trial:
         self.source = self._read()
         self.claims = self.source.claims | workloads.needs(task.op)
         self.dtypes = self.source.dtypes or ("float32",)
+        self.leaves_out = frozenset(OPERATORS[task.op].optional) - self.claims
+        self.work = workloads.workload(task.op, task.device)
+        if self.work.dtype not in self.dtypes:
+            self.work = replace(self.work, dtype=self.dtypes[0])
         self.fault, self.message = self.source.fault, self.source.message
         self.stage = "read" if self.fault is not None else ""
         self.compiled = False
@@ -177,21 +184,35 @@ class _Trial:
             self.fault, self.message = fault, message
 
     def _start(self, stack: ExitStack, *, impls: tuple[Impl, ...] = (), compiled: bool = False) -> Worker:
-        """A worker with the candidate loaded, or with implementations that are installed."""
+        """A worker with the candidate loaded, or with implementations that are installed.
+
+        Raises:
+            WorkerLost: it did not start, which is `not_run`, or loading it failed.
+        """
         gpu = not self.task.device.startswith("cpu")
         cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
         limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
-        worker = stack.enter_context(Worker(self.sandbox, self.task.op, self.task.device, limits, baseline=bool(impls)))
-        worker.deadline = time.monotonic() + max(1.0, self._left())
-        ready, _, _ = worker.ask("ready")
+        size = timing.shared_memory(self.work, self.task.device) if self.task.timing else 0
+        arena = stack.enter_context(closing(Arena.new(size))) if size else None
+        worker = stack.enter_context(
+            Worker(self.sandbox, self.task.op, self.task.device, limits, baseline=bool(impls), arena=arena)
+        )
+        try:
+            ready, _, _ = worker.ask("ready")
+        except WorkerLost as error:
+            raise WorkerLost("not_run", f"its process did not start: {error}") from error
         if ready["complaint"] is not None:
             worker.close()
             self._weaken(ready["complaint"])
             return self._start(stack, impls=impls, compiled=compiled)
+        if self._left() <= 0:
+            raise WorkerLost("not_run", "the time of the trial was over when its process had started")
+        worker.deadline = time.monotonic() + min(self.task.first_s, self._left())
         text = None if impls else self.data.decode()
-        worker.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled)
+        known = {} if impls else {"functions": our_functions(), "plugins": plugin_packages()}
         if not impls:
             self.facts = ready["facts"]
+        worker.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled, **known)
         return worker
 
     def _weaken(self, complaint: str) -> None:
@@ -204,13 +225,19 @@ class _Trial:
     def _first_call(self, current: Callable[[], Worker]) -> None:
         """Load it and call it once."""
         worker, op = current(), self.task.op
-        self.compiled = True
+        worker.deadline = time.monotonic() + max(1.0, min(self.task.first_s, self._left()))
         given = workloads.draw(workloads.small(op, self.dtypes[0]), 0, self.task.device)
         try:
-            call_candidate(worker, given)
+            result = call_candidate(worker, given)
         except (CandidateError, ArgumentError, LayoutError) as error:
             self.compiled = fault_of(error) not in _NOT_COMPILED
             raise
+        except Violation:
+            self.compiled = True
+            raise
+        self.compiled = True
+        # What it gives once it gives always.
+        self.leaves_out -= {n for n in self.leaves_out if getattr(result, n, None) is not None}
 
     def _attack(self, current: Callable[[], Worker]) -> None:
         """Every clause of what is claimed."""
@@ -257,25 +284,25 @@ class _Trial:
             return
         worker = current()
         worker.deadline = time.monotonic() + max(1.0, min(60.0, self._left()))
-        for probe in run_probes(worker, self.task.op, self.dtypes[0]):
+        for probe in run_probes(worker, self.task.op, self.dtypes[0], self.leaves_out):
             self.probes.append(probe)
         if caught := next((p for p in self.probes if not p.held), None):
-            self._fail("tampering" if caught.name == REPLACED else "cheating", f"{caught.name}: {caught.message}")
+            self._fail(PROBE_FAULTS.get(caught.name, "cheating"), f"{caught.name}: {caught.message}")
 
     def _time(self, current: Callable[[], Worker]) -> None:
         """Candidate against baseline."""
         if self.fault is not None or not self.task.timing:
             return
-        work = workloads.workload(self.task.op, self.task.device)
-        if work.dtype not in self.dtypes:
-            work = replace(work, dtype=self.dtypes[0])
         impls, compiled = self.baseline
         with ExitStack() as stack:
             try:
-                rival = self._start(stack, impls=impls, compiled=compiled)
                 worker = current()
-                worker.deadline = rival.deadline = time.monotonic() + max(1.0, self._left())
-                self.measured = timing.measure(worker, rival, work)
+                rival = self._start(stack, impls=impls, compiled=compiled)
+                until = time.monotonic() + max(1.0, self._left())
+                self.measured = timing.measure(
+                    worker, rival, self.work,
+                    until=until, call_s=self.task.first_s, noise=self.task.noise, leaves_out=self.leaves_out,
+                )  # fmt: skip
             except BaselineError as error:
                 self.message = f"no speedup: the baseline {self.task.baseline} failed: {error}"
             if self.measured.fault is not None:
@@ -284,7 +311,7 @@ class _Trial:
     def verdict(self) -> Verdict:
         """What was found."""
         task, measured, held = self.task, self.measured, sum(o.status == "held" for o in self.outcomes)
-        correct = self.fault is None and held > 0
+        correct = self.fault in {None, "not_measurable"} and held > 0
         found: dict[str, Any] = {"compiled": self.compiled, "correct": correct, "fault": self.fault}
         found |= {"pass_rate": held / max(1, len(self.outcomes)), "speedup": measured.speedup}
         terms = score.terms(self.weights, **found, low=measured.interval[0] if measured.interval else None)
@@ -358,6 +385,7 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
 
 def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers on the way out
     asked = json.load(sys.stdin)
     try:
