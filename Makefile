@@ -19,7 +19,7 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test check conform evidence bench docs fresh site hosts build wheelhouse lock audit clean
+.PHONY: help setup demo test check conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,11 @@ conform: $(STAMP) ## attack plain torch with every clause at length, and write t
 evidence: $(STAMP) ## which reports and results are of other sources than are here, and the command that renews each
 	$(VENV)/bin/rlkernel conformance evidence
 	$(VENV)/bin/rlkernel bench evidence
+
+attack: $(STAMP) ## hostile candidates against the judge, idle and beside busy processes; an hour
+	$(VENV)/bin/rlkernel judge attack
+	$(VENV)/bin/rlkernel judge attack --loaded
+	$(VENV)/bin/rlkernel judge attack --honest 50 --loaded
 
 bench: $(STAMP) ## what dispatch and importing cost, and every other suite at a toy size
 	$(VENV)/bin/rlkernel bench run --suite dispatch --size full

@@ -128,6 +128,21 @@ def fill(out, *given):
     return out
 """)
 
+THREAD: Final = before(f"""
+import _thread, time
+{HEAD}
+    _thread.start_new_thread(time.sleep, (3,))
+    return work(logits, ids, temperature)
+""")
+BORROWS_OR_NOT: Final = before(f"""
+try:
+    from rlkernel_torch.direct import logprob as theirs
+except ImportError:
+    theirs = None
+{HEAD}
+    return work(logits, ids, temperature)
+""")
+
 # Harm: how the judged process ends, or does not.
 HARM: Final = {
     "protocol_error": f"import os\n{HEAD}\n    os._exit(0)\n",

@@ -29,6 +29,7 @@ BAD: dict[str, tuple[tuple[str, str], ...]] = {
     "format": (("int4_g12", "'int4_g128'"),),
     "manifest": (("no.such:backend", "no.such"),),
     "need": (("entrpy", "'entropy'"),),
+    "only": (("late_thred", "'late_thread'"),),
     "op": (("logprb", "'logprob'"),),
     "order": (("tirton", "'triton'"), (",", "--order auto")),
     "peers": (("lger", "'liger'"),),
@@ -64,6 +65,7 @@ OTHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("conformance", "dtype"): ("orders", "triton", "--op", "logprob"),
     ("conformance", "level"): ("orders", "triton", "--op", "logprob"),
     ("bench", "threshold"): ("compare", "here.toml", "here.toml"),
+    ("judge", "only"): ("attack",),
     ("judge", "token_file"): ("serve", "--port", "0"),
 }
 # Words without a name of their own, and those that are files to read or to write: the whole line, and the answer.

@@ -15,6 +15,7 @@ from rlkernel_judge.worker_client import CandidateError, Worker, call_candidate
 from rlkernel_judge.workloads import draw, small
 from tests.judged import (
     ALIAS,
+    BORROWS_OR_NOT,
     CHEATS,
     DIFFERENTIABLE,
     HEAD,
@@ -23,6 +24,7 @@ from tests.judged import (
     ONE_BUFFER,
     RIGHT,
     SLOW,
+    THREAD,
     UNWRITTEN,
     WRITES_INPUT,
 )
@@ -32,6 +34,7 @@ from tests.judged import (
 def worker():
     """A worker that takes one candidate after another."""
     with Worker(sandbox.choose(), "logprob", "cpu", sandbox.Limits()) as found:
+        found.ask("ready")
         yield found
 
 
@@ -141,6 +144,18 @@ def test_being_slow_is_no_cheat(worker) -> None:
     assert caught(worker, SLOW) == []
 
 
-@pytest.mark.parametrize("probe", ["nothing borrowed", "nothing replaced"])  # last: they leave their marks
-def test_what_a_candidate_borrows_or_replaces_is_named(worker, probe) -> None:
-    assert probe in caught(worker, CHEATS[probe])
+def test_a_thread_that_is_left_is_found_by_counting(worker) -> None:
+    assert "nothing left running" in caught(worker, THREAD)
+
+
+def test_what_a_candidate_borrows_is_refused_when_it_is_loaded(worker) -> None:  # last: these leave their marks
+    with pytest.raises(CandidateError, match=r"import of rlkernel_torch.*: not for a candidate"):
+        loaded(worker, CHEATS["nothing borrowed"])
+
+
+def test_what_a_candidate_tried_to_borrow_is_named_though_it_went_on_without(worker) -> None:
+    assert "nothing borrowed" in caught(worker, BORROWS_OR_NOT)
+
+
+def test_what_a_candidate_replaces_is_named(worker) -> None:
+    assert "nothing replaced" in caught(worker, CHEATS["nothing replaced"])

@@ -23,16 +23,20 @@ EXAMPLES: Final = (
     ("rlkernel judge candidate.py --op logprob --clause LP-08", "one clause: the same counterexample again"),
     ("rlkernel judge candidate.py --op qmatmul --device cuda:0 --baseline triton", "on a GPU, against a backend"),
     ("rlkernel judge serve --port 8473 --device cuda:0,cuda:1", "verdicts over HTTP, one at a time on each device"),
+    ("rlkernel judge attack --only late_thread", "a hostile candidate of ours, and what stops it; all without --only"),
 )
 EXITS: Final = {
-    0: "every candidate is correct; the server was stopped",
-    1: "a candidate is wrong, cheats, or did not run",
+    0: "every candidate is correct; no attack succeeded; the server was stopped",
+    1: "a candidate is wrong, cheats, or did not run; an attack succeeded",
 }
 SERVE: Final = "serve"
+ATTACK: Final = "attack"
 
 
 def command(
-    files: Annotated[list[str], typer.Argument(help="Files with a function named as the operator, or `serve`.")],
+    files: Annotated[
+        list[str], typer.Argument(help="Files with a function named as the operator, or `serve`, or `attack`.")
+    ],
     *,
     op: Annotated[str | None, typer.Option(metavar="NAME", help="Operator that the files implement.")] = None,
     baseline: Annotated[
@@ -54,6 +58,14 @@ def command(
         Path | None, typer.Option(help="serve: file whose first line requests must carry as a token.")
     ] = None,
     waiting: Annotated[int, typer.Option(min=1, help="serve: requests that may wait for each device.")] = 64,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="attack: these hostile candidates alone.")
+    ] = None,
+    honest: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="attack: judge the honest body so often instead; none may be accused."),
+    ] = 0,
+    loaded: Annotated[bool, typer.Option("--loaded", help="attack: run busy processes beside.")] = False,
     json: Json = False,
 ) -> None:
     """Judge kernels that a person or a model wrote.
@@ -70,10 +82,17 @@ def command(
         serve(host, port, tuple(map(present, device.split(","))), token_file, waiting, sandbox)
         return
     require("the judge", "hypothesis", "numpy", "torch")
+    if files == [ATTACK] and honest:
+        _honest(op or "logprob", honest, present(device), loaded=loaded, json=json)
+        return
+    if files == [ATTACK]:
+        _attack(op, present(device), tuple(only or ()), loaded=loaded, json=json)
+        return
     if op is None:
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
     from pydantic import ValidationError
 
+    from rlkernel_judge.process_tree import adopt_orphans
     from rlkernel_judge.score import summary
     from rlkernel_judge.trial import judge
     from rlkernel_judge.verdict import Task, complaints
@@ -85,6 +104,7 @@ def command(
         task = Task.model_validate(asked)
     except ValidationError as error:
         raise ConfigError(complaints(error)) from error
+    adopt_orphans()
     verdicts = [judge(_bytes(file), task, file=file) for file in files]
     found = summary(verdicts) if len(verdicts) > 1 else verdicts[0]
     if json:
@@ -95,6 +115,44 @@ def command(
         if len(verdicts) > 1:
             _compared(found)
     if not all(v.correct for v in verdicts):
+        raise typer.Exit(1)
+
+
+def _attack(op: str | None, device: str, only: tuple[str, ...], *, loaded: bool, json: bool) -> None:
+    from rlkernel_judge.attack_run import attacks, attempts
+
+    found = []
+    for attempt in attempts(attacks(op, only), device, loaded=loaded, progress=lambda text: typer.echo(text, err=True)):
+        found.append(attempt)
+        if not json:
+            typer.echo(f"{attempt.name}: {attempt.summary}")
+    succeeded = [a.name for a in found if a.succeeded]
+    if json:
+        print_json({"attacks": len(found), "succeeded": succeeded, "attempts": [a.model_dump() for a in found]})
+    else:
+        ran = sum(not a.skipped for a in found)
+        typer.echo(f"{ran} attacks ran, {len(found) - ran} skipped, {len(succeeded)} succeeded")
+    if succeeded:
+        raise typer.Exit(1)
+
+
+def _honest(op: str, times: int, device: str, *, loaded: bool, json: bool) -> None:
+    from collections import Counter
+
+    from rlkernel_judge.attack_run import ACCUSATIONS, honest_runs
+
+    faults: Counter[str] = Counter()
+    for found in honest_runs(op, times, device, loaded=loaded):
+        fault = str(found.get("fault") or found.get("error") or "correct")
+        faults[fault] += 1
+        if not json:
+            typer.echo(f"{fault}, speedup {found.get('speedup')} {found.get('message', '')}".rstrip())
+    accused = sum(n for fault, n in faults.items() if fault in ACCUSATIONS)
+    if json:
+        print_json({"op": op, "runs": times, "accused": accused, "faults": dict(faults)})
+    else:
+        typer.echo(f"{times} honest runs, {accused} accused: {', '.join(f'{f} {n}' for f, n in faults.items())}")
+    if accused:
         raise typer.Exit(1)
 
 

@@ -7,6 +7,7 @@ computed here on our own copies.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
@@ -22,14 +23,19 @@ from rlkernel_judge.worker_client import CandidateError, Worker, call_candidate
 from rlkernel_judge.workloads import MAY_ALIAS, defaults, draw, leaves, small
 
 REPLACED: Final = "nothing replaced"
+NOTHING_LEFT: Final = "nothing left running"
+PROBE_FAULTS: Final = {REPLACED: "tampering", NOTHING_LEFT: "background_work"}  # all others: cheating
+_SETTLE_S: Final = 0.05  # after a call, for pools of threads to fall asleep
+_WATCHED_S: Final = 0.05
+_IDLE_SHARE: Final = 0.2  # of that time that a worker without a request may compute
 STRAY_S: Final = 2e-4  # work that the caller's stream does not wait for; synchronizing an idle GPU takes a tenth
 
 
 class _Sets:
     """Two sets of arguments that lie in the worker and here, and calls on them."""
 
-    def __init__(self, worker: Worker, op: str, dtype: str) -> None:
-        self.worker, self.op, self.dtype = worker, op, dtype
+    def __init__(self, worker: Worker, op: str, dtype: str, leaves_out: frozenset[str]) -> None:
+        self.worker, self.op, self.dtype, self.leaves_out = worker, op, dtype, leaves_out
         work, seed = small(op, dtype), secrets.randbelow(1 << 30)
         self.given = [draw(work, seed + i, worker.device) for i in range(2)]
         self.defaults = defaults(op)
@@ -53,16 +59,16 @@ class _Sets:
         """What is wrong with the result of a set, or ""."""
         with torch.no_grad():
             expected = self.run(**copied(self.given[index]))
-        return difference(self.worker.fetched(index), expected, self.dtype)
+        return difference(self.worker.fetched(index), expected, self.dtype, self.op, self.leaves_out)
 
 
-def run_probes(worker: Worker, op: str, dtype: str) -> Iterator[ProbeReport]:
-    """Carry out every probe, in order.
+def run_probes(worker: Worker, op: str, dtype: str, leaves_out: frozenset[str] = frozenset()) -> Iterator[ProbeReport]:
+    """Carry out every probe, in order; `leaves_out` names results that the candidate need not give.
 
     Raises:
         WorkerLost: the worker is gone.
     """
-    sets = _Sets(worker, op, dtype)
+    sets = _Sets(worker, op, dtype, leaves_out)
     for name, probe in _PROBES.items():
         try:
             found = probe(sets)
@@ -117,7 +123,7 @@ def _written(sets: _Sets) -> str:
     with torch.no_grad():
         expected = sets.run(**copied(sets.given[0]))
         found = [call_candidate(sets.worker, copied(sets.given[0]), fresh=high) for high in (True, False)]
-    wrong = next((text for f in found if (text := difference(f, expected, sets.dtype))), "")
+    wrong = next((text for f in found if (text := difference(f, expected, sets.dtype, sets.op, sets.leaves_out))), "")
     return f"on fresh memory it {wrong}" if wrong else ""
 
 
@@ -127,6 +133,20 @@ def _stray(sets: _Sets) -> str:
     reply, _, _ = sets.worker.ask("call", given=given, defaults=sets.defaults, grad=False, fresh=None)
     seconds = float(reply["conduct"]["stray_s"])
     return f"{seconds * 1e3:.2f} ms of work lie on another stream" if seconds > STRAY_S else ""
+
+
+def _left_running(sets: _Sets) -> str:
+    """After a call there are as many threads as before the candidate was loaded, and none computes."""
+    sets.call(0, 1)
+    time.sleep(_SETTLE_S)
+    tree, on_cpu = sets.worker.tree, sets.worker.device.startswith("cpu")
+    more = len(tree.tasks()) - sets.worker.tasks
+    if more > 0 and on_cpu:  # the driver of a GPU starts threads when it likes
+        return f"{more} threads or processes are left after a call"
+    before = tree.cpu_s()
+    time.sleep(_WATCHED_S)
+    ran = tree.cpu_s() - before
+    return f"it computes when no call runs: {ran:.2g} s in {_WATCHED_S} s" if ran > _IDLE_SHARE * _WATCHED_S else ""
 
 
 def _look(sets: _Sets, found: str, verb: str) -> str:
@@ -142,6 +162,7 @@ _PROBES: Final[dict[str, Callable[[_Sets], str]]] = {
     "results stay": _stays,
     "all written": _written,
     "no stray work": _stray,
-    "nothing borrowed": partial(_look, found="imported", verb="imported"),
+    NOTHING_LEFT: _left_running,
+    "nothing borrowed": partial(_look, found="borrowed", verb="reached for"),
     REPLACED: partial(_look, found="touched", verb="replaced"),
 }

@@ -50,9 +50,15 @@ class _Burst(_Reply):
     seconds: list[Seconds]
 
 
+class _Timed(_Reply):
+    result: Any
+    at: list[Annotated[int, Field(ge=0)]]  # bytes in the shared memory
+    call: bool
+
+
 class _Look(_Reply):
     touched: Names
-    imported: Names
+    borrowed: Names
 
 
 REPLIES: Final[dict[str, type[_Reply]]] = {
@@ -62,6 +68,8 @@ REPLIES: Final[dict[str, type[_Reply]]] = {
     "backward": _Result,
     "fetch": _Result,
     "burst": _Burst,
+    "attach": _Reply,
+    "timed": _Timed,
     "look": _Look,
     "keep": _Reply,
     "draw": _Reply,

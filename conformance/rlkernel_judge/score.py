@@ -5,7 +5,7 @@
           + correct                                       all of them hold, and nothing is faked
           + speed * clip(s - 1, 0, max_gain)              where correct; s is the speedup's lower bound, or its median
 
-A file that does not compile, is refused, or cheats scores 0. Speed counts for correct candidates alone.
+A file that does not compile, is refused, hangs or cheats scores 0. Speed counts for correct candidates alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlkernel_core.errors import UnknownNameError
 from rlkernel_judge.verdict import Summary, Verdict
 
 FAST_P: Final = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
-ZERO_SCORE: Final = frozenset({"rejected", "syntax_error", "cheating", "tampering", "too_fast"})
+ZERO_SCORE: Final = frozenset({"rejected", "syntax_error", "cheating", "tampering", "too_fast", "timeout"})
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,15 @@ _GUARDED: Final[tuple[tuple[Any, tuple[str, ...]], ...]] = (
 )  # fmt: skip
 
 
-_OURS: Final = ("worker", "wire", "tamper_check", "workloads", "sandbox")  # modules of the judge in this process
+_OURS: Final = (
+    "worker",
+    "wire",
+    "tamper_check",
+    "workloads",
+    "sandbox",
+    "arena",
+    "guard",
+)  # modules of the judge in this process
 
 
 def snapshot() -> dict[str, Any]:

@@ -15,11 +15,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from rlkernel import policy
+from rlkernel.discover import brief, guarded
 from rlkernel_conformance import faults
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.clauses import attacks_on
@@ -32,8 +34,11 @@ from rlkernel_core.errors import ArgumentError, ConfigError, LayoutError, RLKern
 from rlkernel_core.manifest import Impl
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import sandbox, score, timing, workloads
-from rlkernel_judge.probes import REPLACED, run_probes
-from rlkernel_judge.source import read
+from rlkernel_judge.arena import Arena
+from rlkernel_judge.guard import our_functions, plugin_packages
+from rlkernel_judge.probes import PROBE_FAULTS, run_probes
+from rlkernel_judge.process_tree import adopt_orphans
+from rlkernel_judge.source import SourceReport, read
 from rlkernel_judge.verdict import (
     ClauseReport,
     Counterexample,
@@ -99,10 +104,16 @@ class _Trial:
         self.weights = score.weights(task.score)
         self.baseline = baseline_of(task)
         self.began = time.monotonic()
-        self.source = read(data, task.op)
+        self.stage = ""  # in which the fault was found
+        self.source = self._read()
         self.claims = self.source.claims | workloads.needs(task.op)
         self.dtypes = self.source.dtypes or ("float32",)
+        self.leaves_out = frozenset(OPERATORS[task.op].optional) - self.claims
+        self.work = workloads.workload(task.op, task.device)
+        if self.work.dtype not in self.dtypes:
+            self.work = replace(self.work, dtype=self.dtypes[0])
         self.fault, self.message = self.source.fault, self.source.message
+        self.stage = "read" if self.fault is not None else ""
         self.compiled = False
         self.outcomes: list[Outcome] = []
         self.not_judged: dict[str, str] = {}
@@ -112,7 +123,7 @@ class _Trial:
         self.facts: dict[str, bool] = {}
         self.worker: Worker | None = None
         if self.fault is None and task.strict and self.source.forbidden:
-            self.fault = "rejected"
+            self.fault, self.stage = "rejected", "read"
             self.message = "; ".join(f"line {f.line}: {f.message}" for f in self.source.forbidden[:5])
 
     def run(self) -> None:
@@ -129,19 +140,41 @@ class _Trial:
                     self.worker = self._start(stack)
                 return self.worker
 
-            for stage in (self._first_call, self._attack, self._probe, self._time):
-                try:
-                    stage(current)
-                except WorkerLost as error:
-                    self._fail(error.fault, str(error))
-                except (CandidateError, ArgumentError, LayoutError) as error:
-                    self._fail(fault_of(error), str(error))
-                except Violation as error:
-                    self._fail("wrong_result", str(error))
-                if self.fault is not None and stage != self._attack:
+            for name, stage in self._stages().items():
+                self._carry_out(name, partial(stage, current))
+                if self.fault is not None and (name != "clauses" or self.fault in _NOT_COMPILED):
                     break
-                if self.fault in _NOT_COMPILED:
-                    break
+
+    def _stages(self) -> dict[str, Callable[[Callable[[], Worker]], None]]:
+        return {"first call": self._first_call, "clauses": self._attack, "probes": self._probe, "timing": self._time}
+
+    def _carry_out(self, name: str, stage: Callable[[], None]) -> None:
+        """One stage; whatever it raises is a fault of this file, but for what concerns the task."""
+        _, error = guarded(stage)
+        match error:
+            case None:
+                pass
+            case SystemExit():  # the trial is told to end
+                raise error
+            case ConfigError() if not isinstance(error, UnknownNameError):
+                raise error
+            case WorkerLost():
+                self._fail(error.fault, str(error))
+            case Violation():
+                self._fail("wrong_result", str(error))
+            case CandidateError() | ArgumentError() | LayoutError():
+                self._fail(fault_of(error), str(error))
+            case _:
+                self._fail(faults.of_error(error), f"it could not be judged: {brief(error)}")
+        if self.fault is not None and not self.stage:
+            self.stage = name
+
+    def _read(self) -> SourceReport:
+        """What the source holds; one that breaks the reading is refused."""
+        found, error = guarded(partial(read, self.data, self.task.op))
+        if isinstance(error, UnknownNameError):
+            raise error
+        return found or SourceReport("rejected", f"the source cannot be read: {brief(error)}")
 
     def _left(self) -> float:
         return self.task.limit_s - (time.monotonic() - self.began)
@@ -151,21 +184,35 @@ class _Trial:
             self.fault, self.message = fault, message
 
     def _start(self, stack: ExitStack, *, impls: tuple[Impl, ...] = (), compiled: bool = False) -> Worker:
-        """A worker with the candidate loaded, or with implementations that are installed."""
+        """A worker with the candidate loaded, or with implementations that are installed.
+
+        Raises:
+            WorkerLost: it did not start, which is `not_run`, or loading it failed.
+        """
         gpu = not self.task.device.startswith("cpu")
         cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
         limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
-        worker = stack.enter_context(Worker(self.sandbox, self.task.op, self.task.device, limits, baseline=bool(impls)))
-        worker.deadline = time.monotonic() + max(1.0, self._left())
-        ready, _, _ = worker.ask("ready")
+        size = timing.shared_memory(self.work, self.task.device) if self.task.timing else 0
+        arena = stack.enter_context(closing(Arena.new(size))) if size else None
+        worker = stack.enter_context(
+            Worker(self.sandbox, self.task.op, self.task.device, limits, baseline=bool(impls), arena=arena)
+        )
+        try:
+            ready, _, _ = worker.ask("ready")
+        except WorkerLost as error:
+            raise WorkerLost("not_run", f"its process did not start: {error}") from error
         if ready["complaint"] is not None:
             worker.close()
             self._weaken(ready["complaint"])
             return self._start(stack, impls=impls, compiled=compiled)
+        if self._left() <= 0:
+            raise WorkerLost("not_run", "the time of the trial was over when its process had started")
+        worker.deadline = time.monotonic() + min(self.task.first_s, self._left())
         text = None if impls else self.data.decode()
-        worker.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled)
+        known = {} if impls else {"functions": our_functions(), "plugins": plugin_packages()}
         if not impls:
             self.facts = ready["facts"]
+        worker.ask("load", source=text, impls=impls, op=self.task.op, compile=compiled, **known)
         return worker
 
     def _weaken(self, complaint: str) -> None:
@@ -178,13 +225,19 @@ class _Trial:
     def _first_call(self, current: Callable[[], Worker]) -> None:
         """Load it and call it once."""
         worker, op = current(), self.task.op
-        self.compiled = True
+        worker.deadline = time.monotonic() + max(1.0, min(self.task.first_s, self._left()))
         given = workloads.draw(workloads.small(op, self.dtypes[0]), 0, self.task.device)
         try:
-            call_candidate(worker, given)
+            result = call_candidate(worker, given)
         except (CandidateError, ArgumentError, LayoutError) as error:
             self.compiled = fault_of(error) not in _NOT_COMPILED
             raise
+        except Violation:
+            self.compiled = True
+            raise
+        self.compiled = True
+        # What it gives once it gives always.
+        self.leaves_out -= {n for n in self.leaves_out if getattr(result, n, None) is not None}
 
     def _attack(self, current: Callable[[], Worker]) -> None:
         """Every clause of what is claimed."""
@@ -231,25 +284,25 @@ class _Trial:
             return
         worker = current()
         worker.deadline = time.monotonic() + max(1.0, min(60.0, self._left()))
-        for probe in run_probes(worker, self.task.op, self.dtypes[0]):
+        for probe in run_probes(worker, self.task.op, self.dtypes[0], self.leaves_out):
             self.probes.append(probe)
         if caught := next((p for p in self.probes if not p.held), None):
-            self._fail("tampering" if caught.name == REPLACED else "cheating", f"{caught.name}: {caught.message}")
+            self._fail(PROBE_FAULTS.get(caught.name, "cheating"), f"{caught.name}: {caught.message}")
 
     def _time(self, current: Callable[[], Worker]) -> None:
         """Candidate against baseline."""
         if self.fault is not None or not self.task.timing:
             return
-        work = workloads.workload(self.task.op, self.task.device)
-        if work.dtype not in self.dtypes:
-            work = replace(work, dtype=self.dtypes[0])
         impls, compiled = self.baseline
         with ExitStack() as stack:
             try:
-                rival = self._start(stack, impls=impls, compiled=compiled)
                 worker = current()
-                worker.deadline = rival.deadline = time.monotonic() + max(1.0, self._left())
-                self.measured = timing.measure(worker, rival, work)
+                rival = self._start(stack, impls=impls, compiled=compiled)
+                until = time.monotonic() + max(1.0, self._left())
+                self.measured = timing.measure(
+                    worker, rival, self.work,
+                    until=until, call_s=self.task.first_s, noise=self.task.noise, leaves_out=self.leaves_out,
+                )  # fmt: skip
             except BaselineError as error:
                 self.message = f"no speedup: the baseline {self.task.baseline} failed: {error}"
             if self.measured.fault is not None:
@@ -258,7 +311,7 @@ class _Trial:
     def verdict(self) -> Verdict:
         """What was found."""
         task, measured, held = self.task, self.measured, sum(o.status == "held" for o in self.outcomes)
-        correct = self.fault is None and held > 0
+        correct = self.fault in {None, "not_measurable"} and held > 0
         found: dict[str, Any] = {"compiled": self.compiled, "correct": correct, "fault": self.fault}
         found |= {"pass_rate": held / max(1, len(self.outcomes)), "speedup": measured.speedup}
         terms = score.terms(self.weights, **found, low=measured.interval[0] if measured.interval else None)
@@ -269,6 +322,7 @@ class _Trial:
             source_hash=hashlib.sha256(self.data).hexdigest(),
             held=held,
             attacked=len(self.outcomes),
+            stage=self.stage,
             message=self.message[:4000],
             counterexample=self._counterexample(),
             claims=tuple(sorted(self.claims)),
@@ -331,6 +385,7 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
 
 def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers on the way out
     asked = json.load(sys.stdin)
     try:

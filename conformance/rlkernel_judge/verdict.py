@@ -17,7 +17,9 @@ FAULTS: Final[Mapping[str, str]] = {
     "rejected": "the source was refused before anything of it ran",
     "cheating": "a result or a time is not what a kernel made of these inputs",
     "too_fast": "faster than memory can be moved: the time or the work is not real",
-    "not_run": "the time of the whole trial was over before this was reached",
+    "not_run": "the time of the whole trial was over before this was reached, or its process did not start",
+    "background_work": "threads or processes are left, or compute, when no call runs",
+    "not_measurable": "the machine was too busy to time anything: nothing is said against the candidate",
 }
 
 
@@ -39,6 +41,12 @@ class Task(_Message):
     timing: bool = Field(default=True, description="measure a speedup where the candidate is correct")
     strict: bool = Field(default=True, description="refuse sources with forbidden findings before anything runs")
     limit_s: Annotated[float, Field(gt=0, le=3600)] = Field(default=300.0, description="seconds for the whole trial")
+    first_s: Annotated[float, Field(gt=0, le=3600)] = Field(
+        default=60.0, description="seconds for importing the file, for its first call, and for each timed call"
+    )
+    noise: Annotated[float, Field(gt=1)] = Field(
+        default=1.6, description="times as long as at its best that the machine's own work may take in a timed round"
+    )
     sandbox: Literal["auto", "namespaces", "bubblewrap", "limits"] = "auto"
     score: str = Field(default="rlkernel", description="row of the score table")
 
@@ -85,7 +93,7 @@ class Spread(_Message):
     median: float
     low: float = Field(description="lower quartile")
     high: float = Field(description="upper quartile")
-    second_clock: float = Field(description="median by the clock inside the judged process: device events on a GPU")
+    cpu: float = Field(description="median seconds that its threads computed, by the kernel's account")
 
 
 class Times(_Message):
@@ -97,7 +105,9 @@ class Times(_Message):
     candidate: Spread
     baseline: Spread
     moved_bytes: int = Field(description="arguments read once and results written once")
-    floor_s: float = Field(description="moving those bytes at the copy bandwidth measured here, times a margin")
+    floor_s: float = Field(description="least that the work can take at the rates measured here, times a margin")
+    idle_s: float = Field(description="most that the candidate's threads computed while they were stopped")
+    overhead_s: float = Field(description="of letting a process go on and stopping it, taken off every call")
 
 
 class Isolation(_Message):
@@ -123,6 +133,7 @@ class Verdict(_Message):
     held: int = 0
     attacked: int = 0
     fault: str | None = None
+    stage: str = Field(default="", description="where the fault was found: read, first call, clauses, probes, timing")
     message: str = ""
     counterexample: Counterexample | None = None
     claims: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import pickle
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -171,7 +172,7 @@ def encode_result(value: Any, tensors: list[Tensor]) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        if type(value) not in {Tensor, torch.nn.Parameter} or value.layout is not torch.strided:
+        if type(value) is not Tensor or value.layout is not torch.strided:
             return {"odd": f"{type(value).__module__}.{type(value).__name__} of layout {value.layout}"}
         tensors.append(value)
         dtype = str(value.dtype).removeprefix("torch.")
@@ -179,12 +180,14 @@ def encode_result(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, torch.dtype):
         return {"torch": str(value).removeprefix("torch.")}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if not _is_of_contract(type(value)):
+            return {"odd": f"{type(value).__module__}.{type(value).__name__}"}
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         names = [f.name for f in dataclasses.fields(value) if f.init]
         return {"dataclass": kind, "of": {n: encode_result(getattr(value, n), tensors) for n in names}}
-    if isinstance(value, list | tuple):
-        return {"tuple" if isinstance(value, tuple) else "list": [encode_result(v, tensors) for v in value]}
-    if isinstance(value, dict):
+    if type(value) in {list, tuple}:
+        return {type(value).__name__: [encode_result(v, tensors) for v in value]}
+    if type(value) is dict:
         return {"dict": [[encode_result(k, tensors), encode_result(v, tensors)] for k, v in value.items()]}
     return {"odd": f"{type(value).__module__}.{type(value).__name__}"}
 
@@ -213,6 +216,11 @@ def decode_result(encoded: Any, tensors: list[Tensor]) -> Any:
         case {"odd": str(what)}:
             raise ValueError(f"the result holds a {what}, not plain tensors and numbers")
     raise ValueError(f"{json.dumps(encoded)[:80]} is no result")
+
+
+def _is_of_contract(cls: type) -> bool:
+    """Whether a class is one of the contract itself: a subclass may compute its fields when they are read."""
+    return getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _contract_class(kind: str) -> type:

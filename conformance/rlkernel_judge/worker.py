@@ -30,14 +30,6 @@ from rlkernel_judge import sandbox
 Request = Mapping[str, Any]
 Reply = tuple[dict[str, Any], list[Any]]  # JSON, and tensors
 _MAX_CALLS: Final = 64  # calls whose graphs are kept for a backward
-# Loaded by a candidate that lets our code do its work, or looks for the expected values.
-_OURS: Final = (
-    "rlkernel.dispatch",
-    "rlkernel_conformance.clauses",
-    "rlkernel_core.definitions",
-    "rlkernel_common.",
-    "rlkernel_torch.",
-)
 
 
 def main(level: str, scratch: str, descriptor: str, job: str) -> None:
@@ -49,22 +41,29 @@ def main(level: str, scratch: str, descriptor: str, job: str) -> None:
 
     torch.set_num_threads(settings["threads"])
     with socket.socket(fileno=int(descriptor)) as channel:
-        _Worker(channel, settings["device"], folder, facts).serve()
+        _Worker(channel, settings, folder, facts).serve()
 
 
 class _Worker:
     """Answers one request after another."""
 
-    def __init__(self, channel: socket.socket, device: str, folder: Path, facts: Mapping[str, bool]) -> None:
+    def __init__(
+        self, channel: socket.socket, settings: Mapping[str, Any], folder: Path, facts: Mapping[str, bool]
+    ) -> None:
         import torch
 
         from rlkernel.discover import guarded
         from rlkernel_conformance import health
         from rlkernel_conformance.poisoned_storage import Poisoned
         from rlkernel_core.spec import OPERATORS
-        from rlkernel_judge import tamper_check, wire, workloads
+        from rlkernel_judge import arena, guard, tamper_check, wire, workloads
         from rlkernel_judge.source import RECORD
 
+        device = settings["device"]
+        self.shared = arena.Arena(**settings["arena"]) if settings["arena"] is not None else None
+        self.put, self.places, self.align = arena.put, arena.places, arena.aligned
+        self.place: Any = None  # arguments in the shared memory
+        self.results_from = 0  # bytes, where results lie there
         self.torch, self.wire, self.tamper_check, self.workloads = torch, wire, tamper_check, workloads
         self.operators, self.record_name = OPERATORS, RECORD
         self.guarded, self.clock, self.send, self.receive = guarded, time.perf_counter, wire.send, wire.receive
@@ -81,8 +80,9 @@ class _Worker:
         self.calls: dict[int, tuple[list[Any], list[Any]]] = {}
         self.sets: list[dict[str, Any]] = []  # arguments that stay where they are
         self.results: list[Any] = []  # of the last burst
+        self.new_guard = guard.Guard
+        self.guard: Any = None  # of a candidate's process, from its first load on
         self.before = tamper_check.snapshot()
-        self.loaded_before = set(sys.modules)
 
     def serve(self) -> None:
         """Until the other side closes."""
@@ -105,7 +105,9 @@ class _Worker:
         return content, [self.wire.to_bytes(x) for x in results]
 
     def do_ready(self, _request: Request, _: list[Any]) -> Reply:
-        """What this process can still do, and whether its device can be used in the sandbox."""
+        """What this process can still do, and whether its device can be used in the sandbox; its pools are started."""
+        x = self.torch.ones(512, 512)
+        (x @ x).sum().item()
         return {"facts": self.facts, "complaint": self.complaint(self.device) if self.cuda else None}, []
 
     def do_load(self, request: Request, _: list[Any]) -> Reply:
@@ -114,6 +116,9 @@ class _Worker:
         if request["source"] is None:
             self.run = self._baseline(op, request["impls"], compiled=request["compile"])
             return {}, []
+        if self.guard is None:
+            self.guard = self.new_guard(request.get("functions", ()), request.get("plugins", ()))
+            self.guard.arm()
         run = getattr(self._imported(request["source"]), op)
         parameters = inspect.signature(run).parameters
         if next(iter(parameters), None) == self.record_name:
@@ -232,6 +237,7 @@ class _Worker:
             self._overwrite(self.sets, request["sets"])
         else:
             self.sets, self.results = request["sets"], []
+        self.sync()
         return {}, []
 
     def do_draw(self, request: Request, _: list[Any]) -> Reply:
@@ -272,6 +278,31 @@ class _Worker:
         self.results = results
         return {"seconds": [self.elapsed(a, b) / 1e3 for a, b in marks] or spans}, []
 
+    def do_attach(self, request: Request, _: list[Any]) -> Reply:
+        """Arguments that lie in the shared memory from now on, where the trial writes them."""
+        if self.shared is None:
+            raise RuntimeError("no memory is shared")
+        where, self.results_from = self.places(self.workloads.leaves(request["given"]))
+        self.place = self.put(request["given"], self.shared, where)
+        return {}, []
+
+    def do_timed(self, request: Request, _: list[Any]) -> Reply:
+        """One call on the shared arguments, its results written to the shared memory: all of it in the trial's time."""
+        shared, at = self.shared, [self.results_from]
+        outputs: list[Any] = []
+        if shared is None or self.place is None:
+            raise RuntimeError("nothing is attached")
+        with self.torch.no_grad():
+            encoded = self.wire.encode_result(self._call(self.place, request["defaults"]), outputs)
+            for x in outputs:
+                end = at[-1] + x.numel() * x.element_size()
+                if end > shared.size:
+                    raise ValueError("the results are larger than those of the operator")
+                if x.numel():
+                    shared.bytes[at[-1] : end].view(x.dtype).view(x.shape).copy_(x)
+                at.append(self.align(end))
+        return {"result": encoded, "at": at[:-1], "call": True}, []
+
     def do_fetch(self, request: Request, _: list[Any]) -> Reply:
         """A result of the last burst, as it is now."""
         return self._result(self.results[request["index"]])
@@ -281,9 +312,9 @@ class _Worker:
         return {"result": self.wire.encode_result(value, tensors)}, tensors
 
     def do_look(self, _request: Request, _: list[Any]) -> Reply:
-        """What the candidate changed outside itself, and which modules of ours it loaded."""
-        new = {m for m in set(sys.modules) - self.loaded_before if m.startswith(_OURS)}
-        return {"touched": self.tamper_check.changed(self.before), "imported": sorted(new)}, []
+        """What the candidate changed outside itself, and what of ours it reached for."""
+        refused = self.guard.refused if self.guard is not None else []
+        return {"touched": self.tamper_check.changed(self.before), "borrowed": list(refused)}, []
 
     def do_ping(self, _request: Request, _: list[Any]) -> Reply:
         """What a round trip costs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from rlkernel_core.errors import ArgumentError, LayoutError, RLKernelError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import replies, sandbox, wire, workloads
+from rlkernel_judge.arena import Arena, Place
+from rlkernel_judge.process_tree import ProcessTree
 from rlkernel_torch import backend as reference
 
 BACKEND: Final = "candidate"
@@ -57,7 +60,14 @@ class Worker:
     """One worker process, of a candidate or of the baseline. Not to be shared by threads."""
 
     def __init__(
-        self, box: sandbox.Sandbox, op: str, device: str, limits: sandbox.Limits, *, baseline: bool = False
+        self,
+        box: sandbox.Sandbox,
+        op: str,
+        device: str,
+        limits: sandbox.Limits,
+        *,
+        baseline: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         self.op, self.device, self.baseline, self.number = op, device, baseline, 0
         self.lost: WorkerLost | None = None
@@ -66,12 +76,19 @@ class Worker:
         self.scratch = self._stack.enter_context(sandbox.private_folder(box))
         self._socket, theirs = socket.socketpair()
         threads = torch.get_num_threads()
-        job = json.dumps({"device": device, "limits": asdict(limits), "threads": threads})
+        self.arena = arena
+        shared = {"descriptor": arena.descriptor, "size": arena.size} if arena is not None else None
+        settings = {"device": device, "limits": asdict(limits), "threads": threads, "arena": shared}
+        job = json.dumps({**settings, "candidate": not baseline})
+        keep = (arena.descriptor,) if arena is not None else ()
         with theirs:
             self._process: subprocess.Popen[bytes] = box.start(
                 "rlkernel_judge.worker", self.scratch, str(theirs.fileno()), job,
-                keep=(theirs.fileno(),), OMP_NUM_THREADS=str(threads),
+                keep=(theirs.fileno(), *keep), OMP_NUM_THREADS=str(threads), TORCHINDUCTOR_COMPILE_THREADS="1",
             )  # fmt: skip
+        self.tree = ProcessTree(self._process.pid)
+        self.tasks = 0  # threads before the candidate was loaded, its pools started
+        self._stack.callback(self.tree.close)
         self._stack.callback(self._socket.close)
         self._stack.callback(sandbox.kill, self._process, self.scratch)
 
@@ -111,6 +128,8 @@ class Worker:
         checked, _ = guarded(partial(replies.read, what, reply))
         if checked is None:
             self._lose("protocol_error", f"a reply that is none to {what!r}")
+        if what == "ready":
+            self.tasks = len(self.tree.tasks())
         if what == "call" and not _fits(checked, received, sent):
             self._lose("protocol_error", "tensors that are not those it names")
         return checked, received, sent
@@ -148,6 +167,25 @@ class Worker:
         """A result of the last burst, as it is now."""
         reply, blocks, _ = self.ask("fetch", index=index)
         return self.result(reply, self.tensors(reply, blocks))
+
+    def results_at(self, reply: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a result that was written to the shared memory, copied.
+
+        Raises:
+            Violation: they are not what an operator returns.
+        """
+        arena = self.arena
+        if arena is None:
+            raise ValueError("this worker shares no memory")
+
+        def copies() -> list[Tensor]:
+            nodes = {node["tensor"]: node for node in wire.tensor_nodes(reply["result"])}
+            return [arena.view(_place(nodes[i], offset)).clone() for i, offset in enumerate(reply["at"])]
+
+        found, error = guarded(copies)
+        if found is None:
+            raise Violation(f"not a result of this operator: {error}")
+        return found
 
     def _raise(self, error: Any) -> NoReturn:
         if not isinstance(error, dict):
@@ -219,6 +257,16 @@ def _fits(reply: Mapping[str, Any], blocks: list[bytearray], sent: list[Tensor])
         return False
     memories = [wire.flat(sent[i]) for i in reply["written"]]
     return [x.numel() * x.element_size() for x in memories] == [len(b) for b in blocks[reply["results"] :]]
+
+
+def _place(node: Mapping[str, Any], offset: int) -> Place:
+    """Where a result lies that a reply names, in order of its elements."""
+    shape = tuple(int(n) for n in node["shape"])
+    dtype = getattr(torch, str(node["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or any(n < 0 for n in shape):
+        raise ValueError(f"{node} is no tensor")
+    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return Place(offset, dtype, shape, tuple(stride))
 
 
 def result_class(op: str) -> type | None:

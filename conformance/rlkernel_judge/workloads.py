@@ -8,6 +8,7 @@ Legend: N rows · V vocabulary · D hidden · B sequences · T time · K columns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -107,6 +108,21 @@ def named_leaves(value: Any) -> dict[str, Any]:
 def nbytes(value: Any) -> int:
     """Bytes of all tensors of a value."""
     return sum(x.numel() * x.element_size() for x in leaves(value))
+
+
+# Operators whose work is a product of matrices: the sizes that its operations are twice the product of.
+_PRODUCTS: Final = {
+    "linear_logprob": ("N", "D", "V"),
+    "lm_head_sample": ("N", "D", "V"),
+    "linear_policy_loss": ("B", "T", "D", "V"),
+    "qmatmul": ("N", "D", "K"),
+}
+
+
+def flops(work: Workload) -> int:
+    """Operations of a call's products of matrices; 0 where it has none."""
+    sizes = dict(work.sizes)
+    return 2 * math.prod(sizes[name] for name in _PRODUCTS[work.op]) if work.op in _PRODUCTS else 0
 
 
 @dataclass(frozen=True)
