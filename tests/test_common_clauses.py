@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 FEW = Profile("test", 2, 60)
 SOME = Profile("test", 8, 60)
+ROWS = Profile("test", 4, 60, thorough=False)  # of a table; plain torch's report is of every row
 ALL = Profile("test", 400, 60)  # rows of a table: the first that fails ends it
 
 
@@ -46,7 +47,8 @@ def common_mutants(op: str) -> list[Mutant]:
 
 @pytest.mark.parametrize("op", OPERATORS)
 def test_plain_torch_keeps_what_every_operator_owes(op) -> None:
-    assert failed(Subject("torch", op), common(op), SOME) == {}
+    drawn, tables = ([a for a in common(op) if isinstance(a.cases, Table) == is_table] for is_table in (False, True))
+    assert failed(Subject("torch", op), drawn, SOME) | failed(Subject("torch", op), tables, ROWS) == {}
 
 
 @pytest.mark.parametrize("op", OPERATORS)

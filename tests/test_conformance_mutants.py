@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 OWED = {c.id for spec in OPERATORS.values() for c in common_clauses(prefix_of(spec))}
 QUICK = Profile("test", 12, 60)
-OFTEN = Profile("test", 24, 60)  # of plain torch, whose semantics are tested here and nowhere else
+OFTEN = Profile("test", 16, 60)  # of plain torch, whose semantics are tested here and nowhere else
 MUTANTS = [m for op in OPERATORS for m in mutants_of(op) if m.clause not in OWED]
 ATTACKED = [op for op in clauses.MODULES if clauses.attacks_on(op)]
 

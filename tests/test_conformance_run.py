@@ -23,7 +23,7 @@ from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import Backend, Impl, Requires
 
 ROOT = Path(__file__).parents[1]
-EFFORT = Profile("test", 1, 60)
+EFFORT = Profile("test", 1, 60, thorough=False)
 OPS = ("group_filter", "whiten", "shape_rewards")
 WORK = [Work(Subject("torch", op, "cuda:0"), tuple(attacks_with_leak_check(op).values())[:3]) for op in OPS]
 

@@ -1,6 +1,6 @@
 """Record the instructions of every build that the compile gate has compiled, as the installed Triton compiles it.
 
-    python backends/rocm/tools/instructions.py                  # for every target
+    python backends/rocm/tools/instructions.py                  # builds that are not recorded yet, for every target
     python backends/rocm/tools/instructions.py gfx942 gfx90a
 
 Adds to backends/rocm/simulator/tests/instructions.txt one line for each opcode with each set of modifiers; a test binds
@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE: Final = ROOT / "backends/rocm/simulator/tests/instructions.txt"
@@ -40,12 +39,9 @@ def form(ins: Instruction) -> tuple[object, ...]:
     return ins.opcode, kinds, tuple(sorted(ins.modifiers.items())) if ins.encoding == "sdwa" else tuple(ins.modifiers)
 
 
-def assemblies(arch: str) -> Iterator[tuple[str, str, str]]:
-    """Every build that the gate has compiled: its key, its assembly, and the name of its kernel there."""
-    found = {compile_gate.key(r.recorded.build): r.recorded.build for r in compile_gate.rows(archs=[arch]) if r.needs}
-    for key, build in found.items():
-        made = compile_recorded(build, arch).compiled
-        yield key, made.asm["amdgcn"], made.metadata.name
+def builds(arch: str) -> dict[str, Any]:
+    """Every build that the gate has compiled, by its key."""
+    return {compile_gate.key(r.recorded.build): r.recorded.build for r in compile_gate.rows(archs=[arch]) if r.needs}
 
 
 def matrix(assembly: str) -> list[str]:
@@ -54,18 +50,24 @@ def matrix(assembly: str) -> list[str]:
 
 
 def main(asked: list[str]) -> None:
-    """Compile everything for some targets, all where none is named, and add what is new."""
+    """Compile what is new for some targets, all where none is named; forget the builds that are gone."""
     lines = FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else []
     seen = {form(instruction(line)) for line in lines}
     multiply: dict[str, dict[str, list[str]]] = json.loads(MATRIX.read_text(encoding="utf-8"))
     for arch in asked or COMPILED:
-        found = multiply[arch] = {}
-        for listed, assembly, name in assemblies(arch):
+        known, found = multiply.get(arch, {}), {}
+        for listed, build in builds(arch).items():
+            if listed in known:
+                found[listed] = known[listed]
+                continue
+            made = compile_recorded(build, arch).compiled
+            assembly = made.asm["amdgcn"]
             found[listed] = matrix(assembly)
-            for ins in read(assembly, name).code if ARCHITECTURES[arch].wave == 64 else ():
+            for ins in read(assembly, made.metadata.name).code if ARCHITECTURES[arch].wave == 64 else ():
                 if form(ins) not in seen:
                     seen.add(form(ins))
                     lines.append(ins.text)
+        multiply[arch] = found
         print(arch, triton.__version__, len(lines), len(found), file=sys.stderr)
     FILE.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
     tables = (
