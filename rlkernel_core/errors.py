@@ -5,6 +5,7 @@
     │   └── ArgumentTypeError (TypeError)  … because of its type or dtype
     ├── UnknownNameError (KeyError)        no such operator, keyword, backend, feature, kind or format
     ├── ConfigError (ValueError)           rlkernel.toml, RLKERNEL_* or a policy argument is malformed
+    ├── FileError (ValueError)             a file is absent, damaged, too large or cannot be written
     ├── ResolutionError (RuntimeError)     no backend in `order` can take the call; carries the Decision
     │   ├── AmbiguousBackendError          two backends of one tier qualify
     │   ├── FallbackError                  another backend could, but `fallback = "error"`
@@ -79,6 +80,20 @@ class UnknownNameError(RLKernelError, KeyError):
 
 class ConfigError(RLKernelError, ValueError):
     """Configuration is malformed; the message names the file or variable, the key and the remedy."""
+
+
+class FileError(RLKernelError, ValueError):
+    """A file is absent, damaged, too large, of another version, or cannot be written.
+
+    `file`, `place` (a line, a byte or a key; "" for the whole), `problem` and `remedy` are kept as attributes.
+    """
+
+    def __init__(self, file: object, place: str, problem: str, remedy: str) -> None:
+        self.file, self.place, self.problem, self.remedy = str(file), place, problem, remedy
+        super().__init__(f"{file}{place and ', '}{place}: {problem}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.file, self.place, self.problem, self.remedy)
 
 
 class ResolutionError(RLKernelError, RuntimeError):
