@@ -22,7 +22,7 @@ import re
 import tomllib
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from rlkernel_core.errors import FileError
 from rlkernel_core.files import MOST, read_text
@@ -62,13 +62,13 @@ def json_of(text: str, form: Any, source: Path | str, remedy: str, most: int = M
         if depth > DEPTH:
             raise FileError(source, "", f"nests more than {DEPTH} lists and objects", remedy)
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text)  # NaN and Infinity are numbers, as json.dumps writes them
         if _LONE.search(text):
             json.dumps(found, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         place = f"line {error.lineno + line - 1} column {error.colno}"
         raise FileError(source, place, f"is no JSON: {error.msg}", remedy) from error
-    except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, half a character
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, half a character
         raise FileError(source, "", f"is no JSON: {_one_line(error)}", remedy) from error
     return formed(found, form, source, remedy)
 
@@ -118,10 +118,10 @@ def _differs(value: Any, form: Any, place: str) -> tuple[str, str] | None:
             return None if None in tried else deepest
         case frozenset():
             fits = isinstance(value, str | int) and type(value) in {type(v) for v in form} and value in form
-            return None if fits else (place, f"must be {' or '.join(sorted(map(repr, form)))}; got {_short(value)}")
+            return None if fits else (place, f"must be {' or '.join(sorted(map(repr, form)))}; got {short(value)}")
         case list():
             if not isinstance(value, list):
-                return place, f"must be a list; got {_short(value)}"
+                return place, f"must be a list; got {short(value)}"
             return next((p for i, v in enumerate(value) if (p := _differs(v, form[0], f"{place}[{i}]"))), None)
         case dict():
             return _object(value, form, place)
@@ -129,7 +129,7 @@ def _differs(value: Any, form: Any, place: str) -> tuple[str, str] | None:
         return None
     if form is not int and type(value) in {type(None) if form is None else form, int if form is float else form}:
         return None
-    return place, f"must be {_NAMES.get(form, form)}; got {_short(value)}"
+    return place, f"must be {_NAMES.get(form, form)}; got {short(value)}"
 
 
 _NAMES: Final = {str: "text", int: "an integer of 64 bits", float: "a number", bool: "true or false", None: "null"}
@@ -137,7 +137,7 @@ _NAMES: Final = {str: "text", int: "an integer of 64 bits", float: "a number", b
 
 def _object(value: Any, form: dict[Any, Any], place: str) -> tuple[str, str] | None:
     if not isinstance(value, dict):
-        return place, f"must be an object; got {_short(value)}"
+        return place, f"must be an object; got {short(value)}"
     if str in form:
         return next((p for k, v in value.items() if (p := _differs(v, form[str], _below(place, k)))), None)
     for key, inner in form.items():
@@ -151,12 +151,12 @@ def _object(value: Any, form: dict[Any, Any], place: str) -> tuple[str, str] | N
 
 
 def _below(place: str, key: str) -> str:
-    said = key if key.isprintable() and len(key) < 80 else _short(key)
+    said = key if key.isprintable() and len(key) < 80 else short(key)
     return f"{place}.{said}" if place else said
 
 
-def _short(value: Any) -> str:
-    """A value in a few words, whatever its size."""
+def short(value: Any) -> str:
+    """The repr of a value, of a bounded length."""
     return _SHORT.repr(value)
 
 
@@ -172,7 +172,3 @@ def _shallow(value: Any, path: Path | str, remedy: str) -> None:
         if depth > DEPTH:
             raise FileError(path, "", f"nests more than {DEPTH} tables and lists", remedy)
         layer = [v for x in layer for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, dict | list)]
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")

@@ -136,17 +136,26 @@ def read_bytes(path: Path | str, remedy: str, most: int = MOST) -> bytes:
     Raises:
         FileError: absent, no file, closed, or larger.
     """
+    data = read_start(path, remedy, most + 1)
+    if len(data) > most:
+        raise FileError(path, "", f"is larger than the {most} bytes that are read", remedy)
+    return data
+
+
+def read_start(path: Path | str, remedy: str, count: int) -> bytes:
+    """The first `count` bytes of a file, or all where it has less.
+
+    Raises:
+        FileError: absent, no file, or closed.
+    """
     try:
         with Path(path).open("rb") as file:
-            data = file.read(most + 1)
+            return file.read(count)
     except FileNotFoundError as error:
         raise FileError(path, "", missing(path), remedy) from error
     except (OSError, ValueError) as error:  # ValueError: no name of a file
         problem = "is no file" if isinstance(error, IsADirectoryError) else f"cannot be read: {_said(error)}"
         raise FileError(path, "", problem, remedy) from error
-    if len(data) > most:
-        raise FileError(path, "", f"is larger than the {most} bytes that are read", remedy)
-    return data
 
 
 def read_text(path: Path | str, remedy: str, most: int = MOST) -> str:

@@ -17,7 +17,7 @@ from rlkernel.checkpoints.schemes import Entry, Source
 from rlkernel_core import tensor_file
 from rlkernel_core.documents import json_of, read_json
 from rlkernel_core.errors import ArgumentError, FileError
-from rlkernel_core.files import whole
+from rlkernel_core.files import read_start, whole
 from rlkernel_core.paths import missing
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
 
 
 def _file(path: Path) -> Source:
-    try:
-        with there(path).open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
-        raise FileError(path, "", problem, "Pass a file that you may read.") from error
+    magic = read_start(there(path), "Pass a .safetensors or .gguf file, or a folder.", 4)
     return _GgufFile(path) if magic == gguf_header.MAGIC else _SafetensorsFile(path)
 
 
@@ -87,7 +82,7 @@ class _SafetensorsFile:
         self.entries = {name: Entry(row.dtype, row.shape, row.nbytes) for name, row in sorted(stored.items())}
         self._errors = (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError)
         with self._reading(""):
-            self._handle = safe_open(path, framework="pt")
+            self._handle: Any = safe_open(path, framework="pt")
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
