@@ -16,7 +16,7 @@ REMEDY: Final = "Write it with rlkernel conformance run BACKEND --report FOLDER.
 _TEXT: Final = (str, None)
 _ENVIRONMENT: Final = {
     **dict.fromkeys(("python", "torch"), str),
-    **dict.fromkeys(("device_arch", "device_name?"), _TEXT),
+    **dict.fromkeys(("device_arch", "device_name"), _TEXT),
     "packages": {str: str},
     "variables": {str: str},
     "device_driver?": (None, [_TEXT]),

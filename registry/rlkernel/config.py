@@ -140,10 +140,10 @@ def _features(op: str) -> frozenset[str]:
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
-    path = ".".join(str(p) for p in problem["loc"])
+    path = ".".join(str(p)[:100] for p in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = OpSettings.model_fields if path.startswith("ops.") else Settings.model_fields
-        return f"unknown key {path!r}{did_you_mean(str(problem['loc'][-1]), known)}"
+        return f"unknown key {path!r}{did_you_mean(str(problem['loc'][-1])[:100], known)}"
     return f"{path}: {problem['msg']}; got {short(problem['input'])}"
 
 
@@ -172,7 +172,7 @@ def read_file(path: Path, backends: Iterable[str]) -> Settings:
         raise ConfigError(str(error)) from error
     odd = set(values) - set(_File.model_fields)
     if odd:
-        raise ConfigError(f"{path}: unknown table {min(odd)!r}{did_you_mean(min(odd), _File.model_fields)}")
+        raise ConfigError(f"{path}: unknown table {short(min(odd))}{did_you_mean(min(odd)[:100], _File.model_fields)}")
     table = values.get("rlkernel", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: rlkernel must be a table: write [rlkernel]")
@@ -185,7 +185,7 @@ def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dic
     own = tuple(f"RLKERNEL_{b.upper().replace('-', '_')}_" for b in backends)
     for name in environ:
         if name.startswith("RLKERNEL_") and name not in ENVIRONMENT and not name.startswith(own):
-            raise ConfigError(f"{name}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
+            raise ConfigError(f"{name[:100]}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
     layers = {}
     if order := variable("RLKERNEL_ORDER", environ):
         names = [n.strip() for n in order.split(",") if n.strip()]

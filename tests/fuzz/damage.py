@@ -17,7 +17,8 @@ _NUMBERS = (0, -1, 1, 2, 255, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, 2**63, -(2*
 _FLOATS = (0.0, -0.0, 1e-320, -1.5, 1e308, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (
     "", " ", "\0", "\n", "a" * 70_000, "../../etc/passwd", "/etc/passwd", "..", ".", "a/../../b", "\u202e",
-    "\U0001f600", "torch", "float32", "uint4", "complex128", "__class__", "nan", "-1", "cuda:99", "rlkernel_torch.logprob:logprob",
+    "\U0001f600", "torch", "float32", "uint4", "complex128", "__class__", "nan", "-1", "cuda:99",
+    "rlkernel_torch.logprob:logprob",
     "model.safetensors", "x" * 300, "%s", "{0}", "\x1b[31m", "é" * 200,
 )  # fmt: skip
 _WORDS = (

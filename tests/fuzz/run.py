@@ -21,16 +21,14 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "backends" / "triton"))  # bundles are read where its package is not installed, too
-
 from tests.fuzz.attack import HEAD, Outcome, attacked, limit_memory
-from tests.fuzz.formats import FORMATS, Format
+from tests.fuzz.formats import FORMATS, ROOT, Format
 
 
 def of_format(form: Format, count: int, number: int) -> Outcome:
     """The cases of a format, in this process, whose memory is limited once all is imported."""
     torch.set_num_threads(1)
+    sys.path.append(str(ROOT / "backends" / "triton"))  # bundles are read where its package is not installed, too
     parts = form.parts()
     with tempfile.TemporaryDirectory() as folder:  # the valid document is read, and imports what reading needs
         for name, data in form.join(parts).items():
@@ -66,7 +64,8 @@ def main() -> int:
     print(Outcome.total(done).line())
     for outcome in done:
         for where, (text, files) in outcome.found.items():
-            print(f"\n{outcome.format}: {where}, {outcome.broken[where]} times\n{text}")
+            lines = [line[:200] for line in text.splitlines()[-12:]]
+            print("\n".join([f"\n{outcome.format}: {where}, {outcome.broken[where]} times", *lines]))
             if asked.keep:
                 folder = asked.keep / re.sub(r"\W+", "-", f"{outcome.format} {where}")
                 folder.mkdir(parents=True, exist_ok=True)
