@@ -139,6 +139,8 @@ class _GgufFile:
         if kind not in gguf_blocks.BLOCKS:
             known = ", ".join(gguf_blocks.BLOCKS)
             raise ArgumentError(name, kind, f"blocks of {known} are read", "Convert it with llama.cpp first.")
+        if not prod(shape):
+            raise FileError(self.path, name, "has no elements", gguf_header.REMEDY)
         raw = self.load(name)
         return gguf_blocks.read_blocks(name, raw.reshape(-1, raw.shape[-1]), kind, shape[-1] if shape else 1)
 
