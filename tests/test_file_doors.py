@@ -26,6 +26,8 @@ DRAFTS = {"whole", "whole_folder"}
 WRITERS = {
     "backends/triton/rlkernel_triton/aot/recordings.py": (1, "a log to which processes append a line each"),
     "registry/rlkernel/demo/record.py": (1, "a log that is read while it is written; its reader names a line cut off"),
+    "registry/rlkernel/child.py": (1, "a switch of the kernel in /proc"),
+    "tools/lock.py": (2, "what uv reads, in a temporary folder"),
     "tools/gpu_all.py": (4, "two logs, and metadata in a temporary folder"),
     "conformance/rlkernel_conformance/process_reaper.py": (1, "a switch of the kernel in /proc"),
     "conformance/rlkernel_judge/sandbox.py": (4, "switches of the kernel in /proc, and whether a folder takes a file"),
@@ -38,6 +40,9 @@ PARSERS = {
     "rlkernel_core/tensor_file.py": (1, "a length of eight bytes that were read"),
     "registry/rlkernel/checkpoints/gguf_header.py": (3, "numbers of a header whose ends are looked at first"),
     "registry/rlkernel/probe.py": (1, "the verdict of our own child"),
+    "registry/rlkernel/trial.py": (1, "lines of our own child, whose number and size are bounded"),
+    "registry/rlkernel/trial_child.py": (1, "the order of our own parent"),
+    "conformance/rlkernel_judge/attack_run.py": (1, "the answer of our own trial"),
     "registry/rlkernel/doctor/torchbuild.py": (1, "the answer of our own child"),
     "registry/rlkernel/torchlib/call_codec.py": (1, "a node of a graph that we wrote"),
     "conformance/rlkernel_conformance/isolation.py": (1, "messages of our own worker, each with a secret"),

@@ -572,6 +572,17 @@ def read_probe_cache(folder: Path) -> object:
     return _recall(folder / "probe.json")
 
 
+def trial_cache() -> Parts:
+    verdicts = {"": None, "acme:logprob": ["load", "target-missing", "no", "pip install acme"]}
+    return {"plugin.json": _json({"plugin": ["acme", "1"], "verdicts": verdicts})}
+
+
+def read_trial_cache(folder: Path) -> object:
+    from rlkernel.trial import _recall
+
+    return _recall(folder / "plugin.json")
+
+
 def token() -> Parts:
     return {"token": b"0123456789abcdef0123\nnote\n"}
 
@@ -628,6 +639,7 @@ FORMATS: tuple[Format, ...] = (
     Format("gguf header", gguf_fields, partial(read_checkpoint, "x.gguf"), gguf_made),
     Format("rollout buffer", rollouts, read_rollouts, rollouts_joined),
     Format("probe cache", probe_cache, read_probe_cache),
+    Format("trial cache", trial_cache, read_trial_cache),
     Format("token file", token, read_token),
     Format("judge request", request, read_request),
 )
