@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from rlkernel_core.errors import FileError
-from rlkernel_core.paths import missing
+from rlkernel_core.paths import absent
 
 MOST: Final = 16 << 20  # bytes of a file that is read whole: JSON of that size takes up to half a GiB in memory
 _ROOM: Final = "Name a file in a folder that exists, that you may write to, and that has room."
@@ -152,7 +152,7 @@ def read_start(path: Path | str, remedy: str, count: int) -> bytes:
         with Path(path).open("rb") as file:
             return file.read(count)
     except FileNotFoundError as error:
-        raise FileError(path, "", missing(path), remedy) from error
+        raise FileError(path, "", absent(path), remedy) from error
     except (OSError, ValueError) as error:  # ValueError: no name of a file
         problem = "is no file" if isinstance(error, IsADirectoryError) else f"cannot be read: {_said(error)}"
         raise FileError(path, "", problem, remedy) from error

@@ -11,6 +11,11 @@ from pathlib import Path
 _SHOWN = 500  # characters of a path
 
 
+def absent(path: Path | str) -> str:
+    """The same without the path: `does not exist; did you mean x/model.gguf?`, for errors that name it already."""
+    return missing(path).removeprefix(f"{str(Path(path))[:_SHOWN]} ")
+
+
 def missing(path: Path | str) -> str:
     """`x/modle.gguf does not exist; did you mean x/model.gguf?`, or which folder of the path is not there.
 

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from rlkernel_core.documents import formed, json_of
 from rlkernel_core.errors import FileError
 from rlkernel_core.files import MOST, whole
-from rlkernel_core.paths import missing
+from rlkernel_core.paths import absent
 
 # safetensors' name -> (torch's name, bits of an element). F4 and F6, which are packed, are of no torch dtype here.
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {
@@ -62,7 +62,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
                 raise FileError(path, "header", f"is larger than the {MOST} bytes that are read", REMEDY)
             text = file.read(length).decode("utf-8")
     except FileNotFoundError as error:
-        raise FileError(path, "", missing(path), "Pass a .safetensors file.") from error
+        raise FileError(path, "", absent(path), "Pass a .safetensors file.") from error
     except UnicodeDecodeError as error:
         raise FileError(path, f"byte {8 + error.start}", "is no whole safetensors file: no UTF-8", REMEDY) from error
     except OSError as error:

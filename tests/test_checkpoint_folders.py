@@ -167,7 +167,7 @@ def test_formats_that_differ_are_named_where_the_method_is_ours_and_noted_where_
     [
         (
             lambda p: (p / "model-00002-of-00002.safetensors").unlink(),
-            r"00002-of-00002\.safetensors does not exist",
+            r"00002-of-00002\.safetensors: does not exist",
         ),
         (
             lambda p: save_file({"x": torch.ones(1)}, p / "model-00002-of-00002.safetensors"),

@@ -27,6 +27,7 @@ _WORDS = (
     b"1979-05-27", b"0x" + b"f" * 100, b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b"\r\n",
 )  # fmt: skip
 
+_SMALL = 10_000  # bytes of what is repeated many times: cases are to be large for their reader, not for us
 _CHANGES = ("replace", "replace", "replace", "near", "near", "remove", "rename", "repeat", "move")
 
 
@@ -86,7 +87,7 @@ def changed_value(draw: st.DrawFn, document: Any) -> Any:
         elif what == "rename" and isinstance(holder, dict):
             holder[draw(st.sampled_from((str(key).upper(), f"{key} ", *_TEXTS)))] = holder.pop(key)
         elif what == "repeat" and isinstance(holder, list):
-            holder += [old] * draw(st.sampled_from((1, 1, 100)))
+            holder += [old] * (draw(st.sampled_from((1, 1, 100))) if len(json.dumps(old)) < _SMALL else 1)
         elif what == "near" and isinstance(old, int | float) and not isinstance(old, bool):
             holder[key] = draw(
                 st.sampled_from((old + 1, old - 1, -old, old * 2, old // 2 if isinstance(old, int) else 0, 0))
@@ -119,7 +120,7 @@ def changed_tokens(draw: st.DrawFn, text: bytes) -> bytes:
         if what == "remove":
             tokens[i] = b""
         elif what == "repeat":
-            tokens[i] *= draw(st.sampled_from((2, 2, 1000)))
+            tokens[i] *= draw(st.sampled_from((2, 2, 1000))) if len(tokens[i]) < _SMALL else 2
         elif what == "exchange":
             j = draw(st.integers(0, len(tokens) - 1))
             tokens[i], tokens[j] = tokens[j], tokens[i]

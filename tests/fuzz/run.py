@@ -58,8 +58,9 @@ def main() -> int:
         for form, count, future in zip(chosen, counts, waiting, strict=True):
             try:
                 done.append(future.result())
-            except BrokenProcessPool:  # killed by a signal: an access out of bounds, or the kernel's memory killer
-                done.append(Outcome(form.name, broken=Counter({f"killed within {count} cases": 1})))
+            except (BrokenProcessPool, MemoryError) as error:
+                # Ended by a signal: an access out of bounds, or the kernel's memory killer; or no room for a case.
+                done.append(Outcome(form.name, broken=Counter({f"{type(error).__name__} within {count} cases": 1})))
             print(done[-1].line(), flush=True)
     print(Outcome.total(done).line())
     for outcome in done:

@@ -18,7 +18,7 @@ from rlkernel_core import tensor_file
 from rlkernel_core.documents import json_of, read_json
 from rlkernel_core.errors import ArgumentError, FileError
 from rlkernel_core.files import read_start, whole
-from rlkernel_core.paths import missing
+from rlkernel_core.paths import absent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ def there(path: Path) -> Path:
     except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
         raise FileError(path, "", f"is no file: {error}", "Pass a .safetensors or .gguf file, or a folder.") from error
     if not found:
-        raise FileError(path, "", missing(path), "Pass a .safetensors or .gguf file, or a folder.")
+        raise FileError(path, "", absent(path), "Pass a .safetensors or .gguf file, or a folder.")
     return path
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from rlkernel_core.errors import FileError
-from rlkernel_core.paths import missing
+from rlkernel_core.paths import absent
 
 REMEDY: Final = "Download or write it anew."
 MAGIC: Final = b"GGUF"
@@ -50,7 +50,7 @@ def read(path: Path) -> dict[str, Stored]:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _tensors(_Cursor(path, data))
     except FileNotFoundError as error:
-        raise FileError(path, "", missing(path), "Pass a .gguf file.") from error
+        raise FileError(path, "", absent(path), "Pass a .gguf file.") from error
     except (OSError, ValueError) as error:
         if isinstance(error, FileError):
             raise
