@@ -19,7 +19,7 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test check conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
+.PHONY: help setup demo test check fuzz conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+fuzz: $(STAMP) ## 20,000 damaged files of every format, in processes of 1 GiB: each must end in a typed error or be read
+	OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz.run --keep build/fuzz
 
 conform: $(STAMP) ## attack plain torch with every clause at length, and write the report and the tables of README and docs
 	$(VENV)/bin/rlkernel conformance run torch --profile standard --report conformance/reports/torch

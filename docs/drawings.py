@@ -12,6 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
+from rlkernel_core.files import write_text
+
 FOLDER: Final = Path(__file__).parent / "assets" / "drawings"
 WIDTH: Final = 600
 LINE: Final = 20  # height of a line of text
@@ -332,5 +334,5 @@ def drawn() -> dict[str, str]:
 
 if __name__ == "__main__":
     for name, content in drawn().items():
-        (FOLDER / name).write_text(content, encoding="utf-8")
+        write_text(FOLDER / name, content)
         print(FOLDER / name)

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel_core.files import whole
+
 H200: Final = Path(__file__).parents[1] / "benchmarks" / "results" / "h200"
 WORK: Final = "8192x4096x128256 bfloat16 forward+backward entropy"
 # candidate of the benchmark -> how README calls it
@@ -82,7 +84,8 @@ def main() -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
         axes.xaxis.label.set_size(8)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110, metadata={"Software": None})
+    with whole(Path(__file__).with_suffix(".png")) as draft:
+        figure.savefig(draft, dpi=110, metadata={"Software": None}, format="png")
 
 
 if __name__ == "__main__":

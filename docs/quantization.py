@@ -10,7 +10,6 @@ same on every machine up to the order of sums.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from rlkernel_core.files import write_json
 from rlkernel_core.quant import FORMATS, QuantSpec, dequantize, quantize
 
 N, K, M = 512, 2048, 64
@@ -88,5 +88,5 @@ def table(rows: list[dict[str, object]]) -> str:
 if __name__ == "__main__":
     found = measured()
     if "--print" not in sys.argv:
-        WHERE.write_text(json.dumps({"N": N, "K": K, "M": M, "seed": 0, "rows": found}, indent=1) + "\n")
+        write_json(WHERE, {"N": N, "K": K, "M": M, "seed": 0, "rows": found})
     print(table(found))

@@ -5,6 +5,7 @@
     │   └── ArgumentTypeError (TypeError)  … because of its type or dtype
     ├── UnknownNameError (KeyError)        no such operator, keyword, backend, feature, kind or format
     ├── ConfigError (ValueError)           rlkernel.toml, RLKERNEL_* or a policy argument is malformed
+    ├── FileError (ValueError)             a file is absent, damaged, too large or cannot be written
     ├── ResolutionError (RuntimeError)     no backend in `order` can take the call; carries the Decision
     │   ├── AmbiguousBackendError          two backends of one tier qualify
     │   ├── FallbackError                  another backend could, but `fallback = "error"`
@@ -37,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlkernel_core.decision import Decision
 
+_SHOWN = 100  # characters of a name
+
 
 class RLKernelError(Exception):
     """Base of every error that rlkernel raises on purpose."""
@@ -65,9 +68,10 @@ class UnknownNameError(RLKernelError, KeyError):
 
     def __init__(self, what: str, name: object, known: Iterable[str], install: str = "") -> None:
         self.what, self.name, self.known, self.install = what, name, tuple(sorted(known)), install
-        nearest = did_you_mean(str(name), self.known)
+        shown = repr(name) if len(str(name)) <= _SHOWN else repr(str(name)[:_SHOWN]) + "..."
+        nearest = did_you_mean(str(name)[:_SHOWN], self.known)
         super().__init__(
-            f"{what} {name!r} is not installed: {install}" if install else f"unknown {what} {name!r}{nearest}"
+            f"{what} {shown} is not installed: {install}" if install else f"unknown {what} {shown}{nearest}"
         )
 
     def __str__(self) -> str:  # KeyError would print the repr
@@ -79,6 +83,20 @@ class UnknownNameError(RLKernelError, KeyError):
 
 class ConfigError(RLKernelError, ValueError):
     """Configuration is malformed; the message names the file or variable, the key and the remedy."""
+
+
+class FileError(RLKernelError, ValueError):
+    """A file is absent, damaged, too large, of another version, or cannot be written.
+
+    `file`, `place` (a line, a byte or a key; "" for the whole), `problem` and `remedy` are kept as attributes.
+    """
+
+    def __init__(self, file: object, place: str, problem: str, remedy: str) -> None:
+        self.file, self.place, self.problem, self.remedy = str(file), place, problem, remedy
+        super().__init__(f"{self.file[:500]}{place and ', '}{place}: {problem}. {remedy}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.file, self.place, self.problem, self.remedy)
 
 
 class ResolutionError(RLKernelError, RuntimeError):

@@ -18,7 +18,7 @@ from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
 from rlkernel_conformance import documents
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, FileError
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,16 +56,21 @@ def test_results_come_back_as_they_were_written(tmp_path) -> None:
 def test_edited_results_are_refused(tmp_path) -> None:
     file = write(content(candidate()), tmp_path)
     file.write_text(file.read_text().replace('"median": 100.0', '"median": 90.0'))
-    with pytest.raises(ConfigError, match="changed after it was written"):
+    with pytest.raises(FileError, match="changed after it was written"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{}", "no results"), ("nonsense", "no results"), ('{"schema": 9, "hash": ""}', "schema 9")]
+    ("text", "message"),
+    [
+        ("{}", "has no 'schema'"),
+        ("nonsense", "is no JSON"),
+        ('{"schema": 9, "hash": ""}', "schema: must be 1 or 2; got 9"),
+    ],
 )
 def test_other_files_are_refused(tmp_path, text, message) -> None:
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(FileError, match=message):
         read(tmp_path)
 
 

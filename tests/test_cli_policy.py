@@ -11,7 +11,7 @@ import rlkernel as rlk
 from rlkernel import config, lock, provenance, record
 from rlkernel.cli.config import EXAMPLE
 from rlkernel_core import __version__
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import FileError
 from rlkernel_core.spec import OPERATORS
 from tests.command_line import answer
 from tests.plugins import good
@@ -112,7 +112,7 @@ def test_a_record_survives_the_way_to_disk_and_back(tmp_path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "hash": "", "decisions": [{}]}'])
 def test_a_file_that_is_no_record_is_an_error_that_names_it(tmp_path, text) -> None:
     (tmp_path / "decisions.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"decisions\.json"):
+    with pytest.raises(FileError, match=r"decisions\.json"):
         record.read(tmp_path)
 
 

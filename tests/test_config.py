@@ -78,7 +78,7 @@ def test_a_file_is_read_with_its_operators(tmp_path) -> None:
         ("[rlkernle]\n", "did you mean 'rlkernel'"),
         ("rlkernel = 3\n", "write [rlkernel]"),
         ('[rlkernel]\nfallback = "silent"\n', "fallback"),
-        ("\xff\xfe", "not valid TOML"),
+        ("\xff\xfe", "not UTF-8"),
     ],
 )
 def test_a_malformed_file_is_an_error_that_names_it(tmp_path, text, said) -> None:
@@ -169,7 +169,7 @@ def test_a_file_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeyp
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ConfigError, match=r"rlkernel\.toml.*Permission denied"):
         read(path, BACKENDS)
 

@@ -16,7 +16,7 @@ from rlkernel_conformance.mutants import mutants_of
 from rlkernel_conformance.profiles import PROFILES, Profile
 from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.errors import FileError, UnknownNameError
 
 SUBJECT = Subject("torch", "group_filter")
 EFFORT = Profile("test", 3, 60)
@@ -69,14 +69,14 @@ def test_a_report_that_was_changed_is_refused(content, tmp_path) -> None:
     changed = json.loads(json.dumps(content))
     changed["operators"]["group_filter@1"]["clauses"][0]["status"] = "violated"
     (tmp_path / "report.json").write_text(json.dumps(changed))
-    with pytest.raises(ConfigError, match="was changed"):
+    with pytest.raises(FileError, match="was changed"):
         documents.read(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 9, "hash": ""}'])
 def test_what_is_no_report_is_refused(tmp_path, text) -> None:
     (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"report\.json"):
+    with pytest.raises(FileError, match=r"report\.json"):
         documents.read(tmp_path)
 
 

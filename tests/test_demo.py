@@ -18,7 +18,7 @@ from rlkernel.demo.clock import LEAST, Clock
 from rlkernel.demo.run import Options, run
 from rlkernel.demo.scale import SCALES, place
 from rlkernel.demo.train import Recipe
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, FileError
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -249,7 +249,7 @@ def test_without_matplotlib_a_run_ends_well_and_says_how_to_get_its_picture(cli,
 
 
 def test_a_folder_that_is_no_run_has_no_picture(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(FileError, match=r"summary\.json: does not exist"):
         picture.redraw(tmp_path)
 
 

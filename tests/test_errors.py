@@ -28,6 +28,7 @@ DECISION = Decision(
 )
 ARGUMENTS = {
     ArgumentError: ("temperature", -1.0, "must be > 0", "Pass 1."),
+    errors.FileError: ("rlkernel.lock", "line 3", "is no JSON", "Write it anew."),
     UnknownNameError: ("backend", "acm", ["acme", "torch"]),
     errors.ApiMismatchError: ((9, 9), (1, 0)),
     errors.ResolutionError: ("nobody", DECISION),

@@ -11,7 +11,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel import lock
-from rlkernel_core.errors import ConfigError, LockError
+from rlkernel_core.errors import FileError, LockError
 from tests.implementations import acme
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -51,12 +51,12 @@ def test_another_version_is_not_what_was_pinned(tmp_path) -> None:
 def test_a_file_that_is_no_lock_is_an_error_that_names_it(tmp_path, text) -> None:
     path = tmp_path / "odd.lock"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"odd\.lock"):
+    with pytest.raises(FileError, match=r"odd\.lock"):
         lock.read(str(path))
 
 
 def test_a_lock_that_is_not_there_is_an_error() -> None:
-    with rlk.use(lock="/nowhere/rlkernel.lock"), pytest.raises(ConfigError, match="does not exist"):
+    with rlk.use(lock="/nowhere/rlkernel.lock"), pytest.raises(FileError, match="does not exist"):
         rlk.logprob(LOGITS, IDS)
 
 
@@ -76,13 +76,13 @@ def test_a_lock_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeyp
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(ConfigError, match=r"closed\.lock.*Permission denied"):
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(FileError, match=r"closed\.lock.*Permission denied"):
         lock.read(str(path))
 
 
 def test_a_folder_is_no_lock(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(FileError, match="is no file"):
         lock.read(str(tmp_path))
 
 

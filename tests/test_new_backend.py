@@ -211,7 +211,7 @@ def test_nothing_that_exists_is_overwritten(cli, existing) -> None:
 def test_a_folder_that_cannot_be_made_is_named(cli) -> None:
     Path("file").write_text("")
     result = cli("new-backend", "acme", "--into", "file/acme")
-    assert (result.exit_code, "--into: cannot be written" in result.stderr) == (2, True)
+    assert (result.exit_code, "file/acme: cannot be written" in result.stderr) == (2, True)
 
 
 def test_an_empty_folder_is_filled(cli) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from rlkernel_conformance.bad_arguments import NEVER, of_tensor, of_type
-from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
+from rlkernel_core.errors import ArgumentError, FileError, RLKernelError, UnknownNameError
 from rlkernel_core.spec.rollouts import Field, GroupRules, Slots
 from rlkernel_torch.direct import rollout_buffer
+from tests.full_disk import full_disk
 from tests.rollouts import balanced, buffer, fill, tokens
 
 INTEGERS = {
@@ -132,6 +136,8 @@ def test_a_bad_value_is_refused_by_name_and_loses_nothing(tmp_path, argument) ->
             wrong += [] if name in {"groups", "values"} else [(what, str(error))]
         except ArgumentError as error:
             wrong += [] if name in error.argument and len(error.remedy) > 3 else [(what, str(error))]
+        except FileError as error:
+            wrong += [] if name == "path" and error.file == value and len(error.remedy) > 3 else [(what, str(error))]
         else:
             wrong.append((what, "accepted"))
         assert buf.stats == before, what
@@ -178,58 +184,73 @@ def test_a_reason_with_the_name_of_a_counter_hides_nothing(reason) -> None:
     balanced(buf.stats)
 
 
-def test_a_failed_save_leaves_the_earlier_file(tmp_path, monkeypatch) -> None:
+def test_a_failed_save_leaves_the_earlier_file(tmp_path) -> None:
     buf, _ = held("")
-    path = tmp_path / "rollouts.pt"
+    path = tmp_path / "rollouts"
     buf.save(str(path))
     earlier = path.read_bytes()
-
-    def full(content: object, file: Any) -> None:
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ArgumentError, match="path: cannot be written: No space left"):
+    with full_disk(len(earlier) // 2), pytest.raises(FileError, match="rollouts: cannot be written: File too large"):
         buf.save(str(path))
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (earlier, [path])
 
 
-def damaged(content: dict[str, Any]) -> dict[str, Any]:
-    """Files that are not what `save` wrote, by what is wrong with them."""
-    held, held_by = content["allocator"], content["allocator"]["sequences"]
+def damaged(tensors: dict[str, Any], said: dict[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Tensors and metadata that `save` did not write, by what is wrong with them."""
+
+    def other(name: str, change: Any) -> dict[str, Any]:
+        x = tensors[name].clone()
+        return tensors | {name: y if isinstance(y := change(x), torch.Tensor) else x}
+
+    def put(name: str, at: Any, value: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return other(name, lambda x: x.__setitem__(at, value)), said
+
     return {
-        "no dict": [1, 2],
-        "another schema": content | {"schema": 0},
-        "another shape": content | {"shape": content["shape"] | {"rewards": 2}},
-        "no shape": {k: v for k, v in content.items() if k != "shape"},
-        "no tensors": content | {"tensors": {}},
-        "a tensor less wide": content | {"tensors": {k: x[..., :1] for k, x in content["tensors"].items()}},
-        "another dtype": content | {"tensors": {k: x.double() for k, x in content["tensors"].items()}},
-        "a page too many": content | {"pages": [*content["pages"], 10**6]},
-        "no allocator": content | {"allocator": {}},
-        "a slot twice": content | {"allocator": held | {"free_slots": [*held["free_slots"], held_by[0]["slot"]]}},
-        "a page lost": content | {"allocator": held | {"free_pages": held["free_pages"][1:]}},
-        "a group lost": content | {"allocator": held | {"groups": {}}},
-        "a sequence of another form": content | {"allocator": held | {"sequences": [{"slot": 0}]}},
-        "a count in words": content | {"allocator": held | {"counts": dict.fromkeys(held["counts"], "many")}},
+        "another schema": (tensors, said | {"schema": 1}),
+        "another shape": (tensors, said | {"shape": said["shape"] | {"rewards": 2}}),
+        "no shape": (tensors, {k: v for k, v in said.items() if k != "shape"}),
+        "no tensors": ({}, said),
+        "a tensor less wide": (other("table", lambda x: x[..., :1].contiguous()), said),
+        "another dtype": (other("field.token", lambda x: x.double()), said),
+        "a page too many": (other("pages", lambda x: torch.cat((x, x.new_tensor([10**6])))), said),
+        "a page twice": (other("pages", lambda x: x[torch.arange(len(x)) // 2]), said),
+        "a page in words": (other("pages", lambda x: x.to(torch.int32)), said),
+        "a slot twice": (other("free_slots", lambda x: torch.cat((x, tensors["sequences"][:1, 0]))), said),
+        "a page lost": (other("free_pages", lambda x: x[1:].clone()), said),
+        "a group lost": (other("group_slots", lambda x: x[1:].clone()), said),
+        "a group twice": put("group_ids", 1, int(tensors["group_ids"][0])),
+        "a group of another name": put("group_ids", 0, 77),
+        "a count below nothing": put("group_counts", 0, -1),
+        "a page of the table beyond the storage": put("table", (0, 0), 10**6),
+        "a length beyond the limit": put("length", 0, 10**9),
+        "a limit beyond the table": put("limit", 0, 10**9),
+        "a slot open on the device alone": put("stamp", -1, 1),
+        "a status that is none": put("sequences", (0, 6), 9),
+        "a sequence neither open nor ended": put("sequences", (0, 7), 2),
+        "a stamp that was never given out": put("sequences", (0, 1), 10**9),
+        "a count in words": (tensors, said | {"counts": dict.fromkeys(said["counts"], "many")}),
+        "an age in words": (tensors, said | {"counters": said["counters"] | {"staleness": {"old": 1}}}),
     }
 
 
 def test_a_damaged_file_is_refused_and_changes_nothing(tmp_path) -> None:
-    path = str(tmp_path / "rollouts.pt")
+    path = str(tmp_path / "rollouts")
     held("")[0].save(path)
-    files = damaged(torch.load(path, weights_only=True))
+    with safe_open(path, framework="pt") as file:
+        tensors, said = {n: file.get_tensor(n) for n in file.keys()}, json.loads(file.metadata()["rollout_buffer"])  # noqa: SIM118
     buf, slots = held("")
     buf.append(slots, tokens(5, 6))
     before, stored = buf.stats, {n: x.clone() for n, x in buf.tensors().items()}
-    for what, content in files.items():
-        torch.save(content, path)
-        with pytest.raises(ArgumentError, match="path"):
+    for what, (content, metadata) in damaged(tensors, said).items():
+        save_file(content, path, {"rollout_buffer": json.dumps(metadata)})
+        with pytest.raises(ArgumentError if what == "another shape" else FileError, match="rollouts"):
             buf.load(path)
         assert buf.stats == before, what
         assert all(torch.equal(x, stored[n]) for n, x in buf.tensors().items()), what
+    save_file(tensors, path)
+    with pytest.raises(FileError, match="is no rollout buffer"):
+        buf.load(path)
     for text in (b"", b"no torch", math.pi.hex().encode() * 1000):
-        (tmp_path / "rollouts.pt").write_bytes(text)
-        with pytest.raises(ArgumentError, match="is no file of torch"):
+        (tmp_path / "rollouts").write_bytes(text)
+        with pytest.raises(FileError, match="is no whole safetensors file"):
             buf.load(path)
     assert buf.stats == before

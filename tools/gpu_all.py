@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -33,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # runs where nothing is installed
+
+from rlkernel_core.files import write_json
+
 PATHS = (".", "registry", "conformance", "benchmarks", "backends/common", "backends/torch")
 NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", "hypothesis", "pytest")
 # The most wanted first: what comes last may find no time.
@@ -315,16 +318,15 @@ def main() -> int:
         found = in_parallel([*attacks, *checks], session, until)
         if checks:
             kept = [report for report in found if report and "name" in report]
-            (asked.out / "tests.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            write_json(asked.out / "tests.json", kept)
         for name, profile in ((n, p) for n in names for p in profiles):
             report = merged_conformance(session, name, profile) if attacks else None
             if report is not None:
-                text = json.dumps(report, indent=1)
-                (asked.out / f"conformance-{name}-{profile}.json").write_text(text, encoding="utf-8")
+                write_json(asked.out / f"conformance-{name}-{profile}.json", report)
         if "bench" in parts:
             bench(session, asked, names)
         summary = {"steps": session.steps, "seconds_left": round(session.left, 1)}
-        (asked.out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        write_json(asked.out / "summary.json", summary)
     return int(any(step["rc"] != 0 for step in session.steps))
 
 

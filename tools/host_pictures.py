@@ -20,6 +20,8 @@ sys.path[:0] = [str(ROOT / part) for part in ("benchmarks", "registry", ".")]
 
 from rlkernel_bench.plots import COLORS, LINES, MARKS, OTHERS, OURS
 
+from rlkernel_core.files import whole
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -236,7 +238,8 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
 def main() -> None:
     """All of them."""
     for path, make in PICTURES.items():
-        make().savefig(RESULTS / path, dpi=110, metadata={"Software": None})
+        with whole(RESULTS / path) as draft:
+            make().savefig(draft, dpi=110, metadata={"Software": None}, format="png")
         print(path)
 
 

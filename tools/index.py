@@ -16,6 +16,8 @@ from urllib.parse import quote
 
 from packaging.utils import parse_wheel_filename
 
+from rlkernel_core.files import write_text
+
 
 def write(folder: Path) -> Path:
     """Write `simple/` in a folder of wheels.
@@ -43,7 +45,7 @@ def _link(wheel: Path) -> str:
 def _page(folder: Path, links: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     body = "<br>\n".join(links)
-    (folder / "index.html").write_text(f"<!DOCTYPE html>\n<html><body>\n{body}\n</body></html>\n")
+    write_text(folder / "index.html", f"<!DOCTYPE html>\n<html><body>\n{body}\n</body></html>\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from rlkernel_core.files import write_text
+
 ROOT: Final = Path(__file__).parents[1]
 FOLDER: Final = ROOT / "requirements"
 OURS: Final = (".", "backends/triton", "backends/cuda", "backends/rocm")
@@ -72,7 +74,7 @@ def main(names: list[str]) -> None:
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr}")
             text = _without(done.stdout, rf"rlkernel.*|cdna-simulator|{lock.without}")
-            (FOLDER / f"{name}.txt").write_text(f"# Made by `make lock` of {', '.join(lock.wants)}.\n{text}", "utf-8")
+            write_text(FOLDER / f"{name}.txt", f"# Made by `make lock` of {', '.join(lock.wants)}.\n{text}")
             print(f"requirements/{name}.txt: {text.count('==')} packages")
 
 

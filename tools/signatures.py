@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rlkernel_core.files import write_text
+
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "registry" / "rlkernel" / "signatures.pyi"
 HEAD = """# The public operators with their signatures. Written by tools/signatures.py; do not edit.
@@ -109,5 +111,5 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
+    write_text(FILE, text())
     print(FILE.relative_to(ROOT))

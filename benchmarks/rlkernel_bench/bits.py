@@ -11,7 +11,6 @@ error. Each call is made twice: outputs that differ between the two are listed a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -26,10 +25,12 @@ from rlkernel_bench import suites
 from rlkernel_bench.candidates import Candidate
 from rlkernel_bench.run import candidates
 from rlkernel_bench.work import Inputs, Outputs, Problem, Work
-from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_core.documents import read_json
+from rlkernel_core.files import make_folder, write_json
 
 Record = dict[str, Any]  # "bits": output -> digest, "unstable": outputs; or "error" and "error says"
+_ENTRY: Final = {"bits?": {str: str}, "unstable?": [str], "error?": str, "error says?": str}
+_FORM: Final = {"about": {"device_name": str}, "workloads": {str: {str: _ENTRY}}}
 _SLOW: Final = ("process",)  # clocks of workloads that start processes and return no tensors
 
 
@@ -43,8 +44,8 @@ def record(works: Sequence[Work], device: str, use: Sequence[str], file: Path) -
             found[f"{work.suite}: {work.op} {work.name}"] = dict(_of(work, device, use))
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
     content = {"about": {"device_name": name, "torch": torch.__version__}, "workloads": found}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    make_folder(file.parent)
+    write_json(file, content)
     made = [entry for entries in found.values() for entry in entries.values()]
     return {"made": len(made), **{part: sum(part in entry for entry in made) for part in ("error", "unstable")}}
 
@@ -95,7 +96,7 @@ def compare(old: Path, new: Path) -> Comparison:
     """Everything that differs, calls that one of the files lacks included.
 
     Raises:
-        ConfigError: one of them is no file of bits.
+        FileError: one of them is no file of bits.
     """
     files = [read(old), read(new)]
     was, now = (
@@ -108,14 +109,12 @@ def compare(old: Path, new: Path) -> Comparison:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A file that `rlkernel bench bits` wrote."""
-    if not file.is_file():
-        raise ConfigError(f"{missing(file)}; rlkernel bench bits --out FILE writes one")
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        content["about"]["device_name"], content["workloads"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} holds no bits; rlkernel bench bits --out {file} writes them: {error!r}") from error
+    """A file that `rlkernel bench bits` wrote.
+
+    Raises:
+        FileError: it did not.
+    """
+    content: dict[str, Any] = read_json(file, _FORM, "Write it with rlkernel bench bits --out FILE.")
     return content
 
 

@@ -15,6 +15,7 @@ from rlkernel.cli.options import Force, Json, present, to_write
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel.installation import extras
 from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.files import write_text
 
 EXAMPLES: Final = (
     ("rlkernel bench list", "the suites, how many workloads each, and which peers are here"),
@@ -333,8 +334,8 @@ def _report(folder: Path, *, json: bool) -> bool:
     plots: list[str] = []
     if importlib.util.find_spec("matplotlib") is not None:
         plots = draw(contents, folder)
-    (folder / "report.md").write_text(markdown(contents, plots), encoding="utf-8")
-    (folder / "results.csv").write_text(as_csv(contents), encoding="utf-8")
+    write_text(folder / "report.md", markdown(contents, plots))
+    write_text(folder / "results.csv", as_csv(contents))
     if json:
         print_json({"summary": summary(contents), "files": ["report.md", "results.csv", *plots]})
     else:

@@ -103,11 +103,16 @@ def _comparable(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[str, Mapping[str, float], Mapping[str, float]] | None:
     """The same figure of both: the ratio to the ruler, else the figure that both are known by."""
-    if old.get("times_ruler") and new.get("times_ruler"):
+    if _numbered("times_ruler", old, new):
         return "times_ruler", old["times_ruler"], new["times_ruler"]
     a, b = best(old), best(new)
     if a is None or b is None:
         return None
     if a[0] == b[0]:
         return a[0], a[1], b[1]
-    return ("eager", old["eager"], new["eager"]) if "eager" in old and "eager" in new else None
+    return ("eager", old["eager"], new["eager"]) if _numbered("eager", old, new) else None
+
+
+def _numbered(how: str, *both: Mapping[str, Any]) -> bool:
+    """Whether a figure is a number in both; it may be a message, or absent."""
+    return all("median" in (c.get(how) or {}) for c in both)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rlkernel_bench import names
 from rlkernel_bench.ceilings import SLACK
 from rlkernel_bench.results import best
+from rlkernel_core.files import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +53,8 @@ def draw(contents: list[Mapping[str, Any]], folder: Path) -> list[str]:
     """Write the pictures; returns their file names."""
     drawn = []
     for name, figure in pictures(contents):
-        figure.savefig(folder / name, dpi=110, metadata={"Software": None})
+        with whole(folder / name) as draft:
+            figure.savefig(draft, dpi=110, metadata={"Software": None}, format="png")
         drawn.append(name)
     return drawn
 

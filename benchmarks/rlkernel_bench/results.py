@@ -9,7 +9,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_core.errors import ConfigError
+from rlkernel_bench.result_form import REMEDY, checked
+from rlkernel_core.documents import read_json
+from rlkernel_core.errors import ConfigError, FileError
+from rlkernel_core.files import make_folder, write_json
 from rlkernel_core.paths import missing
 
 SCHEMA: Final = 2  # 1 did not say of which sources a number is
@@ -41,9 +44,13 @@ def seal(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(content: Mapping[str, Any], folder: Path) -> Path:
-    """Write FOLDER/results.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write FOLDER/results.json.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    make_folder(folder)
+    write_json(folder / FILE, content)
     return folder / FILE
 
 
@@ -51,21 +58,13 @@ def read(path: Path) -> dict[str, Any]:
     """Results from a file or its folder, with the hash checked.
 
     Raises:
-        ConfigError: no such file, no results of these schemas, or changed after they were written.
+        FileError: no such file, no results of these schemas, or changed after they were written.
     """
     file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{missing(file)}; rlkernel bench run --out FOLDER writes results")
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        schema, said = content["schema"], content["hash"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} holds no results of rlkernel bench: {error!r}") from error
-    if schema not in {1, SCHEMA}:
-        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads 1 and {SCHEMA}")
-    if said != content_hash(content):
-        raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
-    return content
+    content: dict[str, Any] = read_json(file, {"schema": frozenset({1, SCHEMA}), "hash": str}, REMEDY)
+    if content["hash"] != content_hash(content):
+        raise FileError(file, "hash", "does not cover the content: it was changed after it was written", REMEDY)
+    return checked(content, file)
 
 
 def read_all(folder: Path) -> list[dict[str, Any]]:
@@ -73,6 +72,7 @@ def read_all(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         ConfigError: there is none.
+        FileError: one is damaged, or was changed.
     """
     if not folder.exists():
         raise ConfigError(missing(folder))

@@ -14,8 +14,10 @@ from typing import Any, Final
 from xml.etree import ElementTree as ET
 
 from rlkernel_conformance.report import REFUTED, SCHEMA, STATUSES, content_hash, merged, standing, upgraded
-from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_conformance.report_form import FIRST, REMEDY, checked
+from rlkernel_core.documents import formed, read_json
+from rlkernel_core.errors import FileError
+from rlkernel_core.files import make_folder, write_text
 
 _COLORS: Final = {
     "holds": "brightgreen",
@@ -34,7 +36,8 @@ def put(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Write a report into a folder, in the place of what a report there says of the same clauses; returns the whole.
 
     Raises:
-        ConfigError: the report there is of another backend or device, or was changed.
+        ConfigError: the report there is of another backend or device.
+        FileError: the report there is damaged or was changed, or nothing can be written.
     """
     with _alone_in(folder):
         old = found(folder)
@@ -47,7 +50,7 @@ def found(folder: Path) -> dict[str, Any] | None:
     """The report in a folder, if it has one.
 
     Raises:
-        ConfigError: it has one that was changed.
+        FileError: it has one that is damaged or was changed.
     """
     return read(folder) if (folder / FILE).exists() else None
 
@@ -55,7 +58,7 @@ def found(folder: Path) -> dict[str, Any] | None:
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """The scope in which no other process that asks the same writes into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -65,8 +68,12 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def write(content: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write report.json, report.md, junit.xml and badge.json, whatever is there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write report.json, report.md, junit.xml and badge.json, whatever is there.
+
+    Raises:
+        FileError: one of them cannot be written.
+    """
+    make_folder(folder)
     files = {
         # Lists of words on a line each: a clause may need dozens of features.
         FILE: _WORDS.sub(lambda found: " ".join(found.group().split()), json.dumps(content, indent=1)) + "\n",
@@ -75,8 +82,7 @@ def write(content: Mapping[str, Any], folder: Path) -> list[Path]:
         "badge.json": json.dumps(badge(content), indent=1) + "\n",
     }
     for name, text in files.items():
-        (folder / f"{name}.new").write_text(text, encoding="utf-8")
-        (folder / f"{name}.new").replace(folder / name)  # a process that is ended leaves the old one or the new one
+        write_text(folder / name, text)
     return [folder / name for name in files]
 
 
@@ -84,21 +90,15 @@ def read(path: Path) -> dict[str, Any]:
     """A report from a file or its folder, with its hash checked; one of schema 1 in the form of today.
 
     Raises:
-        ConfigError: no such file, not a report of these schemas, or changed after it was written.
+        FileError: no such file, not a report of these schemas, or changed after it was written.
     """
     file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"{missing(file)}; rlkernel conformance run BACKEND --report FOLDER writes a report")
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        schema, said = content["schema"], content["hash"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a conformance report: {error!r}") from error
-    if schema not in {1, SCHEMA}:
-        raise ConfigError(f"{file} has schema {schema}, this rlkernel reads 1 and {SCHEMA}")
-    if said != content_hash(content):
-        raise ConfigError(f"{file} was changed after it was written: its hash does not cover its content")
-    return upgraded(content) if schema == 1 else content
+    content: dict[str, Any] = read_json(file, {"schema": frozenset({1, SCHEMA}), "hash": str}, REMEDY)
+    if content["hash"] != content_hash(content):
+        raise FileError(file, "hash", "does not cover the content: the report was changed after it was written", REMEDY)
+    if content["schema"] == 1:
+        content = upgraded(formed(content, FIRST, file, REMEDY))
+    return checked(content, file)
 
 
 def place(content: Mapping[str, Any]) -> str:
@@ -152,7 +152,11 @@ def markdown(content: Mapping[str, Any]) -> str:
     for op, found in content["operators"].items():
         if found["unproved_claims"]:
             lines += ["", f"`{op}` claims without an executed case: {', '.join(found['unproved_claims'])}."]
-        orders = [f"`{o['hash']}` on {o['arch']} at {o['size']}" for o in found.get("orders", ()) if "hash" in o]
+        orders = [
+            f"`{o['hash']}` on {o['arch']} at {o['size']}"
+            for o in found.get("orders", ())
+            if {"hash", "arch", "size"} <= o.keys()
+        ]
         if orders:
             lines += ["", f"`{op}` adds in the [order](../../../docs/orders.md) {', '.join(orders)}."]
         lines += [

@@ -157,8 +157,21 @@ def reports(folder: Path) -> list[Path]:
 
 
 def manifest_of(content: Mapping[str, Any]) -> Backend | None:
-    """The manifest of a report's backend as it is now; None where it is not here."""
-    return here(content["backend"], _named(content))
+    """The manifest of a report's backend as it is now; None where it is not here.
+
+    A report does not choose what is imported: its manifest must stand in one of our packages, or in one that an
+    installed backend names.
+    """
+    where = _named(content)
+    if where is not None and where.partition(".")[0].partition(":")[0] not in _packages():
+        return None
+    return here(content["backend"], where)
+
+
+def _packages() -> set[str]:
+    """The packages that manifests stand in, and ours that hold some which no distribution names."""
+    named = {where.partition(":")[0].partition(".")[0] for where in known().values()}
+    return named | {"rlkernel_conformance", *(module.partition(".")[0] for module in (_SIMULATED, *_COMPILING))}
 
 
 def sources(manifest: Backend, device: str) -> dict[str, str]:

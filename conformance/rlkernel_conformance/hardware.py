@@ -9,7 +9,6 @@ From the reports, the files of `rlkernel bench` and the table of builds. Plain t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import defaultdict
@@ -19,9 +18,15 @@ from typing import Any, Final, NamedTuple
 
 from rlkernel_conformance.documents import place, read
 from rlkernel_conformance.evidence import reports
+from rlkernel_core.documents import read_json
+from rlkernel_core.files import read_text
 from rlkernel_core.spec import OPERATORS
 
 KERNELS: Final = ("cuda", "triton", "rocm", "jetson")  # our backends with kernels
+_TIMES: Final = {
+    "environment": {"device_arch": str, "device_name": str},
+    "results": [{"op": str, "candidates": [{"name": str, "status": str}]}],
+}
 FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {  # newest first, maker by maker
     "NVIDIA Blackwell": ("sm100", "sm120"),
     "NVIDIA Hopper": ("sm90",),
@@ -136,7 +141,7 @@ def _cell(seen: _Seen) -> str:
 def _timed(folder: Path) -> Iterator[tuple[str, str, str]]:
     """Operator, architecture and card of every number that a benchmark has of a backend with kernels."""
     for path in sorted(folder.rglob("results.json")):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, _TIMES, "Write it with rlkernel bench run --out FOLDER.")
         machine = content["environment"]
         for row in content["results"]:
             ran = {c["name"].partition(":")[0] for c in row["candidates"] if c["status"] == "measured"}
@@ -148,7 +153,7 @@ def _compiled(table: Path) -> Iterator[tuple[str, str, int, int]]:
     """Operator, architecture, how many of its builds were compiled, and how many there are."""
     if not table.exists():
         return
-    for section in re.split(r"^## ", table.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", read_text(table, "Write it with tools/compile_gate.py."), flags=re.MULTILINE)[1:]:
         rows = [[c.strip() for c in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
         for column, arch in enumerate(rows[0] if rows else ()):
             if column > 1:  # the first two name the kernel and the build

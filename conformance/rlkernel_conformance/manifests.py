@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -15,7 +14,7 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rlkernel import policy
 from rlkernel.discover import GROUP, brief, entries, guarded
@@ -23,11 +22,14 @@ from rlkernel.manifest_rules import broken_rules
 from rlkernel.resolve import claims
 from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
 from rlkernel_core.decision import ALIASES
+from rlkernel_core.documents import read_toml
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
 if TYPE_CHECKING:
     from rlkernel_core.manifest import Backend, Impl
+
+_PROJECT: Final = {"project": {"entry-points?": {str: {str: str}}}}  # of pyproject.toml
 
 
 def load(where: str) -> Backend:
@@ -62,8 +64,17 @@ def known() -> dict[str, str]:
     """Backend -> where its manifest stands: all that are installed, and those of the clone, installed or not."""
     found = {entry.name: entry.value for entry in entries(GROUP)[0]}
     for file in _projects():
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        found |= project.get("entry-points", {}).get(GROUP, {})
+        found |= entry_points(file)
+    return found
+
+
+def entry_points(file: Path) -> dict[str, str]:
+    """Backend -> where its manifest stands, as a pyproject.toml says.
+
+    Raises:
+        FileError: it is damaged.
+    """
+    found: dict[str, str] = read_toml(file, _PROJECT, "Mend it.")["project"].get("entry-points", {}).get(GROUP, {})
     return found
 
 

@@ -8,13 +8,13 @@ Messages: docs.nvidia.com/compute-sanitizer/ComputeSanitizer, sections "Memcheck
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from rlkernel_core.environment import variable
 from rlkernel_core.errors import ConfigError
 
 EXECUTABLE: Final = "compute-sanitizer"
@@ -39,7 +39,7 @@ def executable() -> str:
     Raises:
         ConfigError: it is not here.
     """
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    home = variable("CUDA_HOME") or "/usr/local/cuda"
     found = shutil.which(EXECUTABLE) or shutil.which(EXECUTABLE, path=str(Path(home) / "bin"))
     if found is None:
         raise ConfigError(

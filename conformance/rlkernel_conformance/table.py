@@ -18,7 +18,7 @@ from rlkernel_conformance.evidence import manifest_of, older, reports, sources
 from rlkernel_conformance.hardware import hardware
 from rlkernel_conformance.report import standing
 from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_core.files import read_text, write_text
 from rlkernel_core.spec import OPERATORS
 
 RESULTS: Final = Path("benchmarks/results")
@@ -88,25 +88,31 @@ def write(path: Path, folder: Path) -> None:
     """Write each table for which a file has markers.
 
     Raises:
-        ConfigError: the file has no markers, or cannot be read.
+        ConfigError: the file has no markers.
+        FileError: it cannot be read, or written.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(missing(path)) from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    write_text(path, placed(path, lambda name: TABLES[name](folder, path.parent)))
+
+
+def placed(path: Path, made: Callable[[str], str]) -> str:
+    """The text of a file with each table, made by name, between its markers.
+
+    Raises:
+        ConfigError: the file has no markers.
+        FileError: it cannot be read.
+    """
+    text = read_text(path, "Name a page of Markdown.")
     written = text
-    for name, made in TABLES.items():
+    for name in TABLES:
         begin, end = markers(name)
         before, there, rest = written.partition(begin)
         _, closed, after = rest.partition(end)
         if there and closed:
-            written = f"{before}{begin}\n\n{made(folder, path.parent)}\n\n{end}{after}"
+            written = f"{before}{begin}\n\n{made(name)}\n\n{end}{after}"
     if written == text and not any(markers(name)[0] in text for name in TABLES):
         places = ", ".join(" and ".join(markers(name)) for name in TABLES)
         raise ConfigError(f"{path} has no place for a table: put one of these pairs on lines of their own: {places}")
-    path.write_text(written, encoding="utf-8")
+    return written
 
 
 def _cells(content: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,6 @@ A waived clause stands in the report as waived, never as held. The reference has
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from datetime import date
@@ -21,8 +20,8 @@ from typing import Any
 
 from rlkernel_conformance.harness import Outcome
 from rlkernel_core.decision import PLAIN_TORCH
+from rlkernel_core.documents import read_toml, short
 from rlkernel_core.errors import ConfigError, UnknownNameError
-from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
 
@@ -47,17 +46,13 @@ def read(path: Path, backend: str, known: Collection[str], today: date) -> tuple
         today: day that expiry is held against.
 
     Raises:
-        ConfigError: the file is malformed; a waiver is expired, given twice, or of the reference.
+        FileError: no such file, or not TOML.
+        ConfigError: a table is malformed; a waiver is expired, given twice, or of the reference.
         UnknownNameError: no such clause or backend.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"--waivers: {missing(path)}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+    content = read_toml(path, {str: object}, "It holds a [[waiver]] table for each clause that may fail for a while.")
     if set(content) - {"waiver"} or not isinstance(content.get("waiver", []), list):
-        raise ConfigError(f"{path} holds {sorted(content)}; it may hold [[waiver]] tables and nothing else")
+        raise ConfigError(f"{path} holds {short(sorted(content))}; it may hold [[waiver]] tables and nothing else")
     found = [_waiver(path, table) for table in content.get("waiver", [])]
     clauses = {c.id for spec in OPERATORS.values() for c in spec.clauses}
     for waiver in found:
@@ -91,9 +86,9 @@ def _waiver(path: Path, table: Any) -> Waiver:
     kinds = {"expires": date}
     names = {f.name: kinds.get(f.name, str) for f in fields(Waiver)}
     if not isinstance(table, dict) or set(table) != set(names):
-        raise ConfigError(f"{path}: a waiver has the keys {', '.join(names)}; got {table}")
+        raise ConfigError(f"{path}: a waiver has the keys {', '.join(names)}; got {short(table)}")
     for name, kind in names.items():
         if type(table[name]) is not kind or not str(table[name]).strip():
             wanted = "a day, such as 2027-01-31" if kind is date else "text that is not empty"
-            raise ConfigError(f"{path}: {name} of a waiver is {wanted}; got {table[name]!r}")
+            raise ConfigError(f"{path}: {name} of a waiver is {wanted}; got {short(table[name])}")
     return Waiver(**table)

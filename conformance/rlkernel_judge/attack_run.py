@@ -14,7 +14,6 @@ import base64
 import json
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -24,6 +23,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rlkernel_core.documents import read_toml
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_judge.verdict import Task, complaints
 
@@ -132,9 +132,7 @@ def attacks(op: str | None = None, only: Sequence[str] = ()) -> tuple[Attack, ..
 
 def _read(path: Path) -> Attack:
     try:
-        return Attack(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path.name}: {error}") from error
+        return Attack(name=path.stem, **read_toml(path, {str: object}, "Mend the attack."))
     except ValidationError as error:
         raise ConfigError(f"{path.name}: {complaints(error)}") from error
 
@@ -142,7 +140,7 @@ def _read(path: Path) -> Attack:
 @cache
 def honest(op: str) -> Honest:
     """The honest body of an operator."""
-    return Honest(**tomllib.loads((FOLDER / "honest" / f"{op}.toml").read_text(encoding="utf-8")))
+    return Honest(**read_toml(FOLDER / "honest" / f"{op}.toml", {str: object}, "Mend the honest body."))
 
 
 def attempts(

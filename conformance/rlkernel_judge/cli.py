@@ -10,7 +10,7 @@ import typer
 from rlkernel.cli.options import Json, present
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_core.files import read_start
 from rlkernel_judge.requirements import require
 
 if TYPE_CHECKING:
@@ -159,13 +159,7 @@ def _honest(op: str, times: int, device: str, *, loaded: bool, json: bool) -> No
 def _bytes(file: str) -> bytes:
     from rlkernel_judge.source import MAX_BYTES
 
-    try:
-        with Path(file).open("rb") as source:
-            return source.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise ConfigError(missing(file)) from error
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    return read_start(file, "Name a file of Python.", MAX_BYTES + 1)
 
 
 def _show(verdict: Verdict) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 import typer
 
 from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_core.files import read_text
 from rlkernel_judge.requirements import require
 
 _STOPPING_S: Final = 10
@@ -63,17 +63,13 @@ def token_of(host: str, file: Path | None) -> str | None:
 
     Raises:
         ConfigError: the address is open to others and there is no token, or the file has none.
+        FileError: the file cannot be read.
     """
     if file is None:
         if not is_loopback(host):
             raise ConfigError(f"--host {host} is open to others: give --token-file, or listen on 127.0.0.1")
         return None
-    try:
-        token = file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except FileNotFoundError as error:
-        raise ConfigError(f"--token-file: {missing(file)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file} cannot be read: {error}") from error
+    token = read_text(file, "Its first line is the token.", 1 << 16).partition("\n")[0].strip()
     if len(token) < 16:
         raise ConfigError(f"--token-file {file}: a token has at least 16 characters")
     return token

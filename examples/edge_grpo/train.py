@@ -26,6 +26,7 @@ from rlkernel.demo import task
 from rlkernel.demo.model import Policy, Shape
 from rlkernel.demo.rollout import Rollouts
 from rlkernel.demo.train import Recipe, fit
+from rlkernel_core.files import whole
 from rlkernel_core.host.memory import memory
 
 CONTEXT = task.PROMPT + task.ANSWER
@@ -45,7 +46,8 @@ def base(shape: Shape, steps: int, path: Path, device: str) -> None:
     for loss in fit(policy, Recipe(fit_steps=steps), torch.Generator().manual_seed(0)):
         last = loss
     print(f"fitted: loss {last:.3f}, {sum(p.numel() for p in policy.parameters())} parameters")
-    save_file(policy.state_dict(), path)
+    with whole(path) as draft:
+        save_file(policy.state_dict(), draft)
 
 
 def packed(shape: Shape, path: Path, device: str) -> Policy:

@@ -7,7 +7,6 @@ python examples/trl_grpo/train.py --steps 60 --rlkernel     # the same, and what
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rlkernel import record
 from rlkernel.integrations import trl
+from rlkernel_core.files import write_json
 
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -74,7 +74,7 @@ def main() -> None:
         trainer.train()
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}")
-    (Path(asked.out) / "log.json").write_text(json.dumps(trainer.state.log_history, indent=1) + "\n", encoding="utf-8")
+    write_json(Path(asked.out) / "log.json", trainer.state.log_history)
     if asked.rlkernel:
         print(f"wrote {record.write(asked.out)}: rlkernel status {asked.out}")
 

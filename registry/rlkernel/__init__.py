@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import ConfigError as ConfigError
     from rlkernel_core.errors import FallbackError as FallbackError
     from rlkernel_core.errors import FallbackWarning as FallbackWarning
+    from rlkernel_core.errors import FileError as FileError
     from rlkernel_core.errors import HostError as HostError
     from rlkernel_core.errors import LayoutError as LayoutError
     from rlkernel_core.errors import LockError as LockError
@@ -124,6 +125,7 @@ _HOMES: Final = {
         "ConfigError",
         "FallbackError",
         "FallbackWarning",
+        "FileError",
         "HostError",
         "LayoutError",
         "LockError",

@@ -8,7 +8,6 @@ beats an operator's value in a lower one.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,7 +15,9 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rlkernel_core.decision import ALIASES, AUTO, CONFORMANT, OpPolicy, Policy
-from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
+from rlkernel_core.documents import read_toml, short
+from rlkernel_core.environment import path_in, variable
+from rlkernel_core.errors import ConfigError, FileError, UnknownNameError, did_you_mean
 from rlkernel_core.paths import missing
 from rlkernel_core.spec import OPERATORS
 
@@ -139,17 +140,16 @@ def _features(op: str) -> frozenset[str]:
 
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
-    path = ".".join(str(p) for p in problem["loc"])
+    path = ".".join(str(p)[:100] for p in problem["loc"])
     if problem["type"] == "extra_forbidden":
         known = OpSettings.model_fields if path.startswith("ops.") else Settings.model_fields
-        return f"unknown key {path!r}{did_you_mean(str(problem['loc'][-1]), known)}"
-    return f"{path}: {problem['msg']}; got {problem['input']!r}"
+        return f"unknown key {path!r}{did_you_mean(str(problem['loc'][-1])[:100], known)}"
+    return f"{path}: {problem['msg']}; got {short(problem['input'])}"
 
 
 def find_file(environ: Mapping[str, str], start: Path) -> Path | None:
     """RLKERNEL_CONFIG, else the nearest rlkernel.toml from `start` upwards."""
-    if named := environ.get("RLKERNEL_CONFIG"):
-        path = Path(named)
+    if path := path_in("RLKERNEL_CONFIG", environ):
         if not _is_file(path):
             raise ConfigError(f"RLKERNEL_CONFIG: {missing(path)}; unset it or correct the path")
         return path
@@ -157,24 +157,22 @@ def find_file(environ: Mapping[str, str], start: Path) -> Path | None:
 
 
 def _is_file(path: Path) -> bool:
-    """A file that can be seen: folders above may be closed to this user."""
+    """A file that can be seen: folders above may be closed to this user, and a name may be none."""
     try:
         return path.is_file()
-    except PermissionError:
+    except (OSError, ValueError):
         return False
 
 
 def read_file(path: Path, backends: Iterable[str]) -> Settings:
     """The layer in a rlkernel.toml."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        values = read_toml(path, {str: object}, "Mend it, or remove it.")
+    except FileError as error:
+        raise ConfigError(str(error)) from error
     odd = set(values) - set(_File.model_fields)
     if odd:
-        raise ConfigError(f"{path}: unknown table {min(odd)!r}{did_you_mean(min(odd), _File.model_fields)}")
+        raise ConfigError(f"{path}: unknown table {short(min(odd))}{did_you_mean(min(odd)[:100], _File.model_fields)}")
     table = values.get("rlkernel", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: rlkernel must be a table: write [rlkernel]")
@@ -187,12 +185,12 @@ def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dic
     own = tuple(f"RLKERNEL_{b.upper().replace('-', '_')}_" for b in backends)
     for name in environ:
         if name.startswith("RLKERNEL_") and name not in ENVIRONMENT and not name.startswith(own):
-            raise ConfigError(f"{name}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
+            raise ConfigError(f"{name[:100]}: {UnknownNameError('environment variable', name, ENVIRONMENT)}")
     layers = {}
-    if order := environ.get("RLKERNEL_ORDER"):
+    if order := variable("RLKERNEL_ORDER", environ):
         names = [n.strip() for n in order.split(",") if n.strip()]
         layers["RLKERNEL_ORDER"] = validated({"order": names}, "RLKERNEL_ORDER", backends)
-    if fallback := environ.get("RLKERNEL_FALLBACK"):
+    if fallback := variable("RLKERNEL_FALLBACK", environ):
         layers["RLKERNEL_FALLBACK"] = validated({"fallback": fallback}, "RLKERNEL_FALLBACK", backends)
     return layers
 

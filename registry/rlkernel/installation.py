@@ -5,19 +5,21 @@ PEP 610: what pip installed from a folder has its URL in direct_url.json, beside
 
 from __future__ import annotations
 
-import json
 import shlex
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from rlkernel_core.documents import json_of
+
 
 @cache
 def clone() -> Path | None:
     """The folder of the clone that this rlkernel was installed from; None where it came from elsewhere."""
     try:
-        told = json.loads(distribution("rlkernel").read_text("direct_url.json") or "{}")
+        said = distribution("rlkernel").read_text("direct_url.json") or "{}"
+        told = json_of(said, {"url?": str}, "direct_url.json", "Install rlkernel anew.")
     except (PackageNotFoundError, ValueError):
         return None
     url = urlsplit(str(told.get("url", "")))

@@ -11,40 +11,25 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core.decision import Decision
-from rlkernel_core.errors import ConfigError
-from rlkernel_core.paths import missing
+from rlkernel_core.documents import read_json
+from rlkernel_core.files import read_bytes, write_text
 
 __all__ = ["content", "differences", "read", "write"]
 
 VERSION: Final = 1
+MOST: Final = 1 << 20  # bytes
+_FORM: Final = {"version": frozenset({VERSION}), "operators": {str: [{"target": str, "provider": str}]}}
+_REMEDY: Final = "Write it with `rlkernel lock --force`, or remove `lock` from the configuration."
 
 
 def read(path: str) -> Mapping[str, frozenset[tuple[str, str]]]:
     """What the lock file at `path` pins: operator id -> allowed (target, provider).
 
     Raises:
-        ConfigError: no such file, or not a lock file of this version.
+        FileError: no such file, or not a lock file of this version.
     """
-    if not Path(path).is_file():
-        raise ConfigError(
-            f"lock: {missing(path)}; write it with `rlkernel lock`, or remove `lock` from the configuration"
-        )
-    try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        version = content["version"]
-        pins = {
-            op: frozenset((pin["target"], pin["provider"]) for pin in found)
-            for op, found in (content["operators"].items() if version == VERSION else ())
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"lock: {path} is not a lock file: {error!r}; write a new one with `rlkernel lock --force`"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"lock: {path} cannot be read: {error.strerror}") from error
-    if version != VERSION:
-        raise ConfigError(f"lock: {path} has version {version}, this rlkernel reads {VERSION}")
-    return pins
+    found = read_json(path, _FORM, _REMEDY, MOST)
+    return {op: frozenset((pin["target"], pin["provider"]) for pin in pins) for op, pins in found["operators"].items()}
 
 
 def content(decisions: Iterable[Decision]) -> dict[str, Any]:
@@ -61,16 +46,19 @@ def content(decisions: Iterable[Decision]) -> dict[str, Any]:
 
 
 def write(path: str | Path, decisions: Iterable[Decision]) -> dict[str, Any]:
-    """Write the lock file of `decisions` to `path`; returns its content."""
+    """Write the lock file of `decisions` to `path`; returns its content.
+
+    Raises:
+        FileError: it cannot be written.
+    """
     pins = content(decisions)
-    Path(path).write_text(_text(pins), encoding="utf-8")
+    write_text(path, _text(pins))
     return pins
 
 
 def is_of(path: str | Path, decisions: Iterable[Decision]) -> bool:
     """Whether a file is the very lock that `write` would make of these decisions."""
-    file = Path(path)
-    return file.is_file() and file.read_bytes() == _text(content(decisions)).encode()
+    return Path(path).is_file() and read_bytes(path, _REMEDY) == _text(content(decisions)).encode()
 
 
 def _text(pins: Mapping[str, Any]) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+
+from rlkernel_core.documents import read_json
+from rlkernel_core.environment import path_in
+from rlkernel_core.errors import FileError
+from rlkernel_core.files import make_folder, write_json
 
 FAILURE_BELIEVED_S: Final = 3600.0  # a device may have been busy, or a library on its way
 
 
 def cache_folder() -> Path:
     """Where outcomes are remembered: `rlkernel` in the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "rlkernel"
+    return (path_in("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkernel"
 
 
 def file_of(kind: str, facts: Mapping[str, Any], cache: Path | None = None) -> Path:
@@ -29,22 +32,17 @@ def file_of(kind: str, facts: Mapping[str, Any], cache: Path | None = None) -> P
 def recall(path: Path) -> tuple[dict[str, Any] | None, float]:
     """What was remembered, and seconds since; None where nothing was, or what is there is no outcome."""
     try:
-        known: Any = json.loads(path.read_text(encoding="utf-8"))
-        age = time.time() - path.stat().st_mtime
-    except (OSError, ValueError, RecursionError):
+        known: dict[str, Any] = read_json(path, {str: object}, "")
+        return known, time.time() - path.stat().st_mtime
+    except (OSError, FileError):
         return None, 0.0
-    return (known, age) if isinstance(known, dict) else (None, 0.0)
 
 
 def remember(path: Path, outcome: Mapping[str, Any]) -> None:
-    """Write beside and rename, so that a reader in another process never sees half a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(outcome, file, indent=1)
-        Path(file.name).replace(path)
-    except OSError:
-        return  # a read-only home costs a repeated trial, nothing else
+    """Write it whole: a reader in another process never sees half a file."""
+    with suppress(FileError):  # a read-only home costs a repeated trial, nothing else
+        make_folder(path.parent)
+        write_json(path, outcome)
 
 
 def forget(kind: str, cache: Path | None = None) -> int:

@@ -131,7 +131,9 @@ def _recall(path: Path) -> dict[str, Any] | None:
     known, age = outcomes.recall(path)
     if known is None:
         return None
-    failure = known.get("code") in STAGES["probe"] and "error" in known and age < outcomes.FAILURE_BELIEVED_S
+    code, error = known.get("code"), known.get("error")
+    listed = isinstance(code, str) and code in STAGES["probe"] and isinstance(error, str)
+    failure = listed and age < outcomes.FAILURE_BELIEVED_S
     return known if known.get("ok") is True or failure else None
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from rlkernel_core.errors import ArgumentError, LayoutError
+from rlkernel_core.documents import json_of
+from rlkernel_core.errors import ArgumentError, FileError, LayoutError, UnknownNameError
 from rlkernel_core.quant.codec import codec_of
 from rlkernel_core.quant.spec import QuantSpec, spec_of
 
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 
 CANONICAL: Final = "canonical"  # layout id of the storage that the formats define
 META: Final = "quant_meta"  # key of a state dict: JSON as a uint8 tensor, so that any tensor file can hold it
+
+
+_MOST_NOTE: Final = 1 << 16  # bytes
+_SPEC: Final = {f.name: {"str": str, "int": int, "bool": bool}[str(f.type)] for f in dataclasses.fields(QuantSpec)}
+_NOTE: Final = {
+    "spec": {name if name == "format" else f"{name}?": kind for name, kind in _SPEC.items()},
+    "shape": [int],
+    "dtype": str,
+    "layout": str,
+    "parts": [str],
+}
 
 
 class QuantMeta(NamedTuple):
@@ -170,11 +182,39 @@ def told(note: Tensor) -> tuple[QuantSpec, dict[str, Any]]:
     """What the tensor under `META` says: the spec, and all of it.
 
     Raises:
-        UnknownNameError: it was written with a format that is not known here.
+        UnknownNameError: it was written with a format or an option that is not known here.
+        ArgumentError: it is no text of JSON that says a spec, sizes, a dtype, a layout and names of parts.
     """
-    meta: dict[str, Any] = json.loads(bytes(note.tolist()))
+    import torch
+
+    meta: dict[str, Any] = noted(META, note, _NOTE)
     spec = spec_of(meta["spec"]["format"])  # an unknown name is told before unknown fields are
+    for option in meta["spec"]:
+        if option not in _SPEC:
+            raise UnknownNameError("option of a format", option, _SPEC)
+    dtype = getattr(torch, meta["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or len(meta["shape"]) != 2 or min(meta["shape"]) < 0:
+        got = f"{meta['dtype']}{meta['shape']}"
+        raise ArgumentError(META, got, "must say a dtype of torch and two sizes", "Write the weight anew.")
     return spec_of(dataclasses.replace(spec, **meta["spec"])), meta
+
+
+def noted(name: str, note: Tensor, form: Any) -> Any:
+    """What a tensor uint8 [bytes] says as JSON of a form (`rlkernel_core.documents`).
+
+    Raises:
+        ArgumentError: it is no such tensor, or its text no such JSON.
+    """
+    remedy = "Write the weight anew."
+    if str(note.dtype) != "torch.uint8" or note.dim() != 1 or note.numel() > _MOST_NOTE:
+        got = f"{note.dtype}{list(note.shape)}"
+        raise ArgumentError(name, got, f"must be the bytes of a text, at most {_MOST_NOTE}", remedy)
+    try:
+        return json_of(bytes(note.tolist()).decode(), form, name, remedy)
+    except FileError as error:
+        raise ArgumentError(name, error.place or "its text", error.problem, remedy) from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(name, f"byte {error.start}", "is not UTF-8", remedy) from error
 
 
 def check_layout(name: str, w: QuantTensor, layouts: Collection[str]) -> None:

@@ -251,11 +251,15 @@ class RolloutBuffer(Protocol):
         ...
 
     def save(self, path: str) -> None:
-        """Write everything stored to a file at `path`."""
+        """Write everything stored to a file at `path`, whole or not at all; FileError where it cannot be written."""
         ...
 
     def load(self, path: str) -> None:
-        """Take over what a buffer of the same shape saved at `path`, in place: addresses stay."""
+        """Take over what a buffer of the same shape saved at `path`, in place: addresses stay.
+
+        FileError where the file is absent or damaged, and nothing has changed then; ArgumentError where its buffer had
+        another shape.
+        """
         ...
 
     @property

@@ -9,15 +9,14 @@ functions only.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import struct
 import weakref
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.documents import json_of
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.tensor_file import DTYPES, REMEDY, read_header
 from rlkernel_jetson import driver as calls
 from rlkernel_jetson.adopt import Adopter
 
@@ -26,21 +25,6 @@ if TYPE_CHECKING:
 
 _PROT_READ: Final = 1
 _MAP_SHARED: Final = 1
-# safetensors' names -> torch's
-_DTYPES: Final = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
-}  # fmt: skip
-
-
-class Entry(NamedTuple):
-    """What a file says of a tensor before it is loaded."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    first: int  # byte of the file that it starts at
 
 
 class Pages:
@@ -64,7 +48,7 @@ class MappedFile:
     """A safetensors file on a device: `entries`, `config` and `load`, as `rlkernel.checkpoints.opened` has them.
 
     Raises:
-        ArgumentError: no such file, or one that is cut off.
+        FileError: no such file, or one that is damaged or cut off.
         RLKernelError: the device cannot; the message says why. Load the file in the ordinary way then.
     """
 
@@ -73,8 +57,8 @@ class MappedFile:
     def __init__(self, path: Path | str, adopter: Adopter | None = None) -> None:
         adopter = adopter or Adopter()
         path = Path(path)
-        self.entries, metadata = _header(path)
-        self.config = json.loads(metadata.get("quantization_config", "{}"))
+        self.entries, metadata = read_header(path)
+        self.config = json_of(metadata.get("quantization_config", "{}"), {str: object}, path, REMEDY)
         why = adopter.unsupported(read_only=True)
         if why is not None:
             raise RLKernelError(f"{path} is not adopted: {why}")
@@ -87,36 +71,10 @@ class MappedFile:
         import torch
 
         entry = self.entries[name]
-        dtype = getattr(torch, _DTYPES[entry.dtype])
+        dtype = getattr(torch, DTYPES[entry.dtype][0])
         part = self._bytes[entry.first : entry.first + entry.nbytes]
         return (part.clone() if entry.first % dtype.itemsize else part).view(dtype).view(entry.shape)
 
     def weight(self, name: str) -> Tensor:
         """The same: these files have no formats of their own."""
         return self.load(name)
-
-
-def _header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Tensors of a safetensors file and its metadata (safetensors, "Format")."""
-    import torch
-
-    if not path.is_file():
-        raise ArgumentError("path", str(path), "does not exist", "Pass a .safetensors file.")
-    size = path.stat().st_size
-    with path.open("rb") as opened:
-        first = opened.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > size:
-            raise ArgumentError("path", str(path), "is no whole safetensors file", "Download it anew.")
-        said: dict[str, Any] = json.loads(opened.read(length))
-    metadata = said.pop("__metadata__", {})
-    found = {}
-    for name, row in said.items():
-        begin, end = row["data_offsets"]
-        if row["dtype"] not in _DTYPES:
-            raise ArgumentError(name, row["dtype"], f"is none of {', '.join(_DTYPES)}", "Load it in the ordinary way.")
-        item = getattr(torch, _DTYPES[row["dtype"]]).itemsize
-        if end - begin != prod(row["shape"]) * item or 8 + length + end > size:
-            raise ArgumentError(name, row["data_offsets"], "is cut off, or of another size", "Download it anew.")
-        found[name] = Entry(row["dtype"], tuple(row["shape"]), end - begin, 8 + length + begin)
-    return found, metadata

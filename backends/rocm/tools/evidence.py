@@ -27,6 +27,7 @@ import compile_gate
 
 from rlkernel_conformance.documents import found
 from rlkernel_conformance.evidence import manifest_of, older, sources
+from rlkernel_core.files import write_text
 from rlkernel_core.spec import OPERATORS
 from rlkernel_rocm.aiter import backend as amd
 from rlkernel_rocm.architectures import ARCHITECTURES
@@ -144,7 +145,7 @@ def main(paths: list[str]) -> None:
         print("\nolder than their kernels:", ", ".join(stale()) or "none")
     for path in paths:
         file = Path(path)
-        file.write_text(placed(file.read_text(encoding="utf-8")), encoding="utf-8")
+        write_text(file, placed(file.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import compile_gate
 import triton
 
 from cdna_simulator.assembly import Instruction, instruction, read
+from rlkernel_core.files import write_text
 from rlkernel_rocm.architectures import ARCHITECTURES
 from rlkernel_triton.launchers.offline import compile_recorded
 
@@ -69,14 +70,14 @@ def main(asked: list[str]) -> None:
                     lines.append(ins.text)
         multiply[arch] = found
         print(arch, triton.__version__, len(lines), len(found), file=sys.stderr)
-    FILE.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
+    write_text(FILE, "\n".join(sorted(lines)) + "\n")
     tables = (
         f' "{arch}": {{\n'
         + ",\n".join(f'  "{key}": {json.dumps(names)}' for key, names in sorted(multiply[arch].items()))
         + "\n }"
         for arch in COMPILED
     )
-    MATRIX.write_text("{\n" + ",\n".join(tables) + "\n}\n", encoding="utf-8")
+    write_text(MATRIX, "{\n" + ",\n".join(tables) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 from packaging.version import Version
 
+from rlkernel_core.files import write_text
 from rlkernel_rocm.aiter.calls import CALLS, CallSpec
 
 
@@ -53,7 +54,7 @@ def main(version: str, where: str) -> None:
     known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     known[version] = {s.name: signature(source(Path(where), s), s.function) for s in CALLS}
     rows = [f' "{v}": {json.dumps(found)}' for v, found in sorted(known.items(), key=lambda row: Version(row[0]))]
-    FILE.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
+    write_text(FILE, "{\n" + ",\n".join(rows) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -177,12 +177,15 @@ class PagedRolloutBuffer:
             raise AssertionError(f"the device holds {grown} bytes more than before the block")
 
     def save(self, path: str) -> None:
-        """Write everything stored to a file."""
+        """Write everything stored to a file; FileError where it cannot be written."""
         with self._lock:
             write(check_path(path), self._shape, self._allocator, self._pages)
 
     def load(self, path: str) -> None:
-        """Take over what a buffer of the same shape saved, in place; a batch that is out becomes stale."""
+        """Take over what a buffer of the same shape saved, in place; a batch that is out becomes stale.
+
+        FileError where the file is absent or damaged; ArgumentError where its buffer had another shape.
+        """
         with self._lock:
             read(check_path(path), self._shape, self._allocator, self._pages)
             self._staging.generation += 1

@@ -71,7 +71,7 @@ def test_a_recording_names_what_gradients_launch(tmp_path) -> None:
 
 def test_what_is_no_recording_is_refused(tmp_path) -> None:
     (tmp_path / "run.jsonl").write_text('{"op": "logprob"}')
-    with pytest.raises(RLKernelError, match=r"run.jsonl is no recording of configurations .*record it again"):
+    with pytest.raises(RLKernelError, match=r"run\.jsonl.* Record the configurations again"):
         recordings.read(tmp_path / "run.jsonl")
 
 

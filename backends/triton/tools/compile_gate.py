@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 import triton
 
+from rlkernel_core.files import write_text
 from rlkernel_triton.launchers import Build, targets
 from rlkernel_triton.launchers.offline import compile_recorded
 from rlkernel_triton.recorded import Recorded, recorded
@@ -200,7 +201,7 @@ def table(arch: str) -> dict[str, Needs]:
 def store(arch: str, found: dict[str, Needs]) -> None:
     """Write the table of a target."""
     lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items()))
-    path_of(arch).write_text(f'{{\n "triton": "{triton.__version__}",\n "builds": {{\n{lines}\n }}\n}}\n')
+    write_text(path_of(arch), f'{{\n "triton": "{triton.__version__}",\n "builds": {{\n{lines}\n }}\n}}\n')
 
 
 def missing(ops: Iterable[str], archs: Iterable[str]) -> list[tuple[str, Build]]:
@@ -262,7 +263,7 @@ def main(asked: list[str]) -> None:
             print(f"{i} of {len(work)}: {arch} {build.kernel}", file=sys.stderr, flush=True)
     for arch in TARGETS:
         tidy(arch)
-    (FOLDER / "README.md").write_text(markdown())
+    write_text(FOLDER / "README.md", markdown())
     if wrong := problems(rows()):
         raise SystemExit("\n".join(wrong))
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import triton
 
 from rlkernel_conformance.orders.certificates import certificate
+from rlkernel_core.files import write_text
 
 ARCHS: Final = ("sm80", "sm87", "sm90", "gfx90a", "gfx942", "gfx950")
 # operator -> (dtype, sizes)
@@ -56,7 +57,7 @@ def store(rows: list[dict[str, Any]]) -> None:
     place = {tuple(sorted(a.items())): i for i, a in enumerate(asked())}
     kept = sorted((r for r in rows if key(r) in place), key=lambda r: place[key(r)])
     lines = ",\n".join(f"  {json.dumps(r)}" for r in kept)
-    TABLE.write_text(f'{{\n "triton": "{triton.__version__}",\n "certificates": [\n{lines}\n ]\n}}\n')
+    write_text(TABLE, f'{{\n "triton": "{triton.__version__}",\n "certificates": [\n{lines}\n ]\n}}\n')
 
 
 def key(row: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel_core.documents import read_json
+
 FILE: Final = Path("orders") / "certificates.json"
+_TEXTS: Final = ("backend", "op", "arch", "level", "dtype", "size")
+_ROW: Final = {
+    **dict.fromkeys(_TEXTS, str),
+    "hash?": str,
+    "why?": str,
+    "outputs?": {str: str},
+    "rows_alike?": (bool, None),
+    "fusable?": {str: int},
+}
+_FORM: Final = {"triton": str, "certificates": [_ROW]}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A table of certificates, and the version of Triton that it is of.
+
+    Raises:
+        FileError: it is damaged.
+    """
+    found: dict[str, Any] = read_json(file, _FORM, "Install the backend anew.")
+    return found
 
 
 def shipped(targets: Iterable[str], op: str) -> list[dict[str, Any]]:
@@ -17,6 +38,9 @@ def shipped(targets: Iterable[str], op: str) -> list[dict[str, Any]]:
     Args:
         targets: "package.module:function" of the implementations.
         op: operator, without its version.
+
+    Raises:
+        FileError: a package ships a file that is damaged.
     """
     rows = []
     for package in sorted({target.partition(":")[0].partition(".")[0] for target in targets}):
@@ -24,7 +48,7 @@ def shipped(targets: Iterable[str], op: str) -> list[dict[str, Any]]:
         for folder in (spec.submodule_search_locations or ()) if spec else ():
             file = Path(folder) / FILE
             if file.exists():
-                content = json.loads(file.read_text(encoding="utf-8"))
+                content = read(file)
                 made = {"compiler": f"triton {content['triton']}"}
                 rows += [made | row for row in content["certificates"] if row["op"] == op]
     return rows

@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors and GGUF, opened without loading anything, and written whole or not at all.
+"""Files of tensors: safetensors and GGUF, opened without loading anything, and written whole.
 
 Imports torch, safetensors and gguf inside functions only.
 """
@@ -6,26 +6,27 @@ Imports torch, safetensors and gguf inside functions only.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rlkernel.checkpoints import folders, gguf_blocks
+from rlkernel.checkpoints import folders, gguf_blocks, gguf_header
 from rlkernel.checkpoints.schemes import Entry, Source
-from rlkernel_core.errors import ArgumentError
-from rlkernel_core.paths import missing
+from rlkernel_core import tensor_file
+from rlkernel_core.documents import json_of, read_json
+from rlkernel_core.errors import ArgumentError, FileError
+from rlkernel_core.files import read_start, whole
+from rlkernel_core.paths import absent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlkernel_core.quant import QuantTensor
 
-_GGUF_MAGIC: Final = b"GGUF"
 _ARCHITECTURE: Final = "llama"  # a GGUF file has to name one; its weights do not depend on it
-_SIZES: Final = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_GGUF_DENSE: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_GGUF_DENSE: Final = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # type -> torch's dtype
 
 
 @contextmanager
@@ -33,8 +34,9 @@ def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
     """What is at `path`: a safetensors or GGUF file, the folder or the index of a sharded checkpoint, or its shards.
 
     Raises:
-        ArgumentError: no such file, one that is cut off, or of another kind; a tensor that two files hold, or that an
-            index promises and no file holds; a package that reads it is missing.
+        FileError: no such file, one that is damaged, cut off or of another kind; an index that names a file outside of
+            its folder, or promises a tensor that no file holds.
+        ArgumentError: a tensor that two files hold; a package that reads the file is missing.
     """
     told: Mapping[str, str] = {}
     if not isinstance(path, Path | str):
@@ -48,39 +50,51 @@ def opened(path: Path | str | Sequence[Path | str]) -> Iterator[Source]:
 
 
 def _file(path: Path) -> Source:
-    with there(path).open("rb") as file:
-        magic = file.read(4)
-    return _gguf(path) if magic == _GGUF_MAGIC else _safetensors(path)
+    magic = read_start(there(path), "Pass a .safetensors or .gguf file, or a folder.", 4)
+    return _GgufFile(path) if magic == gguf_header.MAGIC else _SafetensorsFile(path)
 
 
 def there(path: Path) -> Path:
     """A path, which must lead to something.
 
     Raises:
-        ArgumentError: it does not; the message has the nearest name.
+        FileError: it does not; the message has the nearest name.
     """
-    if not path.exists():
-        raise ArgumentError("file", str(path), missing(path), "Pass a .safetensors or .gguf file, or a folder.")
+    try:
+        found = path.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero
+        raise FileError(path, "", f"is no file: {error}", "Pass a .safetensors or .gguf file, or a folder.") from error
+    if not found:
+        raise FileError(path, "", absent(path), "Pass a .safetensors or .gguf file, or a folder.")
     return path
 
 
 class _SafetensorsFile:
     """`Source` of a safetensors file."""
 
-    def __init__(self, path: Path, handle: Any, config: Mapping[str, Any]) -> None:
-        self.path, self.handle, self.config = path, handle, config
-        self.entries = {name: self._entry(name) for name in handle.keys()}  # noqa: SIM118 no mapping
+    def __init__(self, path: Path) -> None:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise _missing("safetensors") from error
+        stored, metadata = tensor_file.read_header(path)
+        self.path, self.config = path, _config(path, metadata)
+        self.entries = {name: Entry(row.dtype, row.shape, row.nbytes) for name, row in sorted(stored.items())}
+        self._errors = (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError)
+        with self._reading(""):
+            self._handle: Any = safe_open(path, framework="pt")
 
-    def _entry(self, name: str) -> Entry:
-        part = self.handle.get_slice(name)
-        shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
-        count = 1
-        for size in shape:
-            count *= size
-        return Entry(dtype, shape, count * _SIZES.get(dtype, 1))
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """What the package and torch say of a dtype or size that they do not know is an error of the file."""
+        try:
+            yield
+        except self._errors as error:
+            raise FileError(self.path, name, f"is no whole safetensors file: {error}", tensor_file.REMEDY) from error
 
     def load(self, name: str) -> Tensor:
-        found: Tensor = self.handle.get_tensor(name)
+        with self._reading(name):
+            found: Tensor = self._handle.get_tensor(name)
         return found
 
     def weight(self, name: str) -> Tensor:
@@ -92,22 +106,31 @@ class _GgufFile:
 
     config: Mapping[str, Any] = {}
 
-    def __init__(self, path: Path, reader: Any) -> None:
-        self.path, self.reader = path, reader
-        self.tensors = {t.name: t for t in reader.tensors}
-        self.entries = {
-            t.name: Entry(t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), int(t.n_bytes))
-            for t in reader.tensors
-        }
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf  # noqa: F401  names and sizes of types
+        except ImportError as error:
+            raise _missing("gguf") from error
+        self.path, self._stored = path, gguf_header.read(path)
+        self.entries = {name: Entry(row.kind, row.shape, row.nbytes) for name, row in self._stored.items()}
 
     def load(self, name: str) -> Tensor:
+        """Dense tensors as they are; of any other type bytes [..., bytes of a row]."""
         import torch
 
-        found = self.tensors[name]
-        raw = torch.from_numpy(found.data.copy())
-        if found.tensor_type.name == "BF16":
-            raw = raw.contiguous().view(torch.bfloat16)
-        return raw.view(self.entries[name].shape) if found.tensor_type.name in _GGUF_DENSE else raw
+        kind, shape, nbytes, first = self._stored[name]
+        with self.path.open("rb") as file:
+            file.seek(first)
+            raw = bytearray(file.read(nbytes))
+        if len(raw) < nbytes:
+            raise FileError(self.path, name, "is no whole GGUF file: it is cut off", gguf_header.REMEDY)
+        if kind in _GGUF_DENSE:
+            dtype = getattr(torch, _GGUF_DENSE[kind])
+            return torch.frombuffer(raw, dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
+        rows = shape[:-1] or (1,)
+        return (torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)).view(
+            *rows, nbytes // max(1, prod(rows))
+        )
 
     def weight(self, name: str) -> QuantTensor | Tensor:
         kind, shape = self.entries[name].dtype, self.entries[name].shape
@@ -116,62 +139,28 @@ class _GgufFile:
         if kind not in gguf_blocks.BLOCKS:
             known = ", ".join(gguf_blocks.BLOCKS)
             raise ArgumentError(name, kind, f"blocks of {known} are read", "Convert it with llama.cpp first.")
+        if not prod(shape):
+            raise FileError(self.path, name, "has no elements", gguf_header.REMEDY)
         raw = self.load(name)
-        return gguf_blocks.read_blocks(name, raw.reshape(-1, raw.shape[-1]), kind, shape[-1])
-
-
-def _safetensors(path: Path) -> Source:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise _missing("safetensors") from error
-    try:
-        handle = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ArgumentError("file", str(path), f"is no whole safetensors file: {error}", "Download it anew.") from error
-    untyped: Any = handle
-    return _SafetensorsFile(path, handle, _config(path, dict(untyped.metadata() or {})))
+        return gguf_blocks.read_blocks(name, raw.reshape(-1, raw.shape[-1]), kind, shape[-1] if shape else 1)
 
 
 def _config(path: Path, metadata: Mapping[str, str]) -> Mapping[str, Any]:
     """`quantization_config`, from the file's own metadata or from config.json beside it."""
     if "quantization_config" in metadata:
-        found: Mapping[str, Any] = json.loads(metadata["quantization_config"])
-        return found
+        said = json_of(metadata["quantization_config"], {str: object}, path, tensor_file.REMEDY)
+        return dict(said)
     beside = path.parent / "config.json"
     if not beside.is_file():
         return {}
-    try:
-        said = json.loads(beside.read_text())
-    except ValueError as error:
-        raise ArgumentError("config.json", str(beside), f"is no JSON: {error}", "Mend or move it.") from error
-    return said.get("quantization_config") or {} if isinstance(said, dict) else {}
+    return read_json(beside, _CONFIG, "Mend or move it.").get("quantization_config") or {}
 
 
-def _gguf(path: Path) -> Source:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise _missing("gguf") from error
-    try:
-        return _GgufFile(path, GGUFReader(path))
-    except (ValueError, IndexError, KeyError, OverflowError) as error:  # what slicing beyond the end of a map raises
-        raise ArgumentError("file", str(path), f"is no whole GGUF file: {error}", "Download it anew.") from error
+_CONFIG: Final = {"quantization_config?": (None, {str: object})}
 
 
 def _missing(package: str) -> ArgumentError:
     return ArgumentError("file", package, "is not installed, and reads this file", f"pip install {package}")
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place at the end, and is removed if anything fails."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 class Out(Protocol):

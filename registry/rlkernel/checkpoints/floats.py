@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlkernel.checkpoints import packing
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant import QuantTensor
+from rlkernel_core.quant.tensor import noted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "Tensor"]
 STATE = ".weight.quant_state.bitsandbytes__"
 _NESTED = 256
+_STATE = {
+    "quant_type": str,
+    "blocksize": int,
+    "dtype": str,
+    "shape": [int],
+    "nested_blocksize?": int,
+    "nested_offset?": float,
+}
 
 
 def read_bitsandbytes(name: str, t: Tensors, config: Mapping[str, Any]) -> list[QuantTensor]:
@@ -33,7 +42,11 @@ def read_bitsandbytes(name: str, t: Tensors, config: Mapping[str, Any]) -> list[
     key = next((key for key in t if key.startswith(STATE)), None)
     if key is None:
         raise ArgumentError(name, sorted(t), "has no quant_state", "Save it with bitsandbytes 0.41.1 or later.")
-    state = json.loads(bytes(t[key].tolist()))
+    state = noted(f"{name}.quant_state", t[key], _STATE)
+    dtype = getattr(torch, state["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or len(state["shape"]) != 2 or min(state["shape"]) < 0:
+        got = f"{state['dtype']}{state['shape']}"
+        raise ArgumentError(f"{name}.quant_state", got, "must say a dtype and two sizes", "Check the file.")
     known = {("nf4", 64): "nf4", ("nf4", 128): "nf4_g128", ("fp4", 64): "fp4", ("fp4", 128): "fp4_g128"}
     kind = (state["quant_type"], state["blocksize"])
     if kind not in known or state.get("nested_blocksize", _NESTED) != _NESTED:
@@ -48,10 +61,12 @@ def read_bitsandbytes(name: str, t: Tensors, config: Mapping[str, Any]) -> list[
     if nested:
         parts["nested_absmax"] = t[".weight.nested_absmax"]
         parts["nested_table"] = t[".weight.nested_quant_map"]
+        if "nested_offset" not in state:
+            raise ArgumentError(f"{name}.quant_state", sorted(state), "has no nested_offset", "Check the file.")
         parts["nested_offset"] = torch.tensor([state["nested_offset"]], dtype=torch.float32)
     outputs, columns = state["shape"]
     options = {"double_quant": True} if nested else {}
-    return [packing.weight_of(name, known[kind], (outputs, columns), getattr(torch, state["dtype"]), parts, **options)]
+    return [packing.weight_of(name, known[kind], (outputs, columns), dtype, parts, **options)]
 
 
 def write_bitsandbytes(name: str, w: QuantTensor) -> dict[str, Tensor]:

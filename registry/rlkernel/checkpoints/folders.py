@@ -6,15 +6,17 @@ What the ecosystem calls a sharded checkpoint: `model-00001-of-00003.safetensors
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from rlkernel.checkpoints.schemes import Entry, Source
-from rlkernel_core.errors import ArgumentError
+from rlkernel_core.documents import read_json
+from rlkernel_core.errors import ArgumentError, FileError
+from rlkernel_core.files import inside, whole_folder, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 INDEX: Final = ".index.json"
 SUFFIXES: Final = (".safetensors", ".gguf")  # of one file; what has neither is a folder
 SHARD_BYTES: Final = 5_000_000_000  # what transformers writes by default
+_INDEX_FORM: Final = {"weight_map": {str: str}}
+_REMEDY: Final = "Download the checkpoint anew."
 _WEIGHTS: Final = (*SUFFIXES, ".bin", ".pt", ".pth", INDEX)  # not copied beside converted weights
 
 
@@ -31,7 +35,8 @@ def files_of(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     """The files of a folder or an index, and tensor -> name of its file where an index says so.
 
     Raises:
-        ArgumentError: nothing to read there, several indices, or an index that is damaged.
+        FileError: an index that is damaged, or names a file outside of its folder.
+        ArgumentError: nothing to read there, or several indices.
     """
     if path.is_dir():
         indices = sorted(path.glob(f"*.safetensors{INDEX}"))
@@ -44,12 +49,15 @@ def files_of(path: Path) -> tuple[list[Path], Mapping[str, str]]:
                 raise ArgumentError("file", str(path), "holds no .safetensors or .gguf file", "Name another folder.")
             return found, {}
         path = indices[0]
-    try:
-        told: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
-        files = sorted(set(told.values()))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArgumentError("index", str(path), f"has no weight_map: {error}", "Download it anew.") from error
-    return [path.parent / file for file in files], told
+    told: dict[str, str] = read_json(path, _INDEX_FORM, _REMEDY)["weight_map"]
+    also = _blobs(path.parent)
+    return [inside(path.parent, file, path, _REMEDY, also=also) for file in sorted(set(told.values()))], told
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Where the cache of the Hugging Face Hub keeps the files that a snapshot links to."""
+    above = [above for above in folder.absolute().parents if above.name == "snapshots"]
+    return above[0].parent / "blobs" if above else None
 
 
 class Joined:
@@ -69,7 +77,7 @@ class Joined:
         absent = [name for name, file in told.items() if where.get(name) != file]
         if absent:
             problem = f"says that {told[absent[0]]} holds {absent[0]}, which it does not"
-            raise ArgumentError("index", str(path), problem, "Download the checkpoint anew.")
+            raise FileError(path, "weight_map", problem, _REMEDY)
 
     def load(self, name: str) -> Tensor:
         """One tensor."""
@@ -92,17 +100,19 @@ class Folder:
         if shard_bytes < 1:
             raise ArgumentError("shard_bytes", shard_bytes, "must be >= 1", "Pass bytes: 5_000_000_000.")
         self.path, self.shard_bytes, self.beside = path, shard_bytes, beside
-        self._draft = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._waiting: dict[str, Tensor] = {}
         self._shards: list[tuple[Path, list[str]]] = []
         self.bytes = 0
 
     def __enter__(self) -> Self:
-        self._draft.mkdir(parents=True)
+        self._stack = ExitStack()
+        self._draft = self._stack.enter_context(whole_folder(self.path))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._draft, ignore_errors=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Tensors of one weight: they go into one shard."""
@@ -123,14 +133,11 @@ class Folder:
             told |= dict.fromkeys(names, name)
         if count > 1:
             index = {"metadata": {"total_size": self.bytes}, "weight_map": dict(sorted(told.items()))}
-            (self._draft / f"model.safetensors{INDEX}").write_text(json.dumps(index, indent=2) + "\n")
+            write_json(self._draft / f"model.safetensors{INDEX}", index, indent=2)
         for file in self.beside.iterdir() if self.beside is not None else ():
             if file.is_file() and not file.name.endswith(_WEIGHTS):
                 shutil.copy2(file, self._draft / file.name)
         self._configure(config)
-        if self.path.exists():
-            self.path.rmdir()  # empty: __init__ has looked
-        self._draft.rename(self.path)
 
     def _write(self) -> None:
         from safetensors.torch import save_file
@@ -144,9 +151,9 @@ class Folder:
     def _configure(self, config: Mapping[str, Any] | None) -> None:
         """Say in config.json what the weights are now; it is made where there is none and something to say."""
         path = self._draft / "config.json"
-        said = json.loads(path.read_text()) if path.is_file() else {}
+        said = read_json(path, {str: object}, "Mend or move it.") if path.is_file() else {}
         said.pop("quantization_config", None)
         if config:
             said["quantization_config"] = dict(config)
         if path.is_file() or config:
-            path.write_text(json.dumps(said, indent=2) + "\n")
+            write_json(path, said, indent=2)

@@ -5,13 +5,14 @@ python -m rlkernel.demo.picture RUN_FOLDER     # draws the picture of a run that
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.documents import formed, read_json, read_lines
+from rlkernel_core.errors import FileError
+from rlkernel_core.files import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +24,15 @@ GAIN: Final = 0.02  # a smaller difference of rewards is that of two batches
 DRIFT: Final = {
     "drift_mean": ("mean |difference| of log p", "tab:orange"),
     "drift_kl": ("KL divergence", "tab:purple"),
+}
+_REMEDY: Final = "Name the folder of a run of `rlkernel demo`."
+_STEP: Final = {"step": int, "reward": float, "drift_max": float, **dict.fromkeys(DRIFT, float)}
+_SERVED: Final = {"side": frozenset({"rollout", "trainer"}), "op": str, "backend": str, "target": str}
+_SUMMARY: Final = {
+    **dict.fromkeys(("reward_first", "reward_last", "reward_rise", "drift_mean"), float),
+    "steps": int,
+    "device": str,
+    "served": [_SERVED],
 }
 SIDES: Final = {"rollout": "Rollout", "trainer": "Trainer"}
 
@@ -85,22 +95,30 @@ def _short(target: str) -> str:
 
 def draw(steps: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], path: Path) -> None:
     """Write the picture."""
-    figure(steps, summary).savefig(path, dpi=120)
+    with whole(path) as draft:
+        figure(steps, summary).savefig(draft, dpi=120, format="png")
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary and the updates of a run.
+
+    Raises:
+        FileError: it is no folder of a run, or holds no update of one.
+    """
+    summary = read_json(folder / "summary.json", {"steps": int}, _REMEDY)
+    steps = read_lines(folder / "metrics.jsonl", _STEP, _REMEDY)
+    if not steps:
+        raise FileError(folder, "", "holds no update: the run was interrupted before the first one", _REMEDY)
+    return formed(summary, _SUMMARY, folder / "summary.json", _REMEDY), steps
 
 
 def redraw(folder: Path) -> Path:
     """Draw the picture of a run folder; returns its path.
 
     Raises:
-        ConfigError: the folder holds no update of a run.
+        FileError: it is no folder of a run, or holds no update of one.
     """
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(f"{folder} is no run folder of the demo: {error}") from error
-    if not steps:
-        raise ConfigError(f"{folder} holds no update: the run was interrupted before the first one")
+    summary, steps = read(folder)
     draw(steps, summary, folder / FILE)
     return folder / FILE
 

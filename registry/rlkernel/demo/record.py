@@ -20,6 +20,7 @@ import rlkernel as rlk
 from rlkernel import record as decisions
 from rlkernel.demo.train import Step
 from rlkernel_core.decision import Decision
+from rlkernel_core.files import make_folder, write_json
 
 SERVED: Final = ("side", "op", "backend", "target", "provider")
 
@@ -37,7 +38,8 @@ class RunFolder:
             "reward_last": None,
             "reward_rise": None,
         }
-        path.mkdir(parents=True, exist_ok=False)
+        make_folder(path.parent)
+        path.mkdir(exist_ok=False)
         self._write("options.json", options)
         self._metrics = (path / "metrics.jsonl").open("w", encoding="utf-8")
 
@@ -82,7 +84,7 @@ class RunFolder:
         self._write("summary.json", self.summary)
 
     def _write(self, name: str, content: Any) -> None:
-        (self.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(self.path / name, content, indent=2)
 
 
 def _outcome(steps: list[Step]) -> dict[str, Any]:

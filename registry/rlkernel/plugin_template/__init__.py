@@ -19,6 +19,7 @@ from rlkernel.plugin_template import unwritten
 from rlkernel.plugin_template.names import check_author, check_device, check_name, distribution_of, package_of
 from rlkernel_core import API_VERSION, __version__
 from rlkernel_core.errors import ArgumentError, UnknownNameError
+from rlkernel_core.files import make_folder, whole_folder
 from rlkernel_core.spec import OPERATORS
 
 _WIDTH: Final = 100  # of a claim in the manifest, before it is indented
@@ -129,20 +130,16 @@ def write(plugin: Plugin, folder: Path) -> list[Path]:
     """Write a plugin into a new folder; returns the files.
 
     Raises:
-        ArgumentError: the folder holds something already, or cannot be made; nothing that exists is overwritten.
+        ArgumentError: the folder holds something already; nothing that exists is overwritten.
+        FileError: it cannot be written; nothing of it is there then.
     """
     texts = files(plugin)
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ArgumentError("--into", str(folder), "exists already", "Name a folder that does not exist yet.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArgumentError("--into", str(folder), "exists already", "Name a folder that does not exist yet.")
+    with whole_folder(folder) as draft:
         for path, text in texts.items():
-            target = folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-    except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        raise ArgumentError("--into", str(folder), problem, "Name a folder that you may write to.") from error
+            make_folder((draft / path).parent)
+            (draft / path).write_text(text, encoding="utf-8", newline="\n")
     return [folder / path for path in texts]
 
 

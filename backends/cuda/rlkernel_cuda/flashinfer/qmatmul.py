@@ -10,7 +10,6 @@ Legend: M tokens (any leading shape) · K inputs · N outputs. Imports torch, an
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -21,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernel_core.environment import variable
 from rlkernel_core.errors import CaptureError, RLKernelError
 from rlkernel_core.quant import quantize
 from rlkernel_core.quant.spec import QuantSpec
@@ -37,8 +37,8 @@ _built: set[tuple[object, ...]] = set()  # what has been compiled and run in thi
 
 def _compiler() -> str | None:
     """The nvcc that DeepGEMM calls for each kernel: as its compiler.cuh looks for it."""
-    named = os.environ.get("TRTLLM_DG_NVCC_COMPILER")
-    if named is None and (home := os.environ.get("CUDA_HOME")):
+    named = variable("TRTLLM_DG_NVCC_COMPILER")
+    if named is None and (home := variable("CUDA_HOME")):
         named = str(Path(home) / "bin" / "nvcc")
     return shutil.which(named or "nvcc")
 

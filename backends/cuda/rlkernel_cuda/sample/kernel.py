@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import struct
-import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,9 @@ from typing import Final
 
 import torch
 
+from rlkernel_core.environment import path_in
+from rlkernel_core.errors import FileError
+from rlkernel_core.files import make_folder, read_bytes, write_bytes
 from rlkernel_cuda.common import driver
 
 SOURCE: Final = Path(__file__).with_name("sample.cu")
@@ -73,9 +75,8 @@ def flags(shape: Shape, dtype: torch.dtype, *, plain: bool) -> tuple[str, ...]:
 
 def folder() -> Path:
     """Where built kernels are kept."""
-    given = os.environ.get("RLKERNEL_CUDA_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(given) if given else Path(home) / "rlkernel"
+    given = path_in("RLKERNEL_CUDA_CACHE")
+    return given or (path_in("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlkernel"
 
 
 def built(options: tuple[str, ...]) -> bytes:
@@ -87,17 +88,12 @@ def built(options: tuple[str, ...]) -> bytes:
     texts = (path.read_text() for path in sorted(SOURCE.parent.glob("*.cu*")))  # the source and what it includes
     told = "\n".join((*texts, *options, str(torch.version.cuda)))
     place = folder() / f"sample-sm90-{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
-    try:
-        return place.read_bytes()
-    except OSError:
-        code = driver.compiled(SOURCE, options)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-            file.write(code)
-        Path(file.name).replace(place)  # another process sees all of it or nothing
-    except OSError:
-        pass
+    with suppress(FileError):
+        return read_bytes(place, "")
+    code = driver.compiled(SOURCE, options)
+    with suppress(FileError):  # a read-only home costs a repeated compilation, nothing else
+        make_folder(place.parent)
+        write_bytes(place, code)  # another process sees all of it or nothing
     return code
 
 

@@ -177,7 +177,7 @@ class SlotAllocator:
         """Attributes as `to_dict` gave them; nothing is changed.
 
         Raises:
-            KeyError, TypeError, AttributeError, ValueError: the values are not those of a allocator of this capacity.
+            KeyError, TypeError, AttributeError, ValueError: the values are not those of an allocator of this capacity.
         """
         sequences = {s["slot"]: Rollout(**s) for s in saved["sequences"]}
         groups = {g: list(s) for g, s in saved["groups"].items()}
@@ -187,8 +187,12 @@ class SlotAllocator:
         for found, count in ((slots, whole[0]), (pages + list(saved["free_pages"]), whole[1])):
             if sorted(found) != list(range(count)):
                 raise ValueError("slots or pages are lost, or there twice")
-        if held != sorted(sequences):
+        if held != sorted(sequences) or any(sequences[s].group != g for g in groups for s in groups[g]):
             raise ValueError("a sequence is in no group, or in two")
+        if not all(groups.values()):
+            raise ValueError("a group of no sequences")
+        if any(not 0 < s.stamp < saved["counts"]["next_stamp"] for s in sequences.values()):
+            raise ValueError("a stamp that was never given out")
         return {
             "sequences": sequences,
             "groups": groups,
@@ -196,7 +200,8 @@ class SlotAllocator:
             "_free_pages": deque(saved["free_pages"]),
             "high_water": dict(saved["high_water"]),
             **{name: int(saved["counts"][name]) for name in _COUNTS},
-            **{name: Counter(saved["counters"][name]) for name in _COUNTERS},
+            **{name: Counter(saved["counters"][name]) for name in _COUNTERS if name != "staleness"},
+            "staleness": Counter({int(age): n for age, n in saved["counters"]["staleness"].items()}),
         }
 
     def take(self, state: dict[str, Any]) -> None:

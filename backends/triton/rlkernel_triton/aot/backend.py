@@ -8,12 +8,12 @@ Claims only; importing this loads neither torch nor Triton and looks for no bund
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rlkernel_core.environment import path_in
 from rlkernel_core.manifest import Backend
 from rlkernel_core.reasons import Reason
 from rlkernel_triton.claims import CLAIMS
@@ -35,8 +35,7 @@ WITH: Final[Mapping[str, tuple[str, ...]]] = {"qmatmul": ("quantize", "prepack",
 
 def folder() -> Path:
     """Where bundles of this user lie."""
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "rlkernel" / "bundles"
+    return (path_in("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "rlkernel" / "bundles"
 
 
 def manifest(name: str, module: str, arch: tuple[str, ...]) -> Backend:
@@ -105,8 +104,8 @@ class BundleBackend:
         """Called where no bundle holds a launch's configuration: returns None, and logs it if AOT_MISSING is set."""
         from rlkernel_triton.aot.recordings import MISSING, append
 
-        if os.environ.get(MISSING):
-            append(Path(os.environ[MISSING]), request.op, request.configuration(arguments), self.launcher.chosen)
+        if path := path_in(MISSING):
+            append(path, request.op, request.configuration(arguments), self.launcher.chosen)
         return None
 
     @cached_property

@@ -4,7 +4,7 @@ Builds of a kernel differ in little, so a pack holds machine code of several, on
 less than half of what they take one by one. Code that is the same is there once. Read lazily: opening a bundle reads
 its description, a kernel's first launch the list of its builds and one pack. Every entry is held against its SHA-256
 when it is read. Written twice from the same builds a bundle has the same bytes: entries are sorted, dates fixed,
-compression stated. Imports neither torch nor Triton.
+compression stated. Sizes are bounded before anything is decompressed. Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import hashlib
 import json
 import lzma
 import os
+import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -23,16 +25,33 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core import __version__
-from rlkernel_core.errors import RLKernelError
+from rlkernel_core.documents import json_of
+from rlkernel_core.errors import FileError, RLKernelError
+from rlkernel_core.files import MOST, make_folder, whole
 from rlkernel_core.paths import missing
-from rlkernel_triton.aot.configurations import Code
+from rlkernel_triton.aot.configurations import CODE, Code
 
 FORMAT: Final = 2
 DESCRIPTION: Final = "bundle.json"
 _PACK: Final = 16  # pieces of code in a pack: of 8 a bundle is a tenth larger, of 32 a first launch takes twice as long
 _DATE: Final = (1980, 1, 1, 0, 0, 0)  # the first that a zip can say
 # What reading a damaged zip raises: RuntimeError where bits say that it is encrypted or of another method.
-_UNREADABLE: Final = (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, OSError, RuntimeError)
+_UNREADABLE: Final = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, KeyError, ValueError, EOFError, OSError,
+                      RuntimeError, NotImplementedError, struct.error)  # fmt: skip
+_END: Final = struct.Struct("<4s4H2LH")  # of a zip: signature, disks, entries, bytes and place of the list, comment
+_MOST_ENTRIES: Final = 20_000
+_MOST_DIRECTORY: Final = 8 << 20  # bytes of the zip's list of entries
+_MOST_LISTS: Final = 48 << 20  # bytes of JSON, all together
+_MOST_PACK: Final = 64 << 20  # bytes of code, decompressed: packs have one or two
+_DECODER: Final = 64 << 20  # bytes that the decompressor may take; of preset 6 it takes 9 MiB
+_FORM: Final = {
+    "format": object,
+    "compiler?": {str: (str, None)},
+    "rlkernel?": str,
+    "targets?": {str: {"kinds": [str], "kernels": {str: str}}},
+    "entries?": {str: str},
+}
+_PLACE: Final = re.compile(r"([^:]+):(\d{1,12}):(\d{1,12})", re.ASCII)
 
 
 class BundleError(RLKernelError):
@@ -58,21 +77,30 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            _check_end(path)
             self._zip = zipfile.ZipFile(path)
-            description = json.loads(self._zip.read(DESCRIPTION))
-            form = description.get("format")
+            description = json_of(self._text(DESCRIPTION), _FORM, path, "")
         except FileNotFoundError as error:
             raise BundleError(f"there is no bundle at {path}: {missing(path)}. {_remade(path)}") from error
-        except (*_UNREADABLE, AttributeError) as error:
-            raise BundleError(f"{path} is no bundle of rlkernel, or damaged ({error}). {_remade(path)}") from error
-        if form != FORMAT:
-            raise BundleError(f"{path} has format {form}, this rlkernel reads {FORMAT}. {_remade(path)}")
+        except _UNREADABLE as error:
+            said = error.problem if isinstance(error, FileError) else error
+            raise BundleError(f"{path} is no bundle of rlkernel, or damaged ({said}). {_remade(path)}") from error
+        if description["format"] != FORMAT:
+            raise BundleError(
+                f"{path} has format {description['format']}, this rlkernel reads {FORMAT}. {_remade(path)}"
+            )
+        if len(description) < len(_FORM):
+            raise BundleError(f"{path} is no bundle of rlkernel, or damaged (parts are missing). {_remade(path)}")
         self.compiler: Mapping[str, str] = description["compiler"]
         self.version: str = description["rlkernel"]
         # Target -> kinds of files, and kernel -> the entry that lists its builds.
         self.targets: Mapping[str, Mapping[str, Any]] = description["targets"]
         self._sums: Mapping[str, str] = description["entries"]
         self._last: tuple[str, bytes] = "", b""
+        lists = [entry for there in self.targets.values() for entry in there["kernels"].values()]
+        sizes = {info.filename: info.file_size for info in self._zip.infolist()}
+        if len({*lists}) != len(lists) or sum(sizes.get(name, 0) for name in lists) > _MOST_LISTS:
+            raise BundleError(f"{path} is damaged: its lists are {len(lists)}, too large. {_remade(path)}")
 
     @cached_property
     def codes(self) -> tuple[Code, ...]:
@@ -86,7 +114,12 @@ class Bundle:
             BundleError: what lists them is damaged.
         """
         entry = self.targets.get(target, {}).get("kernels", {}).get(kernel)
-        return () if entry is None else tuple(map(Code.of, json.loads(self._entry(entry))))
+        if entry is None:
+            return ()
+        try:
+            return tuple(map(Code.of, json_of(self._entry(entry).decode(), [CODE], self.path, "", _MOST_LISTS)))
+        except ValueError as error:
+            raise self._damaged(entry, error) from error
 
     def read(self, place: str) -> bytes:
         """A piece of machine code, by what `Code.files` says of it.
@@ -94,24 +127,70 @@ class Bundle:
         Raises:
             BundleError: it is not there, or not what was written.
         """
-        pack, start, stop = place.split(":")
+        found = _PLACE.fullmatch(place)
+        if found is None:
+            raise self._damaged(place[:80], "it is no place in a pack")
+        pack, start, stop = found[1], int(found[2]), int(found[3])
         last = self._last
         if pack != last[0]:  # builds that are launched together lie together
-            last = self._last = pack, lzma.decompress(self._entry(pack))
-        return last[1][int(start) : int(stop)]
+            last = self._last = pack, self._unpacked(pack)
+        if not start <= stop <= len(last[1]):
+            raise self._damaged(pack, f"it holds {len(last[1])} bytes, not {stop}")
+        return last[1][start:stop]
+
+    def _unpacked(self, pack: str) -> bytes:
+        """A pack, decompressed; no more is allocated than a pack may have."""
+        packed, decoder = self._entry(pack), lzma.LZMADecompressor(lzma.FORMAT_XZ, _DECODER)
+        try:
+            data = decoder.decompress(packed, _MOST_PACK)
+        except lzma.LZMAError as error:
+            raise self._damaged(pack, error) from error
+        if not decoder.eof:
+            raise self._damaged(pack, f"it is cut off, or larger than {_MOST_PACK} bytes")
+        return data
 
     def _entry(self, name: str) -> bytes:
         try:
-            data = self._zip.read(name)
+            data = self._bytes(name, _MOST_PACK)
         except _UNREADABLE as error:
-            raise BundleError(
-                f"{name} of {self.path} cannot be read ({error}). {_remade(self.path, self.targets)}"
-            ) from error
+            raise self._damaged(name, error) from error
         if hashlib.sha256(data).hexdigest() != self._sums.get(name):
             raise BundleError(
                 f"{name} of {self.path} is damaged: its SHA-256 differs. {_remade(self.path, self.targets)}"
             )
         return data
+
+    def _bytes(self, name: str, most: int) -> bytes:
+        """An entry of the zip; zipfile reads no more than the size that the entry claims."""
+        info = self._zip.getinfo(name)
+        if info.file_size > most:
+            raise ValueError(f"it claims {info.file_size} bytes")
+        return self._zip.read(info)
+
+    def _text(self, name: str) -> str:
+        return self._bytes(name, MOST).decode()
+
+    def _damaged(self, name: str, why: object) -> BundleError:
+        return BundleError(f"{name} of {self.path} cannot be read ({why}). {_remade(self.path, self.targets)}")
+
+
+def _check_end(path: Path) -> None:
+    """See that a zip ends as `write_bundle` has them end: its list of entries is read at once, whatever its size.
+
+    Raises:
+        ValueError: it does not, or the list is too large.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _END.size - 20))
+        end = file.read()
+    if len(end) < _END.size:
+        raise ValueError("it is cut off")
+    signature, _, _, _, entries, directory, _, comment = _END.unpack(end[-_END.size :])
+    large = end[: -_END.size].startswith(b"PK\x06\x07")  # sizes of 64 bits, in a record before this one
+    if signature != b"PK\x05\x06" or comment or large or entries > _MOST_ENTRIES or directory > _MOST_DIRECTORY:
+        raise ValueError("it does not end as a bundle does")
 
 
 def write_bundle(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], compiler: Mapping[str, str]) -> Bundle:
@@ -136,15 +215,13 @@ def write_bundle(path: Path, codes: Iterable[tuple[Code, Mapping[str, bytes]]], 
         "targets": targets,
         "entries": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(entries.items())},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")  # whoever reads the old one keeps it, and nobody reads half of this
-    with zipfile.ZipFile(new, "w") as file:
+    make_folder(path.parent)
+    with whole(path) as new, zipfile.ZipFile(new, "w") as file:  # whoever reads the old one keeps it
         for name, data in [(DESCRIPTION, json.dumps(description).encode()), *sorted(entries.items())]:
             entry = zipfile.ZipInfo(name, _DATE)
             entry.compress_type = zipfile.ZIP_STORED if name.endswith(".xz") else zipfile.ZIP_DEFLATED
             entry.external_attr, entry.create_system = 0o644 << 16, 3
             file.writestr(entry, data, compresslevel=9)
-    new.replace(path)
     return Bundle(path)
 
 

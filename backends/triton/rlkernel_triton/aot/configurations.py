@@ -17,6 +17,24 @@ Constant = bool | int | float | str | None
 _NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 _OWN: Final = ("target", "entry", "shared", "arguments", "registers", "spilled", "source")  # of a Code, as in JSON
 _PAIRS: Final = ("types", "constants", "options")  # of a Configuration, dicts in JSON
+# What a Configuration and a Code are in JSON (`rlkernel_core.documents`).
+CONFIGURATION: Final[Mapping[str, Any]] = {
+    "kernel": str,
+    "types": {str: str},
+    "constants": {str: (bool, int, float, str, None)},
+    "divisible": [str],
+    "num_warps": int,
+    "num_stages": int,
+    "enable_fp_fusion": bool,
+    "options": {str: int},
+}
+CODE: Final[Mapping[str, Any]] = {
+    **CONFIGURATION,
+    **dict.fromkeys(("target", "entry", "source"), str),
+    **dict.fromkeys(("shared", "arguments", "registers", "spilled"), int),
+    "unread": [str],
+    "files": {str: str},
+}
 WIDER: Final = {"i32": ("i32", "i64"), "i64": ("i64",)}  # what a number may be passed as
 
 

@@ -9,7 +9,6 @@ operators can be recorded so. Importing this loads neither torch nor Triton.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from rlkernel_core.errors import RLKernelError
+from rlkernel_core.environment import variable
+from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.aot.backend import OPERATORS
@@ -58,16 +58,17 @@ def recorder() -> ConfigurationRecorder:
     """The launcher of this process, as the environment names it.
 
     Raises:
-        RLKernelError: the variable is not set, or is not FILE:TARGET.
+        ConfigError: the variable is not set, or is not FILE:TARGET.
     """
     from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
     from rlkernel_triton.launchers.targets import TARGETS
 
-    file, _, target = os.environ.get(VARIABLE, "").rpartition(":")
+    value = variable(VARIABLE)
+    file, _, target = (value or "").rpartition(":")
     if not file or target not in TARGETS:
-        raise RLKernelError(
+        raise ConfigError(
             f"{VARIABLE} says where to record and for which target: FILE:TARGET, such as launches.jsonl:sm_87; it "
-            f"is {os.environ.get(VARIABLE)!r}, and targets are {', '.join(TARGETS)}"
+            f"is {value!r}, and targets are {', '.join(TARGETS)}"
         )
     path = Path(file).resolve()
     return ConfigurationRecorder(target, lambda op, configuration: append(path, op, configuration, target))

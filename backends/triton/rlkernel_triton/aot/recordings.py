@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from rlkernel_core.errors import RLKernelError
-from rlkernel_triton.aot.configurations import Configuration
+from rlkernel_core.documents import read_lines
+from rlkernel_triton.aot.configurations import CONFIGURATION, Configuration
 
 MISSING: Final = "AOT_MISSING"  # names a file, into which backends over bundles write what they lack
+_LINE: Final = {"op": str, "target": str, **CONFIGURATION}
+_REMEDY: Final = "Record the configurations again, with AOT_MISSING=FILE."
 Uses = Mapping[Configuration, Mapping[str, frozenset[str]]]  # build -> operator -> targets
 
 
@@ -37,14 +39,10 @@ def read(path: Path) -> dict[Configuration, dict[str, frozenset[str]]]:
     """What `rlkernel_triton.aot.recording` wrote.
 
     Raises:
-        RLKernelError: it did not.
+        FileError: it did not.
     """
     found: dict[Configuration, dict[str, frozenset[str]]] = {}
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            document = json.loads(line)
-            uses = found.setdefault(Configuration.of(document), {})
-            uses[document["op"]] = uses.get(document["op"], frozenset()) | {document["target"]}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RLKernelError(f"{path} is no recording of configurations ({error!r}); record it again") from error
+    for document in read_lines(path, _LINE, _REMEDY):
+        uses = found.setdefault(Configuration.of(document), {})
+        uses[document["op"]] = uses.get(document["op"], frozenset()) | {document["target"]}
     return found

@@ -13,7 +13,6 @@ Imports no operator.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 
+from rlkernel_core.environment import variable
 from rlkernel_core.errors import RLKernelError
 from rlkernel_triton.launchers import triton_abi
 from rlkernel_triton.launchers.binding import Binding, Grid, Launcher
@@ -173,7 +173,7 @@ class JitLauncher(Launcher):
 
     def __init__(self, device: Device, *, checked: bool | None = None) -> None:
         self.device = device
-        self.checked = bool(os.environ.get(CHECKED)) if checked is None else checked
+        self.checked = variable(CHECKED) is not None if checked is None else checked
 
     def launch_of(self, binding: Binding) -> JitLaunch:
         """See `Launcher`."""
