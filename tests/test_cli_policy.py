@@ -118,7 +118,7 @@ def test_a_file_that_is_no_record_is_an_error_that_names_it(tmp_path, text) -> N
 
 def test_a_run_that_is_not_there_is_a_clean_error(cli) -> None:
     result = cli("status", "nowhere")
-    assert (result.exit_code, "nowhere does not exist" in result.stderr) == (2, True)
+    assert (result.exit_code, "nowhere: does not exist" in result.stderr) == (2, True)
 
 
 def test_a_lock_pins_every_operator_and_holds(cli, tmp_path) -> None:
@@ -177,4 +177,4 @@ def test_a_lock_that_would_pin_nothing_is_not_written(cli, tmp_path) -> None:
 
 def test_checking_against_a_lock_that_is_not_there_is_a_clean_error(cli) -> None:
     result = cli("lock", "--check")
-    assert (result.exit_code, "rlkernel.lock does not exist" in result.stderr) == (2, True)
+    assert (result.exit_code, "rlkernel.lock: does not exist" in result.stderr) == (2, True)

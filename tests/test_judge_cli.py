@@ -55,7 +55,7 @@ def test_a_wrong_candidate_is_told_to_people_with_its_case(cli) -> None:
     ("arguments", "words"),
     [
         (("a.py",), "--op is missing"),
-        (("nowhere.py", "--op", "logprob"), "nowhere.py does not exist"),
+        (("nowhere.py", "--op", "logprob"), "nowhere.py: does not exist"),
         (("a.py", "--op", "logprb"), "did you mean 'logprob'"),
         (("a.py", "--op", "logprob", "--profile", "endless"), "profile: "),
         (("a.py", "--op", "logprob", "--limit", "0"), "limit_s: "),

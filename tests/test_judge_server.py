@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, FileError
 from rlkernel_judge import server
 from rlkernel_judge.job_queue import JobQueue
 from rlkernel_judge.serve import serve, token_of
@@ -289,7 +289,7 @@ def test_only_the_loopback_is_open_without_a_token(tmp_path) -> None:
     assert token_of("0.0.0.0", tmp_path / "token") == TOKEN
     with pytest.raises(ConfigError, match="at least 16"):
         token_of("0.0.0.0", tmp_path / "short")
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(FileError, match="does not exist"):
         token_of("127.0.0.1", tmp_path / "none")
 
 
