@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import rlkernel as rlk
 from rlkernel import nn
-from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.errors import FileError, RLKernelError
 from rlkernel_jetson import driver as calls
 from rlkernel_jetson.adopt import LEAST, Adopter, mapped_file
 from rlkernel_jetson.mapped import MappedFile
@@ -179,7 +179,7 @@ def test_a_tensor_at_an_odd_address_is_copied_alone(tmp_path) -> None:
 @pytest.mark.parametrize("cut", [4, 60, -1])
 def test_a_file_that_is_cut_off_is_refused(checkpoint, tmp_path, cut) -> None:
     (tmp_path / "cut").write_bytes(checkpoint[1].read_bytes()[:cut])
-    with pytest.raises(ArgumentError, match=r"cut off|no whole safetensors"):
+    with pytest.raises(FileError, match=r"cut off|no whole safetensors"):
         MappedFile(tmp_path / "cut", adopter())
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core import __version__
-from rlkernel_core.documents import json_of
+from rlkernel_core.documents import formed, json_of
 from rlkernel_core.errors import FileError, RLKernelError
 from rlkernel_core.files import MOST, make_folder, whole
 from rlkernel_core.paths import missing
@@ -45,11 +45,10 @@ _MOST_LISTS: Final = 48 << 20  # bytes of JSON, all together
 _MOST_PACK: Final = 64 << 20  # bytes of code, decompressed: packs have one or two
 _DECODER: Final = 64 << 20  # bytes that the decompressor may take; of preset 6 it takes 9 MiB
 _FORM: Final = {
-    "format": object,
-    "compiler?": {str: (str, None)},
-    "rlkernel?": str,
-    "targets?": {str: {"kinds": [str], "kernels": {str: str}}},
-    "entries?": {str: str},
+    "compiler": {str: (str, None)},
+    "rlkernel": str,
+    "targets": {str: {"kinds": [str], "kernels": {str: str}}},
+    "entries": {str: str},
 }
 _PLACE: Final = re.compile(r"([^:]+):(\d{1,12}):(\d{1,12})", re.ASCII)
 
@@ -79,7 +78,9 @@ class Bundle:
         try:
             _check_end(path)
             self._zip = zipfile.ZipFile(path)
-            description = json_of(self._text(DESCRIPTION), _FORM, path, "")
+            description = json_of(self._text(DESCRIPTION), {"format": object}, path, "")
+            if description["format"] == FORMAT:
+                formed(description, _FORM, path, "")
         except FileNotFoundError as error:
             raise BundleError(f"there is no bundle at {path}: {missing(path)}. {_remade(path)}") from error
         except _UNREADABLE as error:
@@ -89,8 +90,6 @@ class Bundle:
             raise BundleError(
                 f"{path} has format {description['format']}, this rlkernel reads {FORMAT}. {_remade(path)}"
             )
-        if len(description) < len(_FORM):
-            raise BundleError(f"{path} is no bundle of rlkernel, or damaged (parts are missing). {_remade(path)}")
         self.compiler: Mapping[str, str] = description["compiler"]
         self.version: str = description["rlkernel"]
         # Target -> kinds of files, and kernel -> the entry that lists its builds.
