@@ -166,6 +166,10 @@ def hostile(real: bool) -> dict[str, Callable[[Run], Awaitable[None]]]:
         "a source that floods": (HARM["abort"], "x#flood", {200, 502, 429}),
     }
     return {
+        **{
+            name: of_status(name, wanted, body(source if real else word, clauses=["LP-08"], limit_s=5 if real else 0.1))
+            for name, (source, word, wanted) in sources.items()
+        },
         "no JSON": of_status("no JSON", {422}, b"{" * 50_000),
         "a bad field": of_status("a bad field", {422}, body(RIGHT, limit_s="NaN")),
         "an unknown operator": of_status("an unknown operator", {422}, body(RIGHT, op="x" * 1000)),
@@ -180,10 +184,6 @@ def hostile(real: bool) -> dict[str, Callable[[Run], Awaitable[None]]]:
         "slow headers": of_raw("slow headers", b"", head(9)[:40] + b"x" * 10_000, pause_s=0.2),
         "a body that stalls": of_raw("a body that stalls", b"HTTP/1.1 408", head(1000) + b"\r\n{"),
         "a client that goes away": gone,
-        **{
-            name: of_status(name, wanted, body(source if real else word, clauses=["LP-08"], limit_s=5 if real else 0.1))
-            for name, (source, word, wanted) in sources.items()
-        },
     }
 
 

@@ -24,6 +24,7 @@ from rlkernel_judge.verdict import Isolation
 from rlkernel_judge.worker_client import CandidateError, Worker, WorkerLost
 from rlkernel_judge.workloads import defaults
 from tests import sandboxed
+from tools import sandbox_table
 
 SANDBOX = sandbox.choose()
 STRONG = SANDBOX.level != "limits"
@@ -321,6 +322,16 @@ def test_memory_files_are_counted_where_a_gpu_needs_them(level) -> None:
     limits = dataclasses.replace(sandboxed.LIMITS, gpu=True)
     source = f"logprob = lambda *a, **k: None\n{attack.source}\nlogprob(1, 2)\n"
     assert sandboxed.run(source, level, limits) == (None, "memory")
+
+
+def test_the_page_has_a_row_for_every_attack_and_no_other() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "judge.md").read_text()
+    rows = re.findall(
+        r"^\| (.+?) \|", page.partition(sandbox_table.BEGIN)[2].partition(sandbox_table.END)[0], re.MULTILINE
+    )
+    assert rows == ["Attack", *(attack.tries for attack in attacks(area="sandbox"))], (
+        "python tools/sandbox_table.py docs/judge.md"
+    )
 
 
 def test_children_are_found_without_the_kernels_list_of_them() -> None:

@@ -38,6 +38,8 @@ def outcome(attempt: dict[str, Any] | None) -> str:
     """One cell."""
     if attempt is None:
         return ""
+    if attempt["score"] is None:
+        return f"**no verdict**: {attempt['message']}"
     if attempt["succeeded"]:
         return "**reached**"
     return "refused" if attempt["fault"] is None else ENDED.get(attempt["fault"], attempt["fault"])
