@@ -17,6 +17,7 @@ from rlkernel.cli import COMMANDS
 
 # What a word of this name is misspelt as, and what the answer must hold: the nearest right word, where there is one.
 BAD: dict[str, tuple[tuple[str, str], ...]] = {
+    "area": (("sandbx", "'sandbox'"),),
     "arch": (("h100", "sm90"), ("orin", "sm87"), ("sm999", "sm90"), ("gfx943", "gfx942"), ("banana", "sm90")),
     "backend": (("tirton", "'triton'"),),
     "baseline": (("compil", "'compile'"),),
@@ -65,6 +66,7 @@ OTHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("conformance", "dtype"): ("orders", "triton", "--op", "logprob"),
     ("conformance", "level"): ("orders", "triton", "--op", "logprob"),
     ("bench", "threshold"): ("compare", "here.toml", "here.toml"),
+    ("judge", "area"): ("attack",),
     ("judge", "only"): ("attack",),
     ("judge", "token_file"): ("serve", "--port", "0"),
 }

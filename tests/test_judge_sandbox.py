@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import time
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from rlkernel.discover import guarded
 from rlkernel_core.errors import ConfigError
-from rlkernel_judge import sandbox
+from rlkernel_judge import sandbox, supervisor, syscall_filter
+from rlkernel_judge.attack_run import attacks
+from rlkernel_judge.cli import OPEN, in_force
+from rlkernel_judge.private_folder import private_folder, remove_leftovers
+from rlkernel_judge.verdict import Isolation
 from rlkernel_judge.worker_client import CandidateError, Worker, WorkerLost
 from rlkernel_judge.workloads import defaults
+from tests import sandboxed
+from tools import sandbox_table
 
 SANDBOX = sandbox.choose()
 STRONG = SANDBOX.level != "limits"
@@ -77,10 +89,20 @@ def test_what_is_reported_is_what_was_found_inside(tried) -> None:
 
 
 @needs_namespaces
-def test_with_namespaces_there_is_no_network_and_nothing_outside_can_be_written(tried) -> None:
+def test_with_namespaces_no_process_outside_is_seen(tried) -> None:
     found, facts = tried
-    assert [found[name] for name in ("network", "outside", "kill", "root")] == [0, 0, 0, 0]
-    assert (facts["capabilities"], facts["own_processes"]) == (False, True)
+    assert (found["kill"], found["root"], facts["capabilities"], facts["own_processes"]) == (0, 0, False, True)
+
+
+def test_at_every_level_there_is_no_network_and_nothing_outside_can_be_written(level) -> None:
+    source = "from rlkernel_judge.sandbox import facts\nsay(facts(Path.cwd()))\n"
+    found = sandboxed.run(source, level).said
+    assert [found[name] for name in ("network", "writes_outside", "writes_proc", "calls_filtered")] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_private_folder_can_be_written(tried) -> None:
@@ -93,7 +115,7 @@ def test_nothing_of_our_environment_is_seen(tried) -> None:
 
 def test_the_limits_are_in_force_at_every_level(tried) -> None:
     found, limits = tried[0], sandbox.Limits()
-    assert (found["cores"], found["files"], found["memory"]) == (0, limits.file_bytes, limits.memory)
+    assert (found["cores"], found["files"], found["memory"]) == (0, limits.file_bytes, limits.address_space)
 
 
 @pytest.mark.parametrize("level", sandbox.LEVELS)
@@ -119,55 +141,213 @@ def test_an_unknown_level_is_refused() -> None:
 
 
 def test_the_private_folder_is_gone_afterwards() -> None:
-    with sandbox.private_folder(SANDBOX) as scratch:
+    with private_folder(for_nobody=SANDBOX.as_nobody) as scratch:
         (scratch / "x").write_text("x")
     assert not scratch.parent.exists()
 
 
-LEFT = """
+def level_of(level: str) -> str:
+    """A level, or a skip that names what the machine lacks."""
+    _, error = guarded(lambda: sandbox.choose(level))
+    if error is not None:
+        pytest.skip(f"the level {level} does not work on this machine")
+    return level
+
+
+@pytest.fixture(params=sandbox.LEVELS)
+def level(request) -> str:
+    return level_of(request.param)
+
+
+# What stops an attack: no word, where its calls are refused and it goes on; else the bound at which it is ended.
+ENDED = {
+    "sandbox_daemon": {""},
+    "sandbox_fork_bomb": {"tasks"},
+    "sandbox_memory_of_children": {"memory"},
+    "sandbox_private_folder": {"", "disk"},
+    "sandbox_socket_buffers": {"memory"},
+}
+
+
+@pytest.mark.parametrize("attack", attacks(area="sandbox"), ids=lambda attack: attack.name.removeprefix("sandbox_"))
+def test_an_attack_on_the_sandbox_reaches_nothing(attack, level) -> None:
+    calls = "logprob(1, 2)\n" * 2
+    ended = sandboxed.run(f"logprob = lambda *a, **k: None\n{attack.source}\n{calls}say('honest')\n", level)
+    assert (ended.said in {"honest", None}, ended.why in ENDED.get(attack.name, {""})) == (True, True), ended
+    if ended.said is None:
+        assert attack.name in ENDED
+
+
+def test_a_process_that_left_its_session_and_its_environment_ends_with_the_worker(level) -> None:
+    token = f"left-{os.getpid()}-{level}"
+    source = f"""
 import os, time
-def whiten(x):
+if os.fork() == 0:
+    os.setsid()
     if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            time.sleep(600)
-        os._exit(0)
-    return {"values": x.clone()}
+        os.execve("/bin/sleep", ["{token}", "600"], {{}})
+    os._exit(0)
+os.wait()
+say("left")
+time.sleep(600)
+"""
+    with sandboxed.started(source, level) as channel:
+        assert channel.recv(64) == b'"left"'
+        assert sandboxed.until_some(token) != []
+    assert sandboxed.processes_with(token) == []
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_judge_that_is_ended_leaves_no_process_and_no_folder(how, tmp_path) -> None:
+    for place in (level_of(SANDBOX.level), "limits"):
+        token = f"orphan-{os.getpid()}-{how}-{place}"
+        source = f"import os, time\nif os.fork() == 0:\n    os.setsid()\nsay('up')\ntime.sleep(600)  # {token}\n"
+        code = f"""
+from tests import sandboxed
+with sandboxed.started({source!r}, {place!r}) as channel:
+    channel.recv(4)
+    print("up", flush=True)
+    channel.recv(1 << 10)
+    channel.recv(1 << 10)
+"""
+        environ = {**os.environ, "TMPDIR": str(tmp_path)}
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
+        ) as judge:
+            assert judge.stdout.readline() == b"up\n"
+            judge.send_signal(getattr(signal, how))
+        assert (sandboxed.until_none(token), sandboxed.until_empty(tmp_path)) == ([], [])
+
+
+def test_folders_of_judges_that_are_gone_are_removed_and_those_of_others_stay(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with private_folder(for_nobody=SANDBOX.as_nobody) as held:
+        (tmp_path / "rlkernel-judge-gone" / "scratch").mkdir(parents=True)
+        (tmp_path / "rlkernel-judge-link").symlink_to(tmp_path / "rlkernel-judge-gone")
+        remove_leftovers()
+        assert {p.name for p in tmp_path.iterdir()} == {"rlkernel-judge-link", held.parent.name}
+
+
+@pytest.mark.skipif(SANDBOX.as_nobody or os.geteuid() != 0, reason="judged code does not run as root here")
+def test_root_outside_is_told(tried) -> None:
+    isolation = Isolation(level=SANDBOX.level, as_nobody=False, facts=tried[1])
+    assert (tried[1]["root_outside"], "ROOT OUTSIDE" in in_force(isolation)) == (True, True)
+
+
+def test_the_printed_line_names_what_is_open_and_nothing_else(tried) -> None:
+    closed = dict.fromkeys(OPEN, False) | {"calls_filtered": True}
+    said = {name: in_force(Isolation(level="limits", as_nobody=False, facts={**closed, name: True})) for name in OPEN}
+    assert in_force(Isolation(level="limits", as_nobody=False, facts=closed)) == "limits"
+    assert said == {name: f"limits, {text}" for name, text in OPEN.items()}
+    assert set(OPEN) <= tried[1].keys()
+
+
+def test_every_call_that_is_refused_has_its_number_on_both_machines() -> None:
+    for machine, column in (("x86_64", 0), ("aarch64", 1)):
+        program = syscall_filter.program(machine, gpu=False)
+        compared = {operand for code, _, _, operand in program if code == syscall_filter.EQUAL}
+        wanted = {numbers[column] for numbers in syscall_filter.REFUSED.values()} - {None}
+        assert (wanted - compared, len(program) < 4096) == (set(), True)  # BPF_MAXINSNS
+
+
+HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="the kernel's headers for x86_64 are not installed")
+def test_the_numbers_of_refused_calls_are_those_of_the_kernel() -> None:
+    text = HEADER.read_text()
+    known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", text)}
+    assert {name: known[name] for name in syscall_filter.REFUSED if name in known} == {
+        name: x86 for name, (x86, _) in syscall_filter.REFUSED.items() if name in known
+    }
+
+
+def cgroup_folder(root: Path, controllers: str) -> Path:
+    root.mkdir(parents=True)
+    (root / "cgroup.subtree_control").write_text(controllers)
+    return root
+
+
+def test_a_cgroup_is_made_below_the_nearest_group_that_hands_on_memory(tmp_path) -> None:
+    cgroup_folder(tmp_path / "cg", "memory pids")
+    cgroup_folder(tmp_path / "cg" / "user", "cpu memory")
+    cgroup_folder(tmp_path / "cg" / "user" / "shell", "")
+    (tmp_path / "own").write_text("4:memory:/x\n0::/user/shell\n")
+    bounds = supervisor.Bounds(memory=1 << 20, tasks=9, disk=1)
+    with supervisor.cgroup(bounds, tmp_path / "cg", tmp_path / "own") as group:
+        assert group is not None
+        found = {name: (group / name).read_text() for name in ("memory.max", "memory.oom.group", "memory.swap.max")}
+        assert (group.parent, found) == (
+            tmp_path / "cg" / "user",
+            {"memory.max": "1048576", "memory.oom.group": "1", "memory.swap.max": "0"},
+        )
+    (tmp_path / "own").write_text("4:memory:/x\n")
+    with supervisor.cgroup(bounds, tmp_path / "cg", tmp_path / "own") as group:
+        assert group is None
+
+
+def test_with_a_cgroup_the_kernel_counts_the_memory_of_the_whole_tree() -> None:
+    with supervisor.cgroup(supervisor.Bounds(memory=1 << 30, tasks=99, disk=1)) as group:
+        if group is None:
+            pytest.skip("this machine grants no cgroup of version 2 with the memory controller")
+    (attack,) = attacks(only=["sandbox_memory_of_children"])
+    source = "import os\nsay('memory.max' in os.listdir(os.environ['JUDGE_CGROUP']))\n"
+    ended = sandboxed.run(f"logprob = lambda *a, **k: None\n{attack.source}\nlogprob(1, 2)\n", SANDBOX.level)
+    assert (sandboxed.run(source, SANDBOX.level).said, ended) == (True, (None, "memory"))
+
+
+# What CUDA does as it starts (it fails with error 304 where it may not), and what must stay closed nevertheless.
+CUDA = """
+import os, threading
+def name():
+    with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
+        file.write("cuda")
+thread = threading.Thread(target=name)
+thread.start()
+thread.join()
+os.memfd_create("cuda")
+from rlkernel_judge.sandbox import facts
+found = facts(Path.cwd())
+say([name for name in ("network", "writes_outside", "writes_proc", "capabilities") if found[name]])
 """
 
 
-def test_a_child_that_left_its_session_ends_with_the_worker() -> None:
-    with Worker(SANDBOX, "whiten", "cpu", sandbox.Limits()) as worker:
-        worker.ask("load", source=LEFT, impls=(), op="whiten", compile=False)
-        worker.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
-        marker = worker.scratch
-    assert sandbox.processes_of(marker) == []
+def test_where_a_gpu_is_used_its_driver_can_start_and_the_rest_stays_closed(level) -> None:
+    limits = dataclasses.replace(sandboxed.LIMITS, gpu=True)
+    assert sandboxed.run(CUDA, level, limits) == ([], "")
 
 
-BOMB = """
-import os
-def whiten(x):
-    while True:
-        try:
-            os.fork()
-        except OSError:
-            pass
-"""
+def test_memory_files_are_counted_where_a_gpu_needs_them(level) -> None:
+    (attack,) = attacks(only=["sandbox_memory_files"])
+    limits = dataclasses.replace(sandboxed.LIMITS, gpu=True)
+    source = f"logprob = lambda *a, **k: None\n{attack.source}\nlogprob(1, 2)\n"
+    assert sandboxed.run(source, level, limits) == (None, "memory")
 
 
-@pytest.mark.skipif(
-    not (SANDBOX.level == "namespaces" or (SANDBOX.as_nobody or os.geteuid() != 0)),
-    reason="root is bound by no limit on processes, and this machine grants no namespaces",
-)
-def test_a_fork_bomb_ends_within_its_limits() -> None:
-    limits = sandbox.Limits(processes=40)
-    with Worker(SANDBOX, "whiten", "cpu", limits) as worker:
-        worker.ask("load", source=BOMB, impls=(), op="whiten", compile=False)
-        worker.deadline = time.monotonic() + 2
+def test_the_page_has_a_row_for_every_attack_and_no_other() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "judge.md").read_text()
+    rows = re.findall(
+        r"^\| (.+?) \|", page.partition(sandbox_table.BEGIN)[2].partition(sandbox_table.END)[0], re.MULTILINE
+    )
+    assert rows == ["Attack", *(attack.tries for attack in attacks(area="sandbox"))], (
+        "python tools/sandbox_table.py docs/judge.md"
+    )
+
+
+def test_children_are_found_without_the_kernels_list_of_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in supervisor.children_by_parent()[os.getpid()]
+        child.communicate(b"\n")
+
+
+def test_memory_over_the_bound_is_named_so_in_the_verdict() -> None:
+    source = "def whiten(x):\n    kept = [bytes(64 << 20) for _ in range(64)]\n    return {'values': x}\n"
+    source = source.replace("bytes(64 << 20)", "b'x' * (64 << 20)")
+    with Worker(SANDBOX, "whiten", "cpu", sandbox.Limits(memory=1 << 30)) as worker:
+        worker.ask("load", source=source, impls=(), op="whiten", compile=False)
         with pytest.raises(WorkerLost) as caught:
             worker.ask("call", given={"x": torch.ones(3)}, defaults=defaults("whiten"), grad=False, fresh=None)
-        marker = worker.scratch
-    assert (caught.value.fault in {"killed", "timeout"}, sandbox.processes_of(marker)) == (True, [])
+    assert caught.value.fault == "out_of_memory"
 
 
 HOARD = "def whiten(x):\n    return {'values': x.new_ones(1 << 40)}\n"

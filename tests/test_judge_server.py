@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,14 +15,20 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from rlkernel.discover import guarded
 from rlkernel_core.errors import ConfigError, FileError
 from rlkernel_judge import server
 from rlkernel_judge.job_queue import JobQueue
 from rlkernel_judge.serve import serve, token_of
 from rlkernel_judge.server import MAX_REQUEST, app
+from rlkernel_judge.trial import bad_fields, judge
+from rlkernel_judge.verdict import Task
+from tests import sandboxed
+from tests.judge_load import hostile, loaded
 from tests.judged import HARM, RIGHT
 
 TOKEN = "a token of more than sixteen"
+JSON = {"content-type": "application/json"}
 ASKED = {"source": "def logprob(logits, ids): ...", "op": "logprob"}
 # Stand-ins for a trial's process: the queue's own work is what is looked at.
 QUICK = (
@@ -53,7 +60,7 @@ async def client(queue: JobQueue, token: str | None = None) -> AsyncIterator[htt
     running = app(queue, token)
     async with running.router.lifespan_context(running):
         transport = httpx.ASGITransport(running)
-        async with httpx.AsyncClient(transport=transport, base_url="http://judge", timeout=120) as found:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8473", timeout=120) as found:
             yield found
 
 
@@ -99,7 +106,7 @@ def test_a_job_can_be_asked_for_later() -> None:
 def test_a_request_that_is_none_is_refused_and_the_server_goes_on(body, status, words) -> None:
     async def main() -> None:
         async with client(queue_of()) as http:
-            answer = await http.post("/judge", content=body)
+            answer = await http.post("/judge", content=body, headers=JSON)
             assert (answer.status_code, words in answer.json()["error"]) == (status, True), answer.text[:300]
             assert (await http.get("/health")).json()["status"] == "ok"
 
@@ -117,7 +124,7 @@ def test_a_body_of_unknown_length_is_not_read_beyond_the_limit() -> None:
                 yield b"x" * (1 << 16)
 
         async with client(queue_of()) as http:
-            answer = await http.post("/judge", content=endless())
+            answer = await http.post("/judge", content=endless(), headers=JSON)
         assert (answer.status_code, sent < 3 * MAX_REQUEST) == (413, True)
 
     asyncio.run(main())
@@ -186,7 +193,7 @@ def test_a_trial_that_dies_takes_no_other_with_it() -> None:
             dead = await http.post("/judge", json=ASKED)
             queue.trial = (sys.executable, "-c", QUICK)
             alive = await http.post("/judge", json=ASKED)
-        assert (dead.status_code, "without a verdict" in dead.json()["error"], alive.status_code) == (500, True, 200)
+        assert (dead.status_code, "without a verdict" in dead.json()["error"], alive.status_code) == (502, True, 200)
 
     asyncio.run(main())
 
@@ -227,7 +234,8 @@ def test_a_client_that_goes_away_takes_its_job_with_it() -> None:
         async def send(_: object) -> None:
             return
 
-        scope = {"type": "http", "method": "POST", "path": "/judge", "headers": [], "query_string": b""}
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/judge", "headers": headers, "query_string": b""}
         async with running.router.lifespan_context(running):
             call = asyncio.create_task(running(scope, receive, send))
             await until(lambda: any(c.process for c in queue.jobs.values()))
@@ -247,7 +255,172 @@ def test_a_server_that_closes_answers_those_who_wait() -> None:
         both = [queue.submit(task, b"", "a.py") for _ in range(2)]
         await until(lambda: both[0].state == "running")
         await queue.close()
-        assert [c.state for c in both] == ["cancelled", "cancelled"]
+        assert [c.state for c in both] == ["stopped", "stopped"]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_told_to_end_gives_the_verdict_of_what_runs_and_stops_what_waits() -> None:
+    async def main() -> None:
+        queue = queue_of(f"import time; time.sleep(0.5); {QUICK}")
+        async with client(queue) as http:
+            asked = [asyncio.create_task(http.post("/judge", json=ASKED)) for _ in range(2)]
+            await until(lambda: sorted(j.state for j in queue.jobs.values()) == ["running", "waiting"])
+            await queue.drain(30)
+            answers = [await a for a in asked]
+            later = await http.post("/judge", json=ASKED)
+        assert sorted(a.status_code for a in answers) == [200, 503]
+        assert ["stopped" in a.json().get("error", "") for a in answers] == [a.status_code == 503 for a in answers]
+        assert later.status_code == 503
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "attacker.example"}, 421),
+        ({"host": "127.0.0.1.attacker.example:8473"}, 421),
+        ({"host": "localhost:8473"}, 200),
+        ({"host": "[::1]:8473"}, 200),
+        ({"origin": "http://127.0.0.1:8473"}, 403),
+        ({"origin": "null"}, 403),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+def test_a_page_in_a_browser_of_this_machine_gets_nothing_judged(headers, status) -> None:
+    async def main() -> None:
+        queue = queue_of()
+        async with client(queue) as http:
+            answer = await http.post("/judge", content=json.dumps(ASKED), headers={**JSON, **headers})
+        assert (answer.status_code, len(queue.jobs)) == (status, status == 200)
+
+    asyncio.run(main())
+
+
+def test_with_a_token_any_name_of_the_server_will_do() -> None:
+    async def main() -> None:
+        async with client(queue_of(), TOKEN) as http:
+            headers = {"authorization": f"Bearer {TOKEN}", "host": "judge.example"}
+            assert (await http.post("/judge", json=ASKED, headers=headers)).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer \xff"}])
+def test_no_byte_of_a_body_is_read_before_the_token(headers) -> None:
+    async def main() -> None:
+        running, answers = app(queue_of(), TOKEN), []
+
+        async def receive() -> dict[str, object]:
+            raise AssertionError("the body was asked for")
+
+        async def send(message: dict[str, object]) -> None:
+            answers.append(message)
+
+        given = [(b"host", b"x"), *((k.encode(), v.encode("latin-1")) for k, v in headers.items())]
+        scope = {"type": "http", "method": "POST", "path": "/judge", "headers": given, "query_string": b""}
+        await running(scope, receive, send)
+        assert answers[0]["status"] == 401
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        ({**ASKED, "limit_s": "soon", "profile": 7}, {"limit_s", "profile"}),
+        ({**ASKED, "limit_s": None}, {"limit_s"}),
+        ({**ASKED, "op": ["logprob"]}, {"op"}),
+        ({**ASKED, "op": "x" * 10_000}, {"op"}),
+        ({**ASKED, "device": "cpu; rm"}, {"device"}),
+        ({**ASKED, "clauses": ["LP-01"] * 1000}, {"clauses"}),
+        ({**ASKED, "clauses": "LP-01"}, {"clauses"}),
+        ({**ASKED, "file": "a.py; rm -rf /"}, {"file"}),
+        ({**ASKED, "file": "a\n.py"}, {"file"}),
+        ({**ASKED, "memory_gib": 0}, {"memory_gib"}),
+        ({**ASKED, "wait": "perhaps"}, {"wait"}),
+        ({"op": "logprob"}, {"source"}),
+        ({**ASKED, "op": "nothing", "device": "cuda:9"}, {"op", "device"}),
+        ([], {"body"}),
+        ("logprob", {"body"}),
+    ],
+)
+def test_a_bad_field_is_named(body, fields) -> None:
+    async def main() -> None:
+        async with client(queue_of()) as http:
+            answer = await http.post("/judge", json=body)
+        assert (answer.status_code, set(answer.json()["fields"])) == (422, fields)
+        assert all(name in answer.json()["error"] for name in fields)
+
+    asyncio.run(main())
+
+
+def test_what_only_the_trial_can_know_to_be_bad_is_named_too() -> None:
+    refused = "import json; print(json.dumps({'error': 'unknown score', 'fields': {'score': 'unknown score'}}))"
+
+    async def main() -> None:
+        async with client(queue_of(refused)) as http:
+            answer = await http.post("/judge", json=ASKED)
+        assert (answer.status_code, answer.json()["fields"]) == (422, {"score": "unknown score"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("task", "field"),
+    [
+        ({"op": "nothing"}, "op"),
+        ({"clauses": ("LP-99",)}, "clauses"),
+        ({"score": "x"}, "score"),
+        ({"baseline": "x"}, "baseline"),
+    ],
+)
+def test_a_trial_names_the_field_that_it_cannot_carry_out(task, field) -> None:
+    _, error = guarded(lambda: judge(b"", Task(**{"op": "logprob", **task})))
+    assert set(bad_fields(error)) == {field}
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def main() -> None:
+        async def stalls() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(600)
+
+        running = app(queue_of(), patience_s=0.05)
+        async with running.router.lifespan_context(running):
+            transport = httpx.ASGITransport(running)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                answer = await http.post("/judge", content=stalls(), headers=JSON)
+        assert (answer.status_code, "did not come" in answer.json()["error"]) == (408, True)
+
+    asyncio.run(main())
+
+
+def test_a_trial_that_does_not_end_is_ended_and_told() -> None:
+    async def main() -> None:
+        queue = queue_of(STUCK)
+        queue.overrun_s = 0.1
+        async with client(queue) as http:
+            answer = await http.post("/judge", json={**ASKED, "limit_s": 0.1})
+            assert (answer.status_code, "did not end" in answer.json()["error"]) == (504, True)
+            (job,) = queue.jobs.values()
+            assert (job.state, job.process.returncode is not None) == ("late", True)
+
+    asyncio.run(main())
+
+
+def test_a_trial_that_cannot_be_started_leaves_its_device_at_work() -> None:
+    async def main() -> None:
+        queue = queue_of()
+        queue.trial = ("/nowhere/python",)
+        async with client(queue) as http:
+            dead = await http.post("/judge", json=ASKED)
+            queue.trial = (sys.executable, "-c", QUICK)
+            alive = await http.post("/judge", json=ASKED)
+        assert (dead.status_code, alive.status_code) == (502, 200)
 
     asyncio.run(main())
 
@@ -277,6 +450,35 @@ def test_the_command_serves_on_the_loopback_and_stops_when_it_is_told() -> None:
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
     assert (answer.json()["status"], "sandbox" in line, rest, process.returncode) == ("ok", True, "", 0)
+
+
+def test_a_server_that_is_killed_leaves_no_trial() -> None:
+    token = f"server-{os.getpid()}"
+    head = "import sys; from rlkernel_judge.sandbox import end_with_parent; end_with_parent(int(sys.argv[-1]))"
+    trial = f"{head}; {STUCK}"
+    code = f"""
+import sys
+from rlkernel_judge.serve import serve
+serve("127.0.0.1", 0, ("cpu",), None, 8, "limits", trial=(sys.executable, "-c", {trial!r}, {token!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        address = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert httpx.post(f"{address[0]}/judge", json={**ASKED, "wait": False}).status_code == 202
+        assert len(sandboxed.until_some(f"{token}\0")) == 1
+        process.kill()
+    assert sandboxed.until_none(f"{token}\0") == []
+
+
+def test_a_trial_whose_server_is_gone_already_ends_at_once() -> None:
+    code = "from rlkernel_judge.sandbox import end_with_parent; end_with_parent(1 << 30); print('went on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", 1)
+
+
+def test_honest_verdicts_are_right_beside_hostile_clients() -> None:
+    found = loaded(36, share=0.5)
+    assert (found["wrong"], found["honest_right"], found["said"]) == ([], found["honest"], "")
+    assert set(found["kinds"]) == set(hostile(real=False))
 
 
 def test_only_the_loopback_is_open_without_a_token(tmp_path) -> None:

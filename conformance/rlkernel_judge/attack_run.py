@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from os import cpu_count
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +29,8 @@ from rlkernel_judge.verdict import Task, complaints
 
 FOLDER: Final = Path(__file__).parent / "attacks"
 ESCAPED: Final = "ESCAPED"
+Area = Literal["timing", "results", "borrowing", "harm", "source", "sandbox"]
+AREAS: Final[tuple[str, ...]] = get_args(Area)
 MARGIN: Final = 0.1  # by which a score must be higher, in every one of _PAIRS runs beside its honest body, to count
 _PAIRS: Final = 3
 _ANY_NOISE: Final = 1e9
@@ -63,7 +65,7 @@ class Attack(BaseModel):
 
     name: str
     tries: str = Field(description="what it tries, in one sentence")
-    area: Literal["timing", "results", "borrowing", "harm", "source", "sandbox"]
+    area: Area
     honest: str = Field(description="file in attacks/honest, named as its operator: the body it is compared with")
     source: str
     whole: bool = Field(default=False, description="the source is the whole file; else it follows the honest body")
@@ -73,6 +75,7 @@ class Attack(BaseModel):
     )
     device: Literal["any", "cpu", "cuda"] = "any"
     limit_s: float = 180.0
+    memory_gib: float = Field(default=16.0, description="memory that it may use")
 
     @property
     def text(self) -> str:
@@ -115,19 +118,21 @@ class Attempt(BaseModel):
         return f"{how}; score {scores[0]}, honest {scores[1]}"
 
 
-def attacks(op: str | None = None, only: Sequence[str] = ()) -> tuple[Attack, ...]:
-    """The attacks on an operator, or all, by name.
+def attacks(op: str | None = None, only: Sequence[str] = (), area: str | None = None) -> tuple[Attack, ...]:
+    """The attacks on an operator, or of an area, or all, by name.
 
     Raises:
-        UnknownNameError: no attack has a name in `only`.
+        UnknownNameError: no attack has a name in `only`, or none is of the area.
         ConfigError: a file is none of an attack.
     """
     found = {path.stem: _read(path) for path in sorted(FOLDER.glob("*.toml"))}
     for name in only:
         if name not in found:
             raise UnknownNameError("attack", name, found)
+    if area is not None and area not in AREAS:
+        raise UnknownNameError("area", area, AREAS)
     wanted = [found[name] for name in only] if only else list(found.values())
-    return tuple(a for a in wanted if op is None or a.honest == op)
+    return tuple(a for a in wanted if op in {None, a.honest} and area in {None, a.area})
 
 
 def _read(path: Path) -> Attack:
@@ -144,7 +149,12 @@ def honest(op: str) -> Honest:
 
 
 def attempts(
-    chosen: Sequence[Attack], device: str = "cpu", *, loaded: bool = False, progress: Callable[[str], None] = print
+    chosen: Sequence[Attack],
+    device: str = "cpu",
+    *,
+    sandbox: str = "auto",
+    loaded: bool = False,
+    progress: Callable[[str], None] = print,
 ) -> Iterator[Attempt]:
     """Run attacks, one after another; with `loaded` beside a busy process for each processor."""
     with ExitStack() as stack:
@@ -157,31 +167,32 @@ def attempts(
                 continue
             if attack.honest not in verdicts:
                 progress(f"honest {attack.honest}")
-                verdicts[attack.honest] = judged(honest(attack.honest).source, _task(attack, device))
+                verdicts[attack.honest] = judged(honest(attack.honest).source, _task(attack, device, sandbox))
             progress(attack.name)
-            yield _attempt(attack, device, verdicts[attack.honest])
+            yield _attempt(attack, device, sandbox, verdicts[attack.honest])
 
 
-def _attempt(attack: Attack, device: str, other: dict[str, Any]) -> Attempt:
+def _attempt(attack: Attack, device: str, sandbox: str, other: dict[str, Any]) -> Attempt:
     """One attack; where it scores higher, again beside its honest body."""
-    verdict = judged(attack.text, _task(attack, device))
+    verdict = judged(attack.text, _task(attack, device, sandbox))
     runs = 1
     while _above(verdict, other) and runs < _PAIRS:
-        other = judged(honest(attack.honest).source, _task(attack, device))
-        verdict = judged(attack.text, _task(attack, device))
+        other = judged(honest(attack.honest).source, _task(attack, device, sandbox))
+        verdict = judged(attack.text, _task(attack, device, sandbox))
         runs += 1
-    escaped = ESCAPED in str(verdict.get("message"))
+    said = [verdict.get("message") or verdict.get("error") or "", *(c["message"] for c in verdict.get("clauses", ()))]
+    escape = next((text for text in said if ESCAPED in text), None)
     return Attempt(
         **attack.model_dump(include={"name", "area", "tries", "honest"}),
         stage=verdict.get("stage", ""),
         fault=verdict.get("fault"),
-        message=str(verdict.get("message") or verdict.get("error") or "")[:500],
+        message=str(escape or said[0])[:500],
         score=verdict.get("score"),
         honest_score=other.get("score"),
         speedup=verdict.get("speedup"),
         honest_speedup=other.get("speedup"),
         runs=runs,
-        succeeded=escaped or "score" not in verdict or _above(verdict, other),
+        succeeded=escape is not None or "score" not in verdict or _above(verdict, other),
     )
 
 
@@ -194,17 +205,22 @@ def _skipped(attack: Attack, why: str) -> Attempt:
     return Attempt(**named, stage="", score=None, honest_score=None, succeeded=False, skipped=why)
 
 
-def _task(attack: Attack, device: str) -> Task:
+def _task(attack: Attack, device: str, sandbox: str) -> Task:
     """What is asked of the judge, without what protects by chance: findings in the source, and a noisy machine."""
     clauses = honest(attack.honest).clauses if attack.clauses is None else attack.clauses
-    return Task(
-        op=attack.honest,
-        device=device,
-        clauses=clauses,
-        strict=False,
-        limit_s=attack.limit_s,
-        noise=_ANY_NOISE,
-        first_s=_FIRST_S,
+    return Task.model_validate(
+        {
+            "op": attack.honest,
+            "device": device,
+            "clauses": clauses,
+            "strict": False,
+            "timing": attack.area != "sandbox",
+            "limit_s": attack.limit_s,
+            "sandbox": sandbox,
+            "memory_gib": attack.memory_gib,
+            "noise": _ANY_NOISE,
+            "first_s": _FIRST_S,
+        }
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,7 +15,8 @@ from rlkernel_core.files import read_start
 from rlkernel_judge.requirements import require
 
 if TYPE_CHECKING:
-    from rlkernel_judge.verdict import Verdict
+    from rlkernel_judge.attack_run import Attack
+    from rlkernel_judge.verdict import Isolation, Verdict
 
 EXAMPLES: Final = (
     ("rlkernel judge candidate.py --op logprob", "clauses, probes for cheating, speedup over the reference, score"),
@@ -49,6 +51,7 @@ def command(
     strict: Annotated[bool, typer.Option(help="Refuse sources that reach for what a kernel has no use for.")] = True,
     limit: Annotated[float, typer.Option(metavar="SECONDS", help="For one candidate, all in all.")] = 300.0,
     sandbox: Annotated[str, typer.Option(help="auto, namespaces, bubblewrap or limits.")] = "auto",
+    memory: Annotated[float, typer.Option(metavar="GIB", help="For one candidate, all its processes together.")] = 16.0,
     score: Annotated[str, typer.Option(metavar="NAME", help="Row of the score table.")] = "rlkernel",
     host: Annotated[str, typer.Option(help="serve: address to listen on; others than loopback need a token.")] = (
         "127.0.0.1"
@@ -65,6 +68,9 @@ def command(
         int,
         typer.Option(metavar="N", min=0, help="attack: judge the honest body so often instead; none may be accused."),
     ] = 0,
+    area: Annotated[
+        str | None, typer.Option(metavar="NAME", help="attack: timing, results, borrowing, harm, source or sandbox.")
+    ] = None,
     loaded: Annotated[bool, typer.Option("--loaded", help="attack: run busy processes beside.")] = False,
     json: Json = False,
 ) -> None:
@@ -86,7 +92,11 @@ def command(
         _honest(op or "logprob", honest, present(device), loaded=loaded, json=json)
         return
     if files == [ATTACK]:
-        _attack(op, present(device), tuple(only or ()), loaded=loaded, json=json)
+        from rlkernel_judge.attack_run import attacks
+        from rlkernel_judge.sandbox import choose
+
+        choose(sandbox)
+        _attack(attacks(op, tuple(only or ()), area), present(device), sandbox, loaded=loaded, json=json)
         return
     if op is None:
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
@@ -99,7 +109,7 @@ def command(
 
     asked: dict[str, Any] = {"op": op, "baseline": baseline, "device": present(device), "profile": profile}
     asked |= {"clauses": tuple(clause or ()), "timing": timing, "strict": strict}
-    asked |= {"limit_s": limit, "sandbox": sandbox, "score": score}
+    asked |= {"limit_s": limit, "sandbox": sandbox, "memory_gib": memory, "score": score}
     try:
         task = Task.model_validate(asked)
     except ValidationError as error:
@@ -118,11 +128,12 @@ def command(
         raise typer.Exit(1)
 
 
-def _attack(op: str | None, device: str, only: tuple[str, ...], *, loaded: bool, json: bool) -> None:
-    from rlkernel_judge.attack_run import attacks, attempts
+def _attack(chosen: tuple[Attack, ...], device: str, sandbox: str, *, loaded: bool, json: bool) -> None:
+    from rlkernel_judge.attack_run import attempts
 
     found = []
-    for attempt in attempts(attacks(op, only), device, loaded=loaded, progress=lambda text: typer.echo(text, err=True)):
+    told = partial(typer.echo, err=True)
+    for attempt in attempts(chosen, device, sandbox=sandbox, loaded=loaded, progress=told):
         found.append(attempt)
         if not json:
             typer.echo(f"{attempt.name}: {attempt.summary}")
@@ -178,8 +189,26 @@ def _show(verdict: Verdict) -> None:
             f"{verdict.times.candidate.median * 1e6:.1f} us a call on {verdict.times.workload}"
         )
     if verdict.isolation is not None:
-        network = "with" if verdict.isolation.facts.get("network", True) else "without"
-        typer.echo(f"  sandbox  {verdict.isolation.level}, {network} network")
+        typer.echo(f"  sandbox  {in_force(verdict.isolation)}")
+
+
+# What a sandbox should have taken away, by the fact that says that it did not.
+OPEN: Final = {
+    "network": "NETWORK",
+    "writes_outside": "WRITES OUTSIDE ITS FOLDER",
+    "writes_proc": "WRITES IN /proc",
+    "capabilities": "CAPABILITIES",
+    "root_outside": "ROOT OUTSIDE: start the judge as another user",
+}
+
+
+def in_force(found: Isolation) -> str:
+    """The level, and what is open in it, each in capitals."""
+    if not found.facts:  # it was refused before it ran
+        return found.level
+    holes = [text for fact, text in OPEN.items() if found.facts.get(fact, True)]
+    filtered = found.facts.get("calls_filtered", False)
+    return ", ".join([found.level, *holes, *([] if filtered else ["NO FILTER OF SYSTEM CALLS"])])
 
 
 def _compared(found: Any) -> None:

@@ -1,7 +1,8 @@
 """The jobs of a judging server: one at a time on each device, the others in its queue, each in a process of its own.
 
-Whatever happens in a trial happens to that process. After a fault that may have left a GPU in a bad state the device is
-checked; one that fails takes no more jobs until it is reset. Imports no torch.
+Whatever happens in a trial happens to that process, which ends with the server, however that goes.
+After a fault that may have left a GPU in a bad state the device is checked; one that fails takes no more jobs until it
+is reset. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import secrets
 import sys
 import time
@@ -24,10 +26,14 @@ TRIAL: Final = (sys.executable, "-m", "rlkernel_judge.trial")
 HEALTH: Final = (
     sys.executable,
     "-c",
-    "import sys; from rlkernel_conformance.health import complaint; print(complaint(sys.argv[1]) or '')",
+    (
+        "import sys; from rlkernel_judge.sandbox import end_with_parent; end_with_parent(); "
+        "from rlkernel_conformance.health import complaint; print(complaint(sys.argv[1]) or '')"
+    ),
 )
 KEPT: Final = 1024  # finished jobs that can still be asked for
-_GRACE_S: Final = 60.0  # beyond a task's own limit: to start, and to end what is left
+_STOPPED: Final = "stopped: the server was told to end before this job was judged; send it again"
+_OVERRUN_S: Final = 60.0  # beyond a task's own limit: to start, and to end what is left
 _ENDING_S: Final = 10.0
 _HEALTH_S: Final = 120.0
 # After these a device is checked before it takes another job.
@@ -57,8 +63,8 @@ class Job:
     task: dict[str, Any]
     source: bytes
     file: str
-    state: str = "waiting"  # waiting | running | done | cancelled
-    answer: dict[str, Any] = field(default_factory=dict)  # {"verdict": ...} or {"error": ...}
+    state: str = "waiting"  # waiting | running | done | late | cancelled | stopped
+    answer: dict[str, Any] = field(default_factory=dict)  # {"verdict": ...}, or {"error": ...} perhaps with "fields"
     done: asyncio.Event = field(default_factory=asyncio.Event)
     process: Process | None = None
 
@@ -95,10 +101,11 @@ class JobQueue:
         waiting: int = 64,
         trial: tuple[str, ...] = TRIAL,
         health: tuple[str, ...] = HEALTH,
+        overrun_s: float = _OVERRUN_S,
     ) -> None:
         self.devices = {name: Device(name, asyncio.Queue(waiting)) for name in devices}
         self.jobs: OrderedDict[str, Job] = OrderedDict()
-        self.trial, self.health = trial, health
+        self.trial, self.health, self.overrun_s = trial, health, overrun_s
         self.average_s, self.closing = _FIRST_ESTIMATE_S, False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -106,15 +113,28 @@ class JobQueue:
         """Start to work; needs a running event loop."""
         self._tasks = [asyncio.create_task(self._serve(device)) for device in self.devices.values()]
 
+    async def drain(self, grace_s: float) -> None:
+        """Take no more jobs, answer those that wait, and give those that run some time for their verdicts."""
+        self.closing = True
+        running = []
+        for job in self.jobs.values():
+            if job.state == "waiting":
+                job.finish("stopped", {"error": _STOPPED})
+            elif job.state == "running":
+                running.append(asyncio.create_task(job.done.wait()))
+        if running:
+            await asyncio.wait(running, timeout=grace_s)
+        await self.close()
+
     async def close(self) -> None:
-        """Take no more jobs, end those that run, answer those that wait."""
+        """Take no more jobs, end those that run, answer all."""
         self.closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for job in self.jobs.values():
             if not job.done.is_set():
-                job.finish("cancelled", {"error": "the server is closing"})
+                job.finish("stopped", {"error": _STOPPED})
 
     def submit(self, task: dict[str, Any], source: bytes, file: str) -> Job:
         """Put a job in the queue of its device.
@@ -184,15 +204,20 @@ class JobQueue:
             if fault in _HARMFUL and not device.name.startswith("cpu"):
                 device.complaint = await self._check(device)
             if not job.done.is_set():
-                job.finish("done", answer)
+                job.finish(answer.pop("state", "done"), answer)
 
     async def _run(self, job: Job) -> dict[str, Any]:
         """The answer of a trial's process, or what became of it."""
         asked = {"task": job.task, "source": base64.b64encode(job.source).decode(), "file": job.file}
-        job.process = process = await _start(self.trial, start_new_session=True)
-        out = await _output(process, float(job.task["limit_s"]) + _GRACE_S, json.dumps(asked).encode())
+        try:
+            job.process = process = await _start((*self.trial, str(os.getpid())), start_new_session=True)
+        except OSError as error:
+            return {"error": f"the trial's process could not be started: {error.strerror}"}
+        if job.done.is_set():  # cancelled meanwhile
+            return {}
+        out = await _output(process, float(job.task["limit_s"]) + self.overrun_s, json.dumps(asked).encode())
         if out is None:
-            return {"error": "the trial did not end in time"}
+            return {"error": "the trial did not end in time", "state": "late"}
         try:
             answer = json.loads(out or b"{}")
         except ValueError:

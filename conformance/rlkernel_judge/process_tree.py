@@ -48,11 +48,11 @@ def adopt_orphans() -> None:
 
 
 class ProcessTree:
-    """A process and all that descend from it."""
+    """A process and all that descend from it; without the process itself where it is `spared`, as a supervisor is."""
 
-    def __init__(self, root: int) -> None:
-        self.root = root
-        self.known: list[int] = [root]  # processes at the last look, parents first
+    def __init__(self, root: int, *, spared: bool = False) -> None:
+        self.root, self.spared = root, spared
+        self.known: list[int] = [] if spared else [root]  # processes at the last look, parents first
         _roots.add(root)
         self.began = int(_fields(root)[_BEGAN])
 
@@ -69,6 +69,9 @@ class ProcessTree:
             for orphan in children:
                 if orphan not in _roots and orphan not in found and self._may_be_of_it(orphan):
                     found += _look(orphan, states)
+        if self.spared:
+            found.remove(self.root)
+            states = {task: state for task, state in states.items() if task.process != self.root}
         self.known = found
         return states
 

@@ -7,33 +7,41 @@
     POST /devices/{id}/reset        forget its faults and check whether it computes
     GET  /faults                    names of faults, what they mean, how often they were seen
 
-Built on Starlette; imports no torch.
+Before a route is looked up or a byte of a body is read, `admission` refuses who names another host, who is a web page,
+and who lacks the token. Built on Starlette; imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlkernel_core import __version__
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge.job_queue import Device, Job, JobQueue, OutOfService, QueueFull
 from rlkernel_judge.source import MAX_BYTES
-from rlkernel_judge.verdict import FAULTS, SCHEMA, Task, complaints
+from rlkernel_judge.verdict import FAULTS, SCHEMA, Task, complaints_by_field
 
 MAX_REQUEST: Final = 4 * MAX_BYTES  # JSON spells a character with up to six
-Handler = Callable[[Request], Awaitable[Response]]
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+PATIENCE_S: Final = 15.0  # for a client to send its headers, and again for its body
+_PORT: Final = re.compile(r":\d*$")
+_STATUSES: Final = {"cancelled": 503, "stopped": 503, "late": 504}  # of jobs without a verdict, by their state
 _DISCONNECT_POLL_S: Final = 0.25  # how often a waiting client is looked for
 
 
@@ -42,8 +50,11 @@ class Asked(Task):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    clauses: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=256)] = ()
     source: str = Field(max_length=MAX_BYTES, description="the file's text")
-    file: str = Field(default="candidate.py", max_length=256, description="its name, for messages")
+    file: str = Field(
+        default="candidate.py", max_length=256, pattern=r"^\w[\w.+/-]*$", description="its name, for messages"
+    )
     wait: bool = Field(default=True, description="answer with the verdict; else at once, with a job's id")
 
 
@@ -52,10 +63,30 @@ class Refusal(BaseModel):
 
     schema_version: int = SCHEMA
     error: str
+    fields: dict[str, str] = Field(default={}, description="what is wrong with each field of the request")
 
 
-def app(queue: JobQueue, token: str | None = None, sandbox: str = "auto") -> Starlette:
-    """The application over a queue, which it opens and closes with itself; the sandbox is the server's to choose."""
+class BadFields(HTTPException):
+    """Fields of a request that cannot be carried out, each with what is wrong with it."""
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        self.fields = {name: text[:500] for name, text in fields.items()}
+        super().__init__(422, "; ".join(f"{name}: {text}" for name, text in self.fields.items())[:2000])
+
+
+def app(
+    queue: JobQueue,
+    token: str | None = None,
+    sandbox: str = "auto",
+    *,
+    hosts: frozenset[str] = LOOPBACK,
+    patience_s: float = PATIENCE_S,
+) -> Starlette:
+    """The application over a queue, which it opens and closes with itself; the sandbox is the server's to choose.
+
+    Without a token a request must name one of `hosts`: a page in a browser of this machine that makes its own name
+    point here (DNS rebinding) names its own.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -65,33 +96,22 @@ def app(queue: JobQueue, token: str | None = None, sandbox: str = "auto") -> Sta
         finally:
             await queue.close()
 
-    def with_token(handler: Handler) -> Handler:
-        """Serve requests that carry the token."""
-
-        async def checked(request: Request) -> Response:
-            kind, _, given = request.headers.get("authorization", "").partition(" ")
-            right = token is None or hmac.compare_digest(given.strip().encode(), token.encode())
-            if token is not None and not (right and kind.lower() == "bearer"):
-                raise HTTPException(
-                    401, "send the server's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"}
-                )
-            return await handler(request)
-
-        return checked
-
     def device_of(name: str) -> Device:
         if name not in queue.devices:
             raise HTTPException(404, f"this server has {', '.join(queue.devices)}")
         return queue.devices[name]
 
     def submitted(asked: Asked) -> Job:
-        if asked.op not in OPERATORS:
-            raise HTTPException(422, f"op: unknown operator {asked.op!r}")
-        if "sandbox" in asked.model_fields_set:
-            raise HTTPException(422, "sandbox: the server decides; it was started with it")
         device = asked.device if "device" in asked.model_fields_set else queue.least_busy()
+        bad = {}
+        if asked.op not in OPERATORS:
+            bad["op"] = f"unknown operator {asked.op!r}"
+        if "sandbox" in asked.model_fields_set:
+            bad["sandbox"] = "the server decides; it was started with it"
         if device not in queue.devices:
-            raise HTTPException(422, f"device: this server has {', '.join(queue.devices)}, not {device}")
+            bad["device"] = f"this server has {', '.join(queue.devices)}, not {device}"
+        if bad:
+            raise BadFields(bad)
         task = asked.model_dump(mode="json", exclude={"source", "file", "wait"})
         try:
             return queue.submit(task | {"device": device, "sandbox": sandbox}, asked.source.encode(), asked.file)
@@ -101,16 +121,20 @@ def app(queue: JobQueue, token: str | None = None, sandbox: str = "auto") -> Sta
             raise HTTPException(503, str(error), {"Retry-After": "60"}) from error
 
     async def judge(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "send JSON: Content-Type: application/json")
         try:
-            asked = Asked.model_validate_json(await body_of(request))
+            asked = Asked.model_validate_json(await body_of(request, patience_s))
         except ValidationError as error:
-            raise HTTPException(422, complaints(error)[:2000]) from error
+            raise BadFields(complaints_by_field(error)) from error
         job = submitted(asked)
         if not asked.wait:
             return JSONResponse(job_state(job), 202, headers={"Location": f"/jobs/{job.id}"})
         await finished(request, job, queue)
+        if job.answer.get("fields"):
+            raise BadFields(job.answer["fields"])
         if "verdict" not in job.answer:
-            raise HTTPException(503 if job.state == "cancelled" else 500, str(job.answer.get("error")))
+            raise HTTPException(_STATUSES.get(job.state, 502), str(job.answer.get("error")))
         return JSONResponse(job.answer["verdict"], headers={"X-Job": job.id})
 
     async def show_job(request: Request) -> Response:
@@ -136,36 +160,80 @@ def app(queue: JobQueue, token: str | None = None, sandbox: str = "auto") -> Sta
         return JSONResponse({name: {"meaning": text, "seen": seen[name]} for name, text in FAULTS.items()})
 
     routes = [
-        Route("/judge", with_token(judge), methods=["POST"]),
-        Route("/jobs/{id}", with_token(show_job)),
+        Route("/judge", judge, methods=["POST"]),
+        Route("/jobs/{id}", show_job),
         Route("/health", health),
-        Route("/devices", with_token(devices)),
-        Route("/devices/{id}/reset", with_token(reset), methods=["POST"]),
-        Route("/faults", with_token(faults)),
+        Route("/devices", devices),
+        Route("/devices/{id}/reset", reset, methods=["POST"]),
+        Route("/faults", faults),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refusal})
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(admission, token=token, hosts=hosts)],
+        exception_handlers={HTTPException: refusal},
+    )
+
+
+def admission(inner: ASGIApp, token: str | None, hosts: frozenset[str]) -> ASGIApp:
+    """An application whose requests come from programs, for this server, with its token."""
+
+    async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
+        refused = _refused(scope, token, hosts) if scope["type"] == "http" else None
+        if refused is None:
+            await inner(scope, receive, send)
+        else:
+            await _answer(refused)(scope, receive, send)
+
+    return admitted
+
+
+def _refused(scope: Scope, token: str | None, hosts: frozenset[str]) -> HTTPException | None:
+    headers = Headers(scope=scope)
+    host = headers.get("host", "")
+    if token is None and _PORT.sub("", host).lower() not in hosts:
+        return HTTPException(421, "this server answers to the address it listens on; send no other Host")
+    if "origin" in headers:
+        return HTTPException(403, "this server answers no web page: a request with Origin is refused")
+    if token is None or scope["path"] == "/health":
+        return None
+    kind, _, given = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), token.encode()):
+        return None
+    return HTTPException(401, "send the server's token: Authorization: Bearer ...", {"WWW-Authenticate": "Bearer"})
 
 
 async def refusal(_: Request, error: Exception) -> Response:
     """An HTTPException as JSON."""
     if not isinstance(error, HTTPException):
         raise error
-    return JSONResponse(Refusal(error=error.detail).model_dump(), error.status_code, headers=error.headers)
+    return _answer(error)
 
 
-async def body_of(request: Request) -> bytes:
+def _answer(error: HTTPException) -> Response:
+    told = Refusal(error=error.detail, fields=getattr(error, "fields", {}))
+    return JSONResponse(told.model_dump(), error.status_code, headers=error.headers)
+
+
+async def body_of(request: Request, patience_s: float) -> bytes:
     """The body of a request.
 
     Raises:
-        HTTPException: it is too large; it is not read to its end.
+        HTTPException: it is too large; it does not come in time; the client went away.
     """
     announced = request.headers.get("content-length", "0")
     body, fits = bytearray(), announced.isdigit() and int(announced) <= MAX_REQUEST
-    if fits:
-        async for chunk in request.stream():
-            body += chunk
-            if not (fits := len(body) <= MAX_REQUEST):
-                break
+    try:
+        async with asyncio.timeout(patience_s):
+            if fits:
+                async for chunk in request.stream():
+                    body += chunk
+                    if not (fits := len(body) <= MAX_REQUEST):
+                        break
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {patience_s:g} s", {"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise HTTPException(499, "the client went away") from None
     if not fits:
         raise HTTPException(413, f"a request has at most {MAX_REQUEST} bytes")
     return bytes(body)

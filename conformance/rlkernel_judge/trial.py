@@ -1,7 +1,9 @@
 """The trial of one candidate: read it, run it in a sandbox, attack it, probe it, time it, score it.
 
-python -m rlkernel_judge.trial      task and source as JSON on standard input, the verdict on standard
-                                                output; no line of the candidate's runs in this process
+python -m rlkernel_judge.trial [PARENT]     task and source as JSON on standard input, the verdict on standard output;
+                                            ends with the process PARENT that started it
+
+No line of the candidate's runs in this process.
 """
 
 from __future__ import annotations
@@ -191,7 +193,7 @@ class _Trial:
         """
         gpu = not self.task.device.startswith("cpu")
         cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
-        limits = sandbox.Limits(cpu_s=cpu_s, memory=0 if gpu else sandbox.Limits.memory)
+        limits = sandbox.Limits(cpu_s=cpu_s, memory=int(self.task.memory_gib * 2**30), gpu=gpu)
         size = timing.shared_memory(self.work, self.task.device) if self.task.timing else 0
         arena = stack.enter_context(closing(Arena.new(size))) if size else None
         worker = stack.enter_context(
@@ -383,15 +385,27 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
     return impls, task.baseline == "compile"
 
 
+# The field of a task that an unknown name stands in, by what it names.
+_FIELDS: Final = {"operator": "op", "clause": "clauses", "baseline": "baseline", "score": "score"}
+
+
+def bad_fields(error: RLKernelError) -> dict[str, str]:
+    """The field of the task that an error is about, with what is wrong; none where it is about this machine."""
+    if isinstance(error, UnknownNameError):
+        return {_FIELDS[error.what.split()[0]]: str(error)}
+    return {"baseline": str(error)} if str(error).startswith("baseline ") else {}
+
+
 def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
+    sandbox.end_with_parent(*map(int, sys.argv[1:]))
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers on the way out
     asked = json.load(sys.stdin)
     try:
         verdict = judge(base64.b64decode(asked["source"]), Task(**asked["task"]), file=asked["file"])
     except RLKernelError as error:
-        sys.stdout.write(json.dumps({"error": str(error)}))
+        sys.stdout.write(json.dumps({"error": str(error), "fields": bad_fields(error)}))
     else:
         sys.stdout.write(json.dumps({"verdict": verdict.model_dump(mode="json")}))
 

@@ -47,6 +47,9 @@ class Task(_Message):
     noise: Annotated[float, Field(gt=1)] = Field(
         default=1.6, description="times as long as at its best that the machine's own work may take in a timed round"
     )
+    memory_gib: Annotated[float, Field(ge=0.5, le=4096)] = Field(
+        default=16.0, description="memory that the candidate may use, all its processes together"
+    )
     sandbox: Literal["auto", "namespaces", "bubblewrap", "limits"] = "auto"
     score: str = Field(default="rlkernel", description="row of the score table")
 
@@ -170,6 +173,11 @@ class Summary(_Message):
     )
     best: str | None = Field(description="file of the highest score")
     candidates: tuple[Verdict, ...]
+
+
+def complaints_by_field(error: ValidationError) -> dict[str, str]:
+    """What is wrong with a question, by the name of the field; of what is no question at all, under `body`."""
+    return {".".join(str(p) for p in e["loc"]) or "body": e["msg"] for e in error.errors()}
 
 
 def complaints(error: ValidationError) -> str:

@@ -32,11 +32,13 @@ from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import replies, sandbox, wire, workloads
 from rlkernel_judge.arena import Arena, Place
+from rlkernel_judge.private_folder import private_folder
 from rlkernel_judge.process_tree import ProcessTree
 from rlkernel_torch import backend as reference
 
 BACKEND: Final = "candidate"
 STARTING_S: Final = 120.0  # importing torch, and compiling what the candidate compiles on import
+_ENDING_S: Final = 15.0  # for a supervisor to end what a worker left
 Reply = tuple[dict[str, Any], list[bytearray], list[Tensor]]  # JSON, its blocks, and the tensors of the request
 
 
@@ -73,7 +75,7 @@ class Worker:
         self.lost: WorkerLost | None = None
         self.deadline = time.monotonic() + STARTING_S  # when the next replies must be there
         self._stack = ExitStack()
-        self.scratch = self._stack.enter_context(sandbox.private_folder(box))
+        self.scratch = self._stack.enter_context(private_folder(for_nobody=box.as_nobody))
         self._socket, theirs = socket.socketpair()
         threads = torch.get_num_threads()
         self.arena = arena
@@ -84,13 +86,14 @@ class Worker:
         with theirs:
             self._process: subprocess.Popen[bytes] = box.start(
                 "rlkernel_judge.worker", self.scratch, str(theirs.fileno()), job,
-                keep=(theirs.fileno(), *keep), OMP_NUM_THREADS=str(threads), TORCHINDUCTOR_COMPILE_THREADS="1",
+                limits=limits, keep=(theirs.fileno(), *keep),
+                OMP_NUM_THREADS=str(threads), TORCHINDUCTOR_COMPILE_THREADS="1",
             )  # fmt: skip
-        self.tree = ProcessTree(self._process.pid)
+        self.tree = ProcessTree(self._process.pid, spared=True)
         self.tasks = 0  # threads before the candidate was loaded, its pools started
         self._stack.callback(self.tree.close)
         self._stack.callback(self._socket.close)
-        self._stack.callback(sandbox.kill, self._process, self.scratch)
+        self._stack.callback(sandbox.kill, self._process)
 
     def __enter__(self) -> Self:
         return self
@@ -208,9 +211,11 @@ class Worker:
 
     def _ended(self) -> str:
         try:
-            status = self._process.wait(timeout=5)
+            status = self._process.wait(timeout=_ENDING_S)
         except subprocess.TimeoutExpired:
             return "protocol_error"
+        if sandbox.cause(self._process) == "memory":
+            return "out_of_memory"
         if status > 128:  # across name spaces a signal is reported as shells do
             status = 128 - status
         return "timeout" if status == -signal.SIGXCPU else faults.of_exit(status)
