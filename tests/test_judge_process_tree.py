@@ -40,6 +40,15 @@ def tree() -> Iterator[ProcessTree]:
         root.kill()
 
 
+def test_a_supervisor_goes_on_while_what_is_below_it_is_stopped(tree) -> None:
+    """One that was stopped would not see its judge end."""
+    below = ProcessTree(tree.root, spared=True)
+    below.freeze()
+    states = {task.process == tree.root: state for task, state in tree.tasks().items()}
+    below.thaw()
+    assert (tree.root in below.known, states[False], states[True] != "T") == (False, "T", True)
+
+
 def test_threads_and_processes_that_left_their_session_are_counted(tree) -> None:
     tasks = tree.tasks()
     assert (len({t.process for t in tasks}), len(tasks)) == (2, 4)

@@ -21,8 +21,8 @@ from rlkernel_judge import server
 from rlkernel_judge.job_queue import JobQueue
 from rlkernel_judge.serve import serve, token_of
 from rlkernel_judge.server import MAX_REQUEST, app
-from rlkernel_judge.trial import bad_fields, judge
-from rlkernel_judge.verdict import Task
+from rlkernel_judge.trial import judge
+from rlkernel_judge.verdict import Task, bad_fields
 from tests import sandboxed
 from tests.judge_load import hostile, loaded
 from tests.judged import HARM, RIGHT
@@ -435,7 +435,7 @@ def test_two_real_trials_one_of_which_kills_its_process() -> None:
                 http.post("/judge", json={**asked, "source": RIGHT}),
             )
             seen = (await http.get("/faults")).json()["segfault"]["seen"]
-        assert (bad.status_code, bad.json()["fault"], bad.json()["score"]) == (200, "segfault", 0.1)
+        assert (bad.status_code, bad.json()["fault"], bad.json()["score"]) == (200, "segfault", 0.0)
         assert (good.status_code, good.json()["correct"], good.json()["held"], seen) == (200, True, 1, 1)
 
     asyncio.run(main())

@@ -1,9 +1,6 @@
-"""The trial of one candidate: read it, run it in a sandbox, attack it, probe it, time it, score it.
+"""The trial of one candidate, no line of which runs here: read it, run it in a sandbox, attack, probe, time, score it.
 
-python -m rlkernel_judge.trial [PARENT]     task and source as JSON on standard input, the verdict on standard output;
-                                            ends with the process PARENT that started it
-
-No line of the candidate's runs in this process.
+python -m rlkernel_judge.trial [PARENT]: task as JSON on standard input, verdict on standard output; ends with PARENT.
 """
 
 from __future__ import annotations
@@ -49,6 +46,7 @@ from rlkernel_judge.verdict import (
     ProbeReport,
     Task,
     Verdict,
+    bad_fields,
 )
 from rlkernel_judge.worker_client import (
     BACKEND,
@@ -191,9 +189,8 @@ class _Trial:
         Raises:
             WorkerLost: it did not start, which is `not_run`, or loading it failed.
         """
-        gpu = not self.task.device.startswith("cpu")
-        cpu_s = int(self.task.limit_s * (os.cpu_count() or 1))
-        limits = sandbox.Limits(cpu_s=cpu_s, memory=int(self.task.memory_gib * 2**30), gpu=gpu)
+        gpu, memory = not self.task.device.startswith("cpu"), int(self.task.memory_gib * 2**30)
+        limits = sandbox.Limits(int(self.task.limit_s * (os.cpu_count() or 1)), memory, gpu=gpu)
         size = timing.shared_memory(self.work, self.task.device) if self.task.timing else 0
         arena = stack.enter_context(closing(Arena.new(size))) if size else None
         worker = stack.enter_context(
@@ -383,17 +380,6 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
     if not impls:
         raise ConfigError(f"baseline {name!r} implements no {task.op} on {task.device}")
     return impls, task.baseline == "compile"
-
-
-# The field of a task that an unknown name stands in, by what it names.
-_FIELDS: Final = {"operator": "op", "clause": "clauses", "baseline": "baseline", "score": "score"}
-
-
-def bad_fields(error: RLKernelError) -> dict[str, str]:
-    """The field of the task that an error is about, with what is wrong; none where it is about this machine."""
-    if isinstance(error, UnknownNameError):
-        return {_FIELDS[error.what.split()[0]]: str(error)}
-    return {"baseline": str(error)} if str(error).startswith("baseline ") else {}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlkernel_conformance import faults
+from rlkernel_core.errors import RLKernelError, UnknownNameError
 
 SCHEMA: Final = 1
 
@@ -183,3 +184,14 @@ def complaints_by_field(error: ValidationError) -> dict[str, str]:
 def complaints(error: ValidationError) -> str:
     """What is wrong with a question, in one line, each with the name of the field."""
     return "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+
+
+# The field of a task that an unknown name stands in, by what it names.
+_FIELDS: Final = {"operator": "op", "clause": "clauses", "baseline": "baseline", "score": "score"}
+
+
+def bad_fields(error: RLKernelError) -> dict[str, str]:
+    """The field of the task that an error is about, with what is wrong; none where it is about this machine."""
+    if isinstance(error, UnknownNameError):
+        return {_FIELDS[error.what.split()[0]]: str(error)}
+    return {"baseline": str(error)} if str(error).startswith("baseline ") else {}
