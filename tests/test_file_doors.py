@@ -31,6 +31,8 @@ WRITERS = {
     "tools/gpu_all.py": (4, "two logs, and metadata in a temporary folder"),
     "conformance/rlkernel_conformance/process_reaper.py": (1, "a switch of the kernel in /proc"),
     "conformance/rlkernel_judge/sandbox.py": (4, "switches of the kernel in /proc, and whether a folder takes a file"),
+    "conformance/rlkernel_judge/private_folder.py": (1, "a folder that is locked takes its name"),
+    "conformance/rlkernel_judge/supervisor.py": (6, "switches of the kernel in /proc and in a control group"),
     "conformance/rlkernel_judge/worker.py": (1, "the candidate's source, in the scratch folder of its sandbox"),
     "conformance/rlkernel_conformance/source_mutants/plugin_copy.py": (4, "copies of a backend in a temporary folder"),
 }

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rlkernel_core.files import write_text
 from rlkernel_judge.attack_run import attacks
 from rlkernel_judge.sandbox import LEVELS
 
@@ -60,7 +61,7 @@ def main(page: Path) -> None:
     with ThreadPoolExecutor() as pool:
         made = table(dict(zip(LEVELS, pool.map(attempts_at, LEVELS), strict=True)))
     between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    page.write_text(between.sub(lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text), encoding="utf-8")
+    write_text(page, between.sub(lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text))
 
 
 if __name__ == "__main__":
