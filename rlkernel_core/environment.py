@@ -24,7 +24,7 @@ def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{name}: {value!a} is not UTF-8; set it to text, or unset it") from error
+        raise ConfigError(f"{name}: {value[:100]!a} is not UTF-8; set it to text, or unset it") from error
     return value
 
 
@@ -36,5 +36,5 @@ def path_in(name: str, environ: Mapping[str, str] | None = None) -> Path | None:
     """
     value = (os.environ if environ is None else environ).get(name)
     if value and "\0" in value:
-        raise ConfigError(f"{name}: {value!a} is no path; set it to one, or unset it")
+        raise ConfigError(f"{name}: {value[:100]!a} is no path; set it to one, or unset it")
     return Path(value) if value else None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_core import __version__
-from rlkernel_core.documents import formed, json_of
+from rlkernel_core.documents import formed, json_of, short
 from rlkernel_core.errors import FileError, RLKernelError
 from rlkernel_core.files import MOST, make_folder, whole
 from rlkernel_core.paths import missing
@@ -62,7 +62,7 @@ class NoBuildError(BundleError):
 
 
 def _remade(path: Path, targets: Iterable[str] = ()) -> str:
-    said = " ".join(f"--target {t}" for t in targets) or "--target sm_87"
+    said = " ".join(f"--target {t[:40]}" for t in [*targets][:8]) or "--target sm_87"
     return f"Make it again where Triton is installed: rlkernel aot build {said} --out {path.name}"
 
 
@@ -84,11 +84,11 @@ class Bundle:
         except FileNotFoundError as error:
             raise BundleError(f"there is no bundle at {path}: {missing(path)}. {_remade(path)}") from error
         except _UNREADABLE as error:
-            said = error.problem if isinstance(error, FileError) else error
+            said = str(error.problem if isinstance(error, FileError) else error)[:300]
             raise BundleError(f"{path} is no bundle of rlkernel, or damaged ({said}). {_remade(path)}") from error
         if description["format"] != FORMAT:
             raise BundleError(
-                f"{path} has format {description['format']}, this rlkernel reads {FORMAT}. {_remade(path)}"
+                f"{path} has format {short(description['format'])}, this rlkernel reads {FORMAT}. {_remade(path)}"
             )
         self.compiler: Mapping[str, str] = description["compiler"]
         self.version: str = description["rlkernel"]
@@ -155,7 +155,7 @@ class Bundle:
             raise self._damaged(name, error) from error
         if hashlib.sha256(data).hexdigest() != self._sums.get(name):
             raise BundleError(
-                f"{name} of {self.path} is damaged: its SHA-256 differs. {_remade(self.path, self.targets)}"
+                f"{name[:100]} of {self.path} is damaged: its SHA-256 differs. {_remade(self.path, self.targets)}"
             )
         return data
 
@@ -170,7 +170,8 @@ class Bundle:
         return self._bytes(name, MOST).decode()
 
     def _damaged(self, name: str, why: object) -> BundleError:
-        return BundleError(f"{name} of {self.path} cannot be read ({why}). {_remade(self.path, self.targets)}")
+        said = f"{name[:100]} of {self.path} cannot be read ({str(why)[:300]})"
+        return BundleError(f"{said}. {_remade(self.path, self.targets)}")
 
 
 def _check_end(path: Path) -> None:
